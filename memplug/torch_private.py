@@ -105,6 +105,7 @@ temporarily_clear_interpreter_stack = _name(
 )
 _name("torch.autograd.forward_ad._current_level", "knows forward-mode differentiation")
 
+is_jit_tracing = _name("torch._C._is_tracing", _TRACED)
 get_dispatch_mode = _name("torch._C._get_dispatch_mode", _TRACED)
 len_torch_dispatch_stack = _name("torch._C._len_torch_dispatch_stack", _TRACED)
 _fx_tracing = _name(

@@ -33,8 +33,9 @@ from memplug.tokenwise.engine.core import paused
 
 def is_cache(value: Any) -> bool:
     """Returns whether an argument is a cache."""
-    has_state = hasattr(value, "get_seq_length") and hasattr(value, "__dict__")
-    return has_state and not isinstance(value, (nn.Module, torch.Tensor, type))
+    if isinstance(value, (torch.Tensor, nn.Module, type)):
+        return False
+    return hasattr(value, "get_seq_length") and hasattr(value, "__dict__")
 
 
 class Found:

@@ -6,8 +6,9 @@ hooks; the recorder knows the nodes of its graph by the forward that made them.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -103,6 +104,15 @@ class Places:
             self._hooks.enter_recompute()
         else:
             self._hooks.enter_no_grad()
+
+    @contextlib.contextmanager
+    def in_optimizer(self) -> Iterator[None]:
+        """An engine's step runs inside: all of it belongs to the optimizer, not only its optimizer's own `step`."""
+        self._hooks.enter_engine_step()
+        try:
+            yield
+        finally:
+            self._hooks.leave_engine_step()
 
     def _leave_forward(self, *_: Any) -> None:
         self._hooks.leave_model()

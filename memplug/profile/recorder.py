@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,6 @@ class Recorder:
         recording: between `begin` and `end`.
         suspended: `with recorder.suspended:` around operators that are memplug's own: part of traces, not of the
             sequence.
-        enter_optimizer: the calling thread is in the optimizer; returns where it was, for `leave`.
 
     Raises:
         NativeError: the native core cannot be built here.
@@ -73,8 +72,6 @@ class Recorder:
         self._release = weakref.finalize(self, _release, self._native, self.device.type)
         self.recording = False
         self.suspended = self._native.Suspended()
-        self.enter_optimizer: Callable[[], Place] = self._native.enter_optimizer
-        self.leave: Callable[[Place], None] = self._native.leave
         self._watching = True
         self._nodes = self._native.nodes()
         self._native.watch(True)

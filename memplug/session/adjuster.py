@@ -78,6 +78,7 @@ class Adjuster:
         self.history: collections.deque[tuple[int, Stage, int, str]] = collections.deque(maxlen=LONGEST_HISTORY)
         self.replans = 0
         self._profiler, self._technique, self._ranks = profiler, technique, ranks
+        self._lasting = Lasting(None, None)
         self._proposed: Any = None
         self._ballot: _Ballot | None = None
         self._passing: tuple[Remembered, Any] | None = None
@@ -146,7 +147,7 @@ class Adjuster:
     @property
     def lasting(self) -> Lasting | None:
         """What runs from step to step while stable; else None."""
-        return Lasting(self.programs.current, self.decisions) if self.stage is Stage.STABLE else None
+        return self._lasting if self.stage is Stage.STABLE else None
 
     def stay(self, step: int, why: str) -> None:
         """Nothing is voted on any more: what runs now does from now on."""
@@ -302,7 +303,7 @@ class Adjuster:
             self._technique.withdraw()
         else:
             self._technique.install(decisions)
-        self.decisions = decisions
+        self.decisions, self._lasting = decisions, Lasting(program, decisions)
         self.programs.enter(program)
         self._similar_steps, self._is_proven = 0, False
         self._changes = 0 if decisions is not None else self._changes

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class AttachedModel:
         self.config = config
         self.ranks = Ranks() if ranks is None else ranks
         self.regions = list(regions)
+        self._unmarked_forwards = UNMARKED_FORWARDS * max(1, len(self.regions))
         self.device = device
         request_failed = weakref.WeakMethod(self._request_failed)  # the native core keeps it
         self.boundary = Boundary(
@@ -164,8 +166,10 @@ class AttachedModel:
     def begin_forward(self) -> None:
         """The model, or a region of it, runs forward with gradients: the first time in a step, its program begins."""
         self.forwards += 1
-        if not self.steps and self.forwards == UNMARKED_FORWARDS * max(1, len(self.regions)):
+        if self.forwards == self._unmarked_forwards and not self.steps:
             self.miss_steps(f"{self.forwards:,} forwards with gradients have run")
+        if self.boundary.in_program:
+            return
         recomputes = current_graph_task_id() != -1  # in a backward, maybe on a thread of autograd's
         if not recomputes and self.stage is not Stage.DETACHED:
             self.boundary.begin_program()
@@ -178,19 +182,10 @@ class AttachedModel:
         text = "memplug: %s, and no step has ended: nothing is planned. Add `session.step()` after `optimizer.step()`"
         log.warning(coded("MP008", text), seen)
 
-    @contextlib.contextmanager
-    def in_optimizer(self) -> Iterator[None]:
-        """What runs inside belongs to the optimizer, in a recording."""
+    def in_optimizer(self) -> AbstractContextManager[None]:
+        """Returns a context whose operators belong to the optimizer, in a recording."""
         recording = self.boundary.recording
-        if recording is None or not recording.placed:
-            yield
-            return
-        recorder = recording.recorder
-        former = recorder.enter_optimizer()
-        try:
-            yield
-        finally:
-            recorder.leave(former)
+        return contextlib.nullcontext() if recording is None else recording.in_optimizer()
 
     def at_detach(self, undo: Callable[[], None]) -> None:
         """Register how to undo a patch; undone in reverse order."""

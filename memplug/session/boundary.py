@@ -79,6 +79,7 @@ class Boundary:
         watches: operators of steps are compared, if the recorder can be had.
         steps: that ended.
         planned_steps: of these, those that ran by decisions from their beginning.
+        in_program: the step's first forward with gradients has begun.
         apart: why the ranks decide nothing together any more; "" while they do.
     """
 
@@ -110,7 +111,7 @@ class Boundary:
         self.steps = self.planned_steps = 0
         self.apart = ""
         self._timelines = 0
-        self._in_program = False  # of a step: its first forward with gradients has begun
+        self.in_program = False
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
         self._last_step: float | None = None
 
@@ -180,10 +181,8 @@ class Boundary:
     # -- in a step -----------------------------------------------------------------------------------------------------
 
     def begin_program(self) -> None:
-        """A forward with gradients begins: the first time in a step, its program does."""
-        if self._in_program:
-            return
-        self._in_program = True
+        """A step's first forward with gradients begins, and with it the step's program."""
+        self.in_program = True
         if self._take_claim():
             for follower in self.followers:
                 follower.technique.begin_step()
@@ -217,9 +216,9 @@ class Boundary:
 
     def begin_step(self) -> None:
         """Called just before the next step starts."""
-        if not self._in_program:
+        if not self.in_program:
             self._take_claim()  # it trains, in forwards that no hook sees
-        self._in_program = False
+        self.in_program = False
         self._begin_recording()
 
     def _agree(self, program: Program) -> None:

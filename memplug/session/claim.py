@@ -72,9 +72,7 @@ class Claim:
     @property
     def parts(self) -> dict[str, Any] | None:
         """What techniques have in force, by name; None: one of them has nothing yet."""
-        is_waiting = any(
-            not self.why_off(each.name) and not self.followers.find(each.name) for each in self._techniques
-        )
+        is_waiting = bool(self._techniques) and self.recording is None and not self.off_because
         return None if is_waiting else self.followers.parts
 
     def take(self) -> bool:

@@ -148,13 +148,14 @@ class Followers:
 
     def __init__(self, techniques: Iterable[tuple[Technique[Any], int]] = ()):
         self._all = [Follower(technique, warmup_steps) for technique, warmup_steps in techniques]
+        self._techniques = {each.technique.name: each.technique for each in self._all}
 
     def __iter__(self) -> Iterator[Follower]:
         return iter(self._all)
 
     def find(self, name: str) -> Technique[Any] | None:
         """The technique of this name; None: the session has none."""
-        return next((each.technique for each in self._all if each.technique.name == name), None)
+        return self._techniques.get(name)
 
     def resume(self, plans: Mapping[Program, MemoryPlan], program: Program) -> dict[Program, dict[str, Any]]:
         """Go on from what an earlier run kept of each program, and begin with `program`; returns the parts."""

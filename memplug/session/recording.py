@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +38,9 @@ class Places(Protocol):
 
     def begin_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         """A forward of the model begins."""
+
+    def in_optimizer(self) -> AbstractContextManager[None]:
+        """Returns a context whose operators belong to the optimizer."""
 
 
 class Recording:
@@ -84,6 +89,10 @@ class Recording:
         """A forward of the model has begun, before the recorder was told where training is."""
         if self.placed:
             self._places.begin_forward(module, args, kwargs)
+
+    def in_optimizer(self) -> AbstractContextManager[None]:
+        """Returns a context whose operators belong to the optimizer, where the recorder is told where training is."""
+        return self._places.in_optimizer() if self.placed else contextlib.nullcontext()
 
     def want(self, file: Path | None) -> None:
         """Record the next whole step in detail, and save it there unless that is None."""

@@ -18,6 +18,7 @@ from memplug.device.device import Device
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Fingerprint
 from memplug.session.followers import Followers
+from tests.support.extension import python_streams
 from tests.support.serving import (
     ALONE,
     CHECKED,
@@ -96,7 +97,7 @@ def test_fetched_outputs_land_at_planned_addresses(monkeypatch: pytest.MonkeyPat
             fetched.append(owned(tensor))
             return tensor
 
-    monkeypatch.setattr(Device, "streams", lambda self, core: core.python_streams(Noting()))
+    monkeypatch.setattr(Device, "streams", lambda self, core: python_streams(Noting()))
     run = train(BLOCKS["swapped"], steps=12)
     first = run.states.index(State.SERVING) + 1
     in_a_step = len(fetched) // 12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -149,6 +150,23 @@ def test_the_optimizer_is_a_place_and_what_follows_it_is_not(recorder: Recorder)
     trace = told.end()
     assert told.truth.check(trace)[Pass.OPTIMIZER, -1, -1] > 10
     assert any(trace.phases[phase].kind is Pass.OPTIMIZER for phase in trace.requests["malloc_phase"])
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["it is done", "it fails"])
+def test_an_engines_step_is_in_the_optimizer_and_what_follows_it_is_not(fails: bool, recorder: Recorder) -> None:
+    told = Told(recorder)
+    optimizer = torch.optim.AdamW(told.model.parameters())
+    told.begin()
+    told.backward(0, told.forward(0))
+    told.truth._to((Pass.OPTIMIZER, -1, -1))
+    with contextlib.suppress(ZeroDivisionError), told.places.in_optimizer():
+        torch.ones(2).exp()
+        optimizer.step((lambda: 1 / 0) if fails else None)
+        torch.ones(2).exp()
+    told.truth._to((Pass.OTHER, -1, -1))
+    torch.ones(2).exp()
+    found = told.truth.check(told.end())
+    assert found[Pass.OPTIMIZER, -1, -1] > 1 and found[Pass.OTHER, -1, -1] > 1
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

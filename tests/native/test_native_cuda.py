@@ -44,7 +44,6 @@ class _Core:
         return 0
 
     Suspended = SimpleNamespace
-    enter_optimizer = leave = None
 
     def claim(self, *_: Any) -> None:
         """And the rest, which do nothing."""

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memplug.device.device import CudaDevice, Device
 from memplug.tokenwise.engine.operators import tensors_in
 from memplug.tokenwise.engine.tape import storage_of
-from tests.support.extension import Wait, leaving_out, waits
+from tests.support.extension import Wait, leaving_out, python_streams, waits
 
 if TYPE_CHECKING:
     from tests.cudasim.device import ScheduledDevice
@@ -97,7 +97,7 @@ class ScriptedDevice(Device):
     """The CPU, with streams, events and copies in Python: subclasses say what they do."""
 
     def streams(self, core: Any) -> Any:
-        return core.python_streams(self)
+        return python_streams(self)
 
     def new_stream(self) -> Any:
         return None

@@ -15,57 +15,6 @@ namespace py = pybind11;
 namespace memplug {
 namespace {
 
-// A device that Python implements: its streams and events are Python's own objects.
-class PythonStreams final : public Streams {
- public:
-  explicit PythonStreams(py::object device) : device_(std::move(device)) {}
-
-  StreamRef make() override {
-    return kept(device_.attr("new_stream")());
-  }
-  StreamRef current() override {
-    return kept(device_.attr("compute_stream")());
-  }
-  bool same(const StreamRef& one, const StreamRef& other) override {
-    return object_of(one).equal(object_of(other));
-  }
-  EventRef record(const StreamRef& stream) override {
-    return kept(device_.attr("record")(object_of(stream)));
-  }
-  void wait(const StreamRef& stream, const EventRef& event, Wait) override {
-    device_.attr("wait")(object_of(stream), object_of(event));
-  }
-  void copy(const StreamRef& stream, const at::Tensor& destination, const at::Tensor& source) override {
-    device_.attr("copy")(object_of(stream), wrapped(destination), wrapped(source));
-  }
-  at::Tensor empty(const StreamRef& stream, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype) override {
-    const auto ints = [](at::IntArrayRef values) { return py::tuple(py::cast(values.vec())); };
-    const py::object dtype_object = py::reinterpret_borrow<py::object>(
-        reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype)));
-    return tensor_of(device_.attr("empty")(object_of(stream), ints(size), ints(stride), dtype_object));
-  }
-
- private:
-  // None is null, as on the CPU.
-  static std::shared_ptr<void> kept(py::object object) {
-    if (object.is_none()) {
-      return nullptr;
-    }
-    return {object.release().ptr(), [](void* pointer) {
-              if (Py_IsInitialized() != 0) {
-                const py::gil_scoped_acquire locked;
-                Py_DECREF(static_cast<PyObject*>(pointer));
-              }
-            }};
-  }
-  static py::object object_of(const std::shared_ptr<void>& kept) {
-    return kept == nullptr ? py::none()
-                           : py::reinterpret_borrow<py::object>(static_cast<PyObject*>(kept.get()));
-  }
-
-  py::object device_;
-};
-
 void add_devices(py::module_& module) {
   py::class_<Streams, std::shared_ptr<Streams>>(module, "Streams");
   module.def("cpu_streams", &cpu_streams);
@@ -75,9 +24,6 @@ void add_devices(py::module_& module) {
   });
   module.def("cuda_streams", [](int index) {
     return accelerator_streams(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index)));
-  });
-  module.def("python_streams", [](py::object device) -> std::shared_ptr<Streams> {
-    return std::make_shared<PythonStreams>(std::move(device));
   });
 
   py::class_<Slot>(module, "Slot")

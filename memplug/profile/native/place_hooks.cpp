@@ -15,9 +15,9 @@ namespace py = pybind11;
 namespace memplug {
 namespace {
 
-constexpr int32_t IN_MODEL = -1, IN_OPTIMIZER = -2; // beside the indices of layers
+constexpr int32_t IN_MODEL = -1, IN_OPTIMIZER = -2, IN_ENGINE_STEP = -3; // beside the indices of layers
 
-// Forwards, layers and the optimizer that the training thread is in, outermost first, and where it was before each.
+// Forwards, layers, the optimizer and the engine's step around it that the training thread is in, outermost first, and where it was before each.
 class PlaceHooks {
  public:
   void enter(int32_t what, Place former) {
@@ -95,6 +95,8 @@ void add_place_hooks(py::module_& module) {
       .def("leave_model", [](PlaceHooks& hooks) { hooks.leave(IN_MODEL); })
       .def("enter_optimizer", [](PlaceHooks& hooks) { hooks.enter(IN_OPTIMIZER, enter_optimizer()); })
       .def("leave_optimizer", [](PlaceHooks& hooks) { hooks.leave(IN_OPTIMIZER); })
+      .def("enter_engine_step", [](PlaceHooks& hooks) { hooks.enter(IN_ENGINE_STEP, enter_optimizer()); })
+      .def("leave_engine_step", [](PlaceHooks& hooks) { hooks.leave(IN_ENGINE_STEP); })
       .def("layer_hooks", &layer_hooks)
       .def("clear", &PlaceHooks::clear);
 }

@@ -4,9 +4,9 @@
 #include <c10/core/ScalarType.h>
 
 #include <string>
-#include <tuple>
 #include <vector>
 
+#include "bus.h"
 #include "clock.h"
 #include "cuda_memory.h"
 #include "operator_names.h"
@@ -96,10 +96,6 @@ void add_requests(py::module_& module) {
 
 void add_places(py::module_& module) {
   add_place_hooks(module);
-  module.def("enter_optimizer", [] { return to_tuple(enter_optimizer()); });
-  module.def("leave", [](const std::tuple<int32_t, int32_t, int32_t>& former) {
-    leave({std::get<0>(former), std::get<1>(former), std::get<2>(former)});
-  });
   module.def("here", [] { return to_tuple(here()); });
   module.def("forget", &forget);
   module.def("nodes", &nodes);

@@ -15,8 +15,6 @@ import torch
 from memplug.device.device import Device
 from memplug.tokenwise.engine.core import core
 from memplug.torch_private import (
-    DeviceContext,
-    get_function_modes,
     peek_interpreter_stack,
     temporarily_clear_interpreter_stack,
     vmapmode_decrement_nesting,
@@ -72,12 +70,6 @@ def restored(
         for again in surroundings:
             stack.enter_context(again())
         yield
-
-
-def default_device() -> torch.device | None:
-    """Of factory functions, where one was set; `torch.get_default_device` would make a tensor to find out."""
-    modes = reversed(get_function_modes())
-    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 def is_transformed() -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
 from memplug.device.device import Device
 from memplug.errors import coded
 from memplug.tokenwise.engine.ambient import is_transformed
@@ -14,6 +12,7 @@ from memplug.torch_private import (
     get_dispatch_mode,
     is_fx_tracing,
     is_in_forward_ad,
+    is_jit_tracing,
     len_torch_dispatch_stack,
     saved_tensors_hooks_is_enabled,
 )
@@ -62,6 +61,6 @@ class AsTheyAre:
 
 def is_traced() -> bool:
     """Whether this forward is torch's, which makes a program of it, or of fake tensors: it trains nothing."""
-    if torch.jit.is_tracing() or is_fx_tracing():
+    if is_jit_tracing() or is_fx_tracing():
         return True
     return len_torch_dispatch_stack() > 0 and any(map(get_dispatch_mode, TRACING))

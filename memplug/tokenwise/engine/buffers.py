@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 import torch
 
+from memplug.tokenwise.engine.calls import BuffersCalls
 from memplug.tokenwise.engine.core import core
 from memplug.torch_private import unsafe_preserve_version_counter
 
 IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
 
-class Buffers:
+class Buffers(BuffersCalls):
     """What one forward wrote to in place, such as running statistics, and the values before: a recompute pass must find
     those, and leave no trace.
     """

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import threading
 import weakref
@@ -34,6 +35,7 @@ from memplug.device.host_pool import HostPool
 from memplug.errors import InPlaceError, MemplugError, RecomputeError, coded
 from memplug.tokenwise.engine.as_they_are import AsTheyAre
 from memplug.tokenwise.engine.buffers import IN_PLACE, Buffers
+from memplug.tokenwise.engine.calls import ExecutorCalls
 from memplug.tokenwise.engine.core import core, watching
 from memplug.tokenwise.engine.hidden import HiddenFunctions
 from memplug.tokenwise.engine.hooks import Hooks
@@ -72,7 +74,7 @@ class _Rerunning:
         threads.unit_states = self._unit_states
 
 
-class Executor:
+class Executor(ExecutorCalls):
     """Runs regions.
 
     Args:
@@ -147,8 +149,12 @@ class Executor:
         """Run `call(*args, **kwargs)`, the region's own forward. Without gradients nothing is noted or consumed."""
         if not torch.is_grad_enabled() or self._as_they_are.is_so():
             return call(*args, **kwargs)
-        if region.is_plain and self._runs_plain(region, args, kwargs):
-            return call(*args, **kwargs)
+        if region.is_plain:
+            given_bytes = self.core.given_bytes(args, kwargs)
+            if self._runs_plain(region, given_bytes):
+                region.native.note_given(given_bytes)
+                return call(*args, **kwargs)
+            self.hooks.on_larger()
         try:
             if self.hooks.around:
                 with self.standing_around("forward", region):
@@ -165,19 +171,17 @@ class Executor:
                     'transform: use torch.autograd.grad there, or leave the module out of "tokenwise.regions"'
                 )
             raise
-        self._warn_if_full()
+        if not self._warned and self.transfer.refused:
+            self._warn_full()
         return out
 
-    def _runs_plain(self, region: Region, args: Any, kwargs: Any) -> bool:
-        """Not where it is given more than in the step that the plan was made from: it would keep more too. But all
-        ranks must launch the same collectives, however much each is given.
+    def _runs_plain(self, region: Region, given_bytes: int) -> bool:
+        """Returns whether a plain region runs so with arguments of that size.
+
+        One that is given more than in the step that the plan was made from would keep more too. But all ranks must
+        launch the same collectives, however much each is given.
         """
-        given_bytes = self.core.given_bytes(args, kwargs)
-        if given_bytes > region.setting.plain_bytes and not (self.regathers or region.native.communicates):
-            self.hooks.on_larger()
-            return False
-        region.native.note_given(given_bytes)
-        return True
+        return given_bytes <= region.setting.plain_bytes or self.regathers or region.native.communicates
 
     def _observe(self, region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The native core notes every operator and every tensor that autograd saves (native/tape/forward.h), or finds
@@ -191,10 +195,12 @@ class Executor:
         """
         times = Times(self.device) if self.on_timed is not None else None
         surroundings = [take() for take in self.hooks.surroundings]
+        run = functools.partial(self.flow.run, region.native, self, region, times, surroundings)
+        if region.native.repeats:
+            return run(None, call, args, kwargs)
         state = _state_before(region, call, args, kwargs)
-        watched = contextlib.nullcontext() if region.native.repeats else AddressMode(self.core)
-        with watched:
-            return self.flow.run(region.native, self, region, times, surroundings, state, call, args, kwargs)
+        with AddressMode(self.core):
+            return run(state, call, args, kwargs)
 
     @contextlib.contextmanager
     def standing_around(self, phase: str, region: Region) -> Iterator[None]:
@@ -204,22 +210,22 @@ class Executor:
                 stack.enter_context(context(phase, region))
             yield
 
-    # -- what the native core calls: native/tape/running.h ----------------------------------------------------------
+    # -- what the native core calls: native/tape/calls.h ------------------------------------------------------------
 
     written_buffers = Buffers
     run_unit_again = run_again
 
     @property
     def stands_around(self) -> bool:
-        """Whether a recompute pass needs `restore`, whatever the frame is like."""
+        """See `ExecutorCalls.stands_around`."""
         return bool(self.hooks.around) or self.regathers
 
     def is_scratch(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is in a scratch buffer owned by the framework."""
+        """See `ExecutorCalls.is_scratch`."""
         return any(holds(tensor) for holds in self.hooks.scratch)
 
     def explain(self, phase: str, region: Region, error: BaseException) -> None:
-        """An error of the device's memory passes."""
+        """See `ExecutorCalls.explain`."""
         self.hooks.explain(phase, region, error)
 
     @staticmethod
@@ -236,11 +242,11 @@ class Executor:
         return named.with_traceback(error.__traceback__)
 
     def is_alone(self) -> bool:
-        """There is one rank."""
+        """See `ExecutorCalls.is_alone`."""
         return not (dist.is_initialized() and dist.get_world_size() > 1)
 
     def note_opaque(self, region: Region, why: int | str, why_it_keeps: str = "") -> None:
-        """No tape tells what the region does: the reason, or bits of it. `why_it_keeps`: "" where it runs again."""
+        """See `ExecutorCalls.note_opaque`."""
         if not isinstance(why, str):
             if self.functions.found_some():
                 return  # they are units from the next forward on
@@ -258,13 +264,13 @@ class Executor:
             )
 
     def note_timed(self, region: Region, frame: Any) -> None:
-        """A timed forward is over."""
+        """See `ExecutorCalls.note_timed`."""
         tape = frame.times.close(frame)
         if self.on_timed is not None:
             self.on_timed(region, frame, tape)
 
     def restore(self, frame: Any, region: Region) -> None:
-        """Run a frame's recompute pass, where that takes more than the tape's operators."""
+        """See `ExecutorCalls.restore`."""
         tape = frame.times.tape if frame.times is not None else None
         with self.standing_around("recompute", region):
             frame.forget()
@@ -295,7 +301,11 @@ class Executor:
         try:
             replay()
         except self.core.Diverged as divergence:
-            if frame.has_launches or (frame.decide({}, []), frame.communicates)[1]:
+            launches = frame.has_launches  # which captures wait for
+            if not launches:
+                frame.decide({}, [])  # nothing is captured: the pass recomputes all
+                launches = frame.communicates
+            if launches:  # other ranks would not take part
                 raise RecomputeError(f"region {region.name}: {divergence}", code="MP021") from None
             self.divergences += 1
             if self.divergences == 1:
@@ -322,20 +332,19 @@ class Executor:
         """How many regions no tape tells of."""
         return self.opaque.total()
 
-    def _warn_if_full(self) -> None:
-        if self.transfer.refused and not self._warned:
-            self._warned = True
-            text = (
-                "memplug: the host budget of %.2f GiB is used up: later regions swap fewer rows and recompute more. "
-                'Raise "host_budget_gib" if the host has more'
-            )
-            log.warning(coded("MP017", text), self.pool.budget_bytes / 2**30)
+    def _warn_full(self) -> None:
+        self._warned = True
+        text = (
+            "memplug: the host budget of %.2f GiB is used up: later regions swap fewer rows and recompute more. "
+            'Raise "host_budget_gib" if the host has more'
+        )
+        log.warning(coded("MP017", text), self.pool.budget_bytes / 2**30)
 
 
-def _state_before(region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> State | None:
-    """Returns the Python state that a forward which may be opaque is about to find; None: it repeats a template."""
-    if region.native.repeats or region.unknown_state is not None:
-        return None if region.native.repeats else region.unknown_state
+def _state_before(region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> State:
+    """Returns the Python state that a forward which may be opaque is about to find."""
+    if region.unknown_state is not None:
+        return region.unknown_state
     state = State.of(call, args, kwargs)
     if state.unknown:
         region.unknown_state = state

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from memplug.tokenwise.engine.buffers import alias_of
+from memplug.tokenwise.engine.calls import StateCalls
 from memplug.tokenwise.engine.core import paused
 from memplug.tokenwise.engine.state_kinds import CLASS, Kind, Part, Unknown, is_own, is_plain, kind_of
 
@@ -29,7 +30,7 @@ MOST_OBJECTS = 20_000
 _GENERATORS = (random._inst, np.random.mtrand._rand)  # type: ignore[attr-defined]  # of `random` and `numpy.random`
 
 
-class State:
+class State(StateCalls):
     """The state that a call finds.
 
     Attributes:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from memplug.device.device import Device
+from memplug.tokenwise.engine.calls import TimesCalls
 from memplug.tokenwise.engine.tape import Tape
 
 
-class Times:
+class Times(TimesCalls):
     """Of one timed forward; `tape` has them once it is over."""
 
     def __init__(self, device: Device):

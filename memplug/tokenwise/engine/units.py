@@ -15,6 +15,7 @@ import torch
 
 from memplug.errors import RecomputeError
 from memplug.tokenwise.engine.ambient import no_transforms, restored
+from memplug.tokenwise.engine.calls import UnitCalls
 from memplug.tokenwise.engine.operators import Kind
 from memplug.tokenwise.engine.region import Region
 from memplug.tokenwise.engine.rerun import held_meanwhile
@@ -23,7 +24,7 @@ from memplug.tokenwise.engine.runs import Runs
 _NOTHING = contextlib.nullcontext()
 
 
-class Unit:
+class Unit(UnitCalls):
     """One module, or function, that runs as a unit.
 
     Args:

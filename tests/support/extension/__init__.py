@@ -1,4 +1,5 @@
-"""The tests' own C++ around parts of the core: streams that leave out a kind of wait, and a swap list without tensors.
+"""The tests' own C++ around parts of the core: streams that leave out a kind of wait, streams of a device in
+Python, rows in a file, and a swap list without tensors.
 
 It is built on first use, as the core is.
 """
@@ -44,6 +45,11 @@ def leaving_out(streams: Any, missing: Wait | None) -> Any:
     """Returns streams of the core that leave out one kind of wait, or none, and count what was asked for."""
     extension = load()
     return extension.LeavingOut(streams, missing and getattr(extension.Wait, missing.name))
+
+
+def python_streams(device: Any) -> Any:
+    """Returns streams of a device that Python implements (`tests.support.simulated.ScriptedDevice`)."""
+    return load().PythonStreams(device)
 
 
 def waits(streams: Any, why: Wait) -> int:

@@ -4,6 +4,7 @@
 
 #include "file_rows.h"
 #include "leaving_out.h"
+#include "python_streams.h"
 #include "rehearsal.h"
 #include "rows.h"
 #include "streams.cpp" // a copy: the core's library shows nothing but its module
@@ -23,6 +24,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<LeavingOut, Streams, std::shared_ptr<LeavingOut>>(module, "LeavingOut") // of the core, which is loaded already
       .def(py::init<std::shared_ptr<Streams>, std::optional<Wait>>())
       .def("count", [](const LeavingOut& streams, Wait why) { return streams.waits.at(static_cast<size_t>(why)); });
+
+  py::class_<PythonStreams, Streams, std::shared_ptr<PythonStreams>>(module, "PythonStreams").def(py::init<py::object>());
 
   py::class_<FileRows, RowStore, std::shared_ptr<FileRows>>(module, "FileRows")
       .def(py::init<const std::string&>())

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "calls.h"
 #include "saved_type.h"
 #include "torch_private_csrc.h"
 
@@ -26,7 +27,7 @@ py::object default_device() {
   if (FunctionModes::stack_len() == 0) {
     return py::none();
   }
-  return py::module_::import("memplug.tokenwise.engine.ambient").attr("default_device")();
+  return functions().default_device();
 }
 
 std::array<bool, 4> attention_now() {

@@ -1,5 +1,6 @@
 #include "arguments.h"
 
+#include "calls.h"
 #include "layouts.h"
 #include "torch_private_csrc.h"
 
@@ -12,10 +13,6 @@ bool is_plain_leaf(PyObject* value) {
   auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(value));
   return type == THPVariableClass || type == ParameterClass || value == Py_None || PyBool_Check(value) ||
       PyLong_CheckExact(value) || PyFloat_CheckExact(value) || PyUnicode_CheckExact(value);
-}
-
-py::object pytree(const char* name) {
-  return py::module_::import("memplug.torch_private").attr(name);
 }
 
 } // namespace
@@ -38,7 +35,7 @@ Containers Containers::of(py::handle value, const Leaf& leaf) {
     }
   } else {
     found.kind_ = Kind::TREE;
-    const py::tuple flat = pytree("tree_flatten")(value);
+    const py::tuple flat = functions().tree_flatten(value);
     for (const py::handle each : flat[0]) {
       leaf(each);
       ++found.leaves_;
@@ -57,7 +54,7 @@ py::object Containers::around(const NextLeaf& next) const {
       for (size_t i = 0; i < leaves_; ++i) {
         leaves.append(next());
       }
-      return pytree("tree_unflatten")(leaves, keys_);
+      return functions().tree_unflatten(leaves, keys_);
     }
     case Kind::DICTIONARY: {
       py::dict made;

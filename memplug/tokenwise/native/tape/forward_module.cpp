@@ -9,6 +9,7 @@
 
 #include "arguments.h"
 #include "as_written.h"
+#include "calls.h"
 #include "clock.h"
 #include "exchange.h"
 #include "observer.h"
@@ -181,6 +182,7 @@ void add_forwards(py::module_& module) {
       return (*kept)(name, overload).cast<uint32_t>();
     });
   });
+  module.def("bind_calls", &bind_calls);
   module.def("stand_before_exchanges", [] { stand_before_exchanges(&Observer::is_active); });
   module.def("leave_exchanges", &leave_exchanges);
   module.def("has_transform_stack", &has_transform_stack);
@@ -281,7 +283,7 @@ void add_forwards(py::module_& module) {
       .def("__enter__", [](Stance&) { AsWritten::enter(); })
       .def("__exit__", [](Stance&, const py::args&) { AsWritten::leave(); });
   module.def("stance_before", &AsWritten::before);
-  module.attr("unpack") = unpack_hook();
+  module.add_object("unpack", unpack_hook());
   add_tape(module);
   add_flow(module);
   py::class_<Running, std::shared_ptr<Running>>(module, "Frame")

@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "as_written.h"
+#include "calls.h"
 #include "clock.h"
 #include "layouts.h"
 #include "saved_type.h"
@@ -82,9 +83,9 @@ py::object Running::run(
         std::move(executor),
         std::move(region_object),
         std::move(times));
-    frame->is_unrepeatable = !state.is_none() && py::bool_(state.attr("unknown"));
+    frame->is_unrepeatable = !state.is_none() && !calls().state.unknown(state).empty();
     frame->forward.holds =
-        frame->is_unrepeatable || Modes::around() || (region->may_stray() && !frame->executor_.attr("is_alone")().cast<bool>());
+        frame->is_unrepeatable || Modes::around() || (region->may_stray() && !calls().executor.is_alone(frame->executor_));
     // of an opaque one no tape makes it again, and backward, which runs its module, has as much at a time
     frame->forward.holds_meanwhile = region->asks.value_or(true) || region->opaque;
     region->is_undecided = false;
@@ -96,7 +97,7 @@ py::object Running::run(
     frame->enter(arguments, keywords);
     flow->begin(frame);
     if (frame->is_timed) {
-      frame->times.attr("begin")();
+      calls().times.begin(frame->times);
     }
   }
   py::object out;
@@ -164,7 +165,7 @@ void Running::over() {
   // backward takes captured tensors directly, but not where a recompute pass contains collectives: ranks that swapped
   // different rows must recompute alike. Whether it does, a region's first forward tells
   const bool direct = !flow->regathers && !region->communicates &&
-      (region->seen || executor_.attr("is_alone")().cast<bool>());
+      (region->seen || calls().executor.is_alone(executor_));
   close(direct);
   flow->transfer->streams().spend_forward(static_cast<int64_t>(tape->records.size()));
   // its own forwards do: on a first one, others of its class may have had no tokens either
@@ -177,7 +178,7 @@ void Running::over() {
   if (!is_opaque) {
     flow->keep(*region, tape);
   } else if (!(region->opaque && region->seen)) {
-    executor_.attr("note_opaque")(region_object_, forward.opaque(), why_it_keeps());
+    calls().executor.note_opaque(executor_, region_object_, forward.opaque(), why_it_keeps());
   }
   if (!is_opaque || keeps) {
     state = py::none();
@@ -188,7 +189,7 @@ void Running::over() {
   region->communicates = region->communicates || communicates;
   region->given_bytes.push_back(given_bytes);
   if (is_timed) {
-    executor_.attr("note_timed")(region_object_, std::static_pointer_cast<Running>(shared_from_this()));
+    calls().executor.note_timed(executor_, region_object_, std::static_pointer_cast<Running>(shared_from_this()));
   }
 }
 
@@ -197,7 +198,7 @@ std::string Running::why_it_keeps() const {
     return "";
   }
   if (is_unrepeatable) {
-    return state.attr("unknown").cast<std::string>();
+    return calls().state.unknown(state);
   }
   return (forward.opaque() & CHANGED) != 0 ? "a dispatch mode changes its operators" : "it communicates";
 }
@@ -211,7 +212,7 @@ void Running::note_reads(const Record& record) {
 
 void Running::time(size_t index, bool over) {
   const Locked locked;
-  times.attr("time")(index, over);
+  calls().times.time(times, index, over);
 }
 
 void Running::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
@@ -227,7 +228,7 @@ bool Running::is_transparent(const at::Tensor& tensor) {
 // -- backward ---------------------------------------------------------------------------------------------------------
 
 void Running::begin_backward() {
-  times.attr("begin_backward")();
+  calls().times.begin_backward(times);
 }
 
 void Running::restore() {
@@ -238,7 +239,7 @@ void Running::restore() {
     is_restored = true;
     return;
   }
-  if (!is_opaque && !is_timed && buffers.is_none() && !executor_.attr("stands_around").cast<bool>()) {
+  if (!is_opaque && !is_timed && buffers.is_none() && !calls().executor.stands_around(executor_)) {
     try {
       forget();
       replay(std::nullopt);
@@ -250,16 +251,16 @@ void Running::restore() {
       failed_ = std::current_exception();
     }
   }
-  executor_.attr("restore")(std::static_pointer_cast<Running>(shared_from_this()), region_object_);
+  calls().executor.restore(executor_, std::static_pointer_cast<Running>(shared_from_this()), region_object_);
 }
 
 void Running::explain() {
   py::error_already_set error; // takes it: what follows may ask Python
   if (error.matches(py::module_::import("torch").attr("OutOfMemoryError"))) {
-    executor_.attr("explain")("recompute", region_object_, error.value());
+    calls().executor.explain(executor_, "recompute", region_object_, error.value());
   }
   if (error.matches(PyExc_RuntimeError)) {
-    const py::object raised = executor_.attr("with_region")(region_object_, error.value());
+    const py::object raised = calls().executor.with_region(executor_, region_object_, error.value());
     PyErr_SetObject(py::type::handle_of(raised).ptr(), raised.ptr());
     return;
   }
@@ -321,7 +322,7 @@ std::vector<at::Tensor> Running::run_again(
   if (buffers.is_none()) {
     return run();
   }
-  const py::object before = buffers.attr("as_before")(); // what the forward wrote to
+  const py::object before = calls().buffers.as_before(buffers); // what the forward wrote to
   before.attr("__enter__")();
   std::vector<at::Tensor> found;
   std::exception_ptr failed; // no destructor leaves it: it may raise

@@ -27,8 +27,7 @@ struct __attribute__((visibility("hidden"))) Locked {
   pybind11::error_scope raised;
 };
 
-// Of `executor`, a memplug.tokenwise.engine.executor.Executor, it calls `is_scratch`, `written_buffers`, `is_alone`, `note_opaque`,
-// `note_timed`, `restore` and `explain`. Guarded by Python's lock.
+// What it calls of `executor`, a memplug.tokenwise.engine.executor.Executor, is in calls.h. Guarded by Python's lock.
 class __attribute__((visibility("hidden"))) Running final : public Frame {
  public:
   // `region_object`: the Python `Region`. `times`: a memplug.tokenwise.engine.times.Times, or None.

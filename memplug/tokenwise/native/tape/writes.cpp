@@ -1,4 +1,5 @@
 // What a forward writes to, and gradients that it accumulates: a pass that runs its module again finds both as they were.
+#include "calls.h"
 #include "clock.h"
 #include "layouts.h"
 #include "running.h"
@@ -23,7 +24,7 @@ void Running::before_write_elsewhere(const at::Tensor& tensor) {
 }
 
 void Running::before_foreign_write(int32_t storage, const at::Tensor& tensor) {
-  if (executor_.attr("is_scratch")(wrapped(tensor)).cast<bool>()) {
+  if (calls().executor.is_scratch(executor_, wrapped(tensor))) {
     changing.insert(storage);
     return;
   }
@@ -42,9 +43,9 @@ void Running::before_foreign_write(int32_t storage, const at::Tensor& tensor) {
 
 void Running::note(const at::Tensor& tensor) {
   if (buffers.is_none()) {
-    buffers = executor_.attr("written_buffers")();
+    buffers = calls().executor.written_buffers(executor_);
   }
-  buffers.attr("note")(wrapped(tensor));
+  calls().buffers.note(buffers, wrapped(tensor));
 }
 
 void Running::before_accumulating(const at::Tensor& gradient) {

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <utility>
 
 #include "python_tensors.h"
 #include "registry.h"
@@ -13,13 +14,19 @@ namespace py = pybind11;
 
 namespace memplug {
 
+namespace {
+
+py::object* raise_failure = nullptr; // never destroyed: graphs may outlive Python's modules
+
+} // namespace
+
 bool set_error(const std::exception& error) {
   const auto* const failure = dynamic_cast<const Failure*>(&error);
-  if (failure == nullptr) {
+  if (failure == nullptr || raise_failure == nullptr) {
     return false;
   }
   try {
-    py::module_::import("memplug.tokenwise.engine.core").attr("fail")(static_cast<int>(failure->kind), failure->what());
+    (*raise_failure)(static_cast<int>(failure->kind), failure->what());
   } catch (py::error_already_set& raised) {
     raised.restore();
   }
@@ -37,6 +44,9 @@ void add_transfers(py::module_& module) {
         throw;
       }
     }
+  });
+  module.def("raise_failures_with", [](py::object raise) {
+    delete std::exchange(raise_failure, new py::object(std::move(raise)));
   });
   module.def("alias", [](py::handle tensor) { return wrapped(alias_of(tensor_of(tensor))); });
 

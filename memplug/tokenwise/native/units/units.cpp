@@ -5,6 +5,7 @@
 
 #include <set>
 
+#include "calls.h"
 #include "clock.h"
 #include "layouts.h"
 #include "running.h"
@@ -46,7 +47,7 @@ struct UnitInputs {
 // The call keeps all else.
 UnitInputs inputs_of(UnitCall& made, const py::tuple& arguments, const py::dict& keywords) {
   UnitInputs given;
-  const auto writes = made.unit.attr("writes").cast<std::set<size_t>>();
+  const auto writes = calls().unit.writes(made.unit);
   size_t ordinal = 0;
   const auto note = [&](py::handle value) {
     const bool is_tensor = THPVariable_Check(value.ptr()) && is_plain(tensor_of(value));
@@ -152,10 +153,10 @@ py::object Running::run_unit(
       std::move(its_surroundings),
       Ambient(flow->device),
       at::GradMode::is_enabled()};
-  const bool writes_unsaid = made.unit.attr("writes_unsaid").cast<bool>();
+  const bool writes_unsaid = calls().unit.writes_unsaid(made.unit);
   const UnitInputs given = inputs_of(made, arguments, keywords);
   std::vector<at::Tensor> reads;
-  for (const py::handle parameter : made.unit.attr("reads")()) {
+  for (const py::handle parameter : calls().unit.reads(made.unit)) {
     reads.push_back(tensor_of(parameter));
   }
   for (const auto* const parameters : {&made.parameters, &reads}) {
@@ -195,11 +196,11 @@ py::object Running::run_unit(
     made.versions.push_back(version_of(parameter));
   }
   const Suspension own;
-  if (!made.unit.attr("puts_back").cast<bool>()) {
+  if (!calls().unit.puts_back(made.unit)) {
     made.ambient.forget_undrawn();
   }
   const at::Tensor token = at::empty({0}, at::TensorOptions(at::kByte));
-  const auto lasting = tensors_in(made.unit.attr("lasting")());
+  const auto lasting = tensors_in(calls().unit.lasting(made.unit));
   made.parts = forward.end_unit(part_operator(overload), token, returned, lasting);
   const py::object ran = made.unit;
   units_.emplace(index, std::move(made));
@@ -208,7 +209,7 @@ py::object Running::run_unit(
     for (const size_t each : unforeseen) {
       numbers.push_back(given.ordinals[each]);
     }
-    ran.attr("note_writes")(numbers);
+    calls().unit.note_writes(ran, numbers);
     forward.blind_to_writes(given.tensors, unforeseen);
   }
   return out;
@@ -239,7 +240,8 @@ std::vector<at::Tensor> Running::run_unit_again(
   }
   const bool as_then = unit.ambient.holds() && py::len(unit.surroundings) == 0;
   const at::AutoGradMode with_gradients(unit.with_gradients);
-  const py::list found = executor_.attr("run_unit_again")(
+  const py::list found = calls().executor.run_unit_again(
+      executor_,
       unit.unit,
       region_object_,
       unit.call,

@@ -1,0 +1,71 @@
+"""What the native core calls of Python is there, and where it is not, that shows before a step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from memplug.device.device import Device
+from memplug.tokenwise.engine import calls
+from memplug.tokenwise.engine.buffers import Buffers
+from memplug.tokenwise.engine.core import core
+from memplug.tokenwise.engine.executor import Executor
+from memplug.tokenwise.engine.state import State
+from memplug.tokenwise.engine.times import Times
+from memplug.tokenwise.engine.units import Unit
+
+
+class Noting:
+    """Stands for the core's module, and notes what it is given."""
+
+    names: dict[str, set[str]]
+
+    def bind_calls(self, names: dict[str, set[str]], *functions: Callable[..., Any]) -> None:
+        """Takes note of them."""
+        self.names = names
+        core().bind_calls(names, *functions)
+
+    def raise_failures_with(self, fail: Callable[..., Any]) -> None:
+        """Does nothing: the core's module has it already."""
+
+
+@pytest.fixture
+def names() -> dict[str, set[str]]:
+    noting = Noting()
+    calls.bind(noting)
+    return noting.names
+
+
+def test_objects_have_all_that_the_core_calls(names: dict[str, set[str]]) -> None:
+    executor = Executor(Device(), 1 << 20)
+    unit = Unit(executor, "unit", None)
+    made = {"Executor": executor, "Unit": unit, "Buffers": Buffers(), "Times": Times(executor.device), "State": State()}
+    assert names.keys() == {f"{name}Calls" for name in made} and all(names.values())
+    for kind, instance in made.items():
+        assert not [name for name in names[f"{kind}Calls"] if not hasattr(instance, name)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"restore"}, "calls what is not there .*: ExecutorCalls.restore"),
+        ({"restores"}, "does not call all .*: ExecutorCalls.restores"),
+        ({"is_alone", "alone"}, "calls what is not there .*: ExecutorCalls.is_alone"),
+    ],
+)
+def test_other_names_than_the_cores_are_an_error(names: dict[str, set[str]], changed: set[str], says: str) -> None:
+    others = {**names, "ExecutorCalls": names["ExecutorCalls"] ^ changed}
+    with pytest.raises(AttributeError, match=says):
+        core().bind_calls(others, *3 * [print])
+    with pytest.raises(AttributeError, match="UnitCalls"):
+        core().bind_calls({name: each for name, each in names.items() if name != "UnitCalls"}, *3 * [print])
+
+
+@pytest.mark.parametrize("name", sorted(calls.ExecutorCalls.__abstractmethods__))
+def test_an_executor_without_a_method_that_the_core_calls_cannot_be_made(name: str) -> None:
+    inherited = {key: value for key, value in vars(Executor).items() if key not in (name, "__dict__", "__weakref__")}
+    lacking = type("Lacking", (calls.ExecutorCalls,), inherited)
+    with pytest.raises(TypeError, match=name):
+        lacking(Device(), 1 << 20)
