@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 

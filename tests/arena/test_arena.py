@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import memplug
+from memplug.arena.arena import Counters
 from memplug.arena.technique import State
 from memplug.device.device import Device
 from memplug.profile.recorder import Detail, Recorder
@@ -237,6 +238,26 @@ def test_a_block_without_the_arena_says_so_and_has_none() -> None:
     run = train({**ALONE, "tokenwise": {"alpha": 0}, "arena": {"enabled": False}}, steps=6)
     assert run.report["arena"] == "off" and run.report["arena_off_because"] == "the block switches it off"
     assert run.report["arena_bytes"] == run.report["arena_served"] == run.report["arena_plans"] == 0
+
+
+def test_a_steps_counts_are_what_was_added_and_what_it_holds_is_that_of_now() -> None:
+    model = llama()
+    batch = torch.randint(0, 64, (2, 16))
+    with memplug.attach(model, ALONE) as session:
+        counts = []
+        for _ in range(10):
+            model(batch, labels=batch).loss.backward()
+            session.step()
+            counts.append(serving_of(session).counters)
+        step = serving_of(session).step
+        names = set(Counters.__annotations__)
+        held = {name for name in names if name.startswith(("reserved_", "leftover_", "live_", "peak_"))}
+        added = {name: getattr(counts[-1], name) - getattr(counts[-2], name) for name in names - held}
+        assert {name: getattr(step, name) for name in names - held} == added
+        assert {name: getattr(step, name) for name in held} == {name: getattr(counts[-1], name) for name in held}
+        assert added["served"] == added["planned"] + added["dynamic"] + added["reusable"] > 100
+        assert step.reserved_bytes > 0
+        assert names | {"since"} == {name for name in dir(step) if not name.startswith("_")}
 
 
 def test_the_profiler_sees_blocks_of_the_arena() -> None:

@@ -349,8 +349,9 @@ TORCH = Package(
             *(
                 Text(f"def {name}(", _STUB)
                 for name in (
-                    *("_current_graph_task_id", "_is_tracing", "_get_dispatch_mode", "_len_torch_dispatch_stack", "_host_emptyCache"),
-                    *("_vmapmode_increment_nesting", "_vmapmode_decrement_nesting", "_get_privateuse1_backend_name"),
+                    *("_current_graph_task_id", "_is_tracing", "_get_dispatch_mode", "_len_torch_dispatch_stack"),
+                    *("_vmapmode_increment_nesting", "_vmapmode_decrement_nesting"),
+                    *("_host_emptyCache", "_get_privateuse1_backend_name"),
                 )
             ),
             Text("class _TorchDispatchModeKey", _STUB),
