@@ -8,7 +8,7 @@ import numpy as np
 
 from memplug.profile.trace import Layer, Phase, Trace
 from memplug.show.figure import GRID, Axis, Bars, Column, Figure, Line, Mark, Panel, Runs, Stack, Steps, bytes_axis
-from memplug.show.groups import by_phase, layer_words, phase_letters, phase_words, sequence, short_names
+from memplug.show.groups import by_phase, phase_letters, phase_words, sequence, short_names
 from memplug.show.timeline import timeline
 from memplug.show.words import heading, moment, sampling
 from memplug.words import size
@@ -56,13 +56,13 @@ def strips(
     The tables have what the runs refer to; their ends count the clock, such as "operator".
     """
     groups, short = by_phase(phases), short_names(layers)
-    # Of each: the colour, the words under the pointer, and the names, the longest first.
+    # Of each: the colour, the words under the pointer, and the name.
     phase_looks = [
-        (groups.groups[group].colour, phase_words(phase), (phase_words(phase), phase_letters(phase)))
+        (groups.groups[group].colour, phase_words(phase), phase_letters(phase))
         for phase, group in zip(phases, groups.of[:-1], strict=True)
     ]
     layer_looks = [
-        (colour, layer.name + (" (dynamic)" if layer.dynamic else ""), (layer_words(name), name))
+        (colour, layer.name + (" (dynamic)" if layer.dynamic else ""), name)
         for colour, layer, name in zip(sequence(len(short)), layers, short, strict=True)
     ]
     return [
@@ -72,7 +72,7 @@ def strips(
     ]
 
 
-def _strip(clock: str, runs: Runs, looks: list[tuple[str, str, tuple[str, str]]]) -> Bars:
+def _strip(clock: str, runs: Runs, looks: list[tuple[str, str, str]]) -> Bars:
     start, end, value = (column[runs.value >= 0] for column in runs)
     rows = [(*looks[value], a, b) for a, b, value in zip(start, end, value.tolist(), strict=True)]
     return Bars(
@@ -81,5 +81,5 @@ def _strip(clock: str, runs: Runs, looks: list[tuple[str, str, tuple[str, str]]]
         row=np.zeros(len(rows)),
         colours=[colour for colour, *_ in rows],
         words=[f"{words}: from {clock} {a:,} up to {b:,}" for _, words, _, a, b in rows],
-        names=[names for _, _, names, *_ in rows],
+        names=[name for _, _, name, *_ in rows],
     )
