@@ -27,7 +27,9 @@ def show(
         Path | None,
         typer.Option(metavar="FILE", help="Write the timeline, or the plan's map, as a page; needs plotly."),
     ] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it as a picture; needs matplotlib.")] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it as a picture; needs kaleido and Chrome.")
+    ] = None,
     snapshot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a trace for pytorch.org/memory_viz.")
     ] = None,
