@@ -74,7 +74,7 @@ def plan(
     if history is not None:
         from memplug.show import history_summary
 
-        facts |= history_summary.beside(history, made)
+        facts |= history_summary.beside(history, made.problem.lower_bound)
         rows = history_summary.rows_beside(facts)
     print_facts(facts, [*_rows(made, facts), *rows], as_json=as_json)
     echo_warnings(warnings)
@@ -132,7 +132,7 @@ def _write(made: "AddressPlan", output: Path) -> None:
 
 
 def _facts(made: "AddressPlan", served: tuple[int, int], capacity_bytes: int | None) -> dict[str, Any]:
-    from memplug.show.layout_summary import addresses
+    from memplug.arena.picture.summary import addresses
 
     return {
         **dict.fromkeys(_FIRST),
@@ -144,7 +144,7 @@ def _facts(made: "AddressPlan", served: tuple[int, int], capacity_bytes: int | N
 
 
 def _rows(made: "AddressPlan", facts: dict[str, Any]) -> list[tuple[str, str]]:
-    from memplug.show.layout_summary import ending
+    from memplug.arena.picture.summary import ending
     from memplug.words import size
 
     rows = [

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memplug.show import figure as model
-from memplug.show.figure import GRID, INK, PEAK, Axis, Column, Figure, Panel, Rectangles, Stack
-from memplug.show.groups import is_dark
+from memplug.figures import figure as model
+from memplug.figures.figure import GRID, INK, PEAK, Axis, Column, Figure, Panel, Rectangles, Stack
+from memplug.figures.groups import is_dark
 from memplug.show.page_hover import facts
 from memplug.show.raster import largest, raster
 

@@ -6,8 +6,8 @@ import html
 from pathlib import Path
 
 from memplug.errors import MemplugError
+from memplug.figures.figure import Figure
 from memplug.show.drawn import Drawn
-from memplug.show.figure import Figure
 from memplug.show.page_hover import SCRIPT
 
 # Plotly's own "responsive" does the same 100 ms later: a page printed or captured in between has an empty band.

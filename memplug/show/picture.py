@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from memplug.errors import MemplugError
+from memplug.figures.figure import Axis, Column, Figure, Outlines, Panel, Rectangles
 from memplug.show.drawn import Drawn
-from memplug.show.figure import Axis, Column, Figure, Outlines, Panel, Rectangles
 from memplug.show.raster import largest
 
 _WIDTH, _HEIGHT = 1650, 1045

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 import memplug
-from memplug.show.figure import Axis, Column, Figure, Panel, Steps, bytes_axis
+from memplug.figures.figure import Axis, Column, Figure, Panel, Steps, bytes_axis
 from memplug.show.picture import write_picture
 from tests.bench.table import Row, render, write_rows
 from tests.support.awkward import Fails, awkward_steps, left_behind

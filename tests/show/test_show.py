@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memplug.figures.groups import BEFORE, OUTSIDE, by_layer, by_phase, is_dark, phase_letters, phase_words
 from memplug.profile.trace import Event, Layer, Pass, Phase, cut
 from memplug.profile.trace_file import load
-from memplug.show.groups import BEFORE, OUTSIDE, by_layer, by_phase, is_dark, phase_letters, phase_words
 from memplug.show.summary import rows, summary
 from memplug.show.timeline import runs, timeline
 from memplug.show.words import Moment, moment

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
-
-from memplug.cli import app
-from memplug.plans.plan_file import save
-from memplug.plans.schema import MemoryPlan
-from memplug.show import decision_bars
 from memplug.show.decisions import decisions, rows
-from memplug.show.figure import Axis, Bars
 from memplug.show.layout_map import plan_figure
 from memplug.show.layout_summary import rows as plan_rows
 from memplug.show.layout_summary import summary
+from typer.testing import CliRunner
+
+from memplug.cli import app
+from memplug.figures.figure import Axis, Bars
+from memplug.plans.plan_file import save
+from memplug.plans.schema import MemoryPlan
+from memplug.show import decision_bars
 from memplug.show.page import write_page
 from memplug.show.plan_diff import diff
 from memplug.show.plan_diff import rows as diff_rows

@@ -9,6 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given
+from memplug.show.layout_map import plan_figure, rectangles, span
+from memplug.show.layout_summary import rows, summary
 from typer.testing import CliRunner
 
 from memplug.arena.plan import search
@@ -18,12 +20,10 @@ from memplug.arena.plan.part import AddressPlan, address_plan
 from memplug.arena.plan.problem import Problem, Solution, buffers
 from memplug.cli import app
 from memplug.errors import MemplugError
+from memplug.figures.figure import Rectangles
 from memplug.plans.plan_file import save
 from memplug.profile.trace import Fingerprint, Layer, Pass, Phase
 from memplug.profile.trace_file import load
-from memplug.show.figure import Rectangles
-from memplug.show.layout_map import plan_figure, rectangles, span
-from memplug.show.layout_summary import rows, summary
 from memplug.show.page import write_page
 from memplug.show.picture import write_picture
 from memplug.show.raster import largest, raster

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memplug.show.figure import Figure
+from memplug.figures.figure import Figure
 from memplug.show.picture import write_picture
 
 
