@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from memplug.figures.figure import Column
@@ -66,3 +67,7 @@ class TechniquePicture:
             served: one of the techniques that are on serves requests.
         """
         return []
+
+    def block_warnings(self, config: MemplugConfig, ds_config: Mapping[str, Any]) -> Iterable[str]:
+        """Returns what other settings of a DeepSpeed JSON do to the technique, a sentence each."""
+        return ()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from memplug.figures.figure import Column
 from memplug.figures.technique_picture import TechniquePicture
 from memplug.figures.words import Rows
 from memplug.plans.schema import MemoryPlan
-from memplug.tokenwise.picture import bars, decisions, diff
+from memplug.tokenwise.picture import bars, block, decisions, diff
 
 if TYPE_CHECKING:
     from memplug.block import MemplugConfig
@@ -45,27 +46,8 @@ class Picture(TechniquePicture):
 
     def block_words(self, config: MemplugConfig, *, served: bool) -> list[str]:
         """See `TechniquePicture.block_words`."""
-        tokenwise = config.tokenwise
-        if not tokenwise.enabled:
-            return ["  row-cached recompute is switched off (tokenwise.enabled): nothing is swapped or recomputed"]
-        regions = "every decoder layer" if tokenwise.regions == "auto" else ", ".join(tokenwise.regions)
-        moving = f"{tokenwise.buffers} regions' tensors at a time are on their way; memory to prefetch into is "
-        reserved = "planned with the arena" if served else "reserved before the first step under a plan"
-        return [
-            f"  rows swapped     {_alpha_in_words(tokenwise.alpha)}",
-            f"  regions          {regions}",
-            f"  smallest swap    tensors of {tokenwise.min_offload_bytes:,} bytes",
-            f"  buffers          {moving}{reserved}",
-        ]
+        return block.words(config.tokenwise, served=served)
 
-
-def _alpha_in_words(alpha: float | str) -> str:
-    if alpha == "auto":
-        return "chosen per tensor from measured rates and the budgets (alpha auto)"
-    if alpha == "memo":
-        return "one fraction of each captured tensor, as much as each region's forward hides (alpha memo)"
-    if alpha == 0:
-        return "none: all of each captured tensor is recomputed (alpha 0)"
-    if alpha == 1:
-        return "all of each captured tensor, nothing expensive is recomputed (alpha 1)"
-    return f"the first {alpha:.4g} of each captured tensor's rows, the rest recomputed (alpha {alpha:.4g})"
+    def block_warnings(self, config: MemplugConfig, ds_config: Mapping[str, Any]) -> Iterable[str]:
+        """See `TechniquePicture.block_warnings`."""
+        return block.warnings(config, ds_config)

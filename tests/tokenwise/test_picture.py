@@ -9,9 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from memplug.show.decisions import decisions, rows
-from memplug.show.layout_map import plan_figure
-from memplug.show.layout_summary import rows as plan_rows
-from memplug.show.layout_summary import summary
 from typer.testing import CliRunner
 
 from memplug.cli import app
@@ -22,6 +19,9 @@ from memplug.show import decision_bars
 from memplug.show.page import write_page
 from memplug.show.plan_diff import diff
 from memplug.show.plan_diff import rows as diff_rows
+from memplug.show.plan_figure import plan_figure
+from memplug.show.plan_summary import rows as plan_rows
+from memplug.show.plan_summary import summary
 from memplug.tokenwise.plan.decisions import Decision, Decisions, Learnt, Setting
 from tests.support.memory_plans import decided_plan
 from tests.support.pictures import pixels_of
