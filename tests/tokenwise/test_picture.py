@@ -8,20 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from memplug.show.decisions import decisions, rows
 from typer.testing import CliRunner
 
 from memplug.cli import app
 from memplug.figures.figure import Axis, Bars
 from memplug.plans.plan_file import save
 from memplug.plans.schema import MemoryPlan
-from memplug.show import decision_bars
 from memplug.show.page import write_page
 from memplug.show.plan_diff import diff
 from memplug.show.plan_diff import rows as diff_rows
 from memplug.show.plan_figure import plan_figure
 from memplug.show.plan_summary import rows as plan_rows
 from memplug.show.plan_summary import summary
+from memplug.tokenwise.picture import bars as its_bars
+from memplug.tokenwise.picture.decisions import decisions, rows
 from memplug.tokenwise.plan.decisions import Decision, Decisions, Learnt, Setting
 from tests.support.memory_plans import decided_plan
 from tests.support.pictures import pixels_of
@@ -97,7 +97,7 @@ def test_a_plan_without_decisions_has_none_to_show(trained, tmp_path):
     else:
         plan = replace(plan, training=None)
     facts = summary(plan)
-    assert facts["decisions"] is None and decision_bars.column(plan) is None
+    assert facts["decisions"] is None and its_bars.column(plan) is None
     assert not {"made by", "decisions"} & dict(plan_rows(facts)).keys()
     assert diff(plan, plan)["decisions"] is None and "decisions" not in dict(diff_rows(diff(plan, plan)))
 
@@ -163,7 +163,7 @@ def test_show_prints_and_draws_decisions(addresses, chrome, tmp_path):
 
 def drawn(plan: MemoryPlan) -> tuple[tuple[Bars, ...], Axis, Axis]:
     """The bars, a kind each, and their two axes."""
-    column = decision_bars.column(plan)
+    column = its_bars.column(plan)
     (panel,) = column.panels
     return panel.content, column.x, panel.y
 
