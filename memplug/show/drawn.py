@@ -20,22 +20,27 @@ _LEGEND = 0.21  # between columns, of the width
 _BELOW_TITLE = 0.9  # of the height: the legend of bars is above
 _PIXELS = (600, 1200)  # of the raster below the rectangles
 _RECTANGLES = 15_000  # drawn as such, the largest
+_FEW = 8  # numbers along an axis
 
 
 class Drawn:
     """What plotly draws, made panel by panel.
+
+    Legends are beside their panels, from the top of one on or, centred, in its middle: where each of several panels has
+    one, a long one takes no more room than there is between them.
 
     Attributes:
         traces, layout: plotly's.
         facts: markup for the script that tells which rectangle lies under the pointer; empty: there are none.
     """
 
-    def __init__(self, figure: Figure) -> None:
+    def __init__(self, figure: Figure, *, centred: bool = False) -> None:
         self.traces: list[dict[str, Any]] = []
         self.facts = ""
         self._views: list[str | None] = []  # of each trace
         self._axes = 0
         self._asked, self._legends = figure.legend, 0  # of views
+        self._centred = centred
         panels = [panel for column in figure.columns for panel in column.panels]
         stacked = any(isinstance(view, Stack) for panel in panels for view in panel.views.values())
         title = {"text": html.escape(figure.title), "subtitle": {"text": html.escape(figure.subtitle)}}
@@ -73,7 +78,7 @@ class Drawn:
                 x |= {"matches": f"x{last}", "showticklabels": False, "title": None}
             y = {**_axis(panel.y), "domain": [bottom, top], "anchor": f"x{at}"}
             self.layout |= {f"xaxis{at}": x, f"yaxis{at}": y}
-            legend = self._add_legend([*panel.views], right, top) if panel.views else ""
+            legend = self._add_legend([*panel.views], right, top, bottom) if panel.views else ""
             self._add_panel(panel, column.x, at, legend)
             if panel.title:
                 text = "<br>".join(map(html.escape, panel.title))
@@ -83,13 +88,18 @@ class Drawn:
                 self.layout["legend2"] = {**place, "y": top + 0.005, "orientation": "h"}
             top = bottom - _SPACING
 
-    def _add_legend(self, views: list[str], right: float, top: float) -> str:
+    def _add_legend(self, views: list[str], right: float, top: float, bottom: float) -> str:
         """Adds one beside a panel with views, and returns its name."""
         self._legends += 1
         name = "legend" if self._legends == 1 else f"legend{self._legends + 1}"  # the second is that of bars
         asked = f"{self._asked} {views[0]}" if self._asked and len(views) == 1 else self._asked
-        looks = {"traceorder": "reversed", "yanchor": "top", "title": {"text": html.escape(asked)}}
-        self.layout[name] = {**looks, "x": right + 0.01, "y": top}
+        place = {"yanchor": "middle", "y": (top + bottom) / 2} if self._centred else {"yanchor": "top", "y": top}
+        self.layout[name] = {
+            "traceorder": "reversed",
+            "title": {"text": html.escape(asked)},
+            "x": right + 0.01,
+            **place,
+        }
         return name
 
     def _add_panel(self, panel: Panel, x: Axis, at: str, legend: str) -> None:
@@ -125,7 +135,10 @@ def _axis(axis: Axis) -> dict[str, Any]:
         names = [html.escape(name) for name in axis.ticks.values()]
         made |= {"tickvals": list(axis.ticks), "ticktext": names, "zeroline": False, "automargin": True}
         return {**made, "fixedrange": len(names) == 1}  # a strip has nothing to zoom into
-    return made if axis.unit else {**made, "tickformat": ",.0f", "hoverformat": ",.2f"}
+    if axis.unit:
+        return made
+    few = {"dtick": 1} if axis.high - axis.low <= _FEW else {}  # no halves, which would be written as whole numbers
+    return {**made, "tickformat": ",.0f", "hoverformat": ",.2f", **few}
 
 
 class _Made(NamedTuple):

@@ -37,7 +37,7 @@ def write_picture(figure: Figure, path: str | Path) -> None:
             f"a picture needs {package}, which is not installed",
             f"Run `pip install 'memplug[pictures]'`, and install Chrome or Chromium, {_OR_THE_PAGE}.",
         ) from None
-    drawn = Drawn(replace(figure, columns=[_unfolded(column) for column in figure.columns]))
+    drawn = Drawn(replace(figure, columns=[_unfolded(column) for column in figure.columns]), centred=True)
     made = go.Figure(drawn.traces, drawn.layout).to_dict()
     size = {"width": _WIDTH / _SCALE, "height": _HEIGHT / _SCALE, "scale": _SCALE}
     try:

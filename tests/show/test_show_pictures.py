@@ -254,3 +254,23 @@ def test_the_legends_of_a_picture_name_every_layer_also_one_that_begins_with_an_
     assert any(label.startswith("_orig_mod.") for label in named["legend3"])
     titles = [given.figure["layout"][legend]["title"]["text"] for legend in named]
     assert titles == ["asked for by phase", "asked for by layer"]
+
+
+def test_each_legend_of_a_picture_is_in_the_middle_beside_its_panel_so_that_a_long_one_meets_no_other(
+    tmp_path, monkeypatch
+):
+    given = Kaleido(monkeypatch)
+    write_picture(trace_figure(training_trace(micro_batches=8)), tmp_path / "picture.png")
+    layout = given.figure["layout"]
+    for legend, axis in (("legend", "yaxis"), ("legend3", "yaxis2")):
+        assert layout[legend]["yanchor"] == "middle"
+        assert layout[legend]["y"] == pytest.approx(sum(layout[axis]["domain"]) / 2)
+
+
+@pytest.mark.parametrize("operators, every", [(2, 1), (100, None)])
+def test_a_short_clock_has_whole_numbers_alone(page, operators, every):
+    recording = Recording()
+    for _ in range(operators):
+        recording.op("aten::mm")
+        recording.malloc(MIB)
+    assert page(recording.trace()).layout["xaxis3"].get("dtick") == every
