@@ -66,6 +66,7 @@ def plan(
         time_limit_s = 10.0 if capacity_bytes is None else 50.0
     with collected_warnings() as warnings:
         with refusing():
+            _refuse_without_arena()
             problem, recorded, history = _read(source, step, device)
             made, served = _planned(problem, recorded, planner, time_limit_s, capacity_bytes)
             if output is not None:
@@ -81,6 +82,17 @@ def plan(
     if facts["fits"] is False:
         typer.echo("\n".join(_why(made.problem, facts, capacity_bytes)), err=True)
         raise typer.Exit(1)
+
+
+def _refuse_without_arena() -> None:
+    from memplug.block import has_technique
+    from memplug.errors import MemplugError
+
+    if not has_technique("arena"):
+        raise MemplugError(
+            "addresses are planned for the arena, and the folder memplug/arena is not there",
+            "Install a memplug that has it.",
+        )
 
 
 def _read(source: Path, step: int | None, device: int | None) -> "tuple[Problem, Trace | None, History | None]":

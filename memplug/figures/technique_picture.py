@@ -1,11 +1,12 @@
-"""What a technique says and draws of itself: its part of a plan, two plans of it, and its section of the block.
+"""What a technique says and draws of itself: its part of a plan, two plans of it, its section of the block, and what it
+builds.
 
 `memplug.<technique>.picture` has one as its `Picture`; whatever shows plans asks all that there are, and names none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from memplug.figures.figure import Column
@@ -71,3 +72,10 @@ class TechniquePicture:
     def block_warnings(self, config: MemplugConfig, ds_config: Mapping[str, Any]) -> Iterable[str]:
         """Returns what other settings of a DeepSpeed JSON do to the technique, a sentence each."""
         return ()
+
+    def libraries(self) -> Mapping[str, tuple[str, Callable[[], object]]]:
+        """Returns what the technique's planner builds beside the native core: by key, its name and what loads it.
+
+        Each raises a NativeError where it cannot be built.
+        """
+        return {}

@@ -116,9 +116,18 @@ def run(*arguments):
 facts = json.loads(run("show", "plan.json", "--json", "--html", "plan.html"))
 words = [run("show", "plan.json"), run("diff", "plan.json", "plan.json"), run("check", "ds.json")]
 run("show", "trace.npz", "--html", "trace.html")
+planned = CliRunner().invoke(app, ["plan", "trace.npz"])
+if sys.argv[1] == "arena":
+    assert planned.exit_code == 1 and "memplug/arena is not there" in planned.output, planned.output
+else:
+    assert planned.exit_code == 0, (planned.output, planned.exception)
+from memplug.show.techniques import in_place
+libraries = [key for each in in_place() for key in each.libraries()]
 modules = [name for name in sys.modules if name == "torch" or name.startswith(f"memplug.{sys.argv[1]}")]
-print(json.dumps({"memplug": memplug.__file__, "facts": facts, "words": words, "modules": modules}))
+found = {"memplug": memplug.__file__, "facts": facts, "words": words, "modules": modules, "libraries": libraries}
+print(json.dumps(found))
 """
+LIBRARIES = {"address_search": "arena", "planner_rules": "tokenwise"}
 KEYS = {"tokenwise": "decisions", "swap": "swap_list", "arena": "height_bytes"}
 
 
@@ -135,5 +144,6 @@ def test_without_a_technique_plans_and_traces_are_shown_by_the_others(gone: str,
     found = json.loads(done.stdout.splitlines()[-1])
     assert Path(found["memplug"]).is_relative_to(tmp_path) and not found["modules"]
     assert {name for name, key in KEYS.items() if key in found["facts"]} == {*KEYS} - {gone}
+    assert set(found["libraries"]) == {key for key, technique in LIBRARIES.items() if technique != gone}
     assert all(found["words"]) and "memplug is on." in found["words"][-1]
     assert "newPlot" in (tmp_path / "plan.html").read_text() and "newPlot" in (tmp_path / "trace.html").read_text()

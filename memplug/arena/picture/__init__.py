@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from memplug.arena.native import packing
 from memplug.arena.picture import diff, map, summary
 from memplug.arena.plan.part import AddressPlan
 from memplug.figures.figure import Column
@@ -61,3 +63,7 @@ class Picture(TechniquePicture):
             f"  arena            training is served at planned addresses (planner {arena.planner}){checked}",
             f"  plans            {f'kept in {config.plan_dir}' if config.plan_dir else 'not kept'}",
         ]
+
+    def libraries(self) -> Mapping[str, tuple[str, Callable[[], object]]]:
+        """See `TechniquePicture.libraries`."""
+        return {"address_search": ("address search", packing.load)}

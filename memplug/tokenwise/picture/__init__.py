@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from memplug.figures.figure import Column
@@ -10,6 +10,7 @@ from memplug.figures.technique_picture import TechniquePicture
 from memplug.figures.words import Rows
 from memplug.plans.schema import MemoryPlan
 from memplug.tokenwise.picture import bars, block, decisions, diff
+from memplug.tokenwise.plan import rules
 
 if TYPE_CHECKING:
     from memplug.block import MemplugConfig
@@ -51,3 +52,7 @@ class Picture(TechniquePicture):
     def block_warnings(self, config: MemplugConfig, ds_config: Mapping[str, Any]) -> Iterable[str]:
         """See `TechniquePicture.block_warnings`."""
         return block.warnings(config, ds_config)
+
+    def libraries(self) -> Mapping[str, tuple[str, Callable[[], object]]]:
+        """See `TechniquePicture.libraries`."""
+        return {"planner_rules": ("planner's rules", rules.load)}
