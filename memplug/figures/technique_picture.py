@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TechniquePicture:
-    """Of one technique; by default it has nothing to say.
+    """Shows one technique; one that overrides nothing has nothing to say.
 
     Facts are plain values under stable keys, units in names, for `--json`. They join those of the other techniques, so
     keys are the technique's own.

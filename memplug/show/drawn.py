@@ -24,7 +24,7 @@ _FEW = 8  # numbers along an axis
 
 
 class Drawn:
-    """What plotly draws, made panel by panel.
+    """Makes what plotly draws, panel by panel.
 
     Legends are beside their panels, from the top of one on or, centred, in its middle: where each of several panels has
     one, a long one takes no more room than there is between them.
@@ -222,7 +222,7 @@ def _outlines(outlines: model.Outlines, x: Axis, y: Axis) -> _Made:
 
 
 def _corners(boxes: np.ndarray, y: Axis) -> tuple[np.ndarray, np.ndarray]:
-    """Along both axes, of (lower, upper, start, stop) each, with a gap after those of one."""
+    """Returns the corners of boxes (lower, upper, start, stop) along both axes, with a gap after each box."""
     left, right, low, high = boxes.T
     gap = np.full(len(boxes), np.nan)
     across = np.stack([left, right, right, left, left, gap], axis=1).ravel()

@@ -11,7 +11,10 @@ from memplug.show.techniques import in_place
 
 
 def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
-    """What differs, for `memplug diff --json`: stable keys, units in names. Each technique compares its parts."""
+    """Returns what differs, for `memplug diff --json`: stable keys, units in names.
+
+    Each technique compares its parts.
+    """
     facts: dict[str, Any] = {
         side: {"fingerprint_digest": plan.fingerprint.digest()} for side, plan in (("a", a), ("b", b))
     }
@@ -25,7 +28,7 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
 
 
 def rows(facts: dict[str, Any]) -> Rows:
-    """What `diff` returned, as (name, value) in words."""
+    """Returns what `diff` returned, as (name, value) in words."""
     fingerprint = [
         (f"other {name}", f"{_value(sides['a'])} in A, {_value(sides['b'])} in B")
         for name, sides in facts["fingerprint"].items()

@@ -12,7 +12,7 @@ from memplug.show.techniques import in_place
 
 
 def summary(plan: MemoryPlan) -> dict[str, Any]:
-    """What a plan says, for `memplug show --json`: stable keys, units in names."""
+    """Returns what a plan says, for `memplug show --json`: stable keys, units in names."""
     facts = {"fingerprint": {"digest": plan.fingerprint.digest(), **asdict(plan.fingerprint)}}
     for each in in_place():
         facts |= each.facts(plan)
@@ -20,5 +20,5 @@ def summary(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def rows(facts: dict[str, Any]) -> Rows:
-    """What `summary` returned, as (name, value) in words."""
+    """Returns what `summary` returned, as (name, value) in words."""
     return [*recorded_rows(facts["fingerprint"]), *(row for each in in_place() for row in each.rows(facts))]

@@ -15,7 +15,7 @@ _LARGEST = 4
 
 
 class Picture(TechniquePicture):
-    """Of tensors that are away: rows."""
+    """Shows the tensors that are away, in words alone."""
 
     place = 2
 

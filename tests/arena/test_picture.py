@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from memplug.arena.picture.map import rectangles, span
+from memplug.arena.picture.address_map import rectangles, span
 from memplug.arena.plan.part import AddressPlan, address_plan
 from memplug.arena.plan.problem import Problem, Solution, buffers
 from memplug.errors import MemplugError

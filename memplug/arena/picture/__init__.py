@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from memplug.arena.native import packing
-from memplug.arena.picture import diff, map, summary
+from memplug.arena.picture import address_map, diff, summary
 from memplug.arena.plan.part import AddressPlan
 from memplug.figures.figure import Column
 from memplug.figures.technique_picture import TechniquePicture
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Picture(TechniquePicture):
-    """Of addresses that are planned: a map."""
+    """Shows planned addresses as a map."""
 
     place = 0
     serves = True
@@ -39,7 +39,7 @@ class Picture(TechniquePicture):
     def column(self, plan: MemoryPlan) -> Column | None:
         """See `TechniquePicture.column`."""
         planned = AddressPlan.of(plan)
-        return map.column(planned) if planned is not None else None
+        return address_map.column(planned) if planned is not None else None
 
     def side(self, plan: MemoryPlan) -> dict[str, Any]:
         """See `TechniquePicture.side`."""

@@ -27,7 +27,7 @@ class _Pairs(NamedTuple):
 
 
 def side(plan: MemoryPlan) -> dict[str, Any]:
-    """What is said of one of two plans."""
+    """Returns facts of one of two plans."""
     planned = addresses_of(plan)
     return {
         "has_addresses": has_addresses(plan),
@@ -37,7 +37,7 @@ def side(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
-    """What differs.
+    """Returns what differs.
 
     Requests are taken for the same if they are asked for in the same phase and layer, on the same stream, with the
     same size, and are the first, the second, ... such ones there: one request more shifts only those of its size and

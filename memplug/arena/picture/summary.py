@@ -25,7 +25,7 @@ def addresses_of(plan: MemoryPlan) -> AddressPlan:
 
 
 def heading(plan: AddressPlan) -> str:
-    """For example "9,814 requests in 2.59 GiB, fragmentation 0.00 %, by search"."""
+    """Returns the plan in a line, for example "9,814 requests in 2.59 GiB, fragmentation 0.00 %, by search"."""
     problem, solution = plan.problem, plan.solution
     share = 100 * fragmentation(problem.lower_bound, solution.height)
     words = f"{len(problem):,} requests in {size(solution.height)}, fragmentation {share:.2f} %"
@@ -33,7 +33,7 @@ def heading(plan: AddressPlan) -> str:
 
 
 def summary(plan: MemoryPlan) -> dict[str, Any]:
-    """What the arena's part of a plan says."""
+    """Returns what the arena's part of a plan says."""
     planned = addresses_of(plan)
     table = planned.problem.buffers
     reusable = [sum(end - start for start, end in group.spaces) for group in planned.dynamic]

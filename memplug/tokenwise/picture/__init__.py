@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Picture(TechniquePicture):
-    """Of decisions: bars."""
+    """Shows decisions as bars, a region each."""
 
     place = 1
 

@@ -25,7 +25,7 @@ _OF_A_PLAN = ("step_s", "full_recomputation_s", "peak_bytes", "host_bytes", "dev
 
 
 def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any] | None:
-    """What differs.
+    """Returns what differs.
 
     A region is changed if another operator of it is captured, another fraction of its rows, or kept instead of swapped;
     if its input is swapped in one plan alone; or if it runs as without memplug in one plan alone. Bytes may differ

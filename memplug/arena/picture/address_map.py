@@ -34,7 +34,7 @@ _REUSABLE_AT_MOST = 12  # groups of dynamic requests; the spaces of more would h
 
 
 def column(plan: AddressPlan) -> Column:
-    """The map of these addresses."""
+    """Returns the map of these addresses."""
     problem, clock = plan.problem, span(plan.problem)
     reusable = tuple(
         (group.lower, group.upper, start, end)
