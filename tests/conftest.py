@@ -22,6 +22,7 @@ from memplug.session.recording import Recording
 from memplug.tokenwise import budgets
 from memplug.tokenwise.predictions import Predictions
 from tests.support import extension
+from tests.support.pictures import chrome  # noqa: F401  (a fixture)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)

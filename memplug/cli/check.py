@@ -60,45 +60,19 @@ def check(
 
 
 def _in_words(config: "MemplugConfig") -> list[str]:
+    from memplug.show.techniques import pictures
+
     if not config.enabled:
         return ['memplug is off: the run is left untouched. Set "memplug": {"enabled": true} to switch it on.']
-    lines, tokenwise, arena = ["memplug is on."], config.tokenwise, config.arena
-    if tokenwise.enabled:
-        regions = "every decoder layer" if tokenwise.regions == "auto" else ", ".join(tokenwise.regions)
-        moving = f"{tokenwise.buffers} regions' tensors at a time are on their way; memory to prefetch into is "
-        reserved = "planned with the arena" if arena.enabled else "reserved before the first step under a plan"
-        lines += [
-            f"  rows swapped     {_alpha_in_words(tokenwise.alpha)}",
-            f"  regions          {regions}",
-            f"  smallest swap    tensors of {tokenwise.min_offload_bytes:,} bytes",
-            f"  buffers          {moving}{reserved}",
-        ]
-    else:
-        lines.append("  row-cached recompute is switched off (tokenwise.enabled): nothing is swapped or recomputed")
-    if arena.enabled:
-        checked = ", with freed memory and what surrounds each block looked after: slow" if arena.checks else ""
-        lines.append(f"  arena            training is served at planned addresses (planner {arena.planner}){checked}")
-        lines.append(f"  plans            {f'kept in {config.plan_dir}' if config.plan_dir else 'not kept'}")
-    else:
-        lines.append("  the planned arena is switched off (arena.enabled): torch's own allocator serves")
+    techniques = pictures()
+    served = any(each.serves and getattr(config, name).enabled for name, each in techniques.items())
     return [
-        *lines,
+        "memplug is on.",
+        *(line for each in techniques.values() for line in each.block_words(config, served=served)),
         f"  device budget    {_budget_in_words(config.device_budget_gib, '92 % of the device')}",
         f"  host budget      {_budget_in_words(config.host_budget_gib, '80 % of the host, shared by its ranks')}",
         f"  metrics          {'to the monitor of DeepSpeed' if config.report.monitor else 'not sent to the monitor'}",
     ]
-
-
-def _alpha_in_words(alpha: float | str) -> str:
-    if alpha == "auto":
-        return "chosen per tensor from measured rates and the budgets (alpha auto)"
-    if alpha == "memo":
-        return "one fraction of each captured tensor, as much as each region's forward hides (alpha memo)"
-    if alpha == 0:
-        return "none: all of each captured tensor is recomputed (alpha 0)"
-    if alpha == 1:
-        return "all of each captured tensor, nothing expensive is recomputed (alpha 1)"
-    return f"the first {alpha:.4g} of each captured tensor's rows, the rest recomputed (alpha {alpha:.4g})"
 
 
 def _budget_in_words(budget_gib: float | str, auto: str) -> str:

@@ -39,19 +39,18 @@ def doctor(
 ) -> None:
     """Show what memplug finds on this machine: versions, compiler, device, measured rates, settings in the way.
 
-    Builds the native core, the address search and the planner's rules where that was not done yet.
+    Builds the native core, and the libraries of the techniques, where that was not done yet.
     """
     if measure is not None:
         measure_into(measure, as_json=as_json)
         return
-    from memplug.arena.native import packing
-    from memplug.tokenwise.plan import rules
+    from memplug.show.techniques import in_place
 
+    libraries = {key: library for each in in_place() for key, library in each.libraries().items()}
     facts = {"versions": versions(), "compiler": _compiler()}
     with progress("building the native core, where that was not done yet (half a minute)"):
         facts["native_core"] = _native_core()
-        facts["address_search"] = _built(packing.load)
-        facts["planner_rules"] = _built(rules.load)
+        facts |= {key: _built(load) for key, (_, load) in libraries.items()}
     with progress("importing torch and measuring the device (a few seconds)"):
         from memplug.config import MemplugConfig
         from memplug.device.device import Device
@@ -63,7 +62,8 @@ def doctor(
         facts["host_budget_bytes"] = host_budget_bytes(MemplugConfig(), Device())
     facts["memlock"] = _memlock(facts["hardware"], facts["host_budget_bytes"])
     facts["conflicts"] = _conflicts(os.environ)
-    print_facts(facts, _doctor_rows(facts), as_json=as_json)
+    names = {key: name for key, (name, _) in libraries.items()}
+    print_facts(facts, _doctor_rows(facts, names), as_json=as_json)
     if _unbuilt(facts) or facts["conflicts"]:
         raise typer.Exit(1)
 
@@ -144,9 +144,9 @@ def _conflicts(environment: Mapping[str, str]) -> list[dict[str, str]]:
     ]
 
 
-def _doctor_rows(facts: dict) -> list[tuple[str, str]]:
-    hardware, core, search = facts["hardware"], facts["native_core"], facts["address_search"]
-    rules = facts["planner_rules"]
+def _doctor_rows(facts: dict, libraries: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The facts in words; libraries of techniques by key, with their names."""
+    hardware, core = facts["hardware"], facts["native_core"]
     if core["ready"]:
         built = f"built, in {core['folder']}"
         without = "absent: this version of torch has a CUDA allocator that memplug does not know"
@@ -159,8 +159,10 @@ def _doctor_rows(facts: dict) -> list[tuple[str, str]]:
         ("C++ compiler", facts["compiler"]),
         ("native core", built),
         ("planned arena", f"available{_lost(core['lost_calls'])}" if core.get("arena") else without),
-        ("address search", "built" if search["ready"] else f"absent: {search['problem']}"),
-        ("planner's rules", "built" if rules["ready"] else f"absent: {rules['problem']}"),
+        *(
+            (name, "built" if facts[key]["ready"] else f"absent: {facts[key]['problem']}")
+            for key, name in libraries.items()
+        ),
         ("device", f"{hardware['device']}: {hardware['device_name']}"),
         ("device memory", f"{_gib(hardware['device_free_bytes'])} free of {_gib(hardware['device_total_bytes'])}"),
         ("host memory", f"{_gib(hardware['host_available_bytes'])} available"),
@@ -181,18 +183,15 @@ def _lost(calls: list[str]) -> str:
 
 def _verdict(facts: dict) -> str:
     if unbuilt := _unbuilt(facts):
-        return f"no: see the {unbuilt[0]} above. {facts[unbuilt[0].replace(' ', '_')]['advice']}"
+        return f"no: see the {unbuilt[0].replace('_', ' ')} above. {facts[unbuilt[0]]['advice']}"
     if facts["conflicts"]:
         return "no: see the conflicts above"
     return "yes" if facts["hardware"]["device"].startswith("cuda") else "yes, on the CPU: torch sees no CUDA device"
 
 
 def _unbuilt(facts: dict) -> list[str]:
-    return [
-        name
-        for name in ("native core", "address search", "planner rules")
-        if not facts[name.replace(" ", "_")]["ready"]
-    ]
+    """Keys of what is not ready."""
+    return [key for key, fact in facts.items() if isinstance(fact, Mapping) and fact.get("ready") is False]
 
 
 def _needed_for(package: str) -> str:

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from memplug.config import MemplugConfig
-from memplug.ds_json.keys import offloads_of
+from memplug.show.techniques import pictures
 
 _log = logging.getLogger("memplug")
 
 
 def warn(ds_config: Mapping[str, Any], config: MemplugConfig) -> None:
-    """Logs a warning for each setting of DeepSpeed that conflicts or competes with row-cached recompute, and for what
-    others who read the file would stumble over.
+    """Logs a warning for what others who read the file would stumble over, and for each setting of DeepSpeed that
+    conflicts or competes with a technique.
     """
     if not config.enabled:
         return
@@ -25,24 +25,9 @@ def warn(ds_config: Mapping[str, Any], config: MemplugConfig) -> None:
             '"auto" of it and refuse one that they do not know',
             ", ".join(spelt_out),
         )
-    if not config.tokenwise.enabled:
-        return
-    if "activation_checkpointing" in ds_config:
-        _log.warning(
-            '"activation_checkpointing" does nothing unless the script calls deepspeed.checkpointing.configure, and '
-            "then memplug refuses to attach: remove both, memplug takes their place"
-        )
-    offloads = " and ".join(offloads_of(ds_config))
-    if not offloads:
-        return
-    budget = config.host_budget_gib
-    _log.warning(
-        "DeepSpeed offloads too (%s), and shares host memory and the link with swapping: %s",
-        offloads,
-        'set "memplug": {"host_budget_gib": ...} to what it leaves a rank'
-        if budget == "auto"
-        else f"host_budget_gib, {budget:g} GiB a rank, has to be free beside what it takes",
-    )
+    for each in pictures().values():
+        for warning in each.block_warnings(config, ds_config):
+            _log.warning("%s", warning)
 
 
 def _autos(value: object, path: str) -> Iterator[str]:

@@ -66,6 +66,7 @@ def plan(
         time_limit_s = 10.0 if capacity_bytes is None else 50.0
     with collected_warnings() as warnings:
         with refusing():
+            _refuse_without_arena()
             problem, recorded, history = _read(source, step, device)
             made, served = _planned(problem, recorded, planner, time_limit_s, capacity_bytes)
             if output is not None:
@@ -74,13 +75,24 @@ def plan(
     if history is not None:
         from memplug.show import history_summary
 
-        facts |= history_summary.beside(history, made)
+        facts |= history_summary.beside(history, made.problem.lower_bound)
         rows = history_summary.rows_beside(facts)
     print_facts(facts, [*_rows(made, facts), *rows], as_json=as_json)
     echo_warnings(warnings)
     if facts["fits"] is False:
         typer.echo("\n".join(_why(made.problem, facts, capacity_bytes)), err=True)
         raise typer.Exit(1)
+
+
+def _refuse_without_arena() -> None:
+    from memplug.block import has_technique
+    from memplug.errors import MemplugError
+
+    if not has_technique("arena"):
+        raise MemplugError(
+            "addresses are planned for the arena, and the folder memplug/arena is not there",
+            "Install a memplug that has it.",
+        )
 
 
 def _read(source: Path, step: int | None, device: int | None) -> "tuple[Problem, Trace | None, History | None]":
@@ -132,7 +144,7 @@ def _write(made: "AddressPlan", output: Path) -> None:
 
 
 def _facts(made: "AddressPlan", served: tuple[int, int], capacity_bytes: int | None) -> dict[str, Any]:
-    from memplug.show.layout_summary import addresses
+    from memplug.arena.picture.summary import addresses
 
     return {
         **dict.fromkeys(_FIRST),
@@ -144,7 +156,7 @@ def _facts(made: "AddressPlan", served: tuple[int, int], capacity_bytes: int | N
 
 
 def _rows(made: "AddressPlan", facts: dict[str, Any]) -> list[tuple[str, str]]:
-    from memplug.show.layout_summary import ending
+    from memplug.arena.picture.summary import ending
     from memplug.words import size
 
     rows = [

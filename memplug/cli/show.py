@@ -27,7 +27,9 @@ def show(
         Path | None,
         typer.Option(metavar="FILE", help="Write the timeline, or the plan's map, as a page; needs plotly."),
     ] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it as a picture; needs matplotlib.")] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it as a picture; needs kaleido and Chrome.")
+    ] = None,
     snapshot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a trace for pytorch.org/memory_viz.")
     ] = None,
@@ -112,10 +114,10 @@ def _views(trace: "Trace") -> "dict[str, Callable[[Path], None]]":
 def _plan(source: Path) -> "tuple[dict, list[tuple[str, str]], dict[str, Callable[[Path], None]]]":
     """As `_trace`, of a plan."""
     from memplug.plans.plan_file import load
-    from memplug.show.layout_map import plan_figure
-    from memplug.show.layout_summary import rows, summary
     from memplug.show.page import write_page
     from memplug.show.picture import write_picture
+    from memplug.show.plan_figure import plan_figure
+    from memplug.show.plan_summary import rows, summary
 
     plan = load(source)
     facts = summary(plan)

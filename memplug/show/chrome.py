@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from memplug.errors import MemplugError
+from memplug.figures.groups import phase_words
 from memplug.profile.trace import Trace
 from memplug.show import trace_events
-from memplug.show.groups import phase_words
 from memplug.show.timeline import layer_runs, runs
 from memplug.show.words import heading
 

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from memplug.figures.figure import Axis, Bars, Column, Figure, Group, Panel
 from memplug.show import trace_events
-from memplug.show.figure import Axis, Bars, Column, Figure, Group, Panel
 from memplug.words import duration
 
 TRACKS = ("host", "prefetch", "offload", "compute")

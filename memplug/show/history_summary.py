@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from memplug.arena.plan.part import AddressPlan
-from memplug.arena.plan.problem import fragmentation
+from memplug.figures.groups import BEFORE, OUTSIDE
+from memplug.figures.words import Rows, held_rows
 from memplug.profile.allocator_history import History
 from memplug.show import summary as of_trace
-from memplug.show.groups import BEFORE, OUTSIDE
 from memplug.words import count, size
 
 _UNKNOWN_CODE = "code that is not Python's, or unknown"
@@ -38,7 +37,7 @@ def summary(history: History) -> dict[str, Any]:
     }
 
 
-def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def rows(facts: dict[str, Any]) -> Rows:
     """What `summary` returned, as (name, value) in words."""
     others = [str(number) for number in facts["devices"] if number != facts["device"]]
     return [
@@ -46,22 +45,26 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("requests", of_trace.requests_in_words(facts)),
         (BEFORE, f"{size(facts['base_bytes'])} in use" if facts["base_bytes"] else "nothing in use"),
         ("peak", f"{size(facts['peak_bytes'])} in use ({facts['peak_bytes']:,} bytes)"),
-        *of_trace.held_rows("  by code", facts["peak_bytes_by_code"], facts["peak_bytes"]),
+        *held_rows("  by code", facts["peak_bytes_by_code"], facts["peak_bytes"]),
         ("in use at the end", of_trace.of_requests(facts, "live_at_end")),
         ("freed, from before", count(facts["earlier_requests_freed"], "request")),
         *_torch_rows(facts, facts["peak_bytes"]),
     ]
 
 
-def beside(history: History, made: AddressPlan) -> dict[str, Any]:
-    """Returns what torch's allocator did with the requests of a plan, as further keys of `memplug plan --json`."""
+def beside(history: History, needed_bytes: int) -> dict[str, Any]:
+    """Returns what torch's allocator did with the requests of a plan, as further keys of `memplug plan --json`.
+
+    Args:
+        history: of all of these requests.
+        needed_bytes: that they have in use at their peak.
+    """
     facts = _of_torch(history)
     reserved = facts["torch_reserved_bytes"]
-    unused = None if reserved is None else max(0.0, fragmentation(made.problem.lower_bound, reserved))
-    return {**facts, "torch_fragmentation": unused}
+    return {**facts, "torch_fragmentation": None if reserved is None else _fragmentation(needed_bytes, reserved)}
 
 
-def rows_beside(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def rows_beside(facts: dict[str, Any]) -> Rows:
     """What `beside` returned among the keys of a plan, as (name, value) in words."""
     return _torch_rows(facts, facts["lower_bound_bytes"], facts["height_bytes"])
 
@@ -74,12 +77,12 @@ def _of_torch(history: History) -> dict[str, Any]:
     }
 
 
-def _torch_rows(facts: dict[str, Any], needed: int, height: int | None = None) -> list[tuple[str, str]]:
+def _torch_rows(facts: dict[str, Any], needed: int, height: int | None = None) -> Rows:
     reserved, failed = facts["torch_reserved_bytes"], facts["torch_out_of_memory"]
     if reserved is None:
         found = [("torch reserved", "unknown: the snapshot has no segments of torch, or memplug wrote it")]
     else:
-        words = f"{size(reserved)} at most, {max(0.0, fragmentation(needed, reserved)):.4%} fragmentation"
+        words = f"{size(reserved)} at most, {_fragmentation(needed, reserved):.4%} fragmentation"
         if height is not None:
             words += f": {size(abs(reserved - height))} {'more' if reserved >= height else 'less'} than this arena"
         found = [("torch reserved", words)]
@@ -88,3 +91,8 @@ def _torch_rows(facts: dict[str, Any], needed: int, height: int | None = None) -
     if facts["missing_events"]:
         found.append(("history", f"has gaps: {count(facts['missing_events'], 'event')} must be missing"))
     return found
+
+
+def _fragmentation(needed: int, reserved: int) -> float:
+    """Share of what torch reserved that is of no use at the peak."""
+    return max(0.0, 1 - needed / reserved) if reserved else 0.0

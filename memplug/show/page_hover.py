@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 
-from memplug.show.figure import Rectangles
+from memplug.figures.figure import Rectangles
 
 # All rectangles are looked through, which takes a millisecond for 300,000.
 SCRIPT = """

@@ -2,216 +2,44 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from memplug.arena.plan.part import AddressPlan
-from memplug.arena.plan.problem import Problem
+from memplug.figures.words import Rows
 from memplug.plans.schema import MemoryPlan
-from memplug.show import decision_diff
-from memplug.show.groups import OUTSIDE, phase_words
-from memplug.show.layout_summary import addresses
-from memplug.show.words import addresses_of, both, change, has_addresses
-from memplug.words import count, size
-
-_LARGEST_AT_MOST = 5
-
-
-class _Pairs(NamedTuple):
-    """Requests of one plan, each with the one of the other that it is taken for: rows of the two, int64."""
-
-    a: np.ndarray
-    b: np.ndarray
+from memplug.show.techniques import in_place
 
 
 def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
-    """What differs, for `memplug diff --json`: stable keys, units in names.
+    """Returns what differs, for `memplug diff --json`: stable keys, units in names.
 
-    Requests are taken for the same if they are asked for in the same phase and layer, on the same stream, with the
-    same size, and are the first, the second, ... such ones there: one request more shifts only those of its size and
-    place. Of what is left, those of the same phase, layer and stream are taken for each other in their order, resized;
-    the others are only in one of the plans. Times differ between any two recordings, and are not compared. Of different
-    programs most requests are only in one of them.
+    Each technique compares its parts.
     """
-    mine, its = addresses_of(a), addresses_of(b)
-    same, resized, only = _matched(mine.problem, its.problem)
-    moved = _Pairs(*(rows[mine.solution.offsets[same.a] != its.solution.offsets[same.b]] for rows in same))
-    sides = {"a": _facts(a, mine), "b": _facts(b, its)}
-    prints = zip(asdict(a.fingerprint).items(), asdict(b.fingerprint).values(), strict=True)
-    return {
-        **sides,
-        "height_change_bytes": sides["b"]["height_bytes"] - sides["a"]["height_bytes"],
-        "lower_bound_change_bytes": sides["b"]["lower_bound_bytes"] - sides["a"]["lower_bound_bytes"],
-        "fragmentation_change": sides["b"]["fragmentation"] - sides["a"]["fragmentation"],
-        "fingerprint": {name: {"a": of_a, "b": of_b} for (name, of_a), of_b in prints if of_a != of_b},
-        "same_dynamic_spaces": mine.dynamic == its.dynamic,
-        "same_requests": len(same.a),
-        "same_bytes": _bytes_of(mine, same.a),
-        "moved_requests": len(moved.a),
-        "moved_bytes": _bytes_of(mine, moved.a),
-        "moved_largest": _largest(mine, its, moved),
-        "resized_requests": len(resized.a),
-        "resized_a_bytes": _bytes_of(mine, resized.a),
-        "resized_b_bytes": _bytes_of(its, resized.b),
-        "resized_largest": _largest(mine, its, resized),
-        "only_in_a_requests": len(only.a),
-        "only_in_a_bytes": _bytes_of(mine, only.a),
-        "only_in_a_largest": _largest(mine, None, only),
-        "only_in_b_requests": len(only.b),
-        "only_in_b_bytes": _bytes_of(its, only.b),
-        "only_in_b_largest": _largest(None, its, only),
-        "decisions": decision_diff.diff(a, b),
+    facts: dict[str, Any] = {
+        side: {"fingerprint_digest": plan.fingerprint.digest()} for side, plan in (("a", a), ("b", b))
     }
+    prints = zip(asdict(a.fingerprint).items(), asdict(b.fingerprint).values(), strict=True)
+    facts["fingerprint"] = {name: {"a": of_a, "b": of_b} for (name, of_a), of_b in prints if of_a != of_b}
+    for each in in_place():
+        facts["a"] |= each.side(a)
+        facts["b"] |= each.side(b)
+        facts |= each.diff(a, b)
+    return facts
 
 
-def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """What `diff` returned, as (name, value) in words."""
-    a, b = facts["a"], facts["b"]
-    if a["has_addresses"] and b["has_addresses"]:
-        addresses, requests = _planned_rows(facts), _request_rows(facts)
-    else:
-        addresses, requests = [("addresses", _lacking(a, b))], []
+def rows(facts: dict[str, Any]) -> Rows:
+    """Returns what `diff` returned, as (name, value) in words."""
     fingerprint = [
         (f"other {name}", f"{_value(sides['a'])} in A, {_value(sides['b'])} in B")
         for name, sides in facts["fingerprint"].items()
     ]
     return [
-        *addresses,
         *(fingerprint or [("recorded from", "the same program, on the same kind of machine")]),
-        *requests,
-        *(decision_diff.rows(facts["decisions"]) if facts["decisions"] else []),
+        *(row for each in in_place() for row in each.diff_rows(facts)),
     ]
-
-
-def _lacking(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """Where there are addresses, of plans of which one has none."""
-    for name, side in (("A", a), ("B", b)):
-        if side["has_addresses"]:
-            return f"only in {name}: {count(side['requests'], 'request')} in {size(side['height_bytes'])}"
-    return "none in both"
-
-
-def _planned_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    def of_both(words: Callable[[dict[str, Any]], str]) -> str:
-        return both(words(facts["a"]), words(facts["b"]))
-
-    def nbytes(name: str) -> str:
-        a, b = facts["a"][name], facts["b"][name]
-        return change(a, b, size) if a != b else f"{size(a)} ({a:,} bytes) in both"
-
-    dynamic = of_both(lambda side: f"{count(side['dynamic_groups'], 'group')}, {size(side['dynamic_peak_bytes'])}")
-    return [
-        ("planner", of_both(_planner)),
-        ("requests", of_both(lambda side: f"{side['requests']:,}")),
-        ("lower bound", nbytes("lower_bound_bytes")),
-        ("height", nbytes("height_bytes")),
-        ("fragmentation", of_both(lambda side: f"{side['fragmentation']:.2%}")),
-        ("dynamic requests", dynamic + ("" if facts["same_dynamic_spaces"] else "; what they may reuse differs")),
-    ]
-
-
-def _planner(side: dict[str, Any]) -> str:
-    proven = ", optimal" if side["optimal"] else ", out of time" if side["timed_out"] else ""
-    return f"{side['planner']}{proven}"
-
-
-def _request_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    found = []
-    for words, name in (
-        ("the same in both", "same"),
-        ("  at another offset", "moved"),
-        ("resized", "resized"),
-        ("only in A", "only_in_a"),
-        ("only in B", "only_in_b"),
-    ):
-        requests = facts[f"{name}_requests"]
-        if name == "resized":
-            sizes = f"{size(facts['resized_a_bytes'])} in A, {size(facts['resized_b_bytes'])} in B"
-        else:
-            sizes = size(facts[f"{name}_bytes"])
-        found.append((words, f"{count(requests, 'request')}, {sizes}" if requests else "none"))
-        largest = facts.get(f"{name}_largest", [])
-        found += [("    the largest" if i == 0 else "", _one(each)) for i, each in enumerate(largest)]
-    return found
-
-
-def _facts(plan: MemoryPlan, planned: AddressPlan) -> dict[str, Any]:
-    return {
-        "fingerprint_digest": plan.fingerprint.digest(),
-        "has_addresses": has_addresses(plan),
-        "requests_bytes": int(planned.problem.buffers["size"].sum()),
-        **addresses(planned),
-    }
-
-
-def _bytes_of(plan: AddressPlan, rows: np.ndarray) -> int:
-    return int(plan.problem.buffers["size"][rows].sum())
-
-
-def _matched(a: Problem, b: Problem) -> tuple[_Pairs, _Pairs, _Pairs]:
-    """The same requests, the resized ones, and those that are only in one of the two, which are no pairs."""
-    places, left = (_places(a), _places(b)), tuple(np.argsort(each.buffers["lower"], kind="stable") for each in (a, b))
-    sizes = tuple(each.buffers["size"].tolist() for each in (a, b))
-    same = _paired(left, tuple(list(zip(*side, strict=True)) for side in zip(places, sizes, strict=True)))
-    left = tuple(rows[~np.isin(rows, taken)] for rows, taken in zip(left, same, strict=True))
-    resized = _paired(left, places)
-    only = (np.sort(rows[~np.isin(rows, taken)]) for rows, taken in zip(left, resized, strict=True))
-    return same, resized, _Pairs(*only)
-
-
-def _places(problem: Problem) -> list[tuple]:
-    """What asks for each request: phase, layer and stream, comparable between plans."""
-    phases, layers = (*problem.phases, None), (*problem.layers, None)  # -1: none
-    columns = (problem.buffers[name].tolist() for name in ("lower_phase", "lower_layer", "stream"))
-    return [(phases[phase], layers[layer], stream) for phase, layer, stream in zip(*columns, strict=True)]
-
-
-def _paired(rows: tuple[np.ndarray, ...], keys: tuple[list[tuple], ...]) -> _Pairs:
-    """The first of each key in A with the first of it in B, the second with the second, ...
-
-    `rows` of A and of B are in the order in which they are counted; `keys` are of every row of the two.
-    """
-    waiting: dict[tuple, deque[int]] = defaultdict(deque)
-    for row in rows[1].tolist():
-        waiting[keys[1][row]].append(row)
-    pairs = [(row, waiting[keys[0][row]].popleft()) for row in rows[0].tolist() if waiting[keys[0][row]]]
-    return _Pairs(*np.array(pairs, np.int64).reshape(-1, 2).T)
-
-
-def _largest(a: AddressPlan | None, b: AddressPlan | None, pairs: _Pairs) -> list[dict[str, Any]]:
-    """The largest requests, with what each of the plans that has them says of them."""
-    sides = [(name, plan, its) for name, plan, its in zip("ab", (a, b), pairs, strict=True) if plan is not None]
-    largest = np.max([plan.problem.buffers["size"][its] for _, plan, its in sides], axis=0)
-    found = []
-    for index in np.argsort(-largest, kind="stable")[:_LARGEST_AT_MOST].tolist():
-        each: dict[str, Any] = {}
-        for name, plan, its in sides:
-            problem, row = plan.problem, int(its[index])
-            buffer = problem.buffer(row)
-            each |= {
-                "phase": phase_words(problem.phases[buffer.lower_phase]) if buffer.lower_phase >= 0 else None,
-                "layer": problem.layers[buffer.lower_layer].name if buffer.lower_layer >= 0 else None,
-                f"{name}_id": problem.ids[row].item(),
-                f"{name}_bytes": buffer.size,
-                f"{name}_offset_bytes": int(plan.solution.offsets[row]),
-            }
-        found.append(each)
-    return found
 
 
 def _value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(" ".join(each) if isinstance(each, list | tuple) else str(each) for each in value) or "none"
     return f"{value:,}" if isinstance(value, int) else str(value) or "unknown"
-
-
-def _one(each: dict[str, Any]) -> str:
-    sides = [side for side in "ab" if f"{side}_id" in each]
-    sizes = " -> ".join(dict.fromkeys(size(each[f"{side}_bytes"]) for side in sides))
-    offsets = " -> ".join(f"{each[f'{side}_offset_bytes']:,}" for side in sides)
-    place = ", ".join(filter(None, [each["phase"], each["layer"] or (OUTSIDE if each["phase"] else None)]))
-    return f"{sizes} at {offsets}: request {each[f'{sides[0]}_id']}{f', {place}' if place else ''}"

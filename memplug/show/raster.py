@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from memplug.show.figure import Rectangles
+from memplug.figures.figure import Rectangles
 
 
 def raster(drawn: Rectangles, span: tuple[float, float], height_bytes: float, shape: tuple[int, int]) -> np.ndarray:

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from memplug.figures.groups import BEFORE, PASSES, phase_words
 from memplug.profile.allocator_history import ADDRESSES, MADE_UP
 from memplug.profile.trace import Event, Trace
-from memplug.show.groups import BEFORE, PASSES, phase_words
 
 _ROUNDING_BYTES = 512
 # Where drivers put device memory, apart enough for a segment each, and exact in the doubles of JavaScript.

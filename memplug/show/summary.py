@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from memplug.arena.plan.problem import Problem
+from memplug.figures.groups import BEFORE
+from memplug.figures.words import AT_MOST, bytes_by, held_rows
 from memplug.profile.trace import Trace, earlier_frees, freed_elsewhere, still_live
-from memplug.show.groups import BEFORE, OUTSIDE, phase_words
 from memplug.show.words import Moment, moment
 from memplug.words import count, size
 
-_ROWS_AT_MOST = 8
 _OPERATORS_AT_MOST = 10
 
 
@@ -92,15 +90,6 @@ def _held(trace: Trace, event: int, column: str) -> dict[str, int]:
     return {name: nbytes for name, nbytes in held.most_common() if nbytes}
 
 
-def bytes_by(column: str, tables: Trace | Problem, of: np.ndarray, nbytes: np.ndarray) -> Counter[str]:
-    """Sums of `nbytes` by the "phase" or the "layer" in words; `of`: row of that table for each, -1: outside."""
-    names = [phase_words(phase) for phase in tables.phases] if column == "phase" else [x.name for x in tables.layers]
-    held: Counter[str] = Counter()
-    for index in np.unique(of):
-        held[names[index] if index >= 0 else OUTSIDE] += int(nbytes[of == index].sum())
-    return held
-
-
 def recorded_rows(fingerprint: dict[str, Any]) -> list[tuple[str, str]]:
     """What was recorded, as (name, value); from the fields of a fingerprint and its digest."""
     parameters = f"{fingerprint['parameters']:,} parameters" if fingerprint["parameters"] else None
@@ -128,7 +117,7 @@ def _operators_in_words(facts: dict[str, Any]) -> str:
 
 
 def _first_few(words: list[str]) -> str:
-    return ", ".join([*words[:_ROWS_AT_MOST], *(["..."] if len(words) > _ROWS_AT_MOST else [])])
+    return ", ".join([*words[:AT_MOST], *(["..."] if len(words) > AT_MOST else [])])
 
 
 def _counter_in_words(facts: dict[str, Any]) -> str:
@@ -138,19 +127,6 @@ def _counter_in_words(facts: dict[str, Any]) -> str:
     if facts["replays_exactly"]:
         return "the same, to the byte"
     return f"{counted:,} bytes, {abs(counted - peak):,} {'more' if counted > peak else 'fewer'} than the requests give"
-
-
-def held_rows(name: str, held: dict[str, int], peak_bytes: int) -> list[tuple[str, str]]:
-    """Shares of the peak, the largest first, under one name; many small ones in one line."""
-    shown = list(held.items())
-    if len(shown) > _ROWS_AT_MOST:
-        others = [nbytes for _, nbytes in shown[_ROWS_AT_MOST - 1 :]]
-        shown[_ROWS_AT_MOST - 1 :] = [(f"{len(others)} others, at most {size(max(others))} each", sum(others))]
-    width = max((len(size(nbytes)) for _, nbytes in shown), default=0)
-    return [
-        (name if i == 0 else "", f"{size(nbytes):>{width}}  {nbytes / max(peak_bytes, 1):>4.0%}  {what}")
-        for i, (what, nbytes) in enumerate(shown)
-    ]
 
 
 def requests_in_words(facts: dict[str, Any]) -> str:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memplug.figures.clock import layer_runs, m4, runs
+from memplug.figures.figure import Runs
+from memplug.figures.groups import Grouping, by_layer, by_phase
 from memplug.profile.trace import Trace, earlier_frees, still_live
-from memplug.show.figure import Runs
-from memplug.show.groups import Grouping, by_layer, by_phase
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -77,29 +78,6 @@ def owners(trace: Trace) -> np.ndarray:
     return owner
 
 
-def runs(values: np.ndarray, at_most: int = 2000) -> Runs:
-    """Stretches of equal values; more than `at_most` are sampled at the middle of so many equal cells first."""
-    bounds = np.arange(len(values) + 1)
-    if len(_edges(values)) > at_most:
-        cells = np.linspace(0, len(values), at_most + 1)
-        bounds, values = cells.astype(np.int64), values[((cells[:-1] + cells[1:]) / 2).astype(np.int64)]
-    edges = _edges(values)
-    ends = np.append(edges, len(values))[1:]
-    return Runs(bounds[edges], bounds[ends], values[edges].astype(np.int64))
-
-
-def layer_runs(rows: np.ndarray, at_most: int = 2000) -> Runs:
-    """As `runs`, of the layers in operators or events; where a phase ends, its layer's stretch ends too."""
-    layers = int(rows["layer"].max(initial=-1)) + 2
-    found = runs(rows["phase"].astype(np.int64) * layers + rows["layer"] + 1, at_most)
-    return found._replace(value=found.value % layers - 1)
-
-
-def _edges(values: np.ndarray) -> np.ndarray:
-    """Where each stretch of equal values begins."""
-    return np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
-
-
 def _clock(trace: Trace) -> tuple[str, int, np.ndarray]:
     """Name and length of the clock, and where each event is on it: float64[events], strictly rising, above 0."""
     count = len(trace.events)
@@ -111,17 +89,6 @@ def _clock(trace: Trace) -> tuple[str, int, np.ndarray]:
     first, last = np.searchsorted(slot, slot, "left"), np.searchsorted(slot, slot, "right")
     places = slot + (np.arange(count) - first + 1) / (last - first + 1)
     return ("operator", len(trace.operators), places) if len(trace.operators) else ("request event", count, places)
-
-
-def m4(in_use: np.ndarray, places: np.ndarray, length: int, bins: int) -> np.ndarray:
-    """Sorted indices: of each bin the first, the smallest, the first of the largest, and the last."""
-    kept = set()
-    bounds = np.searchsorted(places, np.linspace(0, length, bins + 1)[1:-1], "left")
-    for begin, end in zip([0, *bounds], [*bounds, len(in_use)], strict=True):
-        if begin < end:
-            part = in_use[begin:end]
-            kept |= {int(begin), int(begin + part.argmin()), int(begin + part.argmax()), int(end - 1)}
-    return np.array(sorted(kept), np.int64)
 
 
 def _levels(trace: Trace, group: np.ndarray, event: np.ndarray, groups: int) -> np.ndarray:

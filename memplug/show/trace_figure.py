@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-
-from memplug.profile.trace import Layer, Phase, Trace
-from memplug.show.figure import GRID, Axis, Bars, Column, Figure, Line, Mark, Panel, Runs, Stack, Steps, bytes_axis
-from memplug.show.groups import by_phase, layer_words, phase_letters, phase_words, sequence, short_names
+from memplug.figures.clock import strips
+from memplug.figures.figure import GRID, Axis, Column, Figure, Line, Mark, Panel, Stack, Steps, bytes_axis
+from memplug.profile.trace import Trace
 from memplug.show.timeline import timeline
 from memplug.show.words import heading, moment, sampling
 from memplug.words import size
@@ -45,41 +41,4 @@ def trace_figure(trace: Trace, bins: int = 800) -> Figure:
         subtitle=sampling(trace, line),
         legend="asked for by",
         columns=(Column(x=clock, panels=(in_use, *below)),),
-    )
-
-
-def strips(
-    phases: Sequence[Phase], layers: Sequence[Layer], phase_runs: Runs, layer_runs: Runs, clock: str
-) -> list[Panel]:
-    """The phases and the layers that ran, as far as anything is known of them, as rows of coloured stretches.
-
-    The tables have what the runs refer to; their ends count the clock, such as "operator".
-    """
-    groups, short = by_phase(phases), short_names(layers)
-    # Of each: the colour, the words under the pointer, and the names, the longest first.
-    phase_looks = [
-        (groups.groups[group].colour, phase_words(phase), (phase_words(phase), phase_letters(phase)))
-        for phase, group in zip(phases, groups.of[:-1], strict=True)
-    ]
-    layer_looks = [
-        (colour, layer.name + (" (dynamic)" if layer.dynamic else ""), (layer_words(name), name))
-        for colour, layer, name in zip(sequence(len(short)), layers, short, strict=True)
-    ]
-    return [
-        Panel(y=Axis(title="", low=-0.5, high=0.5, ticks={0: what}), height=1, content=(_strip(clock, runs, looks),))
-        for what, runs, looks in (("phase", phase_runs, phase_looks), ("layer", layer_runs, layer_looks))
-        if len(runs.value)
-    ]
-
-
-def _strip(clock: str, runs: Runs, looks: list[tuple[str, str, tuple[str, str]]]) -> Bars:
-    start, end, value = (column[runs.value >= 0] for column in runs)
-    rows = [(*looks[value], a, b) for a, b, value in zip(start, end, value.tolist(), strict=True)]
-    return Bars(
-        begin=start,
-        length=end - start,
-        row=np.zeros(len(rows)),
-        colours=[colour for colour, *_ in rows],
-        words=[f"{words}: from {clock} {a:,} up to {b:,}" for _, words, _, a, b in rows],
-        names=[names for _, _, names, *_ in rows],
     )

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from memplug.arena.plan.part import AddressPlan, address_plan
-from memplug.arena.plan.problem import BUFFER, Problem, Solution, fragmentation
-from memplug.plans.schema import MemoryPlan
+from memplug.figures.groups import BEFORE, phase_words
 from memplug.profile.trace import Trace
-from memplug.show.groups import BEFORE, phase_words
 from memplug.show.timeline import Timeline
-from memplug.words import count, known, size
+from memplug.words import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +51,6 @@ def moment(trace: Trace, event: int) -> Moment:
     )
 
 
-def both(a: str, b: str) -> str:
-    """Two values, A's and B's, as one where they are the same."""
-    return f"{a} in both" if a == b else f"{a} in A, {b} in B"
-
-
-def change(a: float | None, b: float | None, words: Callable[[Any], str]) -> str:
-    """As `both`, of two amounts in `words`, such as `size`, and by how much B's is more or less; None: unknown."""
-    if a is None or b is None or a == b:
-        return both(known(a, words), known(b, words))
-    share = f", {(b - a) / a:+.2%}" if a else ""
-    return f"{words(a)} in A, {words(b)} in B: {words(abs(b - a))} {'more' if b > a else 'less'}{share}"
-
-
 def heading(trace: Trace) -> str:
     """What a picture shows, for example "Memory in use: Llama, 2 recorded steps, NVIDIA H200, rank 0 of 8"."""
     fingerprint, steps = trace.fingerprint, len(trace.steps)
@@ -84,25 +66,3 @@ def sampling(trace: Trace, line: Timeline) -> str:
     if drawn == events:
         return f"all {events:,} requests and releases"
     return f"{drawn:,} of {events:,} requests and releases: those where a stretch begins, peaks, is lowest and ends"
-
-
-def plan_heading(plan: MemoryPlan, planned: AddressPlan) -> str:
-    """What a map shows, for example "Plan of Llama: 9,814 requests in 2.59 GiB, fragmentation 0.00 %, by search"."""
-    model, words = plan.fingerprint.model, "decisions without addresses"
-    if has_addresses(plan):
-        problem, solution = planned.problem, planned.solution
-        share = 100 * fragmentation(problem.lower_bound, solution.height)
-        words = f"{len(problem):,} requests in {size(solution.height)}, fragmentation {share:.2f} %"
-        words = f"{words}, by {solution.planner}"
-    return f"Plan{f' of {model}' if model else ''}: {words}"
-
-
-def has_addresses(plan: MemoryPlan) -> bool:
-    """Returns whether the arena has a part in a plan."""
-    return AddressPlan.name in plan.parts
-
-
-def addresses_of(plan: MemoryPlan) -> AddressPlan:
-    """Returns the arena's part of a plan; of one that has none, a part without requests."""
-    none = Solution(offsets=np.empty(0, np.int64), height=0, planner="none", optimal=True)
-    return AddressPlan.of(plan) or address_plan(Problem(buffers=np.empty(0, BUFFER)), none)

@@ -18,9 +18,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import memplug
+from memplug.figures.figure import Axis, Column, Figure, Panel, Steps, bytes_axis
+from memplug.show.picture import write_picture
 from tests.bench.table import Row, render, write_rows
 from tests.support.awkward import Fails, awkward_steps, left_behind
 from tests.support.blocks import LAYERS, Block, Stack
@@ -39,7 +42,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--alpha", default="auto", help="a number, or auto [auto]")
     parser.add_argument("--awkward", action="store_true", help="steps that go wrong, and unusual ones")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the curve here; needs matplotlib")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the curve here; needs kaleido and Chrome")
     return parser.parse_args(argv)
 
 
@@ -95,16 +98,11 @@ def growth_bytes_a_step(curve: list[tuple[int, int]]) -> float:
 
 def draw(curve: list[tuple[int, int]], file: Path) -> None:
     """The curve as a picture."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.add_subplot(
-        xlabel="step", ylabel="resident memory, MiB", title="memory of the process over a long run"
-    )
-    axes.plot([step for step, _ in curve], [nbytes / 2**20 for _, nbytes in curve], marker="o")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    figure.savefig(file, dpi=150)
+    steps, sizes = np.array(curve).T
+    line = Steps(steps, sizes, "resident", [f"step {step:,}" for step in steps])
+    panel = Panel(y=bytes_axis("resident memory", int(sizes.max()), 1.05), height=1, content=[line])
+    column = Column(x=Axis(title="step", low=0, high=float(steps[-1]), grid=True), panels=[panel])
+    write_picture(Figure(title="memory of the process over a long run", columns=[column]), file)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -137,7 +137,7 @@ def test_the_long_run_finds_what_is_wrong():
 
 
 @pytest.mark.parametrize("steps", ["100", pytest.param("300", marks=pytest.mark.long)])
-def test_memory_over_a_long_run_is_a_curve_whose_growth_is_told(steps, tmp_path):
+def test_memory_over_a_long_run_is_a_curve_whose_growth_is_told(steps, chrome, tmp_path):
     output, picture = tmp_path / "rows.json", tmp_path / "curve.png"
     leaks.main(["--steps", steps, "--json", str(output), "--png", str(picture)])
     rows = json.loads(output.read_text())

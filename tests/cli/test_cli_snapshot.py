@@ -43,8 +43,7 @@ def test_show_says_what_was_in_use_and_what_torch_reserved(path):
     assert facts["peak_bytes_by_code"] == {"model.py:12 forward": 3 * MIB + 1000, "before the recording": MIB + 5000}
 
 
-def test_show_draws_a_snapshot_and_writes_it_for_memory_viz(path, tmp_path):
-    pytest.importorskip("matplotlib")
+def test_show_draws_a_snapshot_and_writes_it_for_memory_viz(chrome, path, tmp_path):
     files = {view: tmp_path / f"out.{view}" for view in ("png", "snapshot")}
     result = run(app, ["show", str(path), *(word for view, to in files.items() for word in (f"--{view}", str(to)))])
     assert result.exit_code == 0 and all(file.stat().st_size for file in files.values())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.folders import ROOT
+from tests.support.rooms import copy_without
 
 SCRIPT = """
 import json, sys, torch, memplug
@@ -63,13 +61,7 @@ def left(request: pytest.FixtureRequest) -> str:
 
 def trained_without(name: str, left: str, folder: Path, block: dict[str, Any]) -> dict[str, Any]:
     """What training finds in a copy of the package without a technique's room."""
-    shutil.copytree(ROOT / "memplug", folder / "memplug", ignore=shutil.ignore_patterns("__pycache__"))
-    for entry in (folder / "memplug" / name).iterdir():
-        if entry.name != left:
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    if not left:
-        (folder / "memplug" / name).rmdir()
-    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    environment = copy_without(name, left, folder)
     command = [sys.executable, "-c", SCRIPT, json.dumps(block), name]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -51,8 +51,10 @@ def test_a_figure_has_a_panel_for_each_step_on_one_clock(long_s: float, tmp_path
     write_page(figure, tmp_path / "chart.html")
     page = (tmp_path / "chart.html").read_text()
     assert "matrix product" in page and "copies to host: 1 in" in page and "the host queues: 4 in" in page
-    pytest.importorskip("matplotlib")
-    write_picture(figure, tmp_path / "chart.png")
+
+
+def test_a_figure_is_a_picture_too(chrome: None, tmp_path: Path) -> None:
+    write_picture(gantt("a title", {"keep": (1.0, STEP), "memplug": (40.0, STEP)}), tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 5_000
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import re
-import struct
 import sys
 from html import unescape
 
-import matplotlib.image
 import numpy as np
 import pytest
 
@@ -20,6 +17,7 @@ from memplug.show.page import write_page
 from memplug.show.picture import write_picture
 from memplug.show.timeline import timeline
 from memplug.show.trace_figure import trace_figure
+from tests.support.pictures import pixels_of
 from tests.support.show_traces import MIB, odd_trace, training_trace
 from tests.support.traces import LEGACY, Recording
 
@@ -138,15 +136,13 @@ def test_names_cannot_break_out_of_the_page(page):
 
 
 @pytest.fixture
-def pixels(tmp_path):
+def pixels(chrome, tmp_path):
     """uint8[height, width, 3]."""
 
     def write(trace) -> np.ndarray:
-        write_picture(trace_figure(trace), tmp_path / "picture.png")
-        content = (tmp_path / "picture.png").read_bytes()
-        assert content[:8] == b"\x89PNG\r\n\x1a\n"
-        assert struct.unpack(">II", content[16:24]) == (1650, 1045)
-        return (matplotlib.image.imread(io.BytesIO(content))[:, :, :3] * 255).round().astype(np.uint8)
+        image = pixels_of(trace_figure(trace), tmp_path / "picture.png")
+        assert image.shape == (1045, 1650, 3)
+        return image
 
     return write
 
@@ -183,27 +179,20 @@ def test_picture_has_no_trace_of_a_group_where_it_holds_nothing(pixels):
         recording.layer("late" if i > 20 else None)
         recording.malloc(MIB if i == 29 else 0)
     image = pixels(recording.trace(base_bytes=8 * MIB)).astype(int)
-    in_front = image[520:900, 60:500]
+    in_front = image[540:880, 110:500]
     assert (in_front.max(axis=2) - in_front.min(axis=2) < 8).all(), "grey before the recording, and nothing else"
 
 
 @pytest.mark.parametrize("trace", [Recording().trace(), odd_trace(), load(LEGACY[1])])
-@pytest.mark.filterwarnings("ignore:Glyph")
 def test_picture_can_be_drawn_of_anything(pixels, trace):
     image = pixels(trace)
     colours = image.reshape(-1, 3).astype(int) @ [1, 1 << 8, 1 << 16]
     assert len(set(colours.tolist())) > 2
 
 
-def test_picture_leaves_the_global_state_of_matplotlib_alone(pixels):
-    before = dict(matplotlib.rcParams)
-    pixels(training_trace())
-    assert dict(matplotlib.rcParams) == before
-    if (pyplot := sys.modules.get("matplotlib.pyplot")) is not None:
-        assert pyplot.get_fignums() == []
-
-
-@pytest.mark.parametrize("package, write", [("plotly", write_page), ("matplotlib", write_picture)])
+@pytest.mark.parametrize(
+    "package, write", [("plotly", write_page), ("plotly", write_picture), ("kaleido", write_picture)]
+)
 def test_without_the_package_one_sentence_says_what_to_install(tmp_path, monkeypatch, package, write):
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
@@ -214,11 +203,74 @@ def test_without_the_package_one_sentence_says_what_to_install(tmp_path, monkeyp
     assert not (tmp_path / "file").exists()
 
 
-def test_the_legend_of_a_picture_names_every_layer_also_one_that_begins_with_an_underscore(pixels, monkeypatch):
-    from matplotlib.legend import Legend
+class Kaleido:
+    """Stands in for kaleido: draws nothing, and keeps what it was given."""
 
-    named = []
-    made = Legend.__init__
-    monkeypatch.setattr(Legend, "__init__", lambda *args, **its: (named.append(args[3]), made(*args, **its))[1])
-    pixels(odd_trace())
-    assert [len(labels) for labels in named] == [3, 3] and any(label.startswith("_orig_mod.") for label in named[1])
+    def __init__(self, monkeypatch, error: Exception | None = None) -> None:
+        kaleido = pytest.importorskip("kaleido")
+        monkeypatch.setattr(kaleido, "calc_fig_sync", self.calc)
+        self.error = error
+
+    def calc(self, figure, opts, kopts) -> bytes:
+        if self.error is not None:
+            raise self.error
+        self.figure, self.opts, self.kopts = figure, opts, kopts
+        return b"a picture"
+
+
+def test_kaleido_is_given_the_figure_and_its_size_and_nothing_from_the_network(tmp_path, monkeypatch):
+    given = Kaleido(monkeypatch)
+    write_picture(trace_figure(training_trace()), tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes() == b"a picture"
+    assert given.opts["format"] == "png" and given.kopts == {"mathjax": False}
+    sides = [round(given.opts[side] * given.opts["scale"]) for side in ("width", "height")]
+    assert sides == [1650, 1045] and "updatemenus" not in given.figure["layout"], "a PNG has no buttons"
+    assert given.figure["layout"]["title"]["text"].startswith("Memory in use: Stack")
+
+
+def test_without_chrome_one_sentence_says_what_to_install_or_to_do_without(tmp_path, monkeypatch):
+    errors = pytest.importorskip("kaleido.errors")
+    Kaleido(monkeypatch, errors.ChromeNotFoundError("none"))
+    with pytest.raises(MemplugError, match="needs Chrome or Chromium") as caught:
+        write_picture(trace_figure(training_trace()), tmp_path / "file")
+    assert "plotly_get_chrome" in caught.value.advice and "camera button" in caught.value.advice
+    assert not (tmp_path / "file").exists()
+
+
+def test_where_chrome_fails_its_own_words_are_said(tmp_path, monkeypatch):
+    Kaleido(monkeypatch, RuntimeError("the pipe is closed"))
+    with pytest.raises(MemplugError, match="RuntimeError: the pipe is closed"):
+        write_picture(trace_figure(training_trace()), tmp_path / "file")
+
+
+def test_the_legends_of_a_picture_name_every_layer_also_one_that_begins_with_an_underscore(tmp_path, monkeypatch):
+    given = Kaleido(monkeypatch)
+    write_picture(trace_figure(odd_trace()), tmp_path / "picture.png")
+    named: dict[str, list[str]] = {}
+    for trace in given.figure["data"]:
+        if trace.get("legend") in given.figure["layout"]:
+            named.setdefault(trace["legend"], []).append(trace["name"])
+    assert [len(labels) for labels in named.values()] == [3, 3]
+    assert any(label.startswith("_orig_mod.") for label in named["legend3"])
+    titles = [given.figure["layout"][legend]["title"]["text"] for legend in named]
+    assert titles == ["asked for by phase", "asked for by layer"]
+
+
+def test_each_legend_of_a_picture_is_in_the_middle_beside_its_panel_so_that_a_long_one_meets_no_other(
+    tmp_path, monkeypatch
+):
+    given = Kaleido(monkeypatch)
+    write_picture(trace_figure(training_trace(micro_batches=8)), tmp_path / "picture.png")
+    layout = given.figure["layout"]
+    for legend, axis in (("legend", "yaxis"), ("legend3", "yaxis2")):
+        assert layout[legend]["yanchor"] == "middle"
+        assert layout[legend]["y"] == pytest.approx(sum(layout[axis]["domain"]) / 2)
+
+
+@pytest.mark.parametrize("operators, every", [(2, 1), (100, None)])
+def test_a_short_clock_has_whole_numbers_alone(page, operators, every):
+    recording = Recording()
+    for _ in range(operators):
+        recording.op("aten::mm")
+        recording.malloc(MIB)
+    assert page(recording.trace()).layout["xaxis3"].get("dtick") == every

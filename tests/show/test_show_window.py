@@ -6,8 +6,8 @@ import re
 import pytest
 
 from memplug.arena.plan.part import address_plan
-from memplug.show.layout_map import plan_figure
 from memplug.show.page import write_page
+from memplug.show.plan_figure import plan_figure
 from memplug.show.trace_figure import trace_figure
 from tests.support.layouts import problem_of, stacked
 from tests.support.show_traces import training_trace

@@ -7,9 +7,14 @@ from itertools import combinations, pairwise
 import numpy as np
 from hypothesis import strategies as st
 
+from memplug.arena.plan import search
+from memplug.arena.plan.from_trace import last_step
+from memplug.arena.plan.from_trace import problem_of as problem_of_trace
 from memplug.arena.plan.part import AddressPlan, DynamicSpace, address_plan
 from memplug.arena.plan.problem import BUFFER, ORDERING, Buffer, Problem, Solution, buffers, solved
 from memplug.profile.records import Fingerprint, Layer, Pass, Phase
+from memplug.profile.trace_file import load
+from tests.support.folders import DATA
 
 PHASES = (Phase(Pass.FORWARD, 0), Phase(Pass.BACKWARD, 0), Phase(Pass.OPTIMIZER))
 LAYERS = (Layer("layers.0"), Layer("layers.1"), Layer("layers.1.mlp", dynamic=True))
@@ -220,3 +225,9 @@ def _orderings(streams: int, latest: int) -> st.SearchStrategy:
     stream = st.integers(0, streams)  # one more than there are
     rows = st.lists(st.tuples(st.integers(0, latest), stream, stream), max_size=3 * streams)
     return rows.map(lambda drawn: sorted(drawn, key=lambda row: row[0]))
+
+
+def recorded_plan() -> AddressPlan:
+    """Of the last step of a trace of Llama 7B."""
+    problem = problem_of_trace(last_step(load(DATA / "llama7b_long_ckpt.npz")))
+    return address_plan(problem, search.solve(problem, improve=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memplug.show.layout_summary import rows, summary
+from memplug.show.plan_summary import rows, summary
 from memplug.swap.plan.part import SwapPart
 from tests.support.memory_plans import MIB, decided_plan, target
 

@@ -1,7 +1,7 @@
-"""A figure as data, described once: `page` draws it with plotly and `picture` with matplotlib.
+"""A figure as data, described once: plotly draws it, in a page or as a picture.
 
-Numbers along an axis with a unit are bytes here; both draw them in that unit. Text is plain, and words that lie under
-the pointer are in pages alone.
+Numbers along an axis with a unit are bytes here, and drawn in that unit. Text is plain, and words that lie under the
+pointer are in pages alone.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ class Steps:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Bars:
-    """Bars along the level axis, of one thickness, with the first of their names that fits."""
+    """Bars along the level axis, of one thickness."""
 
     begin: np.ndarray
     length: np.ndarray
     row: np.ndarray
     colours: Sequence[str]
     words: Sequence[str]
-    names: Sequence[tuple[str, ...]] = ()  # of each bar, the longest first; a page has room for the last alone
+    names: Sequence[str] = ()  # of each bar, drawn where it fits
     thickness: float = 1.0
     group: Group | None = None  # that all are of, where there is a legend
 
@@ -113,6 +113,13 @@ class Rectangles:
     ids: np.ndarray  # int64[n] or text
     clock: str  # what `lower` and `upper` count, such as "event"
     words: Sequence[tuple[Sequence[str], np.ndarray]]  # tables of text, with the entry of each request; -1: none
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Outlines:
+    """White borders of rectangles."""
+
+    boxes: np.ndarray  # int64[n, 4]: lower, upper, start, stop
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -150,10 +157,10 @@ class Panel:
 
     y: Axis
     height: float  # relative to the other panels
-    content: Sequence[Stack | Steps | Bars | Rectangles | Spaces | Line | Mark]
+    content: Sequence[Stack | Steps | Bars | Rectangles | Outlines | Spaces | Line | Mark]
     # What else may be drawn, below that, by what it is coloured by: a page switches between the views.
     views: Mapping[str, Stack | Rectangles] = field(default_factory=dict)
-    pictured: int = 1  # of these views, one panel each
+    pictured: int = 1  # of these views, which a picture has in a panel each
     title: Sequence[str] = ()  # lines above it
 
 
@@ -172,5 +179,5 @@ class Figure:
 
     title: str  # of a page's window too
     columns: Sequence[Column]
-    subtitle: str = ""  # of a page
-    legend: str = ""  # title of a page's legend
+    subtitle: str = ""
+    legend: str = ""  # title of what names the colours of views

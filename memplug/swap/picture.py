@@ -1,15 +1,31 @@
-"""The swap list of a plan in one object of plain values, and that object in words."""
+"""What the swap list says of itself: that of a plan in plain values, and in words; knows no torch."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
+from memplug.figures.technique_picture import TechniquePicture
+from memplug.figures.words import Rows
 from memplug.plans.schema import MemoryPlan
 from memplug.swap.plan.part import SwapPart
 from memplug.words import count, duration, size
 
 _LARGEST = 4
+
+
+class Picture(TechniquePicture):
+    """Shows the tensors that are away, in words alone."""
+
+    place = 2
+
+    def facts(self, plan: MemoryPlan) -> dict[str, Any]:
+        """See `TechniquePicture.facts`."""
+        return {"swap_list": swaps(plan)}
+
+    def rows(self, facts: dict[str, Any]) -> Rows:
+        """See `TechniquePicture.rows`."""
+        return rows(facts["swap_list"]) if facts["swap_list"] else []
 
 
 def swaps(plan: MemoryPlan) -> dict[str, Any] | None:
@@ -37,7 +53,7 @@ def swaps(plan: MemoryPlan) -> dict[str, Any] | None:
     }
 
 
-def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def rows(facts: dict[str, Any]) -> Rows:
     """What `swaps` returned, as (name, value) in words."""
     if facts["impossible"]:
         return [("swap list", f"there is none: {facts['impossible']}")]

@@ -6,10 +6,17 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
+from memplug.figures.groups import layer_words
+from memplug.figures.words import Rows, both, change
 from memplug.plans.schema import MemoryPlan
-from memplug.show.decisions import KINDS, OPERATORS, bound_words, decisions, region_words, short_region_names
-from memplug.show.groups import layer_words
-from memplug.show.words import both, change
+from memplug.tokenwise.picture.decisions import (
+    KINDS,
+    OPERATORS,
+    bound_words,
+    decisions,
+    region_words,
+    short_region_names,
+)
 from memplug.tokenwise.plan.decisions import Decisions, Setting
 from memplug.words import count, duration, known, size
 
@@ -18,7 +25,7 @@ _OF_A_PLAN = ("step_s", "full_recomputation_s", "peak_bytes", "host_bytes", "dev
 
 
 def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any] | None:
-    """The part of `plan_diff.diff` on decisions.
+    """Returns what differs.
 
     A region is changed if another operator of it is captured, another fraction of its rows, or kept instead of swapped;
     if its input is swapped in one plan alone; or if it runs as without memplug in one plan alone. Bytes may differ
@@ -50,7 +57,7 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any] | None:
     }
 
 
-def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def rows(facts: dict[str, Any]) -> Rows:
     """What `diff` returned, as (name, value) in words."""
     a, b = facts["a"], facts["b"]
 
@@ -89,7 +96,7 @@ def _changed_words(facts: dict[str, Any]) -> str:
     return f"changed in {facts['changed_regions']:,} of {count(facts['regions'], 'region')}"
 
 
-def _changed_rows(changed: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _changed_rows(changed: list[dict[str, Any]]) -> Rows:
     """A line for each of the first regions; neighbours that changed alike share one."""
     short = short_region_names(each["name"] for each in changed)
     named = [(layer_words(name), _one(each)) for name, each in zip(short, changed, strict=True)]

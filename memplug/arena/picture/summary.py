@@ -1,28 +1,43 @@
-"""A memory plan in one object of plain values, and that object in words."""
+"""The addresses of a plan in one object of plain values, and that object in words."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from memplug.arena.plan.part import AddressPlan
-from memplug.arena.plan.problem import fragmentation
+from memplug.arena.plan.part import AddressPlan, address_plan
+from memplug.arena.plan.problem import BUFFER, Problem, Solution, fragmentation
+from memplug.figures.words import Rows, bytes_by, held_rows
 from memplug.plans.schema import MemoryPlan
-from memplug.show import decisions, swaps
-from memplug.show.summary import bytes_by, held_rows, recorded_rows
-from memplug.show.words import addresses_of, has_addresses
 from memplug.words import count, size
 
 
+def has_addresses(plan: MemoryPlan) -> bool:
+    """Returns whether the arena has a part in a plan."""
+    return AddressPlan.name in plan.parts
+
+
+def addresses_of(plan: MemoryPlan) -> AddressPlan:
+    """Returns the arena's part of a plan; of one that has none, a part without requests."""
+    none = Solution(offsets=np.empty(0, np.int64), height=0, planner="none", optimal=True)
+    return AddressPlan.of(plan) or address_plan(Problem(buffers=np.empty(0, BUFFER)), none)
+
+
+def heading(plan: AddressPlan) -> str:
+    """Returns the plan in a line, for example "9,814 requests in 2.59 GiB, fragmentation 0.00 %, by search"."""
+    problem, solution = plan.problem, plan.solution
+    share = 100 * fragmentation(problem.lower_bound, solution.height)
+    words = f"{len(problem):,} requests in {size(solution.height)}, fragmentation {share:.2f} %"
+    return f"{words}, by {solution.planner}"
+
+
 def summary(plan: MemoryPlan) -> dict[str, Any]:
-    """What a plan says, for `memplug show --json`: stable keys, units in names."""
+    """Returns what the arena's part of a plan says."""
     planned = addresses_of(plan)
     table = planned.problem.buffers
     reusable = [sum(end - start for start, end in group.spaces) for group in planned.dynamic]
     return {
-        "fingerprint": {"digest": plan.fingerprint.digest(), **asdict(plan.fingerprint)},
         "has_addresses": has_addresses(plan),
         **addresses(planned),
         "largest_request_bytes": int(table["size"].max(initial=0)),
@@ -33,8 +48,6 @@ def summary(plan: MemoryPlan) -> dict[str, Any]:
         "outliving_bytes": int(table["size"][table["outlives"]].sum()),
         "reusable_least_bytes": min(reusable, default=0),
         "reusable_most_bytes": max(reusable, default=0),
-        "decisions": decisions.decisions(plan),
-        "swap_list": swaps.swaps(plan),
     }
 
 
@@ -56,16 +69,6 @@ def addresses(plan: AddressPlan) -> dict[str, Any]:
     }
 
 
-def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """What `summary` returned, as (name, value) in words."""
-    return [
-        *recorded_rows(facts["fingerprint"]),
-        *(_address_rows(facts) if facts["has_addresses"] else [("addresses", "none: no arena served this run")]),
-        *(decisions.rows(facts["decisions"]) if facts["decisions"] else []),
-        *(swaps.rows(facts["swap_list"]) if facts["swap_list"] else []),
-    ]
-
-
 def ending(facts: dict[str, Any]) -> str:
     """How good the plan is, from the keys `optimal` and `timed_out`."""
     if facts["optimal"]:
@@ -73,7 +76,10 @@ def ending(facts: dict[str, Any]) -> str:
     return "the best when the time ran out" if facts["timed_out"] else "not proven to be the lowest"
 
 
-def _address_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def rows(facts: dict[str, Any]) -> Rows:
+    """What `summary` returned, as (name, value) in words."""
+    if not facts["has_addresses"]:
+        return [("addresses", "none: no arena served this run")]
     found = [
         ("requests", f"{facts['requests']:,}, the largest {size(facts['largest_request_bytes'])}"),
         ("arena", f"{size(facts['height_bytes'])} ({facts['height_bytes']:,} bytes)"),

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from memplug.figures.figure import Group
 from memplug.profile.trace import Layer, Pass, Phase
-from memplug.show.figure import Group
 
 BEFORE = "before the recording"
 OUTSIDE = "outside of layers"

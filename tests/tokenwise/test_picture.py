@@ -11,20 +11,20 @@ import pytest
 from typer.testing import CliRunner
 
 from memplug.cli import app
+from memplug.figures.figure import Axis, Bars
 from memplug.plans.plan_file import save
 from memplug.plans.schema import MemoryPlan
-from memplug.show import decision_bars
-from memplug.show.decisions import decisions, rows
-from memplug.show.figure import Axis, Bars
-from memplug.show.layout_map import plan_figure
-from memplug.show.layout_summary import rows as plan_rows
-from memplug.show.layout_summary import summary
 from memplug.show.page import write_page
-from memplug.show.picture import write_picture
 from memplug.show.plan_diff import diff
 from memplug.show.plan_diff import rows as diff_rows
+from memplug.show.plan_figure import plan_figure
+from memplug.show.plan_summary import rows as plan_rows
+from memplug.show.plan_summary import summary
+from memplug.tokenwise.picture import bars as its_bars
+from memplug.tokenwise.picture.decisions import decisions, rows
 from memplug.tokenwise.plan.decisions import Decision, Decisions, Learnt, Setting
 from tests.support.memory_plans import decided_plan
+from tests.support.pictures import pixels_of
 
 SWAP, HALF, KEEP = Decision("aten::mm", 1.0), Decision("aten::mm", 0.5), Decision("aten::mm", 1.0, keep=True)
 MIB = 2**20
@@ -97,7 +97,7 @@ def test_a_plan_without_decisions_has_none_to_show(trained, tmp_path):
     else:
         plan = replace(plan, training=None)
     facts = summary(plan)
-    assert facts["decisions"] is None and decision_bars.column(plan) is None
+    assert facts["decisions"] is None and its_bars.column(plan) is None
     assert not {"made by", "decisions"} & dict(plan_rows(facts)).keys()
     assert diff(plan, plan)["decisions"] is None and "decisions" not in dict(diff_rows(diff(plan, plan)))
 
@@ -145,7 +145,7 @@ def run(*arguments: object):
 
 
 @pytest.mark.parametrize("addresses", [True, False])
-def test_show_prints_and_draws_decisions(addresses, tmp_path):
+def test_show_prints_and_draws_decisions(addresses, chrome, tmp_path):
     plan = planned(layers(3, plains=1))
     plan = plan if addresses else without_addresses(plan)
     file, png, page = (tmp_path / name for name in ("plan.json", "a.png", "a.html"))
@@ -163,7 +163,7 @@ def test_show_prints_and_draws_decisions(addresses, tmp_path):
 
 def drawn(plan: MemoryPlan) -> tuple[tuple[Bars, ...], Axis, Axis]:
     """The bars, a kind each, and their two axes."""
-    column = decision_bars.column(plan)
+    column = its_bars.column(plan)
     (panel,) = column.panels
     return panel.content, column.x, panel.y
 
@@ -179,13 +179,13 @@ def test_bars_have_every_byte_of_every_region():
     assert all(each.words[3] == "model.layers.3: 7.00 MiB kept, as without memplug" for each in bars)
 
 
-def test_bytes_that_are_swapped_only_if_needed_have_bars_of_their_own(tmp_path):
+def test_bytes_that_are_swapped_only_if_needed_have_bars_of_their_own(chrome, tmp_path):
     late = planned({"layers.0": swapping(4), "layers.1": swapping(3, learnt=LATE)})
     bars, _, _ = drawn(late)
     amounts = {each.group.label: (each.length / MIB).tolist() for each in bars}
     assert amounts["swapped"] == [4, 0] and amounts["swapped, only if needed"] == [0, 3]
     soon = planned({"layers.0": swapping(4), "layers.1": swapping(3)})
-    images = [pixels(plan, tmp_path / "a.png") for plan in (late, soon)]
+    images = [pixels_of(plan_figure(plan), tmp_path / "a.png") for plan in (late, soon)]
     assert area(images[0], "#8e2f6f")[0] < 0.9 * area(images[1], "#8e2f6f")[0], "hatched"
     (hatched,) = [
         trace for trace in figure_of(late, tmp_path)["data"] if trace.get("name") == "swapped, only if needed"
@@ -199,13 +199,6 @@ def test_labels_of_many_regions_do_not_touch(count):
     assert len(bars[0].row) == count and min(count, 20) <= len(y.ticks) <= 40 and next(iter(y.ticks)) == 0
 
 
-def pixels(plan: MemoryPlan, path) -> np.ndarray:
-    import matplotlib.image
-
-    write_picture(plan_figure(plan), path)
-    return np.round(255 * matplotlib.image.imread(path)[..., :3]).astype(int)
-
-
 def area(image: np.ndarray, colour: str) -> tuple[int, float]:
     """Pixels of a colour, and where their first one is: a share of the width."""
     rgb = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
@@ -215,10 +208,10 @@ def area(image: np.ndarray, colour: str) -> tuple[int, float]:
 
 @pytest.mark.parametrize("addresses", [True, False])
 @pytest.mark.parametrize("count", [2, 80])
-def test_a_picture_has_bars_as_long_as_their_bytes(count, addresses, tmp_path):
+def test_a_picture_has_bars_as_long_as_their_bytes(count, addresses, chrome, tmp_path):
     plan = planned({f"layers.{at}": swapping(4) for at in range(count)})
     plan = plan if addresses else without_addresses(plan)
-    image = pixels(plan, tmp_path / "a.png")
+    image = pixels_of(plan_figure(plan), tmp_path / "a.png")
     assert image.shape[:2] == (1045, 1650)
     colours = {each.group.label: each.group.colour for each in drawn(plan)[0]}
     areas = {label: area(image, colour)[0] for label, colour in colours.items()}
@@ -226,7 +219,7 @@ def test_a_picture_has_bars_as_long_as_their_bytes(count, addresses, tmp_path):
     assert areas["recomputed"] / areas["kept"] == pytest.approx(2.5, rel=0.1)
     begin = area(image[: -image.shape[0] // 8], colours["swapped"])[1]
     assert (begin > 0.6) == addresses, "right of the map, or all there is"
-    bare = pixels(replace(plan, training=None), tmp_path / "b.png")
+    bare = pixels_of(plan_figure(replace(plan, training=None)), tmp_path / "b.png")
     assert area(bare, colours["swapped"])[0] == area(bare, colours["kept"])[0] == 0
 
 
@@ -254,13 +247,13 @@ def test_a_page_has_the_bars_on_axes_of_their_own_beside_the_map(tmp_path):
         assert len(visible) == len(with_bars["data"]) and all(visible[-len(bars) :]), "the switch is the map's alone"
 
 
-def test_names_of_regions_are_text_in_a_page_and_in_a_picture(tmp_path):
+def test_names_of_regions_are_text_in_a_page_and_in_a_picture(chrome, tmp_path):
     plan = planned({"<b>$\\frac$</b>": swapping(), "<b>$b^$</b>": plain()})
     for each in (plan, without_addresses(plan)):
         write_page(plan_figure(each), tmp_path / "a.html")
         page = (tmp_path / "a.html").read_text()
         assert "&lt;b&gt;" in page.replace("\\u0026", "&") and "<b>$" not in page.replace("\\u003c", "<")
-        pixels(each, tmp_path / "a.png")
+        pixels_of(plan_figure(each), tmp_path / "a.png")
 
 
 def test_a_page_without_addresses_has_no_map(tmp_path):

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
+from memplug.figures.groups import range_words, short_names
+from memplug.figures.words import Rows
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.records import Layer
-from memplug.show.groups import range_words, short_names
 from memplug.tokenwise.plan.decisions import Decisions, Setting
 from memplug.words import count, duration, known, size
 
@@ -58,7 +59,7 @@ def decisions(plan: MemoryPlan) -> dict[str, Any] | None:
     }
 
 
-def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def rows(facts: dict[str, Any]) -> Rows:
     """What `decisions` returned, as (name, value) in words."""
     operators = facts["program_operators"]
     length = "operators not recorded" if operators is None else f"{operators:,} operators"
@@ -137,7 +138,7 @@ def _region(name: str, setting: Setting) -> dict[str, Any]:
     }
 
 
-def _region_rows(regions: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _region_rows(regions: list[dict[str, Any]]) -> Rows:
     """A line for each stretch of regions that are treated alike; past the first few of them one line for the rest."""
     names = [region["name"] for region in regions]
     short = dict(zip(names, short_region_names(names), strict=True))

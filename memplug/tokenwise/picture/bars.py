@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from memplug.figures.figure import Axis, Bars, Column, Group, Panel, bytes_axis
 from memplug.plans.schema import MemoryPlan
-from memplug.show.decisions import decisions, region_words, short_region_names
-from memplug.show.figure import Axis, Bars, Column, Group, Panel, bytes_axis
+from memplug.tokenwise.picture.decisions import decisions, region_words, short_region_names
 from memplug.words import duration, size
 
 # No colour of the map's; even in lightness from what the link moves to what nothing is spent on.

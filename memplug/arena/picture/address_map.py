@@ -1,4 +1,4 @@
-"""The map of a plan as a figure: rectangles of address and time, memory in use above them, the decisions beside."""
+"""The map of a plan as a column of a figure: rectangles of address and time, and memory in use above them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import numpy as np
 
 from memplug.arena.plan.part import AddressPlan
 from memplug.arena.plan.problem import Problem, live_bytes
-from memplug.plans.schema import MemoryPlan
-from memplug.show import decision_bars
-from memplug.show.figure import (
+from memplug.figures.clock import m4, runs, strips
+from memplug.figures.figure import (
     PEAK,
     Axis,
     Column,
-    Figure,
     Group,
     Line,
     Mark,
@@ -25,10 +23,7 @@ from memplug.show.figure import (
     Stack,
     bytes_axis,
 )
-from memplug.show.groups import by_layer, by_phase, phase_words, sequence
-from memplug.show.timeline import m4, runs
-from memplug.show.trace_figure import strips
-from memplug.show.words import addresses_of, has_addresses, plan_heading
+from memplug.figures.groups import by_layer, by_phase, phase_words, sequence
 from memplug.words import size
 
 _IN_USE = Group("in use", "#9fb4c7")
@@ -38,14 +33,8 @@ _CURVE_ROOM = 1.35  # above the arena, for its label
 _REUSABLE_AT_MOST = 12  # groups of dynamic requests; the spaces of more would hide everything
 
 
-def plan_figure(plan: MemoryPlan) -> Figure:
-    """The map of any plan, and its decisions beside it; without addresses the decisions alone."""
-    planned, decided = addresses_of(plan), decision_bars.column(plan)
-    columns = [_map(planned)] if decided is None or has_addresses(plan) else []
-    return Figure(title=plan_heading(plan, planned), columns=(*columns, *([decided] if decided else [])))
-
-
-def _map(plan: AddressPlan) -> Column:
+def column(plan: AddressPlan) -> Column:
+    """Returns the map of these addresses."""
     problem, clock = plan.problem, span(plan.problem)
     reusable = tuple(
         (group.lower, group.upper, start, end)

@@ -1,0 +1,1 @@
+"""What figures are made of, whichever technique or trace they show; no torch."""

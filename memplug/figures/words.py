@@ -1,0 +1,66 @@
+"""Rows of a summary: what memory is held by, and two values side by side."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from memplug.figures.groups import OUTSIDE, phase_words
+from memplug.profile.records import Layer, Phase
+from memplug.words import known, size
+
+Rows = list[tuple[str, str]]
+"""Names and values, in words."""
+
+AT_MOST = 8
+"""Rows of one kind."""
+
+
+class Tables(Protocol):
+    """What rows of requests refer to."""
+
+    @property
+    def phases(self) -> Sequence[Phase]:
+        """By index."""
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """By index."""
+
+
+def bytes_by(column: str, tables: Tables, of: np.ndarray, nbytes: np.ndarray) -> Counter[str]:
+    """Sums of `nbytes` by the "phase" or the "layer" in words; `of`: row of that table for each, -1: outside."""
+    names = [phase_words(phase) for phase in tables.phases] if column == "phase" else [x.name for x in tables.layers]
+    held: Counter[str] = Counter()
+    for index in np.unique(of):
+        held[names[index] if index >= 0 else OUTSIDE] += int(nbytes[of == index].sum())
+    return held
+
+
+def held_rows(name: str, held: dict[str, int], peak_bytes: int) -> list[tuple[str, str]]:
+    """Shares of the peak, the largest first, under one name; many small ones in one line."""
+    shown = list(held.items())
+    if len(shown) > AT_MOST:
+        others = [nbytes for _, nbytes in shown[AT_MOST - 1 :]]
+        shown[AT_MOST - 1 :] = [(f"{len(others)} others, at most {size(max(others))} each", sum(others))]
+    width = max((len(size(nbytes)) for _, nbytes in shown), default=0)
+    return [
+        (name if i == 0 else "", f"{size(nbytes):>{width}}  {nbytes / max(peak_bytes, 1):>4.0%}  {what}")
+        for i, (what, nbytes) in enumerate(shown)
+    ]
+
+
+def both(a: str, b: str) -> str:
+    """Two values, A's and B's, as one where they are the same."""
+    return f"{a} in both" if a == b else f"{a} in A, {b} in B"
+
+
+def change(a: float | None, b: float | None, words: Callable[[Any], str]) -> str:
+    """As `both`, of two amounts in `words`, such as `size`, and by how much B's is more or less; None: unknown."""
+    if a is None or b is None or a == b:
+        return both(known(a, words), known(b, words))
+    share = f", {(b - a) / a:+.2%}" if a else ""
+    return f"{words(a)} in A, {words(b)} in B: {words(abs(b - a))} {'more' if b > a else 'less'}{share}"

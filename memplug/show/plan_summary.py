@@ -1,0 +1,24 @@
+"""A memory plan in one object of plain values, and that object in words: what its techniques say of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from memplug.figures.words import Rows
+from memplug.plans.schema import MemoryPlan
+from memplug.show.summary import recorded_rows
+from memplug.show.techniques import in_place
+
+
+def summary(plan: MemoryPlan) -> dict[str, Any]:
+    """Returns what a plan says, for `memplug show --json`: stable keys, units in names."""
+    facts = {"fingerprint": {"digest": plan.fingerprint.digest(), **asdict(plan.fingerprint)}}
+    for each in in_place():
+        facts |= each.facts(plan)
+    return facts
+
+
+def rows(facts: dict[str, Any]) -> Rows:
+    """Returns what `summary` returned, as (name, value) in words."""
+    return [*recorded_rows(facts["fingerprint"]), *(row for each in in_place() for row in each.rows(facts))]

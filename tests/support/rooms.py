@@ -1,0 +1,20 @@
+"""A copy of the package without a technique's room."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from tests.support.folders import ROOT
+
+
+def copy_without(name: str, left: str, folder: Path) -> dict[str, str]:
+    """Copies the package without a technique's room; returns the environment in which Python finds the copy."""
+    shutil.copytree(ROOT / "memplug", folder / "memplug", ignore=shutil.ignore_patterns("__pycache__"))
+    for entry in (folder / "memplug" / name).iterdir():
+        if entry.name != left:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    if not left:
+        (folder / "memplug" / name).rmdir()
+    return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
