@@ -38,7 +38,7 @@ class Counters:
         occupied: its address was still in use,
         dynamic_missed: or its group's reusable space had no room,
         without_gradients: or it is a validation's, and no reusable space was large enough.
-        native_bytes: of those four.
+        fallback_bytes: of those four.
         lasting, lasting_bytes: left to the native allocator: what such a request gets outlives its step.
         elsewhere: likewise, of threads that do not train, and of passes that were withheld.
         written_freed: blocks that were written to after they had been given back, in the mode that checks,
@@ -59,7 +59,7 @@ class Counters:
     occupied: int = 0
     dynamic_missed: int = 0
     without_gradients: int = 0
-    native_bytes: int = 0
+    fallback_bytes: int = 0
     lasting: int = 0
     lasting_bytes: int = 0
     elsewhere: int = 0
@@ -82,7 +82,7 @@ class Counters:
         )
 
     @property
-    def served(self) -> int:
+    def from_arena(self) -> int:
         """Requests that the arena had bytes for."""
         return self.planned + self.dynamic + self.reusable
 

@@ -276,7 +276,7 @@ class PlannedAddresses(Technique[Addresses]):
     # -- plans ---------------------------------------------------------------------------------------------------------
 
     def _departs(self) -> bool:
-        asked = self.step.served + self.step.mismatched + self.step.dynamic_missed
+        asked = self.step.from_arena + self.step.mismatched + self.step.dynamic_missed
         mismatched = self.step.mismatched > MISMATCHED_SHARE * asked
         self._mismatched_steps = self._mismatched_steps + 1 if mismatched else 0
         if self._mismatched_steps < MISMATCHED_STEPS or self._steps < self._patience:
@@ -290,7 +290,7 @@ class PlannedAddresses(Technique[Addresses]):
         return (
             f"{MISMATCHED_STEPS} steps in a row had requests that the plan has no address for, the last one "
             f"{step.unplanned:,} that it does not know and {step.occupied:,} whose bytes were in use, of "
-            f"{step.served + step.mismatched:,}"
+            f"{step.from_arena + step.mismatched:,}"
         )
 
     def _take(self, trace: Trace) -> Addresses | None:
@@ -309,7 +309,7 @@ class PlannedAddresses(Technique[Addresses]):
         instead. Such are blocks that another thread frees, as backends of collectives do: now sooner, now later.
         """
         step = self.step
-        unknown = step.unplanned > MISMATCHED_SHARE * (step.served + step.mismatched)  # by the plan: another program
+        unknown = step.unplanned > MISMATCHED_SHARE * (step.from_arena + step.mismatched)  # by the plan: another program
         is_open = step.occupied and not unknown and self._serving.amendments < MOST_AMENDMENTS
         return bool(is_open and self._arena.late())
 

@@ -116,7 +116,7 @@ def train(
         losses.append(loss.detach())
         stages.append(session.stage.value)
         serving = session._attached.boundary.followers.find("arena") if hasattr(session, "_attached") else None
-        served.append(serving.step.served if serving is not None else 0)
+        served.append(serving.step.from_arena if serving is not None else 0)
     losses = [loss.item() for loss in losses]
     schedule.close()
     return losses, stages, served

@@ -101,7 +101,7 @@ struct ArenaCounters {
   int64_t occupied = 0; // its address was in use,
   int64_t dynamic_missed = 0; // or no reusable space of its group was large enough
   int64_t without_gradients = 0; // or it is a validation's, and no reusable space was large enough
-  int64_t native_bytes = 0; // of all four
+  int64_t fallback_bytes = 0; // of all four
   int64_t lasting = 0; // left to the native allocator, as what such a request gets outlives its step
   int64_t lasting_bytes = 0;
   int64_t elsewhere = 0; // likewise, of threads that do not train, and of passes that are withheld

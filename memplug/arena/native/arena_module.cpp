@@ -66,7 +66,7 @@ py::dict arena_counters() {
   all["occupied"] = c.occupied;
   all["dynamic_missed"] = c.dynamic_missed;
   all["without_gradients"] = c.without_gradients;
-  all["native_bytes"] = c.native_bytes;
+  all["fallback_bytes"] = c.fallback_bytes;
   all["elsewhere"] = c.elsewhere;
   all["lasting"] = c.lasting;
   all["lasting_bytes"] = c.lasting_bytes;

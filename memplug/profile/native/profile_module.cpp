@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bus.h"
 #include "clock.h"
 #include "cuda_memory.h"
 #include "operator_names.h"
