@@ -101,16 +101,6 @@ class TokenwiseConfig(TechniqueSection):
     first step under a plan. With the arena nothing is reserved: their addresses are planned. With one, no copy would
     overlap with computation. A whole number, 2 or more."""
 
-    @property
-    def fixed_alpha(self) -> float | None:
-        """The number for alpha; None: plans say what is swapped."""
-        return None if isinstance(self.alpha, str) else float(self.alpha)
-
-    @property
-    def plans(self) -> bool:
-        """Whether regions run by plans: token-wise is on, without a number for alpha."""
-        return self.enabled and self.fixed_alpha is None
-
 
 class ProfilerConfig(Section):
     """When to plan, and when to plan anew: what counts as another program (Chameleon, Algorithm 1)."""

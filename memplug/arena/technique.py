@@ -30,12 +30,12 @@ from memplug.arena.report import ArenaReport, report_of
 from memplug.arena.tables import Tables, tables_of
 from memplug.beside import Beside
 from memplug.block import ArenaConfig
-from memplug.config import MemplugConfig
 from memplug.errors import ArenaError
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Pass, Trace
-from memplug.session.technique import Given, Technique
+from memplug.session.given import Given
+from memplug.session.technique import Technique
 from memplug.words import size
 
 MISMATCHED_SHARE = 0.01  # of the requests of a step, above which it counts against the plan
@@ -120,17 +120,12 @@ class PlannedAddresses(Technique[Addresses]):
         self._room = LeftoverRoom(arena)
 
     @classmethod
-    def is_wanted(cls, config: MemplugConfig) -> bool:
-        return config.arena.enabled
-
-    @classmethod
     def make(cls, given: Given) -> PlannedAddresses:
         """Raises `ArenaError` where memplug cannot stand in front of this device's allocator."""
-        config = given.config
-        arena = Arena(given.device.torch_device, config.arena.checks)
+        config = given.config.arena
         has_others = dist.is_initialized() and dist.get_world_size() > 1
-        folder = Path(config.plan_dir) if config.plan_dir and has_others else None
-        return cls(config.arena, arena, Beside(config.profiler.wait_for_plans), given.tell, folder)
+        folder = given.folder if has_others else None
+        return cls(config, Arena(given.device.torch_device, config.checks), given.beside(), given.tell, folder)
 
     @property
     def state(self) -> State:
@@ -309,7 +304,8 @@ class PlannedAddresses(Technique[Addresses]):
         instead. Such are blocks that another thread frees, as backends of collectives do: now sooner, now later.
         """
         step = self.step
-        unknown = step.unplanned > MISMATCHED_SHARE * (step.from_arena + step.mismatched)  # by the plan: another program
+        asked = step.from_arena + step.mismatched
+        unknown = step.unplanned > MISMATCHED_SHARE * asked  # by the plan: another program
         is_open = step.occupied and not unknown and self._serving.amendments < MOST_AMENDMENTS
         return bool(is_open and self._arena.late())
 

@@ -38,7 +38,7 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
 
     ways = {
         "by alpha": mock.patch("memplug.tokenwise.candidates._solve_around", solve_by_alpha),
-        "keeps nothing": mock.patch("memplug.tokenwise.budgets.device_room_bytes", lambda *args: 0),
+        "keeps nothing": mock.patch("memplug.tokenwise.budgets.DeviceBudget.room_bytes", lambda *args: 0),
     }
     with contextlib.ExitStack() as stack:
         for way in case.get("ways", []):
