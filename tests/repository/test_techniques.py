@@ -29,7 +29,7 @@ def test_each_room_with_a_technique_has_a_section_and_an_entry() -> None:
 
 
 def test_each_technique_follows_its_section() -> None:
-    everything = MemplugConfig(enabled=True)
+    everything = MemplugConfig(enabled=True, **{name: {"enabled": True} for name in TECHNIQUES})
     for technique in (AGREED, *FOLLOWING):
         assert technique.is_wanted(everything.with_only(technique.name))
         assert not technique.is_wanted(everything.with_only(*set(TECHNIQUES) - {technique.name}))
