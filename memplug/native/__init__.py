@@ -29,11 +29,8 @@ def _folders() -> tuple[Path, ...]:
     a file includes torch's headers. Others are libraries of their own.
     """
     folders = [path for pattern in ("native", "*/native", "*/native/*") for path in sorted(_PACKAGE.glob(pattern))]
-    return tuple(
-        folder
-        for folder in folders
-        if any(_INCLUDES_TORCH(file.read_text()) for file in sorted(folder.glob("*.[ch]*")))
-    )
+    sources = {folder: [*folder.glob("*.cpp"), *folder.glob("*.h")] for folder in folders}
+    return tuple(folder for folder in folders if any(_INCLUDES_TORCH(file.read_text()) for file in sources[folder]))
 
 
 CORE = Extension("memplug_native", "native core", _folders())

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import configparser
 import re
+from pathlib import Path
 
 import pytest
 
 from memplug.block import TECHNIQUES, MemplugConfig
+from memplug.native import CORE
 from memplug.session.techniques import AGREED, FOLLOWING
 from tests.support.folders import ROOT
 
@@ -45,6 +47,12 @@ def test_the_linter_knows_each_technique(name: str) -> None:
     layers = contract("layers")["layers"].split()
     assert f"{room}.technique" in layers
     assert f"{room}.plan" in layers or not (PACKAGE / name / "plan").is_dir()
+
+
+def test_the_native_core_has_every_folder_of_cpp_but_libraries_of_their_own() -> None:
+    folders = {file.parent.relative_to(PACKAGE) for file in PACKAGE.rglob("*.cpp")}
+    apart = {Path("arena/native/packing"), Path("tokenwise/native/rules"), Path("predict/virtual/native")}
+    assert {folder.relative_to(PACKAGE) for folder in CORE.folders} == folders - apart
 
 
 @pytest.mark.parametrize("name", TECHNIQUES)
