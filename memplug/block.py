@@ -10,9 +10,6 @@ from pydantic_core import PydanticCustomError
 
 from memplug import planners
 
-TECHNIQUES = ("tokenwise", "swap", "arena")
-"""Each is a section of the block, and a room of that name."""
-
 
 def has_technique(name: str) -> bool:
     """Whether its room is in this memplug."""
@@ -74,7 +71,13 @@ class Section(BaseModel):
         return dict(section) if isinstance(section, Mapping) else section
 
 
-class TokenwiseConfig(Section):
+class TechniqueSection(Section):
+    """The section of a technique, whose room has the section's name."""
+
+    enabled: WhereNeeded
+
+
+class TokenwiseConfig(TechniqueSection):
     """Row-cached recompute: which rows of which tensors are swapped to host memory, which are recomputed."""
 
     enabled: Switch = True
@@ -97,16 +100,6 @@ class TokenwiseConfig(Section):
     device memory, each for what the largest region swaps, that tensors are prefetched into in turn, reserved before the
     first step under a plan. With the arena nothing is reserved: their addresses are planned. With one, no copy would
     overlap with computation. A whole number, 2 or more."""
-
-    @property
-    def fixed_alpha(self) -> float | None:
-        """The number for alpha; None: plans say what is swapped."""
-        return None if isinstance(self.alpha, str) else float(self.alpha)
-
-    @property
-    def plans(self) -> bool:
-        """Whether regions run by plans: token-wise is on, without a number for alpha."""
-        return self.enabled and self.fixed_alpha is None
 
 
 class ProfilerConfig(Section):
@@ -131,7 +124,7 @@ class ProfilerConfig(Section):
     this. A number from 0 to 1, without unit."""
 
 
-class ArenaConfig(Section):
+class ArenaConfig(TechniqueSection):
     """The planned arena: training is served from one block of memory, at addresses that were planned (STWeaver)."""
 
     enabled: Switch = True
@@ -147,7 +140,7 @@ class ArenaConfig(Section):
     one was written over: for finding kernels that write where they must not. Slow."""
 
 
-class SwapConfig(Section):
+class SwapConfig(TechniqueSection):
     """The swap list: tensors of any kind that are away from the device, whole, between two uses (Chameleon)."""
 
     enabled: WhereNeeded = "auto"
@@ -207,7 +200,18 @@ class MemplugConfig(Section):
     @property
     def active(self) -> bool:
         """Whether there is anything to do: enabled, and one of the techniques is."""
-        return self.enabled and any(getattr(self, name).enabled for name in TECHNIQUES)
+        return self.enabled and any(self.asks_for(name) for name in TECHNIQUES)
+
+    def asks_for(self, technique: str) -> bool:
+        """Whether a technique is not switched off."""
+        return bool(getattr(self, technique).enabled)
+
+    def with_only(self, *techniques: str) -> "MemplugConfig":
+        """Returns the block with every technique but these switched off; these stay as they are."""
+        others = [name for name in TECHNIQUES if name not in techniques]
+        return self.model_copy(
+            update={name: getattr(self, name).model_copy(update={"enabled": False}) for name in others}
+        )
 
     @model_validator(mode="after")
     def _has_what_it_enables(self) -> "MemplugConfig":
@@ -218,12 +222,13 @@ class MemplugConfig(Section):
         return self
 
 
-SECTIONS = {
-    "report.": ReportConfig,
-    "arena.": ArenaConfig,
-    "swap.": SwapConfig,
-    "profiler.": ProfilerConfig,
-    "tokenwise.": TokenwiseConfig,
-    "": MemplugConfig,
+_sections = {
+    name: field.default for name, field in MemplugConfig.model_fields.items() if isinstance(field.default, Section)
 }
-"""The models, by what their fields' names begin with."""
+
+TECHNIQUES = tuple(name for name, section in _sections.items() if isinstance(section, TechniqueSection))
+"""Each is a section of the block, and a room of that name; in the order of the block's fields."""
+
+SECTIONS: dict[str, type[Section]] = {f"{name}.": type(section) for name, section in reversed(_sections.items())}
+SECTIONS[""] = MemplugConfig
+"""The models, by what their fields' names begin with; the block itself is last."""

@@ -19,7 +19,7 @@ import memplug
 from memplug.errors import TraceError
 from memplug.hooks import attach as attach_module
 from memplug.session.recording import Recording
-from memplug.tokenwise import budgets
+from memplug.tokenwise.budgets import DeviceBudget
 from memplug.tokenwise.predictions import Predictions
 from tests.support import extension
 from tests.support.pictures import chrome  # noqa: F401  (a fixture)
@@ -113,7 +113,7 @@ def peaks_are_kept_apart() -> None:
 @pytest.fixture
 def keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans find no room on the device for outputs, as on the CPU, so that even small models swap."""
-    monkeypatch.setattr(budgets, "device_room_bytes", lambda *args: 0)
+    monkeypatch.setattr(DeviceBudget, "room_bytes", lambda *args: 0)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ class Counters(Protocol):
         occupied: its address was still in use,
         dynamic_missed: or its group's reusable space had no room,
         without_gradients: or it is a validation's, and no reusable space was large enough.
-        native_bytes: of those four.
+        fallback_bytes: of those four.
         lasting, lasting_bytes: left to the native allocator: what such a request gets outlives its step.
         elsewhere: likewise, of threads that do not train, and of passes that were withheld.
         written_freed: blocks that were written to after they had been given back, in the mode that checks,
@@ -41,7 +41,7 @@ class Counters(Protocol):
         leftover_bytes: now, held by blocks of earlier steps in the part that is used again and again, and in the annex.
         live_bytes, peak_bytes: in use now, and the most since the last plan.
         live_size, peak_size: likewise, rounded up to what they occupy.
-        served: that the arena had bytes for.
+        from_arena: that the arena had bytes for.
         fallback: of threads that train, that the native allocator served.
         mismatched: that a plan of this program would have had an address for.
     """
@@ -56,7 +56,7 @@ class Counters(Protocol):
     occupied: int
     dynamic_missed: int
     without_gradients: int
-    native_bytes: int
+    fallback_bytes: int
     lasting: int
     lasting_bytes: int
     elsewhere: int
@@ -68,7 +68,7 @@ class Counters(Protocol):
     live_size: int
     peak_bytes: int
     peak_size: int
-    served: int
+    from_arena: int
     fallback: int
     mismatched: int
 

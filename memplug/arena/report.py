@@ -75,7 +75,7 @@ def report_of(counters: Counters, step: Counters, plan: AddressPlan | None, **ot
         plan: that it serves, or served last.
         others: fields that are not counted.
     """
-    asked = step.served + step.mismatched + step.dynamic_missed
+    asked = step.from_arena + step.mismatched + step.dynamic_missed
     reserved = counters.reserved_bytes
     return ArenaReport(
         bytes=reserved,
@@ -92,10 +92,10 @@ def report_of(counters: Counters, step: Counters, plan: AddressPlan | None, **ot
         reusable=counters.reusable,
         reusable_bytes=counters.reusable_bytes,
         fallback=counters.fallback,
-        fallback_bytes=counters.native_bytes,
+        fallback_bytes=counters.fallback_bytes,
         lasting=counters.lasting,
         lasting_bytes=counters.lasting_bytes,
         leftover_bytes=counters.leftover_bytes,
-        step_served=step.served / asked if asked else None,
+        step_served=step.from_arena / asked if asked else None,
         **others,
     )

@@ -30,12 +30,12 @@ from memplug.arena.report import ArenaReport, report_of
 from memplug.arena.tables import Tables, tables_of
 from memplug.beside import Beside
 from memplug.block import ArenaConfig
-from memplug.config import MemplugConfig
 from memplug.errors import ArenaError
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Pass, Trace
-from memplug.session.technique import Given, Technique
+from memplug.session.given import Given
+from memplug.session.technique import Technique
 from memplug.words import size
 
 MISMATCHED_SHARE = 0.01  # of the requests of a step, above which it counts against the plan
@@ -120,17 +120,12 @@ class PlannedAddresses(Technique[Addresses]):
         self._room = LeftoverRoom(arena)
 
     @classmethod
-    def is_wanted(cls, config: MemplugConfig) -> bool:
-        return config.arena.enabled
-
-    @classmethod
     def make(cls, given: Given) -> PlannedAddresses:
         """Raises `ArenaError` where memplug cannot stand in front of this device's allocator."""
-        config = given.config
-        arena = Arena(given.device.torch_device, config.arena.checks)
+        config = given.config.arena
         has_others = dist.is_initialized() and dist.get_world_size() > 1
-        folder = Path(config.plan_dir) if config.plan_dir and has_others else None
-        return cls(config.arena, arena, Beside(config.profiler.wait_for_plans), given.tell, folder)
+        folder = given.folder if has_others else None
+        return cls(config, Arena(given.device.torch_device, config.checks), given.beside(), given.tell, folder)
 
     @property
     def state(self) -> State:
@@ -276,7 +271,7 @@ class PlannedAddresses(Technique[Addresses]):
     # -- plans ---------------------------------------------------------------------------------------------------------
 
     def _departs(self) -> bool:
-        asked = self.step.served + self.step.mismatched + self.step.dynamic_missed
+        asked = self.step.from_arena + self.step.mismatched + self.step.dynamic_missed
         mismatched = self.step.mismatched > MISMATCHED_SHARE * asked
         self._mismatched_steps = self._mismatched_steps + 1 if mismatched else 0
         if self._mismatched_steps < MISMATCHED_STEPS or self._steps < self._patience:
@@ -290,7 +285,7 @@ class PlannedAddresses(Technique[Addresses]):
         return (
             f"{MISMATCHED_STEPS} steps in a row had requests that the plan has no address for, the last one "
             f"{step.unplanned:,} that it does not know and {step.occupied:,} whose bytes were in use, of "
-            f"{step.served + step.mismatched:,}"
+            f"{step.from_arena + step.mismatched:,}"
         )
 
     def _take(self, trace: Trace) -> Addresses | None:
@@ -309,7 +304,8 @@ class PlannedAddresses(Technique[Addresses]):
         instead. Such are blocks that another thread frees, as backends of collectives do: now sooner, now later.
         """
         step = self.step
-        unknown = step.unplanned > MISMATCHED_SHARE * (step.served + step.mismatched)  # by the plan: another program
+        asked = step.from_arena + step.mismatched
+        unknown = step.unplanned > MISMATCHED_SHARE * asked  # by the plan: another program
         is_open = step.occupied and not unknown and self._serving.amendments < MOST_AMENDMENTS
         return bool(is_open and self._arena.late())
 

@@ -123,7 +123,7 @@ def _attach(target: Target, config: MemplugConfig, device: Device, ranks: Ranks)
         framework.check(target, modules)
     for framework in used if config.swap.enabled and config.swap.states else ():
         framework.check_states(target)
-    regions = [_region(config, name, type(module).__name__) for name, module in modules]
+    regions = [Region(name, type(module).__name__) for name, module in modules]
     regathers = any(framework.regathers(target) for framework in used)
     attached = AttachedModel(config, regions, device, regathers, ranks)
     try:
@@ -156,12 +156,6 @@ def _attach(target: Target, config: MemplugConfig, device: Device, ranks: Ranks)
         attached.detach()
         raise
     return Session(attached)
-
-
-def _region(config: MemplugConfig, name: str, kind: str) -> Region:
-    """A region at the decisions that it starts with: the block's alpha, or the safest setting until there is a plan."""
-    alpha = config.tokenwise.fixed_alpha
-    return Region(name, kind) if alpha is None else Region(name, kind, alpha, is_agreed=True)
 
 
 def find_layers(model: nn.Module, config: MemplugConfig) -> Layers:

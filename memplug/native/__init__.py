@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -19,17 +20,20 @@ from memplug.native.cuda_calls import not_handed_on
 
 log = logging.getLogger("memplug")
 
-FOLDERS = (
-    *("native", "device/native", "profile/native", "arena/native", "swap/native"),
-    *("tokenwise/native/transfer", "tokenwise/native/units", "tokenwise/native/tape"),
-)
 _PACKAGE = Path(__file__).parent.parent
+_INCLUDES_TORCH = re.compile(r"^#include <(?:torch|ATen|c10)/", re.M).search
 
-CORE = Extension(
-    "memplug_native",
-    "native core",
-    tuple(_PACKAGE / folder for folder in FOLDERS if (_PACKAGE / folder).is_dir()),
-)
+
+def _folders() -> tuple[Path, ...]:
+    """Returns the folders of the core that are there: `native`, and in each room `native` and the folders in it, where
+    a file includes torch's headers. Others are libraries of their own.
+    """
+    folders = [path for pattern in ("native", "*/native", "*/native/*") for path in sorted(_PACKAGE.glob(pattern))]
+    sources = {folder: [*folder.glob("*.cpp"), *folder.glob("*.h")] for folder in folders}
+    return tuple(folder for folder in folders if any(_INCLUDES_TORCH(file.read_text()) for file in sources[folder]))
+
+
+CORE = Extension("memplug_native", "native core", _folders())
 
 
 @functools.cache

@@ -63,6 +63,7 @@ class Adjuster:
         decisions: in force; None while there is none, and while plans are tried.
         history: (step, stage, index of the program, why) of each change, the latest at the end.
         replans: how often a plan was made.
+        warmup_steps: of a program like the one before, after which it is planned for.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class Adjuster:
         self.decisions: Any = None
         self.history: collections.deque[tuple[int, Stage, int, str]] = collections.deque(maxlen=LONGEST_HISTORY)
         self.replans = 0
-        self._profiler, self._technique, self._ranks = profiler, technique, ranks
+        self.warmup_steps = profiler.warmup_steps
+        self._tries, self._technique, self._ranks = profiler.policy_steps, technique, ranks
         self._lasting = Lasting(None, None)
         self._proposed: Any = None
         self._ballot: _Ballot | None = None
@@ -141,7 +143,7 @@ class Adjuster:
         """
         if self.stage is Stage.GEN_POLICY:
             return self._technique.detail
-        nearly = self._similar_steps >= self._profiler.warmup_steps
+        nearly = self._similar_steps >= self.warmup_steps
         return Detail.REQUESTS if self.stage is Stage.WARM_UP and nearly else None
 
     @property
@@ -228,18 +230,17 @@ class Adjuster:
         elif seen is not current:
             return Event.KNOWN if seen.is_settled else Event.CHANGED
         self._similar_steps += 1
-        profiler = self._profiler
         if self.stage is Stage.GEN_POLICY:
             self._proposed = self._technique.propose(None)
             return Event.STEADY if self._proposed is None else Event.SETTLED
         if self.stage is Stage.STABLE:  # a borrowed plan is for what is gone before one of its own could be made
-            stays = self._similar_steps > profiler.warmup_steps + profiler.policy_steps
+            stays = self._similar_steps > self.warmup_steps + self._tries
             return Event.CHANGED if seen.borrowed and stays else Event.STEADY
-        return Event.SETTLED if self._similar_steps > profiler.warmup_steps else Event.STEADY
+        return Event.SETTLED if self._similar_steps > self.warmup_steps else Event.STEADY
 
     def _propose(self) -> None:
         """To gen-policy: the next step is observed."""
-        current, tries = self.programs.current, self._profiler.policy_steps
+        current, tries = self.programs.current, self._tries
         self._technique.may_keep = not self.programs.indifferent
         self._technique.propose(None)
         self._is_proven, self._turned = False, None

@@ -151,6 +151,11 @@ class AttachedModel:
         """See `Session.history`."""
         return list(self.boundary.adjuster.history)
 
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of a program like the one before, after which it is planned for."""
+        return self.boundary.adjuster.warmup_steps
+
     # -- for hooks alone -----------------------------------------------------------------------------------------------
 
     def begin_run(self, inputs: str, *forward: Any) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -44,12 +45,13 @@ from memplug.profile.trace import Trace
 from memplug.session.adjuster import Adjuster
 from memplug.session.claim import NOT_ASKED_FOR, Claim
 from memplug.session.followers import Followers
+from memplug.session.given import AgreedGiven, Given
 from memplug.session.kept_plans import KeptPlans
 from memplug.session.plan_store import PlanStore
 from memplug.session.ranks import Ranks
 from memplug.session.recording import Recording, unused
 from memplug.session.table import Stage
-from memplug.session.technique import AgreedTechnique, Given
+from memplug.session.technique import AgreedTechnique
 from memplug.session.techniques import AGREED, FOLLOWING, JUDGES
 
 log = logging.getLogger("memplug")
@@ -95,10 +97,27 @@ class Boundary:
     ):
         self._config, self._device, self._ranks = config, device, ranks
         self._request_failed = request_failed
+        self._folder = Path(config.plan_dir) if config.plan_dir else None
+        self._timeline_folder = config.report.timeline
         self._reserved = Reserved(device.memory, self._served)
+        self._beside = functools.partial(Beside, config.profiler.wait_for_plans)
+        self._following = [technique for technique in FOLLOWING if technique.is_wanted(config)]
         self.agreed: AgreedTechnique[Any] = AGREED(
-            *(config, regions, device, regathers, explain, self.unrecorded, self._ranks),
-            *(self._step_peak, self._trace, self._reserved),
+            AgreedGiven(
+                config=config,
+                device=device,
+                reserved=self._reserved,
+                beside=self._beside,
+                regions=regions,
+                ranks=ranks,
+                regathers=regathers,
+                explain=explain,
+                own=self.unrecorded,
+                step_peak=self._step_peak,
+                step_trace=self._trace,
+                is_served=any(technique.serves for technique in self._following),
+                is_relieved=any(technique.relieves for technique in self._following),
+            )
         )
         self._unwatched_because = self.agreed.unwatched_because if config.profiler.enabled else NOT_ASKED_FOR
         self.watches = not self._unwatched_because
@@ -127,23 +146,26 @@ class Boundary:
                 is to be recorded.
             tensors: parameters and buffers of the model.
         """
-        config = self._config
         self.claim = Claim(
             make,
-            [technique for technique in FOLLOWING if technique.is_wanted(config)],
+            self._following,
             Given(
-                config,
-                self._device,
-                self.adjuster.tell,
-                self.agreed.free_host_bytes,
-                self._reserved,
-                self._request_failed,
-                self.agreed.layer_bytes,
-                tensors,
+                config=self._config,
+                device=self._device,
+                reserved=self._reserved,
+                beside=self._beside,
+                tell=self.adjuster.tell,
+                folder=self._folder,
+                host_bytes=self.agreed.free_host_bytes,
+                explain=self._request_failed,
+                has_regions=AGREED.is_wanted(self._config),
+                layer_bytes=self.agreed.layer_bytes,
+                tensors=tensors,
             ),
             unwatched_because=self._unwatched_because,
             # they plan for a program under its decisions, which come after steps enough
-            warmup_steps=0 if self.agreed.plans else config.profiler.warmup_steps,
+            warmup_steps=0 if self.agreed.plans else self.adjuster.warmup_steps,
+            records=bool(self._timeline_folder),
         )
 
     def resume(self, job: Fingerprint) -> bool:
@@ -151,10 +173,8 @@ class Boundary:
 
         Called by all ranks, after `watch`.
         """
-        config, folder = self._config, self._config.plan_dir
-        store = PlanStore(Path(folder) if folder and self._ranks.are_known else None, job, self._ranks, JUDGES)
-        beside = Beside(config.profiler.wait_for_plans)
-        self.kept = KeptPlans(store, beside, job, self.agreed, self.adjuster)
+        store = PlanStore(self._folder if self._ranks.are_known else None, job, self._ranks, JUDGES)
+        self.kept = KeptPlans(store, self._beside(), job, self.agreed, self.adjuster)
         resumed = self.kept.resume()
         if resumed:
             self._settle()
@@ -327,7 +347,7 @@ class Boundary:
     def _want_timeline(self) -> None:
         """`report.timeline`: the step after each plan; where nothing is planned, the third one."""
         plans = self.adjuster.replans if self.agreed.plans else int(self.steps >= 2)
-        folder = self._config.report.timeline
+        folder = self._timeline_folder
         if folder and self.adjuster.stage is Stage.STABLE and plans > self._timelines:
             self._timelines = plans
             folder = Path(TIMELINE_FOLDER if folder is True else folder)

@@ -13,8 +13,9 @@ from typing import Any
 
 from memplug.errors import MemplugError, RecorderError, coded
 from memplug.session.followers import Followers
+from memplug.session.given import Given
 from memplug.session.recording import Recording
-from memplug.session.technique import Given, Technique
+from memplug.session.technique import Technique
 
 log = logging.getLogger("memplug")
 
@@ -31,6 +32,7 @@ class Claim:
         given: what they are made with.
         unwatched_because: why operators are not to be compared; "": they are.
         warmup_steps: of a program, before a technique proposes.
+        records: a step is to be recorded though no technique asks for it.
 
     Attributes:
         recording: None without the recorder.
@@ -46,6 +48,7 @@ class Claim:
         *,
         unwatched_because: str,
         warmup_steps: int,
+        records: bool,
     ):
         self.recording: Recording | None = None
         self.followers = Followers()
@@ -53,7 +56,7 @@ class Claim:
         self._make_recording, self._techniques, self._given = make_recording, techniques, given
         self._unwatched_because, self._warmup_steps = unwatched_because, warmup_steps
         self._failed: dict[str, str] = {}
-        self._pending = not unwatched_because or bool(given.config.report.timeline) or bool(techniques)
+        self._pending = not unwatched_because or records or bool(techniques)
         self._told = False
 
     @property

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from memplug.config import MemplugConfig
 from memplug.session.report import Report
 from memplug.session.technique import AgreedTechnique
 
@@ -15,12 +14,15 @@ from memplug.session.technique import AgreedTechnique
 class Attached(Protocol):
     """What is asked of a session; see `memplug.session.attached.AttachedModel`."""
 
-    config: MemplugConfig
     steps_are_marked: bool
 
     @property
     def agreed(self) -> AgreedTechnique[Any]:
         """The technique whose decisions all ranks agree on."""
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of a program like the one before, after which it is planned for."""
 
     @property
     def history(self) -> list[tuple[int, Any, int, str]]:
@@ -70,5 +72,5 @@ def _why_unplanned(session: Attached, report: Report) -> str:
         return "no step ended" if session.steps_are_marked else "no step ended (`session.step()` marks its end)"
     if session.history:
         return session.history[-1][-1]
-    earliest = session.config.profiler.warmup_steps + 2
+    earliest = session.warmup_steps + 2
     return f"that takes {earliest} steps of one program at least"

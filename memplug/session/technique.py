@@ -7,47 +7,18 @@ propose ──a part of the plan──► judge ──accepted──► install 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
-import torch
 
 from memplug.config import MemplugConfig
-from memplug.device.device import Device
-from memplug.device.reserved import Reserved
 from memplug.plans.schema import MemoryPlan, PlanPart
 from memplug.profile.recorder import Detail
 from memplug.profile.similarity import Program
 from memplug.profile.trace import Trace
+from memplug.session.given import AgreedGiven, Given
 from memplug.session.technique_report import TechniqueReport
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What a technique is made with.
-
-    Attributes:
-        config: the block.
-        device: that trains.
-        tell: the user, in one line of a level of logging.
-        host_bytes: host memory that nothing else of the session holds, within its budget.
-        reserved: beside the tensors of a step.
-        explain: what is known as a request for device memory fails for good, for people; on any thread.
-        layer_bytes: that the last forward of each layer sent to the host, and its backward got back.
-        tensors: parameters and buffers of the model.
-    """
-
-    config: MemplugConfig
-    device: Device
-    tell: Callable[[str, int], None]
-    host_bytes: Callable[[], int]
-    reserved: Reserved
-    explain: Callable[[], str]
-    layer_bytes: Callable[[], Mapping[str, int]] = dict
-    tensors: Callable[[], Iterable[torch.Tensor]] = tuple
-
 
 Part = TypeVar("Part")
 """Of a plan, one technique's, in force or to be; two parts are the same only if they are one object."""
@@ -64,6 +35,7 @@ class Technique(abc.ABC, Generic[Part]):
         off_because: training goes on without it; "" while it may have a part in force.
         whole_steps: that were of the program that lasts, from their beginning on; counted by who asks.
         serves: requests for memory, from memory of its own.
+        relieves: makes a step fit that takes more of the device than its budget, or says why none can.
         has_served_whole: it served the step that ended last, and was withheld from no part of it.
     """
 
@@ -72,14 +44,15 @@ class Technique(abc.ABC, Generic[Part]):
     mistakes_of: ClassVar[Callable[[Any], Iterator[str]]]
     report_type: ClassVar[type[TechniqueReport]] = TechniqueReport
     serves: ClassVar[bool] = False
+    relieves: ClassVar[bool] = False
     off_because = ""
     whole_steps = 0
     has_served_whole = False
 
     @classmethod
     def is_wanted(cls, config: MemplugConfig) -> bool:
-        """Whether the block asks for it."""
-        return True
+        """Whether the block asks for it, in the section of its name."""
+        return config.asks_for(cls.name)
 
     @classmethod
     def make(cls, given: Given) -> Technique[Part]:
@@ -181,6 +154,10 @@ class AgreedTechnique(Technique[Part]):
     outcome = ""
 
     @abc.abstractmethod
+    def __init__(self, given: AgreedGiven):
+        """Begin with nothing in force."""
+
+    @abc.abstractmethod
     def beginning(self) -> str:
         """How it begins, for people."""
 
@@ -240,7 +217,7 @@ class AgreedTechnique(Technique[Part]):
 
     @abc.abstractmethod
     def layer_bytes(self) -> dict[str, int]:
-        """See `Given`."""
+        """See `memplug.session.given.Given`."""
 
     @abc.abstractmethod
     def free_host_bytes(self) -> int:

@@ -38,7 +38,7 @@ class InForce:
         core: the native core.
         min_bytes: of a tensor that leaves.
         host_bytes: that may be taken of the host.
-        explain: see `memplug.session.technique.Given`.
+        explain: see `memplug.session.given.Given`.
 
     Attributes:
         relief: of the last step in which a request failed.

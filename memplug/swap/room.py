@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from memplug.config import MemplugConfig
+from typing import Literal
+
 from memplug.device.capacity import GIB, device_bytes
 from memplug.device.device import Device
 from memplug.device.reserved import Reserved
@@ -17,13 +18,13 @@ class Room:
     step, and a step that repeats is not seen in time to be helped (memplug/swap/native/repeated_step.h).
 
     Args:
-        config: the block.
+        asked_gib: the block's "device_budget_gib".
         device: that trains.
         reserved: beside the tensors of a step.
     """
 
-    def __init__(self, config: MemplugConfig, device: Device, reserved: Reserved):
-        self._config, self._device, self._reserved = config, device, reserved
+    def __init__(self, asked_gib: float | Literal["auto"], device: Device, reserved: Reserved):
+        self._asked_gib, self._device, self._reserved = asked_gib, device, reserved
         self.forget()
 
     def forget(self) -> None:
@@ -37,7 +38,7 @@ class Room:
 
         A number counts as it is; of what the device has, what is reserved beside tensors does not.
         """
-        asked_gib = self._config.device_budget_gib
+        asked_gib = self._asked_gib
         if self._device.memory is None:
             return device_bytes(asked_gib, self._device)
         room_bytes = self._reserved.largest_peak(device_bytes("auto", self._device))

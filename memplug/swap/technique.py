@@ -16,12 +16,11 @@ import numpy as np
 import torch
 
 from memplug import native
-from memplug.beside import Beside
-from memplug.config import MemplugConfig
 from memplug.errors import SwapError
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Trace
-from memplug.session.technique import Given, Technique
+from memplug.session.given import Given
+from memplug.session.technique import Technique
 from memplug.swap.in_force import InForce, Relief
 from memplug.swap.judge import mistakes_of_places
 from memplug.swap.plan.from_trace import clock_of
@@ -62,25 +61,23 @@ class SwapsWhole(Technique[SwapPart]):
     part_type = SwapPart
     mistakes_of = staticmethod(mistakes_of_places)  # against the recorded step a list was judged as it was made
     report_type = SwapReport
+    relieves = True
 
     def __init__(self, given: Given):
         self.part: SwapPart | None = None
-        self._given, self._config, self._tell = given, given.config, given.tell
+        self._given, self._tell, self._beside = given, given.tell, given.beside()
         self._device = device = given.device
-        self._core, self._room = native.load(), Room(given.config, device, given.reserved)
-        self._beside = Beside(given.config.profiler.wait_for_plans)
+        self._core, self._room = native.load(), Room(given.config.device_budget_gib, device, given.reserved)
+        swap = given.config.swap
+        self._min_bytes, self._states = swap.min_bytes, swap.states
         self._state = State.WAITING
-        self._in_force = InForce(device, self._core, given.config.swap.min_bytes, given.host_bytes, given.explain)
+        self._in_force = InForce(device, self._core, self._min_bytes, given.host_bytes, given.explain)
         self.promises: Promises | None = None
         self._missed = self._missing_steps = 0
         self._steps = 0  # since what is in force is
         self._sizes_vary = False  # of what layers ask for that are dynamic
         self._resident: tuple[int, ...] = ()  # of the recorded step's tensors, those of the model
         self._others_left = 0  # recorded steps that may fit, and be another program's
-
-    @classmethod
-    def is_wanted(cls, config: MemplugConfig) -> bool:
-        return bool(config.swap.enabled)
 
     @classmethod
     def make(cls, given: Given) -> SwapsWhole:
@@ -122,7 +119,7 @@ class SwapsWhole(Technique[SwapPart]):
         """Tensors leave and return from here on."""
         if self._device.kind == "cpu" and not self.off_because:
             self._core.limit_cpu(self._room.budget_bytes)  # it stands in for a device that has no more
-            for tensor in self._given.tensors() if self._config.swap.states else ():
+            for tensor in self._given.tensors() if self._states else ():
                 self._core.count_cpu(tensor)
         self._in_force.begin_step()
         self._in_force.measure(
@@ -134,7 +131,7 @@ class SwapsWhole(Technique[SwapPart]):
         """Between two steps nothing is away, unless the device has no room for it."""
         self._in_force.end_step()
         self._in_force.measure()
-        if self.state is State.RECORDING and self._config.swap.states:
+        if self.state is State.RECORDING and self._states:
             self._resident = tuple(self._core.recorded_numbers(list(self._given.tensors())))
         self._steps += 1
         if self.promises is not None and self._steps >= MEASURED_STEP and self.promises.stall_s is None:
@@ -249,14 +246,14 @@ class SwapsWhole(Technique[SwapPart]):
         budgets = SwapBudgets(
             device_bytes=self._room.of_list(trace),
             host_bytes=self._given.host_bytes(),
-            min_bytes=self._config.swap.min_bytes,
+            min_bytes=self._min_bytes,
             d2h_bytes_per_s=d2h,
             h2d_bytes_per_s=h2d,
         )
         seconds = self._in_force.operators_s(clock_of(trace))
         self._state = State.PLANNING
-        others = _others(trace, self._config.tokenwise.enabled, self._sizes_vary)
-        states = self._config.swap.states, self._resident
+        others = _others(trace, self._given.has_regions, self._sizes_vary)
+        states = self._states, self._resident
         self._beside.begin(plan_part, trace, budgets, seconds, others, self._given.layer_bytes(), *states)
         return self._planned()
 

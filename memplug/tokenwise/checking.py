@@ -14,10 +14,10 @@ from itertools import pairwise
 from math import floor
 from statistics import median
 
-from memplug.config import MemplugConfig
 from memplug.errors import coded
 from memplug.session.ranks import Ranks
-from memplug.tokenwise import budgets, planning
+from memplug.tokenwise import planning
+from memplug.tokenwise.budgets import DeviceBudget
 from memplug.tokenwise.engine import operators
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.region import Region
@@ -32,7 +32,10 @@ SLACK = 0.01  # by which alpha may exceed what fits: one step's times are no bet
 
 
 class AlphaCheck:
-    """Called at the end of the same steps on all ranks; does nothing unless the block has a number above 0 for alpha.
+    """Called at the end of the same steps on all ranks; does nothing unless there is a number above 0 for alpha.
+
+    Args:
+        alpha: None: regions run by plans, or there are none.
 
     Attributes:
         by_link: the largest fraction, the same for all regions, whose copies fit the forward of each, on every rank;
@@ -40,11 +43,13 @@ class AlphaCheck:
         by_host: the largest fraction that fits the host budget of every rank, likewise.
     """
 
-    def __init__(self, config: MemplugConfig, regions: Sequence[Region], executor: Executor, ranks: Ranks):
+    def __init__(
+        self, alpha: float | None, budget: DeviceBudget, regions: Sequence[Region], executor: Executor, ranks: Ranks
+    ):
         self.by_link: float | None = None
         self.by_host: float | None = None
-        self._config, self._regions, self._executor, self._ranks = config, regions, executor, ranks
-        self._alpha = (config.tokenwise.enabled and config.tokenwise.fixed_alpha) or 0.0
+        self._budget, self._regions, self._executor, self._ranks = budget, regions, executor, ranks
+        self._alpha = alpha or 0.0
         self._observer = planning.Observer(executor.flow.is_large)
         self._steps = 0
         self._is_over = not self._alpha
@@ -89,7 +94,7 @@ class AlphaCheck:
             for region in described
         ]
         host_bytes = self._executor.pool.budget_bytes
-        return fitting(unhindered, budgets.budget(self._config, self._executor.device, host_bytes, room_bytes=0))
+        return fitting(unhindered, self._budget.of_plan(host_bytes, 0, self._executor.buffers))
 
     def _compare(self, by_link: float, by_host: float) -> None:
         too_much = [

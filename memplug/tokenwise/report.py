@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from memplug.config import MemplugConfig
 from memplug.session.technique_report import TechniqueReport
 from memplug.tokenwise.checking import AlphaCheck
 from memplug.tokenwise.engine.executor import Executor
@@ -121,7 +120,7 @@ class TokenwiseReport(TechniqueReport):
 
 
 def report_of(
-    config: MemplugConfig,
+    alpha: float | str,
     regions: Sequence[Region],
     executor: Executor,
     decisions: Decisions | None,
@@ -129,14 +128,14 @@ def report_of(
     predictions: Predictions,
     predicted_peak_bytes: int | None,
 ) -> TokenwiseReport:
-    """Returns the report of tokenwise; `decisions` are in force."""
+    """Returns the report of tokenwise; `alpha` is the block's, `decisions` are in force."""
     return TokenwiseReport(
         regions=len(regions),
         plain_regions=sum(region.is_plain for region in regions),
-        alpha=config.tokenwise.alpha,
+        alpha=alpha,
         alpha_by_link=check.by_link,
         alpha_by_host=check.by_host,
-        swapped_fraction=_swapped_fraction(config, decisions, regions),
+        swapped_fraction=_swapped_fraction(alpha, decisions, regions),
         expected_step_bytes=predictions.expected_bytes,
         offloaded_step_bytes=predictions.offloaded_bytes,
         predicted_peak_bytes=predicted_peak_bytes,
@@ -182,9 +181,9 @@ def _counted(executor: Executor) -> dict[str, Any]:
     }
 
 
-def _swapped_fraction(config: MemplugConfig, decisions: Decisions | None, regions: Sequence[Region]) -> float | None:
-    if config.tokenwise.fixed_alpha is not None:
-        return config.tokenwise.fixed_alpha
+def _swapped_fraction(alpha: float | str, decisions: Decisions | None, regions: Sequence[Region]) -> float | None:
+    if not isinstance(alpha, str):
+        return alpha
     return statistics.fmean(region.setting.rows for region in regions) if decisions and regions else None
 
 

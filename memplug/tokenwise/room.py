@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from memplug.config import MemplugConfig
-from memplug.device.device import Device
 from memplug.device.reserved import Reserved
 from memplug.errors import coded
 from memplug.session.ranks import Ranks
 from memplug.tokenwise import budgets
+from memplug.tokenwise.budgets import DeviceBudget
 from memplug.tokenwise.plan.decisions import Decisions
 from memplug.words import size
 
@@ -26,8 +25,8 @@ class Room:
         reserved: beside the tensors of a step.
     """
 
-    def __init__(self, config: MemplugConfig, device: Device, ranks: Ranks, reserved: Reserved):
-        self._config, self._device, self._ranks, self._reserved = config, device, ranks, reserved
+    def __init__(self, budget: DeviceBudget, ranks: Ranks, reserved: Reserved):
+        self._budget, self._device, self._ranks, self._reserved = budget, budget.device, ranks, reserved
         self._retries = 0
         self._measured: Decisions | None = None
         self._warned = False
@@ -40,7 +39,7 @@ class Room:
             peak_bytes: largest allocation total in that step; None: unknown.
         """
         beside_bytes = 0 if peak_bytes is None else self._reserved.beside(peak_bytes)
-        return budgets.device_room_bytes(self._config, self._device, peak_bytes, beside_bytes)
+        return self._budget.room_bytes(peak_bytes, beside_bytes)
 
     def is_short(self, decisions: Decisions | None) -> bool:
         """A step ran by `decisions`: whether that of a rank, in the step before this one, keeps more than there is room
@@ -66,14 +65,14 @@ class Room:
         if reserved_bytes is None:
             return False
         self._measured = decisions
-        is_over = reserved_bytes > (1 + SLACK) * budgets.device_bytes(self._config, self._device)
+        is_over = reserved_bytes > (1 + SLACK) * self._budget.nbytes
         if is_over and not decisions.solution.device_bytes:
             self._warn(reserved_bytes)
         return is_over
 
     def _warn(self, reserved_bytes: int) -> None:
         """Once: no other plan would reserve less."""
-        asked_gib = self._config.device_budget_gib
+        asked_gib = self._budget.asked_gib
         if self._warned or asked_gib == "auto":
             return
         self._warned = True

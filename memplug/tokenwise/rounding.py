@@ -12,8 +12,7 @@ import logging
 
 import torch
 
-from memplug.config import MemplugConfig
-from memplug.tokenwise import budgets
+from memplug.tokenwise.budgets import DeviceBudget
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.plan.decisions import Decisions
 from memplug.words import size
@@ -28,8 +27,8 @@ class Rounding:
         planned: there will be a plan, and nothing is reserved without one.
     """
 
-    def __init__(self, config: MemplugConfig, executor: Executor, planned: bool):
-        self._config, self._executor = config, executor
+    def __init__(self, budget: DeviceBudget, executor: Executor, planned: bool):
+        self._budget, self._executor = budget, executor
         self._is_stable = not planned
         self._frame_bytes = 0  # that each buffer holds, or that the device refused
         self._most_bytes = 0  # that all of them ever took: part of the device's peak
@@ -61,8 +60,8 @@ class Rounding:
     def _reserve(self, frame_bytes: int, step_bytes: int | None) -> None:
         executor = self._executor
         total_bytes = executor.buffers * frame_bytes
-        has_room = not frame_bytes or budgets.has_room_for_buffers(
-            self._config, executor.device, total_bytes, total_bytes - self._most_bytes, step_bytes
+        has_room = not frame_bytes or self._budget.holds_buffers(
+            total_bytes, total_bytes - self._most_bytes, step_bytes
         )
         if has_room:
             with executor.hooks.own():

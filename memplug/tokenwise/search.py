@@ -12,15 +12,16 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from memplug.beside import Beside
-from memplug.config import MemplugConfig
 from memplug.errors import coded
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Trace
 from memplug.session.ranks import Ranks
 from memplug.tokenwise import budgets, candidates, in_flight, planning
 from memplug.tokenwise.agreement import is_agreed
+from memplug.tokenwise.budgets import DeviceBudget
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.region import Region
 from memplug.tokenwise.plan import plain
@@ -66,7 +67,12 @@ class Search:
         regions: all of the session's, at the safest setting.
         executor: which runs them; from now on with device times around every operator.
         observer: listens to the executor.
-        config: budgets, and how many plans to try; with none, or only one, the optimum is taken as it is.
+        ranks: that train the model.
+        budget: of the device.
+        beside: where plans are made.
+        tries: how many plans to try; with none, or only one, the optimum is taken as it is.
+        alpha: "memo": MEMO's one plan.
+        is_relieved: another technique makes steps fit that no plan does, or says that none can.
         step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
         step_trace: the last step that was recorded in detail, None where none was.
         room: bytes that a plan may keep on the device, beside a step at the safest setting with such a peak.
@@ -82,20 +88,26 @@ class Search:
         regions: Sequence[Region],
         executor: Executor,
         observer: planning.Observer,
-        config: MemplugConfig,
         ranks: Ranks,
+        *,
+        budget: DeviceBudget,
+        beside: Beside,
+        tries: int,
+        alpha: Literal["auto", "memo"],
+        is_relieved: bool,
         step_peak: Callable[[], int | None],
         step_trace: Callable[[], Trace | None],
         room: Callable[[int | None], int],
         keeps: bool,
     ):
-        self.keeps, self._room = keeps, room
-        self.regions, self.executor, self.observer, self.config = regions, executor, observer, config
+        self.keeps, self._room, self._budget, self._is_relieved = keeps, room, budget, is_relieved
+        self.regions, self.executor, self.observer = regions, executor, observer
+        self._tries, self._alpha = tries, alpha
         self.outcome = ""
         self.fits = True
         self._ranks, self._gather = ranks, ranks.gather
         self._step_peak, self._step_trace = step_peak, step_trace
-        self._beside = Beside(config.profiler.wait_for_plans)
+        self._beside = beside
         self._task: candidates.Task | None = None  # while plans are made of what was observed
         self._decisions_of: Callable[[plan.TokenwisePlan], Decisions]
         self._candidates: list[Decisions] = []
@@ -148,26 +160,24 @@ class Search:
         """The observed step is over; False: a rank ran no region in it, and the next is observed. Raises `BudgetError`
         on all ranks where one has to take more of the device than it may.
         """
-        device = self.executor.device
         groups = planning.group_regions(self.regions, self.observer)
         self.observer.settle(is_agreed(self.regions, self._gather, self._ranks.members))
         described = planning.describe(groups, self.observer, self.executor) if groups else []
         step = self._step_trace() if peak_bytes is not None else None
-        times = in_flight.times(step, self.regions, self.config.tokenwise.buffers) if step is not None else None
+        times = in_flight.times(step, self.regions, self.executor.buffers) if step is not None else None
         room_bytes = self._room(peak_bytes) if self.keeps else 0
-        budget = budgets.budget(self.config, device, self.executor.pool.budget_bytes, room_bytes, times)
-        own = described, budget
-        most, alpha = max(1, self.config.profiler.policy_steps), self.config.tokenwise.alpha
-        task = candidates.agree(own, self._gather, most, alpha)
+        host_bytes = self.executor.pool.budget_bytes
+        own = described, self._budget.of_plan(host_bytes, room_bytes, self.executor.buffers, times)
+        task = candidates.agree(own, self._gather, max(1, self._tries), self._alpha)
         if not (groups or self._warned):
             self._warned = True
             text = "memplug: no region ran in the step to plan from, for example %s. Name modules that training runs"
             log.warning(coded("MP008", text), self.regions[0].name)
         if task is None:
             return False
-        if not self.config.swap.enabled:  # else the swap list says what is possible
-            budgets.require_device_bytes(self.config, peak_bytes, self._gather, self._ranks.members)
-        total_bytes = budgets.peak_bytes(device) if peak_bytes is None else peak_bytes
+        if not self._is_relieved:
+            self._budget.require(peak_bytes, self._gather, self._ranks.members)
+        total_bytes = budgets.peak_bytes(self.executor.device) if peak_bytes is None else peak_bytes
         self._decisions_of = functools.partial(
             planning.decisions_of,
             held_bytes=self.executor.flow.peak_held_bytes if task.budget.in_flight else None,
@@ -199,7 +209,7 @@ class Search:
         decisions = self._candidates[len(self._trials)]
         fits = self.executor.transfer.refused == self._refused
         if peak_bytes is not None and decisions.peak_bytes is not None:
-            budget_bytes = budgets.device_bytes(self.config, self.executor.device)
+            budget_bytes = self._budget.nbytes
             most_bytes = decisions.peak_bytes * (1.0 + PEAK_SLACK)
             if budget_bytes is not None and decisions.peak_bytes <= budget_bytes:
                 most_bytes = min(most_bytes, budget_bytes)

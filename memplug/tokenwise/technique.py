@@ -5,24 +5,20 @@ that happens to regions between two steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from memplug.config import MemplugConfig
-from memplug.device.device import Device
-from memplug.device.reserved import Reserved
 from memplug.errors import coded
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.similarity import Program
 from memplug.profile.trace import Trace
-from memplug.session.ranks import Ranks
+from memplug.session.given import AgreedGiven
 from memplug.session.technique import AgreedTechnique
 from memplug.tokenwise import budgets, planning
+from memplug.tokenwise.budgets import DeviceBudget
 from memplug.tokenwise.checking import AlphaCheck
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.hooks import Hooks
@@ -44,15 +40,6 @@ log = logging.getLogger("memplug")
 class TokenWise(AgreedTechnique[Decisions]):
     """See the module's text.
 
-    Args:
-        regions: the modules' regions, in forward order.
-        regathers: forward gathers parameters (ZeRO 3).
-        explain: an error of the device's memory passes, in a phase of a region.
-        own: `with own():` around operators that are no part of the program.
-        step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
-        step_trace: the last step that was recorded in detail, None where none was.
-        reserved: beside the tensors of a step.
-
     Attributes:
         executor: runs the regions.
         plain: of these, those that run as without memplug.
@@ -65,34 +52,32 @@ class TokenWise(AgreedTechnique[Decisions]):
     mistakes_of = staticmethod(mistakes_of)
     report_type = TokenwiseReport
 
-    def __init__(
-        self,
-        config: MemplugConfig,
-        regions: Sequence[Region],
-        device: Device,
-        regathers: bool,
-        explain: Callable[[str, Region, BaseException], None],
-        own: Callable[[], AbstractContextManager[Any]],
-        ranks: Ranks,
-        step_peak: Callable[[], int | None],
-        step_trace: Callable[[], Trace | None],
-        reserved: Reserved,
-    ):
-        tokenwise, host_bytes = config.tokenwise, budgets.host_budget_bytes(config, device)
-        self._config, self._regions, self._ranks = config, regions, ranks
-        self._peaks = step_peak, step_trace
-        self.plain = PlainRegions(regions)
-        hooks = Hooks(explain=explain, on_larger=self.plain.enter_all, own=own)
-        self.executor = Executor(device, host_bytes, tokenwise.min_offload_bytes, regathers, tokenwise.buffers, hooks)
-        self.plans = tokenwise.plans
+    def __init__(self, given: AgreedGiven):
+        config, tokenwise, device = given.config, given.config.tokenwise, given.device
+        self._given, self._regions, self._ranks = given, given.regions, given.ranks
+        self._alpha, self._is_on, self._tries = tokenwise.alpha, tokenwise.enabled, config.profiler.policy_steps
+        self.plans = self._is_on and isinstance(self._alpha, str)
+        self._budget = DeviceBudget(device, config.device_budget_gib, has_buffers=not given.is_served)
+        self.plain = PlainRegions(self._regions)
+        self.executor = Executor(
+            device,
+            budgets.host_budget_bytes(config, device),
+            tokenwise.min_offload_bytes,
+            given.regathers,
+            tokenwise.buffers,
+            Hooks(explain=given.explain, on_larger=self.plain.enter_all, own=given.own),
+        )
         self.decisions: Decisions | None = None
         self.observer = planning.Observer(self.executor.flow.is_large)
-        self.check = AlphaCheck(config, regions, self.executor, ranks)
+        fixed = None if isinstance(self._alpha, str) else self._alpha
+        for region in self._regions if fixed is not None else ():
+            region.set(Setting(region.kind, fixed, is_agreed=True))
+        self.check = AlphaCheck(fixed if self._is_on else None, self._budget, self._regions, self.executor, self._ranks)
         self.predictions = Predictions(self.executor)
-        self.rounding = Rounding(config, self.executor, planned=self.plans)
+        self.rounding = Rounding(self._budget, self.executor, planned=self.plans)
         self._sizes: tuple[tuple[int, ...], ...] = ()  # of the inputs of each forward, in the step that ended last
-        self._shortage = Shortage(self.executor, ranks)
-        self._room = Room(config, device, ranks, reserved)
+        self._shortage = Shortage(self.executor, self._ranks)
+        self._room = Room(self._budget, self._ranks, given.reserved)
         self._search: Search | None = None
 
     # -- the four verbs ------------------------------------------------------------------------------------------------
@@ -102,8 +87,16 @@ class TokenWise(AgreedTechnique[Decisions]):
         search = self._search
         if search is None:
             self._search = Search(
-                *(self._regions, self.executor, self.observer, self._config, self._ranks, *self._peaks),
-                *(self._room.of_step, self.may_keep),
+                *(self._regions, self.executor, self.observer, self._ranks),
+                budget=self._budget,
+                beside=self._given.beside(),
+                tries=self._tries,
+                alpha=self._alpha,
+                is_relieved=self._given.is_relieved,
+                step_peak=self._given.step_peak,
+                step_trace=self._given.step_trace,
+                room=self._room.of_step,
+                keeps=self.may_keep,
             )
             return None
         decisions = search.end_step()
@@ -137,13 +130,12 @@ class TokenWise(AgreedTechnique[Decisions]):
         """The regions, and what they run by."""
         if self.plans:
             return f"{len(self._regions)} regions, planned for once the program repeats"
-        tokenwise = self._config.tokenwise
-        return f"{len(self._regions)} regions, alpha {tokenwise.alpha}" if tokenwise.enabled else "no regions"
+        return f"{len(self._regions)} regions, alpha {self._alpha}" if self._is_on else "no regions"
 
     @property
     def unwatched_because(self) -> str:
         """See `AgreedTechnique`."""
-        if not self._config.tokenwise.enabled:
+        if not self._is_on:
             return "the block switches token-wise plans off, and they alone need operators to be compared"
         return (
             ""
@@ -168,7 +160,7 @@ class TokenWise(AgreedTechnique[Decisions]):
             self.executor.pool.give_back()
 
     def layer_bytes(self) -> dict[str, int]:
-        """See `memplug.session.technique.Given`."""
+        """See `memplug.session.given.Given`."""
         return {region.name: region.native.sent_bytes for region in self._regions}
 
     def free_host_bytes(self) -> int:
@@ -187,7 +179,7 @@ class TokenWise(AgreedTechnique[Decisions]):
     def report(self) -> TokenwiseReport:
         """See `memplug.tokenwise.report`."""
         return report_of(
-            *(self._config, self._regions, self.executor, self.decisions, self.check, self.predictions),
+            *(self._alpha, self._regions, self.executor, self.decisions, self.check, self.predictions),
             self.rounding.peak_bytes(self.decisions),
         )
 
@@ -270,7 +262,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         host_bytes, budget_bytes = part.solution.host_bytes, self.executor.pool.budget_bytes
         if host_bytes > budget_bytes:
             return f"it swaps {size(host_bytes)}, and the host budget is {size(budget_bytes)}"
-        device_bytes = budgets.device_bytes(self._config, self.executor.device)
+        device_bytes = self._budget.nbytes
         if part.peak_bytes is not None and device_bytes is not None and part.peak_bytes > device_bytes:
             return f"it takes {size(part.peak_bytes)} of the device, which has {size(device_bytes)}"
         return ""

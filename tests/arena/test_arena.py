@@ -255,7 +255,7 @@ def test_a_steps_counts_are_what_was_added_and_what_it_holds_is_that_of_now() ->
         added = {name: getattr(counts[-1], name) - getattr(counts[-2], name) for name in names - held}
         assert {name: getattr(step, name) for name in names - held} == added
         assert {name: getattr(step, name) for name in held} == {name: getattr(counts[-1], name) for name in held}
-        assert added["served"] == added["planned"] + added["dynamic"] + added["reusable"] > 100
+        assert added["from_arena"] == added["planned"] + added["dynamic"] + added["reusable"] > 100
         assert step.reserved_bytes > 0
         assert names | {"since"} == {name for name in dir(step) if not name.startswith("_")}
 

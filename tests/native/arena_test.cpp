@@ -36,7 +36,7 @@ void one_request_too_many_shifts_no_other() {
   CHECK(at(arena, ask(arena, 1)) == 3); // and this one is found behind
   CHECK(ask(arena, 2) == nullptr); // nothing is left
   const ArenaCounters counters = arena.counters();
-  CHECK(counters.planned == 4 && counters.unplanned == 2 && counters.native_bytes == 9 * UNIT);
+  CHECK(counters.planned == 4 && counters.unplanned == 2 && counters.fallback_bytes == 9 * UNIT);
 }
 
 void a_request_that_is_missing_shifts_no_other() {

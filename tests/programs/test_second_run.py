@@ -86,7 +86,7 @@ def train(
             serving = session._attached.boundary.followers.find("arena")
             run.states.append(serving.state if serving is not None else None)
             counted = serving.step if serving is not None else None
-            run.shares.append(counted.served / max(1, counted.served + counted.fallback) if counted else 0.0)
+            run.shares.append(counted.from_arena / max(1, counted.from_arena + counted.fallback) if counted else 0.0)
         run.report = session.report().as_dict()
         if run.states[-1] is State.SERVING:
             run.arena_bytes = session._attached.boundary.followers.find("arena").plan.predictions.arena_bytes

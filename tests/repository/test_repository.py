@@ -67,11 +67,25 @@ def test_importing_memplug_imports_nothing_heavy() -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_an_installed_memplug_has_the_profiles_of_gpus(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package as a wheel has it."""
     pytest.importorskip("setuptools")
-    built = run("-c", "import setuptools; setuptools.setup()", "build_py", "--build-lib", str(tmp_path))
+    folder = tmp_path_factory.mktemp("installed")
+    built = run("-c", "import setuptools; setuptools.setup()", "build_py", "--build-lib", str(folder))
     assert built.returncode == 0, built.stderr
-    profiles = tmp_path / "memplug" / "predict" / "virtual" / "profiles"
+    return folder / "memplug"
+
+
+def test_an_installed_memplug_has_all_of_its_sources(installed: Path) -> None:
+    """Of C++ too, wherever they lie: the native core is built from them."""
+    for pattern in ("*.py", "*.cpp", "*.h"):
+        files = [path.relative_to(ROOT / "memplug") for path in (ROOT / "memplug").rglob(pattern)]
+        assert files and [str(file) for file in files if not (installed / file).is_file()] == []
+
+
+def test_an_installed_memplug_has_the_profiles_of_gpus(installed: Path) -> None:
+    profiles = installed / "predict" / "virtual" / "profiles"
     assert not profiles.is_symlink()
     for file in (ROOT / "configs" / "hardware").iterdir():
         assert (profiles / file.name).read_bytes() == file.read_bytes()

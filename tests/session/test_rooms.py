@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from memplug.session.techniques import FOLLOWING
 from tests.support.rooms import copy_without
 
 SCRIPT = """
@@ -52,6 +53,9 @@ BLOCK = {
     "profiler": {"warmup_steps": 0, "policy_steps": 1, "wait_for_plans": True},
 }
 
+IN_FORCE = {"swap": "fits", "arena": "serving"}
+"""The state that a technique reports once the program lasts."""
+
 
 @pytest.fixture(params=["native", pytest.param("", marks=pytest.mark.long)], ids=["but its C++", "at all"])
 def left(request: pytest.FixtureRequest) -> str:
@@ -70,15 +74,13 @@ def trained_without(name: str, left: str, folder: Path, block: dict[str, Any]) -
     return found
 
 
-def test_without_the_arena_the_others_train(left: str, tmp_path: Path) -> None:
-    found = trained_without("arena", left, tmp_path, {**BLOCK, "arena": {"enabled": False}, "swap": {"enabled": True}})
+@pytest.mark.parametrize("name", [technique.name for technique in FOLLOWING])
+def test_without_a_technique_the_others_train(name: str, left: str, tmp_path: Path) -> None:
+    others = [technique.name for technique in FOLLOWING if technique.name != name]
+    block = {name: {"enabled": False}, **{other: {"enabled": True} for other in others}}
+    found = trained_without(name, left, tmp_path, {**BLOCK, **block})
     assert found["losses"][0] == found["losses"][1]
-    assert found["report"]["swap"] == "fits" and found["report"]["replans"] == 1
-    assert "memplug.arena.enabled: got true; allowed: false" in found["refused"]
-
-
-def test_without_the_swap_list_the_others_train(left: str, tmp_path: Path) -> None:
-    found = trained_without("swap", left, tmp_path, {**BLOCK, "swap": {"enabled": False}})
-    assert found["losses"][0] == found["losses"][1]
-    assert found["report"]["arena"] == "serving" and found["report"]["replans"] == 1
-    assert "memplug.swap.enabled: got true; allowed: false" in found["refused"]
+    states = {other: state for other, state in IN_FORCE.items() if other != name}
+    assert {other: found["report"][other] for other in states} == states
+    assert found["report"]["replans"] == 1
+    assert f"memplug.{name}.enabled: got true; allowed: false" in found["refused"]

@@ -296,7 +296,7 @@ def test_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_that_always_change_get_one_plan_that_keeps_nothing(
     programs: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memplug.tokenwise.budgets.device_room_bytes", lambda *args: 1 << 30)
+    monkeypatch.setattr("memplug.tokenwise.budgets.DeviceBudget.room_bytes", lambda *args: 1 << 30)
     caplog.set_level(logging.INFO, "memplug")
     with led(layers=1, warmup_steps=1) as run:
         for step in range(45):

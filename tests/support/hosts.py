@@ -15,13 +15,15 @@ import torch.distributed as dist
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from memplug.block import TECHNIQUES
+
 VOCABULARY = 64
 # one step seen, one observed, the third on the plan
 QUICK: dict[str, Any] = {"warmup_steps": 0, "policy_steps": 0, "wait_for_plans": True}
 DISABLED: list[dict[str, Any]] = [
     {},
     {"enabled": False},
-    {"enabled": True, "tokenwise": {"enabled": False}, "swap": {"enabled": False}, "arena": {"enabled": False}},
+    {"enabled": True, **{name: {"enabled": False} for name in TECHNIQUES}},
 ]
 
 

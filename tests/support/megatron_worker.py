@@ -161,7 +161,7 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
             session.step()
             found["shares"].append(session._attached.executor.flow.share)
             serving = session._attached.boundary.followers.find("arena")
-            found["served"].append(serving.step.served if serving is not None else 0)
+            found["served"].append(serving.step.from_arena if serving is not None else 0)
     if session is not None:
         found |= _report(session)
     return found

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import typer
+
+from memplug.cli import app
 from tests.support.folders import ROOT
 from tests.support.recipes import checks, layout, settings
 
@@ -23,7 +26,8 @@ LARGE_BYTES = 2**30  # states of a model that wants a GPU
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _SETTING = re.compile(r"[A-Z_]+=\S*$")
 _KINDS = r"(?:[A-Z_]+=\S+ )*(?:launch/\w+\.sh|sbatch |torchrun |deepspeed |python3? |pip |accelerate "
-_COMMAND = re.compile(_KINDS + r"|memplug (?:check|doctor|show|plan|diff|tune)\b)")  # "memplug is off" is a message
+_MEMPLUG = typer.main.get_command(app).commands
+_COMMAND = re.compile(_KINDS + rf"|memplug (?:{'|'.join(_MEMPLUG)})\b)")  # "memplug is off" is a message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,15 +202,12 @@ def _gib(gigabytes: str) -> float:
 
 def _check_memplug(arguments: list[str]) -> None:
     import click
-    import typer
 
-    from memplug.cli import app
     from memplug.config import load_config
 
-    commands = typer.main.get_command(app).commands
     name, *rest = arguments
-    assert name in commands, f"memplug has no {name}"
-    commands[name].make_parser(click.Context(commands[name])).parse_args(list(rest))
+    assert name in _MEMPLUG, f"memplug has no {name}"
+    _MEMPLUG[name].make_parser(click.Context(_MEMPLUG[name])).parse_args(list(rest))
     if name == "check" and rest and (ROOT / rest[0]).is_file():
         load_config(ROOT / rest[0])
 

@@ -38,7 +38,7 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
 
     ways = {
         "by alpha": mock.patch("memplug.tokenwise.candidates._solve_around", solve_by_alpha),
-        "keeps nothing": mock.patch("memplug.tokenwise.budgets.device_room_bytes", lambda *args: 0),
+        "keeps nothing": mock.patch("memplug.tokenwise.budgets.DeviceBudget.room_bytes", lambda *args: 0),
     }
     with contextlib.ExitStack() as stack:
         for way in case.get("ways", []):
@@ -116,7 +116,7 @@ def train(
         losses.append(loss.detach())
         stages.append(session.stage.value)
         serving = session._attached.boundary.followers.find("arena") if hasattr(session, "_attached") else None
-        served.append(serving.step.served if serving is not None else 0)
+        served.append(serving.step.from_arena if serving is not None else 0)
     losses = [loss.item() for loss in losses]
     schedule.close()
     return losses, stages, served

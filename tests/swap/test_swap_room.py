@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from memplug.config import MemplugConfig
 from memplug.device.memory import DeviceMemory
 from memplug.device.reserved import Reserved, Served
 from memplug.profile.trace import Trace
@@ -17,7 +16,7 @@ CPU = SimpleNamespace(kind="cpu", memory=None)
 
 
 def room() -> Room:
-    return Room(MemplugConfig(enabled=True, device_budget_gib=1000 / 2**30), CPU, Reserved(None))
+    return Room(1000 / 2**30, CPU, Reserved(None))
 
 
 class Counted(DeviceMemory):
@@ -70,13 +69,13 @@ def test_a_step_without_failed_requests_fits() -> None:
 def test_a_list_plans_with_what_is_reserved_as_tokenwise_does() -> None:
     """Torch's cache counts without the arena, and holes and what the arena was seen to take with it."""
     memory = Counted()
-    device, config = SimpleNamespace(kind="cuda", memory=memory), MemplugConfig(enabled=True)
+    device = SimpleNamespace(kind="cuda", memory=memory)
     without, served = Reserved(memory), Reserved(memory, lambda: Served(wanted=True, whole=True))
-    assert Room(config, device, without).budget_bytes == 920 * 500 // 625
-    assert Room(config, device, served).budget_bytes == 920 - 70
+    assert Room("auto", device, without).budget_bytes == 920 * 500 // 625
+    assert Room("auto", device, served).budget_bytes == 920 - 70
     assert served.measure(peak_bytes=600) == 700 and without.measure(peak_bytes=600) is None
-    assert Room(config, device, served).budget_bytes == 920 - 100
-    assert Room(config, device, served).holds(was_short=False)
+    assert Room("auto", device, served).budget_bytes == 920 - 100
+    assert Room("auto", device, served).holds(was_short=False)
     for reserved in (without, served):
         peak_bytes = reserved.largest_peak(920)
         assert peak_bytes + reserved.beside(peak_bytes) <= 920 < peak_bytes + 2 + reserved.beside(peak_bytes + 2)

@@ -6,12 +6,12 @@ import pickle
 
 import pytest
 
-from memplug.config import MemplugConfig
 from memplug.device import hardware
 from memplug.device.device import CudaDevice, Device
 from memplug.device.reserved import Reserved
 from memplug.errors import BudgetError
 from memplug.tokenwise import budgets
+from memplug.tokenwise.budgets import DeviceBudget
 
 GIB = 1 << 30
 CUDA = CudaDevice(0)
@@ -36,9 +36,8 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def room_gib(peak_gib: float | None, budget_gib: float | str = "auto", beside_gib: float = 0) -> float:
-    config = MemplugConfig(enabled=True, device_budget_gib=budget_gib)
     peak_bytes = None if peak_gib is None else int(peak_gib * GIB)
-    return budgets.device_room_bytes(config, CUDA, peak_bytes, int(beside_gib * GIB)) / GIB
+    return DeviceBudget(CUDA, budget_gib).room_bytes(peak_bytes, int(beside_gib * GIB)) / GIB
 
 
 def test_what_other_processes_hold_and_a_margin_are_left_alone(allocator: dict[str, int]) -> None:
@@ -81,14 +80,14 @@ def test_peaks_that_a_program_resets_in_every_step_count_from_the_sessions_begin
 
 
 def test_on_the_cpu_nothing_is_kept_unless_it_is_asked_for() -> None:
-    asked = MemplugConfig(enabled=True, device_budget_gib=2.0)
-    assert budgets.device_room_bytes(MemplugConfig(enabled=True), Device(), GIB) == 0
-    assert budgets.device_room_bytes(asked, Device(), GIB) == GIB
-    assert budgets.device_room_bytes(asked, Device(), 3 * GIB) == 0
-    assert budgets.device_room_bytes(asked, Device(), None) == 2 * GIB, "what the step needs is unknown"
+    asked = DeviceBudget(Device(), 2.0)
+    assert DeviceBudget(Device()).room_bytes(GIB) == 0
+    assert asked.room_bytes(GIB) == GIB
+    assert asked.room_bytes(3 * GIB) == 0
+    assert asked.room_bytes(None) == 2 * GIB, "what the step needs is unknown"
     assert budgets.peak_bytes(Device()) is None
-    assert budgets.device_bytes(asked, Device()) == 2 * GIB
-    assert budgets.device_bytes(MemplugConfig(enabled=True), Device()) is None
+    assert asked.nbytes == 2 * GIB
+    assert DeviceBudget(Device()).nbytes is None
 
 
 def require(*ranks: tuple[float | None, float | str]) -> None:
@@ -100,9 +99,8 @@ def require(*ranks: tuple[float | None, float | str]) -> None:
         return everyone
 
     peak_gib, budget_gib = ranks[0]
-    config = MemplugConfig(enabled=True, device_budget_gib=budget_gib)
     peak_bytes = None if peak_gib is None else int(peak_gib * GIB)
-    budgets.require_device_bytes(config, peak_bytes, gather, range(len(ranks)))
+    DeviceBudget(CUDA, budget_gib).require(peak_bytes, gather, range(len(ranks)))
 
 
 def test_a_budget_that_no_plan_keeps_to_is_refused_with_the_least_that_is_possible() -> None:
@@ -131,29 +129,26 @@ def test_what_is_unknown_or_left_to_memplug_is_never_refused() -> None:
 
 
 def test_buffers_have_room_within_what_a_plan_may_fill(allocator: dict[str, int]) -> None:
-    config, room_bytes = MemplugConfig(enabled=True), int((0.92 * 70 - 40) * GIB)
-    assert budgets.has_room_for_buffers(config, CUDA, 2 * room_bytes, room_bytes, None)
-    assert not budgets.has_room_for_buffers(config, CUDA, 2 * room_bytes, room_bytes + GIB, None)
-    assert budgets.has_room_for_buffers(config, Device(), 1 << 60, 1 << 60, 1)
+    room_bytes = int((0.92 * 70 - 40) * GIB)
+    assert DeviceBudget(CUDA).holds_buffers(2 * room_bytes, room_bytes, None)
+    assert not DeviceBudget(CUDA).holds_buffers(2 * room_bytes, room_bytes + GIB, None)
+    assert DeviceBudget(Device()).holds_buffers(1 << 60, 1 << 60, 1)
 
 
 @pytest.mark.parametrize("device", [CUDA, Device()])
 def test_a_step_with_buffers_keeps_to_the_budget_too(device: Device, allocator: dict[str, int]) -> None:
-    config = MemplugConfig(enabled=True, device_budget_gib=30.0)
-    assert budgets.has_room_for_buffers(config, device, 10 * GIB, 10 * GIB, 20 * GIB)
-    assert not budgets.has_room_for_buffers(config, device, 10 * GIB + 1, 10 * GIB, 20 * GIB)
-    assert budgets.has_room_for_buffers(config, device, 10 * GIB + 1, 10 * GIB, None), "what a step takes is unknown"
+    budget = DeviceBudget(device, 30.0)
+    assert budget.holds_buffers(10 * GIB, 10 * GIB, 20 * GIB)
+    assert not budget.holds_buffers(10 * GIB + 1, 10 * GIB, 20 * GIB)
+    assert budget.holds_buffers(10 * GIB + 1, 10 * GIB, None), "what a step takes is unknown"
 
 
-def test_where_there_is_a_limit_what_is_in_flight_counts_and_buffers_where_no_arena_is_asked_for(
+def test_where_there_is_a_limit_what_is_in_flight_counts_and_buffers_where_nothing_else_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Device, "link_rates", lambda device: (2.0, 3.0))
-    for arena, limit, expected in ((True, 1, (((3, 0),), 0)), (False, 1, (((3, 0),), 3)), (False, "auto", ((), 0))):
-        config = MemplugConfig(
-            enabled=True, device_budget_gib=limit, tokenwise={"buffers": 3}, arena={"enabled": arena}
-        )
-        budget = budgets.budget(config, Device(), 100, 0)
+    for served, limit, expected in ((True, 1, (((3, 0),), 0)), (False, 1, (((3, 0),), 3)), (False, "auto", ((), 0))):
+        budget = DeviceBudget(Device(), limit, has_buffers=not served).of_plan(100, 0, buffers=3)
         assert (budget.in_flight, budget.buffers) == expected
 
 
@@ -161,6 +156,6 @@ def test_the_link_is_measured_once_in_a_process(monkeypatch: pytest.MonkeyPatch)
     measured = []
     monkeypatch.setattr(hardware, "measure_links", lambda *args: measured.append(args) or (2.0, 3.0))
     hardware.link_rates.cache_clear()
-    found = [budgets.budget(MemplugConfig(enabled=True), Device(), 100, 0) for _ in range(2)]
+    found = [DeviceBudget(Device()).of_plan(100, 0, buffers=2) for _ in range(2)]
     hardware.link_rates.cache_clear()
     assert len(measured) == 1 and [(one.d2h_bytes_per_s, one.h2d_bytes_per_s) for one in found] == [(2.0, 3.0)] * 2

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import memplug
-from memplug.config import MemplugConfig
 from memplug.device.device import Device
 from memplug.device.host_pool import ALIGNMENT_BYTES
 from memplug.session.session import Session
 from memplug.tokenwise import checking
+from memplug.tokenwise.budgets import DeviceBudget
 from memplug.tokenwise.checking import AlphaCheck, fitting, unhindered_s
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.tape import Form, Record
@@ -286,9 +286,8 @@ class Ranks:
 def checked(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, own: Any, steps: int, alpha: float = 0.5) -> AlphaCheck:
     """After so many steps, in each of which this rank finds out `own`."""
     executor = Executor(Device(), 1 << 20, min_offload_bytes=1)
-    config = MemplugConfig(enabled=True, tokenwise={"alpha": alpha})
     monkeypatch.setattr(AlphaCheck, "_fitting", lambda self: own)
-    check = AlphaCheck(config, [], executor, ranks)
+    check = AlphaCheck(alpha, DeviceBudget(executor.device), [], executor, ranks)
     for _ in range(steps):
         check.end_step()
     return check

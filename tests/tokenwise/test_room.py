@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import memplug
-from memplug.config import MemplugConfig
 from memplug.device.device import Device
 from memplug.device.memory import DeviceMemory
 from memplug.device.reserved import Reserved, Served
 from memplug.session.ranks import Ranks
 from memplug.session.table import Stage
+from memplug.tokenwise.budgets import DeviceBudget
 from memplug.tokenwise.room import Room
 from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
 
@@ -47,11 +47,8 @@ class Counting(Device):
 def room_for(served: Served, budget_bytes: float | None = None) -> tuple[Room, Counted]:
     device = Counting()
     budget_gib = "auto" if budget_bytes is None else budget_bytes / 2**30
-    config, reserved = (
-        MemplugConfig(enabled=True, device_budget_gib=budget_gib),
-        Reserved(device.memory, lambda: served),
-    )
-    return Room(config, device, Ranks(), reserved), device.memory
+    reserved = Reserved(device.memory, lambda: served)
+    return Room(DeviceBudget(device, budget_gib), Ranks(), reserved), device.memory
 
 
 def test_without_the_arena_a_step_reserves_what_torchs_allocator_caches_too() -> None:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import memplug
-from memplug.config import MemplugConfig
+from memplug.device.device import Device
 from memplug.profile.trace import Pass
 from memplug.session.session import Session
-from memplug.tokenwise import budgets
+from memplug.tokenwise.budgets import DeviceBudget
 from memplug.tokenwise.plan.solver import Budget, Operator, Region
 from memplug.tokenwise.rounding import Rounding
 from tests.support.blocks import LAYERS, assert_same, gradients, train_stacks
@@ -177,8 +177,8 @@ def test_a_plan_with_buffers_swaps_what_one_without_would_keep(monkeypatch: pyte
 
     def kept(room_bytes: int, buffers: int) -> tuple[int, bool]:
         model, reference = pair()
-        monkeypatch.setattr(budgets, "device_room_bytes", lambda *args: room_bytes)
-        monkeypatch.setattr(budgets, "device_bytes", lambda *args: 1 << 40)
+        monkeypatch.setattr(DeviceBudget, "room_bytes", lambda *args: room_bytes)
+        monkeypatch.setattr(DeviceBudget, "nbytes", 1 << 40)
         with attached(model, "auto", arena=False, buffers=buffers) as session:
             while session.solution is None:
                 step(model, reference, session, exact=False)
@@ -196,6 +196,6 @@ def test_a_plan_with_buffers_swaps_what_one_without_would_keep(monkeypatch: pyte
 
 def test_the_predicted_peak_has_the_buffers_that_are_reserved() -> None:
     executor = SimpleNamespace(transfer=SimpleNamespace(buffer_bytes=30))
-    rounding = Rounding(MemplugConfig(), executor, planned=True)
+    rounding = Rounding(DeviceBudget(Device()), executor, planned=True)
     assert rounding.peak_bytes(SimpleNamespace(peak_bytes=100)) == 130
     assert rounding.peak_bytes(SimpleNamespace(peak_bytes=None)) is None is rounding.peak_bytes(None)

@@ -63,7 +63,7 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
     found = serve_between(kind, nbytes, stream);
   }
   if (found == nullptr) {
-    return count(nullptr, *missed, counters_.native_bytes);
+    return count(nullptr, *missed, counters_.fallback_bytes);
   }
   return count(found, counters_.reusable, counters_.reusable_bytes);
 }

@@ -101,7 +101,7 @@ struct ArenaCounters {
   int64_t occupied = 0; // its address was in use,
   int64_t dynamic_missed = 0; // or no reusable space of its group was large enough
   int64_t without_gradients = 0; // or it is a validation's, and no reusable space was large enough
-  int64_t native_bytes = 0; // of all four
+  int64_t fallback_bytes = 0; // of all four
   int64_t lasting = 0; // left to the native allocator, as what such a request gets outlives its step
   int64_t lasting_bytes = 0;
   int64_t elsewhere = 0; // likewise, of threads that do not train, and of passes that are withheld
@@ -116,7 +116,7 @@ struct ArenaCounters {
   int64_t wanted_bytes = 0; // now: of blocks whose end is told, as their beginning was
   int64_t told_bytes = 0; // now: of blocks whose end is told to a recording, which are all of them while there is a plan
 
-  int64_t served() const {
+  int64_t from_arena() const {
     return planned + dynamic + reusable;
   }
   // Requests of threads that train that the native allocator served.
@@ -148,7 +148,7 @@ inline constexpr ArenaCounter ARENA_COUNTERS[] = {
     {"occupied", &ArenaCounters::occupied},
     {"dynamic_missed", &ArenaCounters::dynamic_missed},
     {"without_gradients", &ArenaCounters::without_gradients},
-    {"native_bytes", &ArenaCounters::native_bytes},
+    {"fallback_bytes", &ArenaCounters::fallback_bytes},
     {"lasting", &ArenaCounters::lasting},
     {"lasting_bytes", &ArenaCounters::lasting_bytes},
     {"elsewhere", &ArenaCounters::elsewhere},

@@ -58,7 +58,7 @@ void add_counters(py::module_& module) {
   for (const auto& [name, value, is_now] : ARENA_COUNTERS) {
     counters.def_readonly(name, value);
   }
-  counters.def_property_readonly("served", &ArenaCounters::served)
+  counters.def_property_readonly("from_arena", &ArenaCounters::from_arena)
       .def_property_readonly("fallback", &ArenaCounters::fallback)
       .def_property_readonly("mismatched", &ArenaCounters::mismatched)
       .def("since", &ArenaCounters::since);

@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from memplug.config import MemplugConfig
-from memplug.device.capacity import DEVICE_SHARE
+from memplug.device.capacity import granted_bytes
 from memplug.predict.estimator.estimate import estimate_workload
 from memplug.predict.estimator.request import Request
 from memplug.predict.estimator.workload import Workload
@@ -87,23 +86,18 @@ def capacity_bytes(hardware: Hardware, config: MemplugConfig, mode: str) -> floa
     """That a step of a mode may take of the device: memplug keeps to its budget, or leaves some of it free."""
     if mode != "memplug":
         return hardware.memory_bytes
-    if config.device_budget_gib == "auto":
-        return hardware.memory_bytes * DEVICE_SHARE
-    return min(config.device_budget_gib * GIB, hardware.memory_bytes)
+    return granted_bytes(config.device_budget_gib, hardware.memory_bytes)
 
 
 def least_bytes(workload: Workload, request: Request, mode: str) -> float:
     """That a step of a mode takes at least: of memplug, with everything in layers swapped or recomputed, and nothing
     outside of them; of the others, what torch's allocator reserves.
     """
-    config = request.config
-    changes: dict[str, Any] = {
-        "device_budget_gib": NO_BUDGET_GIB,
-        "swap": config.swap.model_copy(update={"enabled": False}),
-    }
-    if mode != "memplug":
-        changes = {"arena": config.arena.model_copy(update={"enabled": False})}
-    alone = dataclasses.replace(request, config=config.model_copy(update=changes), modes=(mode,), plan_dir=None)
+    if mode == "memplug":
+        config = request.config.with_only("tokenwise", "arena").model_copy(update={"device_budget_gib": NO_BUDGET_GIB})
+    else:
+        config = request.config.with_only()
+    alone = dataclasses.replace(request, config=config, modes=(mode,), plan_dir=None)
     found = estimate_workload(workload, alone)
     if mode in found.impossible:
         return found.impossible[mode].least_gib * GIB

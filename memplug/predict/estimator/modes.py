@@ -28,8 +28,7 @@ def block_of(mode: str, config: MemplugConfig, plan_dir: Path | None) -> Memplug
     if mode == "memplug":
         changes["plan_dir"] = str(plan_dir) if plan_dir is not None else False
     else:
-        changes["tokenwise"] = config.tokenwise.model_copy(update={"enabled": False})
-        changes["swap"] = config.swap.model_copy(update={"enabled": False})
+        config = config.with_only("arena")
     return config.model_copy(update=changes)
 
 

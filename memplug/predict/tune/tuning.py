@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memplug.config import read_ds_config
-from memplug.device.capacity import DEVICE_SHARE
+from memplug.device.capacity import granted_bytes
 from memplug.errors import TuneError
 from memplug.predict.estimator.shapes import Shape
 from memplug.predict.tune.deepspeed import GIB, deepspeed_json
@@ -72,9 +72,7 @@ def tune(
     profiles = {size: profile(machine.hardware, shape, size, tokens) for size in sorted(sizes)}
     space = space_of(fixed, machine, profiles)
     estimator = StepEstimator(machine, profiles)
-    device_bytes = DEVICE_SHARE * machine.hardware.memory_bytes
-    if block.device_budget_gib != "auto":
-        device_bytes = min(block.device_budget_gib * GIB, machine.hardware.memory_bytes)
+    device_bytes = granted_bytes(block.device_budget_gib, machine.hardware.memory_bytes)
     limits = Limits(device_bytes, host_bytes)
     found = search(space.boxes, estimator, limits, COUNT)
     if not found.best:

@@ -9,7 +9,7 @@ import logging
 import pytest
 import torch
 
-from memplug.config import MemplugConfig
+from memplug.tokenwise.budgets import DeviceBudget
 from memplug.tokenwise.engine.core import core
 from memplug.tokenwise.rounding import Rounding
 from tests.support.blocks import Stack, assert_clean, assert_same, gradients, tokenwise, train_stacks
@@ -213,7 +213,7 @@ def test_a_device_without_room_goes_without_and_says_so_once(room_bytes: int, ca
     model, reference = pair()
     device = Watched(room_bytes=ENOUGH_BYTES)
     executor = tokenwise(model, 1.0, device)
-    rounding = Rounding(MemplugConfig(), executor, planned=False)
+    rounding = Rounding(DeviceBudget(device), executor, planned=False)
     with device:
         for seed, frame_bytes in enumerate((room_bytes, 2 * ENOUGH_BYTES, 3 * ENOUGH_BYTES)):
             executor.flow.largest_frame_bytes = frame_bytes

@@ -1,0 +1,64 @@
+"""A technique is a room, and named wherever one has to be: whoever adds one and leaves a place out finds it here."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import re
+from pathlib import Path
+
+import pytest
+
+from memplug.block import TECHNIQUES, MemplugConfig
+from memplug.native import CORE
+from memplug.session.techniques import AGREED, FOLLOWING
+from tests.support.folders import ROOT
+
+PACKAGE = ROOT / "memplug"
+
+
+def contract(name: str) -> configparser.SectionProxy:
+    """One of the linter's."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    return setup[f"importlinter:contract:{name}"]
+
+
+def test_each_room_with_a_technique_has_a_section_and_an_entry() -> None:
+    rooms = {path.parent.name for path in PACKAGE.glob("*/technique.py")} - {"session"}  # which has the interface
+    assert sorted(rooms) == sorted(TECHNIQUES)
+    assert sorted(technique.name for technique in (AGREED, *FOLLOWING)) == sorted(TECHNIQUES)
+
+
+def test_each_technique_follows_its_section() -> None:
+    everything = MemplugConfig(enabled=True, **{name: {"enabled": True} for name in TECHNIQUES})
+    for technique in (AGREED, *FOLLOWING):
+        assert technique.is_wanted(everything.with_only(technique.name))
+        assert not technique.is_wanted(everything.with_only(*set(TECHNIQUES) - {technique.name}))
+    assert not everything.with_only().active
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_the_linter_knows_each_technique(name: str) -> None:
+    room = f"memplug.{name}"
+    assert room in contract("wings")["modules"].split()
+    assert room in contract("interface")["source_modules"].split()
+    assert room in contract("stages")["forbidden_modules"].split()
+    layers = contract("layers")["layers"].split()
+    assert f"{room}.technique" in layers
+    assert f"{room}.plan" in layers or not (PACKAGE / name / "plan").is_dir()
+
+
+def test_the_native_core_has_every_folder_of_cpp_but_libraries_of_their_own() -> None:
+    folders = {file.parent.relative_to(PACKAGE) for file in PACKAGE.rglob("*.cpp")}
+    apart = {Path("arena/native/packing"), Path("tokenwise/native/rules"), Path("predict/virtual/native")}
+    assert {folder.relative_to(PACKAGE) for folder in CORE.folders} == folders - apart
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_no_technique_reads_the_section_of_another(name: str) -> None:
+    """What it has to know of others it is given (`memplug.session.given`)."""
+    for file in (PACKAGE / name).rglob("*.py"):
+        read = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
+        of_block = {node.attr for node in read if re.search(r"\b_?(config|block)$", ast.unparse(node.value))}
+        assert not of_block & {"asks_for", *TECHNIQUES} - {name}, file
