@@ -276,17 +276,6 @@ def describe(name: str, overload: str) -> int:
     return sum(1 << bit for bit, holds in enumerate(traits) if holds)
 
 
-def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a mutable operator writes in place."""
-    if is_exchange(func):
-        return [] if func._schema.name in _WRITES_NOTHING else list(tensors_in(args[:1]))
-    values = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    names = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
-    if func._schema.name in _STATISTICS and values.get("training", True):
-        names += ["running_mean", "running_var"]
-    return list(tensors_in([values.get(name) for name in names]))
-
-
 def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
     """The tensors of an argument list, and of the lists in it (operator schemas allow two levels of them)."""
     for value in values:
