@@ -10,8 +10,7 @@ memplug/native/blocks.h has it for C++.
 """
 
 HOST_ROW_BYTES = 512
-"""What rows of pinned host memory are rounded up to; memplug/device/native/host_rows.h has it for C++.
-"""
+"""What rows of pinned host memory are rounded up to; memplug/device/native/host_rows.h has it for C++."""
 
 UNLIMITED_BYTES = 2**62
 """More than any memory has, and still an int64 where another size is added."""
