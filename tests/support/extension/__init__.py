@@ -1,4 +1,5 @@
-"""The tests' own C++ around parts of the core: streams that leave out a kind of wait, and a swap list without tensors.
+"""The tests' own C++ around parts of the core: streams that leave out a kind of wait, a swap list without
+tensors, and watchers of operators.
 
 It is built on first use, as the core is.
 """
