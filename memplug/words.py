@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+from memplug.sizes import GIB, KIB, MIB
+
+_UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
 
 
 def axis_unit(most_bytes: float) -> tuple[str, int]:

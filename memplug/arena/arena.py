@@ -19,6 +19,7 @@ from memplug import native
 from memplug.arena.tables import Tables
 from memplug.errors import ArenaError
 from memplug.profile.records import Pass
+from memplug.sizes import GIB
 
 
 class Counters(Protocol):
@@ -137,7 +138,7 @@ class Arena:
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is one
             self.close()
             self._native.close_arena()
-            needed_gib = (tables.reused_bytes + tables.kept_bytes) / 2**30
+            needed_gib = (tables.reused_bytes + tables.kept_bytes) / GIB
             raise ArenaError(
                 f"{needed_gib:.2f} GiB for the arena cannot be reserved: {_first_line(error)}",
                 'Lower "device_budget_gib", so that less is kept on the device; or set "arena": {"enabled": false}, '

@@ -12,12 +12,12 @@ import numpy as np
 from memplug.arena.arena import Arena, Counters
 from memplug.arena.plan.part import AddressPlan
 from memplug.arena.tables import Tables
+from memplug.sizes import BLOCK_BYTES, rounded_up
 
 SPARE_SHARE = 0.25  # of an annex, since its requests are placed as they come
 CROWDED_STEPS = 3  # in a row in which it did not suffice, after which it is made larger
 GROWTH = 1.5
 MOST = 2.0  # times what they have in use at once
-GRANULARITY_BYTES = 512
 
 
 class LeftoverRoom:
@@ -56,7 +56,7 @@ class LeftoverRoom:
         wanted = (1 + SPARE_SHARE) * needed
         if self._crowded_steps >= CROWDED_STEPS:
             wanted = max(wanted, min(GROWTH * self._bytes, MOST * needed))
-        wanted = min(-(-int(wanted) // GRANULARITY_BYTES) * GRANULARITY_BYTES, tables.reused_bytes)
+        wanted = min(rounded_up(int(wanted), BLOCK_BYTES), tables.reused_bytes)
         return wanted > self._bytes and self._resize(wanted)
 
     def _resize(self, nbytes: int) -> bool:

@@ -13,13 +13,14 @@ from memplug.arena.plan.part import AddressPlan
 from memplug.arena.plan.problem import Problem
 from memplug.errors import LayoutError
 from memplug.profile.records import Pass
+from memplug.sizes import BLOCK_BYTES
 
-MARGIN_BYTES = 512
+MARGIN_BYTES = BLOCK_BYTES
 """What follows each block in the mode that checks."""
 
 PLANNED_REQUEST = np.dtype(  # in program order within each place
     [
-        ("size", "<i8"),  # bytes, a multiple of 512; in the mode that checks, with MARGIN_BYTES
+        ("size", "<i8"),  # bytes, a multiple of BLOCK_BYTES; in the mode that checks, with MARGIN_BYTES
         ("offset", "<i8"),  # in the part that is used again and again; of no meaning where `kept` is not -1
         ("crosses", "<u8"),  # bit n: stream n uses some of these bytes at other times
         ("phase", "<i4"),  # (micro-batch + 1) * 8 + pass

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Literal
 
 from memplug.device.device import Device
+from memplug.sizes import GIB, UNLIMITED_BYTES
 
-GIB = 2**30
-MOST_BYTES = 1 << 62  # that a budget comes to, however large a number the block has
 DEVICE_SHARE = 0.92  # of the device's memory, that a plan may fill
 
 
 def device_bytes(asked_gib: float | Literal["auto"], device: Device) -> int | None:
     """The most that a plan's step may have in use on the device; None: nothing was asked for on the CPU."""
     if device.memory is None:
-        return None if asked_gib == "auto" else int(min(asked_gib * GIB, MOST_BYTES))
+        return None if asked_gib == "auto" else int(min(asked_gib * GIB, UNLIMITED_BYTES))
     return granted_bytes(asked_gib, device.memory.own_bytes)
 
 

@@ -16,10 +16,10 @@ from statistics import median
 import torch
 
 from memplug.errors import coded
+from memplug.sizes import MIB
 
 _log = logging.getLogger("memplug")
 
-_MIB = 1 << 20
 _REPEATS = 5
 
 
@@ -69,11 +69,11 @@ def measure(device: torch.device | str) -> Hardware:
     available = host_available_bytes()
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        name, link_bytes = torch.cuda.get_device_name(device), 256 * _MIB
+        name, link_bytes = torch.cuda.get_device_name(device), 256 * MIB
     else:
         free, total = available, max(available, _meminfo_bytes(Path("/proc/meminfo"), "MemTotal"))
         # Caches hold less than this, and the buffers are touched in a fraction of a second.
-        name, link_bytes = platform.processor() or platform.machine(), 64 * _MIB
+        name, link_bytes = platform.processor() or platform.machine(), 64 * MIB
     pinned = _pinned_alloc_bytes_per_s(device)
     d2h, h2d = measure_links(device, link_bytes)
     return Hardware(
@@ -90,7 +90,7 @@ def measure(device: torch.device | str) -> Hardware:
 
 
 def measure_links(
-    device: torch.device | str, size_bytes: int = 256 * _MIB, *, together: bool = True
+    device: torch.device | str, size_bytes: int = 256 * MIB, *, together: bool = True
 ) -> tuple[float, float]:
     """Measures the copy bandwidth between device and host, in both directions at once or in each alone.
 
@@ -127,15 +127,15 @@ def link_rates(device: torch.device) -> tuple[float, float]:
     Raises:
         ValueError: Another kind of device.
     """
-    size_bytes = 64 * _MIB
+    size_bytes = 64 * MIB
     if device.type == "cuda":  # what is measured with leaves the peak of the program's own memory as it is
         room_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-        size_bytes = min(size_bytes, max(_MIB, room_bytes // 2))
+        size_bytes = min(size_bytes, max(MIB, room_bytes // 2))
     while True:
         try:
             return measure_links(device, size_bytes)
         except torch.OutOfMemoryError:
-            if size_bytes <= _MIB:
+            if size_bytes <= MIB:
                 raise
             size_bytes //= 2
 
@@ -237,7 +237,7 @@ def _cpu_copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
     return [median(seconds) for seconds in times]
 
 
-def _pinned_alloc_bytes_per_s(device: torch.device, size_bytes: int = 64 * _MIB) -> float:
+def _pinned_alloc_bytes_per_s(device: torch.device, size_bytes: int = 64 * MIB) -> float:
     def allocate() -> float:
         start = time.perf_counter()
         with _pinned(size_bytes, device):

@@ -17,11 +17,11 @@ import torch
 
 from memplug.device.device import Device
 from memplug.errors import coded
+from memplug.sizes import GIB, HOST_ROW_BYTES, MIB, rounded_up
 
 log = logging.getLogger("memplug")
 
-ALIGNMENT_BYTES = 512
-SMALLEST_SLAB_BYTES = 64 << 20
+SMALLEST_SLAB_BYTES = 64 * MIB
 GROWTH = 1 / 2  # of the pool, where nothing says how large it will have to be
 GROWTH_BEYOND_PLAN = 1 / 16
 
@@ -69,7 +69,9 @@ class HostPool:
         other. Where rows are in use the slabs stay, and one of what is missing is added.
         """
         self._planned_bytes = max(self._planned_bytes, nbytes)
-        planned = min(_aligned(self._planned_bytes), self.budget_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+        planned = min(
+            rounded_up(self._planned_bytes, HOST_ROW_BYTES), self.budget_bytes // HOST_ROW_BYTES * HOST_ROW_BYTES
+        )
         if not self.used_bytes and (len(self.slabs) != 1 or self.capacity_bytes != planned):
             self.close()
         if planned > self.capacity_bytes:
@@ -93,11 +95,11 @@ class HostPool:
 
     def _grow(self, size: int) -> bool:
         capacity = self.capacity_bytes
-        room = (self.budget_bytes - capacity) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        room = (self.budget_bytes - capacity) // HOST_ROW_BYTES * HOST_ROW_BYTES
         if size > room:
             return False
         share = GROWTH_BEYOND_PLAN if self._planned_bytes else GROWTH
-        return self._add(_aligned(min(room, max(size, SMALLEST_SLAB_BYTES, int(capacity * share)))))
+        return self._add(rounded_up(min(room, max(size, SMALLEST_SLAB_BYTES, int(capacity * share))), HOST_ROW_BYTES))
 
     def _add(self, nbytes: int) -> bool:
         """One slab more."""
@@ -109,7 +111,7 @@ class HostPool:
                 "memplug: the host has no memory for another %.2f GiB of swapped rows, and more is recomputed: %s. "
                 'Lower "host_budget_gib", or free host memory'
             )
-            log.warning(coded("MP017", text), nbytes / 2**30, error)
+            log.warning(coded("MP017", text), nbytes / GIB, error)
             self.budget_bytes = capacity
             return False
         if self.device.kind == "cuda":
@@ -126,10 +128,6 @@ class HostPool:
         self.slabs.append(slab)
         self.rows.add(slab)
         return True
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _give_back(device: Device, slabs: list[torch.Tensor], pinned: list[torch.Tensor]) -> None:

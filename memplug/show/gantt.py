@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from memplug.figures.figure import Axis, Bars, Column, Figure, Group, Panel
+from memplug.profile.operator_names import CONVOLUTION, MATMULS
 from memplug.show import trace_events
 from memplug.words import duration
 
@@ -17,7 +18,6 @@ TRACKS = ("host", "prefetch", "offload", "compute")
 COPIES = {"to host": "offload", "to device": "prefetch"}
 KINDS = {"attention": "#c8520f", "matrix product": "#2166a5", "other kernels": "#9cc8e8"}
 COLOURS = {**KINDS, "offload": "#3f8f5b", "prefetch": "#6a4c9c", "host": "#8c8f3f"}
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "convolution")
 BARS = 1500  # that a step is at most divided into, on one track
 LONG_S = 10.0  # of a step, from which the clock counts seconds
 QUEUE_S = 20e-6  # up to which the host is busy from one kernel to the next
@@ -106,7 +106,7 @@ def _placed(spans: Iterable[Span]) -> Iterator[tuple[str, str, float, float]]:
 def _kind(name: str) -> str:
     if name.startswith("attention"):
         return "attention"
-    return "matrix product" if name in PRODUCTS else "other kernels"
+    return "matrix product" if name in (*MATMULS, CONVOLUTION) else "other kernels"
 
 
 def _words(bar: Bar) -> str:

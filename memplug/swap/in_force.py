@@ -13,6 +13,7 @@ import torch
 from memplug.device.device import Device
 from memplug.device.host_pool import HostPool
 from memplug.errors import SwapError
+from memplug.profile.operator_names import COLLECTIVES
 from memplug.profile.recorder import dtype_numbers
 from memplug.swap.plan.from_trace import Clock
 from memplug.swap.plan.part import SwapPart
@@ -177,6 +178,7 @@ class InForce:
             tables.targets,
             tables.anchors,
             min_bytes,
+            COLLECTIVES,
             self._swapper,
             device_type,
         )

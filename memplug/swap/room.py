@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from memplug.device.capacity import GIB, device_bytes
+from memplug.device.capacity import device_bytes
 from memplug.device.device import Device
 from memplug.device.reserved import Reserved
 from memplug.profile.trace import Trace
+from memplug.sizes import GIB
 from memplug.swap.plan.from_trace import held_bytes
 
 TIGHTER = 3  # times at most that a list is made anew for less memory, since a step under it took more than it says

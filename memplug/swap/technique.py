@@ -21,6 +21,7 @@ from memplug.profile.recorder import Detail
 from memplug.profile.trace import Trace
 from memplug.session.given import Given
 from memplug.session.technique import Technique
+from memplug.sizes import UNLIMITED_BYTES
 from memplug.swap.in_force import InForce, Relief
 from memplug.swap.judge import mistakes_of_places
 from memplug.swap.plan.from_trace import clock_of
@@ -33,7 +34,6 @@ from memplug.words import size
 MISSED_SHARE = 0.05  # of a list's tensors, above which a step counts against it
 MISSED_STEPS = 3  # in a row
 OTHERS = 3  # recorded steps at most, where a list is made anew, that fit without one: a shorter batch's
-UNLIMITED_BYTES = 1 << 62
 MEASURED_STEP = 2  # under a list: the first one of a run is not seen from its beginning
 
 

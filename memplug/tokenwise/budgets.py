@@ -11,11 +11,10 @@ from memplug.config import MemplugConfig
 from memplug.device import capacity
 from memplug.device.capacity import DEVICE_SHARE
 from memplug.device.device import Device
-from memplug.device.host_pool import ALIGNMENT_BYTES
 from memplug.errors import BudgetError
+from memplug.sizes import GIB, HOST_ROW_BYTES, UNLIMITED_BYTES
 from memplug.tokenwise.plan import solver as plan
 
-GIB = 2**30
 HOST_SHARE = 0.8  # of the memory that is available now, shared by the processes of this machine
 # processes of this machine, as torchrun, DeepSpeed's launcher, Open MPI, MVAPICH and Slurm tell them
 LOCAL_SIZES = (
@@ -30,7 +29,7 @@ LOCAL_SIZES = (
 def host_budget_bytes(config: MemplugConfig, device: Device) -> int:
     """Bound of the pinned pool of a process with that device."""
     if config.host_budget_gib != "auto":
-        return int(min(config.host_budget_gib * GIB, capacity.MOST_BYTES))
+        return int(min(config.host_budget_gib * GIB, UNLIMITED_BYTES))
     processes = next((os.environ[name] for name in LOCAL_SIZES if os.environ.get(name, "").isdigit()), "1")
     return int(device.host_available_bytes() * HOST_SHARE / int(processes))
 
@@ -87,7 +86,7 @@ class DeviceBudget:
             d2h_bytes_per_s=d2h,
             h2d_bytes_per_s=h2d,
             host_bytes=host_bytes,
-            padding_bytes=ALIGNMENT_BYTES - 1,
+            padding_bytes=HOST_ROW_BYTES - 1,
             device_bytes=room_bytes,
             in_flight=(in_flight or (plan.InFlight(buffers),)) if is_limited else (),
             buffers=buffers if is_limited and self.has_buffers else 0,

@@ -13,7 +13,7 @@ from math import ceil
 from statistics import fmean, median
 from typing import Any
 
-from memplug.device.host_pool import ALIGNMENT_BYTES
+from memplug.sizes import HOST_ROW_BYTES
 from memplug.tokenwise import host_time
 from memplug.tokenwise.engine import operators
 from memplug.tokenwise.engine.executor import Executor
@@ -271,7 +271,7 @@ def _frame_bytes(tape: Tape, group: plan.Group, observer: Observer, name: str) -
     """A tensor of which some rows are swapped is prefetched in full size: the other rows are recomputed in place."""
     outputs = [tape.bytes[number] for index in group.fractions for number in tape.records[index].outputs]
     tensors = observer.input_tensors[name] + len(outputs)
-    return observer.largest_input_bytes[name] + sum(outputs) + tensors * (ALIGNMENT_BYTES - 1)
+    return observer.largest_input_bytes[name] + sum(outputs) + tensors * (HOST_ROW_BYTES - 1)
 
 
 def put(decisions: Decisions | None, regions: Sequence[Region], executor: Executor) -> None:

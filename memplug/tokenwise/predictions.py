@@ -12,6 +12,7 @@ import logging
 
 from memplug.errors import coded
 from memplug.profile.similarity import Program
+from memplug.sizes import GIB
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.plan.decisions import Decisions
 
@@ -72,7 +73,7 @@ class Predictions:
                 "memplug: a step under a plan offloaded %.3f GiB, and was to offload %.3f: its predicted times are off "
                 "by as much. Results are right; report it unless shapes change from step to step"
             )
-            log.warning(coded("MP013", text), offloaded / 2**30, expected / 2**30)
+            log.warning(coded("MP013", text), offloaded / GIB, expected / GIB)
 
     def _counts(self) -> tuple[int, ...]:
         executor = self._executor

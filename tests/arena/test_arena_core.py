@@ -14,12 +14,13 @@ from tests.support.folders import ROOT
 RANDOM_SEEDS = "300"  # of the random requests
 PROGRAMS = ("arena_test", "arena_plans_test")
 SOURCES = tuple(f"memplug/arena/native/{name}.cpp" for name in ("arena", "arena_plan", "leftovers", "pending_uses"))
+INCLUDED = "-Imemplug/native"  # blocks.h
 COMPILER = shutil.which("c++") or shutil.which("g++")
 
 
 def compiler(arguments: Sequence[str], *flags: str, source: str = "") -> subprocess.CompletedProcess[str]:
     """What it says of these arguments, and of a program that it reads from standard input."""
-    command = [COMPILER, "-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread", *flags, *arguments]
+    command = [COMPILER, "-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread", INCLUDED, *flags, *arguments]
     return subprocess.run(command, cwd=ROOT, input=source, capture_output=True, text=True, timeout=300)
 
 

@@ -34,11 +34,11 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from memplug.hooks.places import Places
-from memplug.profile.logical_layers import group_edges
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Fingerprint, Pass, Trace
 from tests.bench.table import Row, figures, render, write_rows
 from tests.support.grouping import estimate_error, group_variation
+from tests.support.logical_layers import group_edges
 
 BENCH = "logical_layers"
 PASSES = (Pass.FORWARD, Pass.BACKWARD)

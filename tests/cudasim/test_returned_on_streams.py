@@ -45,7 +45,7 @@ def swapper() -> Iterator[Any]:
     pool = HostPool(own, SLAB_BYTES, core)
     pool.reserve(SLAB_BYTES)
     swapper = core.StorageSwapper(own.streams(core), pool.slabs[0])
-    core.load_swap_list([], [], b"", b"", b"", 1, swapper, core.device_type("cuda"))
+    core.load_swap_list([], [], b"", b"", b"", 1, [], swapper, core.device_type("cuda"))
     core.begin_swap_step()
     yield swapper
     assert core.end_swap_step()

@@ -36,7 +36,7 @@ def there_and_back(missing: Wait | None) -> None:
     pool = HostPool(own, SLAB_BYTES, core)
     pool.reserve(SLAB_BYTES)
     swapper = core.StorageSwapper(leaving_out(own.streams(core), missing), pool.slabs[0])
-    core.load_swap_list([], [], b"", b"", b"", 1, swapper, core.device_type("cuda"))
+    core.load_swap_list([], [], b"", b"", b"", 1, [], swapper, core.device_type("cuda"))
     core.begin_swap_step()
     for _ in range(3):
         tensor = torch.full((COUNT,), 2.0, device="cuda").sin_()

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from memplug.device import host_pool
 from memplug.device.device import Device
-from memplug.device.host_pool import ALIGNMENT_BYTES, HostPool
+from memplug.device.host_pool import HostPool
+from memplug.sizes import HOST_ROW_BYTES
 from memplug.tokenwise.engine.core import core
 
 SLAB_BYTES = 4096
@@ -44,8 +45,8 @@ class Pins(Device):
 def test_a_slot_has_the_bytes_asked_for(nbytes: int) -> None:
     pool = HostPool(Device(), 1 << 20, core())
     slot = pool.rows.take(nbytes)
-    assert slot.nbytes == nbytes <= slot.size < nbytes + ALIGNMENT_BYTES
-    assert slot.offset % ALIGNMENT_BYTES == slot.size % ALIGNMENT_BYTES == 0
+    assert slot.nbytes == nbytes <= slot.size < nbytes + HOST_ROW_BYTES
+    assert slot.offset % HOST_ROW_BYTES == slot.size % HOST_ROW_BYTES == 0
     assert slot.offset + slot.size <= pool.slabs[slot.slab].numel()
 
 

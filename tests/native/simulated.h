@@ -27,7 +27,7 @@ namespace {
 
 const int main_stream = 0, side_stream = 0;
 const Stream MAIN = &main_stream, SIDE = &side_stream;
-constexpr int64_t UNIT = GRANULARITY;
+constexpr int64_t UNIT = BLOCK_BYTES;
 
 // Work queued on a stream is a running number; waiting for an event brings a stream up to another's.
 struct Simulated final : Device {

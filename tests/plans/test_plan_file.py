@@ -191,6 +191,7 @@ FORGED = {
     "no truth": put([0, 0, 2, 0], "buffers", "outlives"),
     "ids of two kinds": put([0, 1, "x", 3], "buffers", "id"),
     "too few ids": put([0, 1], "buffers", "id"),
+    "too few ids of text": put(["0", "1"], "buffers", "id"),
     "fewer requests": put(3, "requests"),
     "no size": put([512, 0, 512, 512], "buffers", "size"),
     "no time": put([1, 2, 3, 5], "buffers", "lower"),
@@ -323,6 +324,7 @@ def test_a_swap_list_is_loaded_as_it_was_saved(path):
         (Decisions, put(float("nan"), "parts", "tokenwise", "solution", "step_s")),
         (Decisions, put([["aten::mm", "1", False]], "parts", "tokenwise", "settings", "layers.0", "plan")),
         (Decisions, put(1, "parts", "tokenwise", "comment")),
+        (Decisions, lambda document: document["parts"]["tokenwise"].pop("frame_bytes")),  # which has a default
     ],
 )
 def test_parts_with_a_right_digest_are_not_trusted_either(path, kind, change):

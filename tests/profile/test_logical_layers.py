@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplug.errors import TraceError
-from memplug.profile.logical_layers import group_edges, logical_layers
 from memplug.profile.trace import Pass
 from tests.support import rows
 from tests.support.grouping import estimate_error, group_variation
+from tests.support.logical_layers import group_edges, logical_layers
 from tests.support.traces import Recording, recordings, training
 
 

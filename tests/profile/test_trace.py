@@ -286,7 +286,7 @@ def test_a_fingerprint_digests_to_the_same_in_every_process_and_to_another_when_
 def test_reading_traces_needs_no_torch():
     code = (
         "import sys\n"
-        "import memplug.profile.trace_file, memplug.profile.tensors, memplug.profile.logical_layers\n"
+        "import memplug.profile.trace_file, memplug.profile.tensors, tests.support.logical_layers\n"
         "print('torch' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

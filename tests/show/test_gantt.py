@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from memplug.predict.estimator.result import Span
+from memplug.profile.operator_names import CONVOLUTION, MATMULS
 from memplug.show.gantt import BARS, TRACKS, bars_of, gantt, write_chrome
 from memplug.show.page import write_page
 from memplug.show.picture import write_picture
@@ -33,6 +34,12 @@ def test_neighbours_of_a_kind_are_one_bar_and_each_is_on_its_track() -> None:
         ("host", "host", 0.0, 0.00003, 4),
         ("host", "host", 0.4, 0.40001, 2),
     }
+
+
+@pytest.mark.parametrize("name", [*MATMULS, CONVOLUTION])
+def test_whatever_the_costs_count_as_a_product_is_drawn_as_one(name: str) -> None:
+    (bar,) = [bar for bar in bars_of([Span(0, 0.0, 1.0, 0.0, name)], 1.0) if bar.track == "compute"]
+    assert bar.kind == "matrix product"
 
 
 def test_a_long_step_has_no_more_bars_than_a_picture_shows() -> None:

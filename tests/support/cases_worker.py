@@ -89,11 +89,12 @@ def run_short(session: Any, step: int, short: list[int]) -> None:
     """
     import torch.distributed as dist
 
-    rows = session._attached.executor.pool.rows
+    pool = session._attached.executor.pool
     if short[1] == step + 1:
-        rows.peak_bytes = 0  # of that step alone
+        pool.rows.peak_bytes = 0  # of that step alone
     if short == [dist.get_rank(), step]:
-        rows.limit_bytes = rows.peak_bytes // 2
+        pool.close()
+        pool.budget_bytes = pool.peak_bytes // 2
 
 
 def _digest_gradients(module: torch.nn.Module) -> str:

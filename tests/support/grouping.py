@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from memplug.profile.logical_layers import group_edges
+from tests.support.logical_layers import group_edges
 
 
 def group_variation(operator_s: np.ndarray, groups: int) -> float:

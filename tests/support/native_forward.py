@@ -57,7 +57,7 @@ class Run:
     def restored(self, captured: dict[int, bool], substitute: Callable[[int], Any]) -> dict[int, torch.Tensor]:
         """What a recompute pass gives."""
         self.forward.decide(captured, [])
-        self.forward.replay(substitute)
+        self.forward.replay_with(substitute)
         return self.forward.restored()
 
 

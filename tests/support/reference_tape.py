@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplug.tokenwise.engine import operators
-from memplug.tokenwise.engine.operators import tensors_in, written_arguments
+from memplug.tokenwise.engine.operators import tensors_in
 from memplug.tokenwise.engine.tape import Form, Record, storage_of
 
 
@@ -155,6 +155,17 @@ def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     zero.
     """
     return operators.is_random(func) and bool(_argument(func, args, kwargs, "dropout_p", True))
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a mutable operator writes in place."""
+    if operators.is_exchange(func):
+        return [] if func._schema.name in operators._WRITES_NOTHING else list(tensors_in(args[:1]))
+    values = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    names = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    if func._schema.name in operators._STATISTICS and values.get("training", True):
+        names += ["running_mean", "running_var"]
+    return list(tensors_in([values.get(name) for name in names]))
 
 
 def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, absent: Any) -> Any:

@@ -12,8 +12,8 @@ import torch
 
 import memplug
 from memplug.device.device import Device
-from memplug.device.host_pool import ALIGNMENT_BYTES
 from memplug.session.session import Session
+from memplug.sizes import HOST_ROW_BYTES
 from memplug.tokenwise import checking
 from memplug.tokenwise.budgets import DeviceBudget
 from memplug.tokenwise.checking import AlphaCheck, fitting, unhindered_s
@@ -189,7 +189,7 @@ def figures(report: dict[str, Any]) -> tuple[Any, Any]:
 def host_bytes_of(session: Session, alpha: float) -> int:
     """What the layers that send anything need on the host."""
     sending = sum(not each.native.offloads_late for each in session._attached.regions)
-    return int(sending * (WHOLE_BYTES + alpha * ROW_BYTES + HOST_TENSORS * (ALIGNMENT_BYTES - 1)))
+    return int(sending * (WHOLE_BYTES + alpha * ROW_BYTES + HOST_TENSORS * (HOST_ROW_BYTES - 1)))
 
 
 def test_more_than_the_link_hides_is_told_once_with_the_figures_and_stays_in_force(

@@ -110,12 +110,14 @@ def test_what_runs_between_two_steps_is_no_part_of_their_time(plans_by_alpha: No
 
 @pytest.mark.parametrize(("refused", "stays"), [(1, 3), (2, 3), (3, 1)])
 def test_a_plan_that_the_host_had_no_room_for_does_not_stay(
-    refused: int, stays: int, plans_by_alpha: None, clock: Clock
+    refused: int, stays: int, plans_by_alpha: None, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third plan is the fastest, then the first."""
     with paced(clock) as run:
         run.step(times=1 + refused)
-        run.session._attached.executor.transfer.refused += 1
+        transfer = type(run.session._attached.executor.transfer)
+        counted = transfer.refused.fget
+        monkeypatch.setattr(transfer, "refused", property(lambda each: counted(each) + 1))
         run.reach_stable()
         assert f"plan {stays} of 4 tried" in run.session.history[-1][3]
 

@@ -10,10 +10,6 @@ namespace {
 constexpr int32_t LOOK_AROUND = 32; // planned requests, on either side of the one that is expected next
 constexpr int SURROUNDING = 0xA5;
 
-int64_t rounded(size_t nbytes) {
-  return (static_cast<int64_t>(nbytes) + GRANULARITY - 1) / GRANULARITY * GRANULARITY;
-}
-
 } // namespace
 
 // -- requests ---------------------------------------------------------------------------------------------------------
@@ -24,7 +20,7 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
     return nullptr;
   }
   // What is checked has a pattern behind it.
-  const int64_t size = rounded(nbytes) + (checks_ ? GRANULARITY : 0);
+  const int64_t size = in_blocks(static_cast<int64_t>(nbytes)) + (checks_ ? BLOCK_BYTES : 0);
   const auto count = [&](void* found, int64_t& requests, int64_t& sum) {
     requests += 1;
     sum += static_cast<int64_t>(nbytes);

@@ -2,7 +2,8 @@
 // kind of device: those are behind `Device`.
 //
 // A request is matched by its place in the program, its size and its stream. What is handed out is always free at that
-// moment, whatever the plan says: a program that departs from its plan loses addresses, never bytes.
+// moment, whatever the plan says: a program that departs from its plan loses addresses, never bytes. Every size and every
+// address is a multiple of BLOCK_BYTES.
 #pragma once
 
 #include <cstddef>
@@ -15,19 +16,18 @@
 #include <utility>
 #include <vector>
 
+#include "blocks.h"
 #include "live_starts.h"
 #include "pending_uses.h"
 
 namespace memplug {
-
-constexpr int64_t GRANULARITY = 512; // every size and every address is a multiple of it
 
 // What the arena needs of a device, and whom it tells. Called with the arena locked, but for `reserve` and `release`.
 class Device {
  public:
   virtual ~Device() = default;
 
-  // Memory at an address that is a multiple of GRANULARITY; throws where there is not as much. It belongs
+  // Memory at an address that is a multiple of BLOCK_BYTES; throws where there is not as much. It belongs
   // to the current stream: only that one is ordered after its earlier uses, and before its uses after `release`.
   virtual char* reserve(size_t nbytes) = 0;
   virtual Stream current_stream() = 0;
@@ -52,7 +52,7 @@ class Device {
 // Packed as the dtypes of those names in memplug/arena/tables.py.
 #pragma pack(push, 1)
 struct PlannedRequest { // in program order within each place
-  int64_t size; // rounded up to GRANULARITY, with what surrounds it
+  int64_t size; // rounded up to BLOCK_BYTES, with what surrounds it
   int64_t offset; // where `kept` is -1
   uint64_t crosses; // bit n: stream n uses some of these bytes at other times
   int32_t phase;

@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t LARGEST_PART = 2; // memory that is there is used again where it is at most so many times what is asked
 
 size_t hash_of(int64_t offset, size_t mask) {
-  return static_cast<uint64_t>(offset / GRANULARITY) * 0x9E3779B97F4A7C15ull >> 20 & mask;
+  return static_cast<uint64_t>(offset / BLOCK_BYTES) * 0x9E3779B97F4A7C15ull >> 20 & mask;
 }
 
 } // namespace

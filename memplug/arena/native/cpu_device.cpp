@@ -15,9 +15,9 @@ class CpuDevice final : public NativeBlockDevice {
 
   // The native allocator's; aligned by hand.
   char* reserve(size_t nbytes) override {
-    c10::DataPtr memory = native_cpu_allocator().allocate(nbytes + GRANULARITY);
-    const auto address = reinterpret_cast<uintptr_t>(memory.get());
-    char* const begin = reinterpret_cast<char*>((address + GRANULARITY - 1) / GRANULARITY * GRANULARITY);
+    c10::DataPtr memory = native_cpu_allocator().allocate(nbytes + BLOCK_BYTES);
+    const auto address = reinterpret_cast<intptr_t>(memory.get());
+    char* const begin = reinterpret_cast<char*>(in_blocks(address));
     return hold(begin, std::move(memory));
   }
 

@@ -1,4 +1,5 @@
 // The arena's device on CUDA: memory of the native allocator, and the streams' events.
+#include "blocks.h"
 #include "cuda_memory.h"
 
 #ifdef MEMPLUG_CUDA_ARENA
@@ -131,7 +132,7 @@ class CudaDevice final : public RecordingDevice {
 
   void use(int64_t nbytes, int sign) {
     live_bytes_ += sign * nbytes;
-    live_size_ += sign * ((nbytes + GRANULARITY - 1) / GRANULARITY * GRANULARITY);
+    live_size_ += sign * in_blocks(nbytes);
     note_arena_use(live_bytes_, live_size_);
   }
 

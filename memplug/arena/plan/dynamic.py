@@ -12,10 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from memplug.arena.plan.from_trace import GRANULARITY_BYTES, TRAINING
+from memplug.arena.plan.from_trace import TRAINING
 from memplug.arena.plan.part import DynamicSpace
 from memplug.arena.plan.problem import Problem, Solution
 from memplug.profile.trace import Trace
+from memplug.sizes import BLOCK_BYTES, rounded_up
 
 _KEY = ("malloc_phase", "malloc_layer", "free_phase", "free_layer", "stream")
 
@@ -97,7 +98,7 @@ def served(step: Trace, spaces: tuple[DynamicSpace, ...]) -> tuple[int, int]:
         if at is None:  # freed, and it had found no room
             continue
         row = rows[at]
-        size = _rounded(int(row["nbytes"]))
+        size = rounded_up(int(row["nbytes"]), BLOCK_BYTES)
         taken = sorted(live.values())
         stretches = [free for space in of_group[tuple(row[list(_KEY)].item())] for free in _without(space, taken)]
         fits = [stretch for stretch in stretches if stretch[1] - stretch[0] >= size]
@@ -122,10 +123,6 @@ def _numbers_in_place(rows: np.ndarray) -> np.ndarray:
     numbers = np.empty(len(rows), np.int64)
     numbers[order] = np.arange(len(rows)) - first
     return numbers
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // GRANULARITY_BYTES) * GRANULARITY_BYTES
 
 
 def _spans(step: Trace) -> dict[tuple[int, int], tuple[int, int]]:
@@ -182,7 +179,7 @@ def _complement(starts: np.ndarray, ends: np.ndarray, height: int) -> tuple[tupl
 
 def _peak_bytes(rows: np.ndarray) -> int:
     """Of requests, the most in use at once."""
-    sizes = -(-rows["nbytes"] // GRANULARITY_BYTES) * GRANULARITY_BYTES
+    sizes = rounded_up(rows["nbytes"], BLOCK_BYTES)
     last = rows["malloc_event"].max(initial=0) + 1
     times = np.concatenate([rows["malloc_event"], np.where(rows["free_event"] < 0, last, rows["free_event"])])
     order = np.argsort(times, kind="stable")

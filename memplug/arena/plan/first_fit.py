@@ -8,6 +8,7 @@ import numpy as np
 
 from memplug.arena.native import packing
 from memplug.arena.plan.intervals import instants
+from memplug.sizes import UNLIMITED_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Placer:
         return Placer(lower, upper, table["size"].copy(), table["alignment"].copy())
 
     def place(
-        self, order: np.ndarray, *, tightest: bool = False, limit_bytes: int = packing.UNLIMITED_BYTES
+        self, order: np.ndarray, *, tightest: bool = False, limit_bytes: int = UNLIMITED_BYTES
     ) -> np.ndarray | None:
         """See `packing.place`."""
         lifetimes = (self.lower, self.upper)

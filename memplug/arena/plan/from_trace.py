@@ -10,9 +10,7 @@ import numpy as np
 from memplug.arena.plan.problem import BUFFER, Problem
 from memplug.errors import LayoutError
 from memplug.profile.trace import Pass, Trace, cut, earlier_frees, freed_elsewhere, still_live
-
-GRANULARITY_BYTES = 512
-"""What torch's CUDA allocator rounds every request up to (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
+from memplug.sizes import BLOCK_BYTES, rounded_up
 
 TRAINING = 0
 """The thread that trains, and autograd's, in a trace."""
@@ -39,7 +37,7 @@ def last_step(trace: Trace, step: int | None = None) -> Trace:
 
 
 def problem_of(
-    step: Trace, alignment_bytes: int = GRANULARITY_BYTES, margin_bytes: int = 0, *, without_gradients: bool = True
+    step: Trace, alignment_bytes: int = BLOCK_BYTES, margin_bytes: int = 0, *, without_gradients: bool = True
 ) -> Problem:
     """What is to be placed of one step: a buffer for each static request that asks for any bytes, in their order.
 
@@ -80,7 +78,7 @@ def problem_of(
     lower, upper = requests["malloc_event"], requests["free_event"]
     upper = np.where(freed_elsewhere(requests), np.minimum(2 * upper - lower, len(step.events)), upper)
     table["upper"] = np.where(live, len(step.events), upper)
-    table["size"] = -(-requests["nbytes"] // alignment_bytes) * alignment_bytes + margin_bytes
+    table["size"] = rounded_up(requests["nbytes"], alignment_bytes) + margin_bytes
     table["alignment"] = alignment_bytes
     table["stream"] = requests["stream"]
     for column, of_request in (("lower", "malloc"), ("upper", "free")):
@@ -97,7 +95,7 @@ def problem_of(
     )
 
 
-def problem_of_all(trace: Trace, alignment_bytes: int = GRANULARITY_BYTES) -> Problem:
+def problem_of_all(trace: Trace, alignment_bytes: int = BLOCK_BYTES) -> Problem:
     """Returns what is to be placed of a whole recording, which need not be one step: a buffer for each request, in use
     from its malloc up to its free or to the end, and one for each block that was there before.
 
@@ -128,7 +126,7 @@ def problem_of_all(trace: Trace, alignment_bytes: int = GRANULARITY_BYTES) -> Pr
     freed["upper"], freed["size"], freed["stream"] = frees + 1, events["nbytes"][frees], events["stream"][frees]
     if rest > 0:
         table["upper"][-1], table["size"][-1] = end, rest
-    table["size"] = -(-table["size"] // alignment_bytes) * alignment_bytes
+    table["size"] = rounded_up(table["size"], alignment_bytes)
     table["alignment"] = alignment_bytes
     return Problem(
         buffers=table,
@@ -149,7 +147,7 @@ def _left_by_the_step_before(
     frees = earlier_frees(step.events)
     frees = frees[step.events["nbytes"][frees] > 0]
     earlier = step.events[frees]
-    sizes = -(-earlier["nbytes"] // alignment_bytes) * alignment_bytes + margin_bytes
+    sizes = rounded_up(earlier["nbytes"], alignment_bytes) + margin_bytes
     rows = np.flatnonzero(table["outlives"])
     left = []
     for size, stream in np.unique(table[rows][["size", "stream"]]).tolist():

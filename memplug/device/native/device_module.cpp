@@ -39,7 +39,6 @@ void add_devices(py::module_& module) {
       .def("add", [](HostRows& rows, py::handle slab) { rows.add(tensor_of(slab)); })
       .def("clear", &HostRows::clear)
       .def_readonly("used_bytes", &HostRows::used_bytes)
-      .def_readwrite("limit_bytes", &HostRows::limit_bytes)
       .def_readwrite("peak_bytes", &HostRows::peak_bytes)
       .def_readwrite("recent_peak_bytes", &HostRows::recent_peak_bytes);
 }

@@ -20,9 +20,6 @@ std::vector<int64_t> dense_strides(at::IntArrayRef size) {
 
 std::optional<Slot> HostRows::take(int64_t nbytes) {
   const int64_t size = (nbytes + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
-  if (used_bytes + size > limit_bytes) {
-    return std::nullopt;
-  }
   auto slot = find(size, nbytes);
   if (!slot && grow_(size)) {
     slot = find(size, nbytes);

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <map>
 #include <optional>
 #include <vector>
@@ -42,7 +41,6 @@ class HostRows final : public RowStore {
   }
 
   int64_t used_bytes = 0;
-  int64_t limit_bytes = std::numeric_limits<int64_t>::max(); // of those in use, whatever the slabs have: of tests
   int64_t peak_bytes = 0, recent_peak_bytes = 0; // the latter since it was last set
 
  private:

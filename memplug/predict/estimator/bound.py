@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from memplug.profile.operator_names import COLLECTIVES
+
 COPIES = ("to host", "to device")
-COLLECTIVE = "c10d::"
-"""What the names of collectives begin with."""
 IDLE_SHARE = 0.02  # of a step, up to which kernels bound it
 
 
@@ -21,7 +21,7 @@ def bound(spans: Iterable[Any], step_s: float) -> str:
     """
     kernels, copies, collectives = [], [], []
     for span in spans:
-        is_collective = span.name.startswith(COLLECTIVE)
+        is_collective = span.name.startswith(COLLECTIVES)
         of_kind = copies if span.name in COPIES else collectives if is_collective else kernels
         of_kind.append((span.begin_s, span.end_s))
     busy_s = _seconds(_merged(kernels))

@@ -16,13 +16,13 @@ from memplug.predict.estimator.estimate import estimate_workload
 from memplug.predict.estimator.request import Request
 from memplug.predict.estimator.workload import Workload
 from memplug.predict.virtual import Hardware
+from memplug.sizes import GIB
 
 SEQ_LEN_STEP = 256  # tokens
 NO_BUDGET_GIB = 1e-3
 PRECISION = 32
 MOST_STEPS = 16  # of one search
 MOST_GROWTH = 4  # from one step to the next: a line through small counts may say far too much
-GIB = 2**30
 Say = Callable[[str], None]
 
 

@@ -24,8 +24,8 @@ from memplug.ds_json.keys import present
 from memplug.errors import TuneError
 from memplug.predict.tune.estimate import IN_FLIGHT, Chunk
 from memplug.predict.tune.search import Configuration
+from memplug.sizes import GIB
 
-GIB = 2**30
 PERSISTED_HIDDEN = 10
 """Parameters of fewer elements than so many hidden sizes stay whole, as Hugging Face's integration has it."""
 

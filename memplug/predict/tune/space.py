@@ -13,6 +13,7 @@ from memplug.predict.tune.fixed import Fixed, all_layouts, micro_batches
 from memplug.predict.tune.machine import Machine
 from memplug.predict.tune.profiled import ModelProfile
 from memplug.predict.tune.search import Box, Layout, Offload
+from memplug.sizes import GIB
 
 FIXED = "fixed by the DeepSpeed JSON or the command line"
 NOT_HIDDEN = "copies of blocks that swap would take longer than the forward"
@@ -87,7 +88,7 @@ def _narrowed(box: Box, fixed: Fixed, profile: ModelProfile) -> Box:
         box = replace(box, n_buffer=range(buffered, buffered + 1))
     swaps = profile.layers if fixed.swaps else 0
     if fixed.swapped_gib is not None:
-        swaps = min(swaps, int(fixed.swapped_gib * 2**30 / profile.swapped_bytes))
+        swaps = min(swaps, int(fixed.swapped_gib * GIB / profile.swapped_bytes))
     return replace(
         box,
         n_swap=range(swaps + 1),

@@ -12,13 +12,14 @@ from memplug.config import read_ds_config
 from memplug.device.capacity import granted_bytes
 from memplug.errors import TuneError
 from memplug.predict.estimator.shapes import Shape
-from memplug.predict.tune.deepspeed import GIB, deepspeed_json
+from memplug.predict.tune.deepspeed import deepspeed_json
 from memplug.predict.tune.estimate import StepEstimator
 from memplug.predict.tune.fixed import Fixed
 from memplug.predict.tune.machine import Machine
 from memplug.predict.tune.profiled import profile
 from memplug.predict.tune.search import Box, Configuration, Limits, Prediction, least_memory, search
 from memplug.predict.tune.space import space_of
+from memplug.sizes import GIB
 
 SEQ_LEN = 4096
 """Where neither the command line nor the model's shape says."""

@@ -7,15 +7,10 @@ from typing import Any
 
 from memplug.errors import HardwareError
 from memplug.predict.virtual.hardware import Hardware
+from memplug.profile.operator_names import CONVOLUTION, MATMULS, SCALED_MATMULS
 
 DTYPES = {1: "float8", 2: "bfloat16", 4: "float32", 8: "float64"}
 """Of matrix products, by bytes of an element: float16 is as fast as bfloat16."""
-SCALED = ("aten::_scaled_mm",)
-"""Matrix products whose factors come first, with scales behind them."""
-MATMULS = (
-    *("aten::mm", "aten::addmm", "aten::_addmm_activation", "aten::bmm", "aten::baddbmm", "aten::addbmm"),
-    *("aten::_int_mm", "aten::_grouped_mm", *SCALED),
-)
 WITHOUT_READING = ("aten::fill_", "aten::zero_", "aten::zeros", "aten::ones", "aten::arange")
 """What they write to is no input of theirs."""
 WHOLE = ("broadcast_", "reduce_", "send", "recv_", "recv_any_source_")
@@ -49,7 +44,7 @@ def flops(work: Any) -> float:
     """Floating-point operations of a kernel's matrix products; 0 where it has none."""
     if work.name in MATMULS:
         return matmul_flops(work)
-    if work.name == "convolution":
+    if work.name == CONVOLUTION:
         return convolution_flops(work)
     if work.name.startswith("attention"):
         return attention_flops(work, backward=work.name == "attention_backward")
@@ -100,7 +95,7 @@ def matmul_flops(work: Any) -> float:
 
 
 def _factors(work: Any) -> Any:
-    return work.inputs[:2] if work.name in SCALED else work.inputs[-2:]
+    return work.inputs[:2] if work.name in SCALED_MATMULS else work.inputs[-2:]
 
 
 def convolution_flops(work: Any) -> float:

@@ -20,9 +20,9 @@ from memplug.device.hardware import host_available_bytes, measure_links
 from memplug.device.host_time import HostTime
 from memplug.errors import HardwareError
 from memplug.files import write_whole
+from memplug.sizes import MIB
 from memplug.torch_private import fused_sdp_choice
 
-_MIB = 1 << 20
 _REPEATS = 3
 _WORTH_TIMING_S = 1e-3  # shorter runs are timed several at once
 _MOST_AT_ONCE = 100
@@ -32,7 +32,7 @@ _LEAST_S = 1e-9  # clocks have steps
 _OWN = ("observe_s", "region_s", "restore_s")
 _SIDES = tuple(256 << each for each in range(6))  # of square matrices
 _LENGTHS = tuple(128 << each for each in range(11))
-_COPIES_BYTES = {"cuda": (1 * _MIB, 16 * _MIB, 128 * _MIB), "cpu": (1 * _MIB, 8 * _MIB, 64 * _MIB)}
+_COPIES_BYTES = {"cuda": (1 * MIB, 16 * MIB, 128 * MIB), "cpu": (1 * MIB, 8 * MIB, 64 * MIB)}
 _SMALL_COPY_BYTES = 4096
 _HEADS = {"cuda": (16, 128), "cpu": (4, 64)}  # of attention, and channels of each
 _BACKENDS = {
@@ -130,7 +130,7 @@ class _Watch:
         self.device = device
         self._numbers = torch.Generator(device).manual_seed(0)
         # Keeps a GPU at work while the host queues what is timed, which would be the host's time else.
-        self._before = torch.empty(128 * _MIB, dtype=torch.uint8, device=device) if device.type == "cuda" else None
+        self._before = torch.empty(128 * MIB, dtype=torch.uint8, device=device) if device.type == "cuda" else None
 
     def random(self, *sizes: int, dtype: torch.dtype) -> torch.Tensor:
         """Normal numbers, as a GPU multiplies constants faster."""
@@ -244,7 +244,7 @@ def _attention(watch: _Watch, backend: SDPBackend) -> tuple[Points, Points]:
 
 def _memory_bytes_per_s(watch: _Watch) -> float:
     # More than caches hold.
-    size = (256 if watch.device.type == "cuda" else 64) * _MIB
+    size = (256 if watch.device.type == "cuda" else 64) * MIB
     left, right, out = (torch.ones(size // 4, device=watch.device) for _ in range(3))
     return 3 * size / watch.seconds(lambda: torch.add(left, right, out=out))
 

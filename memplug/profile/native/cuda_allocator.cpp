@@ -12,6 +12,7 @@
 #include <atomic>
 #include <mutex>
 
+#include "blocks.h"
 #include "cuda_memory.h"
 #include "requests.h"
 
@@ -23,8 +24,6 @@ using c10::cuda::CUDACachingAllocator::TraceEntry;
 std::atomic<int> recorded{-1}; // index of the device whose requests are recorded,
 std::atomic<int> counted{-1}; // and whose bytes in use are counted
 thread_local int unheard = 0;
-
-constexpr int64_t SMALLEST_BLOCK = 512; // what the allocator rounds up to
 
 // Bytes in use of one kind: the allocator's and the arena's together.
 struct Use {
@@ -45,7 +44,7 @@ Use requested, allocated;
 
 void count(int64_t nbytes, int sign) {
   requested.native += sign * nbytes;
-  allocated.native += sign * ((nbytes + SMALLEST_BLOCK - 1) / SMALLEST_BLOCK * SMALLEST_BLOCK);
+  allocated.native += sign * in_blocks(nbytes);
   if (sign > 0) {
     requested.raise();
     allocated.raise();

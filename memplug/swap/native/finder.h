@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -50,6 +51,7 @@ struct SwapListPlan {
   std::vector<SwapTarget> targets; // by last use, rising
   std::vector<Anchor> anchors; // by place, rising
   int64_t min_bytes = 0; // smaller storages are not looked at
+  std::vector<std::string> collectives; // what the names of collectives begin with
 };
 
 // An outermost operator of any thread: how many there were before, and its stream.

@@ -74,6 +74,7 @@ void add_swaps(py::module_& module) {
          const py::bytes& targets,
          const py::bytes& anchors,
          int64_t min_bytes,
+         std::vector<std::string> collectives,
          std::shared_ptr<StorageSwapper> swapper,
          int32_t device_type) {
         load_swap_list(
@@ -82,7 +83,8 @@ void add_swaps(py::module_& module) {
              rows_of<uint8_t>(ranks),
              rows_of<SwapTarget>(targets),
              rows_of<Anchor>(anchors),
-             min_bytes},
+             min_bytes,
+             std::move(collectives)},
             std::move(swapper),
             device_type);
       });

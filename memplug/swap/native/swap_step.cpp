@@ -1,6 +1,7 @@
 #include "swap_step.h"
 
 #include <algorithm>
+#include <string>
 #include <string_view>
 #include <tuple>
 #include <utility>
@@ -250,8 +251,8 @@ void SwapStep::find(const Values& values, int32_t number, bool output) {
   });
 }
 
-// Other streams may use its tensors for as long as nothing waits for it. By its name, as COLLECTIVES in
-// memplug/swap/plan/from_trace.py: to ask what an operator's traits are may run Python.
+// Other streams may use its tensors for as long as nothing waits for it. By its name: to ask what an operator's traits are
+// may run Python.
 bool SwapStep::is_collective(const at::RecordFunction& function, int32_t number) {
   if (number >= static_cast<int32_t>(collectives_.size())) {
     collectives_.resize(number + 1, -1);
@@ -259,7 +260,9 @@ bool SwapStep::is_collective(const at::RecordFunction& function, int32_t number)
   int8_t& known = collectives_[number];
   if (known < 0) {
     const std::string_view name = function.name();
-    known = name.starts_with("c10d::") || name.starts_with("_c10d_functional::") || name.starts_with("c10d_functional::");
+    known = std::any_of(plan_.collectives.begin(), plan_.collectives.end(), [name](const std::string& begin) {
+      return name.starts_with(begin);
+    });
   }
   return known > 0;
 }

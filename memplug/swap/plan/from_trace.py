@@ -12,12 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from memplug.profile.operator_names import COLLECTIVES
 from memplug.profile.trace import Trace
 from memplug.swap.plan.problem import FROM_THE_BEGINNING, Candidate, SwapProblem
-
-COLLECTIVES = ("c10d::", "_c10d_functional::", "c10d_functional::")
-"""Operators whose tensors other streams may use for as long as nothing waits for them: they never leave."""
-
 
 NO_PART = -1
 """Depth of an operator that is no part of the program, and not memplug's own."""
@@ -167,6 +164,7 @@ def gaps(
     lasting = np.zeros(len(step.tensors), bool)
     lasting[tensor[(operator == first_operator) & ~output]] = True
     wanted[list(others)] = False
+    # other streams may use a collective's tensors for as long as nothing waits for them: they never leave
     collective = np.array([name.startswith(COLLECTIVES) for name in step.names], bool)
     wanted[tensor[collective[step.operators["name"][operator]]]] = False
     is_program = step.operators["depth"][operator] >= 0

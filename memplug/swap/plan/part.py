@@ -12,6 +12,7 @@ import numpy as np
 from memplug.errors import SwapError
 from memplug.plans.schema import PlanPart
 from memplug.profile.trace import Trace
+from memplug.sizes import GIB, HOST_ROW_BYTES, rounded_up
 from memplug.swap.judge import JudgedSwap, Limits, mistakes_of_swaps
 from memplug.swap.plan.features import Features, Use, anchors, last_uses, ranks
 from memplug.swap.plan.from_trace import Link, clock_of, even_s, marks, outside_of, swap_problem
@@ -19,10 +20,8 @@ from memplug.swap.plan.other_copies import busy_s
 from memplug.swap.plan.policy import swap_list
 from memplug.swap.plan.problem import FROM_THE_BEGINNING, Candidate, OverBudgetError
 
-GIB = 2**30
 FROM_BEFORE = (Use(FROM_THE_BEGINNING, 0, False, 0, Features()), 0)
 """Of a tensor that leaves as the step begins."""
-HOST_ALIGNMENT_BYTES = 512  # of what is cut out of pinned memory (memplug/device/native/host_rows.h)
 _UNPREDICTED = {"predicted_peak_bytes": 0, "predicted_stall_s": 0.0, "predicted_step_s": 0.0}
 
 
@@ -193,7 +192,7 @@ def plan_part(
     )
     if wrong := next(mistakes, ""):
         raise ValueError(wrong)
-    aligned = (-(-target.nbytes // HOST_ALIGNMENT_BYTES) * HOST_ALIGNMENT_BYTES for target in targets)
+    aligned = (rounded_up(target.nbytes, HOST_ROW_BYTES) for target in targets)
     outside, marked = _marked(step, {target.key for target in targets})
     return SwapPart(
         names=step.names,

@@ -6,7 +6,7 @@ it when a forward starts (native/tape/ambient.h).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,11 +21,6 @@ from memplug.torch_private import (
     vmapmode_increment_nesting,
 )
 
-_ATTENTION = tuple(  # whether a back end of attention is on, and what turns it; in the order of native/tape/ambient.cpp
-    (getattr(torch.backends.cuda, f"{name}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{name}_sdp"))
-    for name in ("flash", "mem_efficient", "math", "cudnn")
-)
-
 
 @contextlib.contextmanager
 def restored(
@@ -34,7 +29,7 @@ def restored(
     cpu_rng: torch.Tensor | None,
     device_rng: torch.Tensor | None,
     autocast: Sequence[tuple[str, bool, torch.dtype]],
-    attention: tuple[bool, ...],
+    attention: Mapping[str, bool],
     default_device: torch.device | None,
 ) -> Iterator[None]:
     """The same state again, for a pass that runs the module. Nothing compiled runs inside but units: the forward ran
@@ -47,7 +42,7 @@ def restored(
         cpu_rng, device_rng: generator states; none where nothing draws, and of the device where that is the CPU.
         autocast: (device, whether it is on, dtype) of each kind. Without its cache: a weight cast once for two regions
             would be cast again in the recompute pass of one.
-        attention: which back ends are enabled.
+        attention: whether each back end is enabled, by its name in `torch.backends.cuda`.
         default_device: of factory functions, where one was set.
     """
     with contextlib.ExitStack() as stack:
@@ -57,8 +52,9 @@ def restored(
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
         if default_device is not None:
             stack.enter_context(default_device)
-        for (is_on, turn), on in zip(_ATTENTION, attention, strict=True):
-            if (now := is_on()) != on:
+        for name, on in attention.items():
+            turn = getattr(torch.backends.cuda, f"enable_{name}_sdp")
+            if (now := getattr(torch.backends.cuda, f"{name}_sdp_enabled")()) != on:
                 turn(on)
                 stack.callback(turn, now)
         if cpu_rng is not None:

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from memplug.device.device import Device
 from memplug.device.host_pool import HostPool
 from memplug.errors import InPlaceError, MemplugError, RecomputeError, coded
+from memplug.sizes import GIB
 from memplug.tokenwise.engine.as_they_are import AsTheyAre
 from memplug.tokenwise.engine.buffers import IN_PLACE, Buffers
 from memplug.tokenwise.engine.calls import ExecutorCalls
@@ -338,7 +339,7 @@ class Executor(ExecutorCalls):
             "memplug: the host budget of %.2f GiB is used up: later regions swap fewer rows and recompute more. "
             'Raise "host_budget_gib" if the host has more'
         )
-        log.warning(coded("MP017", text), self.pool.budget_bytes / 2**30)
+        log.warning(coded("MP017", text), self.pool.budget_bytes / GIB)
 
 
 def _state_before(region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> State:

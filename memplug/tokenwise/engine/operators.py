@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from memplug.profile.operator_names import COLLECTIVE_NAMESPACES
 from memplug.torch_private import OpOverload
 
 
@@ -94,7 +95,6 @@ _DETACH = "aten::detach_"  # in place, and takes a tensor out of the graph, whic
 _LIFT = "aten::lift_fresh"  # ends torch.tensor([1, 2]) (native/tape/literals.cpp)
 _WAIT = "_c10d_functional::wait_tensor"
 _WITHOUT_COMMUNICATION = {_WAIT, "_c10d_functional::_wrap_tensor_autograd"}
-_COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
 _FLASH_ATTENTION = (
     "flash_attn"  # in the namespace: flash_attn, flash_attn_3, and _flash_attn2_588b404 of Hugging Face's hub
 )
@@ -143,7 +143,7 @@ def is_communication(func: Any) -> bool:
         return False
     if func._schema.name in _UNITS:
         return func._overloadname == "shared"
-    return func.namespace in _COLLECTIVE_NAMESPACES
+    return func.namespace in COLLECTIVE_NAMESPACES
 
 
 def is_unit(func: Any) -> bool:
@@ -274,17 +274,6 @@ def describe(name: str, overload: str) -> int:
         name in _DUAL,
     )
     return sum(1 << bit for bit, holds in enumerate(traits) if holds)
-
-
-def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a mutable operator writes in place."""
-    if is_exchange(func):
-        return [] if func._schema.name in _WRITES_NOTHING else list(tensors_in(args[:1]))
-    values = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    names = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
-    if func._schema.name in _STATISTICS and values.get("training", True):
-        names += ["running_mean", "running_var"]
-    return list(tensors_in([values.get(name) for name in names]))
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:

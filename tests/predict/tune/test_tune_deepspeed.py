@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplug.config import read_ds_config
-from memplug.predict.tune.deepspeed import GIB, buffered_within, deepspeed_json, ratio, reuse_distance, sub_groups
+from memplug.predict.tune.deepspeed import buffered_within, deepspeed_json, ratio, reuse_distance, sub_groups
 from memplug.predict.tune.estimate import chunks_of
 from memplug.predict.tune.search import Configuration
+from memplug.sizes import GIB
 from tests.predict.tune.models import configuration, model
 
 counts_of = st.lists(st.integers(1, 50), min_size=1, max_size=12)

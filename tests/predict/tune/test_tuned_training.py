@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from memplug.predict.tune.deepspeed import GIB, deepspeed_json
+from memplug.predict.tune.deepspeed import deepspeed_json
 from memplug.predict.tune.estimate import Chunk
 from memplug.predict.tune.profiled import Part
 from memplug.predict.tune.search import Configuration, Layout, Offload
+from memplug.sizes import GIB
 from tests.support.forking import launch_forked
 
 pytestmark = [pytest.mark.distributed, pytest.mark.long]

@@ -1,5 +1,5 @@
 """The tests' own C++ around parts of the core: streams that leave out a kind of wait, streams of a device in
-Python, rows in a file, and a swap list without tensors.
+Python, rows in a file, a swap list without tensors, and watchers of operators.
 
 It is built on first use, as the core is.
 """

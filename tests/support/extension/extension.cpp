@@ -2,12 +2,17 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <utility>
+
+#include "bus.cpp" // copies: the core's library shows nothing but its module
 #include "file_rows.h"
 #include "leaving_out.h"
 #include "python_streams.h"
 #include "rehearsal.h"
+#include "operator_names.cpp"
 #include "rows.h"
-#include "streams.cpp" // a copy: the core's library shows nothing but its module
+#include "streams.cpp"
+#include "watchers.h"
 
 namespace py = pybind11;
 
@@ -46,4 +51,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             std::move(program), {}, rows_of<uint8_t>(ranks), rows_of<SwapTarget>(targets), rows_of<Anchor>(anchors)});
       }))
       .def("run", py::overload_cast<const Rehearsal::Step&, int>(&Rehearsal::run), py::arg("step"), py::arg("times") = 1);
+
+  py::class_<Watching>(module, "Watching") // of a bus of its own
+      .def(py::init([](size_t order, int need) {
+        return std::make_unique<Watching>(static_cast<Order>(order), noting_watcher(order, need));
+      }));
+  module.def("watch", [](size_t order, int need, bool throws, bool declines) {
+    noting.at(order) = {throws, declines};
+    set_watcher(static_cast<Order>(order), &noting_watcher(order, need));
+  }, py::arg("order"), py::arg("need"), py::arg("throws") = false, py::arg("declines") = false);
+  module.def("unwatch", [](size_t order) { set_watcher(static_cast<Order>(order), nullptr); });
+  module.def("silence", [](size_t order) { silence(static_cast<Order>(order)); });
+  module.def("take_heard", [] { return std::exchange(heard, {}); });
 }

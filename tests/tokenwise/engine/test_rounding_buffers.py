@@ -229,7 +229,6 @@ def test_a_restored_tensor_has_a_storage_of_its_own() -> None:
     known = core()
     pool = known.HostRows(lambda nbytes: False)
     pool.add(torch.empty(1 << 16, dtype=torch.uint8))
-    pool.limit_bytes = 1 << 16
     transfer = known.Transfer(device.streams(known), pool)
     assert transfer.reserve(2, 4096)
     tensors = [torch.randn(4, 8), torch.randn(3, 5).t(), torch.randn(7).to(torch.bfloat16)]

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from memplug.native.plain import PlainLibrary, pointer
+from memplug.sizes import UNLIMITED_BYTES
 
 FOLDER = Path(__file__).parent
-UNLIMITED_BYTES = 2**62
 
 
 def place(

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
+#include <tuple>
 
 #include "calls.h"
 #include "saved_type.h"
@@ -30,13 +31,25 @@ py::object default_device() {
   return functions().default_device();
 }
 
-std::array<bool, 4> attention_now() {
-  const at::Context& context = at::globalContext();
-  return {
-      context.userEnabledFlashSDP(),
-      context.userEnabledMemEfficientSDP(),
-      context.userEnabledMathSDP(),
-      context.userEnabledCuDNNSDP()};
+// A back end of attention, by the name that it has in torch.backends.cuda.
+struct AttentionBackend {
+  const char* name;
+  bool (at::Context::*is_enabled)() const;
+};
+
+constexpr std::array<AttentionBackend, std::tuple_size_v<Ambient::Attention>> kAttention{{
+    {"flash", &at::Context::userEnabledFlashSDP},
+    {"mem_efficient", &at::Context::userEnabledMemEfficientSDP},
+    {"math", &at::Context::userEnabledMathSDP},
+    {"cudnn", &at::Context::userEnabledCuDNNSDP},
+}};
+
+Ambient::Attention attention_now() {
+  Ambient::Attention enabled;
+  for (size_t i = 0; i < kAttention.size(); ++i) {
+    enabled[i] = (at::globalContext().*kAttention[i].is_enabled)();
+  }
+  return enabled;
 }
 
 } // namespace
@@ -96,11 +109,15 @@ py::tuple Ambient::described() const {
     casts.append(py::make_tuple(
         c10::DeviceTypeName(each.device, true), each.enabled, py::reinterpret_borrow<py::object>(dtype)));
   }
+  py::dict backends;
+  for (size_t i = 0; i < kAttention.size(); ++i) {
+    backends[kAttention[i].name] = attention[i];
+  }
   return py::make_tuple(
       cpu_rng ? wrapped(cpu_rng->state()) : py::object(py::none()),
       device_rng ? wrapped(*device_rng) : py::object(py::none()),
       casts,
-      py::make_tuple(attention[0], attention[1], attention[2], attention[3]),
+      backends,
       default_device);
 }
 

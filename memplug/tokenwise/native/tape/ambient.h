@@ -33,6 +33,8 @@ struct Ambient {
     at::ScalarType dtype;
   };
 
+  using Attention = std::array<bool, 4>; // of each back end, whether it is enabled
+
   // `device`: where the training runs.
   explicit Ambient(c10::Device device);
 
@@ -50,7 +52,7 @@ struct Ambient {
   std::optional<CpuRandom> cpu_rng; // none where nothing draws from it
   std::optional<at::Tensor> device_rng; // the same; none on the CPU
   std::vector<Autocast> autocast;
-  std::array<bool, 4> attention; // flash, memory-efficient, math, cuDNN
+  Attention attention;
   pybind11::object default_device; // of factory functions, or None
 
  private:

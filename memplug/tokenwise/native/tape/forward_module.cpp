@@ -318,6 +318,18 @@ void add_forwards(py::module_& module) {
         }
         return all;
       })
+      .def("replay_with", [](Running& r, const py::function& substitute) {
+        r.replay_with([&](size_t index) {
+          const py::gil_scoped_acquire locked;
+          const py::tuple parts = substitute(index);
+          Substitute all;
+          all.rows = parts[1].cast<int64_t>();
+          for (const py::handle part : parts[0]) {
+            all.tensors.push_back(tensor_of(part));
+          }
+          return all;
+        });
+      })
       // its recompute pass
       .def("decide", [](Running& r, const std::map<size_t, bool>& whole, const std::vector<size_t>& launches) {
         std::vector<Captured> captured;
@@ -326,7 +338,7 @@ void add_forwards(py::module_& module) {
         }
         return r.decide(captured, launches);
       })
-      .def("replay", &Running::replay, py::arg("substitute") = py::none())
+      .def("replay", &Running::replay)
       .def("forget", &Running::forget)
       .def("arguments", &Running::arguments)
       .def("consume_inputs", &Running::consume_inputs)

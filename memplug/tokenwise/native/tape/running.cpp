@@ -235,14 +235,14 @@ void Running::restore() {
   const ModesAround::Again as_in_forward(*modes);
   flow->transfer->streams().spend_backward();
   if (keeps && !flow->regathers) {
-    replay(std::nullopt);
+    replay();
     is_restored = true;
     return;
   }
   if (!is_opaque && !is_timed && buffers.is_none() && !calls().executor.stands_around(executor_)) {
     try {
       forget();
-      replay(std::nullopt);
+      replay();
       is_restored = true;
       return;
     } catch (const Diverged&) { // told again where that is looked after
@@ -267,7 +267,14 @@ void Running::explain() {
   error.restore();
 }
 
-void Running::replay(const std::optional<py::function>& substitute) {
+void Running::replay() {
+  replay_with([this](size_t index) {
+    const py::gil_scoped_acquire locked;
+    return Frame::substitute(index);
+  });
+}
+
+void Running::replay_with(const std::function<Substitute(size_t)>& substitute) {
   if (keeps) {
     for (const size_t index : recomputed()) {
       forward.restore(index, forward.saved[index].kept);
@@ -278,20 +285,7 @@ void Running::replay(const std::optional<py::function>& substitute) {
     std::rethrow_exception(std::exchange(failed_, nullptr));
   }
   Pass pass = begin_pass();
-  const auto captured = [&](size_t index) {
-    const py::gil_scoped_acquire locked;
-    if (!substitute) {
-      return Frame::substitute(index);
-    }
-    const py::tuple parts = (*substitute)(index);
-    Substitute all;
-    all.rows = parts[1].cast<int64_t>();
-    for (const py::handle part : parts[0]) {
-      all.tensors.push_back(tensor_of(part));
-    }
-    return all;
-  };
-  end_pass(pass, run_tape(*tape, decisions->actions, std::move(pass.bases), pass.wanted, captured));
+  end_pass(pass, run_tape(*tape, decisions->actions, std::move(pass.bases), pass.wanted, substitute));
 }
 
 std::vector<at::Tensor> Running::run_tape(

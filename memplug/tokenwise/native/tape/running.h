@@ -97,8 +97,11 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   void restore() override;
   void explain() override;
 
-  // Runs the tape's operators. `substitute`: gives captured results instead of this frame's own captures, in tests.
-  void replay(const std::optional<pybind11::function>& substitute);
+  // Runs the tape's operators, with this frame's captures.
+  void replay();
+
+  // The same with captured results that `substitute` gives; called without Python's lock.
+  void replay_with(const std::function<Substitute(size_t)>& substitute);
 
   // For a pass that runs the module: its arguments and keywords, leaves of another graph.
   pybind11::tuple arguments();

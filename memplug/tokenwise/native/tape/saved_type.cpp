@@ -136,7 +136,10 @@ PyObject* unpack(PyObject*, PyObject* object) {
     return THPVariable_Wrap(frame.given(self->index));
   });
   if (unpacked == nullptr) {
-    frame.explain();
+    translated([&]() -> PyObject* { // it asks Python, which may raise
+      frame.explain();
+      return nullptr;
+    });
   }
   return unpacked;
 }

@@ -1,5 +1,6 @@
 #include "flow.h"
 
+#include "blocks.h"
 #include "frame.h"
 #include "layouts.h"
 #include "versions.h"
@@ -107,7 +108,7 @@ void Flow::number(const Frame& frame) {
   int64_t nbytes = 0;
   for (const auto& part : frame.swapped) {
     part->frame = over_;
-    nbytes += part->uses > 0 ? RoundingBuffers::aligned(part->nbytes) : 0;
+    nbytes += part->uses > 0 ? in_blocks(part->nbytes) : 0;
   }
   ++over_;
   largest_frame_bytes = std::max(largest_frame_bytes, nbytes);

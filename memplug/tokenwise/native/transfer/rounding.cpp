@@ -2,13 +2,15 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include "blocks.h"
+
 namespace memplug {
 
 RoundingBuffers::RoundingBuffers(Streams& streams, const StreamRef& stream, size_t count, int64_t nbytes)
     : stream(stream) {
   for (size_t i = 0; i < count; ++i) {
     buffers_.push_back(std::make_shared<Buffer>());
-    buffers_.back()->memory = streams.empty(stream, {aligned(nbytes)}, {1}, at::kByte);
+    buffers_.back()->memory = streams.empty(stream, {in_blocks(nbytes)}, {1}, at::kByte);
   }
 }
 
@@ -38,7 +40,7 @@ at::Tensor RoundingBuffers::take(int64_t frame, const Geometry& geometry, int64_
     buffer->used_bytes = 0;
   }
   auto* const begin = static_cast<char*>(buffer->memory.mutable_data_ptr()) + buffer->used_bytes;
-  buffer->used_bytes += aligned(nbytes);
+  buffer->used_bytes += in_blocks(nbytes);
   buffer->alive.fetch_add(1, std::memory_order_relaxed);
   const auto give_back = [](void* context) {
     auto* const holder = static_cast<std::shared_ptr<Buffer>*>(context);

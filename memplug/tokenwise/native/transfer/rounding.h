@@ -26,11 +26,6 @@ class RoundingBuffers {
   // Throws where the device has no room for `count` buffers of `nbytes`.
   RoundingBuffers(Streams& streams, const StreamRef& stream, size_t count, int64_t nbytes);
 
-  // Bytes of a buffer that a tensor takes.
-  static int64_t aligned(int64_t nbytes) {
-    return (nbytes + kAlignment - 1) / kAlignment * kAlignment;
-  }
-
   // Whether a tensor of the frame of that number would find room now.
   bool has_room(int64_t frame, int64_t nbytes) const {
     return find(frame, nbytes) != nullptr;
@@ -48,8 +43,6 @@ class RoundingBuffers {
   const StreamRef stream;
 
  private:
-  static constexpr int64_t kAlignment = 512; // as the caching allocator's
-
   struct Buffer {
     at::Tensor memory;
     int64_t frame = -1; // that it is of, while it is in use

@@ -59,7 +59,6 @@ void add_transfers(py::module_& module) {
       .def_property_readonly("whole", &Swapped::whole)
       .def_readonly("nbytes", &Swapped::nbytes)
       .def_readonly("rows", &Swapped::rows)
-      .def_readonly("mutated", &Swapped::mutated)
       .def_readwrite("uses", &Swapped::uses);
 
   py::class_<Transfer, std::shared_ptr<Transfer>>(module, "Transfer")
@@ -86,10 +85,7 @@ void add_transfers(py::module_& module) {
       .def_readonly("offloads", &Transfer::offloads)
       .def_property_readonly("offloaded_total_bytes", [](const Transfer& transfer) { return transfer.copies.offloaded_bytes; })
       .def_property_readonly("prefetched_total_bytes", [](const Transfer& transfer) { return transfer.copies.prefetched_bytes; })
-      .def_property(
-          "refused",
-          [](const Transfer& transfer) { return transfer.copies.refused; },
-          [](Transfer& transfer, int64_t count) { transfer.copies.refused = count; })
+      .def_property_readonly("refused", [](const Transfer& transfer) { return transfer.copies.refused; })
       .def_property_readonly("refused_bytes", [](const Transfer& transfer) { return transfer.copies.refused_bytes; });
 }
 

@@ -1,0 +1,22 @@
+"""C++ and Python round memory up alike."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from memplug.sizes import BLOCK_BYTES, HOST_ROW_BYTES
+from tests.support.folders import ROOT
+
+
+@pytest.mark.parametrize(
+    ("header", "name", "nbytes"),
+    [
+        ("native/blocks.h", "BLOCK_BYTES", BLOCK_BYTES),
+        ("device/native/host_rows.h", "kRowAlignment", HOST_ROW_BYTES),
+    ],
+)
+def test_the_core_has_the_sizes_of_python(header: str, name: str, nbytes: int) -> None:
+    stated = re.findall(rf"constexpr int64_t {name} = (\d+);", (ROOT / "memplug" / header).read_text())
+    assert stated == [str(nbytes)]

@@ -1,0 +1,63 @@
+"""What the C++ of memplug shows Python is used by memplug's own Python, but for a known few that let tests step."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.folders import ROOT
+
+BINDING = re.compile(r'(?:\.|\bmodule\.)def(?:_readwrite|_readonly|_property|_property_readonly|_static)?\(\s*"(\w+)"')
+CALLED_BY_CPP = re.compile(r'attr\("(\w+)"\)')
+
+FOR_TESTS = {
+    # of a frame, whose forward and recompute pass tests run step by step
+    *("actions", "finish", "followed", "replay_with", "restored"),
+    # of copies, one at a time
+    *(
+        "acquire",
+        "before_write",
+        "drain",
+        "give",
+        "leave_now",
+        "release_leaving",
+        "resident_bytes",
+        "slab",
+        "turn_back",
+    ),
+    # what a test compares with
+    *("arena_owns", "cpu_bytes", "paused", "requested_peak", "running_operator", "tracked_bytes"),
+    # simulated devices
+    "python_streams",
+}
+
+
+def bindings() -> set[str]:
+    """Returns the names that are bound, but for those with underscores, which Python calls by itself."""
+    sources = [path.read_text() for path in (ROOT / "memplug").rglob("*module.cpp")]
+    return {name for source in sources for name in BINDING.findall(source) if not name.startswith("__")}
+
+
+def names_in(folder: Path) -> Iterator[str]:
+    """Yields attributes and strings of the Python in a folder, and what its C++ calls of Python's."""
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                yield node.attr
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+    for path in folder.rglob("*.cpp"):
+        yield from CALLED_BY_CPP.findall(path.read_text())
+
+
+def test_all_that_is_bound_is_used() -> None:
+    bound, used = bindings(), set(names_in(ROOT / "memplug"))
+    assert len(bound) > 200
+    by_device = {name for name in bound if name.startswith("stand_before_")}  # memplug/arena/arena.py
+    assert bound - used - by_device == FOR_TESTS
+
+
+def test_what_is_bound_for_tests_is_used_by_one() -> None:
+    assert FOR_TESTS <= {node for node in names_in(ROOT / "tests")}
