@@ -27,6 +27,7 @@ from memplug.profile.trace import (
     still_live,
 )
 from tests.support import rows
+from tests.support.folders import ROOT
 from tests.support.traces import Recording, recordings, training
 
 
@@ -289,5 +290,6 @@ def test_reading_traces_needs_no_torch():
         "import memplug.profile.trace_file, memplug.profile.tensors, tests.support.logical_layers\n"
         "print('torch' in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
     assert result.stdout.strip() == "False"

@@ -101,7 +101,8 @@ def test_one_that_was_silenced_is_told_of_nothing_and_its_end_is_not_that_of_the
     former = bus.Watching(THIRD, ENDS)
     bus.silence(THIRD)
     assert heard(bus, x.cos) == []
-    next_one, last = (bus.Watching(THIRD, ENDS) for _ in range(2))
+    next_one = bus.Watching(THIRD, ENDS)
     del former
     assert heard(bus, x.cos) == cosine((THIRD, False), (THIRD, True))
-    del next_one, last
+    del next_one
+    assert heard(bus, x.cos) == []

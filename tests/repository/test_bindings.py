@@ -29,8 +29,6 @@ FOR_TESTS = {
     ),
     # what a test compares with
     *("arena_owns", "cpu_bytes", "paused", "requested_peak", "running_operator", "tracked_bytes"),
-    # simulated devices
-    "python_streams",
 }
 
 

@@ -15,7 +15,8 @@ constexpr size_t NEEDS = 3;
 struct Bus {
   std::mutex mutex; // of all but what is atomic; no other is taken under it but torch's
   std::array<std::atomic<const Watcher*>, WATCHERS> watchers{};
-  std::array<int, WATCHERS> watching{}; // how many `Watching` live
+  std::array<int, WATCHERS> watching{}; // how many `Watching` live that were not silenced
+  std::array<int, WATCHERS> silenced{}; // how often
   std::array<at::CallbackHandle, NEEDS> handles{
       at::INVALID_CALLBACK_HANDLE, at::INVALID_CALLBACK_HANDLE, at::INVALID_CALLBACK_HANDLE};
 };
@@ -135,11 +136,13 @@ void set_watcher(Order order, const Watcher* watcher) {
 void silence(Order order) {
   bus().watchers[order] = nullptr;
   bus().watching[order] = 0;
+  ++bus().silenced[order];
 }
 
 Watching::Watching(Order order, const Watcher& watcher) : order_(order) {
   Bus& b = bus();
   const std::lock_guard<std::mutex> lock(b.mutex);
+  silenced_ = b.silenced[order];
   if (++b.watching[order] == 1) {
     change(b, order, &watcher);
   }
@@ -148,7 +151,7 @@ Watching::Watching(Order order, const Watcher& watcher) : order_(order) {
 Watching::~Watching() {
   Bus& b = bus();
   const std::lock_guard<std::mutex> lock(b.mutex);
-  if (b.watching[order_] > 0 && --b.watching[order_] == 0) { // else it was silenced
+  if (b.silenced[order_] == silenced_ && --b.watching[order_] == 0) {
     change(b, order_, nullptr);
   }
 }

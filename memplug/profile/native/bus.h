@@ -60,6 +60,7 @@ class Watching {
 
  private:
   const Order order_;
+  int silenced_; // how often its place had been when it began
 };
 
 void lock_bus_for_fork();
