@@ -54,8 +54,8 @@ inline LocalKeys local_keys() {
   return c10::impl::tls_local_dispatch_key_set();
 }
 
-// Whether the thread has a stack of function transforms, empty or not. Torch makes one for whoever looks at it, and from
-// then on copies it for every node that autograd makes on the thread.
+// Whether the thread has a stack of function transforms, empty or not. To look at the stack makes one, and torch copies it
+// for every node that autograd makes on the thread afterwards.
 inline bool has_transform_stack() {
   return at::functorch::functorchTLSAccessor() != nullptr;
 }
