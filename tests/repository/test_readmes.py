@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.folders import ROOT
-from tests.support.readmes import broken_links, check, commands_of, readmes
+from tests.support.readmes import broken_links, check, commands_of, documents, readmes
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +32,9 @@ def test_the_readmes_of_the_recipes_are_among_them() -> None:
     assert {"README.md", *(f"examples/{name}/README.md" for name in ("llama2", "mixtral", "megatron_llama2"))} <= found
 
 
-@pytest.mark.parametrize("readme", readmes(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_link_of_a_readme_leads_to_a_file_or_a_heading(readme: Path) -> None:
-    assert broken_links(readme.read_text(), readme.parent) == []
+@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_of_a_document_leads_to_a_file_or_a_heading(document: Path) -> None:
+    assert broken_links(document.read_text(), document.parent) == []
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_an_option_that_does_not_exist_is_found(line: str) -> None:
 PATH = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|cpp|h|md|sh))`")
 
 
-@pytest.mark.parametrize("readme", readmes(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_path_that_a_readme_names_is_there(readme: Path) -> None:
-    """From the repository, the package or the folder of the README."""
-    named = PATH.findall(readme.read_text())
-    roots = (ROOT, ROOT / "memplug", readme.parent)
+@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_path_that_a_document_names_is_there(document: Path) -> None:
+    """A path starts at the repository, the package or the folder of the document."""
+    named = PATH.findall(document.read_text())
+    roots = (ROOT, ROOT / "memplug", document.parent)
     assert [path for path in named if not any((root / path).exists() for root in roots)] == []

@@ -237,6 +237,12 @@ def readmes() -> list[Path]:
     return sorted(ROOT / path for path in found if not any(part.startswith(".") for part in path.parts))
 
 
+def documents() -> list[Path]:
+    """Return every Markdown file of the repository."""
+    found = [path.relative_to(ROOT) for path in ROOT.rglob("*.md")]
+    return sorted(ROOT / path for path in found if not any(part.startswith(".") for part in path.parts))
+
+
 def broken_links(text: str, folder: Path) -> list[str]:
     """Links of a README in that folder to files, or to headings of Markdown files, that are not there."""
     broken = []
