@@ -20,7 +20,7 @@ class AsWritten {
   AsWritten(const AsWritten&) = delete;
   AsWritten& operator=(const AsWritten&) = delete;
 
-  // Throws the error that importing the compiler raises.
+  // Sets the stance, if no instance lives yet. Throws the error that importing the compiler raises.
   static void enter();
   static void leave();
 

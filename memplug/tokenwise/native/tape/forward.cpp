@@ -271,7 +271,7 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
   const size_t index = begun_ - 1;
   running_ = false;
   const Operator& op = *tape().records[index].op;
-  if (op.reads_elements && !op.hides_nothing) { // a unit, or an operator of another library, may itself wait for a stream
+  if (op.reads_elements && !op.hides_nothing) { // a unit, or another library's operator, may itself wait for a stream
     listener_->note_reads(tape().records[index]);
   }
   if (listener_->is_timed) {

@@ -170,7 +170,8 @@ class Forward {
     }
   }
 
-  // Takes note that an operator that was looked through has run, since `before` operators had begun.
+  // Checks an operator that was looked through and has run since `before` operators had begun. If no operator was noted
+  // inside of it, its writes and its results are unobserved.
   void looked_through(size_t before, bool mutates, c10::ArrayRef<c10::IValue> results);
 
   // Notes a tensor that autograd saves for backward. `held`: keep the tensor itself. An operator's own result is saved

@@ -82,7 +82,7 @@ void add_flow(py::module_& module) {
       .def("leave_out", [](Region& region, size_t index, const std::string& name) {
         const size_t dot = name.find('.');
         const std::string overload = dot == std::string::npos ? "" : name.substr(dot + 1);
-        if (const Operator* const op = operator_named(name.substr(0, dot), overload)) { // else its library is not loaded
+        if (const Operator* const op = operator_named(name.substr(0, dot), overload)) { // its library is loaded
           region.leave_out(index, op);
         }
       })

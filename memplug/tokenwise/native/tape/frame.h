@@ -33,7 +33,8 @@ struct Kept {
   bool viewed = false; // backward reads it directly
 };
 
-// An input that is kept by reference: memory from outside of a region that a recompute pass has to find again.
+// Memory from outside of a region that a recompute pass has to find again: an input that is kept by reference, or a
+// literal that the forward wrote to.
 struct Held {
   // `itself`: hold a parameter as it is, since code that shards or offloads parameters exchanges their memory. Other
   // tensors are held without their graph.
@@ -148,7 +149,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   struct Pass {
     std::vector<size_t> indices;
     std::vector<const Use*> wanted;
-    std::vector<std::shared_ptr<Swapped>> inputs; // read by it
+    std::vector<std::shared_ptr<Swapped>> inputs; // swapped inputs that it reads
     Bases bases; // memory that existed before the region
   };
 

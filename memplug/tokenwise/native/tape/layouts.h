@@ -1,4 +1,4 @@
-// Tensors that no storage and geometry describe.
+// Tensors that a storage and a geometry do not describe.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -34,7 +34,7 @@ class Observer {
   static void read(const at::Tensor& tensor);
 
   // Returns whether this thread has an observed forward (`is_active`), and whether an operator that began now would be
-  // noted (`is_noting`), which it would not inside of a leaf.
+  // noted (`is_noting`). Operators inside of a leaf are not noted.
   static bool is_active();
   static bool is_noting();
 

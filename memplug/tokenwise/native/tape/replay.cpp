@@ -146,7 +146,7 @@ class RecomputePass {
     return tape_.regathered[use.storage] ? alias(use) : tensor_at(base(use.storage), use.geometry);
   }
 
-  // Does the same, but never returns the base itself.
+  // Returns the tensor that `use` describes, never the base itself.
   at::Tensor alias(const Use& use) const {
     const at::Tensor& memory = base(use.storage);
     Geometry geometry = use.geometry;
@@ -234,7 +234,7 @@ class RecomputePass {
     int64_t begin; // the first of these rows that a part lacks
   };
 
-  // Returns what a unit has to make again. Its parts follow it on the tape.
+  // Finds the parts that a unit has to make again. They follow it on the tape.
   Missing missing_of(size_t index) {
     const Record& record = tape_.records[index];
     const int32_t token = record.made.front();
@@ -328,7 +328,7 @@ class RecomputePass {
   const Helpers& helpers_;
   const LocalKeys outside_;
   size_t first_part_ = 0; // of the unit that ran last
-  std::vector<at::Tensor> parts_; // what that unit made
+  std::vector<at::Tensor> parts_; // outputs of that unit, by part
   std::map<size_t, Substitute> captured_; // captured results of its parts
   Generators generators_;
 };

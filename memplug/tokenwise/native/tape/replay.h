@@ -53,7 +53,7 @@ std::vector<at::Tensor> replay(
 // Returns the tensor with this geometry in the storage of `base`.
 at::Tensor tensor_at(const at::Tensor& base, const Geometry& geometry);
 
-// Does the same, but never returns `base` itself.
+// Returns the tensor with this geometry in the storage of `base`, never `base` itself.
 at::Tensor alias_at(const at::Tensor& base, const Geometry& geometry);
 
 } // namespace memplug

@@ -65,7 +65,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   // part of it.
   static Running* observed();
 
-  // Returns the same, even while operators are not noted.
+  // Returns the forward that this thread observes, even while operators are not noted.
   static Running* current();
 
   // Returns the executor that runs it.
@@ -73,8 +73,8 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
     return executor_;
   }
 
-  // Runs a unit (unit.h) of the forward, and returns its result. `overload`: of its operators. The other arguments are
-  // as in `UnitCall`.
+  // Runs a unit (unit.h) of the forward, and returns its result. `overload`: of the operators that represent it. The
+  // other arguments are as in `UnitCall`.
   pybind11::object run_unit(
       pybind11::object unit,
       const std::string& overload,
@@ -103,7 +103,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   // Runs the tape's operators, with this frame's captures.
   void replay();
 
-  // Does the same with captured results from `substitute`, which is called without Python's lock.
+  // Runs the tape's operators with captured results from `substitute`, which is called without Python's lock.
   void replay_with(const std::function<Substitute(size_t)>& substitute);
 
   // Returns the arguments and keywords for a pass that runs the module, as leaves of another graph.

@@ -64,8 +64,8 @@ bool same_number(const at::Tensor& one, const at::Tensor& other) {
       std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.nbytes()) == 0;
 }
 
-// Returns a copy of a number that torch wrapped as a tensor. It has memory of its own, since it would take that of the
-// arena or of an allocator for good, in the middle of a step.
+// Returns a copy of a number that torch wrapped as a tensor. The copy has memory of its own: otherwise it would occupy
+// memory of the arena or of an allocator for good, from the middle of a step.
 at::Tensor kept_number(const at::Tensor& number) {
   if (!number.defined()) {
     return number;

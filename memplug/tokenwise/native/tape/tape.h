@@ -134,8 +134,8 @@ struct Tape {
   // the two; else -1. A pass that substitutes the exchange's result need not run that operator either.
   int64_t sole_maker_of(size_t index) const;
 
-  // Returns a hash of the operators and of the storages and layouts that they use: the same in every process. Other
-  // arguments (numbers, flags) are left out. Computed once.
+  // Returns a hash of the operators, of the saved tensors, and of the storages and layouts that they use: the same in
+  // every process. Other arguments (numbers, flags) are left out. Computed once.
   uint64_t fingerprint() const;
 
   // Returns whether the first `records` operators and the first `saves` saved tensors equal those of `other`.

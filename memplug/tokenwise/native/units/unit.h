@@ -2,7 +2,7 @@
 // the tape it is an operator that reads its input tensors and makes a token. Each memory that it made, and returned or
 // saved for backward, is an operator of its own that reads the token:
 //
-//     memplug::unit(input, ...) -> token     memplug::of_unit(token, 0) -> saved     memplug::of_unit(token, 1) -> returned
+//     memplug::unit(input, ...) -> token   memplug::of_unit(token, 0) -> saved   memplug::of_unit(token, 1) -> returned
 //
 // A unit that writes to its inputs, as kernels of a rotary embedding do, is memplug::unit_, an in-place operator.
 //
