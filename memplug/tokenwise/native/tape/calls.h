@@ -162,7 +162,7 @@ struct __attribute__((visibility("hidden"))) Calls {
   const StateCalls state;
 };
 
-// Returns the calls. Guarded by Python's lock.
+// Returns the only instance. Guarded by Python's lock.
 const Calls& calls();
 
 struct __attribute__((visibility("hidden"))) Functions {

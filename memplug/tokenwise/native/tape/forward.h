@@ -55,7 +55,7 @@ class Listener {
   // forward has not written to it before.
   virtual void before_write(int32_t storage, const at::Tensor& tensor) = 0;
 
-  // Returns whether an operator is to be captured.
+  // Returns whether an operator's results are to be captured.
   virtual bool wants(size_t index, const Operator& op) const = 0;
 
   // Captures such an operator once it has run; for an exchange, `results` are the tensors that it wrote to.

@@ -53,7 +53,7 @@ void Forward::close_counts() {
       each.close();
     }
   }
-  const auto is_put_back = [&](const Count& each) { // or recomputed: it was met, or written to, later
+  const auto is_put_back = [&](const Count& each) { // or recomputed: the forward met it, or wrote to it, only later
     const auto tensor = each.first.lock();
     const bool lies = tensor.defined() && (is_plain(at::Tensor(tensor)) || is_irregular(at::Tensor(tensor)));
     const int32_t storage = lies ? storages.find(at::Tensor(tensor)) : -1;

@@ -14,7 +14,7 @@ namespace memplug {
 // Checks whether the modes around an operator hand it on unchanged.
 class Modes {
  public:
-  // Returns whether this thread has any.
+  // Returns whether this thread has such modes.
   static bool around();
 
   // Takes note that an operator begins.

@@ -68,7 +68,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   // Returns the forward that this thread observes, even while operators are not noted.
   static Running* current();
 
-  // Returns the executor that runs it.
+  // Returns the executor that runs the region.
   const pybind11::object& executor() const {
     return executor_;
   }
