@@ -33,7 +33,7 @@ def test_a_tensor_that_is_saved_in_a_forward_that_is_over_is_an_error() -> None:
     pack = run.forward.pack()
     del run
     gc.collect()
-    with pytest.raises(RuntimeError, match="a tensor is saved in a forward that is over"):
+    with pytest.raises(RuntimeError, match="a tensor was saved for backward after its forward had ended"):
         pack(torch.ones(2))
 
 

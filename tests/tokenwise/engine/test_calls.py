@@ -50,9 +50,9 @@ def test_objects_have_all_that_the_core_calls(names: dict[str, set[str]]) -> Non
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"restore"}, "calls what is not there .*: ExecutorCalls.restore"),
-        ({"restores"}, "does not call all .*: ExecutorCalls.restores"),
-        ({"is_alone", "alone"}, "calls what is not there .*: ExecutorCalls.is_alone"),
+        ({"restore"}, "calls a name that is no part .*: ExecutorCalls.restore"),
+        ({"restores"}, "does not call a name .*: ExecutorCalls.restores"),
+        ({"is_alone", "alone"}, "calls a name that is no part .*: ExecutorCalls.is_alone"),
     ],
 )
 def test_other_names_than_the_cores_are_an_error(names: dict[str, set[str]], changed: set[str], says: str) -> None:

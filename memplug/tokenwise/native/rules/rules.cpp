@@ -1,4 +1,4 @@
-// The rules for the planner, behind a C interface: compiled apart from the core, see memplug/tokenwise/plan/rules.py.
+// The planner's rules behind a C interface, compiled apart from the core; see memplug/tokenwise/plan/rules.py.
 #include "../tape/rules.h"
 
 #include <algorithm>
@@ -32,7 +32,8 @@ struct OfPlan {
     std::for_each(changed + (index == 0 ? 0 : changed_ends[index - 1]), changed + changed_ends[index], visit);
   }
   template <typename Visit>
-  void each_made(size_t, const Visit&) const {} // the planner captures no operator that others wrote for
+  // empty: no earlier operator writes to an output that the planner captures
+  void each_made(size_t, const Visit&) const {}
 };
 
 } // namespace
@@ -43,7 +44,8 @@ int64_t memplug_rows_taken(double fraction, int64_t rows) {
   return memplug::rows_taken(fraction, rows, true);
 }
 
-// `wanted`: storages that backward asks for, of `storages`. Writes an `Action` for each of the first `count` operators.
+// Writes an `Action` for each of the first `count` operators. `storages`: the number of storages. `wanted`: those that
+// backward asks for.
 void memplug_actions(
     int32_t count,
     const int32_t* read_ends,

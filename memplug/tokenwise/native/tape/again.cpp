@@ -1,4 +1,5 @@
-// Tensors of a forward that are asked for before its backward: its tape, or what it has done so far, runs once more.
+// Tensors of a forward that are needed before its backward: the operators of its tape, or of the forward so far, run
+// again.
 #include <algorithm>
 
 #include "clock.h"
@@ -8,7 +9,7 @@
 namespace memplug {
 namespace {
 
-// Whether operators of a tape show where a tensor comes from.
+// Returns whether operators of a tape show how a tensor was made.
 bool shows(const Tape& tape, const Use& use) {
   return tape.given[use.storage] || std::any_of(tape.records.begin(), tape.records.end(), [&](const Record& record) {
     return record.makes(use.storage);
@@ -31,7 +32,7 @@ std::optional<std::vector<at::Tensor>> Frame::again(
     wanted_storages.push_back(use.storage);
   }
   const Decisions its(own_tape, {}, {}, wanted_storages);
-  if (its.communicates) { // others may not ask for it
+  if (its.communicates) { // other ranks may not ask for it
     return std::nullopt;
   }
   std::vector<std::shared_ptr<Swapped>> read, away;
@@ -58,8 +59,8 @@ std::optional<std::vector<at::Tensor>> Frame::again(
   return std::nullopt;
 }
 
-// What its saved tensors were, those that are gone, is there until the forward is over, and so is all that it saves from
-// now on.
+// Recomputes the saved tensors that are gone, and keeps them, and all that is saved from now on, until the forward
+// ends.
 void Frame::hold_so_far() {
   forward.holds_meanwhile = true;
   const auto done = forward.so_far();

@@ -31,7 +31,7 @@ py::object default_device() {
   return functions().default_device();
 }
 
-// A back end of attention, by the name that it has in torch.backends.cuda.
+// A back end of attention, and its name in torch.backends.cuda.
 struct AttentionBackend {
   const char* name;
   bool (at::Context::*is_enabled)() const;
@@ -94,7 +94,7 @@ void Ambient::forget_undrawn() {
     cpu_rng.reset();
   }
   if (device_rng) {
-    const at::Tensor now = state_of(device_); // bytes of the host
+    const at::Tensor now = state_of(device_); // in host memory
     if (now.nbytes() == device_rng->nbytes() &&
         std::memcmp(now.const_data_ptr(), device_rng->const_data_ptr(), now.nbytes()) == 0) {
       device_rng.reset();

@@ -1,4 +1,5 @@
-// The state around a region's forward that a recompute pass must meet again where it runs the module.
+// The state around a region's forward, such as generators and autocast, that a recompute pass restores to run the
+// module.
 #pragma once
 
 #include <ATen/core/MT19937RNGEngine.h>
@@ -11,13 +12,14 @@
 
 namespace memplug {
 
-// The CPU's generator: to make a tensor of it, as its `get_state` does, takes longer than to copy it.
+// The state of the CPU's random generator. Copying it is faster than making a tensor of it, as the generator's
+// `get_state` does.
 struct CpuRandom {
   static CpuRandom now();
 
   bool operator==(const CpuRandom& other) const;
 
-  // As `torch.get_rng_state` gave it then.
+  // Returns the state as `torch.get_rng_state` would have then.
   at::Tensor state() const;
 
   at::mt19937 engine;
@@ -25,7 +27,7 @@ struct CpuRandom {
   std::optional<double> next_double;
 };
 
-// Taken when a region's forward starts; memplug/tokenwise/engine/ambient.py brings it back. Guarded by Python's lock.
+// The state when a region's forward starts; memplug/tokenwise/engine/ambient.py restores it. Guarded by Python's lock.
 struct Ambient {
   struct Autocast {
     c10::DeviceType device;
@@ -33,33 +35,36 @@ struct Ambient {
     at::ScalarType dtype;
   };
 
-  using Attention = std::array<bool, 4>; // of each back end, whether it is enabled
+  using Attention = std::array<bool, 4>; // whether each back end is enabled
 
-  // `device`: where the training runs.
+  // Takes the state of now. `device`: where the training runs.
   explicit Ambient(c10::Device device);
 
-  // As the arguments of Python's `restored`.
+  // Returns the state as the arguments of Python's `restored`.
   pybind11::tuple described() const;
 
-  // Whether all of it is so now, for a pass in which nothing draws.
+  // Returns whether nothing has to be restored now, for a pass that draws no random numbers.
   bool holds() const;
 
+  // Returns whether autocast is enabled for a device.
   bool casts() const;
 
-  // What was taken has run, and has put back no generator's state: those that are as before need not be brought back.
+  // Forgets the generators that have not changed since: they need not be restored. Called once the forward has run,
+  // unless it restored a generator's state itself.
   void forget_undrawn();
 
-  std::optional<CpuRandom> cpu_rng; // none where nothing draws from it
-  std::optional<at::Tensor> device_rng; // the same; none on the CPU
+  std::optional<CpuRandom> cpu_rng; // none if no operator drew from it
+  std::optional<at::Tensor> device_rng; // likewise; none on the CPU
   std::vector<Autocast> autocast;
   Attention attention;
-  pybind11::object default_device; // of factory functions, or None
+  pybind11::object default_device; // for factory functions, or None
 
  private:
   c10::Device device_;
 };
 
-// No weight is cast once for two regions, whose recompute passes would each cast it again.
+// While one lives, autocast caches no casts. A weight cast once for two regions would be cast again by each recompute
+// pass.
 class WithoutAutocastCache {
  public:
   explicit WithoutAutocastCache(bool casts);

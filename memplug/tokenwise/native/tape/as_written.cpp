@@ -9,8 +9,8 @@ namespace py = pybind11;
 namespace memplug {
 namespace {
 
-// `torch.compiler.set_stance` makes a stance each time, which takes longer than many an operator; all it does with it is
-// to set a variable of the compiler's, which `torch_private.check_compiler` makes sure of.
+// `torch.compiler.set_stance` makes a new stance each time, which takes longer than many operators. It uses the stance
+// only to set a variable of the compiler's, which `torch_private.check_compiler` verifies.
 struct Compiler {
   py::object module, eager;
 };
@@ -27,7 +27,7 @@ void AsWritten::enter() {
     py::object eager = module.attr(STANCE_CLASS)("force_eager");
     compiler = new Compiler{std::move(module), std::move(eager)};
   }
-  if (inside == 0) { // from here on no other thread runs Python, and no handler of signals
+  if (inside == 0) { // from here on, neither a thread nor a signal handler runs Python
     former = new py::object(compiler->module.attr(STANCE));
     compiler->module.attr(STANCE) = compiler->eager;
   }

@@ -1,13 +1,14 @@
-// Nothing compiled runs inside of a region, as compiled code has no operators to see, but for units
-// (memplug/hooks/flex_attention.py).
+// Inside of a region, functions that the model compiles run as they are written: compiled code has no operators to
+// observe. Units are an exception (memplug/hooks/flex_attention.py).
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace memplug {
 
-// While one lives, functions that the model compiles run as they are written. The compiler's stance is the process's: of
-// threads that overlap, the first sets it and the last puts it back, whichever that is. Guarded by Python's lock.
+// While one lives, functions that the model compiles run as they are written. The compiler's stance belongs to the
+// process: of threads that overlap, the first to enter sets it, and the last to leave restores it. Guarded by Python's
+// lock.
 class AsWritten {
  public:
   AsWritten() {
@@ -19,11 +20,11 @@ class AsWritten {
   AsWritten(const AsWritten&) = delete;
   AsWritten& operator=(const AsWritten&) = delete;
 
-  // Throws what importing the compiler raises.
+  // Sets the stance, if no instance lives yet. Throws the error that importing the compiler raises.
   static void enter();
   static void leave();
 
-  // The stance before the first that lives; None: there is none.
+  // Returns the stance that was replaced; None if no instance lives.
   static pybind11::object before();
 };
 

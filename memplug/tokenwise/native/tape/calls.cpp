@@ -28,12 +28,12 @@ void CalledClass::check(const CalledNames& declared) const {
   const std::set<std::string> has = found == declared.end() ? std::set<std::string>() : found->second;
   for (const std::string& name : names_) {
     if (has.count(name) == 0) {
-      throw py::attribute_error("memplug's native core calls what is not there " + where + name_ + "." + name);
+      throw py::attribute_error("memplug's native core calls a name that is no part " + where + name_ + "." + name);
     }
   }
   for (const std::string& name : has) {
     if (names_.count(name) == 0) {
-      throw py::attribute_error("memplug's native core does not call all " + where + name_ + "." + name);
+      throw py::attribute_error("memplug's native core does not call a name " + where + name_ + "." + name);
     }
   }
 }
@@ -44,7 +44,7 @@ const Calls& calls() {
 }
 
 const Functions& functions() {
-  TORCH_INTERNAL_ASSERT(bound_functions != nullptr, "memplug: bind_calls comes first");
+  TORCH_INTERNAL_ASSERT(bound_functions != nullptr, "memplug: call bind_calls first");
   return *bound_functions;
 }
 

@@ -1,5 +1,5 @@
-// All that the core calls of Python's objects while regions run: the classes and functions of
-// memplug/tokenwise/engine/calls.py, which says what each does. `bind_calls` compares the two.
+// All calls from the core to Python while regions run: the classes and functions of memplug/tokenwise/engine/calls.py,
+// which documents each one. `bind_calls` compares the two.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -27,10 +27,10 @@ class CalledClass {
  public:
   explicit CalledClass(std::string name) : name_(std::move(name)) {}
 
-  // Returns the name as Python's attributes have it; never freed.
+  // Adds a name and returns it as an interned Python string, which is never freed.
   PyObject* add(const char* name);
 
-  // Throws AttributeError where the class has not these names, or has others besides.
+  // Throws AttributeError if the class lacks one of these names, or declares others.
   void check(const CalledNames& declared) const;
 
  private:
@@ -74,7 +74,8 @@ class Attribute {
 template <typename Signature>
 class Method;
 
-// Its object is given in each call. A bound method that C++ kept would be a circle that Python's collector does not see.
+// A method whose object is passed in each call. A bound method kept by C++ would form a cycle that Python's collector
+// does not see.
 template <typename Result, typename... Arguments>
 class Method<Result(Arguments...)> {
  public:
@@ -161,18 +162,18 @@ struct __attribute__((visibility("hidden"))) Calls {
   const StateCalls state;
 };
 
-// Guarded by Python's lock.
+// Returns the only instance. Guarded by Python's lock.
 const Calls& calls();
 
 struct __attribute__((visibility("hidden"))) Functions {
   pybind11::object default_device, tree_flatten, tree_unflatten;
 };
 
-// Those that `bind_calls` was given; throws where it was not called. Guarded by Python's lock.
+// Returns the functions that `bind_calls` was given; throws before that. Guarded by Python's lock.
 const Functions& functions();
 
-// `declared`: methods and attributes of the classes of calls.py. Throws AttributeError where the core calls another of them,
-// or not all.
+// Checks the core's calls against `declared`, the methods and attributes of the classes of calls.py, and keeps the
+// functions. Throws AttributeError if the core calls a name that is not declared, or does not call all of them.
 void bind_calls(
     const CalledNames& declared,
     pybind11::object default_device,

@@ -1,4 +1,4 @@
-// What one forward of a region captures of its operators' outputs, each on its way to the host or kept.
+// The outputs that one forward of a region captures, to offload or keep them.
 #include <algorithm>
 #include <cmath>
 
@@ -33,7 +33,7 @@ void Frame::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
   if (op.has(EXCHANGE)) {
     capture_exchange(index, record, results);
   } else if (op.has(PART_OF_UNIT) && !flow->is_worth_swapping(results[0].toTensor())) {
-    capture_outputs(index, record, results, {1, true}); // the unit does not run again for so little
+    capture_outputs(index, record, results, {1, true}); // too little memory to run the unit again for
   } else if (decision.fraction > 0 && record.is_capturable()) {
     capture_outputs(index, record, results, decision);
   } else if (op.has(COLLECTIVE)) {
@@ -42,12 +42,13 @@ void Frame::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
   flow->trim(*this);
 }
 
-// The first `fraction` of the rows of each output.
+// Captures the first `fraction` of the rows of each output.
 void Frame::capture_outputs(
     size_t index, const Record& record, c10::ArrayRef<c10::IValue> results, Decision decision) {
   const Operator& op = *record.op;
   const auto outputs = tensors_of(results);
-  // less of a unit that may run again on this rank alone would let it: all of it leaves, however little room there is
+  // a communicating unit whose ranks have not agreed must not run again on this rank alone: it is captured in full,
+  // even if host memory is short
   const bool shrinks = op.has(ROWS) && !decision.keep && !(op.has(SHARED) && !setting->is_agreed);
   const double fraction = decision.fraction * (shrinks ? flow->share : 1.0);
   const int64_t length = outputs.front().dim() > 0 ? outputs.front().size(0) : 0;
@@ -68,7 +69,7 @@ void Frame::capture_outputs(
   for (const at::Tensor& value : outputs) {
     const auto part = part_of(value, rows, decision.keep, op);
     if (!part) {
-      return; // the host is full: recomputed instead; parts that did leave are dropped
+      return; // the host is full: recomputed instead; parts that were offloaded are dropped
     }
     parts.push_back(*part);
   }
@@ -81,11 +82,11 @@ void Frame::capture_outputs(
   }
 }
 
-// The result of a collective that fills a tensor leaves for the host where a recompute pass can substitute it: on every
-// rank or on none, since it follows from the operators alone. Else the pass runs it again.
+// Captures the result of a collective that fills a tensor if a recompute pass can substitute it; else the pass runs the
+// collective again. This follows from the operators alone, so all ranks do the same.
 void Frame::capture_exchange(size_t index, const Record& record, c10::ArrayRef<c10::IValue> results) {
   const auto written = tensors_of(results);
-  // all of its storage, be it empty: a rank whose experts get no tokens exchanges nothing
+  // it must cover its storage, even an empty one: a rank whose experts get no tokens exchanges nothing
   if (written.size() != 1 || written[0].storage_offset() != 0 || written[0].storage().nbytes() != written[0].nbytes()) {
     return;
   }
@@ -106,7 +107,7 @@ void Frame::capture_exchange(size_t index, const Record& record, c10::ArrayRef<c
   captures_[index] = {{part}, true};
 }
 
-// A collective whose result no backward ever asked for: neither captured nor launched again.
+// Leaves out a collective whose result no backward has asked for: it is neither captured nor launched again.
 void Frame::leave_out(size_t index) {
   if (!forward.tape().records[index].op->has(WAITS)) { // it launched the collective itself
     captures_[index] = {{}, true};
@@ -116,8 +117,9 @@ void Frame::leave_out(size_t index) {
   }
 }
 
-// The operator that launched the collective whose result is waited for; -1 where a recompute pass cannot substitute that
-// result: it is not this region's, one of several, or in memory that was there before or has other values besides.
+// Returns the operator that launched the collective whose result is waited for; -1 if a recompute pass cannot
+// substitute that result: the collective is not of this region, it has several results, or it wrote to memory that
+// existed before or that also has other values.
 int64_t Frame::launch_of(size_t index) const {
   const Tape& tape = forward.tape();
   const int64_t launch = tape.launch_of(index);
@@ -156,8 +158,8 @@ void Frame::add(const at::Tensor& tensor, const Part& part) {
   }
 }
 
-// The captured collectives that a recompute pass could ask for, whatever else this rank had room to capture: to leave one
-// out is for all ranks to do.
+// Returns the captured collectives that a recompute pass may ask for, whatever else this rank had room to capture. All
+// ranks must leave out the same collectives.
 std::set<size_t> Frame::asked_of_ranks() const {
   std::vector<Captured> shared;
   for (const auto& [index, capture] : captures_) {
@@ -184,7 +186,7 @@ std::set<size_t> Frame::asked_of_ranks() const {
   return asked;
 }
 
-// Which captures no backward asks for: they are not made again.
+// Finds the captures that no backward asks for, which later forwards leave out.
 void Frame::learn(const std::vector<size_t>& substituted) {
   const auto of_ranks = asked_of_ranks();
   std::set<size_t> asked(substituted.begin(), substituted.end());

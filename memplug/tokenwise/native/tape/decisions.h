@@ -1,4 +1,4 @@
-// What a recompute pass does with each operator of a tape: it follows from what is captured, and what is to be restored.
+// The action of a recompute pass for each operator of a tape, derived from what is captured and what it has to restore.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@
 
 namespace memplug {
 
-// What of an operator's results is captured: `whole` where all rows of them are, so that its inputs are not needed.
+// An operator whose results are captured. `whole`: with all rows, so that its inputs are not needed.
 struct Captured {
   size_t index;
   bool whole;
@@ -20,21 +20,22 @@ struct Captured {
   }
 };
 
-// `launches`: operators whose result another one's capture gives. `wanted`: storages that the pass is to restore.
+// Returns an action for each operator. `launches`: operators whose result another operator's capture provides.
+// `wanted`: storages that the pass has to restore.
 std::vector<Action> actions_of(
     const Tape& tape,
     const std::vector<Captured>& captured,
     const std::vector<size_t>& launches,
     const std::vector<int32_t>& wanted);
 
-// Into how many pieces an operator's outputs split along dimension 0, any number of which may be captured while the rest is
-// computed alone; none: they are captured whole, or not.
+// Returns how many pieces an operator's outputs split into along dimension 0, any number of which may be captured while
+// the rest is computed alone; none if they are captured whole or not at all.
 std::optional<int64_t> pieces_of(const Tape& tape, size_t index);
 
-// Storages that are there before the pass, and that it reads or is to restore.
+// Returns the storages from before the pass that it reads or has to restore.
 std::vector<int32_t> read_by(const Tape& tape, const std::vector<Action>& actions, const std::vector<int32_t>& wanted);
 
-// Made once for forwards that are alike.
+// The actions of a recompute pass, made once for forwards that are alike.
 struct Decisions {
   Decisions(
       std::shared_ptr<const Tape> tape,
@@ -56,9 +57,9 @@ struct Decisions {
   const std::vector<int32_t> wanted;
 
   const std::vector<Action> actions;
-  const std::vector<int32_t> reads; // storages, as `read_by` says
-  std::vector<size_t> substituted; // operators whose captured results the pass asks for
-  bool communicates = false; // it calls operators that other ranks take part in
+  const std::vector<int32_t> reads; // storages, from `read_by`
+  std::vector<size_t> substituted; // operators whose captured results the pass needs
+  bool communicates = false; // it runs operators in which other ranks take part
 };
 
 } // namespace memplug

@@ -1,4 +1,4 @@
-// Which tape a forward follows, where it leaves one, and what it leaves at its end.
+// How a forward follows a tape, departs from it, and closes its own.
 #include "forward.h"
 #include "unfilled.h"
 
@@ -29,7 +29,7 @@ void Forward::depart(size_t records) {
   followed_.reset();
 }
 
-// What its storages are, and why it is opaque.
+// Adds the forward's storages to a tape, and why it is opaque.
 void Forward::describe(Tape& own) const {
   own.given = storages.given;
   own.nbytes = storages.nbytes;

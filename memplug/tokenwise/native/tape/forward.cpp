@@ -13,8 +13,8 @@
 namespace memplug {
 namespace {
 
-// The generators that an operator may draw from, as they are now: the one among its arguments, else the default ones of
-// the CPU and of the device that its tensors are on, or that is current.
+// Returns the generators that an operator may draw from, with their present states: the one among its arguments, or
+// else the default ones of the CPU and of the device of its tensors, or of the current device.
 std::vector<Drawn> generators_of(c10::ArrayRef<c10::IValue> arguments) {
   std::vector<at::Generator> generators;
   std::optional<c10::Device> device;
@@ -42,7 +42,7 @@ std::vector<Drawn> generators_of(c10::ArrayRef<c10::IValue> arguments) {
   return drawn;
 }
 
-// Why no tape tells of a tensor that an operator got or gave.
+// Returns why no tape can describe a tensor that an operator got or returned.
 uint32_t reasons_of(const at::Tensor& tensor) {
   if (is_wrapped(tensor)) {
     return TRANSFORMED;
@@ -105,7 +105,8 @@ int32_t Forward::enter(const at::Tensor& tensor, bool captured) {
 
 void Forward::give(int32_t storage, const at::Tensor& tensor, size_t met) {
   if (!given[storage].tensor.defined()) {
-    // parameters themselves: what shards them exchanges their memory; others without a graph, which may lead back here
+    // a parameter itself, since code that shards parameters exchanges their memory; others without their graph, which
+    // may lead back here
     const bool itself = storages.regathered[storage] || (tensor.is_leaf() && tensor.requires_grad());
     given[storage].tensor = itself ? tensor : alias_of(tensor);
     given[storage].had_gradient = itself && tensor.is_leaf() && tensor.grad().defined();
@@ -200,7 +201,8 @@ Record Forward::note(const Operator& op, c10::ArrayRef<c10::IValue> arguments) c
   return record;
 }
 
-// No copy of an irregular tensor is made before a write: a recompute pass would find what the forward left there.
+// Throws if an operator is about to write to an irregular tensor from outside. Such tensors are not copied first, so a
+// recompute pass would find the forward's writes in them.
 void Forward::check_writes(const Record& record) const {
   for (const Found& found : found_) {
     if (record.writes(found.storage) && storages.given[found.storage] && is_irregular(*found.tensor)) {
@@ -250,7 +252,7 @@ void Forward::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
         exchanged_.emplace_back(*found.tensor);
       }
     }
-    for (size_t i = 0; i < found_.size(); ++i) { // the listener's operators are not noted: what was found stays
+    for (size_t i = 0; i < found_.size(); ++i) { // the listener's operators are not noted, so `found_` does not change
       const Found found = found_[i];
       const bool is_foreign = storages.given[found.storage] && !own_[found.storage];
       if (record.writes(found.storage) && (is_captured(found.storage) || is_foreign)) {
@@ -269,7 +271,7 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
   const size_t index = begun_ - 1;
   running_ = false;
   const Operator& op = *tape().records[index].op;
-  if (op.reads_elements && !op.hides_nothing) { // a unit, or an operator of another library, may itself wait for a stream
+  if (op.reads_elements && !op.hides_nothing) { // a unit, or another library's operator, may itself wait for a stream
     listener_->note_reads(tape().records[index]);
   }
   if (listener_->is_timed) {
@@ -289,7 +291,8 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
   }
   for (const auto& [storage, tensor] : saved_early_) {
     if (std::find(made_.begin(), made_.end(), storage) == made_.end()) {
-      storages.given[storage] = true; // no result, such as a copy of memory that is about to be overwritten: it is kept
+      // not a result, such as a copy of memory that is about to be overwritten: it is kept
+      storages.given[storage] = true;
       give(storage, tensor, begun_);
     }
   }
@@ -299,7 +302,7 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
   }
   const bool over = op.is_over(tape().records[index].arguments);
   if (over) {
-    wait_for(results); // what the back end does then is no operator of the region
+    wait_for(results); // the back end's operators meanwhile are not the region's
   }
   if (!failed && nameable && (over || !op.has(EXCHANGE)) && listener_->wants(index, op) && !copies_blank(index)) {
     listener_->capture(index, op.has(EXCHANGE) ? exchanged_ : results);
@@ -310,7 +313,7 @@ void Forward::classify(Record& record) {
   const Operator& op = *record.op;
   record.form = record.made.empty() ? Form::VIEW : Form::PURE;
   if (op.has(PART_OF_UNIT) || (op.has(UNIT) && record.written.empty())) {
-    return; // it runs again where something of it has to be recomputed, and draws and communicates as it did then
+    return; // it runs again if a part has to be recomputed, and draws and communicates as before
   }
   if (op.has(EXCHANGE)) {
     record.form = Form::EXCHANGE;
@@ -324,7 +327,7 @@ void Forward::classify(Record& record) {
     record.root = true;
   } else if (op.has(VALUE)) {
     record.form = Form::VALUE;
-  } else if (op.mutates && (record.made.empty() || !record.written.empty())) { // else what it might write to is left out
+  } else if (op.mutates && (record.made.empty() || !record.written.empty())) { // else its optional outputs are absent
     record.form = Form::WRITE;
     for (const int32_t storage : record.written) {
       record.root = record.root || storages.given[storage];

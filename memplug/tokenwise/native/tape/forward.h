@@ -1,4 +1,5 @@
-// One forward of a region: it follows the tape of an earlier one for as long as it does the same, else it notes its own.
+// One forward of a region. It follows the tape of an earlier one as long as it does the same; else it notes a tape of
+// its own.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -17,48 +18,50 @@
 
 namespace memplug {
 
-// A generator, and its state before an operator that draws from it.
+// A generator, and its state before an operator drew from it.
 struct Drawn {
   at::Generator generator;
   at::Tensor state;
 };
 
-// Memory that was there before the region, or that has Python's values (literals.cpp): the first tensor of each that it
-// met, and how often that and others in it had been written to when the forward was over.
+// Memory that existed before the region, or that has Python's values (literals.cpp): the first tensor of it that the
+// forward met, and the counts of writes to this and other tensors of it at the end of the forward.
 struct Given {
-  at::Tensor tensor; // undefined: made by the region, or swapped
-  c10::SmallVector<Count, 1> counts; // none where it is undefined
-  bool had_gradient = false; // a leaf, when it was met
-  bool noted = false; // what that was
+  at::Tensor tensor; // undefined if the region made it, or it was swapped
+  c10::SmallVector<Count, 1> counts; // none if the tensor is undefined
+  bool had_gradient = false; // a leaf that had one when it was met
+  bool noted = false; // `before_accumulating` was called for that gradient
 };
 
-// What else happens while operators run. It may run operators of its own, which are none of the forward's.
+// The receiver of a forward's operators while they run. It may run operators of its own, which do not belong to the
+// forward.
 class Listener {
  public:
   virtual ~Listener() = default;
 
-  // An operator is about to run on the current stream.
+  // Takes note that an operator is about to run on the current stream.
   virtual void note_stream() = 0;
 
-  // It uses a tensor there.
+  // Takes note that this operator uses a tensor there.
   virtual void note_use(const at::Tensor& tensor) = 0;
 
-  // An operator reads what it is given, on the current stream.
+  // Takes note that an operator reads its arguments on the current stream.
   virtual void note_reads(const Record& record) = 0;
 
-  // An operator begins, or is over; where `is_timed`.
+  // Takes the time as an operator begins, or with `over` as it ends. Called if `is_timed`.
   virtual void time(size_t index, bool over) = 0;
 
-  // Memory that is captured, or that was given and is not the forward's own yet, is about to be written to.
+  // Saves the present value of memory that is about to be written to. The memory is captured, or it was given and the
+  // forward has not written to it before.
   virtual void before_write(int32_t storage, const at::Tensor& tensor) = 0;
 
-  // Whether an operator is to be captured.
+  // Returns whether an operator's results are to be captured.
   virtual bool wants(size_t index, const Operator& op) const = 0;
 
-  // Such an operator is over; an exchange with what it wrote to.
+  // Captures such an operator once it has run; for an exchange, `results` are the tensors that it wrote to.
   virtual void capture(size_t index, c10::ArrayRef<c10::IValue> results) = 0;
 
-  // Whether a subclass's own dispatch only calls other operators.
+  // Returns whether a subclass's own dispatch only calls other operators.
   virtual bool is_transparent(const at::Tensor& tensor) = 0;
 
   bool is_timed = false;
@@ -66,7 +69,7 @@ class Listener {
 
 class Forward {
  public:
-  // `known`: tapes that it may follow, the likeliest first. `regathered` may be null.
+  // `known`: tapes that it may follow, the likeliest first. `regathered`: may be null.
   Forward(
       std::vector<std::shared_ptr<const Tape>> known,
       Listener* listener,
@@ -74,35 +77,37 @@ class Forward {
       std::shared_ptr<Ledger> ledger);
   ~Forward();
 
-  // A region input, before the first operator; its number. One that is captured is not kept.
+  // Registers a region input, before the first operator, and returns its number. A captured one is not kept by
+  // reference.
   int32_t enter(const at::Tensor& tensor, bool captured);
 
-  // Whether it is a storage of a region input.
+  // Returns whether a storage is a region input's.
   bool is_input(int32_t storage) const {
     return storage < entered_;
   }
 
-  // An operator is about to run; nothing else begins before it ends.
+  // Notes an operator that is about to run. Nothing else begins before it ends.
   void begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments);
 
-  // It has run.
+  // Notes the results of that operator.
   void end(c10::ArrayRef<c10::IValue> results);
 
-  // A unit (unit.h) begins: nothing that runs inside is told of, but for what autograd saves.
+  // Notes a unit (unit.h) that begins. Nothing inside of it is noted, except saved tensors.
   void begin_unit(const Operator& op, c10::ArrayRef<c10::IValue> arguments);
 
-  // It has run, and returned these tensors. Notes the memory that it made, and that is returned or saved, as operators
-  // `part` that read the token; says where each of them comes from. What is `lasting` is not the unit's to free.
+  // Notes a unit that has run. Each memory that it made, and that it returned or saved, is noted as an operator `part`
+  // that reads the token. Returns where each of them comes from. `lasting`: tensors that outlive the unit, and are not
+  // its own to free.
   std::vector<Source> end_unit(
       const Operator& part,
       const at::Tensor& token,
       const std::vector<at::Tensor>& returned,
       const std::vector<at::Tensor>& lasting);
 
-  // It has raised.
+  // Ends a unit that has raised.
   void fail_unit();
 
-  // A time: how many operators had begun then, how many tensors were saved, and how often something was done past operators.
+  // A point in a forward: the number of operators begun, of tensors saved, and of unobserved events.
   struct Progress {
     size_t begun, saves, unobserved;
   };
@@ -110,13 +115,14 @@ class Forward {
     return {begun_, saved.size(), unobserved_};
   }
 
-  // Whether what ran since then, was given and returned these tensors, did something that no operator showed.
+  // Returns whether code that ran since then, with these arguments and results, did something that no operator showed.
   bool hides(
       const Progress& since, const std::vector<at::Tensor>& given, const std::vector<at::Tensor>& returned) const;
 
-  // Which of these tensors, given to what ran since so many operators had begun, no operator was seen to write to although
-  // they have another version or other values than `before`, copies of some, or a kernel that no operator shows gave their
-  // memory back in `returned`: it may have written there, which no version tells.
+  // Returns the indices of tensors in `given` (the arguments of code that ran since `begun` operators had begun) that
+  // changed although no operator was seen to write to them: their version or values differ from `versions` and `before`
+  // (copies of some of them). Tensors in `returned` count as changed: an unobserved kernel may have written to them
+  // without raising their version.
   std::vector<size_t> written_unseen(
       size_t begun,
       const std::vector<at::Tensor>& given,
@@ -124,112 +130,119 @@ class Forward {
       const std::vector<at::Tensor>& before,
       const std::vector<at::Tensor>& returned) const;
 
-  // Whether an operator since then wrote to memory that was there before the region, and is that of none of these.
+  // Returns whether an operator since then wrote to memory from before the region that is not that of a tensor in
+  // `given`.
   bool writes_elsewhere(size_t begun, const std::vector<at::Tensor>& given) const;
 
-  // What runs next may write to these past torch's operators: of memory that was there before, and of what is captured, the
-  // values of now are remembered; not of what may be unfinished.
+  // Saves the present values of `given` where they lie in memory from before the region or are captured: the code that
+  // runs next may write to them unobserved. Skips a tensor that may be unfinished.
   void protect(const std::vector<at::Tensor>& given);
 
-  // Whether another stream has made a tensor, as far as autograd tells, and no operator has read it here: what runs next may
-  // be the first to wait for that stream, so that no copy can be made before.
+  // Returns whether another stream has made a tensor, as far as autograd shows, and no operator has read it here. The
+  // code that runs next may be the first to wait for that stream, so that no copy can be made before.
   bool may_be_unfinished(const at::Tensor& tensor) const;
 
-  // These were written to so: no tape tells of that, and what was captured of them may be stale. Throws where it was there
-  // before, was not protected, and is not kept either.
+  // Takes note of unobserved writes to these tensors: no tape shows them, and captures of the tensors may be stale.
+  // Throws if the memory existed before, was not protected, and is not kept either.
   void blind_to_writes(const std::vector<at::Tensor>& given, const std::vector<size_t>& written);
 
-  // Whether an operator since then talks to other ranks.
+  // Returns whether an operator since then communicates with other ranks.
   bool communicates(size_t begun = 0) const;
 
-  // All of a tensor's storage: itself, or else one row, in its dtype where that fits, so that a copy serves every view.
+  // Returns all of a tensor's storage: the tensor itself, or else one row, of the same dtype if that fits, so that one
+  // copy serves every view.
   static at::Tensor whole(const at::Tensor& tensor);
 
-  // What a tensor's elements are made of, in their order: itself, or a copy.
+  // Returns the bytes of a tensor's elements, in their order: the tensor's memory, or a copy.
   static at::Tensor bytes_of(const at::Tensor& tensor);
 
-  // An operator is called with a tensor of a subclass.
+  // Takes note of an operator's argument of a tensor subclass.
   void meet_subclass(const at::Tensor& tensor) {
     opaque_ |= listener_->is_transparent(tensor) ? 0 : SUBCLASS;
     meet_wrapper(tensor);
   }
 
-  // An operator or a function is about to be given one, such as a DTensor: writes to it count there, and not where its
-  // memory is.
+  // Takes note of a tensor such as a DTensor that an operator or a function is about to get: writes are counted there,
+  // and not where its memory is.
   void meet_wrapper(const at::Tensor& tensor) {
-    if (tensor.is_leaf() && tensor.requires_grad()) { // else it may be the region's own
+    if (tensor.is_leaf() && tensor.requires_grad()) { // else the region may have made it
       read(tensor, begun_ + 1, false);
     }
   }
 
-  // An operator that was looked through has run, since `before` operators had begun.
+  // Checks an operator that was looked through and has run since `before` operators had begun. If no operator was noted
+  // inside of it, its writes and its results are unobserved.
   void looked_through(size_t before, bool mutates, c10::ArrayRef<c10::IValue> results);
 
-  // Autograd saves a tensor for backward; `held`: it is kept itself. An operator's own result is saved before the operator
-  // ends.
+  // Notes a tensor that autograd saves for backward. `held`: keep the tensor itself. An operator's own result is saved
+  // before the operator ends.
   void save(const at::Tensor& tensor, bool held);
 
-  // A storage has a copy, until it is written to.
+  // Marks a storage as captured, until it is written to.
   void set_captured(int32_t storage, bool whole, bool kept, at::ScalarType dtype);
 
-  // The forward is over. Returns its tape.
+  // Ends the forward and returns its tape.
   std::shared_ptr<const Tape> close();
 
-  // Decides how each saved tensor is had back, when it is closed. `direct`: from a whole copy where there is one.
+  // Decides how each saved tensor is restored, after `close`. `direct`: from a whole copy where there is one.
   void sort(bool direct);
 
-  // What was held until now goes.
+  // Drops the saved tensors that were kept until now.
   void let_go();
 
-  // The tape of what it has done until now; opaque where that is not all that it did.
+  // Returns the tape of the forward so far; opaque if that is not all that it did.
   std::shared_ptr<const Tape> so_far() const;
 
-  // A saved tensor that was made again while the forward runs: operators that read it read what was saved.
+  // Keeps a saved tensor that was recomputed while the forward runs. Operators that read it count as reading the
+  // original.
   void keep(size_t index, const at::Tensor& tensor);
 
-  // A recompute pass gives a saved tensor.
+  // Stores a saved tensor that a recompute pass restored.
   void restore(size_t index, const at::Tensor& tensor);
 
-  // Backward takes it. Throws where it was written to since.
+  // Returns a restored tensor for backward, and drops it here. Throws if it was written to since.
   at::Tensor take(size_t index);
 
-  // What backward was given, for as long as it may ask for it again: a custom function may read `ctx.saved_tensors`
-  // several times, and none of them is a further read of what it was made from.
+  // Holds a tensor that backward received, as long as backward may ask for it again. A custom function may read
+  // `ctx.saved_tensors` several times, and only the first time is a read of the tensor's source.
   void hold(size_t index, const at::Tensor& tensor);
 
-  // That again; undefined where there is none. Throws where it was written to since.
+  // Returns the tensor that `hold` holds; undefined if there is none. Throws if it was written to since.
   at::Tensor held_again(size_t index) const;
 
-  // Memory from outside, for a recompute pass. Throws where it is gone, or was written to since and does not change by
-  // the region's own doing. The pass runs no operator from `end` on.
+  // Returns memory from outside for a recompute pass that runs no operator from `end` on. Throws if it is gone, or was
+  // written to since. `changes`: the region itself changes it, so that writes are no error.
   at::Tensor given_again(int32_t storage, bool regathered, bool changes, size_t end) const;
 
-  // What runs now reads a tensor of which no operator tells: its address was taken, or a function has it.
+  // Takes note that running code reads a tensor without an operator: its address was taken, or a function got it.
   void read(const at::Tensor& tensor) {
     read(tensor, begun_, false);
   }
 
-  // The unit that is about to begin does so: a parameter.
+  // Takes note that the unit that is about to begin reads a parameter.
   void read_in_unit(const at::Tensor& tensor) {
     read(tensor, begun_ + 1, true);
   }
 
-  // The same of all that another forward, inside of this one, was given.
+  // Takes note that all memory given to a forward inside of this one is read.
   void read(const Forward& inner);
 
-  // Throws where one of those was written to since, for a pass that runs no operator from `end` on.
+  // Throws if a tensor of such a read was written to since, for a pass that runs no operator from `end` on.
   void check_read(size_t end) const;
 
-  // A count of what a saved tensor may have been computed from, and which has changed since, so that no pass that runs the
-  // module gives that tensor; null: none. What the forward itself wrote to is put back for the pass.
+  // Returns the count of memory that a saved tensor may have been computed from and that has changed since, so that no
+  // pass that runs the module restores the tensor; null if there is none. Writes by the forward itself do not count:
+  // they are undone for the pass.
   const Count* changed(size_t index) const;
 
-  // Such a pass begins, and may write to some of it as the forward did: which saved tensors it does not give.
+  // Marks the saved tensors that a pass that runs the module does not restore. Called before that pass, which may
+  // repeat the forward's writes.
   void note_stale();
 
-  // What was restored and not taken goes.
+  // Drops a restored tensor that backward has not taken.
   void forget(size_t index);
 
+  // Marks the forward as opaque.
   void blind(uint32_t reasons) {
     opaque_ |= reasons;
     unobserved_ += (reasons & (UNOBSERVED | NESTED)) != 0 ? 1 : 0;
@@ -243,43 +256,46 @@ class Forward {
   Ledger& ledger() {
     return *ledger_;
   }
-  const Tape& tape() const { // all of it only where it is closed
+  const Tape& tape() const { // complete once it is closed
     return followed_ != nullptr ? *followed_ : *noted_;
   }
 
-  // How a saved tensor is had back.
+  // How a saved tensor is restored: it is held, a view of a capture, or recomputed.
   enum class Way : uint8_t { HELD, VIEW, RECOMPUTED };
 
-  // What was saved: `written` since then, in a way that autograd forbids.
+  // A saved tensor. `written`: it was written to in the forward after it was saved, which autograd forbids.
   struct Saved {
     Use use;
-    at::Tensor held; // of a subclass, or where it is no tensor of the region's: itself
-    at::Tensor kept; // itself too, where the forward `holds`, or `holds_meanwhile`, and instead of a recompute pass where its frame keeps it
+    at::Tensor held; // the tensor itself, if it is a subclass's or not the region's
+    // The tensor itself, if the forward `holds` or `holds_meanwhile`. Used instead of a recompute pass if its frame
+    // keeps it.
+    at::Tensor kept;
     c10::VariableVersion counter;
     uint32_t version = 0;
-    int64_t largest_bytes = 0; // of the storages that were saved up to it, which backward still asks for then
+    int64_t largest_bytes = 0; // of the storages saved up to it, which backward then still asks for
     bool alive = true; // backward may still ask for it
-    bool in_unit = false; // by a unit, whose backward may have kernels that write over it
+    bool in_unit = false; // saved by a unit, whose backward's kernels may write over it
     bool written = false;
-    bool stale = false; // a pass that runs the module does not give it
+    bool stale = false; // a pass that runs the module does not restore it
     Way way = Way::HELD;
     at::Tensor restored; // by a recompute pass, until backward takes it
     uint32_t restored_version = 0;
-    int64_t restored_bytes = 0; // in the ledger; a frame that dies asks no tensor for them
+    int64_t restored_bytes = 0; // as counted in the ledger: a dying frame does not ask the tensor
     at::Tensor taken; // by a backward that does not keep its graph, until its node is done
     uint32_t taken_version = 0;
   };
   Storages storages;
-  bool holds = false; // what autograd saves
-  bool holds_meanwhile = false; // likewise, until it is over: it may ask for a gradient itself
+  bool holds = false; // keeps each tensor that autograd saves
+  bool holds_meanwhile = false; // likewise, until it is over, since it may ask for a gradient itself
   std::vector<Saved> saved;
   std::vector<Given> given; // by storage
-  std::vector<std::vector<Drawn>> drawn; // by operators that draw, in their order
+  std::vector<std::vector<Drawn>> drawn; // for each operator that draws, in order
 
-  // Bytes of storages that backward asks for: of all, of those that are not captured, and of those that are and stay.
+  // Bytes of the storages that backward asks for: all, those that are not captured, those that are captured and stay on
+  // the device, and the largest.
   int64_t saved_bytes = 0, pending_bytes = 0, kept_bytes = 0, largest_saved_bytes = 0;
 
-  // Memory that has Python's values (literals.cpp): given, although an operator asked for it.
+  // Returns whether memory has Python's values (literals.cpp): it is given, although an operator requested it.
   bool is_literal(int32_t storage) const;
 
   bool is_captured(int32_t storage) const {
@@ -290,7 +306,7 @@ class Forward {
   }
 
  private:
-  // A tensor among the arguments or results at hand.
+  // A tensor among the present operator's arguments or results.
   struct Found {
     ArgumentPath path;
     int32_t storage;
@@ -299,7 +315,7 @@ class Forward {
   enum : uint8_t { NOT, PART, WHOLE };
 
   int32_t number(const at::Tensor& tensor, bool given);
-  int32_t meet(const at::Tensor& tensor, size_t met); // given, if it is new
+  int32_t meet(const at::Tensor& tensor, size_t met); // as given, if it is new
   void count(Given& memory, const at::Tensor& tensor, size_t met);
   void give(int32_t storage, const at::Tensor& tensor, size_t met);
   void close_counts();
@@ -320,15 +336,15 @@ class Forward {
 
   // -- literals.cpp
 
-  // The operator that returned a storage, where none before `end` reads it; else null.
+  // Returns the operator that returned a storage, if no operator before `end` reads it; else null.
   const Record* only_user(int32_t storage, size_t end) const;
-  // Whether it copies memory that no operator was seen to fill: what that becomes is not known yet.
+  // Returns whether an operator copies memory that no operator was seen to fill: such a copy may become a literal.
   bool copies_blank(size_t index) const;
-  // Those that made what `index` hands out; none where it has no values of Python's, or too many.
+  // Returns the operators that made the tensor that `index` returns; none if it has no values of Python's, or too many.
   std::vector<size_t> makers_of_literal(int32_t storage, size_t index) const;
-  // An operator hands out what torch has made by itself.
+  // Handles an operator that returns a tensor which torch made by itself.
   void lift(size_t index, const at::Tensor& tensor);
-  // Of the records of another tape: what has become a literal there, and not here, is made by operators.
+  // Corrects records of another tape: storages that became literals there, but not here, are made by operators.
   void unlift(std::vector<Record>& records) const;
 
   std::vector<std::shared_ptr<const Tape>> known_;
@@ -336,13 +352,13 @@ class Forward {
   std::shared_ptr<Ledger> ledger_;
   std::shared_ptr<const Tape> followed_;
   std::shared_ptr<Tape> noted_;
-  int32_t entered_ = 0; // storages of region inputs, which have the first numbers
+  int32_t entered_ = 0; // number of storages of region inputs, which come first
   size_t begun_ = 0;
   bool running_ = false; // the last operator has begun, and not ended
   uint32_t opaque_ = 0;
-  size_t unobserved_ = 0; // how often it became opaque as something was done past operators
+  size_t unobserved_ = 0; // number of unobserved events that made it opaque
 
-  std::vector<Count> read_; // of what no operator tells
+  std::vector<Count> read_; // reads of tensors that no operator shows
   std::vector<bool> own_, counted_; // by storage
   struct Captured {
     uint8_t rows = NOT;
@@ -352,12 +368,12 @@ class Forward {
   std::vector<Captured> captured_;
   std::vector<Found> found_;
   std::vector<int32_t> made_;
-  std::vector<c10::IValue> exchanged_; // what the running exchange writes to
-  std::vector<std::pair<int32_t, at::Tensor>> saved_early_; // of storages that the running operator has made
-  std::vector<int32_t> literals_; // storages
+  std::vector<c10::IValue> exchanged_; // tensors that the running exchange writes to
+  std::vector<std::pair<int32_t, at::Tensor>> saved_early_; // storages that the running operator has made
+  std::vector<int32_t> literals_; // storages that are literals
   int64_t literal_bytes_ = 0; // of those
-  std::vector<int32_t> stale_; // what was captured of these may be what a kernel wrote over
-  std::optional<size_t> unit_saves_; // how many tensors were saved when the unit began that runs
+  std::vector<int32_t> stale_; // storages that an unobserved kernel may have changed after they were captured
+  std::optional<size_t> unit_saves_; // number of tensors saved before the running unit began
 };
 
 } // namespace memplug

@@ -1,4 +1,4 @@
-// What Python sees of forwards and tapes.
+// Python bindings of forwards and tapes.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
@@ -82,7 +82,7 @@ void add_flow(py::module_& module) {
       .def("leave_out", [](Region& region, size_t index, const std::string& name) {
         const size_t dot = name.find('.');
         const std::string overload = dot == std::string::npos ? "" : name.substr(dot + 1);
-        if (const Operator* const op = operator_named(name.substr(0, dot), overload)) { // else its library is not loaded
+        if (const Operator* const op = operator_named(name.substr(0, dot), overload)) { // its library is loaded
           region.leave_out(index, op);
         }
       })
@@ -199,12 +199,12 @@ void add_forwards(py::module_& module) {
     }
     return found;
   });
-  // of a function that is about to run with these arguments, and then has run
+  // A function that is about to run with these arguments, and then has run.
   struct Since {
     Forward::Progress progress;
     std::vector<at::Tensor> given;
     std::vector<uint32_t> versions;
-    std::vector<at::Tensor> before; // copies, as bytes; undefined of parameters
+    std::vector<at::Tensor> before; // copies, as bytes; undefined for parameters
   };
   py::class_<Since>(module, "Since").def(py::init([](py::handle arguments) {
     Forward& forward = Running::observed()->forward;
@@ -217,7 +217,7 @@ void add_forwards(py::module_& module) {
       forward.read(given[i]);
       if (!is_parameter(given[i])) {
         others.push_back(given[i]);
-        const bool has_values = !given[i].is_privateuseone() && !given[i].is_meta(); // the virtual device has none
+        const bool has_values = !given[i].is_privateuseone() && !given[i].is_meta(); // the virtual device has no values
         const bool has_bytes = has_values && !given[i].is_conj() && !given[i].is_neg() && !forward.may_be_unfinished(given[i]);
         before[i] = has_bytes ? Forward::bytes_of(given[i]).clone() : at::Tensor();
       }
@@ -228,9 +228,9 @@ void add_forwards(py::module_& module) {
   module.def("communicates", [](const Since& since) {
     return Running::observed()->forward.communicates(since.progress.begun);
   });
-  using Written = std::vector<size_t>; // of the tensors that a function was given
-  // which of them it has written to with no operator seen, and which it may write to where none of its own is seen; none
-  // where it hides no kernels
+  using Written = std::vector<size_t>; // indices of the tensors that a function was given
+  // Returns the tensors that the function wrote to unobserved, and all that it wrote to or returned, to which later
+  // calls may write unobserved. Returns none if it launches no hidden kernels.
   module.def("hidden_writes", [](const Since& since, py::handle returned) -> std::optional<std::pair<Written, Written>> {
     Forward& forward = Running::observed()->forward;
     const Pause unseen;
@@ -247,7 +247,7 @@ void add_forwards(py::module_& module) {
     forward.blind_to_writes(since.given, hidden);
     return std::pair(hidden, written(forward.begun(), tensors));
   });
-  // whether operators of it wrote to parameters, or to memory that was there before the region and that it was not given
+  // Returns whether its operators wrote to parameters, or to memory from before the region that it was not given.
   module.def("writes_elsewhere", [](const Since& since) {
     std::vector<at::Tensor> others;
     std::copy_if(since.given.begin(), since.given.end(), std::back_inserter(others), [](const at::Tensor& each) {
@@ -255,7 +255,7 @@ void add_forwards(py::module_& module) {
     });
     return Running::observed()->forward.writes_elsewhere(since.progress.begun, others);
   });
-  // a function is about to be given these
+  // Takes note of tensors with a dispatch of their own that a function is about to get.
   module.def("meet_wrappers", [](const py::args& arguments) {
     Running* const running = Running::observed();
     for (const py::handle each : arguments) {
@@ -296,7 +296,7 @@ void add_forwards(py::module_& module) {
             py::none(),
             py::none());
       }))
-      // in tests, step by step
+      // for tests, step by step
       .def("pack", [](const std::shared_ptr<Running>& r) { return pack_hook(r); })
       .def("begin", &Running::begin)
       .def("end", &Running::end)
@@ -330,7 +330,7 @@ void add_forwards(py::module_& module) {
           return all;
         });
       })
-      // its recompute pass
+      // for the recompute pass
       .def("decide", [](Running& r, const std::map<size_t, bool>& whole, const std::vector<size_t>& launches) {
         std::vector<Captured> captured;
         for (const auto& [index, is_whole] : whole) {
@@ -356,7 +356,7 @@ void add_forwards(py::module_& module) {
       .def_readwrite("is_restored", &Running::is_restored)
       .def_property_readonly("has_launches", &Running::has_launches)
       .def_readonly("communicates", &Running::communicates)
-      // what there was
+      // for reading
       .def_property_readonly("tape", [](const Running& r) { return std::const_pointer_cast<Tape>(r.tape); })
       .def_property_readonly(
           "followed", [](const Running& r) { return std::const_pointer_cast<Tape>(r.forward.followed()); })

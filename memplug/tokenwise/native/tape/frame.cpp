@@ -80,7 +80,8 @@ Frame::~Frame() {
 // -- forward ----------------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Swapped> Frame::enter(const at::Tensor& value, bool swaps) {
-  if (auto part = is_plain(value) ? input_of(forward.storages.find(value)) : nullptr) { // of any shape: all of it was swapped
+  // an input that is given once more, in any shape, since all of it was swapped
+  if (auto part = is_plain(value) ? input_of(forward.storages.find(value)) : nullptr) {
     return part;
   }
   std::shared_ptr<Swapped> part;
@@ -95,7 +96,8 @@ std::shared_ptr<Swapped> Frame::enter(const at::Tensor& value, bool swaps) {
   const int32_t storage = forward.enter(value, part != nullptr);
   if (part != nullptr) {
     Streams& streams = flow->transfer->streams();
-    streams.use_on(streams.current(), value); // it goes sooner than without memplug, and may be another stream's
+    // the tensor is freed sooner than without memplug, and may belong to another stream
+    streams.use_on(streams.current(), value);
     swapped.push_back(part);
     inputs.emplace_back(storage, part);
     if (part->ready == Ready::UNREAD) {
@@ -120,7 +122,8 @@ void Frame::note_stream() {
   }
 }
 
-// A saved tensor is freed sooner than without memplug, where autograd keeps it for as long as another stream may read it.
+// Records the use if the forward has several streams: a saved tensor is freed sooner than without memplug, where
+// autograd keeps it while another stream may read it.
 void Frame::note_use(const at::Tensor& tensor) {
   if (streams_.size() > 1) {
     Streams& streams = flow->transfer->streams();
@@ -144,7 +147,8 @@ void Frame::forget_read() {
   unread_.erase(std::remove_if(unread_.begin(), unread_.end(), is_read), unread_.end());
 }
 
-// An input that nothing has read stays: other code may wait for the stream that makes it, and another region read it then.
+// Keeps each input on the device that no operator has read: other code may wait for the stream that makes it, and
+// another region may read it then.
 void Frame::close_unread() {
   forget_read();
   for (const auto& input : unread_) {
@@ -224,7 +228,7 @@ void Frame::close(bool direct) {
     }
     learn(asked);
   }
-  for (const auto& [storage, input] : inputs) { // another region may need it, and releases it then
+  for (const auto& [storage, input] : inputs) { // another region may need it, and then releases it
     if (input->uses == 0) {
       swapped.erase(std::remove(swapped.begin(), swapped.end(), input), swapped.end());
     }
@@ -269,7 +273,7 @@ std::vector<size_t> Frame::decide() {
   std::vector<size_t> asked = decide(captured(), launches());
   const auto absent = [&](size_t index) { return captures_.at(index).parts.empty(); };
   while (std::any_of(asked.begin(), asked.end(), absent)) {
-    // this forward is another than those before: run the collectives again after all
+    // this forward differs from earlier ones: run the collectives again after all
     for (const size_t index : asked) {
       if (absent(index)) {
         captures_.erase(index);
@@ -347,12 +351,12 @@ bool Frame::release_first(int64_t nbytes) {
   return true;
 }
 
-// What backward has to fetch, the first needed last.
+// Collects the tensors that backward has to prefetch, the first needed last.
 void Frame::refill() {
   flow->ledger->waiting -= static_cast<int64_t>(todo.size());
   todo.clear();
   for (const auto& part : swapped) {
-    if (part->is_away() && part->uses > 0) { // else only another rank might have asked for it
+    if (part->is_away() && part->uses > 0) { // else it was captured only because another rank may need it
       todo.push_back(part);
     }
   }

@@ -1,4 +1,4 @@
-// Memory that was there before a forward: who reads it, and whether it is still as the forward found it.
+// Memory that existed before a forward: who reads it, and whether it was written to since.
 #include <algorithm>
 
 #include "forward.h"
@@ -53,7 +53,7 @@ void Forward::close_counts() {
       each.close();
     }
   }
-  const auto is_put_back = [&](const Count& each) { // or made again: it was met, or written to, later
+  const auto is_put_back = [&](const Count& each) { // or recomputed: the forward met it, or wrote to it, only later
     const auto tensor = each.first.lock();
     const bool lies = tensor.defined() && (is_plain(at::Tensor(tensor)) || is_irregular(at::Tensor(tensor)));
     const int32_t storage = lies ? storages.find(at::Tensor(tensor)) : -1;
@@ -97,7 +97,7 @@ const Count* Forward::changed(size_t index) const {
 at::Tensor Forward::given_again(int32_t storage, bool regathered, bool changes, size_t end) const {
   const Given& memory = given[storage];
   if (!memory.tensor.defined()) {
-    throw Diverged("a tensor from outside of the region is not there in the recompute pass");
+    throw Diverged("a tensor from outside of the region is missing in the recompute pass");
   }
   for (const Count& each : memory.counts) {
     if (!changes && each.met <= end && each.has_changed()) {

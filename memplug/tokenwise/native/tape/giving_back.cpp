@@ -1,4 +1,4 @@
-// How a frame gives backward what its forward saved.
+// How a frame restores the tensors that its forward saved.
 #include <algorithm>
 
 #include "frame.h"
@@ -39,7 +39,7 @@ at::Tensor Frame::view(size_t index) {
     const at::Tensor& tensor = part.kept->get();
     return made(part.kept->written ? ordered(tensor) : tensor, recomputes && !is_restored);
   }
-  // an input that has not left lies where other regions may have it from
+  // other regions may share an input that is still resident
   const bool is_read_later =
       part.swapped->uses_left > 1 || (part.swapped->resident && input_of(saved.use.storage) != nullptr);
   const at::Tensor found = made(flow->transfer->acquire(*part.swapped).first, is_read_later);
@@ -55,7 +55,7 @@ at::Tensor Frame::given(size_t index) const {
   const at::Tensor& tensor = forward.given[saved.use.storage].tensor;
   const auto is_read_later = [&] {
     if (forward.is_input(saved.use.storage) && !c10::isIntegralType(saved.use.geometry.dtype, true)) {
-      return true; // other regions may have it too
+      return true; // other regions may share it
     }
     if (!recomputes || is_restored || decisions == nullptr) {
       return false;
@@ -68,7 +68,7 @@ at::Tensor Frame::given(size_t index) const {
   return tensor_at(copied ? copy_of(tensor) : tensor, saved.use.geometry);
 }
 
-// By backward's kernels, where a gradient may lie where it was saved.
+// Returns whether backward's kernels may write to a saved tensor, since some put a gradient where the tensor was.
 bool Frame::may_be_written(const Forward::Saved& saved) const {
   return saved.in_unit || is_opaque;
 }
@@ -96,7 +96,7 @@ Substitute Frame::substitute(size_t index) {
       found.rows = rows;
     }
     consume(part.swapped);
-    // what stays for another backward is not for the pass to write to, as the forward did
+    // the pass must not repeat the forward's writes in a tensor that stays for another backward
     const bool stays = part.swapped->mutated && part.swapped->tensor.defined();
     found.tensors.push_back(stays ? copy_of(tensor) : alias_of(tensor));
   }
@@ -119,7 +119,7 @@ at::Tensor Frame::base_of(int32_t storage, size_t end, std::vector<std::shared_p
     read.push_back(input);
     return input->mutated ? copy_of(tensor) : tensor;
   }
-  // what the forward has read is not compared before it is over
+  // counts of writes are compared only once the forward is over
   const bool changes = !is_over_ || changing.count(storage) > 0;
   return ordered(forward.given_again(storage, forward.storages.regathered[storage], changes, end));
 }
@@ -129,7 +129,7 @@ Frame::Pass Frame::begin_pass() {
   for (const size_t index : pass.indices) {
     pass.wanted.push_back(&forward.saved[index].use);
   }
-  const auto wanted = storages_of(pass.indices); // less than when it was decided, where parts of the graph are gone
+  const auto wanted = storages_of(pass.indices); // fewer than when it was decided, if parts of the graph are gone
   const auto reads = wanted == decisions->wanted ? decisions->reads : read_by(*tape, decisions->actions, wanted);
   const auto last = std::find_if(decisions->actions.rbegin(), decisions->actions.rend(), [](Action action) {
     return action != Action::SKIP;

@@ -1,4 +1,4 @@
-// Tensors whose elements no storage and geometry tell of.
+// Tensors that a storage and a geometry do not describe.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,14 +7,16 @@
 
 namespace memplug {
 
-// A function transform (torch.func) has wrapped it: operators that run on what is inside show what happens.
+// Returns whether a function transform (torch.func) has wrapped a tensor. Operators on the tensor inside show what
+// happens.
 inline bool is_wrapped(const at::Tensor& tensor) {
   using Key = c10::DispatchKey;
   return tensor.key_set().has_any(
       c10::DispatchKeySet({Key::FuncTorchBatched, Key::FuncTorchGradWrapper, Key::Batched, Key::Functionalize}));
 }
 
-// Sparse, nested, quantized, or in a layout of a library's own. A subclass that dispatches for itself never is.
+// Returns whether a tensor is sparse, nested, quantized, or in a library's own layout. A subclass with a dispatch of
+// its own is not.
 inline bool is_irregular(const at::Tensor& tensor) {
   using Key = c10::DispatchKey;
   const c10::DispatchKeySet keys = tensor.key_set();
@@ -25,13 +27,13 @@ inline bool is_irregular(const at::Tensor& tensor) {
       keys.has(Key::SparseCsr);
 }
 
-// Memory that a tape can name.
+// Returns whether a tensor lies in memory that a tape can describe.
 inline bool is_plain(const at::Tensor& tensor) {
   return tensor.has_storage() && !tensor.key_set().has(c10::DispatchKey::Python) && !is_wrapped(tensor) &&
       !is_irregular(tensor);
 }
 
-// Bytes of its elements, and of their indices where it is sparse.
+// Returns the bytes of a tensor's elements, and of their indices if it is sparse.
 int64_t memory_bytes(const at::Tensor& tensor);
 
 } // namespace memplug

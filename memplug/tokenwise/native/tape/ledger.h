@@ -1,4 +1,4 @@
-// Bytes of saved tensors on the device, of all regions of one executor.
+// Bytes of saved tensors on the device, over all regions of one executor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@
 
 namespace memplug {
 
-// Memory that autograd was given, and has until it releases it.
+// Memory that autograd was given and has not released.
 class Restored {
  public:
   void add(const at::Tensor& tensor) {
@@ -20,7 +20,7 @@ class Restored {
     storages_.emplace_back(storage.getWeakStorageImpl(), static_cast<int64_t>(storage.nbytes()));
   }
 
-  // Of all that is still there.
+  // Returns the bytes that are still there.
   int64_t nbytes() {
     int64_t total = 0;
     size_t kept = 0;
@@ -42,9 +42,9 @@ class Restored {
 };
 
 struct Ledger {
-  int64_t recomputed_bytes = 0; // of recompute passes, that backward has not taken yet
+  int64_t recomputed_bytes = 0; // from recompute passes, until backward takes them
   Restored restored;
-  int64_t waiting = 0; // captured tensors that are away, and that backward will ask for
+  int64_t waiting = 0; // captured tensors that are away and that backward will ask for
 };
 
 } // namespace memplug

@@ -1,6 +1,7 @@
-// Tensors of Python's values, such as `torch.tensor([1, 2])`. torch asks the CPU for memory (`empty`), writes the values to
-// it past its operators, copies it to where the tensor is to be (`_to_copy`), and hands out that (`lift_fresh`). No pass
-// could make it again: it is given from then on, and the operators before are of no form that runs again.
+// Literals: tensors of Python's values, such as `torch.tensor([1, 2])`. torch requests CPU memory (`empty`), writes the
+// values to it without an operator, copies it to where the tensor is to be (`_to_copy`), and returns the copy
+// (`lift_fresh`). No pass could repeat that. So the tensor is given from then on, and the form of the operators before
+// it becomes one that never runs again.
 #include <algorithm>
 
 #include "forward.h"
@@ -9,7 +10,7 @@
 namespace memplug {
 namespace {
 
-constexpr int64_t MOST_LITERAL_BYTES = 1 << 20; // of one forward: they stay until backward, and no plan tells of that
+constexpr int64_t MOST_LITERAL_BYTES = 1 << 20; // in one forward: literals stay until backward, and no plan counts them
 
 bool makes_by_itself(const Record& record) {
   return record.outputs.size() == 1 && !record.reads(record.outputs.front().storage);
@@ -92,7 +93,8 @@ void Forward::lift(size_t index, const at::Tensor& tensor) {
 void Forward::unlift(std::vector<Record>& records) const {
   for (Record& record : records) {
     if (asks_for_memory(record) || copies_elsewhere(record)) {
-      const auto storage = static_cast<size_t>(record.outputs.front().storage); // of one that runs not yet a storage here
+      // the storage of an operator that has not run here has no number yet
+      const auto storage = static_cast<size_t>(record.outputs.front().storage);
       if (storage >= storages.size() || !storages.given[storage]) {
         record.form = Form::PURE;
         record.made = {record.outputs.front().storage};

@@ -14,13 +14,14 @@
 namespace memplug {
 namespace {
 
-// Torch hands a Python number on as a number, and wraps it again.
+// Returns whether both are the same Python number: torch hands one on as a number, and wraps it again.
 bool is_same_number(const at::Tensor& one, const at::Tensor& other) {
   return is_number(one) && is_number(other) && one.scalar_type() == other.scalar_type() &&
       std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.itemsize()) == 0;
 }
 
-// Torch conjugates and negates before it calls modes.
+// Returns whether `other` has the values of `one` with its lazy bits resolved: torch conjugates and negates before it
+// calls modes.
 bool is_resolved(const at::Tensor& one, const at::Tensor& other) {
   if ((!one.is_conj() && !one.is_neg()) || one.scalar_type() != other.scalar_type() || one.sizes() != other.sizes()) {
     return false;
@@ -67,7 +68,7 @@ bool are_same(const c10::IValue& one, const c10::IValue& other, const Same& same
   });
 }
 
-// Torch leaves out what is the default, and adds it, of how a new tensor is to lie.
+// Returns whether two arguments differ only by a default of how a new tensor is laid out, which torch omits or adds.
 bool is_default(const Operator& op, size_t position, const c10::IValue& one, const c10::IValue& other) {
   const std::string& name = op.handle.schema().arguments()[position].name();
   return (one.isNone() || other.isNone()) &&
@@ -83,7 +84,7 @@ bool is_called_alike(const Operator& op, c10::ArrayRef<c10::IValue> ones, c10::A
   return true;
 }
 
-// Whether all that was returned is memory that was given.
+// Returns whether each result lies in memory of an argument.
 bool returns_arguments(c10::ArrayRef<c10::IValue> arguments, c10::ArrayRef<c10::IValue> results) {
   bool all = true;
   for (const c10::IValue& result : results) {
@@ -109,7 +110,7 @@ bool is_same_object(const Mode& one, const Mode& other) {
 
 bool Modes::around() {
   return DispatchModes::any_modes_set(/*skip_infra_modes=*/true) &&
-      !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python); // else torch calls none now
+      !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python); // else torch calls no modes now
 }
 
 void Modes::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
@@ -121,7 +122,7 @@ void Modes::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
 
 Modes::Inside Modes::begin_inside(const at::RecordFunction& function) {
   const Operator* const op = operator_of(function);
-  if (op == nullptr || called_->beside || called_->open == called_->modes) { // a label, or what an operator itself calls
+  if (op == nullptr || called_->beside || called_->open == called_->modes) { // a label, or a call by an operator
     return Inside::WITHIN;
   }
   called_->any = true;
@@ -149,7 +150,7 @@ void Modes::end_inside(Inside inside, c10::ArrayRef<c10::IValue> results) {
   }
 }
 
-// Whether one of these lies in memory that it was given, or has made.
+// Returns whether one of these tensors lies in memory that the operator was given, or has made.
 bool Modes::touches(c10::ArrayRef<const c10::IValue> values) const {
   bool found = false;
   const auto look = [&](c10::ArrayRef<c10::IValue> others, const at::Tensor& tensor) {
@@ -170,10 +171,10 @@ bool Modes::touches(c10::ArrayRef<const c10::IValue> values) const {
 
 bool Modes::end(c10::ArrayRef<c10::IValue> results) {
   const Call call = *std::exchange(called_, std::nullopt);
-  if (!call.any) { // torch does some by itself, such as detaching a tensor
+  if (!call.any) { // torch runs some operators by itself, such as detaching a tensor
     return returns_arguments(call.arguments, results);
   }
-  // what a back end of collectives writes by operators of its own is what they make
+  // writes of a collective's back end, by operators of its own, are the collective's result
   const bool writes = call.writes && !call.op->has(COLLECTIVE);
   return call.made && !writes &&
       std::equal(call.made->begin(), call.made->end(), results.begin(), results.end(), [](const auto& one, const auto& its) {

@@ -1,5 +1,5 @@
-// Dispatch modes of the script's own (torch.utils._python_dispatch) around the operators of a forward: they are called in
-// the place of an operator, and most hand it on as it is.
+// The script's dispatch modes (torch.utils._python_dispatch) around the operators of a forward. torch calls them
+// instead of an operator, and most hand it on unchanged.
 #pragma once
 
 #include <memory>
@@ -11,41 +11,42 @@
 
 namespace memplug {
 
+// Checks whether the modes around an operator hand it on unchanged.
 class Modes {
  public:
-  // Whether this thread has any.
+  // Returns whether this thread has such modes.
   static bool around();
 
-  // An operator begins.
+  // Takes note that an operator begins.
   void begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments);
 
-  // Whether one has begun, and not ended, that modes are called for.
+  // Returns whether an operator that modes are called for has begun and not ended.
   bool are_called() const {
     return called_.has_value();
   }
 
-  // What runs inside of it: that operator with its arguments, handed on; another one that a mode calls; or what one of these
-  // calls.
+  // A call inside of such an operator: the operator itself with its arguments, handed on; another operator that a mode
+  // calls; or a call made by one of these.
   enum class Inside : uint8_t { HANDED_ON, BESIDE, WITHIN };
 
-  // An operator begins inside of it.
+  // Takes note that an operator begins inside.
   Inside begin_inside(const at::RecordFunction& function);
 
-  // It is over.
+  // Takes note that it has ended.
   void end_inside(Inside inside, c10::ArrayRef<c10::IValue> results);
 
-  // The operator has ended: whether it ran once as it was called, and what it made is what it returned.
+  // Ends the operator. Returns whether it ran once as it was called, and returned what it made.
   bool end(c10::ArrayRef<c10::IValue> results);
 
  private:
   struct Call {
     const Operator* op;
     std::vector<c10::IValue> arguments;
-    int64_t modes; // how many there were
-    int64_t open = 0; // how many of them are handing it on
+    int64_t modes; // number of modes
+    int64_t open = 0; // number of modes that are handing it on
     bool any = false; // an operator ran inside of it
-    bool beside = false; // another operator runs that one of them called
-    bool writes = false; // a mode wrote to memory, or it ran more than once
+    bool beside = false; // another operator is running, called by a mode
+    bool writes = false; // a mode wrote to its memory, or it ran more than once
     std::optional<std::vector<c10::IValue>> made;
   };
   bool touches(c10::ArrayRef<const c10::IValue> values) const;
@@ -53,14 +54,14 @@ class Modes {
   std::optional<Call> called_;
 };
 
-// The script's modes around a forward, of operators and of functions. Guarded by Python's lock.
+// The script's dispatch and function modes around a forward. Guarded by Python's lock.
 class ModesAround {
  public:
-  // Those that this thread has now.
+  // Takes those of this thread.
   ModesAround();
 
-  // While one lives, this thread is in the forward's function modes, and in those of its dispatch modes that it is in still:
-  // a mode around backward alone sees and changes backward, no recompute pass.
+  // While one lives, this thread is in the forward's function modes, and in those of its dispatch modes that are still
+  // active. A mode around backward alone sees and changes backward, but no recompute pass.
   class Again {
    public:
     explicit Again(const ModesAround& forward);

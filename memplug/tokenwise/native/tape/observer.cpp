@@ -11,7 +11,8 @@ namespace {
 
 thread_local Observer* current = nullptr;
 
-// Tensors without memory, of which torch wants no more than the shapes, as where DTensor asks how a result is sharded.
+// Returns whether tensors are fake, without memory: torch only needs their shapes, as when DTensor asks how a result is
+// sharded.
 bool is_fake() {
   return DispatchModes::any_modes_set() && DispatchModes::get_mode(c10::impl::TorchDispatchModeKey::FAKE).has_value();
 }
@@ -20,7 +21,7 @@ bool is_fake() {
 
 Observer::Observer(Forward& forward) : forward_(forward), outer_(current) {
   current = this;
-  if (outer_ != nullptr) { // it does not see what runs now
+  if (outer_ != nullptr) { // it does not see the operators that run now
     outer_->forward_.blind(NESTED);
   }
   if (!at::isRecordFunctionEnabled()) {
@@ -105,11 +106,11 @@ bool Observer::begin(Call& call) {
 
 Observer::Running Observer::begin(const at::RecordFunction& function, const Operator& op) {
   const size_t count = op.argument_count;
-  if (function.inputs().size() < count) { // they cannot be boxed
+  if (function.inputs().size() < count) { // its arguments cannot be boxed
     forward_.blind(UNOBSERVED);
     return {What::IGNORED, false, 0};
   }
-  const auto arguments = function.inputs().slice(function.inputs().size() - count); // the top of a stack
+  const auto arguments = function.inputs().slice(function.inputs().size() - count); // the top of a stack of inputs
   bool subclass = false;
   for (const c10::IValue& argument : arguments) {
     each_tensor(argument, [&](const at::Tensor& tensor) {
@@ -133,7 +134,8 @@ Observer::Running Observer::begin(const at::RecordFunction& function, const Oper
   return {What::LEAF, false, 0};
 }
 
-// An operator of a library's own may launch collectives: all ranks must run it again in a recompute pass, or none.
+// Counts collectives inside of another library's operator: in a recompute pass, all ranks must run such an operator
+// again, or none.
 void Observer::look_inside(const at::RecordFunction& function) {
   const Operator* const op = operator_of(function);
   if (op == nullptr) {
@@ -166,7 +168,7 @@ void Observer::end(Call& call) {
   const at::RecordFunction& function = call.function;
   Observer* const observer = current;
   if (observer == nullptr || observer->running_.empty()) {
-    return; // it began before the observer
+    return; // the operator began before the observer
   }
   const Running running = observer->running_.back();
   observer->running_.pop_back();

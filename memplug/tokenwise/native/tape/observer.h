@@ -1,4 +1,4 @@
-// Sees the operators of a region's forward, on the thread that runs it.
+// The observer of a region's forward, on the thread that runs it.
 #pragma once
 
 #include <exception>
@@ -12,10 +12,10 @@
 
 namespace memplug {
 
-// Tells a forward of this thread's operators until it is destroyed.
+// Reports this thread's operators to a forward until destroyed.
 //
 // An operator that only calls others (composite, under autocast, with tensors of a subclass) is looked through: the
-// operators that it calls are noted in its place. All others are leaves, and what runs inside of a leaf is not noted, nor
+// operators that it calls are noted instead of it. All others are leaves. Operators inside of a leaf are not noted, nor
 // are operators on fake tensors.
 class Observer {
  public:
@@ -24,21 +24,21 @@ class Observer {
   Observer(const Observer&) = delete;
   Observer& operator=(const Observer&) = delete;
 
-  // Throws what a listener has thrown: torch lets nothing out of a callback.
+  // Throws the error of a listener, since torch lets none out of a callback.
   void rethrow();
 
-  // A tensor's address escaped: what is done with it is no operator.
+  // Takes note that a tensor's address escaped: writes through it are invisible to the observer.
   static void address_taken(const at::Tensor& tensor);
 
-  // Python reads its values past operators.
+  // Takes note that Python reads a tensor's values without an operator.
   static void read(const at::Tensor& tensor);
 
-  // Whether a forward of this thread is told of its operators; and whether one that began now would be noted: what runs
-  // inside of a leaf is its own affair.
+  // Returns whether this thread has an observed forward (`is_active`), and whether an operator that began now would be
+  // noted (`is_noting`). Operators inside of a leaf are not noted.
   static bool is_active();
   static bool is_noting();
 
-  // In the child of a fork, in which other threads' forwards are no more.
+  // Stops observing in the child of a fork, where other threads' forwards do not exist.
   static void end_in_child();
 
  private:
@@ -46,8 +46,8 @@ class Observer {
   struct Running {
     What what;
     bool mutates;
-    size_t before; // how many operators had begun
-    std::optional<Modes::Inside> inside = {}; // of an operator that modes are called for
+    size_t before; // number of operators begun by then
+    std::optional<Modes::Inside> inside = {}; // within an operator that modes are called for
   };
 
   static bool begin(Call& call);
@@ -62,9 +62,9 @@ class Observer {
   Observer* outer_;
   const Watching watching_{FORWARDS, watcher};
   std::vector<Running> running_;
-  const Operator* leaf_ = nullptr; // that runs, where what it calls says more of it than its name
-  Modes modes_; // that are called for the leaf
-  int launched_ = 0, pending_ = 0; // collectives inside of it: all of them, and those that were not waited for
+  const Operator* leaf_ = nullptr; // the running leaf, if the operators that it calls say more than its name
+  Modes modes_; // called for the leaf
+  int launched_ = 0, pending_ = 0; // collectives inside of the leaf: all, and those not waited for
   bool inside_ = false; // of a leaf, of an operator on fake tensors, or of a listener
   std::exception_ptr failure_;
 };

@@ -18,8 +18,8 @@ struct Known {
   std::mutex mutex;
   // by the address of the name, which the schema owns
   ska::flat_hash_map<const char*, std::unique_ptr<Operator>> operators;
-  std::vector<std::unique_ptr<Operator>> gone; // tapes may name them still
-  std::atomic<uint64_t> generation{0}; // how many operators went
+  std::vector<std::unique_ptr<Operator>> gone; // tapes may still refer to them
+  std::atomic<uint64_t> generation{0}; // number of operators that have died
   std::function<uint32_t(const std::string&, const std::string&)> describe;
 };
 
@@ -28,7 +28,7 @@ Known& known() {
   return *instance;
 }
 
-// An operator may go with the library that defined it, and its name's address be another's.
+// Notices operators that die with the library that defined them, since the addresses of their names may be reused.
 struct Watch final : c10::OpRegistrationListener {
   void onOperatorRegistered(const c10::OperatorHandle&) override {}
   void onOperatorDeregistered(const c10::OperatorHandle& handle) override {
@@ -45,7 +45,7 @@ struct Watch final : c10::OpRegistrationListener {
   }
 };
 
-// Not a view, nor one that makes memory like another's.
+// Returns whether an operator may read elements: it is no view, and does not only make memory like another tensor's.
 bool may_read_elements(const c10::FunctionSchema& schema, bool mutates, uint32_t traits) {
   const bool makes = std::any_of(schema.returns().begin(), schema.returns().end(), [](const c10::Argument& each) {
     const auto kind = each.type()->kind();
@@ -99,13 +99,13 @@ std::unique_ptr<Operator> look_up(const c10::OperatorName& name, uint32_t traits
       (traits & PARTIAL) != 0 ? std::max({position("values"), position("source"), position("index")}) : -1});
 }
 
-// `name` is asked for where `key`, its address, was not seen yet.
+// Returns the operator with its name at address `key`. `name_of` is called if that address was not seen before.
 template <typename Name>
 const Operator* operator_at(const char* key, const Name& name_of) {
   static const auto* const watch =
       new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Watch>()));
   (void)watch;
-  thread_local ska::flat_hash_map<const char*, const Operator*> seen; // without the lock
+  thread_local ska::flat_hash_map<const char*, const Operator*> seen; // read without the lock
   thread_local uint64_t generation = 0;
   if (const uint64_t now = known().generation.load(std::memory_order_acquire); now != generation) {
     seen.clear();
@@ -116,7 +116,7 @@ const Operator* operator_at(const char* key, const Name& name_of) {
   }
   const std::optional<c10::OperatorName> name = name_of();
   if (!name) {
-    return nullptr; // a label: its address may be another's later
+    return nullptr; // a label, whose address may be reused
   }
   std::function<uint32_t(const std::string&, const std::string&)> describe;
   {

@@ -23,7 +23,8 @@ namespace {
 
 using torch::jit::Stack;
 
-// No autograd, and no casts: those of the forward are on the tape. Nor transforms: they are of the backward around it.
+// Excludes autograd; casts, since those of the forward are on the tape; and transforms, which belong to the backward
+// around the pass.
 struct Below {
   at::AutoDispatchBelowADInplaceOrView autograd;
   c10::impl::ExcludeDispatchKeyGuard casts{c10::autocast_dispatch_keyset};
@@ -34,7 +35,7 @@ struct Below {
        c10::DispatchKey::VmapMode})};
 };
 
-// Puts the generators back that a pass has drawn from.
+// Restores the generators that a pass has drawn from.
 class Generators {
  public:
   ~Generators() {
@@ -71,7 +72,7 @@ class RecomputePass {
       LocalKeys outside)
       : tape_(tape), actions_(actions), bases_(std::move(bases)), helpers_(helpers), outside_(outside) {}
 
-  // A storage's index of the last operator that reads it.
+  // Finds, for each storage, the last operator that uses it.
   void find_last_uses(const std::vector<const Use*>& wanted) {
     last_.assign(bases_.size(), -1);
     for (size_t i = 0; i < tape_.records.size(); ++i) {
@@ -122,7 +123,7 @@ class RecomputePass {
       at::Tensor& made = found.tensors.front();
       const at::Tensor rest = std::exchange(parts_.at(index - first_part_), {});
       if (rest.sizes().slice(1) != made.sizes().slice(1) || rest.size(0) < made.size(0) - found.rows) {
-        throw Diverged("a unit made other rows than in forward");
+        throw Diverged("a unit returned rows of another number or shape than in forward");
       }
       made.slice(0, found.rows).copy_(rest.slice(0, rest.size(0) - (made.size(0) - found.rows)));
     } else if (found.rows >= 0) {
@@ -136,7 +137,7 @@ class RecomputePass {
 
   const at::Tensor& base(int32_t storage) const {
     if (!bases_[storage].defined()) {
-      throw Diverged("memory that an operator reads is not there in the recompute pass");
+      throw Diverged("memory that an operator reads is missing in the recompute pass");
     }
     return bases_[storage];
   }
@@ -145,7 +146,7 @@ class RecomputePass {
     return tape_.regathered[use.storage] ? alias(use) : tensor_at(base(use.storage), use.geometry);
   }
 
-  // The same, always another tensor than the base.
+  // Returns the tensor that `use` describes, never the base itself.
   at::Tensor alias(const Use& use) const {
     const at::Tensor& memory = base(use.storage);
     Geometry geometry = use.geometry;
@@ -154,7 +155,7 @@ class RecomputePass {
   }
 
  private:
-  // An operator whose result's shape depends on values.
+  // Throws if an operator's result differs in shape from the forward's, as it may where the shape depends on values.
   void check(const Record& record, const Use& use) const {
     const at::Tensor& made = bases_[use.storage];
     const bool same = record.op->has(PART_OF_UNIT)
@@ -162,7 +163,7 @@ class RecomputePass {
         : made.sizes() == c10::IntArrayRef(use.geometry.size) && made.scalar_type() == use.geometry.dtype;
     if (!same) {
       std::ostringstream text;
-      text << record.op->name << " gave " << made.sizes() << " where forward had " << c10::IntArrayRef(use.geometry.size);
+      text << record.op->name << " returned " << made.sizes() << " in the recompute pass, and in forward " << c10::IntArrayRef(use.geometry.size);
       throw Diverged(text.str());
     }
   }
@@ -191,7 +192,7 @@ class RecomputePass {
   }
 
   void set_tensors(const Record& record, Stack& stack) const {
-    ArgumentPath copied{-1}; // the lists there are this call's own
+    ArgumentPath copied{-1}; // the lists up to here are this call's own copies
     for (const Use& use : record.inputs) {
       const ArgumentPath& path = use.path;
       if (path.element < 0) {
@@ -215,7 +216,7 @@ class RecomputePass {
     }
   }
 
-  // The captured results of an operator.
+  // Returns the captured results of an operator.
   Substitute take(size_t index) {
     const auto found = captured_.find(index);
     if (found == captured_.end()) {
@@ -226,14 +227,14 @@ class RecomputePass {
     return taken;
   }
 
-  // What of a unit has to be made again.
+  // The parts of a unit that have to be made again.
   struct Missing {
     std::vector<bool> parts;
-    int64_t rows; // of its first input
-    int64_t begin; // of these, the first one that a part lacks
+    int64_t rows; // rows of the unit's first input
+    int64_t begin; // the first of these rows that a part lacks
   };
 
-  // Its parts follow a unit.
+  // Finds the parts that a unit has to make again. They follow it on the tape.
   Missing missing_of(size_t index) {
     const Record& record = tape_.records[index];
     const int32_t token = record.made.front();
@@ -257,20 +258,20 @@ class RecomputePass {
     return {std::move(needed), rows, begin};
   }
 
-  // From the first row on that one of its parts lacks; returns a token.
+  // Runs a unit from the first row on that one of its parts lacks. Returns a token.
   at::Tensor run_unit(size_t index) {
     first_part_ = index + 1;
     const auto [needed, rows, begin] = missing_of(index);
     const at::Tensor made = at::empty({0}, at::TensorOptions(at::kByte));
     const Record& record = tape_.records[index];
     const bool is_needed = std::find(needed.begin(), needed.end(), true) != needed.end();
-    if (!is_needed && record.written.empty()) { // its captured rows have not left the device
+    if (!is_needed && record.written.empty()) { // all of its captured rows are still on the device
       return made;
     }
     std::vector<at::Tensor> given;
     for (const Use& use : record.inputs) {
       if (use.path.position > 0) {
-        break; // named once more, as it writes to them
+        break; // listed a second time, since it writes to them
       }
       const at::Tensor tensor = at(use);
       const bool by_rows = begin > 0 && tensor.dim() > 0 && tensor.size(0) == rows;
@@ -281,7 +282,7 @@ class RecomputePass {
     return made;
   }
 
-  // Rows from `begin` on of a matmul's result, into the memory of the rows that are there.
+  // Computes the rows of a matmul's result from `begin` on, into `out`, which has the rows before.
   void compute_rows(const Record& record, const at::Tensor& out, int64_t begin) const {
     Stack stack = arguments_of(record);
     at::Tensor rows = out.slice(0, begin);
@@ -327,8 +328,8 @@ class RecomputePass {
   const Helpers& helpers_;
   const LocalKeys outside_;
   size_t first_part_ = 0; // of the unit that ran last
-  std::vector<at::Tensor> parts_; // of those, what it made
-  std::map<size_t, Substitute> captured_; // of those, what is captured
+  std::vector<at::Tensor> parts_; // outputs of that unit, by part
+  std::map<size_t, Substitute> captured_; // captured results of its parts
   Generators generators_;
 };
 
@@ -363,7 +364,8 @@ std::vector<at::Tensor> replay(
     }
   }
   std::vector<at::Tensor> restored;
-  for (const Use* const use : wanted) { // a parameter's memory may be exchanged before backward reads what is restored
+  // a parameter's memory may be exchanged before backward reads the restored tensor: it gets an alias
+  for (const Use* const use : wanted) {
     restored.push_back(tape.given[use->storage] ? pass.alias(*use) : pass.at(*use));
   }
   return restored;

@@ -1,4 +1,5 @@
-// Rules that the core and the planner share. Plain C++: the planner knows no torch (memplug/tokenwise/plan/rules.py).
+// Rules that the core and the planner share. In plain C++, since the planner knows no torch
+// (memplug/tokenwise/plan/rules.py).
 #pragma once
 
 #include <cmath>
@@ -8,13 +9,14 @@
 
 namespace memplug {
 
-// What a recompute pass does with an operator; as `Action` in tests/support/reference_tape.py.
+// A recompute pass's action on an operator; as `Action` in tests/support/reference_tape.py.
 enum class Action : uint8_t { RUN, SUBSTITUTE, SKIP };
 
-// What of an operator's outputs is captured: with all rows of them its inputs are not needed.
+// How much of an operator's outputs is captured. With all of their rows, its inputs are not needed.
 enum class Taken : uint8_t { NOTHING, PART, WHOLE };
 
-// How many rows of an output a fraction of them is. One that does not split is captured with all of its rows, or not.
+// Returns the number of rows in a fraction of an output's rows. An output that does not split is captured whole or not
+// at all.
 inline int64_t rows_taken(double fraction, int64_t rows, bool splits) {
   if (!splits) {
     return fraction >= 0.5 ? rows : 0;
@@ -22,16 +24,16 @@ inline int64_t rows_taken(double fraction, int64_t rows, bool splits) {
   return std::llrint(fraction * static_cast<double>(rows));
 }
 
-// Which operators a recompute pass runs: from reader to maker, those whose outputs are needed and not captured. Each member
-// of `operators` takes an operator's index.
+// Returns an action for each operator. The scan goes from readers to makers: an operator runs if its outputs are needed
+// and not captured. Each member of `operators` takes an operator's index.
 //
-//   size()             how many there are, in program order
-//   is_left_out(i)     it neither runs nor is substituted, whatever is needed
-//   always_runs(i)     it runs whether or not its outputs are needed, unless they are captured
-//   taken(i)           what of its outputs is captured
-//   each_read(i, f), each_changed(i, f), each_made(i, f)
-//                      calls `f(storage)` for what it reads; what it makes or writes to; what no earlier one is needed for
-//                      once all of it is captured
+//   size()                number of operators, in program order
+//   is_left_out(i)        it neither runs nor is substituted, whatever is needed
+//   always_runs(i)        it runs whether or not its outputs are needed, unless they are captured
+//   taken(i)              how much of its outputs is captured
+//   each_read(i, f)       calls `f(storage)` for each storage that it reads,
+//   each_changed(i, f)    for each that it makes or writes to,
+//   each_made(i, f)       and for each that needs no earlier operator once all of it is captured
 //
 // `needed`: by storage, whether backward asks for it.
 template <typename Operators>

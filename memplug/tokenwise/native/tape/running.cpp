@@ -17,7 +17,7 @@ namespace {
 
 using Tapes = std::vector<std::shared_ptr<const Tape>>;
 
-// Autograd packs what it saves through a frame's hook.
+// While one lives, autograd packs what it saves through a frame's hook.
 class Hooks {
  public:
   explicit Hooks(const std::shared_ptr<Frame>& frame) {
@@ -36,7 +36,7 @@ class Hooks {
   }
 };
 
-// Subclasses whose own dispatch only calls other operators, which are seen.
+// Returns whether a subclass's own dispatch only calls other operators, which are observed.
 bool is_transparent_type(const char* name) {
   const std::string_view type = name;
   return type == "AsyncCollectiveTensor" || type == "DTensor";
@@ -86,7 +86,7 @@ py::object Running::run(
     frame->is_unrepeatable = !state.is_none() && !calls().state.unknown(state).empty();
     frame->forward.holds =
         frame->is_unrepeatable || Modes::around() || (region->may_stray() && !calls().executor.is_alone(frame->executor_));
-    // of an opaque one no tape makes it again, and backward, which runs its module, has as much at a time
+    // no tape restores an opaque region's tensors, and its backward, which runs the module, holds as many at a time
     frame->forward.holds_meanwhile = region->asks.value_or(true) || region->opaque;
     region->is_undecided = false;
     frame->ambient.emplace(flow->device);
@@ -129,7 +129,7 @@ void Running::enter(const py::tuple& arguments, const py::dict& keywords) {
   keywords_ = Containers::of(keywords, item);
 }
 
-// A tensor is swapped whole where gradients flow through it, else held.
+// Swaps a tensor whole if gradients flow through it, else holds it.
 Running::Item Running::item_of(py::handle object) {
   if (!THPVariable_Check(object.ptr())) {
     return {py::reinterpret_borrow<py::object>(object), nullptr, nullptr};
@@ -160,15 +160,15 @@ void Running::finish() {
   tape = forward.close();
 }
 
-// The forward is over: what a recompute pass does is decided.
+// Ends the forward, and decides what a recompute pass does.
 void Running::over() {
-  // backward takes captured tensors directly, but not where a recompute pass contains collectives: ranks that swapped
-  // different rows must recompute alike. Whether it does, a region's first forward tells
+  // backward takes captured tensors directly, but not if a recompute pass has collectives: ranks that swapped different
+  // rows must recompute alike. A region's first forward shows whether there are any
   const bool direct = !flow->regathers && !region->communicates &&
       (region->seen || calls().executor.is_alone(executor_));
   close(direct);
   flow->transfer->streams().spend_forward(static_cast<int64_t>(tape->records.size()));
-  // its own forwards do: on a first one, others of its class may have had no tokens either
+  // a tape of another region of its class is not enough: that forward may have had no tokens either
   region->repeats = region->seen && forward.followed() != nullptr;
   if (!region->repeats || !region->talks) {
     region->talks = region->talks.value_or(false) || forward.communicates();
@@ -183,7 +183,8 @@ void Running::over() {
   if (!is_opaque || keeps) {
     state = py::none();
   }
-  region->seen = region->seen || !is_opaque || region->opaque; // else it may be none with its units, from now on
+  // an opaque first forward does not count: the region may no longer be opaque, now that its units are known
+  region->seen = region->seen || !is_opaque || region->opaque;
   region->asks = region->asks.value_or(false);
   ++region->forwards;
   region->communicates = region->communicates || communicates;
@@ -245,7 +246,7 @@ void Running::restore() {
       replay();
       is_restored = true;
       return;
-    } catch (const Diverged&) { // told again where that is looked after
+    } catch (const Diverged&) { // thrown again by `replay`, where it is handled
       failed_ = std::current_exception();
     } catch (const GroupGone&) {
       failed_ = std::current_exception();
@@ -255,7 +256,7 @@ void Running::restore() {
 }
 
 void Running::explain() {
-  py::error_already_set error; // takes it: what follows may ask Python
+  py::error_already_set error; // takes the error, since the calls below run Python
   if (error.matches(py::module_::import("torch").attr("OutOfMemoryError"))) {
     calls().executor.explain(executor_, "recompute", region_object_, error.value());
   }
@@ -281,7 +282,7 @@ void Running::replay_with(const std::function<Substitute(size_t)>& substitute) {
     }
     return;
   }
-  if (failed_ != nullptr) { // what that pass has read of captured tensors may be gone
+  if (failed_ != nullptr) { // captured tensors that the failed pass has read may be gone
     std::rethrow_exception(std::exchange(failed_, nullptr));
   }
   Pass pass = begin_pass();
@@ -311,15 +312,16 @@ std::vector<at::Tensor> Running::run_tape(
 std::vector<at::Tensor> Running::run_again(
     const Decisions& its, Bases bases, const std::vector<const Use*>& wanted) {
   const ModesAround::Again as_in_forward(*modes);
-  const auto captured = [](size_t) -> Substitute { throw Diverged("a capture is asked for"); };
+  const auto captured = [](size_t) -> Substitute { throw Diverged("a capture is needed"); };
   const auto run = [&] { return run_tape(*its.tape, its.actions, std::move(bases), wanted, captured); };
   if (buffers.is_none()) {
     return run();
   }
-  const py::object before = calls().buffers.as_before(buffers); // what the forward wrote to
+  // while these run, memory that the forward wrote to has its former values
+  const py::object before = calls().buffers.as_before(buffers);
   before.attr("__enter__")();
   std::vector<at::Tensor> found;
-  std::exception_ptr failed; // no destructor leaves it: it may raise
+  std::exception_ptr failed; // `__exit__` may raise, so it runs in no destructor
   try {
     found = run();
   } catch (...) {
@@ -333,7 +335,7 @@ std::vector<at::Tensor> Running::run_again(
 }
 
 py::tuple Running::arguments() {
-  std::map<int32_t, at::Tensor> copies; // by storage: a pass writes to it as the forward did, by whichever argument
+  std::map<int32_t, at::Tensor> copies; // by storage: a pass may repeat a write of the forward through any argument
   const auto written = [&](int32_t storage, const at::Tensor& former, const Geometry& geometry, bool requires_grad) {
     const auto copy = copies.try_emplace(storage).first;
     if (!copy->second.defined()) {

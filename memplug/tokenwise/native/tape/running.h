@@ -1,4 +1,4 @@
-// A region's forward from its call to its last backward, with all that Python has to do with it.
+// A region's forward from its call to its last backward, with everything that involves Python.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -21,13 +21,14 @@
 
 namespace memplug {
 
-// Python's lock. An error on its way stays as it is, such as that of an operator which a dispatch mode of the user's runs.
+// Python's lock. A pending Python error is kept, such as that of an operator run by the user's dispatch mode.
 struct __attribute__((visibility("hidden"))) Locked {
   pybind11::gil_scoped_acquire lock;
   pybind11::error_scope raised;
 };
 
-// What it calls of `executor`, a memplug.tokenwise.engine.executor.Executor, is in calls.h. Guarded by Python's lock.
+// A frame that runs a region. Its calls to `executor`, a memplug.tokenwise.engine.executor.Executor, are in calls.h.
+// Guarded by Python's lock.
 class __attribute__((visibility("hidden"))) Running final : public Frame {
  public:
   // `region_object`: the Python `Region`. `times`: a memplug.tokenwise.engine.times.Times, or None.
@@ -39,8 +40,8 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
       pybind11::object region_object,
       pybind11::object times);
 
-  // Runs the region's own forward and returns what it returns. `surroundings`: of the framework, for Python's `Ambient`.
-  // `state`: a memplug.tokenwise.engine.state.State, or None: taken where the forward may be opaque.
+  // Runs the region's own forward and returns its result. `surroundings`: the framework's, for Python's `Ambient`.
+  // `state`: a memplug.tokenwise.engine.state.State, or None; it is taken if the forward may be opaque.
   static pybind11::object run(
       const std::shared_ptr<Flow>& flow,
       const std::shared_ptr<Region>& region,
@@ -55,23 +56,25 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
 
   // -- an observed forward
 
+  // Starts observing.
   void begin();
-  // It has run, or raised.
+  // Stops observing, once the forward has run or raised.
   void end();
 
-  // The forward that this thread is told of, for its units; null: none, or what runs now is no part of it.
+  // Returns the forward that this thread observes, for its units; null if there is none, or if the running code is not
+  // part of it.
   static Running* observed();
 
-  // The same where operators are not noted at the moment.
+  // Returns the forward that this thread observes, even while operators are not noted.
   static Running* current();
 
-  // That runs it.
+  // Returns the executor that runs the region.
   const pybind11::object& executor() const {
     return executor_;
   }
 
-  // Runs a unit (unit.h) of the forward, and returns what it returns. `overload`: of its operators. The other arguments are
-  // as in `UnitCall`.
+  // Runs a unit (unit.h) of the forward, and returns its result. `overload`: of the operators that represent it. The
+  // other arguments are as in `UnitCall`.
   pybind11::object run_unit(
       pybind11::object unit,
       const std::string& overload,
@@ -81,7 +84,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
       const pybind11::object& call,
       const pybind11::tuple& arguments,
       const pybind11::dict& keywords);
-  // It is over. Throws what went wrong while it was observed.
+  // Ends the forward and takes its tape. Throws the error that occurred while it was observed.
   void finish();
 
   void note_reads(const Record& record) override;
@@ -100,19 +103,19 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   // Runs the tape's operators, with this frame's captures.
   void replay();
 
-  // The same with captured results that `substitute` gives; called without Python's lock.
+  // Runs the tape's operators with captured results from `substitute`, which is called without Python's lock.
   void replay_with(const std::function<Substitute(size_t)>& substitute);
 
-  // For a pass that runs the module: its arguments and keywords, leaves of another graph.
+  // Returns the arguments and keywords for a pass that runs the module, as leaves of another graph.
   pybind11::tuple arguments();
 
-  // For such a pass: what each unit needs to run again as it ran, in order.
-  pybind11::list unit_states() const; // (unit, what it needs to run again), in order
+  // Returns (unit, the state that it needs to run again) for each unit in order, for such a pass.
+  pybind11::list unit_states() const;
 
-  // For such a pass: leaves of autograd's graph that the forward met, and whether each had a gradient then.
+  // Returns (leaf, whether it had a gradient) for each leaf of autograd's graph that the forward met, for such a pass.
   pybind11::list leaves() const;
 
-  // Such a pass has read them.
+  // Counts the reads of swapped inputs by such a pass.
   void consume_inputs();
 
   std::optional<Ambient> ambient;
@@ -120,8 +123,8 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   pybind11::object call, surroundings;
   pybind11::object times; // or None
   int64_t given_bytes = 0; // of all tensors among the arguments
-  pybind11::object state = pybind11::none(); // see `run`; None of a forward that is not opaque
-  pybind11::object buffers; // a memplug.tokenwise.engine.buffers.Buffers, or None: what the forward wrote to in place
+  pybind11::object state = pybind11::none(); // see `run`; None unless the forward is opaque
+  pybind11::object buffers; // a memplug.tokenwise.engine.buffers.Buffers with all in-place writes, or None
 
  protected:
   void before_foreign_write(int32_t storage, const at::Tensor& tensor) override;
@@ -130,15 +133,15 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
       const Decisions& decisions, Bases bases, const std::vector<const Use*>& wanted) override;
 
  private:
-  // Of the arguments: a tensor that was swapped or is held, or another value.
+  // An argument: a tensor that was swapped or is held, or another value.
   struct Item {
     pybind11::object value;
     std::shared_ptr<Swapped> swapped;
     std::shared_ptr<Held> held;
-    int32_t storage = -1; // of either
-    std::optional<Geometry> geometry = {}; // of one that was swapped
+    int32_t storage = -1; // of a tensor
+    std::optional<Geometry> geometry = {}; // of a swapped tensor
     bool requires_grad = false; // likewise
-    pybind11::object type = {}; // of a tensor, where it is a subclass that does not dispatch for itself
+    pybind11::object type = {}; // of a tensor whose class is a subclass without a dispatch of its own
   };
 
   void enter(const pybind11::tuple& arguments, const pybind11::dict& keywords);
@@ -154,12 +157,12 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   void remember(const at::Tensor& tensor);
   void note(const at::Tensor& tensor);
   void over();
-  std::string why_it_keeps() const; // empty: it does not
+  std::string why_it_keeps() const; // empty if it does not
 
-  std::exception_ptr failed_; // of a pass that was begun, until `replay` throws it
+  std::exception_ptr failed_; // error of a pass, until `replay` throws it
   pybind11::object executor_, region_object_;
   std::optional<Observer> observer_;
-  Running* outer_ = nullptr; // that the thread was told of before, and whose operators are not noted meanwhile
+  Running* outer_ = nullptr; // the forward that this thread observed before, and whose operators are not noted now
   std::map<size_t, UnitCall> units_; // by operator
   std::vector<Item> items_;
   Containers arguments_, keywords_;

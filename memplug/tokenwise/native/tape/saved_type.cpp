@@ -14,7 +14,7 @@ namespace py = pybind11;
 namespace memplug {
 namespace {
 
-// Stands for a tensor in autograd's graph.
+// The object that stands for a saved tensor in autograd's graph.
 struct SavedObject {
   PyObject_HEAD;
   std::shared_ptr<Frame> frame;
@@ -36,15 +36,15 @@ void destroy(PyObject* self) {
 PyTypeObject* saved_type() {
   static PyType_Slot slots[] = {
       {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
-      {Py_tp_doc, const_cast<char*>("A saved tensor that memplug gives back.")},
+      {Py_tp_doc, const_cast<char*>("A saved tensor that memplug restores for backward.")},
       {0, nullptr}};
   static PyType_Spec spec = {"memplug.Saved", sizeof(SavedObject), 0, Py_TPFLAGS_DEFAULT, slots};
   static auto* const type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
   return type;
 }
 
-// Copies of a thread's state have the hook too, such as that of a collective's work, which may be dropped last, on a thread
-// of its process group: a frame must not die there.
+// A hook's reference to its frame. It is weak: copies of a thread's state have the hook too, such as that of a
+// collective's work, which may be dropped last, on a thread of its process group, and a frame must not die there.
 using Packs = std::weak_ptr<Frame>;
 
 template <typename Call>
@@ -65,7 +65,7 @@ PyObject* pack(PyObject* self, PyObject* tensor) {
   return translated([&]() -> PyObject* {
     const auto frame = static_cast<Packs*>(PyCapsule_GetPointer(self, nullptr))->lock();
     if (frame == nullptr) {
-      PyErr_SetString(PyExc_RuntimeError, "memplug: a tensor is saved in a forward that is over");
+      PyErr_SetString(PyExc_RuntimeError, "memplug: a tensor was saved for backward after its forward had ended");
       return nullptr;
     }
     Forward& forward = frame->forward;
@@ -136,7 +136,7 @@ PyObject* unpack(PyObject*, PyObject* object) {
     return THPVariable_Wrap(frame.given(self->index));
   });
   if (unpacked == nullptr) {
-    translated([&]() -> PyObject* { // it asks Python, which may raise
+    translated([&]() -> PyObject* { // it runs Python, which may raise
       frame.explain();
       return nullptr;
     });
@@ -169,7 +169,7 @@ py::object wrapped_as(const py::object& type, const at::Tensor& tensor) {
   if (!type) {
     return wrapped(tensor);
   }
-  const at::AutoGradMode with_gradients(true); // the object is a view of it
+  const at::AutoGradMode with_gradients(true); // the object is a view of the tensor
   return wrapped(tensor).attr("as_subclass")(type);
 }
 

@@ -1,4 +1,5 @@
-// What autograd holds of a saved tensor, and the two hooks around it, as C functions: they run once a saved tensor.
+// The object that autograd holds for a saved tensor, and the hooks that pack and unpack it. They are C functions, since
+// they run once for each saved tensor.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,19 +11,19 @@
 
 namespace memplug {
 
-// Autograd's pack hook of one frame.
+// Returns autograd's pack hook for one frame.
 pybind11::object pack_hook(const std::shared_ptr<Frame>& frame);
 
-// Autograd's unpack hook of all frames.
+// Returns autograd's unpack hook, the same for all frames.
 pybind11::object unpack_hook();
 
-// Its class, where that is a subclass of a tensor's that does not dispatch for itself; else null.
+// Returns a tensor's class if that is a subclass without a dispatch of its own; else null.
 pybind11::object type_of(pybind11::handle tensor);
 
-// The same as an object of that class, unless it is null.
+// Returns the tensor as an object of class `type`, or as a plain tensor if that is null.
 pybind11::object wrapped_as(const pybind11::object& type, const at::Tensor& tensor);
 
-// Whether a tensor is a parameter of a module; takes the lock of Python.
+// Returns whether a tensor is a parameter of a module. Takes Python's lock.
 bool is_parameter(const at::Tensor& tensor);
 
 } // namespace memplug

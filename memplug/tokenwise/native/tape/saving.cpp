@@ -1,4 +1,4 @@
-// The saved tensors of a forward: how each is noted, and had back.
+// The saved tensors of a forward: how each is noted and restored.
 #include <algorithm>
 #include <memory>
 
@@ -11,7 +11,7 @@
 namespace memplug {
 namespace {
 
-// The graph of what is saved may lead back to who saves it.
+// Returns a tensor without its graph, which may lead back to the frame that saves the tensor.
 at::Tensor without_graph(const at::Tensor& tensor) {
   return tensor.is_leaf() ? tensor : tensor.detach();
 }
@@ -32,7 +32,7 @@ void Forward::save(const at::Tensor& tensor, bool held) {
   } else {
     int32_t storage = storages.find(tensor);
     if (storage < 0) {
-      const bool own = running_ && !(tensor.is_leaf() && tensor.requires_grad()); // else a parameter
+      const bool own = running_ && !(tensor.is_leaf() && tensor.requires_grad()); // else it is a parameter
       storage = number(tensor, !own);
       if (own) {
         saved_early_.emplace_back(storage, alias_of(tensor));
@@ -40,7 +40,7 @@ void Forward::save(const at::Tensor& tensor, bool held) {
     }
     if (storages.given[storage] && !is_captured(storage)) {
       give(storage, tensor, begun_);
-    } else if (!unit_saves_) { // else once it is known whether the unit made it
+    } else if (!unit_saves_) { // else it is counted once it is known whether the unit made it
       count(storage);
     }
     found.use = {{0}, storage, Geometry::of(tensor, storages.origins[storage])};

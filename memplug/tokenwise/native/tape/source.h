@@ -1,11 +1,11 @@
-// Where the memory of a part of a unit (unit.h) comes from.
+// The origin of the memory of a unit's part (unit.h).
 #pragma once
 
 #include <cstddef>
 
 namespace memplug {
 
-// The tensor that the unit saved for backward as the n-th, or that it returned as the n-th.
+// The tensor with number `ordinal` among those that the unit saved for backward, or among those that it returned.
 struct Source {
   bool saved;
   size_t ordinal;

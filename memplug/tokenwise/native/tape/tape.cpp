@@ -21,7 +21,7 @@ bool has_tensors(const c10::IValue& value) {
   return found;
 }
 
-// FNV-1a.
+// An FNV-1a hash.
 class Hash {
  public:
   void add(uint64_t number) {
@@ -64,8 +64,8 @@ bool same_number(const at::Tensor& one, const at::Tensor& other) {
       std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.nbytes()) == 0;
 }
 
-// A number that torch wrapped as a tensor, in memory of its own: the arena's or an allocator's would be taken for good, in
-// the middle of a step.
+// Returns a copy of a number that torch wrapped as a tensor. The copy has memory of its own: otherwise it would occupy
+// memory of the arena or of an allocator for good, from the middle of a step.
 at::Tensor kept_number(const at::Tensor& number) {
   if (!number.defined()) {
     return number;
@@ -104,7 +104,7 @@ bool equal(const c10::IValue& one, const c10::IValue& other) {
   }
   if (one.isDouble() && other.isDouble()) {
     const double x = one.toDouble(), y = other.toDouble();
-    return x == y || (x != x && y != y); // NaN, too
+    return x == y || (x != x && y != y); // NaN equals NaN
   }
   if (one.isBool() && other.isBool()) {
     return one.toBool() == other.toBool();
@@ -112,7 +112,7 @@ bool equal(const c10::IValue& one, const c10::IValue& other) {
   if (one.isNone() || other.isNone()) {
     return one.isNone() && other.isNone();
   }
-  if (one.isTensor() || other.isTensor()) { // wrapped numbers and undefined ones: the others are uses
+  if (one.isTensor() || other.isTensor()) { // wrapped numbers and undefined tensors; all others are uses
     return one.isTensor() && other.isTensor() && same_number(one.toTensor(), other.toTensor());
   }
   if (one.isList() && other.isList()) {

@@ -1,5 +1,5 @@
-// The operators of one forward of a region, with the storages that they read, make and write. It keeps names, no tensors:
-// later forwards that do the same share it.
+// The operators of one forward of a region, and the storages that they read, make and write. A tape holds numbers of
+// storages and no tensors, so later forwards that do the same share it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,25 +14,26 @@
 
 namespace memplug {
 
-// As `Form` in memplug/tokenwise/engine/tape.py.
+// How an operator touches memory; in the order of `Form` in memplug/tokenwise/engine/tape.py.
 enum class Form : uint8_t { VIEW, WRITE, PURE, FIXED, EXCHANGE, VALUE };
 
-// Where a tensor lies in its storage.
+// The layout of a tensor within its storage.
 struct Geometry {
   c10::SmallVector<int64_t, 4> size, stride; // elements
   int64_t offset; // elements
   at::ScalarType dtype;
-  bool conj, neg; // its values are read conjugated, negated
-  bool lies = true; // else it is irregular (layouts.h), and all but the dtype is left open
+  bool conj, neg; // lazy bits: its values are read conjugated, negated
+  bool lies = true; // else it is irregular (layouts.h), and only `dtype` is set
 
   static Geometry of(const at::Tensor& tensor, int64_t origin = 0);
-  bool is_of(const at::Tensor& tensor, int64_t origin = 0) const; // its offset counts from there
+  // Returns whether `tensor` has this layout, with its offset counted from `origin`.
+  bool is_of(const at::Tensor& tensor, int64_t origin = 0) const;
   bool operator==(const Geometry& other) const;
-  int64_t nbytes() const; // of its elements
+  int64_t nbytes() const; // bytes of its elements
 };
 
-// Where a tensor is among an operator's arguments or results: an argument's position, and where that is a list, the
-// element's, and where that is a list too, the one's in it; else -1.
+// The place of a tensor among an operator's arguments or results: the position of the argument, the index in that list,
+// and the index in a list within that list; -1 where there is no list.
 struct ArgumentPath {
   int32_t position, element = -1, inner = -1;
 
@@ -41,6 +42,7 @@ struct ArgumentPath {
   }
 };
 
+// A tensor among an operator's arguments or results.
 struct Use {
   ArgumentPath path;
   int32_t storage;
@@ -49,33 +51,38 @@ struct Use {
   bool operator==(const Use& other) const;
 };
 
+// One operator of a tape.
 struct Record {
   const Operator* op;
   Form form;
-  bool root; // it runs whether or not anything reads what it makes
+  bool root; // a recompute pass runs it even if nothing reads its outputs
   bool draws;
-  bool with_gradients; // were enabled, by which some kernels choose what they return
-  std::vector<c10::IValue> arguments; // as `without_tensors`: tensors' lists have as many undefined ones
+  bool with_gradients; // gradients were enabled, on which some kernels' results depend
+  std::vector<c10::IValue> arguments; // from `without_tensors`: lists of tensors keep their length
   std::vector<Use> inputs, outputs;
-  std::vector<int32_t> made; // storages; an exchange makes those that it writes to
+  std::vector<int32_t> made; // storages; those of an exchange are the ones that it writes to
   std::vector<int32_t> written;
 
-  // Whether a recompute pass runs it though nothing needs what it makes; one that draws is left out all the same.
+  // Returns whether a recompute pass runs it even if nothing needs its outputs. An operator that draws random numbers
+  // never runs for that reason alone.
   bool always_runs() const {
     return root && !draws;
   }
 
-  // Whether a plan says what is captured of it. Of others either always all is, or nothing.
+  // Returns whether the plan decides if its outputs are captured. Outputs of other operators are always captured, or
+  // never.
   bool is_planned() const {
     return form == Form::PURE && !op->has(FACTORY) && !op->is_always_captured();
   }
 
-  // Whether its outputs can be substituted in a recompute pass: not those of attention that was given memory for its result.
+  // Returns whether a recompute pass can substitute its outputs. It cannot where attention wrote its result to memory
+  // that it was given.
   bool is_capturable() const {
     return is_planned() || (op->is_expensive() && form != Form::WRITE);
   }
 
-  // Of the first tensor that it returned; 0 where that has no dimension, or there is none.
+  // Returns the size of dimension 0 of the first tensor that it returned; 0 if that has no dimension, or if there is
+  // none.
   int64_t rows() const;
 
   bool reads(int32_t storage) const;
@@ -84,7 +91,8 @@ struct Record {
   bool operator==(const Record& other) const;
 };
 
-// A tensor that autograd saves for backward, when `after` operators had begun. What it keeps itself has no storage.
+// A tensor that autograd saved for backward, when `after` operators had begun. A saved tensor that is held as it is has
+// storage -1.
 struct Save {
   Use use;
   size_t after;
@@ -92,60 +100,61 @@ struct Save {
   bool operator==(const Save& other) const;
 };
 
-// Why a recompute pass cannot be had from the tape alone.
+// Reasons why a recompute pass cannot be made from the tape alone.
 enum Opaque : uint32_t {
-  SUBCLASS = 1 << 0, // a tensor subclass that dispatches for itself
-  UNOBSERVED = 1 << 1, // an operator's result was made by none that was observed
-  UNFILLED = 1 << 2, // nothing was seen to fill memory that was asked for (unfilled.h)
+  SUBCLASS = 1 << 0, // a tensor subclass with a dispatch of its own
+  UNOBSERVED = 1 << 1, // unobserved code read or wrote memory, or made a tensor
+  UNFILLED = 1 << 2, // no operator was seen to fill memory that was requested (unfilled.h)
   FAILED = 1 << 3, // an operator raised
-  RESHAPED = 1 << 4, // a tensor was given other memory, or another layout, in place
+  RESHAPED = 1 << 4, // a tensor got other memory, or another layout, in place
   TRANSFORMED = 1 << 5, // a function transform, or forward-mode differentiation
-  IRREGULAR = 1 << 6, // an operator made a tensor whose elements no geometry tells of (layouts.h)
+  IRREGULAR = 1 << 6, // an operator made a tensor that no geometry describes (layouts.h)
   NESTED = 1 << 7, // another region ran inside
   ASKED = 1 << 8, // it asked for a gradient itself, which another thread computed
-  CHANGED = 1 << 9, // a dispatch mode of the script's changed what an operator was given, did or returned
+  CHANGED = 1 << 9, // a dispatch mode of the script changed an operator's arguments, effects or results
 };
 
-// Storages have running numbers. Those that no operator of the tape made (inputs, parameters, constants) are given, and so
-// are those of Python's values (literals.cpp). A parameter that is gathered to other memory has a number of its own,
-// whatever it shares its storage with, and offsets in it count from its first element.
+// The operators and saved tensors of one forward. Storages have running numbers. A storage is given if no operator of
+// the tape made it (inputs, parameters, constants), or if it holds values from Python (literals.cpp). A parameter that
+// is gathered into other memory for backward has a number of its own, even if it shares its storage, and offsets in it
+// count from its first element.
 struct Tape {
   std::vector<Record> records;
   std::vector<Save> saves;
   std::vector<bool> given; // by storage
   std::vector<int64_t> nbytes; // by storage
-  std::vector<bool> regathered; // by storage: such a parameter
+  std::vector<bool> regathered; // by storage: a parameter that is gathered again for backward (ZeRO 3)
   uint32_t opaque = 0;
 
-  // The collective whose result `index` waits for, in memory that it made or writes to; -1 where it is not of this tape,
-  // or where it writes to memory that an operator reads before the wait.
+  // Returns the operator that launched the collective for whose result `index` waits; -1 if it is not on this tape, or
+  // if it writes to memory that an operator reads before the wait.
   int64_t launch_of(size_t index) const;
 
-  // The operator that made the one storage that exchange `index` fills, where no operator saw the storage between the two:
-  // a pass that substitutes the result need not run either. Else -1.
+  // Returns the operator that made the one storage that exchange `index` fills, if no operator saw the storage between
+  // the two; else -1. A pass that substitutes the exchange's result need not run that operator either.
   int64_t sole_maker_of(size_t index) const;
 
-  // Names the operators, and the storages and layouts of what they use: the same in every process. Their numbers and flags
-  // are not part of it. Counted once.
+  // Returns a hash of the operators, of the saved tensors, and of the storages and layouts that they use: the same in
+  // every process. Other arguments (numbers, flags) are left out. Computed once.
   uint64_t fingerprint() const;
 
-  // Whether the first operators and saved tensors are the other's.
+  // Returns whether the first `records` operators and the first `saves` saved tensors equal those of `other`.
   bool begins_as(const Tape& other, size_t records, size_t saves) const;
 
-  mutable std::optional<uint64_t> counted; // `fingerprint`, guarded by Python's lock
+  mutable std::optional<uint64_t> counted; // cached `fingerprint`, guarded by Python's lock
 };
 
-// How many rows of dimension 0 of what a part of a unit (unit.h) made belong to one row of the first tensor that its unit
-// was given; none where it is no whole number of them.
+// Returns how many rows of dimension 0 of a unit part's output (unit.h) belong to one row of the unit's first input;
+// none if that is not a whole number, or if the part is not made by rows.
 std::optional<int64_t> rows_of_part(const Tape& tape, size_t index);
 
-// Whether two arguments without tensors are the same.
+// Returns whether two arguments without tensors are equal.
 bool equal(const c10::IValue& one, const c10::IValue& other);
 
-// An argument as it is kept: without its tensors, a process group held weakly (exchange.h).
+// Returns an argument as a tape keeps it: without its tensors, and with a process group held weakly (exchange.h).
 c10::IValue without_tensors(const c10::IValue& argument);
 
-// Calls `visit(path, tensor)` for each tensor of arguments or results.
+// Calls `visit(path, tensor)` for each tensor among an operator's arguments or results.
 template <typename Visit>
 void each_use(c10::ArrayRef<c10::IValue> values, const Visit& visit) {
   for (size_t i = 0; i < values.size(); ++i) {

@@ -10,13 +10,13 @@
 namespace memplug {
 namespace {
 
-constexpr int64_t MOST_SPANS = 1 << 18; // of a view whose rows are looked at one by one
+constexpr int64_t MOST_SPANS = 1 << 18; // of a view; beyond that its rows are not examined one by one
 
 struct Dimension {
-  int64_t size, stride; // of a stride in bytes
+  int64_t size, stride; // stride in bytes
 };
 
-// The bytes of a tensor: `dimensions` have more than one element each, the longest stride first.
+// The bytes of a tensor. `dimensions`: those with more than one element, the longest stride first.
 struct View {
   int64_t offset = 0;
   c10::SmallVector<Dimension, 5> dimensions;
@@ -54,7 +54,7 @@ struct View {
     return offset == 0 && dimensions.size() == 1 && dimensions[0].size == nbytes && dimensions[0].stride == 1;
   }
 
-  // It is the same in each piece of that many bytes.
+  // Returns whether the view is the same in each piece of that many bytes.
   bool repeats(int64_t piece, int64_t nbytes) const {
     if (dimensions.empty() || dimensions[0].size * dimensions[0].stride != nbytes || piece % dimensions[0].stride != 0) {
       return false;
@@ -67,15 +67,15 @@ struct View {
   }
 };
 
-// An operator reads a storage, or writes all that lies in a view of it.
+// A read of a storage, or a write to all elements of a view of it.
 struct Access {
   View view;
   bool fills;
 };
 
-using Spans = std::vector<std::pair<int64_t, int64_t>>; // of bytes, in order, half-open
+using Spans = std::vector<std::pair<int64_t, int64_t>>; // half-open ranges of bytes, in order
 
-// None where there are too many.
+// Returns the byte ranges of a view; none if there are too many.
 std::optional<Spans> spans_of(const View& view) {
   auto outer = view.dimensions;
   int64_t length = 1, count = 1;
@@ -115,7 +115,7 @@ bool overlap(const Spans& ones, const Spans& others) {
   return false;
 }
 
-// The rest of `ones`.
+// Returns the parts of `ones` that `others` do not cover.
 Spans without(const Spans& ones, const Spans& others) {
   Spans rest;
   auto other = others.begin();
@@ -136,8 +136,8 @@ Spans without(const Spans& ones, const Spans& others) {
   return rest;
 }
 
-// Looks at the first row alone where all accesses are the same in each: tensors have millions of rows. Returns the bytes
-// that are left to look at.
+// Reduces the accesses to the first row if all of them are the same in each row: tensors have millions of rows. Returns
+// the number of bytes left to examine.
 int64_t narrow(std::vector<Access>& accesses, int64_t nbytes) {
   for (;;) {
     int64_t piece = 0;
@@ -186,7 +186,7 @@ bool reads_unfilled(const std::vector<Access>& accesses, int64_t nbytes) {
   if (last == accesses.rend()) {
     return true;
   }
-  // by itself, since later reads may be of single rows, and nothing is the same in each then
+  // the writes by themselves: later reads may be of single rows, and then the rows are not alike
   const Contents filled = contents_after({accesses.begin(), last.base()}, nbytes);
   return filled == Contents::READ_BEFORE ||
       (filled == Contents::IN_PART && contents_after(accesses, nbytes) == Contents::READ_BEFORE);
@@ -194,7 +194,7 @@ bool reads_unfilled(const std::vector<Access>& accesses, int64_t nbytes) {
 
 enum class Write : uint8_t { READS, PART, ALL };
 
-// A broadcast in place that another rank sends.
+// Returns whether an operator is an in-place broadcast that another rank sends.
 bool receives(const Record& record) {
   const bool is_functional = record.op->schema_name == "_c10d_functional::broadcast_";
   if (!is_functional && record.op->schema_name != "c10d::broadcast_") {
@@ -204,7 +204,8 @@ bool receives(const Record& record) {
   return rank >= 0 && rank != record.arguments[is_functional ? 1 : 2].toInt();
 }
 
-// Whether as many elements are written as the tensor has. Indices are taken to be distinct, as a permutation's are.
+// Returns whether as many elements are written as the tensor has. Indices are assumed to be distinct, as in a
+// permutation.
 bool scatters_to_all(const Record& record, const Use& written) {
   const auto counted = std::find_if(record.inputs.begin(), record.inputs.end(), [&](const Use& use) {
     return use.path.position == record.op->scattered;
@@ -214,10 +215,11 @@ bool scatters_to_all(const Record& record, const Use& written) {
       c10::multiply_integers(c10::IntArrayRef(written.geometry.size));
 }
 
-// What an operator does with the tensor that it writes to.
+// Returns how an operator treats a tensor that it writes to.
 Write write_of(const Record& record, const Use& written) {
   const Operator& op = *record.op;
-  if (op.has(FILLS) || op.has(UNIT) || receives(record)) { // a unit's kernels are taken to fill what they write to
+  // a unit's kernels are assumed to fill the tensors that they write to
+  if (op.has(FILLS) || op.has(UNIT) || receives(record)) {
     return Write::ALL;
   }
   if (!op.has(PARTIAL) || (op.accumulate >= 0 && record.arguments[op.accumulate].toBool())) {
@@ -252,10 +254,10 @@ bool has_unfilled(const Tape& tape) {
     if (blank.empty() || op.has(BLANK) || op.has(FACTORY) || record.form == Form::VIEW) {
       continue;
     }
-    for (const bool writing : {false, true}) { // it reads before it writes
+    for (const bool writing : {false, true}) { // an operator reads before it writes
       for (const Use& use : record.inputs) {
         if (op.has(UNIT) && !op.writes_to(use.path.position) && record.writes(use.storage)) {
-          continue; // named once more
+          continue; // listed a second time
         }
         const Write write = op.writes_to(use.path.position) ? write_of(record, use) : Write::READS;
         if (write == (writing ? Write::ALL : Write::READS)) {
@@ -265,7 +267,7 @@ bool has_unfilled(const Tape& tape) {
     }
   }
   for (const Save& save : tape.saves) {
-    add(save.use, false); // as it is in the end
+    add(save.use, false); // in its final state
   }
   return std::any_of(blank.begin(), blank.end(), [&](const auto& each) {
     return reads_unfilled(each.second, tape.nbytes[each.first]);

@@ -1,12 +1,12 @@
-// Memory that was asked for (`empty`), and that unobserved code may have filled: no recompute pass does that again.
+// Memory that was requested (`empty`) and that unobserved code may have filled, which no recompute pass can repeat.
 #pragma once
 
 #include "tape.h"
 
 namespace memplug {
 
-// Whether operators of a tape read elements of an `empty`, or autograd saves some, that no operator before was seen to
-// write; or none was seen to write any. To be asked when all storages are known.
+// Returns whether operators of a tape read, or autograd saves, elements of an `empty` that no earlier operator was seen
+// to write, or whether no operator was seen to write any of them. Valid only once all storages are known.
 bool has_unfilled(const Tape& tape);
 
 } // namespace memplug

@@ -1,4 +1,4 @@
-// How often a tensor was written to in place, as autograd counts it.
+// Counts of in-place writes to tensors, as autograd keeps them.
 #pragma once
 
 #include <cstddef>
@@ -9,12 +9,12 @@
 
 namespace memplug {
 
-// 0 of a tensor made in inference mode, which has no count.
+// Returns the count; 0 for a tensor made in inference mode, which has none.
 inline uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : tensor._version();
 }
 
-// As messages say it; a nested tensor has none.
+// Returns the shape for messages; nested tensors have none.
 inline std::string shape_of(const at::Tensor& tensor) {
   return tensor.is_nested() ? "nested" : c10::str(tensor.sizes());
 }
@@ -22,7 +22,8 @@ inline std::string shape_of(const at::Tensor& tensor) {
 constexpr const char* kWrittenInPlace =
     "one of the variables needed for gradient computation has been modified by an inplace operation";
 
-// An error, as autograd raises one: backward needs the tensor as it was then. `what` it is: "input of a region".
+// Throws an error like autograd's if the tensor was written to since. `what`: the tensor's role, such as "input of a
+// region".
 inline void check_version(const at::Tensor& tensor, uint32_t expected, const char* what) {
   TORCH_CHECK(
       version_of(tensor) == expected,
@@ -37,17 +38,18 @@ inline void check_version(const at::Tensor& tensor, uint32_t expected, const cha
       expected);
 }
 
-// Memory that a forward read has a count of writes for each tensor that is no view of another: parameters in a flat buffer
-// have one each.
+// The count of writes to memory that a forward read. Each tensor that is no view of another has one: parameters in a
+// flat buffer have one each.
 struct Count {
   Count(const at::Tensor& tensor, size_t met, bool in_unit)
       : counter(version_counter_of(tensor)), first(tensor.getIntrusivePtr()), met(met), in_unit(in_unit) {}
 
-  // Whether it is that of a tensor.
+  // Returns whether it counts the writes to `tensor`.
   bool is_of(const at::Tensor& tensor) const {
     return is_same_counter(counter, version_counter_of(tensor));
   }
 
+  // Takes the count at the end of the forward.
   void close() {
     version = counter.enabled() ? counter.current_version() : 0;
   }
@@ -56,7 +58,7 @@ struct Count {
     return counter.enabled() && counter.current_version() != version;
   }
 
-  // Throws what autograd would.
+  // Throws the error that autograd would raise.
   [[noreturn]] void fail() const {
     const auto tensor = first.lock();
     TORCH_CHECK(
@@ -71,10 +73,11 @@ struct Count {
   }
 
   c10::VariableVersion counter;
-  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> first; // that was met, for the message
-  size_t met; // how many operators had begun then, with the one that it was given to
-  bool in_unit; // a unit alone reads it
-  uint32_t version = 0; // when the forward was over
+  // the first tensor that was met, for the message
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> first;
+  size_t met; // number of operators begun by then, including the one that reads it
+  bool in_unit; // only a unit reads it
+  uint32_t version = 0; // at the end of the forward
 };
 
 } // namespace memplug

@@ -1,5 +1,5 @@
-// Tensors that a region's forward left in what it was given, such as a key-value cache, and that are not kept: they are
-// made again while their graph is there.
+// Tensors that a region's forward left in its arguments, such as a key-value cache, and that are not kept: they are
+// recomputed while their graph exists.
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -18,7 +18,7 @@ namespace memplug {
 namespace {
 
 struct Withheld {
-  // Of the forward that this thread runs, paused or not.
+  // Describes a tensor of the forward that this thread runs, paused or not.
   explicit Withheld(const at::Tensor& tensor) {
     Running* const running = Running::current();
     if (running == nullptr || !is_plain(tensor)) {
@@ -34,12 +34,12 @@ struct Withheld {
     }
   }
 
-  std::weak_ptr<Frame> frame; // it lasts as long as its graph needs it
+  std::weak_ptr<Frame> frame; // lives as long as its graph needs it
   Use use{{0}, -1, {}};
-  torch::autograd::Edge edge; // where the tensor is in the graph
+  torch::autograd::Edge edge; // the tensor's place in the graph
 };
 
-// All are of one forward. None where they cannot be made.
+// Recomputes tensors that are all of one forward. Returns none if they cannot be recomputed.
 std::optional<py::list> made_again(const std::vector<const Withheld*>& all) {
   const auto frame = all.front()->frame.lock();
   if (frame == nullptr || !frame->is_over() || frame->is_opaque) {

@@ -1,4 +1,5 @@
-// What a forward writes to, and gradients that it accumulates: a pass that runs its module again finds both as they were.
+// Memory that a forward writes to, and gradients that it accumulates: a pass that runs its module again finds both as
+// they were.
 #include "calls.h"
 #include "clock.h"
 #include "layouts.h"
@@ -28,13 +29,13 @@ void Running::before_foreign_write(int32_t storage, const at::Tensor& tensor) {
     changing.insert(storage);
     return;
   }
-  if (forward.is_literal(storage)) { // the forward alone has it: a pass may write to a copy of what it was
+  if (forward.is_literal(storage)) { // only the forward has it, so a pass may write to a copy of its former value
     const auto former = std::make_shared<Held>(tensor, false);
     former->before_write();
     written.emplace(storage, former);
     return;
   }
-  if (written.count(storage) > 0) { // an argument
+  if (written.count(storage) > 0) { // an argument, whose value is already saved
     return;
   }
   changing.insert(storage);
@@ -66,13 +67,13 @@ py::list Running::leaves() const {
   return found;
 }
 
-// Arguments of that memory, which is about to change, stay as they are.
+// Saves the values of arguments that lie in this memory, which is about to change.
 void Running::remember(const at::Tensor& tensor) {
   for (const Item& item : items_) {
     const at::Tensor* const held = item.held != nullptr ? &item.held->tensor : nullptr;
     if (held != nullptr && is_plain(*held) && held->is_alias_of(tensor)) {
       item.held->before_write();
-      if (input_of(item.storage) == nullptr) { // else another argument is that memory, swapped
+      if (input_of(item.storage) == nullptr) { // else another argument has swapped that memory
         written.emplace(item.storage, item.held);
       }
     }

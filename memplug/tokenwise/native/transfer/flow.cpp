@@ -91,7 +91,7 @@ void Flow::end(Frame& frame) {
   number(frame);
   frame.region->sending_bytes = transfer->copies.offloaded_bytes - frame.sent_before_bytes;
   for (const auto& part : frame.swapped) {
-    if (part->is_away() && part->uses > 0) { // an operator wrote to it in place
+    if (part->is_away() && part->uses > 0) { // an in-place write released it
       frame.todo.push_back(part);
       ++ledger->waiting;
     }
@@ -100,10 +100,11 @@ void Flow::end(Frame& frame) {
     expect(*frame.region);
     return;
   }
-  release_others(frame); // what follows the last region, such as a loss, may take more than any of them
+  release_others(frame); // code after the last region, such as a loss, may take more memory than any region
 }
 
-// Backward asks for a tensor that frames share in the last of them first.
+// Gives the frame's number to its swapped tensors. A tensor that several frames share keeps the number of the last one,
+// whose backward asks for it first.
 void Flow::number(const Frame& frame) {
   int64_t nbytes = 0;
   for (const auto& part : frame.swapped) {
@@ -133,20 +134,21 @@ void Flow::pump(Frame& frame, int64_t largest_bytes) {
         note_held(frame);
         return;
       }
-      ahead->todo.pop_back(); // before the copy, for which a device in Python may let another thread run
+      ahead->todo.pop_back(); // before the copy: a device in Python may then let another thread run
       --ledger->waiting;
       transfer->prefetch(*part);
     }
     pending_bytes += ahead->pending_bytes();
-    if (ahead.get() != &frame) { // what is fetched for later frames is there in this one's whole backward
+    if (ahead.get() != &frame) { // tensors prefetched for other frames stay during all of this one's backward
       largest_bytes = largest_saved_bytes;
     }
   }
   note_held(frame);
 }
 
-// Whether a tensor may be prefetched before its frame asks for it, which has to leave `pending_bytes` free. One that is
-// larger than all that the running backward is yet to read would come last otherwise, as what goes makes no place for it.
+// Returns whether a tensor may be prefetched before its frame asks for it, so that `pending_bytes` stay free. A tensor
+// larger than all that the running backward is yet to read is measured by the limit for those, which is higher. Else it
+// would come last, since their release makes no room for it.
 bool Flow::has_room(const Swapped& part, int64_t pending_bytes, int64_t largest_bytes) {
   if (const auto* const buffers = transfer->buffers_of(part)) {
     return buffers->has_room(part.frame, part.nbytes);
@@ -174,7 +176,7 @@ void Flow::note_held(const Frame& frame) {
   peak_held_bytes = std::max(peak_held_bytes, held_bytes() + frame.pending_bytes());
 }
 
-// Not those that another thread is running.
+// Releases all frames but this one and those that another thread is running.
 void Flow::release_others(const Frame& frame) {
   std::vector<std::shared_ptr<Frame>> others;
   for (const auto& each : resident_) {

@@ -14,7 +14,7 @@ RoundingBuffers::RoundingBuffers(Streams& streams, const StreamRef& stream, size
   }
 }
 
-// The frame's own where that has room; else that of its turn, or the next one that is free.
+// Returns the frame's own buffer if that has room; else the buffer whose turn it is, or the next one that is free.
 std::shared_ptr<RoundingBuffers::Buffer> RoundingBuffers::find(int64_t frame, int64_t nbytes) const {
   for (const auto& buffer : buffers_) {
     if (buffer->frame == frame && buffer->is_in_use() && buffer->has_room(buffer->used_bytes, nbytes)) {

@@ -1,11 +1,11 @@
-// Rounding buffers: device memory that tensors are prefetched into, reserved once (MEMO, section 4.1).
+// Rounding buffers: device memory, reserved once, that tensors are prefetched into (MEMO, section 4.1).
 //
-// The tensors of one frame share a buffer, and the frames take the buffers in turn. Each tensor has a storage of its own
-// in its buffer: when that goes, at the last of its users, be it autograd or a person, its bytes are given back, and a
-// buffer is another frame's only once no tensor is alive in it. Nothing is ever moved, or overwritten.
+// The tensors of one frame share a buffer, and the frames take the buffers in turn. Each tensor has a storage of its
+// own within its buffer. Its bytes are free again once the last user of that storage, autograd or the script, is done,
+// and another frame takes the buffer only once no tensor in it is alive. Nothing is moved or overwritten.
 //
-// All of it belongs to one stream, as memory of the caching allocator does. `record_stream` on such a tensor does
-// nothing: a reader on another stream is known by `Transfer::order_use`, or has to let this one wait for it.
+// All buffers belong to one stream, as memory of the caching allocator does. `record_stream` has no effect on their
+// tensors: a reader on another stream is registered by `Transfer::order_use`, or has to let this stream wait for it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,24 +20,24 @@
 
 namespace memplug {
 
-// Guarded by Python's lock, but for tensors, which may die on any thread.
+// Guarded by Python's lock, except for tensors, which may die on any thread.
 class RoundingBuffers {
  public:
-  // Throws where the device has no room for `count` buffers of `nbytes`.
+  // Throws if the device has no room for `count` buffers of `nbytes`.
   RoundingBuffers(Streams& streams, const StreamRef& stream, size_t count, int64_t nbytes);
 
-  // Whether a tensor of the frame of that number would find room now.
+  // Returns whether a tensor of frame number `frame` would find room now.
   bool has_room(int64_t frame, int64_t nbytes) const {
     return find(frame, nbytes) != nullptr;
   }
 
-  // A tensor of the frame, with contents of no meaning; undefined where there is no room.
+  // Returns an uninitialized tensor for the frame; undefined if there is no room.
   at::Tensor take(int64_t frame, const Geometry& geometry, int64_t nbytes);
 
-  // Their memory, once it is freed, is reused only after the work queued on this stream then.
+  // Lets the buffers' memory, once freed, be reused only after the work that is queued on `reader` at that time.
   void use_on(Streams& streams, const StreamRef& reader) const;
 
-  // Of all buffers.
+  // Returns the bytes of all buffers.
   int64_t nbytes() const;
 
   const StreamRef stream;
@@ -45,9 +45,9 @@ class RoundingBuffers {
  private:
   struct Buffer {
     at::Tensor memory;
-    int64_t frame = -1; // that it is of, while it is in use
-    int64_t used_bytes = 0; // from its beginning, whether or not their tensors are alive
-    std::atomic<int64_t> alive{0}; // tensors in it
+    int64_t frame = -1; // number of the frame that uses it
+    int64_t used_bytes = 0; // from its beginning; freed only with the last tensor
+    std::atomic<int64_t> alive{0}; // number of tensors in it
 
     bool is_in_use() const {
       return alive.load(std::memory_order_acquire) > 0;
@@ -59,7 +59,7 @@ class RoundingBuffers {
 
   std::shared_ptr<Buffer> find(int64_t frame, int64_t nbytes) const;
 
-  std::vector<std::shared_ptr<Buffer>> buffers_; // tensors keep theirs
+  std::vector<std::shared_ptr<Buffer>> buffers_; // shared with the tensors in them
 };
 
 } // namespace memplug

@@ -1,4 +1,4 @@
-// What Python sees of transfers.
+// Python bindings of transfers.
 #include "transfer_module.h"
 
 #include <pybind11/stl.h>

@@ -5,7 +5,7 @@
 
 namespace memplug {
 
-// Sets the error of `memplug.errors` that a transfer's exception stands for; false where it is none of a transfer's.
+// Sets the error of `memplug.errors` that a transfer's exception stands for; returns false for any other exception.
 bool set_error(const std::exception& error);
 
 } // namespace memplug

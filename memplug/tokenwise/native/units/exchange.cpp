@@ -14,7 +14,7 @@ namespace memplug {
 namespace {
 
 bool (*sees_operators)() = nullptr;
-torch::Library* standing = nullptr; // kept as the process ends: operators run until then
+torch::Library* standing = nullptr; // not freed as the process ends: operators run until then
 
 class Finished final : public c10d::Work {
  public:
@@ -30,16 +30,16 @@ class Finished final : public c10d::Work {
   void synchronize() override {}
 };
 
-// In a capsule, as a tape keeps it.
+// A process group as a tape keeps it, in a capsule.
 struct KeptGroup final : torch::CustomClassHolder {
   KeptGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& strong, bool was_object)
       : group(strong), is_object(was_object) {}
 
   const c10::weak_intrusive_ptr<c10d::ProcessGroup> group; // while it is held, no other group gets this address
-  const bool is_object; // else functional collectives were given the group itself: they take it in a capsule
+  const bool is_object; // else a functional collective was given the group itself, in a capsule
 };
 
-// The contents of a capsule, or of an object that is a box of one; else null.
+// Returns the contents of a capsule, or of an object that boxes one; else null.
 c10::intrusive_ptr<torch::CustomClassHolder> held_in(const c10::IValue& value) {
   if (value.isCapsule()) {
     return value.toCapsule();

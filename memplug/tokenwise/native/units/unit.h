@@ -1,12 +1,12 @@
-// A unit: a call inside of a region's forward whose kernels no operator shows, and which can be run again by itself. On
-// the tape it is an operator that reads the tensors it was given and makes a token; each memory that it made, and
-// returned or saved for backward, is an operator of its own that reads the token:
+// A unit: a call inside of a region's forward whose kernels no operator shows, and which can run again by itself. On
+// the tape it is an operator that reads its input tensors and makes a token. Each memory that it made, and returned or
+// saved for backward, is an operator of its own that reads the token:
 //
-//     memplug::unit(input, ...) -> token     memplug::of_unit(token, 0) -> saved     memplug::of_unit(token, 1) -> returned
+//     memplug::unit(input, ...) -> token   memplug::of_unit(token, 0) -> saved   memplug::of_unit(token, 1) -> returned
 //
-// One that writes to what it is given, as kernels of a rotary embedding do, is memplug::unit_: an operator in place.
+// A unit that writes to its inputs, as kernels of a rotary embedding do, is memplug::unit_, an in-place operator.
 //
-// So a plan keeps, swaps or recomputes each of them, and the unit runs again where one of them has to be recomputed.
+// So a plan can keep, swap or recompute each of these tensors. The unit runs again if one has to be recomputed.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -24,32 +24,34 @@ namespace memplug {
 // One call of a unit, as its frame keeps it. Guarded by Python's lock.
 struct __attribute__((visibility("hidden"))) UnitCall {
   pybind11::object unit; // a memplug.tokenwise.engine.units.Unit
-  pybind11::object call; // what ran
-  pybind11::object state; // what it needs to run again as it ran
-  pybind11::object surroundings; // as a region's
+  pybind11::object call; // the callable that ran
+  pybind11::object state; // needed to run it again as it ran
+  pybind11::object surroundings; // as for a region, see `Running::run`
   Ambient ambient;
-  bool with_gradients; // were enabled
+  bool with_gradients; // gradients were enabled
   Containers arguments = {}, keywords = {};
-  std::vector<pybind11::object> values = {}; // of those: null where it is a tensor of the tape
-  std::vector<bool> requires_grad = {}, written = {}; // of these tensors: `written` by the unit, as its operator says
-  std::vector<pybind11::object> types = {}; // likewise, see `type_of`
+  std::vector<pybind11::object> values = {}; // values in the containers; null for tensors of the tape
+  // for these tensors; `written`: by the unit, according to its operator
+  std::vector<bool> requires_grad = {}, written = {};
+  std::vector<pybind11::object> types = {}; // the classes of these tensors, from `type_of`
   std::vector<at::Tensor> parameters = {}; // among the values, and of its module
   std::vector<uint32_t> versions = {}; // of these
   std::vector<Source> parts = {};
-  size_t saved = 0; // how many tensors it saved
+  size_t saved = 0; // number of tensors that it saved
 };
 
-// The operator of a unit, and of its parts, by the overload that says of what kind it is. `writes`: to what it is given.
+// Return the operator of a unit, and of its parts, by the overload that names the kind. `writes`: the unit writes to
+// its inputs.
 const Operator& unit_operator(const std::string& overload, bool writes);
 const Operator& part_operator(const std::string& overload);
 
-// The same memory in a graph that is never run: autograd forbids to write to leaves.
+// Returns the same memory as a non-leaf of a graph that never runs, since autograd forbids writes to leaves.
 at::Tensor no_leaf_at(const at::Tensor& memory);
 
-// Of each, how often it was written to.
+// Returns each tensor's count of writes.
 std::vector<uint32_t> versions_of(const std::vector<at::Tensor>& tensors);
 
-// Of what a unit was given or returned, in order: memory that a tape can name.
+// Returns the tensors among a unit's arguments or results, in order, that a tape can describe.
 std::vector<at::Tensor> tensors_in(pybind11::handle returned);
 
 } // namespace memplug
