@@ -1,4 +1,4 @@
-"""What the block of a DeepSpeed JSON has swapping and recomputing do, in words, and what competes with it there."""
+"""Puts the "tokenwise" section of a DeepSpeed JSON into words, and names settings that compete with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from memplug.ds_json.keys import offloads_of
 
 
 def words(tokenwise: TokenwiseConfig, *, served: bool) -> list[str]:
-    """Returns lines; `served`: an arena serves requests."""
+    """Return the section's settings in words, one line each.
+
+    Args:
+        tokenwise: the section.
+        served: an arena serves requests.
+    """
     if not tokenwise.enabled:
         return ["  row-cached recompute is switched off (tokenwise.enabled): nothing is swapped or recomputed"]
     regions = "every decoder layer" if tokenwise.regions == "auto" else ", ".join(tokenwise.regions)
@@ -25,7 +30,7 @@ def words(tokenwise: TokenwiseConfig, *, served: bool) -> list[str]:
 
 
 def warnings(config: MemplugConfig, ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each setting of DeepSpeed that conflicts or competes with row-cached recompute."""
+    """Yield a sentence for each setting of DeepSpeed that conflicts or competes with row-cached recompute."""
     if not config.tokenwise.enabled:
         return
     if "activation_checkpointing" in ds_config:
