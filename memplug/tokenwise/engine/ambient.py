@@ -69,12 +69,12 @@ def restored(
 
 
 def is_transformed() -> bool:
-    """Returns whether the thread is inside of a function transform. Does not look at a stack that torch would make."""
+    """Return whether the thread is inside of a function transform. Does not look at a stack that torch would make."""
     return core().has_transform_stack() and peek_interpreter_stack() is not None
 
 
 def no_transforms() -> AbstractContextManager[None]:
-    """Returns a context without the function transforms that backward runs in, such as that of batched gradients."""
+    """Return a context without the function transforms that backward runs in, such as that of batched gradients."""
     batched = vmapmode_increment_nesting() - 1  # by `torch.autograd.grad`, which has a vmap of its own
     vmapmode_decrement_nesting()
     if not batched and not is_transformed():

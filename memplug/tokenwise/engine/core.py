@@ -15,7 +15,7 @@ from memplug.tokenwise.engine import calls, operators
 
 @functools.cache
 def core() -> Any:
-    """Returns the core's module.
+    """Return the core's module.
 
     Raises:
         NativeError: it cannot be built here.

@@ -70,7 +70,7 @@ class _Saves:
         self._region, self._asks = region, region.native.asks
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns what the pass's own graph keeps of a saved tensor: nothing, unless the module runs that graph."""
+        """Return what the pass's own graph keeps of a saved tensor: nothing, unless the module runs that graph."""
         frame, count = self.frame, self.count
         if count < frame.saved and frame.has_to_restore(count):
             size, dtype = frame.saved_as(count)
@@ -128,6 +128,6 @@ def _gradients_as_before(leaves: Sequence[tuple[torch.Tensor, bool]]) -> Iterato
 
 
 def held_meanwhile(packed: torch.Tensor | None) -> torch.Tensor:
-    """Returns a saved tensor of a pass whose module asks for a gradient itself; nothing else runs the pass's graph."""
+    """Return a saved tensor of a pass whose module asks for a gradient itself; nothing else runs the pass's graph."""
     assert packed is not None, "a region that never asked for a gradient does so when it runs again"
     return packed

@@ -45,7 +45,7 @@ class State(StateCalls):
     def of(
         cls, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], for_backward: bool = True
     ) -> State:
-        """Returns the state that `call(*args, **kwargs)` is about to find.
+        """Return the state that `call(*args, **kwargs)` is about to find.
 
         Args:
             for_backward: without the graphs of tensors: forwards that no backward follows would make a chain of them.

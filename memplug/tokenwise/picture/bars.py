@@ -11,7 +11,7 @@ from memplug.plans.schema import MemoryPlan
 from memplug.tokenwise.picture.decisions import decisions, region_words, short_region_names
 from memplug.words import duration, size
 
-# Colours that the map does not use; increasingly light, from bytes that the link moves to bytes that cost nothing.
+# Colours that the map does not use; the lighter, the less a byte takes of link and memory.
 _SWAPPED, _LATE, _KEPT, _PLAIN, _RECOMPUTED = (
     Group("swapped", "#8e2f6f"),
     Group("swapped, only if needed", "#8e2f6f", hatched=True),
