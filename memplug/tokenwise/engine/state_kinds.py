@@ -110,7 +110,10 @@ def _once_for_each_class(function: Callable[[type], Result]) -> Callable[[type],
 
 @_once_for_each_class
 def kind_of(cls: type) -> Kind | Unknown | None:
-    """Return how to treat objects of a class; None: they are constant, or none of the region's business."""
+    """Return how to treat objects of a class.
+
+    None: they are constant, or do not belong to the model.
+    """
     if issubclass(cls, torch.Tensor):
         return _TENSOR if cls is torch.Tensor else None
     for base, kind in _KINDS.items():
@@ -129,9 +132,7 @@ def kind_of(cls: type) -> Kind | Unknown | None:
 
 
 def is_own(thing: Any) -> bool:
-    """Return whether a class, function or Python module belongs to the model, which may change its attributes or
-    globals.
-    """
+    """Return whether a class, function or Python module is the model's own: its attributes or globals may change."""
     name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__
     package = (name or "").partition(".")[0]
     return package not in _LIBRARIES and package not in sys.stdlib_module_names
