@@ -43,7 +43,7 @@ def count(shape: Mapping[str, Any]) -> Parameters:
     head_size = shape.get("head_dim") or hidden // shape["num_attention_heads"]
     queries, keys = (shape[name] * head_size for name in ("num_attention_heads", "num_key_value_heads"))
     vocabulary, matmul = shape["vocab_size"] * hidden, hidden * feed_forward
-    # Hugging Face's model has all experts of a layer in one module, two of three matmuls in one parameter
+    # Hugging Face's model has all experts of a layer in one module, whose parameters ZeRO 3 gathers together
     widest = 3 * matmul * experts if experts else matmul
     return Parameters(
         layers=shape["num_hidden_layers"],

@@ -65,7 +65,7 @@ def build_model(args: argparse.Namespace, inputs: Inputs, device: torch.device) 
     Its weights are random, or those of --weights, which rank 0 reads into its host memory and broadcasts.
     """
     fields = {**inputs.shape, "use_cache": False}
-    if fields.get("num_local_experts"):  # the loss that balances the experts counts
+    if fields.get("num_local_experts"):  # adds the loss that balances the experts
         model_class = MixtralForCausalLM
         config = MixtralConfig.from_dict({**fields, "output_router_logits": True})
     elif fields.get("model_type") == "qwen3":

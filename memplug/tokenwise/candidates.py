@@ -66,9 +66,9 @@ def agree(
 
 
 def _tightest(ranks: list[tuple[plan.InFlight, ...]]) -> tuple[plan.InFlight, ...]:
-    """Return the times and room that hold for all ranks.
+    """Return the times, and the room at each, that hold for all ranks.
 
-    Ranks whose steps have their peaks at different times share no room that all of them know of.
+    If the ranks' steps differ, this is one time with the largest count and without room.
     """
     if len({tuple(at.count for at in times) for times in ranks}) > 1:
         return (plan.InFlight(max(at.count for times in ranks for at in times)),)

@@ -19,7 +19,7 @@ from memplug.device.host_time import HostTime
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.region import Region
 
-SHORT, LONG = 16, 80  # operators
+SHORT, LONG = 16, 80  # operators of a chain
 REPEATS = 9
 
 

@@ -172,7 +172,7 @@ def _replayed(
 ) -> tuple[tuple[plan.Operator, ...], frozenset[int], frozenset[int]]:
     """Return the operators of regions that ran the same ones, and two sets of storages.
 
-    The first set is what backward asks for, the second exists before the recompute pass.
+    Backward asks for the storages of the first set; those of the second exist before the recompute pass.
     """
     tape = tapes[0]
     operations = tuple(_operator(tapes, index, seconds, observer) for index in range(len(tape.records)))

@@ -149,7 +149,7 @@ class TokenWise(AgreedTechnique[Decisions]):
             else "with a number for alpha there is no plan, so the operators of steps need not be compared"
         )
 
-    # -- what the stages ask -------------------------------------------------------------------------------------------
+    # -- questions of the stages ---------------------------------------------------------------------------------------
 
     def begin_program(self) -> None:
         """Start the clock of a step that is observed or tries a plan: its first forward with gradients begins."""
@@ -205,7 +205,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         return Program(operators, self._sizes, nodes, self.plain.unseen)
 
     def agree(self, program: Program, planned_from: Program | None, is_stable: bool) -> None:
-        """Take the decisions of a step's end that all ranks share and that no plan contains.
+        """Agree with other ranks, at the end of a step, on changes that are no part of a plan.
 
         Swap less where the host memory of a rank has run out; compare the step's offloaded bytes with its plan; check a
         number for alpha against the link.

@@ -130,8 +130,8 @@ class TimesCalls(ABC):
         """Take the time at which an operator begins or ends.
 
         Args:
-            index: of the operator.
-            over: False: it begins.
+            index: index of the operator.
+            over: whether the operator ends.
         """
 
     @abstractmethod

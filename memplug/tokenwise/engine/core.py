@@ -58,7 +58,7 @@ class Watching:
         if phase == "start":
             self._collections += 1
             core().pause()
-        elif self._collections:  # else the collection began before this callback was there
+        elif self._collections:  # else the collection began before this callback was registered
             self._collections -= 1
             core().resume()
 

@@ -231,7 +231,7 @@ class Executor(ExecutorCalls):
                 stack.enter_context(context(phase, region))
             yield
 
-    # -- what the native core calls: native/tape/calls.h ------------------------------------------------------------
+    # -- calls of the native core: native/tape/calls.h --------------------------------------------------------------
 
     written_buffers = Buffers
     run_unit_again = run_again

@@ -19,7 +19,7 @@ def words(tokenwise: TokenwiseConfig, *, served: bool) -> list[str]:
     if not tokenwise.enabled:
         return ["  row-cached recompute is switched off (tokenwise.enabled): nothing is swapped or recomputed"]
     regions = "every decoder layer" if tokenwise.regions == "auto" else ", ".join(tokenwise.regions)
-    moving = f"{tokenwise.buffers} regions' tensors at a time are on their way; memory to prefetch into is "
+    moving = f"{tokenwise.buffers} regions' tensors at a time are in flight; memory to prefetch into is "
     reserved = "planned with the arena" if served else "reserved before the first step under a plan"
     return [
         f"  rows swapped     {_alpha_in_words(tokenwise.alpha)}",
@@ -42,9 +42,9 @@ def warnings(config: MemplugConfig, ds_config: Mapping[str, Any]) -> Iterator[st
     if offloads:
         budget = config.host_budget_gib
         advice = (
-            'set "memplug": {"host_budget_gib": ...} to what it leaves a rank'
+            'set "memplug": {"host_budget_gib": ...} to the memory that it leaves each rank'
             if budget == "auto"
-            else f"host_budget_gib, {budget:g} GiB a rank, has to be free beside what it takes"
+            else f"host_budget_gib, {budget:g} GiB a rank, has to be free as well"
         )
         yield f"DeepSpeed offloads too ({offloads}), and shares host memory and the link with swapping: {advice}"
 

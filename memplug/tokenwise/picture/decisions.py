@@ -84,7 +84,7 @@ def rows(facts: dict[str, Any]) -> Rows:
         ("bound by", bound_words(facts["bound"])),
         ("captured operators", f"{whole:,} swapped whole, {by_rows:,} by rows, {kept:,} kept"),
         ("decisions", f"{bytes_words(facts)} in one forward of {count(len(facts['regions']), 'region')}"),
-        *([("  only if needed", f"{size(late_bytes)} of what is swapped")] if late_bytes else []),
+        *([("  only if needed", f"{size(late_bytes)} of the swapped bytes")] if late_bytes else []),
         *_region_rows(facts["regions"]),
     ]
 

@@ -19,7 +19,8 @@ class Operator:
     """One operator of a region's forward; inputs and outputs are ids of storages, not of tensors.
 
     A view moves no bytes: list it without inputs and outputs and let its readers name the storage itself, otherwise
-    an `always_runs` view keeps alive what no operator reads. An operator that mutates a storage names it among both.
+    an `always_runs` view keeps a storage alive that no operator reads. An operator that mutates a storage lists it as
+    input and output.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Region:
     instances: int
     """Forwards alive at once at the peak of a step: layers times graphs in flight."""
     operators: tuple[Operator, ...]
-    """In program order."""
+    """The operators of its forward, in program order."""
     saved: frozenset[int]
     """Storages that backward asks for."""
     given: frozenset[int]
@@ -107,7 +108,7 @@ class InFlight(NamedTuple):
     """A time within a step at which swapped tensors are in flight on the device."""
 
     count: int
-    """Number of instances whose swapped tensors are on their way to the host or back, or were not offloaded at all."""
+    """Number of instances whose swapped tensors are being copied to the host or back, or were not offloaded at all."""
     room_bytes: int = 0
     """Bytes by which the observed step's device memory at this time lay below its peak."""
 

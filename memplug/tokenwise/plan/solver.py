@@ -271,7 +271,7 @@ class _Search:
         return program, columns
 
     def _in_flight_bytes(self, program: LinearProgram, columns: list[list[_Columns]]) -> list[Linear]:
-        """Return the bytes in flight at each time, with rounding buffers; the step's peak has the largest of them."""
+        """Return upper bounds of the bytes in flight, one for each time, with rounding buffers."""
         times, buffers = (*self.budget.in_flight, InFlight(0)), self.budget.buffers
         if len(times) == 1 and not buffers:
             return [Linear()]
