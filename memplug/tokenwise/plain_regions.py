@@ -79,7 +79,7 @@ class PlainRegions:
         self.unseen = frozenset(i for i, region in enumerate(self._regions) if region.name in self._left)
 
     def enter_all(self) -> None:
-        """Run all modules as regions again, in the middle of a step that is larger than planned for.
+        """Run all modules as regions again: a step has larger or other inputs than planned for.
 
         Regions whose recompute passes launch collectives stay as they are, since all ranks must do the same there.
         """

@@ -95,7 +95,7 @@ class State(StateCalls):
         """Put everything back as it was found.
 
         Returns:
-            Whether any name was bound to another object.
+            Whether anything had changed since.
         """
         changed = False
         with paused():
