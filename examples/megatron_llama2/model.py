@@ -21,7 +21,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How the model is split over ranks; the remaining ranks are data-parallel."""
+    """The split of a model over ranks; the remaining ranks are data-parallel."""
 
     tensor: int = 1
     sequence: bool = False

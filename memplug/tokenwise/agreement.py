@@ -1,4 +1,4 @@
-"""Whether units that communicate (native/units/unit.h) may run again by plan.
+"""Decides whether units that communicate (native/units/unit.h) may run again by plan.
 
 They may where all ranks that they communicate with have the same plan: either each of these ranks runs the unit again,
 or none does.

@@ -1,4 +1,4 @@
-"""When in a step swapped tensors are on the device beyond its needs, and how much room they have then."""
+"""Finds the times of a step at which swapped tensors are in flight, and how much room the device has then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much room a plan has on the device, given its reserved memory, and when a plan was given too much."""
+"""Computes a plan's room on the device from the reserved memory, and notices when a plan was given too much."""
 
 from __future__ import annotations
 

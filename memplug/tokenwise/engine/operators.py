@@ -1,4 +1,4 @@
-"""Which operators are worth capturing, and the traits of each operator for the native tape.
+"""Tells which operators are worth capturing, and the traits of each operator for the native tape.
 
 Expensive operators come in four kinds (memplug/README.md, "Swapping and recomputing"):
 
@@ -28,7 +28,7 @@ from memplug.torch_private import OpOverload
 
 
 class Kind(enum.Enum):
-    """How an expensive operator may be captured; see the table above."""
+    """A kind of expensive operator, by how it may be captured; see the table above."""
 
     ROWS = "rows"
     ATTENTION = "attention"

@@ -1,4 +1,4 @@
-"""How to read, put back and follow the state of each kind of Python object, for `memplug.tokenwise.engine.state`."""
+"""Reads, puts back and follows the state of each kind of Python object, for `memplug.tokenwise.engine.state`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 class Kind(NamedTuple):
-    """How to treat objects of one kind.
+    """A kind of Python object, with the functions that handle its state.
 
     Attributes:
         read: returns an object's state, a shallow copy.

@@ -15,7 +15,7 @@ from memplug.tokenwise.engine import operators
 
 
 class Form(enum.Enum):
-    """How an operator touches memory; in the order of `Form` in native/tape/tape.h."""
+    """The way in which an operator touches memory; in the order of `Form` in native/tape/tape.h."""
 
     VIEW = "view"  # its outputs share the storage of an input
     WRITE = "write"  # it writes to an argument

@@ -78,7 +78,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions(PlanPart):
-    """How to run one program: a plan, and the setting that it gives each region, by name."""
+    """The decisions for one program: a plan, and the setting that it gives each region, by name."""
 
     name = "tokenwise"
     solution: TokenwisePlan
