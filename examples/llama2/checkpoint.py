@@ -23,26 +23,26 @@ _POINTER = "latest"
 
 
 def latest(save_dir: Path) -> str | None:
-    """Returns the name of the checkpoint to resume from, or None where there is none yet."""
+    """Return the name of the checkpoint to resume from, or None where there is none yet."""
     pointer = save_dir / _POINTER
     return pointer.read_text().strip() if pointer.is_file() else None
 
 
 def ranks_of(save_dir: Path, tag: str) -> int:
-    """Returns how many ranks have saved a checkpoint."""
+    """Return how many ranks saved a checkpoint."""
     return len(list((save_dir / tag).glob("random_state_rank*.pt")))
 
 
 def save(engine: Any, save_dir: Path, state: dict[str, Any]) -> None:
-    """Writes a checkpoint that `load` continues from; all ranks call it.
+    """Write a checkpoint that `load` continues from; all ranks call it.
 
     Whenever the processes are killed, `latest` names a whole checkpoint: this one, or else the one before it.
 
     Args:
         engine: the DeepSpeed engine.
         save_dir: a folder that all ranks share.
-        state: what the script itself wants back from `load`, the same on every rank; "step", the optimizer steps done
-            so far, gives the checkpoint its name.
+        state: values that `load` returns to the script, the same on every rank; "step", the number of optimizer steps
+            done so far, gives the checkpoint its name.
     """
     aside = save_dir / _SAVING
     if dist.get_rank() == 0:
@@ -58,7 +58,7 @@ def save(engine: Any, save_dir: Path, state: dict[str, Any]) -> None:
 
 
 def load(engine: Any, save_dir: Path) -> dict[str, Any]:
-    """Restores model, optimizer, scheduler and random state from the latest checkpoint; all ranks call it.
+    """Restore model, optimizer, scheduler and random state from the latest checkpoint; all ranks call it.
 
     Returns:
         The `state` that was given to `save`.
@@ -80,7 +80,7 @@ def load(engine: Any, save_dir: Path) -> dict[str, Any]:
 
 
 def _publish(save_dir: Path, tag: str) -> None:
-    # A folder of that name is no checkpoint to resume from: its run died before it moved the pointer.
+    # An older folder of that name is no valid checkpoint: its run died before it moved the pointer.
     shutil.rmtree(save_dir / tag, ignore_errors=True)
     os.rename(save_dir / _SAVING, save_dir / tag)
     pointer = save_dir / f"{_POINTER}.new"

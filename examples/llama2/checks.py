@@ -1,4 +1,4 @@
-"""What a run will stumble over, found before its model is built; shared with the recipe of Megatron-Core."""
+"""Checks of a run's inputs before its model is built; shared with the recipe of Megatron-Core."""
 
 import importlib
 import json
@@ -17,7 +17,7 @@ from data import Batches, split, tokens_wanted
 from memory import GIB, Estimate
 from text import DEFAULT_TOKENS, ByteTokenizer, FolderTokenizer, Tokenizer, load_tokens
 
-RANKS_OF_A_MACHINE = 8  # where nothing else is said
+RANKS_OF_A_MACHINE = 8  # assumed for `--check N`
 MODEL_TYPES = ("llama", "mixtral", "qwen3")
 ATTENTION_PACKAGES = {"flash": "flash_attn", "te": "transformer_engine.pytorch"}
 _SIZES = (
@@ -32,34 +32,34 @@ _SIZES = (
 
 @dataclass(kw_only=True)
 class Inputs:
-    """What a run reads before it builds anything, and all that is wrong with it."""
+    """The inputs that a run reads before it builds anything, and all problems with them."""
 
     problems: list[str] = field(default_factory=list)
     shape: dict[str, Any] = field(default_factory=dict)
-    """Of the model; empty where it could not be read."""
+    """Shape of the model; empty where it could not be read."""
     config: dict[str, Any] = field(default_factory=dict)
-    """DeepSpeed's."""
+    """DeepSpeed's configuration."""
     tokens: torch.Tensor | None = None
     estimate: Estimate | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """How many processes a run has, and on how many machines."""
+    """The number of processes of a run, and of machines that they run on."""
 
     count: int
     machines: int = 1
 
     @classmethod
     def of(cls, args: Namespace) -> "Ranks":
-        """Those that `--check N` names, or else those of the launcher."""
+        """Return the ranks that `--check N` names, or else those of the launcher."""
         count = args.check or int(os.environ.get("WORLD_SIZE", 1))
         of_a_machine = RANKS_OF_A_MACHINE if args.check else int(os.environ.get("LOCAL_WORLD_SIZE", count))
         return cls(count=count, machines=max(1, count // of_a_machine))
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the options of text, checks and the log."""
+    """Add the options of text, checks and the log."""
     add = parser.add_argument
     add(
         "--data",
@@ -67,7 +67,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help='text: a file, a folder of files, or .jsonl with a "text" in each line; '
         "if not given, Python's own standard library",
     )
-    add("--tokenizer", type=Path, help="local folder of a Hugging Face tokenizer; if not given, bytes are tokens")
+    add("--tokenizer", type=Path, help="local folder of a Hugging Face tokenizer; if not given, each byte is a token")
     add(
         "--check",
         type=int,
@@ -77,16 +77,16 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="read everything, check it for N ranks (if not given: WORLD_SIZE's), estimate the memory, and end",
     )
     add("--gpu-gib", type=float, help="memory of a GPU, for the estimate; if not given, that of the GPU here")
-    add("--loss-log", type=Path, help="file to add a JSON line per step to, and the report")
+    add("--loss-log", type=Path, help="file that gets a JSON line per step, and the report")
     add("--host-gib", type=float, help="memory of a machine's host, for the estimate with offloading")
 
 
 def read_shape(inputs: Inputs, path: Path) -> None:
-    """Reads the shape of a model from YAML, or from the config.json of a Hugging Face folder."""
+    """Read the shape of a model from YAML, or from the config.json of a Hugging Face folder."""
     if path.is_dir():
         path = path / "config.json"
     try:
-        # YAML takes JSON too, but 1e-06 for a word
+        # a YAML parser reads JSON too, but takes 1e-06 for a string
         shape = (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         inputs.problems.append(f"cannot read the model's shape from {path}: {error}")
@@ -94,10 +94,10 @@ def read_shape(inputs: Inputs, path: Path) -> None:
     shape = shape if isinstance(shape, dict) else {}
     if shape.get("model_type", "llama") not in MODEL_TYPES:
         inputs.problems.append(
-            f"{path} is of a {shape['model_type']}: this recipe trains a llama, a mixtral or a qwen3"
+            f"{path} is the shape of a {shape['model_type']}: this recipe trains a llama, a mixtral or a qwen3"
         )
         return
-    own_heads = shape.get("model_type") == "qwen3"  # their size is a field of its own, not the hidden size's share
+    own_heads = shape.get("model_type") == "qwen3"  # head_dim is a field of its own
     missing = [name for name in (*_SIZES, *["head_dim"] * own_heads) if not isinstance(shape.get(name), int)]
     if missing:
         named = ", ".join(missing)
@@ -106,7 +106,7 @@ def read_shape(inputs: Inputs, path: Path) -> None:
     has_experts = bool(shape.get("num_local_experts"))
     if "model_type" in shape and has_experts != (shape["model_type"] == "mixtral"):
         number = shape.get("num_local_experts", "no number")
-        inputs.problems.append(f"{path} is of a {shape['model_type']}, and num_local_experts is {number}")
+        inputs.problems.append(f"{path} is the shape of a {shape['model_type']}, but num_local_experts is {number}")
         return
     inputs.shape = shape
     hidden, heads, groups = (shape[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
@@ -118,19 +118,19 @@ def read_shape(inputs: Inputs, path: Path) -> None:
 
 
 def divides(inputs: Inputs, divisor: int, number: int, divisor_name: str, number_name: str) -> None:
-    """Adds a problem unless the one number divides the other."""
+    """Add a problem unless `divisor` divides `number`."""
     if divisor < 1 or number % divisor:
         inputs.problems.append(f"{divisor_name} ({divisor}) has to divide {number_name} ({number})")
 
 
 def check_attention(inputs: Inputs, args: Namespace, bf16: bool, remedy: str) -> None:
-    """Checks that --attention has the package, the GPU and the weights that it needs.
+    """Check that --attention has the package, the GPU and the weights that it needs.
 
     Args:
         inputs: gets the problems.
-        args: "attention", and "check": what `--check N` describes may run on another machine than this one.
+        args: "attention", and "check": `--check N` may describe a run on another machine, so packages are not checked.
         bf16: whether weights are in bfloat16, not in float32.
-        remedy: how to have them in bfloat16.
+        remedy: how to get weights in bfloat16.
     """
     flash, package = args.attention == "flash", ATTENTION_PACKAGES.get(args.attention)
     if flash and not bf16:
@@ -139,7 +139,7 @@ def check_attention(inputs: Inputs, args: Namespace, bf16: bool, remedy: str) ->
         return
     try:
         importlib.import_module(package)
-    except Exception as error:  # one that was built for another torch raises all kinds
+    except Exception as error:  # a package built for another torch raises errors of all kinds
         inputs.problems.append(f"--attention {args.attention} needs {package}, which cannot be imported: {error}")
         return
     if flash and not has_gpu():
@@ -147,24 +147,24 @@ def check_attention(inputs: Inputs, args: Namespace, bf16: bool, remedy: str) ->
 
 
 def has_gpu() -> bool:
-    """Tells whether this machine has a GPU that torch can use."""
+    """Return whether this machine has a GPU that torch can use."""
     return torch.cuda.is_available()
 
 
 def positive(inputs: Inputs, args: Namespace, *names: str) -> None:
-    """Adds a problem for each option that is not at least 1."""
+    """Add a problem for each option that is not at least 1."""
     for name in names:
         if getattr(args, name) < 1:
             inputs.problems.append(f"--{name.replace('_', '-')} is {getattr(args, name)}: at least 1")
 
 
 def read_text(inputs: Inputs, args: Namespace, batch_tokens: int) -> None:
-    """Reads the tokens, and checks that the vocabulary and one micro-batch of all ranks are within them.
+    """Read the tokens, and check them against the vocabulary and the size of a micro-batch of all ranks.
 
     Args:
-        inputs: has the shape, if it could be read.
+        inputs: has the shape, if it could be read; gets tokens and problems.
         args: "data" and "tokenizer".
-        batch_tokens: of one micro-batch of all ranks together.
+        batch_tokens: tokens of one micro-batch of all ranks together.
     """
     tokenizer: Tokenizer = ByteTokenizer()
     try:
@@ -189,13 +189,13 @@ def read_text(inputs: Inputs, args: Namespace, batch_tokens: int) -> None:
 
 
 def check_loss_log(inputs: Inputs, args: Namespace) -> None:
-    """Adds a problem where the folder of --loss-log is not there."""
+    """Add a problem if the folder of --loss-log does not exist."""
     if args.loss_log is not None and not args.loss_log.parent.is_dir():
         inputs.problems.append(f"--loss-log {args.loss_log}: there is no folder {args.loss_log.parent}")
 
 
 def read_memplug(inputs: Inputs, source: Mapping[str, Any] | Path) -> None:
-    """Checks the "memplug" block of a DeepSpeed configuration, or of a file."""
+    """Check the "memplug" block of a DeepSpeed configuration, or of a file."""
     from memplug.config import load_config, read_ds_config
     from memplug.errors import ConfigError
 
@@ -206,21 +206,26 @@ def read_memplug(inputs: Inputs, source: Mapping[str, Any] | Path) -> None:
 
 
 def make_batches(tokens: torch.Tensor, **where: int) -> tuple[Batches, Batches]:
-    """Returns a rank's batches to train on and to validate with; `where` as for `Batches`."""
+    """Return a rank's batches to train on and to validate with.
+
+    Args:
+        tokens: the whole text, [tokens].
+        where: fields of `Batches`.
+    """
     batch_tokens = where["seq_len"] * where["micro_batch"] * where["world_size"]
     train_tokens, validation_tokens = split(tokens, batch_tokens)
     return Batches(tokens=train_tokens, **where), Batches(tokens=validation_tokens, **where)
 
 
 def device_gib(args: Namespace) -> float | None:
-    """Returns the memory of a rank's device: what the command line says, or what the GPU here has, or None."""
+    """Return the memory of a rank's device: from the command line, or else of the GPU here, or None."""
     if args.gpu_gib is None and torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
     return args.gpu_gib
 
 
 def describe(inputs: Inputs, args: Namespace) -> tuple[str, bool]:
-    """Returns what `--check` prints, and whether the run can start."""
+    """Return the text that `--check` prints, and whether the run can start."""
     parts, fine = [], not inputs.problems
     if inputs.estimate is not None:
         parts.append(inputs.estimate.render(device_gib(args), args.host_gib))
@@ -232,7 +237,7 @@ def describe(inputs: Inputs, args: Namespace) -> tuple[str, bool]:
 
 
 def agree(inputs: Inputs, args: Namespace, log: logging.Logger) -> None:
-    """Logs the estimate on rank 0, and ends the run on all ranks if one of them has found a problem.
+    """Log the estimate on rank 0, and end the run on all ranks if one of them found a problem.
 
     Raises:
         SystemExit: there are problems; rank 0 has logged all of them.
@@ -241,7 +246,7 @@ def agree(inputs: Inputs, args: Namespace, log: logging.Logger) -> None:
     dist.all_gather_object(found, inputs.problems)
     problems = {problem: [rank for rank, theirs in enumerate(found) if problem in theirs] for problem in sum(found, [])}
     if inputs.estimate is not None:
-        log.info("%s", inputs.estimate.render(device_gib(args), args.host_gib).rstrip())  # rank 0 alone logs this
+        log.info("%s", inputs.estimate.render(device_gib(args), args.host_gib).rstrip())  # only rank 0 logs this
     if not problems:
         return
     lines = [
@@ -250,6 +255,6 @@ def agree(inputs: Inputs, args: Namespace, log: logging.Logger) -> None:
     ]
     if dist.get_rank() == 0:
         log.error("the run cannot start like this:\n%s", "\n".join(lines))
-    dist.barrier()  # a launcher kills the others once one has ended: first everything is said
+    dist.barrier()  # wait for the log: a launcher kills all ranks once one has ended
     dist.destroy_process_group()
     raise SystemExit(1)

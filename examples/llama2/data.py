@@ -1,4 +1,4 @@
-"""The order of the data: the train/validation split, and batches that depend on nothing but their index."""
+"""The order of the data: the train/validation split, and batches that depend only on their index."""
 
 import functools
 import math
@@ -10,17 +10,17 @@ VALIDATION_FRACTION = 0.05
 
 
 def tokens_wanted(batch_tokens: int) -> int:
-    """Returns how long a stream has to be for one micro-batch of all ranks to be the fraction to validate with."""
+    """Return how many tokens a text needs for its validation part to hold one micro-batch of all ranks."""
     return math.ceil(batch_tokens / VALIDATION_FRACTION)
 
 
 def split(tokens: torch.Tensor, batch_tokens: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cuts the stream in two: one part to train on, the rest to validate with.
+    """Cut the stream in two: one part to train on, the rest to validate with.
 
     Args:
         tokens: [tokens].
-        batch_tokens: of one micro-batch of all ranks together. The last 5 % are to validate with, or this many where
-            that is more.
+        batch_tokens: tokens of one micro-batch of all ranks together. The validation part is the last 5 %, but at least
+            this many tokens.
     """
     cut = len(tokens) - max(int(len(tokens) * VALIDATION_FRACTION), batch_tokens)
     return tokens[: max(cut, 0)], tokens[max(cut, 0) :]
@@ -38,7 +38,7 @@ class Batches:
 
     The stream is cut into windows of `seq_len` tokens, shuffled anew each epoch. Micro-batch `index` of all ranks
     together is the next `world_size * micro_batch` windows of that order, and each rank takes its own part. So an epoch
-    shows every window once, and a run that resumes needs to know only the index.
+    shows every window once, and a run that resumes needs only the index.
     """
 
     tokens: torch.Tensor
@@ -49,6 +49,7 @@ class Batches:
     seed: int
 
     def __post_init__(self) -> None:
+        """Check that there is at least one micro-batch."""
         if len(self) == 0:
             needed = self.seq_len * self.micro_batch * self.world_size
             raise ValueError(
@@ -57,16 +58,26 @@ class Batches:
             )
 
     def order(self) -> dict[str, int]:
-        """Returns what the order of the data follows from: batches that agree in it go on where others left off."""
+        """Return all values that determine the order of the data.
+
+        A run with equal values can continue where another one stopped.
+        """
         names = ("seq_len", "micro_batch", "world_size", "seed")
         return {"tokens": len(self.tokens), **{name: getattr(self, name) for name in names}}
 
     def __len__(self) -> int:
-        """Whole micro-batches in one epoch."""
+        """Return the number of whole micro-batches in one epoch."""
         return len(self.tokens) // self.seq_len // (self.micro_batch * self.world_size)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Returns micro-batch `index` (from 0, without end) of this rank: int64 [micro_batch, seq_len]."""
+        """Return a micro-batch of this rank.
+
+        Args:
+            index: its number, from 0; there is no last one.
+
+        Returns:
+            int64, [micro_batch, seq_len].
+        """
         epoch, place = divmod(index, len(self))
         order = _order(len(self.tokens) // self.seq_len, self.seed, epoch)
         first = (place * self.world_size + self.rank) * self.micro_batch

@@ -1,49 +1,49 @@
-"""How much memory a run will need, by arithmetic: a model's parameters by its shape, and DeepSpeed's own estimates."""
+"""Estimates the memory of a run by arithmetic: parameters from a model's shape, and DeepSpeed's own estimators."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 LOGIT_BYTES = 12
-"""For each logit at the peak, in backward: the log-softmax, its gradient and the logit's, in float32."""
+"""Bytes per logit at the peak, in backward: the log-softmax, its gradient and the logit's, in float32."""
 GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """How many parameters the parts of a Llama, a Mixtral or a Qwen3 have; without biases, as those models are."""
+    """The number of parameters in each part of a Llama, a Mixtral or a Qwen3, which have no biases."""
 
     layers: int
     embedding: int
     head: int
-    """0 where it is the embedding, tied."""
+    """0 where it is tied to the embedding."""
     norm: int
-    """Of one norm: two in a layer, and one before the head."""
+    """Parameters of one norm; there are two in a layer, and one before the head."""
     attention: int
-    """Of one layer."""
+    """Parameters of one layer."""
     head_norms: int
-    """Of one layer: the norms of its queries and keys, which all heads share; 0 where they are not normalized."""
+    """Parameters of one layer's norms of queries and keys, which all heads share; 0 where they are not normalized."""
     feed_forward: int
-    """Of one layer, all its experts together."""
+    """Parameters of one layer, all its experts together."""
     router: int
-    """Of one layer; 0 where there are no experts."""
+    """Parameters of one layer; 0 where there are no experts."""
     largest: int
-    """Of the module with most that are directly its own: what ZeRO 3 gathers at once."""
+    """Largest number of parameters that one module owns directly: ZeRO 3 gathers these at once."""
 
     @property
     def total(self) -> int:
-        """Of the model."""
+        """Return the number of parameters of the model."""
         layer = self.attention + self.feed_forward + self.router + self.head_norms + 2 * self.norm
         return self.embedding + self.layers * layer + self.norm + self.head
 
 
 def count(shape: Mapping[str, Any]) -> Parameters:
-    """Counts the parameters of a model with these fields of LlamaConfig, MixtralConfig or Qwen3Config."""
+    """Count the parameters of a model with these fields of LlamaConfig, MixtralConfig or Qwen3Config."""
     hidden, feed_forward, experts = shape["hidden_size"], shape["intermediate_size"], shape.get("num_local_experts", 0)
     head_size = shape.get("head_dim") or hidden // shape["num_attention_heads"]
     queries, keys = (shape[name] * head_size for name in ("num_attention_heads", "num_key_value_heads"))
     vocabulary, matmul = shape["vocab_size"] * hidden, hidden * feed_forward
-    # Hugging Face's model has all experts of a layer in one module, two of three matmuls in one parameter
+    # Hugging Face's model has all experts of a layer in one module, whose parameters ZeRO 3 gathers together
     widest = 3 * matmul * experts if experts else matmul
     return Parameters(
         layers=shape["num_hidden_layers"],
@@ -63,23 +63,23 @@ class Estimate:
     """Memory of the rank that needs most, and of a machine's host."""
 
     source: str
-    """Whose arithmetic it is."""
+    """Name of the arithmetic that the estimate comes from."""
     states_bytes: int
     """Weights, gradients and the optimizer's state on the device."""
     logits_bytes: int
     """Logits, loss and their gradients at the peak."""
     host_bytes: int = 0
-    """Of a machine, all its ranks together."""
+    """Host memory of all ranks of a machine together."""
     notes: dict[str, str] = field(default_factory=dict)
     """Further lines to print: name and value."""
 
     def fits(self, device_gib: float | None, host_gib: float | None = None) -> bool:
-        """Tells whether the device, and the host, have more; None: as much as it takes."""
+        """Return whether device and host have more memory than needed; None: there is no limit."""
         on_device = device_gib is None or self.states_bytes + self.logits_bytes < device_gib * GIB
         return on_device and (host_gib is None or self.host_bytes < host_gib * GIB)
 
     def render(self, device_gib: float | None, host_gib: float | None = None) -> str:
-        """Returns the estimate as lines for a person to read, beside what the device and the host have."""
+        """Return the estimate as lines for a person to read, beside the memory that device and host have."""
         rows = {**self.notes}
         rows["weights, gradients, optimizer"] = f"{self.states_bytes / GIB:.1f} GiB a rank, by {self.source}"
         rows["logits and loss"] = f"{self.logits_bytes / GIB:.1f} GiB a rank"
@@ -98,20 +98,22 @@ class Estimate:
 
 
 def logits_bytes(vocab_size: int, tokens: int, tiles: int = 1) -> int:
-    """Returns the memory of the logits of so many tokens and of their loss, one of `tiles` at a time."""
+    """Return the memory of the logits and the loss of so many tokens, computed in `tiles` parts."""
     return -(-tokens // tiles) * vocab_size * LOGIT_BYTES
 
 
 def deepspeed_estimate(
     shape: Mapping[str, Any], config: Mapping[str, Any], ranks: int, machines: int, logits: int
 ) -> Estimate:
-    """Estimates a rank under ZeRO by DeepSpeed's own functions; for stages 0 and 1, which have none, by their numbers.
+    """Estimate a rank under ZeRO by DeepSpeed's own functions.
+
+    For stages 0 and 1, which have none, it uses the numbers in these functions.
 
     Args:
-        shape: of the model.
+        shape: shape of the model.
         config: DeepSpeed's JSON.
-        ranks: all of them.
-        machines: that share the ranks.
+        ranks: number of all ranks.
+        machines: number of machines that they run on.
         logits: bytes of logits and loss.
     """
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
@@ -130,7 +132,8 @@ def deepspeed_estimate(
     else:
         host, states = estimate_zero2_model_states_mem_needs(parameters.total, **where)
     if stage < 2:
-        # weights and gradients of 2 bytes; gradients, weights and two moments of 4, which ZeRO 1 splits or offloads
+        # bytes a parameter: 2 + 2 of weights and gradients; 4 · 4 of gradients, weights and two moments, which ZeRO 1
+        # splits or offloads
         own = f"the numbers of {own}"
         states = 4 * parameters.total + (0 if optimizer else 16 * parameters.total // (ranks if stage else 1))
     offloaded = " and ".join(name for name, is_so in (("optimizer", optimizer), ("parameters", weights)) if is_so)

@@ -1,4 +1,4 @@
-"""What a run reports: its log, throughput, model FLOPs utilization and peak memory, measured and put into words."""
+"""The report of a run: its log, throughput, model FLOPs utilization and peak memory."""
 
 import json
 import resource
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Dense bf16 rates from NVIDIA's data sheets, by a part of the device's name; the first that fits counts.
+# Dense bf16 rates from NVIDIA's data sheets, by a part of the device's name; the first match counts.
 PEAK_BF16_FLOP_PER_S = {
     "H200 NVL": 835e12,
     "H200": 989e12,
@@ -22,11 +22,11 @@ PEAK_BF16_FLOP_PER_S = {
 
 
 def model_flop_per_token(config: Any, parameters: int, seq_len: int) -> int:
-    """Returns the FLOPs that training on one token takes, forward and backward (MEMO, section 5.1).
+    """Return the FLOPs of training on one token, forward and backward (MEMO, section 5.1).
 
-    6 for each parameter, and 6 · layers · width of all heads, the hidden size except in Qwen3, · seq_len for
-    attention under the causal mask. Of a mixture's experts those count that a token goes to. Recomputation is not the
-    model's: a run that recomputes does more than this.
+    They are 6 for each parameter, plus 6 · layers · width of all heads · seq_len for attention under the causal mask.
+    The width of all heads is the hidden size, except in Qwen3. Of a mixture's experts, only those that a token is
+    routed to count. Recomputation does not count: a run that recomputes does more than this.
     """
     if idle := getattr(config, "num_local_experts", 0) - getattr(config, "num_experts_per_tok", 0):
         parameters -= idle * config.num_hidden_layers * 3 * config.hidden_size * config.intermediate_size
@@ -35,13 +35,13 @@ def model_flop_per_token(config: Any, parameters: int, seq_len: int) -> int:
 
 
 def peak_flop_per_s(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Returns the peak rate of one rank's device, and where the number is from: a data sheet, or else a matmul."""
+    """Return the peak rate of one rank's device, and the source of this number: a data sheet, or else a matmul."""
     if device.type == "cuda" and dtype is torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         for part, rate in PEAK_BF16_FLOP_PER_S.items():
             if part in name:
                 return rate, f"data sheet of {part}"
-    # a CPU without instructions for bfloat16 takes seconds for what it does in float32 in a hundredth of one
+    # small in bfloat16: a CPU without instructions for it is a hundred times slower than in float32
     side = 8192 if device.type == "cuda" else 1024 if dtype is torch.float32 else 256
     matrix = torch.randn(side, side, device=device, dtype=dtype)
     seconds = []
@@ -53,7 +53,7 @@ def peak_flop_per_s(device: torch.device, dtype: torch.dtype) -> tuple[float, st
 
 
 def peak_memory_gib(device: torch.device) -> dict[str, float]:
-    """Returns peak memory by kind, of the rank that used most; all ranks call it."""
+    """Return peak memory by kind, of the rank that used most; all ranks call it."""
     if device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         peaks_bytes = {"allocated": allocated, "reserved": reserved}
@@ -65,12 +65,12 @@ def peak_memory_gib(device: torch.device) -> dict[str, float]:
 
 
 def make_report(engine: Any, losses: list[float], step_s: list[float], seq_len: int) -> dict[str, Any]:
-    """Returns the numbers of a run, ready for JSON; all ranks call it.
+    """Return the numbers of a run, ready for JSON; all ranks call it.
 
     Args:
         engine: the DeepSpeed engine that trained.
         losses: training loss of each step.
-        step_s: seconds of each step; their median counts, which the slow first steps do not move.
+        step_s: seconds of each step; their median counts, which slow first steps do not change.
         seq_len: tokens of a sequence.
     """
     memory_gib = peak_memory_gib(engine.device)  # before the matmul, which is not part of training
@@ -103,14 +103,14 @@ def _split(engine: Any) -> str:
 
 
 def write_log(path: Path | None, entry: dict[str, Any]) -> None:
-    """Adds a line to --loss-log, on rank 0; floats keep all their digits."""
+    """Add a line to --loss-log, on rank 0; floats keep all their digits."""
     if path and dist.get_rank() == 0:
         with open(path, "a") as file:
             file.write(json.dumps(entry) + "\n")
 
 
 def render(report: dict[str, Any]) -> str:
-    """Returns the report as lines for a person to read."""
+    """Return the report as lines for a person to read."""
     peak_tflop_per_s = report["peak_flop_per_s"] / 1e12
     memory = ", ".join(f"{kind} {peak:.2f} GiB" for kind, peak in report["memory_gib"].items())
     rows = {
@@ -131,7 +131,7 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _in_words(name: str, others: dict[str, Any]) -> str:
-    """Without its unit, unless that is what tells it from another."""
+    """Return a field's name without its unit, unless the unit distinguishes it from another field."""
     plain = name.removesuffix("_bytes").removesuffix("_s")
     return (name if plain in others else plain).replace("_", " ")
 

@@ -1,4 +1,4 @@
-"""The command line of the DeepSpeed recipe, and the files that it names: read and checked before the model is built."""
+"""The command line of the DeepSpeed recipe, and the files that it names, checked before the model is built."""
 
 import argparse
 import importlib
@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description="Trains a Llama, a Mixtral or a Qwen3 on text with DeepSpeed and memplug.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -30,24 +31,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--weights",
         type=Path,
-        help="local folder of a Hugging Face model of these to go on from; its config.json counts, not --model",
+        help="local folder of a Hugging Face model to continue from; its config.json replaces --model",
     )
     add("--deepspeed_config", type=Path, default=ROOT / "configs/ds_tiny.json", help="DeepSpeed's JSON")
     add("--steps", type=int, default=60, help="optimizer steps, counted from the first run's start")
     add("--seq-len", type=int, default=256, help="tokens of a sequence")
-    add("--attention", choices=("sdpa", "flash"), default="sdpa", help="torch's, or flash-attn's in bf16 on a GPU")
+    add("--attention", choices=("sdpa", "flash"), default="sdpa", help="torch's, or flash-attn's (bf16, GPU)")
     add("--context", type=int, default=1, metavar="N", help="ranks that share each sequence (DeepSpeed's Ulysses)")
-    add("--tiled-loss", type=int, default=1, metavar="TILES", help="compute logits and loss in so many parts")
+    add("--tiled-loss", type=int, default=1, metavar="TILES", help="compute logits and loss in this many parts")
     checks.add_arguments(parser)
     add("--save-dir", type=Path, help="folder of the checkpoints, shared by all ranks; one is saved at the end")
     add("--save-every", type=int, default=0, help="steps between checkpoints; 0: at the end only")
-    add("--resume", action="store_true", help="go on from the latest checkpoint in --save-dir, if there is one")
+    add("--resume", action="store_true", help="continue from the latest checkpoint in --save-dir, if there is one")
     add("--eval-every", type=int, default=0, help="steps between validations; 0: at the end only")
     add("--eval-batches", type=int, default=4, help="micro-batches of a rank in one validation")
-    add("--seed", type=int, default=0, help="of the weights and of the order of the data")
-    add("--memplug", choices=("install", "attach", "none"), default="install", help="how memplug gets in")
-    add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="instead of the JSON's")
-    add("--alpha", help="instead of the JSON's memplug.tokenwise.alpha: from 0 to 1, or auto")
+    add("--seed", type=int, default=0, help="seed of the weights and of the order of the data")
+    add("--memplug", choices=("install", "attach", "none"), default="install", help="how memplug is activated")
+    add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="overrides the JSON's ZeRO stage")
+    add("--alpha", help="overrides the JSON's memplug.tokenwise.alpha: 0 to 1, auto or memo")
     add("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help="set by the launcher")
     args = parser.parse_args(argv)
     if args.check is None and "RANK" not in os.environ:
@@ -56,7 +57,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def read(args: argparse.Namespace, ranks: Ranks) -> Inputs:
-    """Reads all that a run of `ranks` needs; what is wrong with it is in `problems`, nothing is raised."""
+    """Read all inputs of a run of `ranks`.
+
+    It raises nothing: all problems are in `problems`.
+    """
     inputs = Inputs()
     checks.positive(inputs, args, "steps", "seq_len", "eval_batches", "tiled_loss", "context")
     checks.read_shape(inputs, args.weights or args.model)
@@ -71,8 +75,8 @@ def read(args: argparse.Namespace, ranks: Ranks) -> Inputs:
     if inputs.shape:
         _check_context(inputs, args, ranks.count)
     if inputs.problems:
-        return inputs  # what follows would only repeat them
-    # DeepSpeed counts data-parallel ranks as a float where ranks share sequences: it is to derive nothing from them
+        return inputs  # further checks would only repeat them
+    # where ranks share sequences, DeepSpeed's number of data-parallel ranks is a float: let it derive no sizes from it
     inputs.config.pop("train_batch_size", None)
     inputs.config |= {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": micro_batches}
     checks.read_text(inputs, args, args.seq_len * micro_batch * data_parallel)
@@ -87,7 +91,7 @@ def read(args: argparse.Namespace, ranks: Ranks) -> Inputs:
 
 
 def _check_context(inputs: Inputs, args: argparse.Namespace, ranks: int) -> None:
-    """What DeepSpeed's Ulysses would refuse."""
+    """Add a problem for each setting that DeepSpeed's Ulysses would refuse."""
     if args.context < 2:
         return
     heads, groups = (inputs.shape[name] for name in ("num_attention_heads", "num_key_value_heads"))
@@ -109,16 +113,19 @@ def _check_context(inputs: Inputs, args: argparse.Namespace, ranks: int) -> None
 
 
 def batch_sizes(inputs: Inputs, ranks: int) -> tuple[int, int]:
-    """Returns sequences of a micro-batch and micro-batches of a step, by DeepSpeed's rules; 1, 1 if unclear.
+    """Return the sequences of a micro-batch and the micro-batches of a step, by DeepSpeed's rules.
 
     Args:
-        inputs: has DeepSpeed's configuration.
-        ranks: data-parallel ones.
+        inputs: has DeepSpeed's configuration; gets the problems.
+        ranks: number of data-parallel ranks.
+
+    Returns:
+        1, 1 where the configuration does not say.
     """
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = {name: inputs.config[name] for name in names if inputs.config.get(name) is not None}
     if any(not isinstance(value, int) or value < 1 for value in given.values()):
-        inputs.problems.append(f"sizes of batches are numbers of at least 1, not {given}")
+        inputs.problems.append(f"batch sizes have to be integers of at least 1, not {given}")
         return 1, 1
     total, micro, steps = (given.get(name) for name in names)
     if total is None and micro is None:
@@ -136,7 +143,7 @@ def batch_sizes(inputs: Inputs, ranks: int) -> tuple[int, int]:
 
 
 def _read_config(inputs: Inputs, args: argparse.Namespace) -> None:
-    """DeepSpeed's JSON, which holds the memplug block, with what the command line overrides."""
+    """Read DeepSpeed's JSON, which holds the memplug block, and apply the command line's overrides."""
     try:
         config = json.loads(args.deepspeed_config.read_text())
     except (OSError, ValueError) as error:
@@ -185,5 +192,5 @@ def _check_saves(inputs: Inputs, args: argparse.Namespace, ranks: int) -> None:
         inputs.problems.append(f"{args.save_dir} holds the checkpoint {tag}: {hint}")
         return
     saved, stage = checkpoint.ranks_of(args.save_dir, tag), inputs.config.get("zero_optimization", {}).get("stage", 0)
-    if ranks > saved or (stage and ranks < saved):  # DeepSpeed cuts no optimizer's state anew
+    if ranks > saved or (stage and ranks < saved):  # DeepSpeed does not repartition the optimizer's state
         inputs.problems.append(f"{args.save_dir}/{tag} was saved by {saved} ranks, and this run has {ranks}")

@@ -1,4 +1,4 @@
-"""Text into one stream of tokens: tokenizers, and the files, folders and JSON lines that they read."""
+"""Reads text into one stream of tokens: tokenizers, files, folders and JSON lines."""
 
 import itertools
 import json
@@ -11,17 +11,21 @@ import numpy as np
 import torch
 
 DEFAULT_TOKENS = 4 * 2**20
-"""Of the default text, where a run needs no more."""
-_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test"}  # the tests are not installed everywhere
+"""Tokens of the default text, unless a run needs more."""
+_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test"}  # some machines have no tests installed
 
 
 class Tokenizer(Protocol):
-    """What turns a text into tokens; `vocab_size` is one more than the highest of them."""
+    """Turns a text into tokens; `vocab_size` is one more than the highest token."""
 
     vocab_size: int
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Returns the tokens of one text, end included, as `token_dtype(vocab_size)`."""
+        """Return the tokens of one text, end included.
+
+        Returns:
+            `token_dtype(vocab_size)`, [tokens].
+        """
 
 
 class ByteTokenizer:
@@ -31,13 +35,17 @@ class ByteTokenizer:
     vocab_size = 257
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Returns the tokens of one text, end included: int16 [len(text) + 1]."""
+        """Return the tokens of one text, end included.
+
+        Returns:
+            int16, [len(text) + 1].
+        """
         tokens = np.full(len(text) + 1, self.end_of_text, dtype=np.int16)
         tokens[:-1] = np.frombuffer(text, dtype=np.uint8)
         return tokens
 
     def decode(self, tokens: np.ndarray) -> bytes:
-        """Returns the bytes of `tokens`; the end of a text, which is no byte, is left out."""
+        """Return the bytes of `tokens`, without the ends of texts."""
         return np.asarray(tokens)[np.asarray(tokens) < self.end_of_text].astype(np.uint8).tobytes()
 
 
@@ -49,39 +57,39 @@ class FolderTokenizer:
     """
 
     def __init__(self, folder: Path):
-        from transformers import AutoTokenizer  # not above: bytes need none
+        from transformers import AutoTokenizer  # not above: bytes do not need it
 
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # its loaders raise all kinds
+        except Exception as error:  # its loaders raise errors of all kinds
             raise ValueError(f"{folder} holds no tokenizer: {error}") from error
         if self._tokenizer.eos_token_id is None:
-            raise ValueError(f"the tokenizer in {folder} has no end-of-sequence token, which has to part the texts")
+            raise ValueError(f"the tokenizer in {folder} has no end-of-sequence token, which has to separate the texts")
         self.vocab_size = len(self._tokenizer)
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Returns the tokens of one text, end included; bytes that are no UTF-8 are replaced."""
+        """Return the tokens of one text, end included; bytes that are not UTF-8 are replaced."""
         words = text.decode(errors="replace")
         ids = self._tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
         return np.array([*ids, self._tokenizer.eos_token_id], dtype=token_dtype(self.vocab_size))
 
 
 def token_dtype(vocab_size: int) -> type[np.signedinteger]:
-    """Returns the smallest type that holds every token of a vocabulary."""
+    """Return the smallest type that holds every token of a vocabulary."""
     return np.int16 if vocab_size <= 2**15 else np.int32
 
 
 def load_tokens(path: Path | None, tokenizer: Tokenizer, default_tokens: int = DEFAULT_TOKENS) -> torch.Tensor:
-    """Reads text into one stream of tokens, files in the order of their names.
+    """Read text into one stream of tokens, files in the order of their names.
 
     Args:
-        path: a file, or a folder whose files are all read; in a file that ends in .jsonl, each line is an object whose
-            "text" is one text. None: the modules of Python's own standard library, which every machine has. These
-            differ from one version of Python to another.
-        tokenizer: what makes tokens of each text.
-        default_tokens: of the standard library no more than these are read.
+        path: a file, or a folder whose files are all read. In a .jsonl file each line is an object whose "text" is one
+            text. None: the modules of Python's own standard library, which every machine has, though they differ from
+            one version of Python to another.
+        tokenizer: makes the tokens of each text.
+        default_tokens: the largest number of tokens to read from the standard library.
 
     Returns:
         int16, or int32 where the vocabulary needs it, [tokens].
@@ -104,7 +112,7 @@ def load_tokens(path: Path | None, tokenizer: Tokenizer, default_tokens: int = D
 
 
 def _standard_library() -> list[Path]:
-    """Single modules first, then packages."""
+    """Return the standard library's files: single modules first, then packages."""
     root = Path(sysconfig.get_path("stdlib"))
     packages = sorted(folder for folder in root.iterdir() if folder.is_dir() and folder.name not in _NOT_THE_LIBRARY)
     return [*sorted(root.glob("*.py")), *itertools.chain(*(sorted(folder.rglob("*.py")) for folder in packages))]

@@ -1,8 +1,10 @@
-"""Logits and loss of a few tokens at a time: the logits of a long sequence can take more memory than its layers.
+"""Computes logits and loss of a few tokens at a time.
+
+The logits of a long sequence can take more memory than its layers.
 
 DeepSpeed's `TiledFusedLogitsLoss` runs backward within forward, as if the loss were not scaled: with gradient
 accumulation or a loss scale the head's gradients come out too large. Here each tile is a checkpoint of torch's,
-computed again in backward, so that gradients follow the loss whatever is done to it.
+computed again in backward, so that gradients follow the loss however it is scaled.
 """
 
 import functools
@@ -17,10 +19,10 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 
 def tile_loss(model: PreTrainedModel, tiles: int) -> PreTrainedModel:
-    """Makes a Llama, a Mixtral or a Qwen3 compute logits and loss in `tiles` parts; its outputs then have no logits.
+    """Make a Llama, a Mixtral or a Qwen3 compute logits and loss in `tiles` parts; its outputs then have no logits.
 
     Returns:
-        The model itself; with one tile it is left as it was.
+        The model itself; with one tile it is unchanged.
     """
     if tiles > 1:
         model.forward = functools.partial(_forward, model, tiles)
@@ -30,13 +32,13 @@ def tile_loss(model: PreTrainedModel, tiles: int) -> PreTrainedModel:
 def tiled_loss(
     head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, tiles: int, shifted: bool = False
 ) -> torch.Tensor:
-    """Mean cross entropy of the next tokens, as Hugging Face's causal models have it.
+    """Return the mean cross entropy of the next tokens, as Hugging Face's causal models define it.
 
     Args:
         head: makes logits of hidden states.
         hidden: [batch, tokens, hidden size].
-        labels: the tokens themselves, int64 [batch, tokens]; −100 counts for nothing.
-        tiles: in how many parts.
+        labels: the tokens themselves, int64 [batch, tokens]; −100 marks a token without a label.
+        tiles: number of parts.
         shifted: each label is the next token instead.
     """
     if not shifted:

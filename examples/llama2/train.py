@@ -1,4 +1,4 @@
-"""Trains a Llama, a Mixtral or a Qwen3 on text with DeepSpeed and memplug.
+"""Train a Llama, a Mixtral or a Qwen3 on text with DeepSpeed and memplug.
 
 Start it with a launcher, for example `torchrun --nproc-per-node 2 examples/llama2/train.py`; README.md says more.
 """
@@ -38,7 +38,7 @@ ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2"}  # Hugging Face's nam
 
 
 def init_process_group(local_rank: int) -> torch.device:
-    """Joins the other ranks and returns this rank's device."""
+    """Join the other ranks, and return this rank's device."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         # DeepSpeed would first compile a shared-memory all-reduce, which takes longer than training the tiny model.
@@ -51,6 +51,7 @@ def init_process_group(local_rank: int) -> torch.device:
 
 
 def set_up_logging() -> None:
+    """Let rank 0 log its progress, and all ranks their warnings."""
     level = logging.INFO if dist.get_rank() == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -59,12 +60,12 @@ def set_up_logging() -> None:
 
 
 def build_model(args: argparse.Namespace, inputs: Inputs, device: torch.device) -> PreTrainedModel:
-    """Builds the model, the same for every ZeRO stage, and with ZeRO 3 so that no device holds all of it.
+    """Build the model, the same for every ZeRO stage; with ZeRO 3 no device holds all of it.
 
-    Its weights are random, or those of --weights, which rank 0 reads into its host memory and hands to the others.
+    Its weights are random, or those of --weights, which rank 0 reads into its host memory and broadcasts.
     """
     fields = {**inputs.shape, "use_cache": False}
-    if fields.get("num_local_experts"):  # the loss that balances the experts counts
+    if fields.get("num_local_experts"):  # adds the loss that balances the experts
         model_class = MixtralForCausalLM
         config = MixtralConfig.from_dict({**fields, "output_router_logits": True})
     elif fields.get("model_type") == "qwen3":
@@ -81,21 +82,25 @@ def build_model(args: argparse.Namespace, inputs: Inputs, device: torch.device) 
     trained = None
     if args.weights and dist.get_rank() == 0:
         trained = model_class.from_pretrained(args.weights, config=config, dtype=dtype, local_files_only=True)
-    # zero.Init also cuts each weight up before transformers has initialized it: initialize here, module by module.
+    # zero.Init also partitions each weight before transformers has initialized it: initialize here, module by module.
     torch.manual_seed(args.seed)
     for name, module in model.named_modules():
         weights = list(module.parameters(recurse=False))
         with torch.no_grad(), deepspeed.zero.GatheredParameters(weights, modifier_rank=0, enabled=zero3):
             if not args.weights:
                 model._init_weights(module)
-            elif trained is not None:  # the other ranks get it from DeepSpeed
+            elif trained is not None:  # DeepSpeed broadcasts to the other ranks
                 for own, read_in in zip(weights, trained.get_submodule(name).parameters(recurse=False), strict=True):
                     own.copy_(read_in)
     return tile_loss(model, args.tiled_loss)
 
 
 def start(args: argparse.Namespace) -> tuple[deepspeed.DeepSpeedEngine, Any, tuple[Batches, Batches]]:
-    """Returns the engine, memplug's session, which is None with `--memplug none`, and the batches of this rank."""
+    """Return the engine, memplug's session and this rank's batches.
+
+    Returns:
+        The session is None with `--memplug none`.
+    """
     device = init_process_group(args.local_rank)
     set_up_logging()
     inputs = read(args, Ranks.of(args))
@@ -109,7 +114,7 @@ def start(args: argparse.Namespace) -> tuple[deepspeed.DeepSpeedEngine, Any, tup
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=inputs.config, mpu=groups
     )
-    # Once installed, memplug is at work in the engine already, and attach returns the session that it has.
+    # Once installed, memplug has attached to the engine already, and attach returns its session.
     session = memplug.attach(engine) if args.memplug != "none" else None
     batches = make_batches(
         inputs.tokens,
@@ -122,9 +127,9 @@ def start(args: argparse.Namespace) -> tuple[deepspeed.DeepSpeedEngine, Any, tup
 
 
 def run_batches(engine: deepspeed.DeepSpeedEngine, batches: Batches, indices: range, train: bool) -> float:
-    """Runs micro-batches through the model and returns their mean loss over all ranks.
+    """Run micro-batches through the model, and return their mean loss over all ranks.
 
-    To train, `indices` are the micro-batches of one optimizer step: DeepSpeed accumulates their gradients and lets
+    In training, `indices` are the micro-batches of one optimizer step: DeepSpeed accumulates their gradients and lets
     the optimizer step after the last.
     """
     total = torch.zeros((), device=engine.device)
@@ -141,6 +146,7 @@ def run_batches(engine: deepspeed.DeepSpeedEngine, batches: Batches, indices: ra
 
 @torch.no_grad()
 def validate(engine: deepspeed.DeepSpeedEngine, batches: Batches, count: int) -> float:
+    """Return the mean loss over `count` validation micro-batches per rank."""
     engine.eval()
     loss = run_batches(engine, batches, range(min(count, len(batches))), train=False)
     engine.train()
@@ -148,7 +154,7 @@ def validate(engine: deepspeed.DeepSpeedEngine, batches: Batches, count: int) ->
 
 
 def resume(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace, data_order: dict[str, int]) -> int:
-    """Restores the latest checkpoint, if --resume asks for it and there is one; returns the steps done before."""
+    """Restore the latest checkpoint if --resume asks for it, and return the number of steps already done."""
     tag = checkpoint.latest(args.save_dir) if args.resume else None
     if tag is None:
         if args.resume:
@@ -164,7 +170,7 @@ def resume(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace, data_ord
 def train(
     engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace, train_set: Batches, validation_set: Batches
 ) -> tuple[list[float], list[float]]:
-    """Trains until --steps; returns the loss and the seconds of each step that this run made."""
+    """Train until --steps, and return the loss and the seconds of each step of this run."""
     accumulation = engine.gradient_accumulation_steps()
     data_order = {**train_set.order(), "gradient_accumulation_steps": accumulation}
     done = resume(engine, args, data_order)
@@ -186,7 +192,7 @@ def train(
 
 
 def show(bar: tqdm, step: int, loss: float) -> None:
-    """Moves the bar on, or now and then logs a line where no one watches it."""
+    """Advance the bar, or log a line now and then where there is no terminal."""
     bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
     bar.update()
     if bar.disable and (step % max(1, bar.total // 10) == 0 or step in (1, bar.total)):
@@ -194,6 +200,7 @@ def show(bar: tqdm, step: int, loss: float) -> None:
 
 
 def main() -> None:
+    """Check the inputs, or train and report."""
     args = parse_args()
     if args.check is not None:
         text, fine = describe(read(args, Ranks.of(args)), args)

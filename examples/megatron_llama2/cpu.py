@@ -1,6 +1,6 @@
-"""Runs Megatron-Core on a machine without a GPU, for small models: what it asks of CUDA, the CPU gives.
+"""Runs small models of Megatron-Core on a machine without a GPU: the CPU stands in for CUDA.
 
-Megatron-Core writes the device out (`device="cuda"`, `torch.cuda.current_device()`), orders work by streams, and draws
+Megatron-Core hard-codes the device (`device="cuda"`, `torch.cuda.current_device()`), orders work by streams, and draws
 from CUDA's generator. Here tensors land on the CPU, streams order nothing, and the generator is the CPU's.
 """
 
@@ -19,9 +19,7 @@ CPU = torch.device("cpu")
 
 
 class _OnCpu(TorchFunctionMode):
-    """Tensors that are asked for on CUDA are made on the CPU, and call themselves CUDA tensors where types are named
-    as text.
-    """
+    """Makes tensors for CUDA on the CPU; where types are named as text, they call themselves CUDA tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -38,7 +36,7 @@ class _OnCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """Orders nothing: the CPU runs everything in the order of the program."""
+    """A stream or event that orders nothing: the CPU runs everything in the order of the program."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -49,13 +47,16 @@ class _Stream:
 
 @functools.cache
 def pretend() -> None:
-    """From now on, for the rest of the process. Call it before anything of Megatron-Core's is imported or built."""
+    """Replace CUDA by the CPU for the rest of the process.
+
+    Call it before any module of Megatron-Core is imported or built.
+    """
     cuda = torch.cuda
     replaced = {
         "current_device": lambda: CPU,
         "set_device": lambda device: None,
         "device_count": lambda: 1,
-        "is_available": lambda: False,  # which the count above would make true for those who ask the driver
+        "is_available": lambda: False,  # the count above would make it true
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "manual_seed": torch.manual_seed,
@@ -84,7 +85,7 @@ def _patch_megatron() -> None:
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu
-    # that the CPU's generator changed where CUDA's should have is true here, and as it should be
+    # it warns that the CPU's generator changed instead of CUDA's, which is intended here
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 

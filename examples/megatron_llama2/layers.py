@@ -1,8 +1,7 @@
-"""Layers of Megatron-Core: of Transformer Engine's modules, or for machines without it, with attention by torch's
-operators or flash-attn's, and normalization by torch's.
+"""Layers of Megatron-Core, of Transformer Engine's modules or of torch's and flash-attn's operators.
 
-Megatron-Core's own `DotProductAttention` keeps a score of every pair of tokens for backward, O(s^2) memory; these
-keep O(s), and torch's runs wherever torch does. Its own RMS norm refuses sequence parallelism.
+Megatron-Core's own `DotProductAttention` keeps a score of every pair of tokens for backward, O(s^2) memory. These keep
+O(s), and torch's attention runs wherever torch does. Its own RMS norm refuses sequence parallelism.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from torch.nn import functional
 
 
 class _CausalAttention(nn.Module):
-    """Causal attention of this rank's heads; the place of `SelfAttentionSubmodules.core_attention`.
+    """Causal attention of this rank's heads, used as `SelfAttentionSubmodules.core_attention`.
 
     Raises:
         ValueError: the configuration asks for context parallelism, windows, or scores scaled by the layer's number,
-            which only Transformer Engine's attention does.
+            which only Transformer Engine's attention supports.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **kwargs: Any):
@@ -52,22 +51,39 @@ class _CausalAttention(nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Shapes: query [s, b, heads, d], key and value [s, b, groups, d]; returns [s, b, heads * d]. Causal: the
-        attention mask is not read.
+        """Return the attention of queries, keys and values.
+
+        The attention mask is not read: attention is causal.
+
+        Args:
+            query: [s, b, heads, d].
+            key: [s, b, groups, d].
+            value: [s, b, groups, d].
+            attention_mask: not read.
+            attn_mask_type: not read.
+            attention_bias: not supported.
+            packed_seq_params: not supported.
+
+        Returns:
+            [s, b, heads * d].
+
+        Raises:
+            ValueError: there is a bias, or sequences are packed.
         """
         if attention_bias is not None or packed_seq_params is not None:
             raise ValueError(f"a bias and packed sequences are not supported by {type(self).__name__}")
         return self.attend(query, key, value, self.dropout if self.training else 0.0).flatten(2)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
-        """Shapes as in `forward`; returns [s, b, heads, d]."""
+        """Return the attention, [s, b, heads, d]; arguments have the shapes of `forward`."""
         raise NotImplementedError
 
 
 class ScaledDotProductAttention(_CausalAttention):
-    """By torch's operator, which chooses among its kernels."""
+    """Attention by torch's operator, which chooses among its kernels."""
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
+        """Return the attention: see `_CausalAttention.attend`."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         out = functional.scaled_dot_product_attention(
             query,
@@ -82,9 +98,10 @@ class ScaledDotProductAttention(_CausalAttention):
 
 
 class FlashAttention(_CausalAttention):
-    """By flash-attn's kernels: in bfloat16, on a GPU."""
+    """Attention by flash-attn's kernels: in bfloat16, on a GPU."""
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
+        """Return the attention: see `_CausalAttention.attend`."""
         from flash_attn import flash_attn_func
 
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
@@ -93,7 +110,10 @@ class FlashAttention(_CausalAttention):
 
 
 class RMSNorm(nn.RMSNorm):
-    """Megatron-Core's way to build a norm, and its mark on weights whose gradients sequence-parallel ranks add up."""
+    """Torch's RMS norm with Megatron-Core's constructor.
+
+    It marks its weight for sequence parallelism: ranks that share a sequence add up its gradients.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any):
         super().__init__(hidden_size, eps=eps, device=torch.cuda.current_device(), dtype=config.params_dtype)
@@ -103,11 +123,11 @@ class RMSNorm(nn.RMSNorm):
 def block_spec(
     config: TransformerConfig, vp_stage: int | None = None, attention: str = "sdpa"
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and chunk; mixtures of experts where the configuration has experts.
+    """Return the layers of this pipeline stage and chunk; they have experts where the configuration has.
 
     Args:
-        config: of the model.
-        vp_stage: the chunk, or None where a stage has one.
+        config: configuration of the model.
+        vp_stage: number of the chunk, or None where a stage has one.
         attention: "sdpa" or "flash", or "te" for layers of Transformer Engine's modules.
     """
     fields = {

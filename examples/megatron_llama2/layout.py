@@ -1,5 +1,6 @@
-"""The command line of the Megatron-Core recipe, and how it splits a model: checked, with the memory of a rank, before
-the model is built. Imports nothing of Megatron-Core's.
+"""The command line of the Megatron-Core recipe: how it splits a model, checked before the model is built.
+
+The memory of a rank is estimated too. It imports nothing of Megatron-Core's.
 """
 
 import argparse
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description="Trains a Llama, a Mixtral or a Qwen3 of Megatron-Core on text with memplug.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -24,29 +26,33 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     on_gpu, add = torch.cuda.is_available(), parser.add_argument
     add("--model", type=Path, default=ROOT / "configs/models/tiny.yaml", help="shape of the model, as YAML")
     add("--tensor", type=int, default=1, help="ranks that share each matmul")
-    add("--sequence", action="store_true", help="they share the rest of a layer too, by tokens")
-    add("--pipeline", type=int, default=1, help="stages")
-    add("--chunks", type=int, default=1, help="of layers in a stage; more than 1: the interleaved schedule")
+    add("--sequence", action="store_true", help="the same ranks share the rest of a layer, by tokens")
+    add("--pipeline", type=int, default=1, help="pipeline stages")
+    add("--chunks", type=int, default=1, help="chunks of layers per stage; above 1: the interleaved schedule")
     add("--context", type=int, default=1, metavar="N", help="ranks that share each sequence; needs --attention te")
     add("--expert", type=int, default=1, help="ranks that share the experts of a mixture")
-    add("--dispatcher", choices=("alltoall", "allgather"), default="alltoall", help="of tokens to experts")
+    add("--dispatcher", choices=("alltoall", "allgather"), default="alltoall", help="how tokens reach experts")
     add("--distributed-optimizer", action="store_true", help="data-parallel ranks share the optimizer's state")
     add(
         "--attention",
         choices=("sdpa", "flash", "te"),
         default="sdpa",
-        help="torch's, or flash-attn's in bf16 on a GPU, or all modules of a layer from Transformer Engine",
+        help="torch's, or flash-attn's (bf16, GPU), or all modules of a layer from Transformer Engine",
     )
     add("--fp8", action="store_true", help="matmuls of layers in 8 bits, scaled by earlier steps; needs --attention te")
-    add("--bf16", action=argparse.BooleanOptionalAction, help="dtype of weights and activations; if not given: on GPUs")
+    add(
+        "--bf16",
+        action=argparse.BooleanOptionalAction,
+        help="weights and activations in bfloat16; if not given: on GPUs",
+    )
     add("--micro-batch", type=int, default=4, help="sequences of a micro-batch")
-    add("--micro-batches", type=int, default=2, help="of a step, on each data-parallel rank")
-    add("--steps", type=int, default=40, help="of the optimizer")
+    add("--micro-batches", type=int, default=2, help="micro-batches of a step on each data-parallel rank")
+    add("--steps", type=int, default=40, help="optimizer steps")
     add("--seq-len", type=int, default=256, help="tokens of a sequence")
-    add("--learning-rate", type=float, default=3e-4 if on_gpu else 3e-3, help="after the first steps")
+    add("--learning-rate", type=float, default=3e-4 if on_gpu else 3e-3, help="rate after warm-up")
     checks.add_arguments(parser)
     add("--eval-batches", type=int, default=2, help="micro-batches of the validation at the end")
-    add("--seed", type=int, default=0, help="of the weights and of the order of the data")
+    add("--seed", type=int, default=0, help="seed of the weights and of the order of the data")
     add("--memplug-config", type=Path, default=ROOT / "configs/ds_tiny.json", help='JSON with the "memplug" block')
     add("--memplug", action=argparse.BooleanOptionalAction, default=True, help="train with memplug")
     args = parser.parse_args(argv)
@@ -58,7 +64,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def read(args: argparse.Namespace, ranks: Ranks) -> Inputs:
-    """Reads all that a run of `ranks` needs; what is wrong with it is in `problems`, nothing is raised."""
+    """Read all inputs of a run of `ranks`.
+
+    It raises nothing: all problems are in `problems`.
+    """
     inputs = Inputs()
     counts = ("tensor", "pipeline", "chunks", "context", "expert", "micro_batch", "micro_batches", "steps", "seq_len")
     checks.positive(inputs, args, *counts, "eval_batches")
@@ -68,7 +77,7 @@ def read(args: argparse.Namespace, ranks: Ranks) -> Inputs:
     if args.memplug:
         checks.read_memplug(inputs, args.memplug_config)
     if inputs.problems:
-        return inputs  # what follows would only repeat them
+        return inputs  # further checks would only repeat them
     _check_split(inputs, args, ranks.count)
     if inputs.problems:
         return inputs
@@ -79,7 +88,7 @@ def read(args: argparse.Namespace, ranks: Ranks) -> Inputs:
 
 
 def _check_split(inputs: Inputs, args: argparse.Namespace, ranks: int) -> None:
-    """What Megatron-Core would refuse, in the order in which it would."""
+    """Add a problem for each setting that Megatron-Core would refuse, in the order in which it would."""
     shape, experts = inputs.shape, inputs.shape.get("num_local_experts", 0)
     sharing = args.tensor * args.pipeline * args.context
     checks.divides(inputs, sharing, ranks, "--tensor × --pipeline × --context", "the number of ranks")
@@ -114,7 +123,10 @@ def _check_split(inputs: Inputs, args: argparse.Namespace, ranks: int) -> None:
 
 
 def _check_eight_bits(inputs: Inputs, args: argparse.Namespace) -> None:
-    """Sides of matrices that Transformer Engine multiplies in 8 bits: rows of 8, columns of 16."""
+    """Add a problem for each matrix that Transformer Engine cannot multiply in 8 bits.
+
+    It needs rows in multiples of 8, and columns in multiples of 16.
+    """
     shape = inputs.shape
     tokens = args.micro_batch * args.seq_len // args.context // (args.tensor if args.sequence else 1)
     checks.divides(inputs, 8, tokens, "with --fp8, 8", "a rank's tokens")
@@ -131,10 +143,10 @@ def _check_eight_bits(inputs: Inputs, args: argparse.Namespace) -> None:
 
 
 def parameters_of_rank(args: argparse.Namespace, shape: Mapping[str, Any], stage: int) -> tuple[int, int]:
-    """Returns how many parameters each rank of a pipeline stage has, of experts and of everything else."""
+    """Return how many parameters each rank of a pipeline stage has: of experts, and of everything else."""
     whole, experts = count(shape), shape.get("num_local_experts", 0)
     layers = whole.layers // args.pipeline
-    # with expert parallelism experts are not split by tensor parallelism too: model.py
+    # with expert parallelism, tensor parallelism does not split experts: model.py
     share = (args.expert if args.expert > 1 else args.tensor) if experts else args.tensor
     feed_forward = layers * whole.feed_forward // share
     rest = layers * (whole.attention // args.tensor + whole.head_norms + whole.router + 2 * whole.norm)
@@ -146,15 +158,17 @@ def parameters_of_rank(args: argparse.Namespace, shape: Mapping[str, Any], stage
 
 
 def state_bytes(args: argparse.Namespace, copies: int) -> float:
-    """Returns bytes a parameter: weights, gradients in float32, and the optimizer's state, which the `copies` of the
-    parameter on other ranks share with the distributed optimizer. In bfloat16 18, or 6 + 12 / copies.
+    """Return the bytes per parameter of weights, float32 gradients and the optimizer's state.
+
+    With the distributed optimizer, the `copies` of a parameter on other ranks share the optimizer's state. In bfloat16
+    it is 18 bytes, or 6 + 12 / copies.
     """
     weights, optimizer = (2, 12) if args.bf16 else (4, 8)  # in float32 the weights are the optimizer's own
     return weights + 4 + optimizer / (copies if args.distributed_optimizer else 1)
 
 
 def estimate(args: argparse.Namespace, shape: Mapping[str, Any], ranks: int) -> Estimate:
-    """Estimates the memory of the rank that needs most by Megatron's arithmetic.
+    """Estimate the memory of the rank that needs most, by Megatron's arithmetic.
 
     Ranks that share a sequence have the same weights, and share the optimizer's state with their data-parallel ranks.
     """

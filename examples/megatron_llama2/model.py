@@ -1,4 +1,4 @@
-"""A model of Megatron-Core and its optimizer, from a shape in configs/models and a way to split it."""
+"""Builds a model of Megatron-Core and its optimizer, from a shape in configs/models and a way to split it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from torch.nn import functional
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How the model is split over ranks; data-parallel ranks are what remains."""
+    """The split of a model over ranks; the remaining ranks are data-parallel."""
 
     tensor: int = 1
     sequence: bool = False
-    """The parts of a layer between the tensor-parallel ones are split by tokens."""
+    """Whether tensor-parallel ranks split the other parts of a layer by tokens."""
     pipeline: int = 1
     chunks: int = 1
-    """Of each pipeline stage: more than one is the interleaved schedule."""
+    """Chunks of each pipeline stage; more than one selects the interleaved schedule."""
     context: int = 1
     """Ranks that share a sequence: their attention exchanges keys and values, as Transformer Engine's does."""
     expert: int = 1
@@ -37,7 +37,7 @@ class Parallel:
 
 
 def initialize(parallel: Parallel, seed: int) -> None:
-    """Makes the process groups and random states of all ranks; torch.distributed is initialized."""
+    """Make the process groups and random states of all ranks; torch.distributed is initialized already."""
     parallel_state.initialize_model_parallel(
         parallel.tensor,
         parallel.pipeline,
@@ -53,8 +53,8 @@ def initialize(parallel: Parallel, seed: int) -> None:
 
 
 def share_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This rank's tokens of sequences that ranks share, [batch, tokens]; all of them where none is shared."""
-    # without a group, newer versions take all ranks
+    """Return this rank's tokens of sequences that ranks share, [batch, tokens]; all of them where none is shared."""
+    # without a group, newer versions use all ranks
     given = {"cp_group": parallel_state.get_context_parallel_group(), "is_hybrid_cp": False}
     asked = inspect.signature(get_batch_on_this_cp_rank).parameters
     return get_batch_on_this_cp_rank(batch, **{name: value for name, value in given.items() if name in asked})
@@ -63,11 +63,13 @@ def share_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def transformer_config(
     shape: dict[str, Any], parallel: Parallel, dtype: torch.dtype, **fields: Any
 ) -> TransformerConfig:
-    """Megatron-Core's configuration of a model.
+    """Return Megatron-Core's configuration of a model.
 
     Args:
         shape: fields of Hugging Face's LlamaConfig, MixtralConfig or Qwen3Config, as in configs/models.
-        fields: of TransformerConfig's, more or other ones.
+        parallel: how the model is split.
+        dtype: dtype of the parameters.
+        fields: further or other fields of TransformerConfig.
     """
     experts = {}
     if "num_local_experts" in shape:
@@ -104,12 +106,12 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        # gloo may still be sending an output whose memory this gives back
+        # not on the CPU: gloo may still be sending an output whose memory this would release
         deallocate_pipeline_outputs=torch.cuda.is_available(),
         # with two stages, batched messages of the interleaved schedule could be taken for one another
         overlap_p2p_comm=parallel.chunks > 1,
         batch_p2p_comm=parallel.chunks == 1,
-        # fused kernels are Transformer Engine's or Apex's, or compiled; these are torch's operators
+        # off: fused kernels need Transformer Engine, Apex or a compiler
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -126,8 +128,14 @@ def build_chunks(
     distributed_optimizer: bool,
     attention: str = "sdpa",
 ) -> list[DistributedDataParallel]:
-    """This rank's part of the model: one module, or one a chunk where the schedule interleaves; `attention` as for
-    `layers.block_spec`.
+    """Return this rank's part of the model: one module, or one per chunk of the interleaved schedule.
+
+    Args:
+        config: configuration of the model.
+        shape: see `transformer_config`.
+        seq_len: tokens of a sequence.
+        distributed_optimizer: whether data-parallel ranks share the optimizer's state.
+        attention: see `layers.block_spec`.
     """
     chunks = config.virtual_pipeline_model_parallel_size
     data_parallel = DistributedDataParallelConfig(
@@ -165,7 +173,7 @@ def build_chunks(
 def build_optimizer(
     chunks: list[DistributedDataParallel], dtype: torch.dtype, learning_rate: float, distributed: bool
 ) -> MegatronOptimizer:
-    """AdamW over all chunks, its state split over data-parallel ranks where `distributed`."""
+    """Return AdamW over all chunks; data-parallel ranks share its state where `distributed`."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=learning_rate,

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "examples/llama2"))  # the same text and checks, and the same words in the report
+sys.path.append(str(ROOT / "examples/llama2"))  # shares text, checks and report with that recipe
 ON_CPU = not torch.cuda.is_available()
 if ON_CPU:
     import cpu
@@ -41,7 +41,7 @@ WARM_UP_STEPS = 10
 
 
 def start(args: argparse.Namespace) -> Inputs:
-    """Joins the other ranks; returns what the run reads, once all ranks have found it right."""
+    """Join the other ranks, and return the inputs of the run once all ranks have checked them."""
     if ON_CPU:
         dist.init_process_group("gloo")
     else:
@@ -57,7 +57,10 @@ def start(args: argparse.Namespace) -> Inputs:
 
 
 def load_data(args: argparse.Namespace, tokens: torch.Tensor) -> tuple[Batches, Batches]:
-    """Returns this rank's batches to train on and to validate with; one token longer, for the last one's label."""
+    """Return this rank's batches to train on and to validate with.
+
+    Each sequence has one token more than --seq-len, for the last token's label.
+    """
     return make_batches(
         tokens,
         seq_len=args.seq_len + 1,
@@ -69,6 +72,7 @@ def load_data(args: argparse.Namespace, tokens: torch.Tensor) -> tuple[Batches, 
 
 
 def micro_batches(batches: Batches, first: int) -> Iterator[torch.Tensor]:
+    """Yield micro-batches on the device, from number `first` on, without end."""
     index = first
     while True:
         yield batches[index].to(torch.cuda.current_device())
@@ -76,13 +80,21 @@ def micro_batches(batches: Batches, first: int) -> Iterator[torch.Tensor]:
 
 
 def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Of this rank's tokens: their share of the mean over all ranks that share the sequences, and their own mean."""
+    """Return the loss of this rank's tokens, as Megatron-Core's schedules expect it.
+
+    Args:
+        output: loss of each token.
+
+    Returns:
+        The rank's share of the mean over all ranks that share the sequences, and the mean of its own tokens for the
+            log.
+    """
     loss = output.float().mean()
     return loss / parallel_state.get_context_parallel_world_size(), {"loss": loss.detach().clone()}
 
 
 def forward_step(batches: Iterator[torch.Tensor], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """One micro-batch through one chunk, as Megatron-Core's schedules ask for it."""
+    """Run one micro-batch through one chunk, as Megatron-Core's schedules expect it."""
     tokens = next(batches)
     positions = torch.arange(tokens.shape[1] - 1, device=tokens.device).expand(tokens.shape[0], -1)
     whole = {"tokens": tokens[:, :-1], "positions": positions, "labels": tokens[:, 1:]}
@@ -91,7 +103,7 @@ def forward_step(batches: Iterator[torch.Tensor], chunk: torch.nn.Module) -> tup
 
 
 def run_batches(args: argparse.Namespace, chunks: list[Any], batches: Batches, indices: range, train: bool) -> float:
-    """Runs micro-batches through all stages; returns their mean loss over all ranks."""
+    """Run micro-batches through all stages, and return their mean loss over all ranks."""
     many = len(chunks) > 1
     iterators = [micro_batches(batches, indices.start) for _ in chunks]
     losses = get_forward_backward_func()(
@@ -104,13 +116,14 @@ def run_batches(args: argparse.Namespace, chunks: list[Any], batches: Batches, i
         forward_only=not train,
     )
     total = torch.zeros(2, device=torch.cuda.current_device())
-    for one in losses:  # of the last stage
+    for one in losses:  # only the last stage has any
         total += torch.stack([one["loss"], torch.ones_like(one["loss"])])
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 
 
 def validate(args: argparse.Namespace, chunks: list[Any], batches: Batches) -> float:
+    """Return the mean loss over the validation micro-batches."""
     with torch.no_grad():
         for chunk in chunks:
             chunk.eval()
@@ -123,7 +136,7 @@ def validate(args: argparse.Namespace, chunks: list[Any], batches: Batches) -> f
 def train(
     args: argparse.Namespace, chunks: list[Any], optimizer: Any, batches: Batches, session: Any
 ) -> tuple[list[float], list[float]]:
-    """Trains for --steps; returns the loss and the seconds of each step."""
+    """Train for --steps, and return the loss and the seconds of each step."""
     losses, step_s = [], []
     watched = dist.get_rank() == 0 and sys.stderr.isatty()
     with logging_redirect_tqdm(), tqdm(total=args.steps, unit="step", disable=not watched) as bar:
@@ -149,7 +162,7 @@ def train(
 
 
 def count_parameters(chunks: list[Any]) -> float:
-    """Returns this rank's part of the model's parameters: of those that several ranks have, a fraction."""
+    """Return this rank's part of the number of parameters; those that several ranks have count as fractions."""
     total = 0.0
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         if not getattr(parameter, "allreduce", True):  # an expert's
@@ -165,7 +178,7 @@ def count_parameters(chunks: list[Any]) -> float:
 def make_report(
     args: argparse.Namespace, shape: dict[str, Any], chunks: list[Any], losses: list[float], step_s: list[float]
 ) -> dict[str, Any]:
-    """Returns the numbers of a run, ready for JSON; all ranks call it."""
+    """Return the numbers of a run, ready for JSON; all ranks call it."""
     device = torch.device(torch.cuda.current_device())
     memory_gib = peak_memory_gib(device)  # before the matmul, which is not part of training
     dtype = torch.bfloat16 if args.bf16 else torch.float32
@@ -196,6 +209,7 @@ def make_report(
 
 
 def main() -> None:
+    """Check the inputs, or train and report."""
     args = parse_args()
     if args.check is not None:
         text, fine = describe(read(args, Ranks.of(args)), args)

@@ -1,6 +1,6 @@
 """Trains a Mixtral with Megatron-Core and memplug: examples/megatron_llama2/train.py, with another model by default.
 
-Start it with a launcher; all arguments are that script's.
+Start it with a launcher. It takes the arguments of that script.
 """
 
 import runpy

@@ -1,1 +1,1 @@
-"""Token-wise offloading and recomputation of regions: a technique."""
+"""The technique that swaps and recomputes regions, by fractions of rows (tokens)."""

@@ -1,5 +1,7 @@
-"""Units that communicate (native/units/unit.h) may run again by plan where all ranks that they talk to have the same
-plan: each of them then runs the unit again, or none does.
+"""Decides whether units that communicate (native/units/unit.h) may run again by plan.
+
+They may where all ranks that they communicate with have the same plan: either each of these ranks runs the unit again,
+or none does.
 """
 
 from __future__ import annotations
@@ -11,13 +13,15 @@ from memplug.tokenwise.engine.region import Region
 
 
 def is_agreed(regions: Sequence[Region], gather: Callable[[Any], list[Any]], members: Sequence[int]) -> bool:
-    """Whether every region with such units ran the same operators on all ranks that these talk to: regions that did
-    share a plan. The same answer on every rank.
+    """Return whether every region with such units ran the same operators on all ranks that these communicate with.
+
+    Regions that did share a plan. The answer is the same on every rank.
 
     Args:
-        regions: with the keys of their operator sequences.
-        gather: returns what every rank passed, in rank order (`all_gather_object`); called by all ranks alike.
-        members: ranks of the world that gather, in that order; with any other, nothing is agreed.
+        regions: all regions, with the keys of their operator sequences.
+        gather: returns the arguments of all ranks, in rank order (`all_gather_object`); all ranks call it alike.
+        members: numbers of these ranks in the world, in the same order; a unit that communicates with any other rank is
+            not agreed.
     """
     sharing = [region for region in regions if region.native.shares]
     everyone = dict(zip(members, gather({region.name: region.key for region in sharing}), strict=True))

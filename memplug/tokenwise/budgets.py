@@ -1,4 +1,4 @@
-"""What a plan may use: host memory, device memory, and the rates of the link between them."""
+"""The budgets of a plan: host memory, device memory, and the rates of the link between them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from memplug.errors import BudgetError
 from memplug.sizes import GIB, HOST_ROW_BYTES, UNLIMITED_BYTES
 from memplug.tokenwise.plan import solver as plan
 
-HOST_SHARE = 0.8  # of the memory that is available now, shared by the processes of this machine
-# processes of this machine, as torchrun, DeepSpeed's launcher, Open MPI, MVAPICH and Slurm tell them
+HOST_SHARE = 0.8  # share of the memory that is available now, divided among the processes of this machine
+# number of this machine's processes, as torchrun, DeepSpeed's launcher, Open MPI, MVAPICH and Slurm set it
 LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",
     "LOCAL_SIZE",
@@ -27,7 +27,7 @@ LOCAL_SIZES = (
 
 
 def host_budget_bytes(config: MemplugConfig, device: Device) -> int:
-    """Bound of the pinned pool of a process with that device."""
+    """Return the limit of a process's pinned pool, in bytes."""
     if config.host_budget_gib != "auto":
         return int(min(config.host_budget_gib * GIB, UNLIMITED_BYTES))
     processes = next((os.environ[name] for name in LOCAL_SIZES if os.environ.get(name, "").isdigit()), "1")
@@ -36,12 +36,13 @@ def host_budget_bytes(config: MemplugConfig, device: Device) -> int:
 
 @dataclass(frozen=True)
 class DeviceBudget:
-    """What the steps of a plan may have of the device.
+    """The device memory that steps under a plan may use.
 
     Attributes:
-        device: that trains.
-        asked_gib: "device_budget_gib".
-        has_buffers: rounding buffers come on top of a step, as nothing has planned addresses for them.
+        device: the device that trains.
+        asked_gib: the block's "device_budget_gib".
+        has_buffers: rounding buffers take memory beside a step, because no addresses are planned for prefetched
+            tensors.
     """
 
     device: Device
@@ -50,19 +51,24 @@ class DeviceBudget:
 
     @property
     def nbytes(self) -> int | None:
-        """The most that a plan's step may have in use on the device; None: nothing was asked for on the CPU."""
+        """Return the most bytes that a plan's step may use on the device.
+
+        None on the CPU if the block has no budget.
+        """
         return capacity.device_bytes(self.asked_gib, self.device)
 
     def room_bytes(self, observed_peak_bytes: int | None, beside_bytes: int = 0) -> int:
-        """Returns what a plan may keep on the device: the budget less what the step at the safest setting needs.
+        """Return the bytes that a plan may keep on the device.
 
-        Where the peak of that very step is unknown, that of the whole run counts, which an earlier plan's kept outputs
-        are part of: a second plan then keeps less than it could. On the CPU "auto" keeps nothing, its memory is the
-        host's, and what a step needs is known to the recorder alone: without it the budget is for kept outputs.
+        They are the budget less the bytes that a step at the safest setting needs.
+
+        If the peak of that step is unknown, the peak of the whole run counts. It includes the kept outputs of earlier
+        plans, so a second plan keeps less than it could. On the CPU "auto" keeps nothing, since its memory is the
+        host's, and only the recorder knows the needs of a step: without it the whole budget is for kept outputs.
 
         Args:
             observed_peak_bytes: largest allocation total in the step at the safest setting; None: unknown.
-            beside_bytes: that are reserved in such a step, and that no tensor has.
+            beside_bytes: bytes that are reserved in such a step and belong to no tensor.
         """
         needed_bytes = (observed_peak_bytes or 0) + beside_bytes
         if self.device.memory is not None and observed_peak_bytes is None:
@@ -72,13 +78,13 @@ class DeviceBudget:
     def of_plan(
         self, host_bytes: int, room_bytes: int, buffers: int, in_flight: tuple[plan.InFlight, ...] | None = None
     ) -> plan.Budget:
-        """Returns what the planner may use; the first plan of a process measures the link.
+        """Return the planner's budget; the first call in a process measures the link.
 
         Args:
-            host_bytes: of the pool.
-            room_bytes: see `room_bytes`.
-            buffers: of the executor.
-            in_flight: see `Budget`; None: unknown, and it counts as if it were there at the peak.
+            host_bytes: limit of the pool.
+            room_bytes: see the method `room_bytes`.
+            buffers: number of the executor's buffers.
+            in_flight: see `Budget`; None: unknown, and tensors of all buffers count as in flight at the peak.
         """
         d2h, h2d = self.device.link_rates()
         is_limited = self.nbytes is not None
@@ -95,16 +101,17 @@ class DeviceBudget:
     def require(
         self, observed_peak_bytes: int | None, gather: Callable[[Any], list[Any]], members: Sequence[int]
     ) -> None:
-        """Raises on all ranks alike, which all call it, where one of them has to take more than its block grants.
+        """Check the budget on all ranks, which all call this together.
 
         Args:
             observed_peak_bytes: largest allocation total in the step at the safest setting; None: unknown, and not
                 checked.
-            gather: returns what every rank passed, in rank order.
-            members: ranks of the world, in that order.
+            gather: returns the arguments of all ranks, in rank order.
+            members: numbers of these ranks in the world, in the same order.
 
         Raises:
-            BudgetError: of the one that takes the most.
+            BudgetError: on all ranks, if one has to take more of the device than its block grants; it names the rank
+                that takes the most.
         """
         everyone = gather((observed_peak_bytes or 0, self.asked_gib))
         short = [
@@ -116,14 +123,17 @@ class DeviceBudget:
             raise BudgetError(*max(short))
 
     def holds_buffers(self, buffer_bytes: int, more_bytes: int, step_bytes: int | None) -> bool:
-        """Returns whether a step with rounding buffers keeps to the budget, and the device has room for what they take
-        on top of what the run has needed so far, all within `DEVICE_SHARE` of what other processes leave. Tensors that
-        were prefetched without rounding buffers count as well: rather none than a step that runs out of memory.
+        """Return whether there is room for rounding buffers.
+
+        A step with them has to keep to the budget. And the device has to have room for them on top of the most that the
+        run has reserved so far, within `DEVICE_SHARE` of the memory that other processes leave. That most includes
+        tensors that were prefetched without rounding buffers: no buffers are better than a step that runs out of
+        memory.
 
         Args:
-            buffer_bytes: of all buffers.
-            more_bytes: of these, what no earlier ones took.
-            step_bytes: that a step takes without them, as predicted; None: unknown.
+            buffer_bytes: size of all buffers together.
+            more_bytes: the part of it that earlier buffers did not take.
+            step_bytes: predicted bytes of a step without buffers; None: unknown.
         """
         if self.nbytes is not None and step_bytes is not None and step_bytes + buffer_bytes > self.nbytes:
             return False
@@ -133,12 +143,13 @@ class DeviceBudget:
 
 
 def allocation_retries(device: Device) -> int:
-    """How often the device's allocator has had to empty its cache before an allocation fitted; 0 where it does not
-    count.
+    """Return how often the device's allocator had to empty its cache before an allocation fitted.
+
+    0 where the device does not count.
     """
     return 0 if device.memory is None else device.memory.retries
 
 
 def peak_bytes(device: Device) -> int | None:
-    """Largest allocation total of the device so far, None where the device does not count."""
+    """Return the largest allocation total of the device so far, in bytes; None where the device does not count."""
     return None if device.memory is None else device.memory.allocated_peak_bytes

@@ -1,4 +1,4 @@
-"""Plans to try, the same number on every rank and equal for equal regions."""
+"""Plans to try: the same number on every rank, and equal plans for equal regions."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from memplug.tokenwise.plan import solver as plan
 from memplug.tokenwise.plan.cost import measure
 
 LINK_FACTORS = (1.0, *(way for error in (1.1, 1.25, 1.5, 2.0, 3.0) for way in (1 / error, error)))
-"""Of the link rates, for plans around the optimum: what a busy link gives is the largest error of the time model. At a
-lower rate a plan swaps less, at a higher one more."""
+"""Factors of the link rates, for plans around the optimum: the rate of a busy link is the largest error of the time
+model. At a lower rate a plan swaps less, at a higher one more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What ranks that share a set of regions are to solve.
+    """A problem for the planner, shared by all ranks with the same set of regions.
 
     Attributes:
-        regions: as the rank measured them that solves.
-        budget: the smallest of all of these ranks.
-        fraction: MEMO's, the smallest of all ranks; None: the plans around the optimum.
-        most: how many plans at most.
+        regions: the regions as measured by the rank that solves.
+        budget: the smallest budget of these ranks.
+        fraction: MEMO's fraction, the smallest of all ranks; None: solve for plans around the optimum.
+        most: the largest number of plans.
         solver: the lowest of these ranks, which solves for all of them.
     """
 
@@ -40,11 +40,11 @@ def agree(
     most: int = 1,
     alpha: Literal["auto", "memo"] = "auto",
 ) -> Task | None:
-    """What to solve; None, on every rank, where one has no regions to plan yet.
+    """Return the problem to solve; None, on every rank, while one of them has no regions to plan.
 
     Args:
         own: this rank's regions and budget.
-        gather: returns what every rank passed, in rank order (`all_gather_object`); called by all ranks alike.
+        gather: returns the arguments of all ranks, in rank order (`all_gather_object`); all ranks call it alike.
         most: how many plans to choose from, at least 1.
         alpha: "memo" for the one plan of MEMO's fraction.
     """
@@ -66,16 +66,21 @@ def agree(
 
 
 def _tightest(ranks: list[tuple[plan.InFlight, ...]]) -> tuple[plan.InFlight, ...]:
-    """What holds for all ranks; those whose steps differ have no room that all of them know of."""
+    """Return the times, and the room at each, that hold for all ranks.
+
+    If the ranks' steps differ, this is one time with the largest count and without room.
+    """
     if len({tuple(at.count for at in times) for times in ranks}) > 1:
         return (plan.InFlight(max(at.count for times in ranks for at in times)),)
     return tuple(min(same, key=lambda at: at.room_bytes) for same in zip(*ranks, strict=True))
 
 
 def solve(task: Task) -> list[plan.TokenwisePlan]:
-    """The optimum; the plan by which as many regions as there is room for run as without memplug; and plans solved as
-    if the link were slower or faster, told what they cost at its measured rate. Or the one of MEMO's fraction. Touches
-    no rank and no device.
+    """Return the plans for a task; needs no rank and no device.
+
+    For "auto" these are the optimum, the plan that runs as many regions as without memplug as there is room for, and
+    plans that are solved for a slower or faster link but carry their cost at its measured rate. For MEMO's fraction it
+    is that one plan.
     """
     regions, budget = task.regions, task.budget.with_buffers(task.regions)
     if task.fraction is not None:
@@ -87,25 +92,25 @@ def solve(task: Task) -> list[plan.TokenwisePlan]:
 def choose(
     task: Task, solved: list[plan.TokenwisePlan] | None, gather: Callable[[Any], list[Any]]
 ) -> list[plan.TokenwisePlan]:
-    """Plans to choose from, the one that should be the fastest first: as many on every rank, equal for equal regions.
+    """Return the plans to try, the predicted fastest first: as many on every rank, equal for equal regions.
 
-    Where the device of every rank has room for everything, the first is to run as without memplug. Of the optimum and
-    the plan that lets some regions do so, the one that should be faster comes first. One that is on all ranks the same
-    as an earlier one is left out.
+    If the device of every rank has room for everything, the first plan runs all regions as without memplug. Of the
+    optimum and the plan that runs some regions so, the predicted faster one comes first. A plan that equals an earlier
+    one on all ranks is left out.
 
     Args:
         task: from `agree`.
-        solved: by `solve`, on the rank that does; else None.
+        solved: from `solve`, on the rank that solves; else None.
         gather: as in `agree`.
     """
     by_rank = gather((task.solver, solved))
-    plans = [by_rank[solver][1] for solver, _ in by_rank]  # of each rank, by the one that solved for it
+    plans = [by_rank[solver][1] for solver, _ in by_rank]  # plans of each rank, from the rank that solved for it
     mine = by_rank[task.solver][1]
     if task.fraction is not None:
         return mine
     slowest_s = [max(of_rank[i].step_s for of_rank in plans) for i in (0, 1)]
     order = [*(sorted((0, 1), key=slowest_s.__getitem__)), *range(2, len(mine))]
-    # the earliest of those that are equal on all ranks
+    # of plans that are equal on all ranks, the earliest
     distinct = {str([_choices(of_rank[i]) for of_rank in plans]): i for i in reversed(order)}
     found = [mine[i] for i in order if i in distinct.values()]
     everything = plain.solve(task.regions, task.budget)
@@ -115,7 +120,7 @@ def choose(
 
 
 def _solve_around(regions: list[plan.Region], budget: plan.Budget, factor: float) -> plan.TokenwisePlan:
-    """The plan for links of `factor` times the rate, and what it costs at their own rate."""
+    """Return the plan for a link of `factor` times the rates, with its cost at the measured rates."""
     d2h, h2d = budget.d2h_bytes_per_s * factor, budget.h2d_bytes_per_s * factor
     solved = plan.solve(regions, replace(budget, d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d))
     groups = [solved.regions[region.key].groups for region in regions]
@@ -123,7 +128,7 @@ def _solve_around(regions: list[plan.Region], budget: plan.Budget, factor: float
 
 
 def _choices(solution: plan.TokenwisePlan) -> Any:
-    """What a plan does, fractions to a hundredth: what differs by less takes the same time."""
+    """Return the choices of a plan, fractions rounded to a hundredth: smaller differences take the same time."""
     return [
         (
             group.instances,

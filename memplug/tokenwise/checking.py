@@ -1,8 +1,8 @@
-"""A number for alpha, checked against link and host: it stays in force as asked, and one warning says where it is more.
+"""Checks a number for alpha against link and host: it stays in force, and one warning says where it asks for too much.
 
-The second step is timed, with the number in force like in every other: in the first one kernels are loaded and host
-memory is registered, which takes longer than what is to be measured. MEMO's program (section 4.1) then tells which
-fraction the link hides behind each region's forward, and which the host's budget holds.
+The second step is timed, with the number in force as in every other: in the first one kernels are loaded and host
+memory is registered, which takes longer than the times to measure. MEMO's program (section 4.1) then gives the fraction
+that the link hides behind each region's forward, and the one that the host's budget holds.
 """
 
 from __future__ import annotations
@@ -27,15 +27,21 @@ from memplug.tokenwise.plan import solver as plan
 
 log = logging.getLogger("memplug")
 
-LAST_STEP = 10  # whose forwards are timed; where a rank has run no region in any of them, nothing is checked
-SLACK = 0.01  # by which alpha may exceed what fits: one step's times are no better known
+LAST_STEP = 10  # the last step that is timed; if a rank has run no region by then, nothing is checked
+SLACK = 0.01  # alpha may exceed the fitting fraction by so much: one step's times are no more precise
 
 
 class AlphaCheck:
-    """Called at the end of the same steps on all ranks; does nothing unless there is a number above 0 for alpha.
+    """The check of a number for alpha; called at the end of the same steps on all ranks.
+
+    It does nothing unless alpha is a number above 0.
 
     Args:
-        alpha: None: regions run by plans, or there are none.
+        alpha: the number; None: regions run by plans, or there are none.
+        budget: the device budget.
+        regions: all regions of the session.
+        executor: runs the regions.
+        ranks: the ranks that train the model.
 
     Attributes:
         by_link: the largest fraction, the same for all regions, whose copies fit the forward of each, on every rank;
@@ -55,7 +61,7 @@ class AlphaCheck:
         self._is_over = not self._alpha
 
     def end_step(self) -> None:
-        """A step is over."""
+        """Time the next step, or check the number by the step that ended."""
         if self._is_over:
             return
         self._steps += 1
@@ -73,13 +79,13 @@ class AlphaCheck:
             self._compare(self.by_link, self.by_host)
 
     def stop(self) -> None:
-        """Nothing is timed any more."""
+        """Stop timing forwards."""
         self._is_over = True
         self._executor.time_forwards(None)
         self._observer.clear()
 
     def _fitting(self) -> tuple[float, float] | None:
-        """What fits link and host of this rank; None where no region has run."""
+        """Return the fractions that fit the link and the host of this rank; None where no region has run."""
         seconds = self._executor.device.seconds_between
         groups = planning.group_regions(self._regions, self._observer)
         if not groups:
@@ -108,8 +114,8 @@ class AlphaCheck:
         if too_much and self._ranks.first:
             text = (
                 "memplug: alpha %g asks for more than fits: the link hides %.2f of the rows behind the forward, the "
-                'host budget holds %.2f. It stays as asked: %s. Set "alpha" to the smaller of both, or to "memo" or '
-                '"auto", which choose for you'
+                'host budget holds %.2f. It stays as asked: %s. Set "alpha" to the smaller of the two, or to "memo" or '
+                '"auto", which choose a fraction for you'
             )
             log.warning(
                 coded("MP017", text),
@@ -121,25 +127,27 @@ class AlphaCheck:
 
 
 def fitting(regions: Sequence[plan.Region], budget: plan.Budget) -> tuple[float, float]:
-    """The largest fraction, the same for all regions, whose copies fit the forward of each, and the largest that fits
-    the host (MEMO, section 4.1). 0 where not even inputs and attention outputs fit.
+    """Return the largest fractions that fit the link and the host (MEMO, section 4.1).
+
+    The first is the largest one, the same for all regions, whose copies fit the forward of each. Each is 0 where not
+    even inputs and attention outputs fit.
     """
     largest = plan.solve(regions, budget, 1.0)
     return memo.fraction_of(regions, budget), largest.alpha if largest.inputs_swapped else 0.0
 
 
 def unhindered_s(tape: Tape, seconds: planning.Seconds) -> float:
-    """A timed forward, in seconds, as it would be if it never had to wait for copies.
+    """Return the seconds of a timed forward as if it never had to wait for copies.
 
-    Else a link that is too slow would look fast enough: the longer its copies take, the longer the forward. Waits lie
-    between operators: after what is captured, as that may release the region before, before what writes in place, and
-    at the end. There the usual time between two operators counts. What follows an exchange with other ranks is the wait
-    for them, and counts.
+    Otherwise a link that is too slow would look fast enough: the longer its copies take, the longer the forward. Waits
+    lie between operators: after an operator that is captured, as that may release an earlier region's memory; before an
+    operator that writes in place; and at the end. There the usual time between two operators counts instead. A wait
+    after an exchange with other ranks is a wait for them, and counts.
     """
     begin, end = tape.span
     gaps = [
         seconds(before, after) for (_, before), (after, _) in pairwise([(begin, begin), *tape.stamps, (end, end)])
-    ]  # each in front of an operator, the last one behind them all
+    ]  # one before each operator, and one after the last
     may_wait = {len(tape.stamps)}
     for index, record in enumerate(tape.records):
         if record.written:
@@ -151,5 +159,5 @@ def unhindered_s(tape: Tape, seconds: planning.Seconds) -> float:
 
 
 def _rounded_down(fraction: float) -> float:
-    """To a hundredth, so that what is told fits."""
+    """Round down to a hundredth, so that the fraction in the message fits."""
     return floor(100 * fraction + 1e-6) / 100

@@ -1,8 +1,8 @@
-"""Measures what memplug's own work costs: processor time for each operator and each region, on this machine, once.
+"""Measures the cost of memplug's own work: CPU time per operator and per region, on this machine, once.
 
-A chain of operators on one number, of two lengths, is run as without memplug, as a region, and as a region with times
-around its operators, as in the step that plans are made from. The shorter chain tells what a region costs, the
-difference what an operator does.
+Two chains of operators on one number, a short and a long one, run as without memplug, as a region, and as a region with
+times around its operators, like the step that plans are made from. The short chain gives the cost of a region, the
+difference between the chains that of an operator.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from memplug.device.host_time import HostTime
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.region import Region
 
-SHORT, LONG = 16, 80  # operators
+SHORT, LONG = 16, 80  # operators of a chain
 REPEATS = 9
 
 
 @functools.cache
 def measure() -> HostTime:
-    """Takes some 50 ms, on the CPU's device, whatever the training's is."""
+    """Measure the host time, in some 50 ms, on the CPU, whichever device trains."""
     executor = Executor(Device(), host_budget_bytes=0)
     try:
         with torch.enable_grad():
@@ -46,7 +46,7 @@ def measure() -> HostTime:
 
 
 def _chain(executor: Executor, operators: int, mode: str) -> tuple[float, float]:
-    """Seconds of a chain's forward and of its backward."""
+    """Return the seconds of a chain's forward and of its backward."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
         for _ in range(operators):
@@ -66,7 +66,7 @@ def _chain(executor: Executor, operators: int, mode: str) -> tuple[float, float]
         between = time.perf_counter()
         y.backward()
         taken.append((between - begin, time.perf_counter() - between))
-    forwards, backwards = zip(*taken[2:], strict=True)  # the first ones make the tape
+    forwards, backwards = zip(*taken[2:], strict=True)  # the first two make the tape
     return median(forwards), median(backwards)
 
 

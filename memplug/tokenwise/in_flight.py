@@ -1,4 +1,4 @@
-"""When in a step swapped tensors are on the device besides what it needs, and how much room there is for them then."""
+"""Finds the times of a step at which swapped tensors are in flight, and how much room the device has then."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from memplug.tokenwise.plan.solver import InFlight
 
 
 def times(step: Trace, regions: Sequence[Region], buffers: int) -> tuple[InFlight, ...]:
-    """When the step may have its peak under a plan that swaps more than the safest setting.
+    """Return the times at which a step may have its peak under a plan that swaps more than the safest setting.
 
-    Until the last region's forward is over, tensors of `buffers` regions are on their way. That region sends its own
-    only if it has to: they, and no others, are there from then until backward, and later, outside of regions, those of
-    one that is prefetched. While backwards of regions run, the executor holds back what it prefetches
-    (`Flow::limit_bytes`). Without such a region, as where other graphs are in flight, nothing is known of the peak.
+    Until the last region's forward is over, tensors of `buffers` regions are in flight. That region offloads its own
+    only if it has to. They, and no others, are on the device from then until backward; later, outside of regions, it is
+    the tensors of one region that is prefetched. While backwards of regions run, the executor limits what it prefetches
+    (`Flow::limit_bytes`). If no region offloads late, as with other graphs in flight, nothing is known of the peak.
 
     Args:
-        step: recorded in detail, at the safest setting.
-        regions: which it ran.
-        buffers: of the executor.
+        step: a step recorded in detail, at the safest setting.
+        regions: the regions that it ran.
+        buffers: number of the executor's buffers.
     """
     live_bytes = step.live_bytes
     if not live_bytes.size or not any(region.native.offloads_late for region in regions):
@@ -40,5 +40,5 @@ def times(step: Trace, regions: Sequence[Region], buffers: int) -> tuple[InFligh
 
 
 def _is_of(layer: str, region: str) -> bool:
-    """Whether it is the region, or inside of it."""
+    """Return whether a layer is the region, or inside of it."""
     return layer == region or layer.startswith(f"{region}.")

@@ -1,4 +1,4 @@
-"""The judge of decisions: can regions be run by them at all? What is wrong, in sentences."""
+"""The judge of decisions: can regions run by them at all? It names mistakes in sentences."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from memplug.tokenwise.plan.decisions import Decision, Decisions, Setting
 
 
 def mistakes_of(decisions: Decisions) -> Iterator[str]:
-    """What is wrong with decisions."""
+    """Yield the mistakes of decisions, in words."""
     for name, setting in decisions.settings.items():
         yield from (f"region {name}: {mistake}" for mistake in _of_region(setting))
         if setting.key not in decisions.solution.regions:
-            yield f"region {name} runs by {setting.key!r}, which the plan says nothing of"
+            yield f"region {name} has the key {setting.key!r}, for which the plan has no region"
     solution = decisions.solution
     amounts = {
         "host_bytes": solution.host_bytes,
@@ -26,13 +26,13 @@ def mistakes_of(decisions: Decisions) -> Iterator[str]:
 
 def _of_region(setting: Setting) -> Iterator[str]:
     if not 0 <= setting.rows <= 1:
-        yield f"the fraction {setting.rows} of its rows is swapped"
+        yield f"the fraction {setting.rows} of its rows to swap is not from 0 to 1"
     for amount in (setting.forward_bytes, setting.plain_bytes):
         if amount is not None and amount < 0:
-            yield f"{amount} bytes"
+            yield f"an amount of {amount} bytes is negative"
     for index, decision in (setting.plan or {}).items():
         if index < 0 or not _is_sound(decision):
-            yield f"operator {index}: {decision.fraction} of {decision.operator} is to be captured"
+            yield f"operator {index}: {decision.fraction} of {decision.operator} cannot be captured"
 
 
 def _is_sound(decision: Decision) -> bool:

@@ -1,7 +1,7 @@
-"""Out of the way: the module of a plain region has its own class back, and runs as if memplug were not there.
+"""Takes plain regions out of the way: their modules get their own class back, and run as if memplug were not there.
 
 The first region of each kind keeps memplug's class. It begins the step's program, and sees the size of its arguments:
-where they are larger than in the step that the plan was made from, all regions are back at once, before the others run.
+if they are larger than in the step that the plan was made from, all other regions return at once, before they run.
 """
 
 from __future__ import annotations
@@ -21,20 +21,28 @@ class RegionModule(Protocol):
     """The module of a region; see `memplug.hooks.regions`."""
 
     def leave(self) -> bool:
-        """Give the module its own class; False, and nothing is changed, where that would not do."""
+        """Give the module its own class back.
+
+        Returns:
+            False where that is not possible; nothing is changed then.
+        """
 
     def enter(self) -> bool:
-        """Let the module run as a region; False where it was changed since it left."""
+        """Let the module run as a region again.
+
+        Returns:
+            False where the module was changed since it left.
+        """
 
 
 class PlainRegions:
-    """Called at the end of every step.
+    """The regions that run as their modules' own; called at the end of every step.
 
     Args:
-        regions: all of the session's, in forward order.
+        regions: all regions of the session, in forward order.
 
     Attributes:
-        unseen: numbers of the regions that ran as their modules' own in the step that ends.
+        unseen: numbers of the regions whose modules ran with their own class in the step that ends.
     """
 
     def __init__(self, regions: Sequence[Region]):
@@ -46,11 +54,15 @@ class PlainRegions:
         self._warned = False
 
     def add(self, region: Region, module: RegionModule) -> None:
-        """The module of a region."""
+        """Add the module of a region."""
         self._modules[region.name] = module
 
     def end_step(self, decisions: Decisions | None) -> None:
-        """The next step runs by these decisions; None: there are none yet, or plans are tried."""
+        """Give modules their own class, or memplug's, for the next step.
+
+        Args:
+            decisions: the next step's decisions; None: there are none yet, or plans are tried.
+        """
         if self._settled_for is decisions is not None:
             return
         first: set[str] = set()
@@ -67,8 +79,9 @@ class PlainRegions:
         self.unseen = frozenset(i for i, region in enumerate(self._regions) if region.name in self._left)
 
     def enter_all(self) -> None:
-        """One is given more than was planned for, in the middle of a step: all run as regions again, but those whose
-        recompute passes launch collectives, as all ranks must do the same there.
+        """Run all modules as regions again: a step has larger or other inputs than planned for.
+
+        Regions whose recompute passes launch collectives stay as they are, since all ranks must do the same there.
         """
         self._settled_for = None
         for region in self._regions:

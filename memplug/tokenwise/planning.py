@@ -1,7 +1,8 @@
-"""From what the executor saw to what the planner solves, and back: the two know nothing of each other.
+"""Turns the executor's observations into the planner's problem, and its solution into settings of regions.
 
-One step is observed at the safest setting (every matmul recomputed, attention swapped), with device times around every
-operator. Its tapes become the planner's regions; the planner's groups become each region's decisions.
+Executor and planner do not know each other. One step is observed at the safest setting (every matmul recomputed,
+attention swapped), with device times around every operator. Its tapes become the planner's regions; the planner's
+groups become each region's decisions.
 """
 
 from __future__ import annotations
@@ -28,13 +29,18 @@ Seconds = Callable[[Any, Any], float]
 
 
 class Observer:
-    """Keeps the last timed tape of every region: a listener of `Executor.time_forwards`.
+    """A listener of `Executor.time_forwards` that keeps the last timed tape of every region.
 
     Attributes:
-        input_bytes: that a forward swaps whatever is planned: the mean over a region's forwards, which may differ in
-            whether their inputs need a gradient.
-        largest_input_bytes, input_tensors: the most of these, and of their tensors.
-        is_large: whether so many bytes of a tensor may leave the device; small tensors stay.
+        tapes: each region's last tape, by the region's name, which is the key of the other dictionaries too.
+        input_bytes: bytes that a forward swaps whatever the plan: the mean over a region's forwards, since the inputs
+            of some may need a gradient and those of others none.
+        largest_input_bytes: the largest of these.
+        input_tensors: the largest number of tensors that these bytes are in.
+        given_bytes: the largest number of bytes of tensors among a forward's arguments.
+        saved_bytes: the largest number of bytes that backward of one forward asks for.
+        is_agreed: see `Setting`.
+        is_large: returns whether a tensor of so many bytes may be offloaded; smaller ones stay on the device.
     """
 
     def __init__(self, is_large: Callable[[int], bool]) -> None:
@@ -42,7 +48,7 @@ class Observer:
         self.clear()
 
     def clear(self) -> None:
-        """Let the tapes go."""
+        """Drop all tapes."""
         self.tapes: dict[str, Tape] = {}
         self.input_bytes: dict[str, float] = {}
         self.largest_input_bytes: dict[str, int] = {}
@@ -54,12 +60,13 @@ class Observer:
         self.is_agreed = False
 
     def __call__(self, region: Region, frame: Any, tape: Tape) -> None:
-        """A timed frame's forward is over."""
+        """Note the tape and the sizes of a timed frame whose forward is over."""
         name = region.name
         self.tapes[name] = tape
         self.given_bytes[name] = max(frame.given_bytes, self.given_bytes.get(name, 0))
         self.saved_bytes[name] = max(frame.saved_bytes, self.saved_bytes.get(name, 0))
-        # what collectives gave, and choices, are swapped like inputs, always and whole; an opaque region swaps no more
+        # results of collectives and of choices are swapped like inputs, always and whole; an opaque region swaps only
+        # its input
         self._whole[name] = tape.received | _chosen(tape) if not region.opaque else set()
         large = list(filter(self.is_large, (tape.bytes[number] for number in self._whole[name])))
         input_bytes, before = frame.offered_bytes + sum(large), self.input_bytes.get(name, 0.0)
@@ -69,8 +76,12 @@ class Observer:
         self.input_tensors[name] = max(frame.offered + len(large), self.input_tensors.get(name, 0))
 
     def settle(self, is_agreed: bool) -> None:
-        """Whether units that communicate may run again by plan (memplug.tokenwise.agreement): else what they made is
-        swapped like inputs too.
+        """Set whether recompute passes may run units that communicate again (`memplug.tokenwise.agreement`).
+
+        If not, the outputs of such units are swapped like inputs.
+
+        Args:
+            is_agreed: see `Setting`.
         """
         self.is_agreed = is_agreed
         for name, tape in self.tapes.items() if is_agreed else ():
@@ -82,7 +93,10 @@ class Observer:
 
 
 def group_regions(regions: Sequence[Region], observer: Observer) -> dict[str, list[Region]]:
-    """Give every observed region the key of its operator sequence: regions that ran the same operators share a plan."""
+    """Set the key of every observed region, and return the regions by key.
+
+    The key names the operator sequence: regions that ran the same operators share a plan.
+    """
     groups: dict[str, list[Region]] = {}
     for region in regions:
         tape = observer.tapes.get(region.name)
@@ -93,13 +107,19 @@ def group_regions(regions: Sequence[Region], observer: Observer) -> dict[str, li
 
 
 def fingerprint(tape: Tape) -> str:
-    """Names the operator sequence and what backward asked of it; the same in every process."""
+    """Return a name for the operator sequence and the storages that backward asked for.
+
+    It is the same in every process.
+    """
     text = ";".join(f"{record.func}{record.inputs}{record.outputs}" for record in tape.records)
     return hashlib.sha256(f"{text}|{sorted(tape.asked)}".encode()).hexdigest()[:12]
 
 
 def describe(groups: dict[str, list[Region]], observer: Observer, executor: Executor) -> list[plan.Region]:
-    """The planner's regions, with measured times and bytes: one per key, times are medians over its regions."""
+    """Return the planner's regions, one for each key, with measured times and bytes.
+
+    Times are medians over the regions of a key.
+    """
     seconds = executor.device.seconds_between
     backwards_s = _backward_seconds(observer, seconds)
     with executor.hooks.own():
@@ -138,19 +158,22 @@ def describe(groups: dict[str, list[Region]], observer: Observer, executor: Exec
 
 
 def _chosen(tape: Tape) -> set[int]:
-    """Storages that choices made (top experts, an order), which a recompute pass must not make anew."""
+    """Return the storages made by choices (top experts, an order), which a recompute pass must not make anew."""
     return {n for record in tape.records if operators.kind_of(record.func) is Kind.CHOICE for n in record.outputs}
 
 
 def _shared(tape: Tape) -> set[int]:
-    """Storages that units made which communicate."""
+    """Return the storages made by units that communicate."""
     return {n for record in tape.records if operators.is_shared(record.func) for n in record.outputs}
 
 
 def _replayed(
     tapes: list[Tape], seconds: Seconds, observer: Observer
 ) -> tuple[tuple[plan.Operator, ...], frozenset[int], frozenset[int]]:
-    """Operators of regions that ran the same ones, storages that backward asks for, and those that are there before."""
+    """Return the operators of regions that ran the same ones, and two sets of storages.
+
+    Backward asks for the storages of the first set; those of the second exist before the recompute pass.
+    """
     tape = tapes[0]
     operations = tuple(_operator(tapes, index, seconds, observer) for index in range(len(tape.records)))
     received = tape.received - _shared(tape) if observer.is_agreed else tape.received
@@ -159,13 +182,13 @@ def _replayed(
 
 
 def _small_parts(tape: Tape, observer: Observer) -> set[int]:
-    """Storages that a unit made and that stay on the device: it does not run again for so little."""
+    """Return the storages of units that are too small to offload: they stay, and no unit runs again for them."""
     parts = [record for record in tape.records if operators.is_part_of_unit(record.func)]
     return {n for record in parts for n in record.outputs if not observer.is_large(tape.bytes[n])}
 
 
 def _module(forward_s: float) -> tuple[tuple[plan.Operator, ...], frozenset[int], frozenset[int]]:
-    """Of an opaque region: all of it runs again, from its input."""
+    """Return an opaque region for the planner: one operator, which runs the module again from its input."""
     whole = plan.Operator(
         name="the module", time_s=forward_s, inputs=(0,), outputs=(1,), output_bytes=0, capture="never"
     )
@@ -173,8 +196,10 @@ def _module(forward_s: float) -> tuple[tuple[plan.Operator, ...], frozenset[int]
 
 
 def _sending(members: Sequence[Region]) -> Sequence[Region]:
-    """Those whose tensors leave the device before backward asks for them; where none do, any may have to. All, where
-    units communicate: each rank has its own late ones, and a unit must run again on all ranks or on none.
+    """Return the regions whose tensors leave the device before backward asks for them, or all where none do.
+
+    All, too, where units communicate: which regions offload late differs from rank to rank, but a unit must run again
+    on all ranks or on none.
     """
     if any(region.native.shares for region in members):
         return members
@@ -189,11 +214,15 @@ def decisions_of(
     full_recomputation_s: float | None = None,
     held_bytes: int | None = None,
 ) -> Decisions:
-    """Each observed region's part of a plan.
+    """Return the settings that a plan gives to each observed region.
 
     Args:
-        full_recomputation_s, held_bytes: see `Decisions`.
-        observed_peak_bytes: largest allocation total of the device at the safest setting, None where unknown.
+        solution: the plan.
+        groups: regions by key, from `group_regions`.
+        observer: the observations that the plan was made from.
+        observed_peak_bytes: largest allocation total of the device at the safest setting; None: unknown.
+        full_recomputation_s: see `Decisions`.
+        held_bytes: see `Decisions`.
     """
     settings, frame_bytes = {}, 0
     for key, members in groups.items():
@@ -203,7 +232,7 @@ def decisions_of(
         instances = sum(group.instances for group in region_plan.groups)
         sending = _sending(members)
         for region in members:
-            # what stays is treated as the last ones are, which stay the shortest too
+            # regions that do not offload are treated like the last ones, whose tensors live shortest too
             ordinal = sending.index(region) if region in sending else len(sending)
             group = region_plan.group(ordinal * instances // len(sending))
             tape = observer.tapes[region.name]
@@ -218,8 +247,8 @@ def decisions_of(
             input_bytes = round(observer.input_bytes[region.name]) if solution.inputs_swapped else 0
             frame_bytes = max(frame_bytes, _frame_bytes(tape, group, observer, region.name))
             swapped = _swapped_bytes(tape, group, observer)
-            recomputed_bytes = saved_bytes  # of an opaque region all that backward asks for
-            if not region.opaque:  # of others what the operators make that run
+            recomputed_bytes = saved_bytes  # an opaque region recomputes all that backward asks for
+            if not region.opaque:  # others recompute the outputs of the operators that run
                 recomputed_bytes = sum(_output_bytes(tape, index) - swapped.get(index, 0) for index in group.runs)
             settings[region.name] = Setting(
                 key,
@@ -243,13 +272,13 @@ def decisions_of(
 
 
 def _name_of(tape: Tape, index: int) -> str:
-    """As the native core calls an operator."""
+    """Return the operator's name as the native core spells it."""
     schema = tape.records[index].func._schema
     return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
 
 
 def _sizes(tape: Tape, index: int) -> list[int]:
-    """Of an operator's outputs."""
+    """Return the bytes of each of an operator's outputs."""
     return [tape.bytes[number] for number in tape.records[index].outputs]
 
 
@@ -258,8 +287,10 @@ def _output_bytes(tape: Tape, index: int) -> int:
 
 
 def _swapped_bytes(tape: Tape, group: plan.Group, observer: Observer) -> dict[int, int]:
-    """Of each operator's outputs, by the region's own tape: the experts of a mixture have more tokens in one layer than
-    in another. Small ones, such as a norm's statistics, stay.
+    """Return how many bytes of each operator's outputs are swapped, by index of the operator.
+
+    The region's own tape counts, since the experts of a mixture have more tokens in one layer than in another. Small
+    outputs, such as a norm's statistics, stay on the device.
     """
     return {
         index: part_bytes(sum(filter(observer.is_large, _sizes(tape, index))), tape.records[index].rows, fraction)
@@ -268,15 +299,20 @@ def _swapped_bytes(tape: Tape, group: plan.Group, observer: Observer) -> dict[in
 
 
 def _frame_bytes(tape: Tape, group: plan.Group, observer: Observer, name: str) -> int:
-    """A tensor of which some rows are swapped is prefetched in full size: the other rows are recomputed in place."""
+    """Return the device bytes of a region's prefetched tensors.
+
+    A tensor that is swapped in part is prefetched in full size: its other rows are recomputed in place.
+    """
     outputs = [tape.bytes[number] for index in group.fractions for number in tape.records[index].outputs]
     tensors = observer.input_tensors[name] + len(outputs)
     return observer.largest_input_bytes[name] + sum(outputs) + tensors * (HOST_ROW_BYTES - 1)
 
 
 def put(decisions: Decisions | None, regions: Sequence[Region], executor: Executor) -> None:
-    """Run regions by decisions from the next forward on. Without any, and where they have none for a region, at the
-    safest setting: inputs and attention outputs swapped, every matmul recomputed.
+    """Run regions by decisions from the next forward on.
+
+    Without decisions, or for a region that they do not cover, the safest setting holds: inputs and attention outputs
+    swapped, every matmul recomputed.
     """
     for region in regions:
         setting = decisions.settings.get(region.name) if decisions is not None else None
@@ -290,7 +326,7 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, observer: Observe
     capture, is_part = native.capture(index), operators.is_part_of_unit(record.func)
     output_bytes = round(fmean(_output_bytes(tape, index) for tape in tapes))
     view = record.form is Form.VIEW
-    # a write to given memory runs with any pass, and calls for none
+    # a write to given memory runs in any pass, but does not make a pass necessary
     always_runs = native.always_runs(index) and record.form is not Form.WRITE and index not in tapes[0].spared
     return plan.Operator(
         name=str(record.func),
@@ -307,12 +343,12 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, observer: Observe
 
 
 def _unit_of(tape: Tape, index: int) -> int:
-    """The operator that stands for the unit that a part belongs to."""
+    """Return the index of the operator that stands for the unit that a part belongs to."""
     return next(i for i in range(index, -1, -1) if operators.is_unit(tape.records[i].func))
 
 
 def _mean_fraction(tape: Tape, group: plan.Group) -> float:
-    """For forwards that run other operators than the observed one: the plan's share of matmul output bytes."""
+    """Return the plan's share of matmul output bytes, for forwards that run other operators than the observed one."""
     matmuls = [i for i, record in enumerate(tape.records) if operators.kind_of(record.func) is Kind.ROWS]
     sizes = {i: _output_bytes(tape, i) for i in matmuls}
     total = sum(sizes.values())
@@ -320,9 +356,10 @@ def _mean_fraction(tape: Tape, group: plan.Group) -> float:
 
 
 def _backward_seconds(observer: Observer, seconds: Seconds) -> dict[str, float]:
-    """Per region, from its first demand in backward to the next region's, without its recompute pass.
+    """Return each region's backward time, without its recompute pass.
 
-    The last one gets the median.
+    It lasts from the region's first request for a saved tensor to that of the next region. The last region gets the
+    median.
     """
     begun = {name: tape for name, tape in observer.tapes.items() if tape.backward_begin is not None}
     if not begun:

@@ -1,9 +1,9 @@
-"""Whether a plan offloads as many bytes as predicted: the second step under each is compared. In the
-first, regions find out which results of collectives no backward asks for.
+"""Compares the bytes that a step offloads with the plan's prediction.
 
-A plan is made from one observed step. What it then moves differs where the observation was wrong, or what is captured
-is not what was planned, and times that were predicted from bytes differ with it. The steps of a mixture differ by
-themselves: where the tokens go decides how many rows an expert has.
+The second step under each plan is compared: in the first one, regions find out which results of collectives no backward
+asks for. A plan is made from one observed step. Later steps offload other amounts if the observation was wrong, or if
+captures differ from the plan; times that were predicted from bytes are then wrong too. The steps of a mixture of
+experts differ by themselves: the routing decides how many rows an expert has.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ TOLERANCE = 0.02
 
 
 class Predictions:
-    """Called at the end of every step.
+    """The comparison of steps with their plan; called at the end of every step.
 
     Attributes:
-        expected_bytes, offloaded_bytes: of the last step that was compared; None so far.
+        expected_bytes: bytes that the plan predicted for the step that was compared last; None so far.
+        offloaded_bytes: bytes that this step offloaded; None so far.
     """
 
     def __init__(self, executor: Executor):
@@ -38,11 +39,16 @@ class Predictions:
         self.offloaded_bytes: int | None = None
 
     def end_step(self, decisions: Decisions | None, program: Program, planned_from: Program | None) -> None:
-        """A step is over that ran `program`, by `decisions` from its beginning; None: by none, or by some only tried.
+        """Compare a step that ended with its plan.
 
-        One that was short of host memory, or had a region that no plan knows, or was given more or less than the step
-        that the plan was made from, says nothing of the plan: the next one is compared. Only where every region did the
-        very same as in that step, to the sizes of all tensors, is a plan blamed.
+        A step is not compared if it was short of host memory, had a region that no plan covers, or had larger or
+        smaller inputs than the step that the plan was made from: then the next one is. A plan is blamed only if every
+        region did exactly the same as in that step, down to the sizes of all tensors.
+
+        Args:
+            decisions: the decisions in force since the step's beginning; None: none, or some that were only tried.
+            program: the program that the step ran.
+            planned_from: the program that the plan was made from.
         """
         if self._is_settled and decisions is self._compared:
             return
@@ -66,12 +72,12 @@ class Predictions:
             self.warn(offloaded, expected)
 
     def warn(self, offloaded: int, expected: int) -> None:
-        """Once: a plan was wrong."""
+        """Warn, once, that a plan was wrong."""
         if not self._warned:
             self._warned = True
             text = (
-                "memplug: a step under a plan offloaded %.3f GiB, and was to offload %.3f: its predicted times are off "
-                "by as much. Results are right; report it unless shapes change from step to step"
+                "memplug: a step under a plan offloaded %.3f GiB instead of the predicted %.3f GiB: predicted times "
+                "are off by as much. Results are right; report it unless shapes change from step to step"
             )
             log.warning(coded("MP013", text), offloaded / GIB, expected / GIB)
 

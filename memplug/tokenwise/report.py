@@ -1,4 +1,4 @@
-"""The report of tokenwise, and a plan of decisions, for people."""
+"""The report of tokenwise, and its plan in one line."""
 
 from __future__ import annotations
 
@@ -20,45 +20,46 @@ from memplug.words import known, size
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenwiseReport(TechniqueReport):
-    """Counts since the session began, memory held now, and promises of a step: those of the plan in force, None without
-    one.
+    """Counts since the session began, memory held now, and the predictions of the plan in force (None without one).
 
     Attributes:
         regions: modules that run token-wise.
-        plain_regions: of these, those that run as without memplug, as the device has room.
-        alpha: of the block: fraction of rows that are swapped, or how it is found.
+        plain_regions: the regions among them that run as without memplug, since the device has room.
+        alpha: the block's alpha: a fraction of rows to swap, or "auto" or "memo".
         alpha_by_link: the largest fraction whose copies the link hides behind each region's forward; None until a
             number above 0 for alpha is checked.
         alpha_by_host: the largest fraction that the host budget holds, likewise.
-        swapped_fraction: of the rows of every matmul's output, the mean of all regions; None before there is a plan.
-        swapped_share: how much of what was to be swapped still is; below 1 once the host memory of a rank has run out.
-        predicted_regions_s: seconds of a step that all regions take.
+        swapped_fraction: swapped fraction of the rows of every matmul's output, mean of all regions; None before there
+            is a plan.
+        swapped_share: share of the rows to be swapped that are still swapped; below 1 once a rank's host memory ran
+            out.
+        predicted_regions_s: seconds that all regions take in a step.
         predicted_full_recomputation_s: seconds that they would take recomputed in full, with nothing swapped.
         predicted_host_bytes: host memory that a step needs.
-        expected_step_bytes: that a step is to offload, as the plan says; None before a step was compared.
-        offloaded_step_bytes: that were offloaded in the second step under the latest plan, or the first one after it
-            that is as large as the one that the plan was made from.
-        predicted_kept_bytes: that stay on the device by plan.
-        predicted_peak_bytes: largest allocation total of the device in a step, with the rounding buffers that are
-            reserved now.
-        bound: what keeps the plan from being faster.
-        forwards: of regions, with gradients.
-        forwards_in_flight: of these, those whose backward is not over.
-        offloaded_bytes, prefetched_bytes: copied to the host, and back.
-        host_used_bytes: in use now.
-        host_peak_bytes: the most in use.
-        host_pool_bytes: pinned now.
-        host_budget_bytes: that may be pinned.
-        host_refusals: copies to the host for which it had no room.
-        prefetched_live_bytes: of the device, held now by prefetched rows.
-        transfer_allocations: how often a copy to the device got new memory there.
-        buffer_bytes: of the device, that rounding buffers take.
-        buffer_misses: how often a copy to the device got new memory although rounding buffers were reserved.
-        recomputed_in_full: forwards whose backward ran the whole region again, as operators had changed.
-        opaque_regions: that run their module again in backward.
-        opaque_because: the reasons for it.
-        unit_functions: qualified names of the custom autograd functions whose kernels no operator shows, and which a
-            plan can decide on all the same.
+        expected_step_bytes: bytes that the plan says a step offloads; None before a step was compared.
+        offloaded_step_bytes: bytes offloaded in the step that was compared: the second one under the latest plan, or
+            the first one after it that is as large as the one that the plan was made from.
+        predicted_kept_bytes: bytes that the plan keeps on the device.
+        predicted_peak_bytes: largest allocation total of the device in a step, with the rounding buffers reserved now.
+        bound: the limit that keeps the plan from being faster.
+        forwards: forwards of regions with gradients.
+        forwards_in_flight: the forwards among them whose backward is not over.
+        offloaded_bytes: bytes copied to the host.
+        prefetched_bytes: bytes copied back to the device.
+        host_used_bytes: pinned host memory in use now.
+        host_peak_bytes: the most pinned host memory in use so far.
+        host_pool_bytes: host memory that is pinned now.
+        host_budget_bytes: host memory that may be pinned.
+        host_refusals: copies to the host that found no room there.
+        prefetched_live_bytes: device memory that prefetched rows hold now.
+        transfer_allocations: copies to the device for which new device memory was allocated.
+        buffer_bytes: device memory of rounding buffers.
+        buffer_misses: copies to the device for which new memory was allocated although rounding buffers were reserved.
+        recomputed_in_full: forwards whose backward ran the whole region again, because its operators had changed.
+        opaque_regions: regions that run their module again in backward.
+        opaque_because: the reasons for that.
+        unit_functions: qualified names of custom autograd functions whose kernels no operator shows and that a plan can
+            nevertheless decide on.
     """
 
     advice: ClassVar[str] = 'set "tokenwise": {"alpha": 0}: recomputation needs the least'
@@ -97,7 +98,7 @@ class TokenwiseReport(TechniqueReport):
     unit_functions: Sequence[str] = ()
 
     def explain(self, peak_bytes: int | None) -> tuple[str, ...]:
-        """Returns what was promised of the device, and what is held there and on the host."""
+        """Return lines on the step's peak, and on the memory that memplug holds on the device and the host."""
         return (
             f"peak: predicted {known(self.predicted_peak_bytes, size)}, measured {known(peak_bytes, size)} (allocated "
             "in all)",
@@ -108,7 +109,7 @@ class TokenwiseReport(TechniqueReport):
         )
 
     def closing(self) -> str:
-        """Returns what was swapped, and the time that the plan saves."""
+        """Return the swapped bytes and the time that the plan saves."""
         return "; ".join(filter(None, [f"{size(self.offloaded_bytes)} swapped" if self.regions else "", self._saved()]))
 
     def _saved(self) -> str:
@@ -128,7 +129,17 @@ def report_of(
     predictions: Predictions,
     predicted_peak_bytes: int | None,
 ) -> TokenwiseReport:
-    """Returns the report of tokenwise; `alpha` is the block's, `decisions` are in force."""
+    """Return the report of tokenwise.
+
+    Args:
+        alpha: the block's alpha.
+        regions: all regions of the session.
+        executor: the executor of the regions.
+        decisions: the decisions in force.
+        check: the check of a number for alpha.
+        predictions: the comparison of steps with their plan.
+        predicted_peak_bytes: see `TokenwiseReport`.
+    """
     return TokenwiseReport(
         regions=len(regions),
         plain_regions=sum(region.is_plain for region in regions),
@@ -188,7 +199,7 @@ def _swapped_fraction(alpha: float | str, decisions: Decisions | None, regions: 
 
 
 def plan_in_words(solution: TokenwisePlan) -> str:
-    """A plan in one line."""
+    """Return a plan in one line."""
     if is_plain(solution):
         return f"planned: the device has room for {size(solution.kept_bytes)} more: regions run as without memplug"
     swapped = sum(region.swapped_bytes for region in solution.regions.values())

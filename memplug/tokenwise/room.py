@@ -1,4 +1,4 @@
-"""What the device has room for, by what is reserved of it, and when a plan was given more."""
+"""Computes a plan's room on the device from the reserved memory, and notices when a plan was given too much."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from memplug.tokenwise.budgets import DeviceBudget
 from memplug.tokenwise.plan.decisions import Decisions
 from memplug.words import size
 
-SLACK = 0.02  # of the budget, by which a step may reserve more than it
+SLACK = 0.02  # share of the budget by which a step may exceed it with reserved memory
 
 log = logging.getLogger("memplug")
 
 
 class Room:
-    """Called at the end of the same steps on all ranks.
+    """The device memory that plans may keep; called at the end of the same steps on all ranks.
 
     Args:
-        reserved: beside the tensors of a step.
+        budget: the device budget.
+        ranks: the ranks that train the model.
+        reserved: the memory that is reserved beside a step's tensors.
     """
 
     def __init__(self, budget: DeviceBudget, ranks: Ranks, reserved: Reserved):
@@ -33,7 +35,7 @@ class Room:
         self._agreed: Callable[[], float] | None = None
 
     def of_step(self, peak_bytes: int | None) -> int:
-        """Bytes that a plan may keep on the device, beside a step at the safest setting.
+        """Return the bytes that a plan may keep on the device, beside a step at the safest setting.
 
         Args:
             peak_bytes: largest allocation total in that step; None: unknown.
@@ -42,8 +44,10 @@ class Room:
         return self._budget.room_bytes(peak_bytes, beside_bytes)
 
     def is_short(self, decisions: Decisions | None) -> bool:
-        """A step ran by `decisions`: whether that of a rank, in the step before this one, keeps more than there is room
-        for. None: no plan was made for the step.
+        """Return whether, one step ago, the plan of some rank kept more than there is room for.
+
+        Args:
+            decisions: the decisions of the step that ended; None: no plan was made for it.
         """
         if self._device.memory is None:
             return False
@@ -56,8 +60,9 @@ class Room:
         return agreed is not None and agreed() < 1.0
 
     def _measures(self, decisions: Decisions) -> bool:
-        """Whether the step is the first one under these decisions that the arena served, which tells what is reserved
-        by them.
+        """Return whether the ended step shows for the first time that these decisions reserve more than the budget.
+
+        The first step under them that the arena served as a whole shows it.
         """
         if decisions is self._measured or decisions.peak_bytes is None:
             return False
@@ -71,15 +76,16 @@ class Room:
         return is_over
 
     def _warn(self, reserved_bytes: int) -> None:
-        """Once: no other plan would reserve less."""
+        """Warn, once, that no other plan would reserve less."""
         asked_gib = self._budget.asked_gib
         if self._warned or asked_gib == "auto":
             return
         self._warned = True
         text = (
             'memplug: steps reserve %s of the device, "device_budget_gib" is %g, and the plan keeps nothing there that '
-            "it could do without; %s of that are holes between tensors that last, in segments of torch's allocator. "
-            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves none, or raise the budget"
+            "it could do without; %s of the reserved memory are holes between long-lived tensors, in segments of "
+            "torch's allocator. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves no holes, or raise "
+            "the budget"
         )
         log.warning(coded("MP012", text), size(reserved_bytes), asked_gib, size(self._device.memory.holes_bytes))
 

@@ -1,9 +1,10 @@
-"""When rounding buffers are reserved (MEMO, section 4.1): between two steps, as soon as their size is known.
+"""Reserves rounding buffers (MEMO, section 4.1) between two steps, as soon as their size is known.
 
-They are for training without the arena, which has planned addresses for prefetched tensors. A plan says what each
-region swaps, so that they are there before the first step under it. With a number for alpha there is no plan: the
-first step tells. A later step that swaps more makes them larger, for the next one. They never become smaller while the
-session is stable, whichever of its programs runs; the steps that a plan is made from, and tried in, go without.
+They are for training without the arena, which has planned addresses for prefetched tensors. A plan says how much each
+region swaps, so the buffers exist before the first step under it. With a number for alpha there is no plan, and the
+first step gives the size. A later step that swaps more enlarges them for the next one. They do not shrink while the
+session is stable, whichever of its programs runs. The steps that a plan is made from, and those that try plans, go
+without.
 """
 
 from __future__ import annotations
@@ -21,29 +22,31 @@ log = logging.getLogger("memplug")
 
 
 class Rounding:
-    """Called at the end of every step.
+    """The rounding buffers of a session; called at the end of every step.
 
     Args:
-        planned: there will be a plan, and nothing is reserved without one.
+        budget: the device budget.
+        executor: reserves the buffers.
+        planned: there will be a plan; nothing is reserved before.
     """
 
     def __init__(self, budget: DeviceBudget, executor: Executor, planned: bool):
         self._budget, self._executor = budget, executor
         self._is_stable = not planned
-        self._frame_bytes = 0  # that each buffer holds, or that the device refused
-        self._most_bytes = 0  # that all of them ever took: part of the device's peak
+        self._frame_bytes = 0  # size of each buffer, or the size for which the device had no room
+        self._most_bytes = 0  # most bytes that all of them took so far: part of the device's peak
         self._told = False
 
     def end_step(self, decisions: Decisions | None, stable: bool) -> None:
-        """A step is over.
+        """Reserve, enlarge or release the buffers for the next step.
 
         Args:
-            decisions: that the regions run by from now on; None: a number for alpha.
-            stable: the program is to repeat, and no arena serves it.
+            decisions: the decisions of the regions from now on; None: a number for alpha.
+            stable: the program is expected to repeat, and no arena serves it.
         """
         flow = self._executor.flow
         if not (stable and self._is_stable):
-            flow.largest_frame_bytes = 0  # of a step under another plan, or none
+            flow.largest_frame_bytes = 0  # it is that of a step under another plan, or under none
         self._is_stable = stable
         planned_bytes = decisions.frame_bytes if decisions is not None else 0
         wanted_bytes = max(planned_bytes, flow.largest_frame_bytes) if stable else 0
@@ -51,8 +54,9 @@ class Rounding:
             self._reserve(wanted_bytes, decisions.peak_bytes if decisions is not None else None)
 
     def peak_bytes(self, decisions: Decisions | None) -> int | None:
-        """Largest allocation total of the device in a step, as predicted, with the buffers that are reserved now: those
-        of the step that the decisions were made from came on top of nothing. None: unknown.
+        """Return the predicted largest allocation total of a step, with the buffers that are reserved now.
+
+        The step that the decisions were made from had no buffers. None: unknown.
         """
         known = decisions is not None and decisions.peak_bytes is not None
         return decisions.peak_bytes + self._executor.transfer.buffer_bytes if known else None
@@ -65,17 +69,17 @@ class Rounding:
         )
         if has_room:
             with executor.hooks.own():
-                executor.flow.reserve(0)  # the former ones' memory is part of what is free
+                executor.flow.reserve(0)  # the memory of the former buffers counts as free
                 try:
                     has_room = executor.flow.reserve(frame_bytes)
-                except torch.OutOfMemoryError:  # of a device in Python
+                except torch.OutOfMemoryError:  # raised by a device in Python
                     has_room = False
             self._frame_bytes = frame_bytes
             self._most_bytes = max(self._most_bytes, executor.transfer.buffer_bytes)
         if not (has_room or self._told):
             self._told = True
             log.warning(
-                "memplug: no room on the device for rounding buffers of %s: each prefetched tensor is allocated anew. "
-                'Leave the arena on, which needs no such room, or lower "device_budget_gib"',
+                "memplug: the device has no room for rounding buffers of %s: each prefetched tensor is allocated anew. "
+                'Leave the arena on, which needs no such buffers, or lower "device_budget_gib"',
                 size(total_bytes),
             )

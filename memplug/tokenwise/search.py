@@ -1,9 +1,10 @@
-"""GenPolicy: one observed step, then plans around the optimum, each tried for one step. The fastest that kept to its
-memory on every rank is taken (Chameleon, section 4); without more trials the one by which all regions run as
-without memplug, where it did.
+"""GenPolicy: one observed step, then plans around the optimum, each tried for one step.
 
-Plans are made beside training, which goes on at the safest setting, by the lowest of the ranks that run the same; they
-are tried from the step on at which they are there for all ranks.
+The fastest plan that kept to its memory on every rank is taken (Chameleon, section 4). No more plans are tried if all
+regions ran as without memplug, and had the memory for it.
+
+Plans are made beside training, which goes on at the safest setting. Of the ranks that run the same regions, the lowest
+makes them for all. They are tried from the step on at which all ranks have them.
 """
 
 from __future__ import annotations
@@ -30,28 +31,30 @@ from memplug.tokenwise.plan.decisions import Decisions
 
 log = logging.getLogger("memplug")
 
-PEAK_SLACK = 0.02  # by which a step's peak may exceed the predicted one
+PEAK_SLACK = 0.02  # share by which a step's peak may exceed the predicted one
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One step under one plan on one rank."""
+    """The result of one step under one plan on one rank."""
 
     seconds: float
     fits: bool
-    """The host had room for all that was to be swapped, and the device's peak grew by no more than was to be kept."""
+    """Whether the host had room for all rows to be swapped, and the device's peak grew by no more than the plan
+    keeps."""
     device_bytes: int
-    """What the plan keeps on the device."""
+    """Bytes that the plan keeps on the device."""
 
 
 def choose(trials: Sequence[Sequence[Trial]]) -> tuple[int, bool]:
-    """The best plan, and whether it fits; the same on every rank.
+    """Return the index of the best plan, and whether it fits; the same on every rank.
 
-    The slowest rank's time counts, and every rank must have kept to its memory. Where no plan did, the one that keeps
-    the least on the device is the safest; between equals the earlier one, which is nearer to the predicted optimum.
+    The slowest rank's time counts, and every rank must have kept to its memory. If no plan did, the one that keeps the
+    least on the device is the safest. Between equals the earlier one is taken, which is nearer to the predicted
+    optimum.
 
     Args:
-        trials: of each rank, in rank order, of each plan.
+        trials: for each rank, in rank order, the trial of each plan.
     """
     by_plan = list(zip(*trials, strict=True))
     fitting = [i for i, ranks in enumerate(by_plan) if all(trial.fits for trial in ranks)]
@@ -61,26 +64,26 @@ def choose(trials: Sequence[Sequence[Trial]]) -> tuple[int, bool]:
 
 
 class Search:
-    """From the boundary at which GenPolicy begins to the decisions.
+    """One search for decisions, from the start of GenPolicy to the decisions.
 
     Args:
-        regions: all of the session's, at the safest setting.
-        executor: which runs them; from now on with device times around every operator.
+        regions: all regions of the session, at the safest setting.
+        executor: runs the regions; from now on with device times around every operator.
         observer: listens to the executor.
-        ranks: that train the model.
-        budget: of the device.
-        beside: where plans are made.
-        tries: how many plans to try; with none, or only one, the optimum is taken as it is.
-        alpha: "memo": MEMO's one plan.
-        is_relieved: another technique makes steps fit that no plan does, or says that none can.
-        step_peak: largest allocation total of the device since it was called last, in bytes; None: unknown.
-        step_trace: the last step that was recorded in detail, None where none was.
-        room: bytes that a plan may keep on the device, beside a step at the safest setting with such a peak.
+        ranks: the ranks that train the model.
+        budget: device budget.
+        beside: runs the planner beside training.
+        tries: how many plans to try; with 0 or 1 the optimum is taken untried.
+        alpha: "auto", or "memo" for MEMO's one plan.
+        is_relieved: another technique makes steps fit that no plan does, or raises an error if none can.
+        step_peak: returns the largest allocation total of the device since its last call, in bytes; None: unknown.
+        step_trace: returns the last step that was recorded in detail; None if there is none.
+        room: returns the bytes that a plan may keep on the device, given the peak of a step at the safest setting.
         keeps: whether plans may keep outputs on the device.
 
     Attributes:
-        outcome: how it did, for people.
-        fits: False: every plan that was tried needed more memory than it should have.
+        outcome: the result of the search, in words.
+        fits: False if every plan that was tried took more memory than predicted.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class Search:
         self._ranks, self._gather = ranks, ranks.gather
         self._step_peak, self._step_trace = step_peak, step_trace
         self._beside = beside
-        self._task: candidates.Task | None = None  # while plans are made of what was observed
+        self._task: candidates.Task | None = None  # set while the planner runs
         self._decisions_of: Callable[[plan.TokenwisePlan], Decisions]
         self._candidates: list[Decisions] = []
         self._trials: list[Trial] = []
@@ -117,17 +120,21 @@ class Search:
         self._warned = False
         executor.time_forwards(observer)
         for region in self.regions:
-            region.native.peak = 0  # forwards in flight of this program, not of another
+            region.native.peak = 0  # so that it counts forwards in flight of this program only
         step_peak()
 
     def begin_program(self) -> None:
-        """The step's first forward with gradients begins: what comes before it is no part of the step's time."""
+        """Start the step's clock at its first forward with gradients: earlier work is no part of the step's time."""
         self.executor.device.synchronize()
         self._begun = self.executor.device.now_s()
         self.executor.flow.peak_held_bytes = 0
 
     def end_step(self) -> Decisions | None:
-        """A step of the program is over. None: nothing is decided yet, and the regions run the next plan."""
+        """Process a finished step of the program.
+
+        Returns:
+            The decisions, or None while there are none: then the regions run the next plan.
+        """
         self.executor.device.synchronize()
         seconds = self.executor.device.now_s() - self._begun
         peak_bytes = self._step_peak()
@@ -142,23 +149,29 @@ class Search:
         return self._choose()
 
     def stop(self) -> None:
-        """Nothing is observed any more."""
+        """Stop observing and planning."""
         self.executor.time_forwards(None)
         self.observer.clear()
         self._beside.stop()
 
     @property
     def detail(self) -> Detail | None:
-        """How the next step is to be recorded: the one that plans are made from in full, those that try them for their
-        peaks.
+        """Return how the next step is to be recorded.
+
+        The step that plans are made from is recorded in full, those that try plans for their peaks.
         """
         if self._task is not None:
             return None
         return Detail.REQUESTS if self._candidates else Detail.TENSORS
 
     def _begin_planning(self, peak_bytes: int | None) -> bool:
-        """The observed step is over; False: a rank ran no region in it, and the next is observed. Raises `BudgetError`
-        on all ranks where one has to take more of the device than it may.
+        """Start the planner once a step was observed.
+
+        Returns:
+            False if a rank ran no region in the step, so that the next one is observed.
+
+        Raises:
+            BudgetError: on all ranks, where one has to take more of the device than it may.
         """
         groups = planning.group_regions(self.regions, self.observer)
         self.observer.settle(is_agreed(self.regions, self._gather, self._ranks.members))
@@ -193,12 +206,12 @@ class Search:
         return True
 
     def _is_planned(self) -> bool:
-        """Whether there are plans to try by now, for all ranks."""
+        """Return whether all ranks have plans to try by now."""
         if not all(self._gather(not self._beside.is_busy or self._beside.is_done)):
             return False
         task, self._task = self._task, None
         solved = self._beside.take() if self._beside.is_busy else None
-        # the one that solves may do so now
+        # patient: the rank that solves may do so only now
         solutions = candidates.choose(task, solved, functools.partial(self._gather, patient=True))
         self._candidates = [self._decisions_of(one) for one in solutions]
         self.executor.pool.reserve(max(one.host_bytes for one in solutions))
@@ -217,7 +230,7 @@ class Search:
         self._trials.append(Trial(seconds, fits, decisions.solution.device_bytes))
 
     def _is_out_of_the_way(self) -> bool:
-        """All ranks tried to run as without memplug, and had the memory for it: nothing is faster."""
+        """Return whether all ranks ran as without memplug and had the memory for it: no plan is faster."""
         tried = len(self._trials) == 1 and plain.is_plain(self._candidates[0].solution)
         return tried and all(self._gather(self._trials[0].fits))
 

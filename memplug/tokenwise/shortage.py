@@ -1,8 +1,8 @@
-"""Where the host memory of one rank runs out, all ranks swap less, together; where it has room again, more.
+"""Makes all ranks swap less, together, where the host memory of one runs out, and more where it has room again.
 
-A rank that is short recomputes what it could not swap, which is right but makes the others wait for it at every
+A rank that is short recomputes the rows that it could not swap. That is correct, but the others wait for it at every
 collective. So it asks for a smaller share of the rows, and all ranks take the smallest share that one asks for. A rank
-that had room to spare in a step asks for as much more as would have filled it.
+that had room to spare in a step asks for the larger share that would have filled it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from memplug.tokenwise.engine.executor import Executor
 
 log = logging.getLogger("memplug")
 
-MARGIN = 0.95  # of what fitted: rows are cut to whole ones, and slabs do not fill exactly
-SMALLEST = 0.01  # a share below counts as none: inputs and attention outputs alone do not fit
-LEAST_RISE = 1.02  # a smaller one would change what is swapped for next to nothing
+MARGIN = 0.95  # share of the bytes that fitted: rows are cut to whole ones, and slabs do not fill exactly
+SMALLEST = 0.01  # a smaller share counts as 0: inputs and attention outputs alone do not fit
+LEAST_RISE = 1.02  # a smaller rise would gain next to nothing
 
 
 class Shortage:
-    """Called at the end of the same steps on all ranks; sets `share` of the executor's flow."""
+    """Sets `share` of the executor's flow; called at the end of the same steps on all ranks."""
 
     def __init__(self, executor: Executor, ranks: Ranks):
         self._executor = executor
@@ -32,15 +32,18 @@ class Shortage:
         self._lowest = 1.0
 
     def end_step(self) -> None:
-        """A step is over; what it asks for is agreed while the next one runs, and counts from the one after."""
+        """Ask for the share that the ended step should have had.
+
+        The ranks agree on a share while the next step runs, and use it from the one after.
+        """
         flow = self._executor.flow
         asked = self._asked(flow.share)
         if self._agreed is not None:
             share = self._agreed()
             if share < min(flow.share, self._lowest) and self._ranks.first:
                 text = (
-                    "memplug: the host memory of a rank ran out: all ranks swap %.0f %% of the rows that were to be "
-                    'swapped, and recompute the rest. Raise "host_budget_gib" if the hosts have more'
+                    "memplug: the host memory of a rank ran out: all ranks now swap %.0f %% of the rows that the plan "
+                    'swaps, and recompute the rest. Raise "host_budget_gib" if the hosts have more'
                 )
                 log.warning(coded("MP017", text), 100 * share)
             flow.share = share
@@ -48,13 +51,13 @@ class Shortage:
         self._agreed = self._ranks.least(flow.share if asked is None else asked)
 
     def skip_step(self) -> None:
-        """A step is over that no plan, or one that was only tried, was made for: nothing is short yet."""
+        """Start over after a step without a plan, or with one that is only tried."""
         self._before, self._agreed = self._counts(), None
         self._executor.flow.share = 1.0
         self._executor.pool.take_peak_bytes()
 
     def _asked(self, share: float) -> float | None:
-        """What the step should have run at, which ran at `share`; None: that was right."""
+        """Return the share that the step should have run at; None: its own was right."""
         before, self._before = self._before, self._counts()
         taken, refused = (now - then for now, then in zip(self._before, before, strict=True))
         pool = self._executor.pool
@@ -64,7 +67,7 @@ class Shortage:
             return share if share >= SMALLEST else 0.0
         if not 0.0 < share < 1.0 or not peak_bytes:
             return None
-        # no more than fits: what is swapped whole does not grow with the share
+        # this never exceeds the budget: tensors that are swapped whole do not grow with the share
         larger = min(1.0, share * MARGIN * pool.budget_bytes / peak_bytes)
         return larger if larger > share * LEAST_RISE else None
 

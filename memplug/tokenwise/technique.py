@@ -1,5 +1,6 @@
-"""Token-wise offloading and recomputation as a technique: decisions for the operators of a program's regions, and all
-that happens to regions between two steps.
+"""Token-wise offloading and recomputation as a technique.
+
+It decides for the operators of a program's regions, and does all that happens to regions between two steps.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ log = logging.getLogger("memplug")
 
 
 class TokenWise(AgreedTechnique[Decisions]):
-    """See the module's text.
+    """The technique that swaps and recomputes by fractions of rows (tokens).
 
     Attributes:
         executor: runs the regions.
-        plain: of these, those that run as without memplug.
-        decisions: that they run by; None at the safest setting, with a number for alpha, and while plans are tried.
-        observer, check, predictions, rounding: see there.
+        plain: the regions that run as without memplug.
+        decisions: the decisions in force; None at the safest setting, with a number for alpha, and while plans are
+            tried.
+        observer: see `planning.Observer`.
+        check: see `AlphaCheck`.
+        predictions: see `Predictions`.
+        rounding: see `Rounding`.
     """
 
     name = Decisions.name
@@ -75,7 +80,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         self.check = AlphaCheck(fixed if self._is_on else None, self._budget, self._regions, self.executor, self._ranks)
         self.predictions = Predictions(self.executor)
         self.rounding = Rounding(self._budget, self.executor, planned=self.plans)
-        self._sizes: tuple[tuple[int, ...], ...] = ()  # of the inputs of each forward, in the step that ended last
+        self._sizes: tuple[tuple[int, ...], ...] = ()  # sizes of each forward's inputs, in the step that ended last
         self._shortage = Shortage(self.executor, self._ranks)
         self._room = Room(self._budget, self._ranks, given.reserved)
         self._search: Search | None = None
@@ -83,7 +88,7 @@ class TokenWise(AgreedTechnique[Decisions]):
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
     def propose(self, trace: Trace | None) -> Decisions | None:
-        """Observe the next step, and try plans in those that follow: see `memplug.tokenwise.search`."""
+        """Observe the next step, and try plans in the steps that follow: see `memplug.tokenwise.search`."""
         search = self._search
         if search is None:
             self._search = Search(
@@ -104,15 +109,16 @@ class TokenWise(AgreedTechnique[Decisions]):
             return None
         if not search.fits and self._ranks.first:
             text = (
-                "memplug: every plan that was tried took more memory than it should have, and the one that keeps the "
-                'least on the device is used: set "device_budget_gib" or "host_budget_gib" to the memory that is free'
+                "memplug: every plan that was tried took more memory than it should have; training goes on with the "
+                'one that keeps the least on the device. Set "device_budget_gib" or "host_budget_gib" to the memory '
+                "that is free"
             )
             log.warning(coded("MP013", text))
         self.outcome = search.outcome
         return decisions
 
     def install(self, part: Decisions) -> None:
-        """Run the regions by it."""
+        """Run the regions by these decisions."""
         self._stop_search()
         if part is not self.decisions:
             planning.put(part, self._regions, self.executor)
@@ -127,57 +133,57 @@ class TokenWise(AgreedTechnique[Decisions]):
     # -- how it begins -------------------------------------------------------------------------------------------------
 
     def beginning(self) -> str:
-        """The regions, and what they run by."""
+        """Return the number of regions and how they start, in words."""
         if self.plans:
-            return f"{len(self._regions)} regions, planned for once the program repeats"
+            return f"{len(self._regions)} regions, to be planned once the program repeats"
         return f"{len(self._regions)} regions, alpha {self._alpha}" if self._is_on else "no regions"
 
     @property
     def unwatched_because(self) -> str:
-        """See `AgreedTechnique`."""
+        """Return why operators of steps need not be compared: see `AgreedTechnique`."""
         if not self._is_on:
-            return "the block switches token-wise plans off, and they alone need operators to be compared"
+            return "the block switches token-wise plans off, and only they need the operators of steps to be compared"
         return (
             ""
             if self.plans
-            else "with a number for alpha there is no plan that operators would have to be compared for"
+            else "with a number for alpha there is no plan, so the operators of steps need not be compared"
         )
 
-    # -- what the stages ask -------------------------------------------------------------------------------------------
+    # -- questions of the stages ---------------------------------------------------------------------------------------
 
     def begin_program(self) -> None:
-        """The step's first forward with gradients begins."""
+        """Start the clock of a step that is observed or tries a plan: its first forward with gradients begins."""
         if self._search is not None:
             self._search.begin_program()
 
     def has_lost_room(self) -> bool:
-        """See `memplug.tokenwise.room`."""
+        """Return whether the plan keeps more on the device than there is room for: see `memplug.tokenwise.room`."""
         return self._room.is_short(self.decisions)
 
     def retain(self, parts: Iterable[Decisions]) -> None:
-        """Where none of them needs host memory, it goes back."""
+        """Release the pinned host memory if none of these parts needs any."""
         if not any(decisions.solution.host_bytes for decisions in parts):
             self.executor.pool.give_back()
 
     def layer_bytes(self) -> dict[str, int]:
-        """See `memplug.session.given.Given`."""
+        """Return the bytes that each layer's last forward offloaded: see `memplug.session.given.Given`."""
         return {region.name: region.native.sent_bytes for region in self._regions}
 
     def free_host_bytes(self) -> int:
-        """Beside the pool's."""
+        """Return the bytes of the host budget that the pool has not taken."""
         return self.executor.pool.budget_bytes - self.executor.pool.capacity_bytes
 
     def in_words(self, part: Decisions) -> str:
-        """See `memplug.show.words`."""
+        """Return a plan in one line."""
         return plan_in_words(part.solution)
 
     @property
     def has_run(self) -> bool:
-        """Whether a region ran forward with gradients."""
+        """Return whether a region ran forward with gradients."""
         return self.executor.flow.forwards > 0
 
     def report(self) -> TokenwiseReport:
-        """See `memplug.tokenwise.report`."""
+        """Return the report of this technique: see `memplug.tokenwise.report`."""
         return report_of(
             *(self._alpha, self._regions, self.executor, self.decisions, self.check, self.predictions),
             self.rounding.peak_bytes(self.decisions),
@@ -185,7 +191,7 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     @property
     def detail(self) -> Detail | None:
-        """Of the step that is observed, and of those that try plans."""
+        """Return how the next step is to be recorded, if it is observed or tries a plan; else None."""
         return self._search.detail if self._search is not None else None
 
     # -- between two steps ---------------------------------------------------------------------------------------------
@@ -195,12 +201,14 @@ class TokenWise(AgreedTechnique[Decisions]):
         self._sizes = self.executor.flow.end_step([region.native for region in self._regions])
 
     def program(self, operators: np.ndarray | None, nodes: int) -> Program:
-        """With the sizes of the regions' inputs."""
+        """Return the program of the step that ended, with the sizes of the regions' inputs."""
         return Program(operators, self._sizes, nodes, self.plain.unseen)
 
     def agree(self, program: Program, planned_from: Program | None, is_stable: bool) -> None:
-        """Swap less where the host memory of a rank has run out; compare what the step moved with what its plan said;
-        check the link for a number for alpha.
+        """Agree with other ranks, at the end of a step, on changes that are no part of a plan.
+
+        Swap less where the host memory of a rank has run out; compare the step's offloaded bytes with its plan; check a
+        number for alpha against the link.
         """
         if self._regions and is_stable:
             self._shortage.end_step()
@@ -211,14 +219,15 @@ class TokenWise(AgreedTechnique[Decisions]):
         self.check.end_step()
 
     def settle(self, is_stable: bool, is_served: bool) -> None:
-        """Plain regions, and rounding buffers where no planned addresses take their place."""
+        """Update plain regions, and rounding buffers where no planned addresses replace them."""
         if self.plans:
             self.plain.end_step(self.decisions)
         self.rounding.end_step(self.decisions, is_stable and not is_served)
 
     def turn_away(self) -> None:
-        """The step that begins has other inputs than its plan was made for: regions run at the safest setting. But not
-        where that would change which collectives a recompute pass launches: all ranks have to agree on that first.
+        """Run regions at the safest setting in the step that begins: its inputs differ from those of its plan.
+
+        Regions whose recompute passes launch collectives keep their setting: all ranks have to agree on a change first.
         """
         self.plain.enter_all()
         for region in self._regions if not self.executor.regathers else ():
@@ -229,22 +238,25 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     @property
     def may_talk(self) -> bool:
-        """Whether regions take part in collectives, which depend on what they run by: all ranks have to do it alike."""
+        """Return whether regions take part in collectives.
+
+        Collectives depend on the settings of the regions, so all ranks have to change settings alike.
+        """
         return self.executor.regathers or any(region.native.may_talk for region in self._regions)
 
     def stay(self) -> None:
-        """Ranks decide nothing together any more: regions run on as they do."""
+        """Keep regions as they are for good: ranks no longer decide together."""
         self._stop_search()
         self.check.stop()
 
     def close(self) -> None:
-        """The session is detached, and no region runs any more."""
+        """Release all resources: the session is detached, and no region runs any more."""
         self.executor.close()
 
     # -- from run to run -----------------------------------------------------------------------------------------------
 
     def keep(self, part: Decisions, plan: MemoryPlan) -> MemoryPlan:
-        """The plan with these decisions, what forwards have shown under them, and the link that they were made for."""
+        """Return the plan with these decisions, the findings of forwards under them, and the link rates."""
         d2h, h2d = self.executor.device.link_rates()
         settings = {
             region.name: replace(part.settings[region.name], learnt=_learnt(region))
@@ -254,11 +266,11 @@ class TokenWise(AgreedTechnique[Decisions]):
         return plan.with_part(replace(part, settings=settings, d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d))
 
     def reserve(self, parts: Iterable[Decisions]) -> None:
-        """The host memory that the largest of them needs."""
+        """Reserve the host memory that the largest of these parts needs."""
         self.executor.pool.reserve(max(decisions.solution.host_bytes for decisions in parts))
 
     def lacks(self, part: Decisions) -> str:
-        """Why this machine has no room for a part; "" where it has."""
+        """Return why this machine has no room for a part; "" where it has."""
         host_bytes, budget_bytes = part.solution.host_bytes, self.executor.pool.budget_bytes
         if host_bytes > budget_bytes:
             return f"it swaps {size(host_bytes)}, and the host budget is {size(budget_bytes)}"

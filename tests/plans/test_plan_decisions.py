@@ -41,7 +41,7 @@ def other_program(program):
 @pytest.mark.parametrize(
     ("plan", "mistake"),
     [
-        (wrong_region(key="other"), "which the plan says nothing of"),
+        (wrong_region(key="other"), "for which the plan has no region"),
         (wrong_region(rows=1.5), "the fraction 1.5 of its rows"),
         (wrong_region(forward_bytes=-1), "-1 bytes"),
         (wrong_region(plain_bytes=-2), "-2 bytes"),

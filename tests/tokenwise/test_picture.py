@@ -118,7 +118,7 @@ def test_words_say_what_is_swapped_kept_and_recomputed_and_what_it_promises():
     assert "layer 0: 3.00 MiB swapped, 2.00 MiB kept, 5.00 MiB recomputed" in lines
     assert "layers 4-5: 7.00 MiB kept each, as without memplug" in lines
     late = dict(rows(decisions(planned({"layers.0": swapping(learnt=LATE)}))))
-    assert late["  only if needed"] == "3.00 MiB of what is swapped" and "  only if needed" not in words
+    assert late["  only if needed"] == "3.00 MiB of the swapped bytes" and "  only if needed" not in words
     assert late["  by region"].endswith("offloaded only if needed")
 
 

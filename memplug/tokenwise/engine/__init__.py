@@ -1,1 +1,1 @@
-"""Decisions to device: swapping, recomputation and the streams that order them."""
+"""The engine that runs regions: swapping, recomputation, and the streams that order them."""

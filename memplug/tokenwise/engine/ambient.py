@@ -1,6 +1,7 @@
-"""The state around a region's forward that its recompute pass must meet again: autocast, random generators, attention
-back ends, the default device. On a GPU it runs on autograd's own thread, which knows none of it. The native core takes
-it when a forward starts (native/tape/ambient.h).
+"""Restores the state around a region's forward for its recompute pass.
+
+This is autocast, random generators, attention back ends and the default device. On a GPU the pass runs on autograd's
+own thread, which has none of it. The native core takes the state when a forward starts (native/tape/ambient.h).
 """
 
 from __future__ import annotations
@@ -32,18 +33,21 @@ def restored(
     attention: Mapping[str, bool],
     default_device: torch.device | None,
 ) -> Iterator[None]:
-    """The same state again, for a pass that runs the module. Nothing compiled runs inside but units: the forward ran
-    functions that the model compiles inside of a region as they are written, since compiled code has no operators to
-    see.
+    """Enter the state of the forward, for a pass that runs the module again.
+
+    Apart from units, no compiled code runs inside: in the forward, functions that the model compiles inside of a region
+    ran as they are written, since compiled code shows no operators.
 
     Args:
-        surroundings: states of the host that random operators depend on, each as a function that gives a context
-            manager in which that state is back.
-        cpu_rng, device_rng: generator states; none where nothing draws, and of the device where that is the CPU.
-        autocast: (device, whether it is on, dtype) of each kind. Without its cache: a weight cast once for two regions
-            would be cast again in the recompute pass of one.
+        device: the device that trains.
+        surroundings: functions that each return a context manager, which restores a state of the framework that random
+            operators depend on.
+        cpu_rng: state of the CPU's generator; None where nothing draws from it.
+        device_rng: state of the device's generator; None where nothing draws from it, or the device is the CPU.
+        autocast: (device, whether it is on, dtype) of each kind. It runs without its cache: a weight that is cast once
+            for two regions would be cast again in the recompute pass of one.
         attention: whether each back end is enabled, by its name in `torch.backends.cuda`.
-        default_device: of factory functions, where one was set.
+        default_device: device of factory functions, where one was set.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(core().AsWritten())
@@ -69,13 +73,13 @@ def restored(
 
 
 def is_transformed() -> bool:
-    """Returns whether the thread is inside of a function transform. Does not look at a stack that torch would make."""
+    """Return whether the thread is inside of a function transform, without making torch create its stack of them."""
     return core().has_transform_stack() and peek_interpreter_stack() is not None
 
 
 def no_transforms() -> AbstractContextManager[None]:
-    """Returns a context without the function transforms that backward runs in, such as that of batched gradients."""
-    batched = vmapmode_increment_nesting() - 1  # by `torch.autograd.grad`, which has a vmap of its own
+    """Return a context without the function transforms that backward runs in, such as that of batched gradients."""
+    batched = vmapmode_increment_nesting() - 1  # `torch.autograd.grad` has a vmap of its own
     vmapmode_decrement_nesting()
     if not batched and not is_transformed():
         return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""When regions run as they are: inside of what replays or transforms their operators; and when torch traces them."""
+"""Tells when regions run as without memplug: when their operators are recorded, transformed or traced."""
 
 from __future__ import annotations
 
@@ -21,23 +21,26 @@ log = logging.getLogger("memplug")
 
 
 class AsTheyAre:
-    """Asked before each forward with gradients, of regions on one device; says each reason once."""
+    """Decides before each forward with gradients whether regions of one device run as without memplug.
+
+    Each reason is logged once.
+    """
 
     def __init__(self, device: Device):
         self._device = device
         self._told: set[str] = set()
 
     def is_so(self) -> bool:
-        """Whether a region's forward runs as without memplug now.
+        """Return whether a region's forward has to run as without memplug now.
 
-        Replays of a CUDA graph would write to host rows that are others' by then. Tensors of transforms and of
-        forward-mode differentiation have no memory of their own to swap. Without saved-tensor hooks memplug does not
-        learn what backward needs.
+        Replays of a CUDA graph would write to host rows that belong to other tensors by then. Tensors of function
+        transforms and of forward-mode differentiation have no memory of their own to swap. Without saved-tensor hooks
+        memplug does not learn which tensors backward needs.
         """
         if self._device.is_capturing():
             return self._tell(
                 "memplug: regions inside of a CUDA graph run as they are: nothing of them is swapped or recomputed. "
-                "Capture without regions, or leave the graph out"
+                "To use memplug there, train without the graph"
             )
         if is_transformed() or is_in_forward_ad():
             return self._tell(
@@ -52,7 +55,7 @@ class AsTheyAre:
         return False
 
     def _tell(self, message: str) -> bool:
-        """True, for whoever asked."""
+        """Log a message once, and return True."""
         if message not in self._told:
             self._told.add(message)
             log.warning(coded("MP019", message))
@@ -60,7 +63,7 @@ class AsTheyAre:
 
 
 def is_traced() -> bool:
-    """Whether this forward is torch's, which makes a program of it, or of fake tensors: it trains nothing."""
+    """Return whether torch traces this forward, or runs it on fake tensors: it trains nothing."""
     if is_jit_tracing() or is_fx_tracing():
         return True
     return len_torch_dispatch_stack() > 0 and any(map(get_dispatch_mode, TRACING))

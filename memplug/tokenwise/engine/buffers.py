@@ -1,4 +1,4 @@
-"""Memory from outside of a region that its forward writes to, and its recompute pass finds again as it was."""
+"""Memory from outside of a region that its forward writes to, with its values from before for the recompute pass."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ IN_PLACE = "one of the variables needed for gradient computation has been modifi
 
 
 class Buffers(BuffersCalls):
-    """What one forward wrote to in place, such as running statistics, and the values before: a recompute pass must find
-    those, and leave no trace.
+    """The memory that one forward writes to in place, such as running statistics, and its values from before.
+
+    A recompute pass must find these values, and leave no trace.
     """
 
     def __init__(self) -> None:
         self._before: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
 
     def note(self, tensor: torch.Tensor) -> None:
-        """The forward is about to write to the tensor, for the first time."""
+        """Keep the tensor's values: the forward is about to write to it, for the first time."""
         self._before.append((alias_of(tensor), tensor.untyped_storage().clone()))
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
-        """Every buffer has its former value meanwhile, and no version of it counts."""
+        """Enter a context in which every buffer has its former value; writes inside do not advance its version."""
         now = [(tensor, before, tensor.untyped_storage().clone()) for tensor, before in self._before]
         with unsafe_preserve_version_counter(tuple(tensor for tensor, _ in self._before)):
             try:
@@ -41,7 +42,7 @@ class Buffers(BuffersCalls):
 
 
 def check_version(tensor: torch.Tensor, version: int) -> None:
-    """Raise what autograd raises for a tensor that was modified in place since it had that version."""
+    """Raise autograd's error if a tensor was modified in place since it had this version."""
     if tensor._version != version:
         raise RuntimeError(
             f"{IN_PLACE}: {tuple(tensor.shape)} is at version {tensor._version}; expected version {version}"
@@ -49,6 +50,9 @@ def check_version(tensor: torch.Tensor, version: int) -> None:
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory and version counter, without the graph. Inside a dispatch mode `detach` alone makes a version
-    counter of its own, and a write by the rest of the program would go unnoticed."""
+    """Return a tensor with the same memory and version counter, without the graph.
+
+    Inside a dispatch mode `detach` would make a separate version counter, and a write by the rest of the program would
+    go unnoticed.
+    """
     return core().alias(tensor)

@@ -1,7 +1,8 @@
-"""All that the native core calls of Python while regions run. Its C++ has the same names in native/tape/calls.h: `bind`
-compares the two, and a class that lacks a method of its base here cannot be made.
+"""All Python that the native core calls while regions run.
 
-The core keeps no bound method: one would keep its executor alive, in a circle that Python's collector does not see.
+The C++ has the same names in native/tape/calls.h: `bind` compares the two, and a class that lacks a method of its base
+here cannot be instantiated. The core keeps no bound method: one would keep its executor alive, in a cycle that Python's
+collector does not see.
 """
 
 from __future__ import annotations
@@ -18,48 +19,53 @@ from memplug.torch_private import DeviceContext, get_function_modes, tree_flatte
 
 
 class ExecutorCalls(ABC):
-    """An executor, as the frames of its regions call it. `region`: a `memplug.tokenwise.engine.region.Region`; `frame`:
-    the core's `Frame`.
+    """An executor, as the frames of its regions call it.
+
+    In all methods `region` is a `memplug.tokenwise.engine.region.Region`, and `frame` the core's `Frame`.
     """
 
     @property
     @abstractmethod
     def stands_around(self) -> bool:
-        """Whether a recompute pass needs `restore`, whatever the frame is like."""
+        """Return whether every recompute pass needs `restore`, whatever its frame."""
 
     @abstractmethod
     def is_alone(self) -> bool:
-        """Returns whether there is one rank."""
+        """Return whether there is only one rank."""
 
     @abstractmethod
     def is_scratch(self, tensor: torch.Tensor) -> bool:
-        """Returns whether a tensor is in a scratch buffer owned by the framework."""
+        """Return whether a tensor is in a scratch buffer owned by the framework."""
 
     @abstractmethod
     def written_buffers(self) -> BuffersCalls:
-        """Returns where a forward notes what it writes to; asked for before its first write."""
+        """Return an object in which a forward notes its writes; called before its first write."""
 
     @abstractmethod
     def note_opaque(self, region: Any, why: int | str, why_it_keeps: str = "") -> None:
-        """Take note that no tape tells what the region does: the reason, or bits of it. `why_it_keeps`: "" where the
-        region runs again.
+        """Note that the region is opaque.
+
+        Args:
+            region: the region.
+            why: the reason in words, or as bits of `Opaque`.
+            why_it_keeps: why all that it saves stays on the device; "": its module can run again.
         """
 
     @abstractmethod
     def note_timed(self, region: Any, frame: Any) -> None:
-        """Take note that a timed forward is over."""
+        """Note that a timed forward is over."""
 
     @abstractmethod
     def restore(self, frame: Any, region: Any) -> None:
-        """Run a frame's recompute pass, where that takes more than the tape's operators."""
+        """Run a frame's recompute pass, where it takes more than the tape's operators."""
 
     @abstractmethod
     def explain(self, phase: str, region: Any, error: BaseException) -> None:
-        """Add a note to an error of the device's memory, which passes."""
+        """Add a note to an error of the device's memory that is being raised."""
 
     @abstractmethod
     def with_region(self, region: Any, error: RuntimeError) -> RuntimeError:
-        """Returns the error that backward raises instead, with the region's name."""
+        """Return the error that backward raises instead, with the region's name."""
 
     @abstractmethod
     def run_unit_again(
@@ -75,18 +81,18 @@ class ExecutorCalls(ABC):
         sources: Sequence[tuple[bool, int] | None],
         count: int,
     ) -> list[torch.Tensor | None]:
-        """See `memplug.tokenwise.engine.units.run_again`."""
+        """Run a unit again: see `memplug.tokenwise.engine.units.run_again`."""
 
 
 class UnitCalls(ABC):
     """A unit, as the core reads it around a call.
 
     Attributes:
-        writes: which of the tensors that it is given it writes to, by their number.
-        writes_unsaid: it may write to what it is given and gives back, which no version tells.
-        puts_back: it may put back the state of a generator from which it has drawn.
-        reads: gives parameters of its own, which it is not given; asked for before the call.
-        lasting: gives tensors that outlive the unit; asked for after the call.
+        writes: indices of the tensors among its arguments that it writes to.
+        writes_unsaid: it may write to arguments that it returns, although no version shows it.
+        puts_back: it may draw from a generator and then restore its state.
+        reads: returns parameters of its own, which are not among its arguments; called before the unit runs.
+        lasting: returns tensors that outlive the unit; called after the unit has run.
     """
 
     writes: set[int]
@@ -97,11 +103,11 @@ class UnitCalls(ABC):
 
     @abstractmethod
     def note_writes(self, written: Sequence[int]) -> None:
-        """Take note that a call wrote to more of what it was given than `writes` says."""
+        """Note that a call wrote to more of its arguments than `writes` says."""
 
 
 class BuffersCalls(ABC):
-    """What one forward writes to in place."""
+    """The memory that one forward writes to in place."""
 
     @abstractmethod
     def note(self, tensor: torch.Tensor) -> None:
@@ -109,27 +115,32 @@ class BuffersCalls(ABC):
 
     @abstractmethod
     def as_before(self) -> AbstractContextManager[None]:
-        """Returns a context in which every buffer has its former values."""
+        """Return a context in which every buffer has the values from before the forward."""
 
 
 class TimesCalls(ABC):
-    """The times of one forward."""
+    """The device times of one forward."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Take the time: the forward begins."""
+        """Take the time at which the forward begins."""
 
     @abstractmethod
     def time(self, index: int, over: bool) -> None:
-        """Take the time: the operator of that index begins, or is over."""
+        """Take the time at which an operator begins or ends.
+
+        Args:
+            index: index of the operator.
+            over: whether the operator ends.
+        """
 
     @abstractmethod
     def begin_backward(self) -> None:
-        """Take the time, once: backward asks for a saved tensor."""
+        """Take the time, once, at which backward asks for a saved tensor."""
 
 
 class StateCalls(ABC):
-    """The Python state that a forward finds.
+    """The Python state before a forward.
 
     Attributes:
         unknown: why it cannot be put back; "" where it can be.
@@ -139,10 +150,10 @@ class StateCalls(ABC):
 
 
 def bind(core: Any) -> None:
-    """Tell the core's module what it calls.
+    """Give the core's module the Python names that it calls.
 
     Raises:
-        AttributeError: the core calls another name than the classes here have, or not all of theirs.
+        AttributeError: the core calls another name than these classes have, or not all of theirs.
     """
     classes = ExecutorCalls, UnitCalls, BuffersCalls, TimesCalls, StateCalls
     names = {each.__name__: {*each.__abstractmethods__, *each.__annotations__} for each in classes}
@@ -151,7 +162,7 @@ def bind(core: Any) -> None:
 
 
 def default_device() -> torch.device | None:
-    """Returns the device of factory functions, where one was set.
+    """Return the device of factory functions, where one was set.
 
     `torch.get_default_device` would make a tensor to find out.
     """
@@ -160,7 +171,12 @@ def default_device() -> torch.device | None:
 
 
 def fail(kind: int, size: str) -> NoReturn:
-    """Raise what a failure of the core means, by `Failure::Kind` in native/transfer/transfer.h."""
+    """Raise the error for a failure of the core.
+
+    Args:
+        kind: a `Failure::Kind` of native/transfer/transfer.h.
+        size: shape and dtype of the tensor concerned, in words.
+    """
     if kind == 0:
         text = f"a captured {size} tensor was modified in place after its region had ended"
         raise InPlaceError(text, code="MP024")
@@ -200,7 +216,7 @@ def fail(kind: int, size: str) -> NoReturn:
         )
     if kind == 7:
         raise RecomputeError(
-            f"a captured {size} tensor that backward asks for was given back by an earlier backward",
+            f"a captured {size} tensor that backward asks for was released by an earlier backward",
             "Pass `retain_graph=True` to every backward of a graph but the last. If this graph has only one, please "
             "report it: run `memplug doctor` and attach its output.",
             code="MP025",

@@ -1,4 +1,4 @@
-"""The native core, told what operators are and what it calls of Python."""
+"""Loads the native core, and gives it descriptions of operators and the Python names that it calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memplug.tokenwise.engine import calls, operators
 
 @functools.cache
 def core() -> Any:
-    """Returns the core's module.
+    """Return the core's module.
 
     Raises:
         NativeError: it cannot be built here.
@@ -27,16 +27,16 @@ def core() -> Any:
 
 
 class Watching:
-    """Stands before exchanges and hears of garbage collections, for all executors of the process, while there is one.
+    """Intercepts exchanges and follows garbage collections, for all executors of the process, while there is one.
 
-    What a collection runs, finalizers of whatever has died, is no operator of a region.
+    A collection runs finalizers of any dead object: their operators are not a region's.
     """
 
     def __init__(self) -> None:
         self._executors = self._collections = 0
 
     def begin(self) -> None:
-        """Begin, or go on, until `end` was called as often."""
+        """Count an executor, and start watching with the first one."""
         if not self._executors:
             core().stand_before_exchanges()
             if self._collect not in gc.callbacks:
@@ -44,7 +44,10 @@ class Watching:
         self._executors += 1
 
     def end(self) -> None:
-        """End, where all that began have ended. In a collection its callback stays, until another last one ends."""
+        """Count an executor less, and stop watching with the last one.
+
+        In the middle of a collection the callback stays registered, until the last of some later executors ends.
+        """
         self._executors -= 1
         if not self._executors:
             core().leave_exchanges()
@@ -55,7 +58,7 @@ class Watching:
         if phase == "start":
             self._collections += 1
             core().pause()
-        elif self._collections:  # else the collection began before this callback was there
+        elif self._collections:  # else the collection began before this callback was registered
             self._collections -= 1
             core().resume()
 
@@ -65,7 +68,10 @@ watching = functools.cache(Watching)
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Operators inside are not a region's own: neither noted nor replayed (parameter gathering, hooks)."""
+    """Enter a context whose operators belong to no region (parameter gathering, hooks).
+
+    They are neither noted nor replayed.
+    """
     known = core()
     known.pause()
     try:
@@ -75,5 +81,8 @@ def paused() -> Iterator[None]:
 
 
 def in_framework() -> AbstractContextManager[Any]:
-    """Operators inside are a framework's own (gathering, reducing), by which steps are not compared."""
+    """Return a context for operators of a framework (gathering, reducing).
+
+    They do not count when steps are compared.
+    """
     return core().InFramework()

@@ -1,18 +1,17 @@
-"""Row-cached recompute over rounding buffers: MEMO's token-wise swapping and recomputation, at the operator level
-(MEMO, section 4.1).
+"""Row-cached recompute over rounding buffers: MEMO's token-wise swapping and recomputation (section 4.1), by operator.
 
-Any module can be a region. Its forward runs once under an observer that captures expensive outputs and sends their
-first rows to the host; the region two further on (or as many as `buffers` says) waits for those copies and releases the
-memory. Operators write their outputs to memory that they ask for themselves, so nothing lies in a rounding buffer in
-forward: MEMO's two are a rule of release here. In backward, rows are prefetched ahead of their use:
+Any module can be a region. Its forward runs once under an observer that captures expensive outputs and offloads their
+first rows. The second region after it (or the one that `buffers` names) waits for those copies and releases the memory.
+Operators allocate their own outputs, so no tensor lies in a rounding buffer in forward: MEMO's two buffers are a rule
+of release here. In backward, rows are prefetched ahead of their use:
 
-* into rounding buffers (native/transfer/rounding.h), where those are reserved (`memplug.tokenwise.rounding`): as far
-  ahead as they have room;
-* else into new memory, within a limit of bytes that keeps the peak at full recomputation's: what is restored at any
-  time is at most the largest region's saved tensors, which full recomputation has there too, plus the region inputs,
-  which it never releases.
+* into rounding buffers (native/transfer/rounding.h), where those are reserved (`memplug.tokenwise.rounding`), as far
+  ahead as these have room;
+* otherwise into new memory, within a limit of bytes that keeps the peak at that of full recomputation. The restored
+  tensors take at most the bytes of the largest region's saved tensors, which full recomputation has on the device too,
+  plus those of the region inputs, which it never releases.
 
-What runs once a tensor is native: native/tape/frame.h, flow.h and transfer.h.
+All code that runs once per tensor is native: native/tape/frame.h, flow.h and transfer.h.
 """
 
 from __future__ import annotations
@@ -59,7 +58,11 @@ class _OfThread(threading.local):
 
 
 class _Rerunning:
-    """Entered for every unit that runs again: a generator's would take five times as long."""
+    """The context of a unit or module that runs again.
+
+    It is a class because every unit that runs again enters one, and a generator's context manager takes five times as
+    long.
+    """
 
     def __init__(self, threads: _OfThread, unit_states: Mapping[Any, collections.deque[Any]]):
         self._threads, self._unit_states = threads, unit_states
@@ -79,20 +82,23 @@ class Executor(ExecutorCalls):
     """Runs regions.
 
     Args:
-        host_budget_bytes: bound of the pinned pool.
+        device: the device that trains.
+        host_budget_bytes: limit of the pinned pool.
         min_offload_bytes: smaller tensors stay on the device.
-        regathers: parameters are gathered in forward (ZeRO 3): every region recomputes on every rank, whatever is
+        regathers: forward gathers parameters (ZeRO 3), so every region recomputes on every rank, however much is
             swapped.
         buffers: how many regions' tensors wait on the device for their release, and how many rounding buffers
             `flow.reserve` makes.
-        hooks: what to call of others.
+        hooks: functions of others to call.
 
     Attributes:
         pool: pinned host memory.
         transfer: copies between device and host, and their counters (native/transfer/transfer.h).
-        flow: frames in flight, in order, and the share of the rows that are swapped of those that regions say, below 1
-            where host memory has run out (native/transfer/flow.h).
-        on_timed: what `time_forwards` was given.
+        flow: frames in flight, in order. Its `share` scales the rows that regions swap; it is below 1 where host memory
+            has run out (native/transfer/flow.h).
+        on_timed: the listener of `time_forwards`.
+        divergences: recompute passes that fell back to running all operators of a region.
+        opaque: number of opaque regions, by reason.
     """
 
     def __init__(
@@ -115,39 +121,48 @@ class Executor(ExecutorCalls):
         self._threads = _OfThread()
         self.functions = HiddenFunctions(self)
         self.divergences = 0
-        self.opaque: collections.Counter[str] = collections.Counter()  # regions by the reason
+        self.opaque: collections.Counter[str] = collections.Counter()
         self.on_timed: Callable[[Region, Any, Tape], None] | None = None
         self._warned = False
         self._as_they_are = AsTheyAre(device)
         watching().begin()
-        self._stop_watching = weakref.finalize(self, watching().end)  # of a session that is dropped, too
+        self._stop_watching = weakref.finalize(self, watching().end)  # also if the session is dropped
         self._stop_watching.atexit = False
 
     def time_forwards(self, listener: Callable[[Region, Any, Tape], None] | None) -> None:
-        """Take device times around every operator of a region, from the next forward on, each of which the listener is
-        given, with its frame and tape; None: no more.
+        """Take device times around every operator of a region, from the next forward on.
+
+        Args:
+            listener: gets each timed region with its frame and tape; None: stop taking times.
         """
         self.on_timed = listener
 
     @property
     def recomputing(self) -> int:
-        """Recompute passes under way on this thread that run the module again."""
+        """Return how many recompute passes that run a module again are under way on this thread."""
         return self._threads.recomputing
 
     def rerunning(self, unit_states: Iterable[tuple[Any, Any]] = ()) -> AbstractContextManager[None]:
-        """Such a pass is under way; `unit_states`: of the units that it is going to run, in order, by their unit."""
+        """Return a context for a recompute pass that runs a module again.
+
+        Args:
+            unit_states: (unit, state) of each unit that the pass runs, in order.
+        """
         by_unit: dict[Any, collections.deque[Any]] = {}
         for unit, state in unit_states:
             by_unit.setdefault(unit, collections.deque()).append(state)
         return _Rerunning(self._threads, by_unit)
 
     def next_state(self, unit: Any) -> Any:
-        """Such a pass runs a unit: what that needs to run as it ran; None where it is none of the forward's own."""
+        """Return the state with which a recompute pass has to run a unit; None if the forward did not run this unit."""
         states = self._threads.unit_states.get(unit)
         return states.popleft() if states else None
 
     def run(self, region: Region, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `call(*args, **kwargs)`, the region's own forward. Without gradients nothing is noted or consumed."""
+        """Run `call(*args, **kwargs)`, the region's own forward.
+
+        Without gradients the call runs unobserved.
+        """
         if not torch.is_grad_enabled() or self._as_they_are.is_so():
             return call(*args, **kwargs)
         if region.is_plain:
@@ -168,7 +183,7 @@ class Executor(ExecutorCalls):
         except RuntimeError as error:
             if _REFUSED_BY_TORCH in str(error) and hasattr(error, "add_note"):
                 error.add_note(
-                    f"memplug: region {region.name} runs under such hooks, and takes gradients by a function "
+                    f"memplug: region {region.name} runs under saved-tensor hooks and takes gradients by a function "
                     'transform: use torch.autograd.grad there, or leave the module out of "tokenwise.regions"'
                 )
             raise
@@ -177,22 +192,27 @@ class Executor(ExecutorCalls):
         return out
 
     def _runs_plain(self, region: Region, given_bytes: int) -> bool:
-        """Returns whether a plain region runs so with arguments of that size.
+        """Return whether a plain region runs as without memplug with arguments of this size.
 
-        One that is given more than in the step that the plan was made from would keep more too. But all ranks must
-        launch the same collectives, however much each is given.
+        With larger arguments than in the step that the plan was made from it would keep more too. But all ranks must
+        launch the same collectives, whatever the size of their arguments.
         """
         return given_bytes <= region.setting.plain_bytes or self.regathers or region.native.communicates
 
     def _observe(self, region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The native core notes every operator and every tensor that autograd saves (native/tape/forward.h), or finds
-        that they are those of an earlier forward's tape; what is captured leaves for the host (native/tape/frame.h).
+        """Run a region's forward under the observer.
 
-        Autograd gets a small object instead of each tensor, and has it back in one of three ways: it is held, as
-        a parameter or a mask is that was there before the region; from a copy, where all of its storage is captured; or
-        from a recompute pass, which runs the operators of the tape that the saved tensors depend on, up to what is
-        captured. An opaque forward's tape is not all that it did: its input is swapped, and its recompute pass runs
-        the module again. But where it communicates, other ranks may not be opaque: what it saves stays as it is.
+        The native core notes every operator and every tensor that autograd saves (native/tape/forward.h), or verifies
+        that they are those of an earlier forward's tape. Captured outputs are offloaded (native/tape/frame.h).
+
+        Autograd gets a small object instead of each tensor. The tensor is restored in one of three ways: it is held,
+        like a parameter or a mask that existed before the region; from a copy, where all of its storage is captured; or
+        by a recompute pass, which runs the operators of the tape that the saved tensors depend on, back to captured
+        outputs.
+
+        The tape of an opaque forward does not show everything that it did: its input is swapped, and its recompute pass
+        runs the module again. But if it communicates, the other ranks may not be opaque, so all that it saves stays on
+        the device.
         """
         times = Times(self.device) if self.on_timed is not None else None
         surroundings = [take() for take in self.hooks.surroundings]
@@ -205,33 +225,36 @@ class Executor(ExecutorCalls):
 
     @contextlib.contextmanager
     def standing_around(self, phase: str, region: Region) -> Iterator[None]:
-        """What frameworks have to do around a region's forward or recompute pass."""
+        """Enter the contexts that frameworks need around a region's forward or recompute pass."""
         with contextlib.ExitStack() as stack:
             for context in self.hooks.around:
                 stack.enter_context(context(phase, region))
             yield
 
-    # -- what the native core calls: native/tape/calls.h ------------------------------------------------------------
+    # -- calls of the native core: native/tape/calls.h --------------------------------------------------------------
 
     written_buffers = Buffers
     run_unit_again = run_again
 
     @property
     def stands_around(self) -> bool:
-        """See `ExecutorCalls.stands_around`."""
+        """Return whether a recompute pass needs `restore`: see `ExecutorCalls.stands_around`."""
         return bool(self.hooks.around) or self.regathers
 
     def is_scratch(self, tensor: torch.Tensor) -> bool:
-        """See `ExecutorCalls.is_scratch`."""
+        """Return whether a framework owns the tensor as scratch memory: see `ExecutorCalls.is_scratch`."""
         return any(holds(tensor) for holds in self.hooks.scratch)
 
     def explain(self, phase: str, region: Region, error: BaseException) -> None:
-        """See `ExecutorCalls.explain`."""
+        """Pass a memory error on to the session: see `ExecutorCalls.explain`."""
         self.hooks.explain(phase, region, error)
 
     @staticmethod
     def with_region(region: Region, error: RuntimeError) -> RuntimeError:
-        """Returns the error that backward raises: with the region's name and an advice, where a tensor was modified."""
+        """Return the error for backward to raise.
+
+        If a tensor was modified in place, the error names the region and gives advice.
+        """
         if IN_PLACE not in str(error) or isinstance(error, MemplugError):
             return error
         named = InPlaceError(
@@ -243,14 +266,14 @@ class Executor(ExecutorCalls):
         return named.with_traceback(error.__traceback__)
 
     def is_alone(self) -> bool:
-        """See `ExecutorCalls.is_alone`."""
+        """Return whether there is only one rank: see `ExecutorCalls.is_alone`."""
         return not (dist.is_initialized() and dist.get_world_size() > 1)
 
     def note_opaque(self, region: Region, why: int | str, why_it_keeps: str = "") -> None:
-        """See `ExecutorCalls.note_opaque`."""
+        """Note that a region is opaque, and warn once: see `ExecutorCalls.note_opaque`."""
         if not isinstance(why, str):
             if self.functions.found_some():
-                return  # they are units from the next forward on
+                return  # these functions are units from the next forward on, and the region is no longer opaque
             why = named(why)
         region.opaque = region.opaque or why
         self.opaque[region.opaque] += 1
@@ -265,13 +288,13 @@ class Executor(ExecutorCalls):
             )
 
     def note_timed(self, region: Region, frame: Any) -> None:
-        """See `ExecutorCalls.note_timed`."""
+        """Give a timed forward to the listener: see `ExecutorCalls.note_timed`."""
         tape = frame.times.close(frame)
         if self.on_timed is not None:
             self.on_timed(region, frame, tape)
 
     def restore(self, frame: Any, region: Region) -> None:
-        """See `ExecutorCalls.restore`."""
+        """Run a frame's recompute pass from Python: see `ExecutorCalls.restore`."""
         tape = frame.times.tape if frame.times is not None else None
         with self.standing_around("recompute", region):
             frame.forget()
@@ -302,15 +325,15 @@ class Executor(ExecutorCalls):
         try:
             replay()
         except self.core.Diverged as divergence:
-            launches = frame.has_launches  # which captures wait for
+            launches = frame.has_launches  # collectives that captured outputs wait for
             if not launches:
-                frame.decide({}, [])  # nothing is captured: the pass recomputes all
+                frame.decide({}, [])  # substitute nothing: the pass recomputes all
                 launches = frame.communicates
-            if launches:  # other ranks would not take part
+            if launches:  # other ranks would not take part in them
                 raise RecomputeError(f"region {region.name}: {divergence}", code="MP021") from None
             self.divergences += 1
             if self.divergences == 1:
-                text = "memplug: region %s is recomputed in full, which is slower and as right: %s"
+                text = "memplug: region %s is recomputed in full, which is slower but equally correct: %s"
                 log.warning(coded("MP021", text), region.name, str(divergence))
             self._replay_in_full(region, replay)
 
@@ -321,16 +344,19 @@ class Executor(ExecutorCalls):
             raise RecomputeError(f"region {region.name}: {divergence}", code="MP021") from None
 
     def close(self) -> None:
-        """Wait for all copies and give back the host memory. Graphs still in flight can no longer run backward."""
+        """Wait for all copies and release the host memory.
+
+        Graphs still in flight can no longer run backward.
+        """
         for added in (self.hooks.around, self.hooks.gathered, self.hooks.surroundings, self.hooks.scratch):
-            added.clear()  # by frameworks
+            added.clear()  # frameworks added these
         self.transfer.close()
         self.pool.close()
         self._stop_watching()
 
     @property
     def opaque_regions(self) -> int:
-        """How many regions no tape tells of."""
+        """Return how many regions are opaque."""
         return self.opaque.total()
 
     def _warn_full(self) -> None:
@@ -343,7 +369,7 @@ class Executor(ExecutorCalls):
 
 
 def _state_before(region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> State:
-    """Returns the Python state that a forward which may be opaque is about to find."""
+    """Return the Python state before a forward that may be opaque."""
     if region.unknown_state is not None:
         return region.unknown_state
     state = State.of(call, args, kwargs)

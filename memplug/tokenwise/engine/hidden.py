@@ -1,19 +1,20 @@
-"""Custom autograd functions that launch kernels past torch's dispatcher: Triton's, those of extensions, of anyone.
+"""Custom autograd functions that launch kernels past torch's dispatcher, such as those of Triton and of extensions.
 
-The first call that returns anything tells, once and for all of a class: where memory that it returned or saved was
-filled by no operator, where it took a tensor's address, or where it changed what it was given and no operator did, it
-is a unit from the next call on. A call without elements, as of an expert that gets no tokens, tells nothing.
+The first call of a class that returns anything decides, once and for all. The class is a unit from the next call on if
+no operator filled memory that the call returned or saved, if the call took a tensor's address, or if it changed an
+argument without an operator. A call without elements, such as that of an expert that gets no tokens, decides nothing.
 
-What such a unit changed in that call, and what it gives back of the memory that it was given, it is taken to write to:
-kernels of rotary embeddings do, which no version tells. Not known is what a later call changes besides, without a new
-version, and does not give back; nor a parameter that is changed so. A function that returns integers or truth values
-and was given none has chosen by values, as a router's kernel does: what it made is captured like that of operators that
-choose (memplug.tokenwise.engine.operators). Where gradients are disabled a function is a unit only if it writes to
-what it is given; else what it makes is held until backward, like what was there before the region.
+memplug assumes that such a unit writes to every argument that it changed in that call, and to all memory of its
+arguments that it returns: kernels of rotary embeddings do, and no version shows it. Not detected are arguments that
+only a later call changes, without a new version and without returning them, and parameters that are changed in this
+way. A function that returns integers or truth values but got none has chosen by values, as a router's kernel does: its
+outputs are captured like those of operators that choose (`memplug.tokenwise.engine.operators`). With gradients disabled
+a function is a unit only if it writes to its arguments. Otherwise its outputs are held until backward, like tensors
+that existed before the region.
 
-A call may be the first to wait for the stream that makes an argument. So one that another stream has made, as the
-stream of its node in the graph tells, and that no operator of the region has read, is not copied before the call: a
-write to it shows by its version, or where the function gives it back.
+A call may be the first to wait for the stream that makes an argument. So an argument is not copied before the call if
+another stream has made it, as the stream of its node in the graph tells, and no operator of the region has read it. A
+write to it shows by its version, or if the function returns it.
 """
 
 from __future__ import annotations
@@ -36,31 +37,31 @@ EXCHANGES = {
     f"megatron.core.transformer.moe.fused_a2a.{name}"
     for name in ("FusedDispatch", "FusedCombine", "HybridEPDispatch", "HybridEPCombine")
 }
-"""Functions whose own kernels talk to other ranks, which nothing shows."""
+"""Functions whose own kernels communicate with other ranks, which memplug cannot see."""
 
 
 _ATTENTION = re.compile("attn|attention", re.IGNORECASE)
-_CHOICES = {torch.bool, torch.int16, torch.int32, torch.int64}  # not of a byte: what is quantized may be
+_CHOICES = {torch.bool, torch.int16, torch.int32, torch.int64}  # not 8 bits: quantized tensors have these
 
 
 class HiddenFunctions:
-    """The functions of one session's regions."""
+    """The custom autograd functions of one session's regions."""
 
     def __init__(self, executor: Runs):
         self._executor = executor
         self._units: dict[type, Unit] = {}
         self._visible: set[type] = set()
-        self._writes_nothing: set[type] = set()  # that it is given, without gradients: what it makes then is held
+        self._writes_nothing: set[type] = set()  # write to no argument without gradients: outputs are held
         self._found = self._told = 0
         self._is_on = True
 
     @property
     def units(self) -> list[str]:
-        """Qualified names of those that are units, sorted."""
+        """Return the qualified names of the functions that are units, sorted."""
         return sorted(set(map(_name, self._units)))
 
     def found_some(self) -> bool:
-        """Whether there are more of them than when it was asked last."""
+        """Return whether a finding was noted since the last call of this method."""
         before, self._told = self._told, self._found
         return self._told > before
 
@@ -92,22 +93,22 @@ class HiddenFunctions:
         written = found[1]
         communicates, chooses = executor.core.communicates(since), _chooses(executor.core.tensors_in(args), returned)
         if executor.core.writes_elsewhere(since) or (chooses and written and not communicates):
-            return out  # it could not be run again alone: it is no unit, and is looked at in each call
+            return out  # it cannot be run again by itself: it is no unit, and each call is examined
         unit = self._add(function, communicates, chooses)
         self.note_found()
         unit.note_writes(written)
         return out
 
     def note_found(self) -> None:
-        """What made a region opaque until now is known from its next forward on."""
+        """Note a finding: the function that made a region opaque is observed from the next forward on."""
         self._found += 1
 
     def stop(self) -> None:
-        """No call is looked at any more."""
+        """Stop examining calls."""
         self._is_on = False
 
     def _add(self, function: type, communicates: bool, chooses: bool = False) -> Unit:
-        is_new = _name(function) not in self.units  # else its class is made anew for each call
+        is_new = _name(function) not in self.units  # a class that is made anew for each call has a known name
         unit = self._units[function] = self._unit(function, communicates, chooses)
         if is_new and not (dist.is_initialized() and dist.get_rank()):
             log.info("memplug: %s launches kernels that no operator shows: from now on it is a unit", _name(function))
@@ -119,7 +120,9 @@ class HiddenFunctions:
         elif chooses:
             kind = Kind.CHOICE
         else:
-            kind = Kind.ATTENTION if _ATTENTION.search(_name(function)) else Kind.ROWS  # a product, for all one knows
+            kind = (
+                Kind.ATTENTION if _ATTENTION.search(_name(function)) else Kind.ROWS
+            )  # it may be as expensive as a product
         return Unit(self._executor, function.__name__, kind, is_shared=communicates, writes_unsaid=True)
 
 

@@ -1,5 +1,6 @@
-"""What an executor calls of others while it runs regions. It is made first; frameworks add to its lists,
-which are empty again once the session is detached.
+"""The functions of others that an executor calls while it runs regions.
+
+The executor is made first. Frameworks then add to its lists, which are emptied when the session is detached.
 """
 
 from __future__ import annotations
@@ -16,21 +17,23 @@ from memplug.tokenwise.engine.region import Region
 
 
 def _nothing(*_: Any) -> None:
-    """By default."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """By default nothing is done.
+    """The functions that an executor calls; by default they do nothing.
 
     Attributes:
-        explain: an error of the device's memory passes, in a phase of a region.
-        on_larger: a plain region is given more than in the step that its plan was made from.
+        explain: called with phase, region and error when an error of the device's memory is raised.
+        on_larger: called when a plain region gets larger arguments than in the step that its plan was made from.
         own: `with own():` around operators that are no part of the program, for the recorder.
-        around: entered around a region's forward ("forward") and recompute pass ("recompute").
-        gathered: entered around a recompute pass that runs operators alone: gathers the region's parameters.
-        surroundings: of the states that random operators depend on, see `memplug.tokenwise.engine.ambient`.
-        scratch: whether a tensor is in a scratch buffer owned by the framework: never captured or restored.
+        around: contexts around a region's forward ("forward") and recompute pass ("recompute").
+        gathered: contexts around a recompute pass that runs operators alone; they gather the region's parameters.
+        surroundings: functions that take a state that random operators depend on, see
+            `memplug.tokenwise.engine.ambient`.
+        scratch: functions that return whether a tensor is in a scratch buffer owned by the framework: never captured or
+            restored.
     """
 
     explain: Callable[[str, Region, BaseException], None] = _nothing

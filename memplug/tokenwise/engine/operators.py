@@ -1,4 +1,4 @@
-"""Which operators are worth capturing, and what the native tape has to know about each.
+"""Tells which operators are worth capturing, and the traits of each operator for the native tape.
 
 Expensive operators come in four kinds (memplug/README.md, "Swapping and recomputing"):
 
@@ -9,9 +9,9 @@ Expensive operators come in four kinds (memplug/README.md, "Swapping and recompu
 | `COLLECTIVE` | functional ones, captured at `wait_tensor`; those of `c10d` that fill a tensor | whole | on all ranks |
 | `CHOICE` | topk, sort, argmax, nonzero: the pick must not change | whole | never: rounding could pick differently |
 
-Every other operator is cheap (`None`): captured only when a plan asks for it. One of a library's own that launches
-collectives and waits for them, as that of DeepSpeed's Ulysses attention for Hugging Face models, is seen to do so when
-it runs, and counts as a `COLLECTIVE` from then on (native/tape/observer.cpp).
+Every other operator is cheap (`None`): it is captured only when a plan asks for it. A library's own operator that
+launches collectives and waits for them, such as that of DeepSpeed's Ulysses attention for Hugging Face models, is
+detected when it runs, and counts as a `COLLECTIVE` from then on (native/tape/observer.cpp).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from memplug.torch_private import OpOverload
 
 
 class Kind(enum.Enum):
-    """How an expensive operator may be captured; see the table above."""
+    """A kind of expensive operator, by how it may be captured; see the table above."""
 
     ROWS = "rows"
     ATTENTION = "attention"
@@ -68,11 +68,11 @@ _CHOICE = {
     "aten::unique_consecutive",
     "aten::_unique2",
 }
-# of `c10d`: each writes to its first argument, and ends before it returns unless `async_op` says otherwise
+# `c10d` operators that write to their first argument; they end before they return, unless `async_op` is set
 _FILLS = {"c10d::allreduce_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::alltoall_base_"}
-# of `c10d`: read the memory that they write to; a broadcast where this rank sends (native/tape/unfilled.cpp)
+# `c10d` operators that read the memory they write to; a broadcast does if this rank sends (native/tape/unfilled.cpp)
 _READS_WRITTEN = {"c10d::allreduce_", "c10d::allreduce_coalesced_", "c10d::reduce_", "c10d::broadcast_"}
-# of torch's operators in place: write all elements, whatever was there
+# torch's in-place operators that write all elements without reading them
 _OVERWRITES = {
     *(f"aten::{name}_" for name in ("copy", "fill", "zero", "_foreach_copy", "_foreach_zero")),
     *(f"aten::{name}_" for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal")),
@@ -80,7 +80,7 @@ _OVERWRITES = {
 }
 _PARTIAL = {"aten::index_put_", "aten::_index_put_impl_", "aten::index_copy_", "aten::scatter_"}
 _WRITES_NOTHING = {"c10d::send", "c10d::barrier", "c10d::monitored_barrier_"}
-# write to the running mean and variance that they are given in training, which their schemas do not say
+# operators that write to the running mean and variance in training, although their schemas do not say so
 _STATISTICS = {
     *(f"aten::{name}_batch_norm" for name in ("native", "cudnn", "miopen")),
     *(f"aten::batch_norm_{name}" for name in ("update_stats", "gather_stats", "gather_stats_with_counts")),
@@ -91,27 +91,27 @@ _EMPTY = {
 }
 _RESHAPES = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::set_data", "aten::swap_"}
 _DUAL = {"aten::_make_dual", "aten::_make_dual_copy"}
-_DETACH = "aten::detach_"  # in place, and takes a tensor out of the graph, which is all
-_LIFT = "aten::lift_fresh"  # ends torch.tensor([1, 2]) (native/tape/literals.cpp)
+_DETACH = "aten::detach_"  # in place, but only takes a tensor out of the graph
+_LIFT = "aten::lift_fresh"  # the last operator of torch.tensor([1, 2]) (native/tape/literals.cpp)
 _WAIT = "_c10d_functional::wait_tensor"
 _WITHOUT_COMMUNICATION = {_WAIT, "_c10d_functional::_wrap_tensor_autograd"}
 _FLASH_ATTENTION = (
     "flash_attn"  # in the namespace: flash_attn, flash_attn_3, and _flash_attn2_588b404 of Hugging Face's hub
 )
 PART_OF_UNIT = "memplug::of_unit"
-_UNITS = {"memplug::unit", "memplug::unit_"}  # the latter writes to what it is given
+_UNITS = {"memplug::unit", "memplug::unit_"}  # the latter writes to its arguments
 _KINDS = {
     **dict.fromkeys(("rows", "whole", "whole_shared"), Kind.ROWS),
     **dict.fromkeys(("attention", "attention_shared"), Kind.ATTENTION),
     "exchange": Kind.COLLECTIVE,
     "choice": Kind.CHOICE,
 }
-"""By the overloads of native/units/units.cpp."""
+"""Kinds by the overloads of native/units/units.cpp."""
 
 
 @functools.cache
 def kind_of(func: Any) -> Kind | None:
-    """The kind of an operator (an `OpOverload`), None when it is cheap or must not be captured."""
+    """Return the kind of an operator (an `OpOverload`), None when it is cheap or must not be captured."""
     if not isinstance(func, OpOverload) or (func._schema.is_mutable and not _may_write_nothing(func)):
         return None
     name = func._schema.name
@@ -130,15 +130,16 @@ def kind_of(func: Any) -> Kind | None:
 
 
 def _may_write_nothing(func: Any) -> bool:
-    """Whether all that an operator writes to is optional, as the result of `flash_attn_3::fwd` is. A call without is
-    pure; one with it is a write, and not captured (native/tape/forward.cpp, `classify`).
+    """Return whether all arguments that an operator writes to are optional, like the result of `flash_attn_3::fwd`.
+
+    A call without them is pure; a call with one is a write, and not captured (native/tape/forward.cpp, `classify`).
     """
     written = [each for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     return bool(func._schema.returns) and all(isinstance(each.type, torch.OptionalType) for each in written)
 
 
 def is_communication(func: Any) -> bool:
-    """Whether other ranks take part: such an operator runs on every rank or on none."""
+    """Return whether other ranks take part: such an operator runs on every rank or on none."""
     if not isinstance(func, OpOverload) or func._schema.name in _WITHOUT_COMMUNICATION:
         return False
     if func._schema.name in _UNITS:
@@ -147,30 +148,33 @@ def is_communication(func: Any) -> bool:
 
 
 def is_unit(func: Any) -> bool:
-    """Whether the operator stands for a unit (native/units/unit.h)."""
+    """Return whether the operator stands for a unit (native/units/unit.h)."""
     return isinstance(func, OpOverload) and func._schema.name in _UNITS
 
 
 def is_part_of_unit(func: Any) -> bool:
-    """Whether the operator stands for one memory that a unit made (native/units/unit.h)."""
+    """Return whether the operator stands for one memory that a unit made (native/units/unit.h)."""
     return isinstance(func, OpOverload) and func._schema.name == PART_OF_UNIT
 
 
 def is_shared(func: Any) -> bool:
-    """Whether it is of a unit that communicates: what is captured of it must be the same on all ranks."""
+    """Return whether the operator is part of a unit that communicates.
+
+    Captures of such parts must be the same on all ranks.
+    """
     return is_part_of_unit(func) and func._overloadname.endswith("shared")
 
 
 @functools.cache
 def is_exchange(func: Any) -> bool:
-    """Whether the operator is one of `c10d`: it writes to its arguments, although its schema does not say so."""
+    """Return whether the operator is one of `c10d`: it writes to its arguments, although its schema does not say so."""
     return isinstance(func, OpOverload) and func.namespace == "c10d"
 
 
 def fills(func: Any) -> bool:
-    """Whether the operator writes all elements of the tensors that it writes to, and reads none of them.
+    """Return whether the operator writes all elements of the tensors that it writes to, and reads none of them.
 
-    One that is not torch's own is taken to, unless its name says that it works in place.
+    An operator that is not torch's own is assumed to, unless its name says that it works in place.
     """
     if not is_mutable(func) or is_exchange(func):
         return is_exchange(func) and func._schema.name not in _READS_WRITTEN
@@ -183,8 +187,9 @@ def fills(func: Any) -> bool:
 
 
 def fills_in_part(func: Any) -> bool:
-    """Whether the operator reads none of the tensor that it writes to, but may write a part of it, or nothing: the
-    elements that indices name, or another shape.
+    """Return whether the operator may write only a part of a tensor, or nothing, and reads none of it.
+
+    Such operators write the elements that indices name, or change the shape.
     """
     if not is_mutable(func) or "reduce" in func._overloadname:
         return False
@@ -192,27 +197,30 @@ def fills_in_part(func: Any) -> bool:
 
 
 def is_random(func: Any) -> bool:
-    """Whether the operator may advance a random generator. Attention of other libraries draws without a tag."""
+    """Return whether the operator may advance a random generator.
+
+    Attention of other libraries draws without torch's tag.
+    """
     if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
         return True
     return kind_of(func) is Kind.ATTENTION and any(each.name in _DROPOUT for each in func._schema.arguments)
 
 
 def has_effects(func: Any) -> bool:
-    """Whether the operator may do more than its outputs show: assertions, printing, higher-order operators."""
+    """Return whether the operator may do more than its outputs show: assertions, printing, higher-order operators."""
     return not isinstance(func, OpOverload) or not func._schema.returns
 
 
 def gives_python_value(func: Any) -> bool:
-    """Whether Python gets a number from the values that the operator reads (`item`, `equal`)."""
+    """Return whether Python gets a number from the values that the operator reads (`item`, `equal`)."""
     return torch.Tag.data_dependent_output in getattr(func, "tags", ())
 
 
 @functools.cache
 def is_factory(func: Any) -> bool:
-    """Whether the operator makes a tensor out of nothing (`arange`, `zeros_like`, `new_empty`).
+    """Return whether the operator makes a tensor out of nothing (`arange`, `zeros_like`, `new_empty`).
 
-    Never captured: it costs next to nothing, and others may be about to fill it.
+    It is never captured: it costs next to nothing, and other operators may be about to fill its output.
     """
     if not isinstance(func, OpOverload):
         return False
@@ -222,13 +230,13 @@ def is_factory(func: Any) -> bool:
 
 
 def leaves_memory_blank(func: Any) -> bool:
-    """Whether the output is memory that another operator has to fill (`empty`)."""
+    """Return whether the output is memory that another operator has to fill (`empty`)."""
     return isinstance(func, OpOverload) and func._schema.name in _EMPTY
 
 
 @functools.cache
 def is_mutable(func: Any) -> bool:
-    """Whether the operator writes to memory of one of its arguments."""
+    """Return whether the operator writes to memory of one of its arguments."""
     if not isinstance(func, OpOverload) or func._schema.name == _DETACH:
         return False
     return func._schema.is_mutable or is_exchange(func) or func._schema.name in _STATISTICS
@@ -236,15 +244,18 @@ def is_mutable(func: Any) -> bool:
 
 @functools.cache
 def named(name: str, overload: str) -> Any:
-    """The operator (an `OpOverload`) of a name with its namespace, such as "aten::add", and of an overload, "" for the
-    default one.
+    """Return the operator (an `OpOverload`) of a name and an overload.
+
+    Args:
+        name: with its namespace, such as "aten::add".
+        overload: such as "Tensor"; "" for the default one.
     """
     namespace, _, operator = name.partition("::")
     return getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
 
 
 def describe(name: str, overload: str) -> int:
-    """What the native tape needs to know about an operator, as the bits of `Trait` in native/tape/operators.h.
+    """Return the traits of an operator for the native tape, as the bits of `Trait` in native/tape/operators.h.
 
     Args:
         name: with its namespace, such as "aten::add".
@@ -277,7 +288,7 @@ def describe(name: str, overload: str) -> int:
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The tensors of an argument list, and of the lists in it (operator schemas allow two levels of them)."""
+    """Yield the tensors of an argument list, and of the lists in it (operator schemas allow two levels of them)."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

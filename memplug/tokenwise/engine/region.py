@@ -1,4 +1,4 @@
-"""One module that runs token-wise, what the plan says of it, and what its forwards have shown."""
+"""A module that runs token-wise, with its setting and the findings of its forwards."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from memplug.tokenwise.plan.decisions import Setting
 
 
 class Region:
-    """One module that runs token-wise.
+    """A module that runs token-wise.
 
     Args:
         name: the module's qualified name.
         kind: the name of its class.
-        rows, is_agreed: see `Setting`.
+        rows: see `Setting`.
+        is_agreed: see `Setting`.
 
     Attributes:
-        key: of what it ran last, see `Setting`.
-        setting: what it runs by, from the next forward on.
-        partners: ranks that its units talk to past torch's operators; None: not known.
-        unknown_state: of `memplug.tokenwise.engine.state`, where it depends on state that cannot be put back.
-        native: the same for the native core, and what that found out (native/tape/region.h).
+        key: the key of its last observed operators, see `Setting`.
+        setting: its decisions, from the next forward on.
+        partners: ranks that its units communicate with outside of torch's operators; None: unknown.
+        unknown_state: a `memplug.tokenwise.engine.state.State` if it depends on state that cannot be put back; else
+            None.
+        native: the region as the native core has it, with the core's findings (native/tape/region.h).
     """
 
     def __init__(self, name: str, kind: str, rows: float = 0.0, is_agreed: bool = False):
@@ -33,7 +35,7 @@ class Region:
         self.set(Setting(kind, rows, is_agreed=is_agreed))
 
     def set(self, setting: Setting) -> None:
-        """Run by another setting; what was learnt under the former one is forgotten."""
+        """Run by another setting; findings under the former one are forgotten."""
         self.setting, self.key = setting, setting.key
         native, plan = self.native, setting.plan
         native.plan(plan)
@@ -48,13 +50,14 @@ class Region:
 
     @property
     def is_plain(self) -> bool:
-        """It runs as it would without memplug, unless it is given more than was planned for."""
+        """Return whether it runs as without memplug, unless its arguments are larger than planned for."""
         return self.setting.plain_bytes is not None
 
     @property
     def opaque(self) -> str:
-        """Why no tape tells what its forward does, such as work that no operator shows; "" where one does. Its input is
-        all that is swapped, and a recompute pass runs the module again.
+        """Return why no tape shows all that its forward does, such as work without operators; "" where one does.
+
+        Only the input of an opaque region is swapped, and its recompute pass runs the module again.
         """
         return self._opaque
 

@@ -1,4 +1,4 @@
-"""A recompute pass that runs the region's module again, where no tape tells what its forward did."""
+"""A recompute pass that runs the region's module again, because no tape shows all that its forward did."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ from memplug.tokenwise.engine.tape import named
 
 
 def rerun(executor: Runs, frame: Any, region: Region) -> None:
-    """Run the region's module again, and store what it saves. All of it runs, whatever was captured: also its
-    collectives, so that one that has any is not run again where there are several ranks (native/tape/frame.h).
+    """Run the region's module again, and store the tensors that it saves.
+
+    All of it runs, whatever was captured, including its collectives. So a module that launches any is not run again
+    where there are several ranks (native/tape/frame.h).
 
     Args:
-        frame: of the forward (native/tape/running.h).
+        executor: the executor of the region.
+        frame: the frame of the forward (native/tape/running.h).
+        region: the region.
 
     Raises:
-        RecomputeError: it saves another number of tensors, or tensors of other sizes or dtypes; or it communicates, and
-            nothing of it was kept, since it became opaque all of a sudden.
+        RecomputeError: the pass saves another number of tensors, or tensors of other sizes or dtypes; or the region
+            communicates, and nothing of the forward was kept, since it became opaque unexpectedly.
     """
     if frame.talks and not executor.is_alone():
         raise RecomputeError(
-            f"region {region.name} communicates, and a forward was opaque ({named(frame.opaque)}) where those before "
-            "it were alike and were not: run again on this rank alone, it would leave the others waiting",
+            f"region {region.name} communicates, and a forward was opaque ({named(frame.opaque)}) although earlier "
+            "ones were not: run again on this rank alone, it would leave the others waiting",
             'Leave the module out of "tokenwise.regions".',
             code="MP022",
         )
@@ -56,13 +60,13 @@ def rerun(executor: Runs, frame: Any, region: Region) -> None:
 
 
 class _Saves:
-    """Gives a frame what a recompute pass saves.
+    """Gives a frame the tensors that a recompute pass saves.
 
-    The pass's graph holds this object, maybe for as long as a tensor that the module wrote to.
+    The pass's graph holds this object, possibly for as long as a tensor lives that the module wrote to.
 
     Attributes:
-        frame: None once the pass is over.
-        count: tensors that it saved.
+        frame: the frame; None once the pass is over.
+        count: number of tensors that the pass has saved.
     """
 
     def __init__(self, frame: Any, region: Region):
@@ -70,7 +74,7 @@ class _Saves:
         self._region, self._asks = region, region.native.asks
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns what the pass's own graph keeps of a saved tensor: nothing, unless the module runs that graph."""
+        """Return a saved tensor for the pass's own graph: none, unless the module runs that graph itself."""
         frame, count = self.frame, self.count
         if count < frame.saved and frame.has_to_restore(count):
             size, dtype = frame.saved_as(count)
@@ -87,8 +91,9 @@ class _Saves:
 
 @contextlib.contextmanager
 def _names_as_before(frame: Any, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Every name is what the forward found, meanwhile. Where a forward became opaque all of a sudden this is not known:
-    the module may change none, then.
+    """Enter a context in which every name has the value that the forward found.
+
+    If a forward became opaque unexpectedly these values are unknown: then the module must not change any name.
     """
     if frame.state is not None:
         with frame.state.as_before():
@@ -103,20 +108,23 @@ def _names_as_before(frame: Any, region: Region, args: tuple[Any, ...], kwargs: 
     if changed:
         raise RecomputeError(
             f"region {region.name} changes attributes in its forward, and a forward was opaque ({named(frame.opaque)}) "
-            "where those before it were alike and were not: it cannot be run again as it ran",
+            "although the forwards before it were not: it cannot be run again as it ran",
             'Leave the module out of "tokenwise.regions".',
             code="MP022",
         )
 
 
 def as_before(buffers: Any) -> Any:
-    """A context in which every buffer has the value that the forward found; None: it wrote to none."""
+    """Return a context in which every buffer has the value from before the forward; None: it wrote to none."""
     return contextlib.nullcontext() if buffers is None else buffers.as_before()
 
 
 @contextlib.contextmanager
 def _gradients_as_before(leaves: Sequence[tuple[torch.Tensor, bool]]) -> Iterator[None]:
-    """A context in which leaves that had no gradient have none, for a module that accumulates gradients itself."""
+    """Enter a context in which leaves without a gradient in the forward have none.
+
+    This is for modules that accumulate gradients themselves.
+    """
     now = [(leaf, leaf.grad) for leaf, had_gradient in leaves if not had_gradient]
     for leaf, _ in now:
         leaf.grad = None
@@ -128,6 +136,6 @@ def _gradients_as_before(leaves: Sequence[tuple[torch.Tensor, bool]]) -> Iterato
 
 
 def held_meanwhile(packed: torch.Tensor | None) -> torch.Tensor:
-    """Returns a saved tensor of a pass whose module asks for a gradient itself; nothing else runs the pass's graph."""
+    """Return a tensor saved by a pass whose module asks for a gradient itself; nothing else runs the pass's graph."""
     assert packed is not None, "a region that never asked for a gradient does so when it runs again"
     return packed

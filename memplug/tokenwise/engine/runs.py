@@ -1,4 +1,4 @@
-"""The executor as those see it that run a part of a region."""
+"""The executor, as code sees it that runs a part of a region."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from memplug.tokenwise.engine.hooks import Hooks
 
 
 class Runs(Protocol):
-    """See `memplug.tokenwise.engine.executor.Executor`."""
+    """The part of an executor that units and recompute passes use.
+
+    See `memplug.tokenwise.engine.executor.Executor`.
+    """
 
     core: Any
     device: Device
@@ -20,13 +23,13 @@ class Runs(Protocol):
 
     @property
     def recomputing(self) -> int:
-        """Recompute passes under way on this thread that run the module again."""
+        """Return how many recompute passes that run a module again are under way on this thread."""
 
     def rerunning(self, unit_states: Iterable[tuple[Any, Any]] = ()) -> AbstractContextManager[None]:
-        """Such a pass is under way."""
+        """Return a context for a recompute pass that runs a module again."""
 
     def next_state(self, unit: Any) -> Any:
-        """Such a pass runs a unit: what that needs to run as it ran."""
+        """Return the state with which a recompute pass has to run a unit."""
 
     def is_alone(self) -> bool:
-        """There is one rank."""
+        """Return whether there is only one rank."""

@@ -1,14 +1,14 @@
-"""Python state that a region's forward may change: attributes, buffers, containers, counters, caches, closures.
+"""The Python state that a region's forward may change: attributes, buffers, containers, counters, caches, closures.
 
 An opaque region runs its module again in backward. That pass must find every name as the forward found it, and leave no
-trace: a layer that gives a buffer a new tensor would move it twice, and a flag that the script has set in between, such
-as `model.eval()`, would make it another pass. Values that the forward writes in place are memory, see
+trace: a layer that rebinds a buffer to a new tensor would rebind it twice, and a flag that the script has set in
+between, as `model.eval()` does, would make it another pass. Values that the forward writes in place are memory: see
 `memplug.tokenwise.engine.buffers`.
 
-Followed are, from the region's call on: modules, with their attributes and classes; containers; objects of the model's
-own classes; functions, with variables of closures and globals that they name; generators of random numbers; NumPy
-arrays; and objects among the arguments. Objects of frameworks are not. An iterator, or an object of an extension, may
-change as nothing shows: a region that has one keeps all that it saves, and never runs again.
+From the region's call on, these are followed: modules, with their attributes and classes; containers; objects of the
+model's own classes; functions, with variables of closures and globals that they name; generators of random numbers;
+NumPy arrays; and objects among the arguments. Objects of frameworks are not followed. An iterator, or an object of an
+extension, may change without any sign: a region that has one keeps all that it saves, and never runs again.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from memplug.tokenwise.engine.core import paused
 from memplug.tokenwise.engine.state_kinds import CLASS, Kind, Part, Unknown, is_own, is_plain, kind_of
 
 MOST_OBJECTS = 20_000
-_GENERATORS = (random._inst, np.random.mtrand._rand)  # type: ignore[attr-defined]  # of `random` and `numpy.random`
+_GENERATORS = (random._inst, np.random.mtrand._rand)  # type: ignore[attr-defined]  # used by `random`, `numpy.random`
 
 
 class State(StateCalls):
-    """The state that a call finds.
+    """The Python state before a call.
 
     Attributes:
         unknown: why it cannot be put back; "" where it can be.
@@ -45,10 +45,14 @@ class State(StateCalls):
     def of(
         cls, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], for_backward: bool = True
     ) -> State:
-        """Returns the state that `call(*args, **kwargs)` is about to find.
+        """Return the state before `call(*args, **kwargs)`.
 
         Args:
-            for_backward: without the graphs of tensors: forwards that no backward follows would make a chain of them.
+            call: the function that is about to run.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            for_backward: leave out the graphs of tensors, which would otherwise chain forwards that no backward
+                follows.
         """
         state = cls()
         with paused():
@@ -62,7 +66,7 @@ class State(StateCalls):
         return state
 
     def _follow(self, todo: list[Any]) -> None:
-        seen: dict[tuple[type, int], Any] = {}  # alive, so that no other object gets the number
+        seen: dict[tuple[type, int], Any] = {}  # keeps objects alive, so that no other gets the same id
         while todo:
             live = todo.pop()
             kind = CLASS if isinstance(live, type) and is_own(live) else kind_of(type(live))
@@ -88,7 +92,11 @@ class State(StateCalls):
         return kind.inside(state) if kind.inside is not None else ()
 
     def put_back(self) -> bool:
-        """Put everything back as it was found; returns whether anything was another object by now."""
+        """Put everything back as it was found.
+
+        Returns:
+            Whether anything had changed since.
+        """
         changed = False
         with paused():
             for live, kind, state in self._found:
@@ -100,7 +108,7 @@ class State(StateCalls):
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
-        """Everything is as it was found meanwhile."""
+        """Enter a context in which everything is as it was found."""
         now = State()
         with paused():
             now._found = [(live, kind, kind.read(live)) for live, kind, _ in self._found]
@@ -112,8 +120,9 @@ class State(StateCalls):
 
 
 def _objects_in(value: Any) -> Iterator[Any]:
-    """Yields what is among arguments besides tensors, which a region keeps or swaps itself; their containers are made
-    anew for a recompute pass.
+    """Yield the objects among arguments, except for tensors and containers.
+
+    A region keeps or swaps tensors itself, and containers are made anew for a recompute pass.
     """
     if type(value) in (tuple, list):
         for each in value:

@@ -1,4 +1,4 @@
-"""How the state of each kind of Python object is read, put back and followed, for `memplug.tokenwise.engine.state`."""
+"""Reads, puts back and follows the state of each kind of Python object, for `memplug.tokenwise.engine.state`."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _LIBRARIES = {
     *("torch", "memplug", "transformer_engine", "transformer_engine_torch", "accelerate"),
     *("lightning", "pytorch_lightning", "apex", "flash_attn", "triton"),
 }
-"""Packages whose code is not the model's. Their objects, but for modules and those of `_MODELS`, change on their own
-account between a forward and its backward."""
+"""Packages whose code is not the model's. Their objects, except for modules and those of `_MODELS`, may change for
+reasons of their own between a forward and its backward."""
 _MODELS = {"transformers"}
 _PLUMBING = set(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Returns whether two states are made of the same objects in the same order."""
+    """Return whether two states consist of the same objects in the same order."""
     if isinstance(one, dict):
         return len(one) == len(other) and all(a is b and one[a] is other[b] for a, b in zip(one, other, strict=True))
     if isinstance(one, (list, tuple)):
@@ -51,13 +51,13 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 class Kind(NamedTuple):
-    """Of an object.
+    """A kind of Python object, with the functions that handle its state.
 
     Attributes:
-        read: gives its state, a shallow copy.
-        write: puts such a state back; None: it never changes itself.
-        inside: what of a state to follow; None: it has no objects.
-        is_same: whether two of its states are the same.
+        read: returns an object's state, a shallow copy.
+        write: puts such a state back; None: the object itself never changes.
+        inside: returns the objects of a state to follow; None: it has none.
+        is_same: returns whether two states of an object are the same.
     """
 
     read: Callable[[Any], Any]
@@ -67,7 +67,7 @@ class Kind(NamedTuple):
 
 
 class Unknown(NamedTuple):
-    """An object that may change in a way that nothing shows."""
+    """A kind of object that may change without any sign."""
 
     name: str
 
@@ -81,7 +81,10 @@ class Part(NamedTuple):
 
 
 class Parameters(Part):
-    """Frameworks exchange parameters for shards and views: only plain ones are looked at."""
+    """The parameters of a module.
+
+    Only plain ones are followed: frameworks exchange parameters for shards and views.
+    """
 
 
 class Globals(Part):
@@ -89,8 +92,9 @@ class Globals(Part):
 
 
 def _once_for_each_class(function: Callable[[type], Result]) -> Callable[[type], Result]:
-    """Returns the function with its results kept for as long as the classes are there: one that is made in a function
-    may hold a model.
+    """Cache a function's result for each class, only as long as the class exists.
+
+    A class that was made in a function may hold a model alive.
     """
     known: weakref.WeakKeyDictionary[type, Result] = weakref.WeakKeyDictionary()
 
@@ -106,7 +110,10 @@ def _once_for_each_class(function: Callable[[type], Result]) -> Callable[[type],
 
 @_once_for_each_class
 def kind_of(cls: type) -> Kind | Unknown | None:
-    """Returns how to treat an object of this class; None: it is constant, or none of the region's business."""
+    """Return how to treat objects of a class.
+
+    None: they are constant, or do not belong to the model.
+    """
     if issubclass(cls, torch.Tensor):
         return _TENSOR if cls is torch.Tensor else None
     for base, kind in _KINDS.items():
@@ -125,14 +132,14 @@ def kind_of(cls: type) -> Kind | Unknown | None:
 
 
 def is_own(thing: Any) -> bool:
-    """Returns whether a class, function or Python module is the model's, which may change its attributes or globals."""
+    """Return whether a class, function or Python module is the model's own: its attributes or globals may change."""
     name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__
     package = (name or "").partition(".")[0]
     return package not in _LIBRARIES and package not in sys.stdlib_module_names
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is no more than a view of its memory."""
+    """Return whether a tensor is a plain view of its memory."""
     is_wrapped = is_functorch_wrapped_tensor(tensor)
     strided = not is_wrapped and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
     return type(tensor) is torch.Tensor and strided
@@ -186,7 +193,7 @@ def _write_object(live: Any, state: dict[str, Any]) -> None:
 
 @_once_for_each_class
 def _slots(cls: type) -> frozenset[str]:
-    """Returns names of an object's members that are in no `__dict__`."""
+    """Return the names of an object's members that are in no `__dict__`."""
     return frozenset(
         name for base in cls.__mro__ for name, value in vars(base).items() if type(value) is types.MemberDescriptorType
     )
@@ -234,7 +241,7 @@ def _inside_function(state: tuple[Any, ...]) -> Iterable[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Returns names of globals and attributes, also those of functions that are made inside."""
+    """Return the names of globals and attributes in a function's code and in that of inner functions."""
     inner = [name for each in code.co_consts if type(each) is types.CodeType for name in _names_in(each)]
     return tuple(dict.fromkeys([*code.co_names, *inner]))
 
@@ -259,7 +266,7 @@ def _inside_class(state: dict[str, Any]) -> Iterable[Any]:
 def _read_cell(cell: types.CellType) -> list[Any]:
     try:
         return [cell.cell_contents]
-    except ValueError:  # it is empty
+    except ValueError:  # the cell is empty
         return []
 
 
@@ -271,7 +278,7 @@ def _write_cell(cell: types.CellType, state: list[Any]) -> None:
 
 
 def _write_tensor(live: torch.Tensor, state: torch.Tensor) -> None:
-    """Put the memory back that a tensor had before `tensor.data` was set."""
+    """Give a tensor its former memory back, after `tensor.data` was set."""
     live.data = state
 
 

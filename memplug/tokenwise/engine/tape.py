@@ -1,7 +1,7 @@
-"""What one forward of a region did: its operators, which storages they read and made, and what backward asks for.
+"""The tape of one forward of a region: its operators, and the storages that they and backward read.
 
-The native core notes tapes (`native/tape/forward.h`), and forwards that do the same share one. Here is what Python
-reads of them: the decisions, to name what is captured, and the planner. Storages are named by a running number.
+The native core notes tapes (native/tape/forward.h), and forwards that do the same share one. This file reads them for
+Python: for decisions, which name captured operators, and for the planner. Storages are named by a running number.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from memplug.tokenwise.engine import operators
 
 
 class Form(enum.Enum):
-    """How an operator touches memory; in the order of `Form` in native/tape/tape.h."""
+    """The way in which an operator touches memory; in the order of `Form` in native/tape/tape.h."""
 
     VIEW = "view"  # its outputs share the storage of an input
     WRITE = "write"  # it writes to an argument
-    PURE = "pure"  # it makes new storages from its inputs, and that is all it does
-    FIXED = "fixed"  # random, or other ranks take part, or it has effects of its own
+    PURE = "pure"  # it makes new storages from its inputs, and does nothing else
+    FIXED = "fixed"  # it is random, other ranks take part, or it has other effects
     EXCHANGE = "exchange"  # other ranks take part, and its outputs are arguments that it writes to
     VALUE = "value"  # Python gets a number from it
 
@@ -39,22 +39,33 @@ REASONS = {
     1 << 8: "a gradient that it asks for itself, computed on another thread",
     1 << 9: "a dispatch mode around it that changes what operators do",
 }
-"""Why a region is opaque, by the bits of `Opaque` in native/tape/tape.h."""
+"""Reasons for which a region is opaque, by the bits of `Opaque` in native/tape/tape.h."""
 
 
 def named(reasons: int) -> str:
-    """Such bits in words."""
+    """Return the reasons of these bits, in words."""
     return ", ".join(text for bit, text in REASONS.items() if reasons & bit)
 
 
 class Record(NamedTuple):
-    """One operator of a tape. Storages are numbers; `outputs` are those that it made, `results` those of all tensors
-    that it returned. `rows` are those of the first of these; `dimensions` are those of the tensors among its arguments.
+    """One operator of a tape. Storages are numbers.
+
+    Attributes:
+        func: the operator.
+        form: how it touches memory.
+        root: a recompute pass runs it whether or not its outputs are read.
+        draws: it advances a random generator.
+        rows: number of rows of the first tensor that it returned.
+        inputs: storages that it read.
+        outputs: storages that it made.
+        written: storages that it wrote to.
+        results: storages of all tensors that it returned.
+        dimensions: number of dimensions of each tensor among its arguments.
     """
 
     func: Any
     form: Form
-    root: bool  # a recompute pass runs it whether or not anything reads its outputs
+    root: bool
     draws: bool
     rows: int
     inputs: tuple[int, ...]
@@ -65,7 +76,7 @@ class Record(NamedTuple):
 
 
 def records_of(tape: Any) -> list[Record]:
-    """All records of a native tape; made once."""
+    """Return all records of a native tape; they are made once."""
     if not hasattr(tape, "records"):
         tape.records = []
         for index in range(len(tape)):
@@ -76,17 +87,19 @@ def records_of(tape: Any) -> list[Record]:
 
 
 class Tape:
-    """One forward's own tape, for the planner: the records, and the device times around them.
+    """The tape of one particular forward, for the planner: records, and the device times around them.
 
     Attributes:
         native: the native tape.
-        asked: storages that backward asks for, in whatever way.
+        asked: storages that backward asks for, however they are restored.
         given: storages that no operator made.
-        bytes: of every storage.
+        bytes: size of every storage.
         spared: collectives that no recompute pass launches again, and the waits for them.
-        received: storages that such a collective filled, and a recompute pass substitutes.
-        stamps: (begin, end) of every operator, where the profile asked for them.
-        span, recompute_span: (begin, end) of the forward and of the recompute pass, likewise.
+        received: storages that such a collective filled, and that a recompute pass substitutes.
+        stamps: (begin, end) of every operator, if times were taken.
+        span: (begin, end) of the forward, likewise.
+        recompute_span: (begin, end) of the recompute pass, likewise.
+        backward_begin: time at which backward first asked for a saved tensor, likewise.
     """
 
     def __init__(self, frame: Any):
@@ -104,5 +117,5 @@ class Tape:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Address of the tensor's storage object: valid as a name only while the tensor lives."""
+    """Return the address of the tensor's storage object: valid as a name only while the tensor lives."""
     return tensor.untyped_storage()._cdata

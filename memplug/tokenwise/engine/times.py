@@ -1,4 +1,4 @@
-"""When what of one forward ran, for the planner."""
+"""Device timestamps of one forward's operators, for the planner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from memplug.tokenwise.engine.tape import Tape
 
 
 class Times(TimesCalls):
-    """Of one timed forward; `tape` has them once it is over."""
+    """The timestamps of one timed forward.
+
+    Attributes:
+        device: the device that trains.
+        tape: the forward's tape with the timestamps; None until the forward is over.
+    """
 
     def __init__(self, device: Device):
         self.device = device
@@ -19,11 +24,11 @@ class Times(TimesCalls):
         self._stamps: list[Any] = []
 
     def begin(self) -> None:
-        """The forward begins: there is room, and its inputs are on their way."""
+        """Take the time at which the forward begins, after earlier regions have made room for it."""
         self._begin = self.device.stamp()
 
     def time(self, index: int, over: bool) -> None:
-        """An operator begins, or is over."""
+        """Take the time at which an operator begins or ends."""
         stamp = self.device.stamp()
         if over:
             self._stamps[index] = (self._stamps[index], stamp)
@@ -31,12 +36,12 @@ class Times(TimesCalls):
             self._stamps.append(stamp)
 
     def close(self, frame: Any) -> Tape:
-        """The forward is over: its tape, for the planner."""
+        """Take the time at which the forward ends, and return its tape."""
         self.tape = Tape(frame)
         self.tape.stamps, self.tape.span = self._stamps, (self._begin, self.device.stamp())
         return self.tape
 
     def begin_backward(self) -> None:
-        """Backward asks for a saved tensor."""
+        """Take the time, once, at which backward asks for a saved tensor."""
         if self.tape is not None and self.tape.backward_begin is None:
             self.tape.backward_begin = self.device.stamp()

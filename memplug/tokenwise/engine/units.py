@@ -1,7 +1,7 @@
 """Units: calls inside of a region whose kernels no operator shows, and which can be run again by themselves.
 
-A region's tape has a unit as an operator, and each memory that it made as one of its own (native/units/unit.h): so a
-plan keeps, swaps or recomputes what a custom autograd function saved, tensor by tensor.
+On a region's tape a unit is an operator, and so is each memory that it made (native/units/unit.h). So a plan can keep,
+swap or recompute every tensor that a custom autograd function saved.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Unit(UnitCalls):
-    """One module, or function, that runs as a unit.
+    """A module, or function, that runs as a unit.
 
     Args:
-        name: within its region.
-        kind: what it is made of; a collective is never run again; None: cheap, and captured only where a plan says so.
-        is_row_wise: asked for each call, with what `forward` gave: each row of what it makes comes from one row of its
-            first argument.
-        is_shared: other ranks take part: it runs again on all of them or on none.
-        puts_back: it may draw from a generator and then put back the state that this had, as `torch.random.fork_rng`
-            does.
-        writes_unsaid: its kernels may write to what it is given and gives back, which no version tells.
-        lasting: tensors that outlive the unit, such as a weight's cast that its module keeps: what it saves of these is
-            held. Asked behind each call.
-        reads: parameters of its own, which it is not given.
-        forward: entered around a forward; gives what it takes to run again as it ran, complete once it is over.
-        again: entered around such a run, with that.
+        executor: the executor of its regions.
+        name: its name within the region.
+        kind: its kind; a collective is never run again; None: cheap, and captured only if a plan decides so.
+        is_row_wise: called in each call with the result of `forward`; returns whether each row of the outputs comes
+            from one row of the first argument.
+        is_shared: other ranks take part, so that it runs again on all of them or on none.
+        puts_back: it may draw from a generator and then restore its state, as `torch.random.fork_rng` does.
+        writes_unsaid: its kernels may write to arguments that it returns, although no version shows it.
+        lasting: called after each call; returns tensors that outlive the unit, such as a weight's cast that its module
+            keeps. Those that the unit saves are held.
+        reads: returns parameters of its own, which are not among its arguments.
+        forward: entered around a forward; returns the state that the unit needs to run again as it ran, complete once
+            the forward is over.
+        again: entered with that state when the unit runs again.
 
     Attributes:
-        writes: which of the tensors that it is given it writes to, by their number, as far as its calls have shown.
+        writes: indices of the tensors among its arguments that its calls have written to so far.
     """
 
     def __init__(
@@ -67,19 +68,19 @@ class Unit(UnitCalls):
         self.writes: set[int] = set()
 
     def note_writes(self, written: Sequence[int]) -> None:
-        """It wrote to more of what it was given than `writes` says: it will, from now on."""
-        if not self.is_shared:  # else its region stays opaque
+        """Note that it wrote to further arguments: from now on it is expected to."""
+        if not self.is_shared:  # the region of a shared unit stays opaque
             self.writes.update(written)
             self.executor.functions.note_found()
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, as a unit of the region whose forward is under way, if there is one."""
         executor = self.executor
-        if not (torch.is_grad_enabled() or self.writes):  # what it makes is held
+        if not (torch.is_grad_enabled() or self.writes):  # its outputs are held
             return call(*args, **kwargs)
         if executor.recomputing:
             state = executor.next_state(self)
-            with executor.rerunning(), self.again(state):  # units inside of it are a part of it
+            with executor.rerunning(), self.again(state):  # units inside of it are part of it
                 return call(*args, **kwargs)
         if not executor.core.observes():
             return call(*args, **kwargs)
@@ -90,7 +91,7 @@ class Unit(UnitCalls):
 
 
 def _overload(kind: Kind | None, is_shared: bool) -> str:
-    """Of its operators on the tape (native/units/units.cpp), where it is not by rows."""
+    """Return the overload of its operators on the tape (native/units/units.cpp), unless it is by rows."""
     if kind is None:
         return "shared" if is_shared else ""
     if kind in (Kind.COLLECTIVE, Kind.CHOICE):
@@ -112,16 +113,24 @@ def run_again(
     sources: Sequence[tuple[bool, int] | None],
     count: int,
 ) -> list[torch.Tensor | None]:
-    """Run a unit once more, with the tensors that its forward was given, and return what its parts made.
+    """Run a unit again with the tensors of its forward, and return the outputs of its parts.
 
     Args:
-        ambient: see `restored`; None: the state is the forward's.
-        sources: of each part, whether it was saved for backward, else returned, and its index among those; None: it is
-            not needed.
+        executor: the executor of the region.
+        unit: the unit.
+        region: the region.
+        call: the function that the unit ran.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        state: the state that its forward returned.
+        surroundings: see `restored`.
+        ambient: see `restored`; None: the state around this pass is that of the forward.
+        sources: for each part, whether it was saved for backward (else returned), and its index among those; None: it
+            is not needed.
         count: how many tensors the forward saved.
 
     Raises:
-        RecomputeError: it saves another number of tensors.
+        RecomputeError: the unit saves another number of tensors.
     """
     wanted = {source[1] for source in sources if source is not None and source[0]}
     saved: list[torch.Tensor | None] = []
@@ -135,7 +144,7 @@ def run_again(
     around = _NOTHING if ambient is None else restored(executor.device, surroundings, *ambient)
     with no_transforms(), executor.rerunning(), around, hooks, unit.again(state):
         out = call(*args, **kwargs)
-    if wanted and len(saved) != count:  # hooks of the model's own, around the forward, may have taken all that it saved
+    if wanted and len(saved) != count:  # without `wanted`, the model's own hooks may have taken all saved tensors
         raise RecomputeError(
             f"region {region.name}: {unit.name} saved {count} tensors for backward, and {len(saved)} when run again",
             code="MP021",

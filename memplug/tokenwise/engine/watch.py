@@ -1,4 +1,4 @@
-"""A mode that notices what the native core does not: an address that is taken, values that are read."""
+"""A mode that notices events that the native core cannot see: the address of a tensor is taken, its values are read."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ _READS = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch
 
 
 class AddressMode(TorchFunctionMode):
-    """Tells the core when an address is taken, or values are read past operators."""
+    """Notifies the core when a tensor's address is taken, or its values are read past operators."""
 
     def __init__(self, native: Any):
         super().__init__()
         self._native = native
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Notify the core of such a call, and make it."""
         if func in _GIVES_ADDRESSES:
             self._native.address_taken(args[0])
         elif func in _READS:

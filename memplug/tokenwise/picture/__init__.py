@@ -1,4 +1,4 @@
-"""What swapping and recomputing say and draw of themselves; knows no torch."""
+"""The texts and drawings of tokenwise: its part of a plan and its section of the block; knows no torch."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ if TYPE_CHECKING:
 
 
 class Picture(TechniquePicture):
-    """Shows decisions as bars, a region each."""
+    """Shows decisions in words, and as one bar per region."""
 
     place = 1
 
     def facts(self, plan: MemoryPlan) -> dict[str, Any]:
-        """See `TechniquePicture.facts`."""
+        """Return the decisions of a plan as plain values: see `TechniquePicture.facts`."""
         return {"decisions": decisions.decisions(plan)}
 
     def rows(self, facts: dict[str, Any]) -> Rows:
-        """See `TechniquePicture.rows`."""
+        """Return the decisions in words: see `TechniquePicture.rows`."""
         return decisions.rows(facts["decisions"]) if facts["decisions"] else []
 
     def heading(self, plan: MemoryPlan) -> str:
-        """See `TechniquePicture.heading`."""
+        """Return a heading for plans with decisions: see `TechniquePicture.heading`."""
         return "decisions without addresses" if decisions.decisions(plan) else ""
 
     def column(self, plan: MemoryPlan) -> Column | None:
-        """See `TechniquePicture.column`."""
+        """Return the decisions as bars: see `TechniquePicture.column`."""
         return bars.column(plan)
 
     def diff(self, a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
-        """See `TechniquePicture.diff`."""
+        """Return the differences between the decisions of two plans: see `TechniquePicture.diff`."""
         return {"decisions": diff.diff(a, b)}
 
     def diff_rows(self, facts: dict[str, Any]) -> Rows:
-        """See `TechniquePicture.diff_rows`."""
+        """Return these differences in words: see `TechniquePicture.diff_rows`."""
         return diff.rows(facts["decisions"]) if facts["decisions"] else []
 
     def block_words(self, config: MemplugConfig, *, served: bool) -> list[str]:
-        """See `TechniquePicture.block_words`."""
+        """Return the settings of the section in words: see `TechniquePicture.block_words`."""
         return block.words(config.tokenwise, served=served)
 
     def block_warnings(self, config: MemplugConfig, ds_config: Mapping[str, Any]) -> Iterable[str]:
-        """See `TechniquePicture.block_warnings`."""
+        """Return warnings about DeepSpeed's settings: see `TechniquePicture.block_warnings`."""
         return block.warnings(config, ds_config)
 
     def libraries(self) -> Mapping[str, tuple[str, Callable[[], object]]]:
-        """See `TechniquePicture.libraries`."""
+        """Return the library of the planner's rules: see `TechniquePicture.libraries`."""
         return {"planner_rules": ("planner's rules", rules.load)}

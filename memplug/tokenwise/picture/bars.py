@@ -1,4 +1,4 @@
-"""Decisions as a column of a figure: stacked bars, one for each region, under what the plan predicts."""
+"""Draws decisions as a column of a figure: one stacked bar per region, under a title with the plan's predictions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memplug.plans.schema import MemoryPlan
 from memplug.tokenwise.picture.decisions import decisions, region_words, short_region_names
 from memplug.words import duration, size
 
-# No colour of the map's; even in lightness from what the link moves to what nothing is spent on.
+# Colours that the map does not use; the lighter, the less a byte takes of link and memory.
 _SWAPPED, _LATE, _KEPT, _PLAIN, _RECOMPUTED = (
     Group("swapped", "#8e2f6f"),
     Group("swapped, only if needed", "#8e2f6f", hatched=True),
@@ -19,15 +19,15 @@ _SWAPPED, _LATE, _KEPT, _PLAIN, _RECOMPUTED = (
     Group("kept, as without memplug", "#f0c9de"),
     Group("recomputed", "#c9c4bb"),
 )
-_LABELS_AT_MOST = 40  # of regions along the axis; more would touch
-_LETTERS_AT_MOST = 18  # of a label
-_ROWS_AT_LEAST = 8  # where a few would be as thick as walls
-_THICKNESS = 0.8  # of a bar, where 1 leaves no gap
-_WIDTH = 0.36  # of the map's
+_LABELS_AT_MOST = 40  # labels of regions along the axis; more would touch
+_LETTERS_AT_MOST = 18  # letters of a label
+_ROWS_AT_LEAST = 8  # rows of the axis; with fewer, bars would be too thick
+_THICKNESS = 0.8  # thickness of a bar; 1 leaves no gap
+_WIDTH = 0.36  # width as a share of the map's
 
 
 def column(plan: MemoryPlan) -> Column | None:
-    """Of one forward of each region; None where the plan has no decisions."""
+    """Return the bars of one forward of each region; None where the plan has no decisions."""
     facts = decisions(plan)
     if facts is None or not facts["regions"]:
         return None
@@ -51,7 +51,7 @@ def column(plan: MemoryPlan) -> Column | None:
 
 
 def _split(region: dict[str, Any]) -> dict[Group, int]:
-    """The bytes of a region by group, from the left of its bar."""
+    """Return the bytes of a region by group, from the left of its bar."""
     found = dict.fromkeys((_SWAPPED, _LATE, _KEPT, _PLAIN, _RECOMPUTED), 0)
     found[_LATE if region["offloads_late"] else _SWAPPED] = region["swapped_bytes"]
     found[_PLAIN if region["plain"] else _KEPT] = region["kept_bytes"]
@@ -70,5 +70,5 @@ def _predicted(facts: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _cut(name: str) -> str:
-    """A name that leaves room for its bar."""
+    """Shorten a name to leave room for its bar."""
     return name if len(name) <= _LETTERS_AT_MOST else "…" + name[1 - _LETTERS_AT_MOST :]

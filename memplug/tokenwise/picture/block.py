@@ -1,4 +1,4 @@
-"""What the block of a DeepSpeed JSON has swapping and recomputing do, in words, and what competes with it there."""
+"""Puts the "tokenwise" section of a DeepSpeed JSON into words, and names settings that compete with it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from memplug.ds_json.keys import offloads_of
 
 
 def words(tokenwise: TokenwiseConfig, *, served: bool) -> list[str]:
-    """Returns lines; `served`: an arena serves requests."""
+    """Return the section's settings in words, one line each.
+
+    Args:
+        tokenwise: the section.
+        served: an arena serves requests.
+    """
     if not tokenwise.enabled:
         return ["  row-cached recompute is switched off (tokenwise.enabled): nothing is swapped or recomputed"]
     regions = "every decoder layer" if tokenwise.regions == "auto" else ", ".join(tokenwise.regions)
-    moving = f"{tokenwise.buffers} regions' tensors at a time are on their way; memory to prefetch into is "
+    moving = f"{tokenwise.buffers} regions' tensors at a time are in flight; memory to prefetch into is "
     reserved = "planned with the arena" if served else "reserved before the first step under a plan"
     return [
         f"  rows swapped     {_alpha_in_words(tokenwise.alpha)}",
@@ -25,7 +30,7 @@ def words(tokenwise: TokenwiseConfig, *, served: bool) -> list[str]:
 
 
 def warnings(config: MemplugConfig, ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each setting of DeepSpeed that conflicts or competes with row-cached recompute."""
+    """Yield a sentence for each setting of DeepSpeed that conflicts or competes with row-cached recompute."""
     if not config.tokenwise.enabled:
         return
     if "activation_checkpointing" in ds_config:
@@ -37,9 +42,9 @@ def warnings(config: MemplugConfig, ds_config: Mapping[str, Any]) -> Iterator[st
     if offloads:
         budget = config.host_budget_gib
         advice = (
-            'set "memplug": {"host_budget_gib": ...} to what it leaves a rank'
+            'set "memplug": {"host_budget_gib": ...} to the memory that it leaves each rank'
             if budget == "auto"
-            else f"host_budget_gib, {budget:g} GiB a rank, has to be free beside what it takes"
+            else f"host_budget_gib, {budget:g} GiB a rank, has to be free as well"
         )
         yield f"DeepSpeed offloads too ({offloads}), and shares host memory and the link with swapping: {advice}"
 

@@ -1,4 +1,4 @@
-"""The decisions of a plan in one object of plain values, region by region, and that object in words."""
+"""Puts the decisions of a plan into one object of plain values, region by region, and that object into words."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from memplug.tokenwise.plan.decisions import Decisions, Setting
 from memplug.words import count, duration, known, size
 
 KINDS = ("swapped", "kept", "recomputed")
-"""How a region's backward gets its tensors: "swapped_bytes" and the like are keys of a region and of the totals."""
+"""The ways in which a region's backward gets its tensors. "swapped_bytes" and the like are keys of a region and of
+the totals."""
 OPERATORS = ("swapped_whole_operators", "swapped_by_rows_operators", "kept_operators")
-"""Keys of a region and of the totals too."""
+"""Further keys of a region and of the totals."""
 _ROWS_AT_MOST = 8
 
 
 def decisions(plan: MemoryPlan) -> dict[str, Any] | None:
-    """What a plan decides and predicts, for `memplug show --json`: stable keys, units in names.
+    """Return the decisions and predictions of a plan, for `memplug show --json`: stable keys, units in names.
 
     The bytes of a region are those of one forward; the totals are sums over all regions. `host_bytes` and
     `device_bytes` are predicted for a whole step, which may have several forwards of a region in flight, or leave on
-    the device the tensors that a region would only swap if it had to (`offloads_late`).
+    the device the tensors that a region would offload only if necessary (`offloads_late`).
 
     Returns:
         None where the plan has no decisions.
@@ -60,7 +61,7 @@ def decisions(plan: MemoryPlan) -> dict[str, Any] | None:
 
 
 def rows(facts: dict[str, Any]) -> Rows:
-    """What `decisions` returned, as (name, value) in words."""
+    """Return the result of `decisions` as (name, value), in words."""
     operators = facts["program_operators"]
     length = "operators not recorded" if operators is None else f"{operators:,} operators"
     full_s, peak_bytes, late_bytes = facts["full_recomputation_s"], facts["peak_bytes"], facts["offloads_late_bytes"]
@@ -83,18 +84,18 @@ def rows(facts: dict[str, Any]) -> Rows:
         ("bound by", bound_words(facts["bound"])),
         ("captured operators", f"{whole:,} swapped whole, {by_rows:,} by rows, {kept:,} kept"),
         ("decisions", f"{bytes_words(facts)} in one forward of {count(len(facts['regions']), 'region')}"),
-        *([("  only if needed", f"{size(late_bytes)} of what is swapped")] if late_bytes else []),
+        *([("  only if needed", f"{size(late_bytes)} of the swapped bytes")] if late_bytes else []),
         *_region_rows(facts["regions"]),
     ]
 
 
 def bytes_words(facts: dict[str, Any]) -> str:
-    """Bytes of a region, or the totals, such as "1.00 GiB swapped, 12.00 MiB kept", of the kinds that have any."""
+    """Return bytes by kind, such as "1.00 GiB swapped, 12.00 MiB kept", without kinds that have none."""
     return ", ".join(f"{size(facts[f'{kind}_bytes'])} {kind}" for kind in KINDS if facts[f"{kind}_bytes"]) or "nothing"
 
 
 def region_words(region: dict[str, Any], *, each: bool = False) -> str:
-    """What is decided of a region, or of each of several."""
+    """Return the decisions for a region in words; `each`: for each of several regions."""
     words = bytes_words(region) + (" each" if each else "")
     if region["plain"]:
         return f"{words}, as without memplug"
@@ -102,17 +103,17 @@ def region_words(region: dict[str, Any], *, each: bool = False) -> str:
 
 
 def bound_words(bound: str) -> str:
-    """`TokenwisePlan.bound` as it stands after "bound by"."""
+    """Return `TokenwisePlan.bound` as it stands after "bound by"."""
     return "nothing" if bound == "none" else bound
 
 
 def short_region_names(names: Iterable[str]) -> list[str]:
-    """As `short_names` of layers."""
+    """Shorten names of regions as `short_names` does names of layers."""
     return short_names([Layer(name) for name in names])
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
-    """Regions of one numbered list together, by number: plans list regions by what they run."""
+    """Return the regions of one numbered list next to each other, by number: plans list regions by key."""
     stems = {stem: at for at, stem in enumerate(dict.fromkeys(map(_stem, names)))}
     return sorted(names, key=lambda name: (stems[_stem(name)], [int(digits) for digits in re.findall("[0-9]+", name)]))
 
@@ -139,7 +140,7 @@ def _region(name: str, setting: Setting) -> dict[str, Any]:
 
 
 def _region_rows(regions: list[dict[str, Any]]) -> Rows:
-    """A line for each stretch of regions that are treated alike; past the first few of them one line for the rest."""
+    """Return a line for each stretch of regions that are treated alike; one line for all after the first few."""
     names = [region["name"] for region in regions]
     short = dict(zip(names, short_region_names(names), strict=True))
 

@@ -1,4 +1,4 @@
-"""What two plans decide differently and what that costs, in one object of plain values, and that object in words."""
+"""Compares the decisions of two plans, in one object of plain values, and puts that object into words."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _OF_A_PLAN = ("step_s", "full_recomputation_s", "peak_bytes", "host_bytes", "dev
 
 
 def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any] | None:
-    """Returns what differs.
+    """Return the differences between the decisions of two plans, and their cost.
 
-    A region is changed if another operator of it is captured, another fraction of its rows, or kept instead of swapped;
-    if its input is swapped in one plan alone; or if it runs as without memplug in one plan alone. Bytes may differ
-    without that, as those of another micro-batch do.
+    A region is changed if another operator of it is captured, another fraction of its rows, or an output is kept
+    instead of swapped; if only one plan swaps its input; or if it runs as without memplug under one plan only. Bytes
+    may differ without such a change, as those of another micro-batch do.
 
     Returns:
         None where neither plan has decisions. `a` and `b` are None where that plan has none; `changed` has every
-        changed region, with None for the plan that lacks it.
+            changed region, with None for the plan that lacks it.
     """
     plans = {"a": a, "b": b}
     sides = {side: decisions(plan) for side, plan in plans.items()}
@@ -58,7 +58,7 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any] | None:
 
 
 def rows(facts: dict[str, Any]) -> Rows:
-    """What `diff` returned, as (name, value) in words."""
+    """Return the result of `diff` as (name, value), in words."""
     a, b = facts["a"], facts["b"]
 
     def amounts(name: str, words: Callable[[Any], str]) -> str:
@@ -77,13 +77,13 @@ def rows(facts: dict[str, Any]) -> Rows:
 
 
 def _chosen(setting: Setting) -> tuple:
-    """What is decided of a region; bytes follow from it."""
+    """Return the choices for a region, from which its bytes follow."""
     plain = setting.plain_bytes is not None
     return plain, (setting.swaps_input and not plain), setting.plan or {}
 
 
 def _changed_operators(a: Setting | None, b: Setting | None) -> int:
-    """Operators with a decision in one of the two that is not the other's."""
+    """Return how many operators have a decision in one setting that differs from the other's, or is missing there."""
     mine, its = ((setting.plan or {}) if setting else {} for setting in (a, b))
     return sum(mine.get(index) != its.get(index) for index in mine.keys() | its.keys())
 
@@ -97,7 +97,7 @@ def _changed_words(facts: dict[str, Any]) -> str:
 
 
 def _changed_rows(changed: list[dict[str, Any]]) -> Rows:
-    """A line for each of the first regions; neighbours that changed alike share one."""
+    """Return a line for each of the first changed regions; neighbours that changed alike share one."""
     short = short_region_names(each["name"] for each in changed)
     named = [(layer_words(name), _one(each)) for name, each in zip(short, changed, strict=True)]
     lines = []

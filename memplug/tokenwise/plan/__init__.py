@@ -1,1 +1,1 @@
-"""What to keep, swap and recompute: solved without torch."""
+"""The planner of swapping and recomputing: knows no torch."""

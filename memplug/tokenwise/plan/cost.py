@@ -1,8 +1,8 @@
-"""The cost model (MEMO, section 4.1), stated once: amounts that are linear in a choice, and times that are the largest
-of linear pieces of them.
+"""The cost model of a plan (MEMO, section 4.1), stated once for numbers and for linear programs.
 
-`measure` puts numbers in. The linear program (`solver.py`) puts in `Linear` expressions of its columns, and makes a
-column of each `largest`, with a row for each piece.
+Amounts are linear in a choice; times are the largest of linear pieces of these amounts. `measure` evaluates the model
+with numbers. The linear program (`solver.py`) evaluates it with `Linear` expressions of its columns, and turns each
+`largest` into a column with one row per piece.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from memplug.tokenwise.plan.model import Bound, Budget, Group, InFlight, Region,
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A constant, and a coefficient for each column of a program."""
+    """A constant, and a coefficient for each column of a linear program."""
 
     constant: float = 0.0
     terms: Mapping[int, float] = field(default_factory=dict)
 
     def __add__(self, other: Linear | float) -> Linear:
+        """Return the sum."""
         if not isinstance(other, Linear):
             return Linear(self.constant + other, self.terms)
         terms = dict(self.terms)
@@ -30,12 +31,15 @@ class Linear:
         return Linear(self.constant + other.constant, terms)
 
     def __sub__(self, other: Linear | float) -> Linear:
+        """Return the difference."""
         return self + other * -1.0
 
     def __mul__(self, by: float) -> Linear:
+        """Return the product with a number."""
         return Linear(self.constant * by, {column: value * by for column, value in self.terms.items()})
 
     def __truediv__(self, by: float) -> Linear:
+        """Return the quotient by a number."""
         return self * (1.0 / by)
 
     __radd__, __rmul__ = __add__, __mul__
@@ -45,32 +49,41 @@ Quantity = float | Linear
 
 
 class Amounts(NamedTuple):
-    """What regions do together, as numbers or as `Linear` expressions."""
+    """Sums of time and memory over regions, as numbers or as `Linear` expressions."""
 
     forward_s: Quantity = 0.0
-    """Compute, without waiting for the link."""
+    """Compute time of forward, without waits for the link."""
     backward_s: Quantity = 0.0
-    """Likewise, with recompute."""
+    """Compute time of backward with recompute, without waits for the link."""
     link_bytes: Quantity = 0
-    """To the host in forward, and back in backward."""
+    """Bytes that go to the host in forward, and come back in backward."""
     host_bytes: Quantity = 0
-    """With padding."""
+    """Host memory, padding included."""
     kept_bytes: Quantity = 0
-    """On the device."""
+    """Bytes kept on the device."""
 
     def plus(self, other: Amounts, times: int = 1) -> Amounts:
-        """The sum with so many others."""
+        """Return the sum of these amounts and `times` times the others."""
         return Amounts(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
 
 def together(one: Amounts, instances: int, staying: int) -> Amounts:
-    """Of so many instances, and of others that stay besides: those send nothing."""
+    """Sum up the amounts of instances that offload, and of others that stay on the device.
+
+    Args:
+        one: amounts of one instance.
+        instances: how many instances offload.
+        staying: how many more stay on the device: these use neither the link nor host memory.
+    """
     stays = one._replace(link_bytes=0, host_bytes=0)
     return Amounts().plus(one, instances).plus(stays, staying)
 
 
 def unchosen(region: Region, budget: Budget, inputs_swapped: bool, plain: bool = False) -> Amounts:
-    """What one instance of a region takes before any choice; a plain one swaps nothing and has no overhead."""
+    """Return the amounts that one instance of a region takes before any decision.
+
+    A plain instance swaps nothing and has no overhead.
+    """
     if plain:
         return Amounts(region.forward_s, region.backward_s)
     input_bytes, tensors = (region.input_bytes, region.input_tensors) if inputs_swapped else (0, 0)
@@ -85,7 +98,7 @@ def unchosen(region: Region, budget: Budget, inputs_swapped: bool, plain: bool =
 def chosen(
     budget: Budget, *, recompute_s: Quantity, swapped_bytes: Quantity, swapped_tensors: Quantity, kept_bytes: Quantity
 ) -> Amounts:
-    """What a choice for one instance adds."""
+    """Return the amounts that the decisions for one instance add."""
     return Amounts(
         backward_s=recompute_s,
         link_bytes=swapped_bytes,
@@ -97,19 +110,21 @@ def chosen(
 def passes_s(
     first: Amounts, last: Amounts, budget: Budget, largest: Callable[..., Quantity] = max
 ) -> tuple[Quantity, Quantity]:
-    """Forward and backward, in seconds: compute or copies, the longer one.
+    """Return the seconds of forward and of backward: compute or copies, the longer one.
 
     MEMO asks each layer's copies to fit into that layer's forward. Here compute and copies are summed over the whole
-    forward, and the whole backward: buffers in flight smooth what differs from region to region, a copy may lag behind
-    by more than a layer, and backward has its own, longer time. For equal layers this is MEMO's constraint. Where the
-    groups of a region differ, the first ones' copies may lag into the last ones' forward, or lead into their backward,
-    only by the device bytes that kept outputs leave: backlog is memory too. The last ones' copies have their own time.
+    forward, and over the whole backward: buffers in flight smooth the differences between regions, a copy may lag
+    behind by more than a layer, and backward has its own, longer time. For equal layers this is MEMO's constraint.
+
+    Where the groups of a region differ, the copies of the first groups may lag into the last groups' forward, or lead
+    into their backward, only by the device bytes that kept outputs leave free: a backlog takes memory too. The last
+    groups' copies have their own time.
 
     Args:
-        first: of the first groups of all regions.
-        last: of all others.
-        budget: its rates and device bytes.
-        largest: of the pieces it is given; the time only grows with it.
+        first: amounts of the first groups of all regions.
+        last: amounts of all other groups.
+        budget: link rates and device bytes.
+        largest: returns the largest of its arguments; the times only grow with it.
     """
     unhidden_bytes = first.link_bytes + first.kept_bytes - budget.device_bytes
     all_bytes = first.link_bytes + last.link_bytes
@@ -127,7 +142,7 @@ def passes_s(
 def amounts(
     regions: Sequence[Region], groups: Sequence[Sequence[Group]], budget: Budget, inputs_swapped: bool
 ) -> tuple[Amounts, Amounts]:
-    """What the first groups of all regions take, and all others."""
+    """Return the amounts of the first groups of all regions, and those of all other groups."""
     first, last = Amounts(), Amounts()
     for region, parts in zip(regions, groups, strict=True):
         for at, group in enumerate(parts):
@@ -152,13 +167,15 @@ def measure(
     alpha: float | None = None,
     alpha_cut_by_host: bool = False,
 ) -> TokenwisePlan:
-    """What a choice costs, as a plan.
+    """Return a choice as a plan, with its predicted times and bytes.
 
     Args:
         regions: every kind of region of the step, once each.
-        groups: the choice: of each region, in the order of the forward.
+        groups: the choice: the groups of each region, in the order of the forward.
         budget: link rates, host bytes and device bytes; the choice may exceed it.
-        inputs_swapped, alpha, alpha_cut_by_host: as in `TokenwisePlan`.
+        inputs_swapped: see `TokenwisePlan`.
+        alpha: see `TokenwisePlan`.
+        alpha_cut_by_host: see `TokenwisePlan`.
     """
     first, last = amounts(regions, groups, budget, inputs_swapped)
     total, in_flight = first.plus(last), in_flight_bytes(regions, groups, budget)
@@ -197,15 +214,16 @@ def measure(
 
 
 def in_flight_bytes(regions: Sequence[Region], groups: Sequence[Sequence[Group]], budget: Budget) -> int:
-    """Of outputs on their way to the host or back, by which the step's peak is higher than at the safest setting;
-    without rounding buffers.
+    """Return the bytes by which outputs in flight raise the step's peak above that of the safest setting.
+
+    Rounding buffers are not included.
     """
     most_bytes = most_in_flight_bytes(regions, groups)
     return max(at.count * most_bytes - at.room_bytes for at in (*budget.in_flight, InFlight(0)))
 
 
 def most_in_flight_bytes(regions: Sequence[Region], groups: Sequence[Sequence[Group]]) -> int:
-    """Of one instance of the region that swaps the most, on top of the safest setting."""
+    """Return the largest number of bytes that one instance has in flight beyond those of the safest setting."""
     each = (
         region.in_flight_bytes(group.fractions)
         for region, parts in zip(regions, groups, strict=True)
@@ -216,12 +234,12 @@ def most_in_flight_bytes(regions: Sequence[Region], groups: Sequence[Sequence[Gr
 
 
 def swapped_tensors(region: Region, swapped: Iterable[int]) -> int:
-    """That these operators put on the host, of one instance."""
+    """Return how many tensors of one instance these operators put on the host."""
     return sum(len(region.operators[index].outputs) for index in swapped)
 
 
 def _can_spare(regions: Sequence[Region], groups: Sequence[Sequence[Group]]) -> bool:
-    """Whether something runs that swapping would spare."""
+    """Return whether a recompute pass runs an operator that takes time and that could be captured instead."""
     return any(
         region.operators[index].time_s > 0.0 and region.operators[index].capturable
         for region, parts in zip(regions, groups, strict=True)

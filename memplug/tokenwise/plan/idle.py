@@ -1,4 +1,4 @@
-"""A plan less what it swaps or keeps for no gain: the solver stops within a gap, and ties are below it."""
+"""Drops the swaps and keeps of a plan that gain nothing: the solver stops within a gap, and ties are below it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from memplug.tokenwise.plan.model import (
 
 
 def without_idle(regions: Sequence[Region], plan: TokenwisePlan, budget: Budget) -> TokenwisePlan:
-    """The plan with each output recomputed, one after the other, where that makes the step no longer. A try costs what
-    it changes: the operators that have to run as well.
+    """Return the plan with each output recomputed instead, one after the other, where the step gets no longer.
+
+    A try has to pay for all that it changes, including the further operators that have to run.
 
     Args:
-        regions: that the plan is for, in any order.
-        plan: without plain groups.
-        budget: that it was made with.
+        regions: the regions that the plan is for, in any order.
+        plan: a plan without plain groups.
+        budget: the budget that the plan was made with.
     """
     groups = [list(plan.regions[region.key].groups) for region in regions]
     phases = amounts(regions, groups, budget, plan.inputs_swapped)
@@ -35,7 +36,7 @@ def without_idle(regions: Sequence[Region], plan: TokenwisePlan, budget: Budget)
             available = keep | {index for index, fraction in fractions.items() if fraction >= 1.0}
             for index in (*group.fractions, *sorted(group.keep)):
                 operator, fraction = region.operators[index], fractions.get(index, 0.0)
-                more, _ = passes.asked(region.saved, available - {index})  # than `runs`
+                more, _ = passes.asked(region.saved, available - {index})  # operators than in `runs`
                 less = {i: part for i, part in fractions.items() if i != index}
                 change = chosen(
                     budget,

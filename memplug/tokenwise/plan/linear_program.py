@@ -1,4 +1,4 @@
-"""A mixed integer linear program in the terms of a plan: seconds and bytes that are linear in its columns."""
+"""A mixed integer linear program whose rows and objective are seconds and bytes of a plan."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from scipy.sparse import csr_array
 from memplug.tokenwise.plan.cost import Linear
 
 NODE_LIMIT = 100
-"""Of one program: bounds the effort the same way on every machine, unlike time."""
+"""Nodes of one program: unlike a time limit, it bounds the effort alike on every machine."""
 GAP = 1e-4
 """Share of the objective within which a solution counts as optimal."""
 
 
 @dataclass(slots=True)
 class LinearProgram:
-    """Columns and rows.
+    """A mixed integer linear program that is built column by column and row by row.
 
     Attributes:
-        unit_s, unit_bytes: what rows and the objective count in, so that their numbers are near 1.
-        cost: by column, what is to be as small as it can be.
+        unit_s: seconds that count as 1 in rows and the objective, so that their numbers are near 1.
+        unit_bytes: bytes that count as 1, likewise.
+        cost: coefficient of each column in the objective, which is minimized.
     """
 
     unit_s: float
@@ -36,7 +37,11 @@ class LinearProgram:
     limits: list[float] = field(default_factory=list)
 
     def column(self, *, lower: float = 0.0, upper: float = 1.0, integer: bool = False) -> int:
-        """A new one: its index."""
+        """Add a column.
+
+        Returns:
+            Its index.
+        """
         self.cost.append(0.0)
         self.lower.append(lower)
         self.upper.append(upper)
@@ -44,16 +49,16 @@ class LinearProgram:
         return len(self.cost) - 1
 
     def row(self, terms: Mapping[int, float], at_least: float = 0.0) -> None:
-        """Sum of coefficient times column >= at_least."""
+        """Add the row: sum of coefficient times column >= `at_least`."""
         self.entries += [(len(self.limits), column, value) for column, value in terms.items()]
         self.limits.append(at_least)
 
     def largest(self, *pieces_s: Linear) -> Linear:
-        """Of seconds, once the program has made it as small as it can be."""
+        """Return the largest of these seconds, as a column that the objective has to minimize."""
         return self._largest(pieces_s, self.unit_s)
 
     def largest_bytes(self, pieces: Sequence[Linear]) -> Linear:
-        """Of bytes, likewise; 0 where there are none above."""
+        """Return the largest of these bytes, likewise; 0 where none is above 0."""
         return self._largest(pieces, self.unit_bytes)
 
     def _largest(self, pieces: Sequence[Linear], unit: float) -> Linear:
@@ -64,12 +69,19 @@ class LinearProgram:
         return result
 
     def limit(self, nbytes: Linear, at_most: float, margin: float) -> None:
-        """Less a margin, in units; what no choice can spare is never too much."""
+        """Add a row that bounds bytes by `at_most` less a margin, in units of `unit_bytes`.
+
+        Bytes that no choice can spare are never over the limit.
+        """
         left = (Linear(at_most) - nbytes) / self.unit_bytes
         self.row(left.terms, at_least=min(margin - left.constant, 0.0))
 
     def run(self, *, relaxed: bool = False) -> OptimizeResult:
-        """The best that is found within `NODE_LIMIT`; `relaxed`: fractions may be where integers are asked for."""
+        """Return the best solution found within `NODE_LIMIT`.
+
+        Args:
+            relaxed: ignore that columns have to be integers.
+        """
         rows, columns, values = zip(*self.entries, strict=True)
         matrix = csr_array((values, (rows, columns)), shape=(len(self.limits), len(self.cost)))
         return milp(

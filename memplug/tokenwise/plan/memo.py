@@ -18,8 +18,13 @@ def alpha_of_layer(
     layer_forward_s: float,
     host_bytes: float,
 ) -> float:
-    """MEMO's program for alpha in closed form (section 4.1): the largest fraction whose copies fit one layer's forward
-    and whose bytes, over all layers but the last two, fit the host. 0 where not even input and attention output fit.
+    """Return MEMO's alpha in closed form (section 4.1).
+
+    It is the largest fraction whose copies fit one layer's forward and whose bytes, over all layers but the last two,
+    fit the host.
+
+    Returns:
+        The fraction, in [0, 1]; 0 where not even input and attention output fit.
     """
     by_link = (d2h_bytes_per_s * layer_forward_s - input_bytes - attention_bytes) / other_bytes
     by_host = (host_bytes / max(layers - 2, 1) - input_bytes - attention_bytes) / other_bytes
@@ -27,8 +32,9 @@ def alpha_of_layer(
 
 
 def fraction_of(regions: Sequence[Region], budget: Budget) -> float:
-    """The largest fraction, the same for all regions, whose copies fit the forward of each (MEMO, section 4.1). What
-    host memory does not hold, `fixed` cuts.
+    """Return the largest fraction, the same for all regions, whose copies fit the forward of each.
+
+    Section 4.1 of MEMO. Host memory does not count here: `fixed` lowers the fraction to what the host has room for.
     """
     fractions = [1.0]
     for region in regions:
@@ -45,7 +51,7 @@ def fraction_of(regions: Sequence[Region], budget: Budget) -> float:
 
 
 def _parts(region: Region) -> tuple[set[int], set[int]]:
-    """What MEMO swaps whole, and what it swaps the first rows of."""
+    """Return the operators that MEMO swaps whole, and those whose first rows it swaps."""
     capturable = {i for i, operator in enumerate(region.operators) if operator.capturable}
     always = {i for i in capturable if region.operators[i].always_swapped}
     live = needed(region.operators, region.saved, region.given, always)
@@ -55,7 +61,17 @@ def _parts(region: Region) -> tuple[set[int], set[int]]:
 def fixed(
     regions: Sequence[Region], budget: Budget, alpha: float, room_bytes: int, inputs_swapped: bool
 ) -> TokenwisePlan:
-    """MEMO's plan: one fraction, lowered to what the host holds; without room even for alpha 0, everything runs."""
+    """Return MEMO's plan: one fraction, lowered to fit host memory.
+
+    Where the host has no room even for alpha 0, every operator runs again.
+
+    Args:
+        regions: every kind of region of the step, once each.
+        budget: link rates, host bytes and device bytes.
+        alpha: the fraction asked for, in [0, 1].
+        room_bytes: host memory that the regions' inputs leave.
+        inputs_swapped: see `TokenwisePlan`.
+    """
     whole, rows = map(list, zip(*map(_parts, regions), strict=True)) if regions else ([], [])
     whole_bytes, rows_bytes = (
         sum(r.instances * r.operators[i].output_bytes for r, chosen in zip(regions, part, strict=True) for i in chosen)

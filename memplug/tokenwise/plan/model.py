@@ -1,7 +1,7 @@
-"""What the token-wise planner reasons about: regions, plans, and which operators a recompute pass runs.
+"""The data of the token-wise planner: regions, budgets and plans, and which operators a recompute pass runs.
 
 A *region* is a piece of the model that runs forward once and is recomputed before its backward (MEMO, section 4.1: a
-transformer layer). Each of its operators' outputs is swapped to the host, kept on the device or recomputed.
+transformer layer). Each output of its operators is swapped to the host, kept on the device or recomputed.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ class Operator:
     """One operator of a region's forward; inputs and outputs are ids of storages, not of tensors.
 
     A view moves no bytes: list it without inputs and outputs and let its readers name the storage itself, otherwise
-    an `always_runs` view keeps alive what no operator reads. An operator that mutates a storage names it among both.
+    an `always_runs` view keeps a storage alive that no operator reads. An operator that mutates a storage lists it as
+    input and output.
     """
 
     name: str
     time_s: float
-    """Time of one run over all rows."""
+    """Seconds of one run over all rows."""
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     output_bytes: int
-    """Bytes of all outputs: what swapping or keeping them costs."""
+    """Bytes of all outputs: the cost of swapping or keeping them."""
     capture: Literal["rows", "whole", "never"]
-    """rows: any fraction of the rows may be swapped, the rest is recomputed alone; whole: all or nothing; never: a
-    view, a random or a mutating operator."""
+    """rows: any fraction of the rows may be swapped, and only the others are recomputed; whole: all or nothing;
+    never: a view, a random or a mutating operator."""
     rows: int = 0
-    """Of an output that is swapped by rows: whole ones travel; 0: any fraction does."""
+    """Number of rows of an output that is swapped by rows: only whole rows are copied. 0: any fraction is possible."""
     always_runs: bool = False
-    """Runs in every recompute pass whatever the plan (random operators, collectives): never captured."""
+    """Every recompute pass runs it, whatever the plan (random operators, collectives): it is never captured."""
     always_swapped: bool = False
-    """With a fixed alpha: swapped whole (MEMO: the attention output). The automatic plan decides by itself."""
+    """A fixed alpha swaps it whole (MEMO: the attention output). The automatic plan decides by itself."""
     made_by_rows: int | None = None
-    """Index of an operator before it that takes all the time, and that makes as many rows of several outputs as the one
-    of them lacks of which the fewest are swapped; it is never captured itself."""
+    """Index of an earlier operator that makes this output and takes all of its time. That operator runs for as many
+    rows as are missing from the output with the fewest swapped rows; it is never captured itself."""
 
     @property
     def capturable(self) -> bool:
-        """Whether its outputs may be swapped or kept, and need not run again then."""
+        """Return whether its outputs may be swapped or kept, so that it need not run again."""
         return self.capture != "never" and not self.always_runs
 
 
@@ -56,58 +57,65 @@ class Region:
     instances: int
     """Forwards alive at once at the peak of a step: layers times graphs in flight."""
     operators: tuple[Operator, ...]
-    """In program order."""
+    """The operators of its forward, in program order."""
     saved: frozenset[int]
     """Storages that backward asks for."""
     given: frozenset[int]
-    """Storages there at the start of a recompute at no cost: region inputs, parameters, constants."""
+    """Storages that a recompute pass finds at no cost: region inputs, parameters, constants."""
     input_bytes: int
-    """Input of one instance, swapped whole where the host has room."""
+    """Input bytes of one instance, swapped whole where the host has room."""
     input_tensors: int = 1
     forward_s: float
-    """One instance, nothing swapped."""
+    """Seconds of one instance, nothing swapped."""
     backward_s: float
-    """One instance, nothing recomputed."""
+    """Seconds of one instance, nothing recomputed."""
     overhead_forward_s: float = 0.0
-    """memplug's own work in one forward, as far as the device waits for it; a plain region has none."""
+    """Seconds of one forward in which the device waits for memplug's own work; a plain region has none."""
     overhead_backward_s: float = 0.0
-    """Likewise in backward."""
+    """The same for backward."""
     staying: int = 0
-    """Forwards besides, planned as the last instances are: nothing of them leaves the device, as their backward comes
-    before it would."""
+    """Further forwards whose tensors stay on the device, because backward starts before they would leave. They are
+    planned like the last instances."""
     saved_bytes: int = 0
-    """All that backward asks for, of one instance: its input too where that is saved and was swapped, but nothing else
-    that was there before the region; 0: unknown."""
+    """Bytes of all that backward of one instance asks for, including an input that is saved and was swapped, but
+    nothing else that existed before the region; 0: unknown."""
 
     @property
     def safest_bytes(self) -> int:
-        """That the safest setting swaps of one instance besides its input: outputs of attention."""
+        """Return the bytes of one instance that the safest setting swaps besides its input: attention outputs."""
         return sum(each.output_bytes for each in self.operators if each.capturable and each.always_swapped)
 
     def buffer_bytes(self, padding_bytes: int) -> int:
-        """Of a rounding buffer that holds what the safest setting swaps of one instance, and padding for all it may."""
+        """Return the size of a rounding buffer for one instance at the safest setting.
+
+        It includes padding for every tensor that a plan may swap.
+        """
         tensors = self.input_tensors + sum(len(each.outputs) for each in self.operators if each.capturable)
         return self.input_bytes + self.safest_bytes + tensors * padding_bytes
 
     def in_flight_bytes(self, swapped: Iterable[int]) -> int:
-        """Of one instance on its way to the host or back, where these operators' outputs are swapped: what it takes on
-        top of the safest setting. A tensor that is swapped in part is there whole.
+        """Return the device bytes that one instance's tensors in flight take beyond those of the safest setting.
+
+        A tensor that is swapped in part is on the device whole.
+
+        Args:
+            swapped: indices of the operators whose outputs are swapped.
         """
         return max(0, sum(self.operators[index].output_bytes for index in swapped) - self.safest_bytes)
 
 
 class InFlight(NamedTuple):
-    """A time within a step, and what of swapped tensors is on the device then."""
+    """A time within a step at which swapped tensors are in flight on the device."""
 
     count: int
-    """How many instances', on their way to the host or back, or not sent at all."""
+    """Number of instances whose swapped tensors are being copied to the host or back, or were not offloaded at all."""
     room_bytes: int = 0
-    """By how much the observed step took less of the device then than at its peak."""
+    """Bytes by which the observed step's device memory at this time lay below its peak."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """What the machine has to give."""
+    """The link rates and the memory that a plan may use."""
 
     d2h_bytes_per_s: float
     """Device to host, measured with both directions busy."""
@@ -116,17 +124,19 @@ class Budget:
     host_bytes: int
     """Pinned host memory for swapped rows and inputs."""
     padding_bytes: int = 0
-    """What each tensor there may take on top of its bytes, since it begins at a multiple of some number."""
+    """Largest padding of one tensor in host memory, where each begins at a multiple of a fixed size."""
     device_bytes: int
     """Device memory that may be spent on keeping, and on copies that lag behind or are in flight."""
     in_flight: tuple[InFlight, ...] = ()
-    """Times at which the step may have its peak under a plan; none: what is in flight does not count."""
+    """Times at which a step under a plan may have its peak; empty: bytes in flight do not count."""
     buffers: int = 0
-    """Rounding buffers for which a plan leaves room besides, each for what one instance swaps."""
+    """Rounding buffers that the plan has to leave device memory for, each as large as one instance's swapped
+    tensors."""
 
     def with_buffers(self, regions: Sequence[Region]) -> Budget:
-        """What is left where buffers are reserved for the safest setting: a plan that swaps more needs larger ones.
-        Without room even for those there are none.
+        """Return the budget less the rounding buffers of the safest setting.
+
+        A plan that swaps more needs larger buffers. Without room for those of the safest setting there are none.
         """
         safest_bytes = max((region.buffer_bytes(self.padding_bytes) for region in regions), default=0)
         left_bytes = self.device_bytes - self.buffers * safest_bytes
@@ -135,36 +145,37 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Consecutive instances of a region that are treated alike; all amounts are those of one instance."""
+    """Consecutive instances of a region with the same decisions; all amounts are those of one instance."""
 
     instances: int
     fractions: dict[int, float]
-    """Operator index -> fraction of its rows that is swapped, in (0, 1]."""
+    """Fraction of its rows that is swapped, in (0, 1], by index of the operator."""
     keep: frozenset[int]
     """Operators whose outputs stay on the device."""
     runs: frozenset[int]
-    """Operators that the recompute pass runs, those in `fractions` on their remaining rows."""
+    """Operators that the recompute pass runs; those in `fractions` on their remaining rows."""
     swapped_bytes: int
-    """Without the region's input."""
+    """Bytes swapped, without the region's input."""
     kept_bytes: int
     recompute_s: float
     plain: bool = False
-    """They run as they would without memplug: autograd keeps all that backward asks for."""
+    """The instances run as without memplug: autograd keeps all that backward asks for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionPlan:
-    """What happens to the outputs of one kind of region."""
+    """The decisions for one kind of region, and what they should cost."""
 
     groups: tuple[Group, ...]
-    """In the order of the forward, as the last instances live shortest: one or two, and one that is plain."""
+    """One or two groups, and possibly a plain one, in the order of the forward: the tensors of the last instances
+    live shortest."""
     forward_s: float
-    """All instances, with this region's share of the link's stall, by bytes."""
+    """Seconds of all instances, with this region's share of the link's stall, by bytes."""
     backward_s: float
-    """All instances, with recompute and this region's share of the link's stall."""
+    """Seconds of all instances, with recompute and this region's share of the link's stall."""
 
     def group(self, instance: int) -> Group:
-        """The group of an instance, counted from 0 in the order of the forward; the last group past the end."""
+        """Return the group of an instance, counted from 0 in the order of the forward; past the end, the last group."""
         for group in self.groups:
             if instance < group.instances:
                 return group
@@ -173,17 +184,17 @@ class RegionPlan:
 
     @property
     def swapped_bytes(self) -> int:
-        """All instances, without inputs."""
+        """Return the bytes that all instances swap, without inputs."""
         return sum(g.instances * g.swapped_bytes for g in self.groups)
 
     @property
     def kept_bytes(self) -> int:
-        """All instances."""
+        """Return the bytes that all instances keep on the device."""
         return sum(g.instances * g.kept_bytes for g in self.groups)
 
     @property
     def recompute_s(self) -> float:
-        """All instances."""
+        """Return the seconds of all instances' recompute passes."""
         return sum(g.instances * g.recompute_s for g in self.groups)
 
 
@@ -192,61 +203,61 @@ Bound = Literal["link forward", "link backward", "host", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenwisePlan:
-    """Keep, swap or recompute for every operator output of every region, and what it should cost."""
+    """Keep, swap or recompute for every operator output of every region, and the predicted cost."""
 
     regions: dict[str, RegionPlan]
     alpha: float | None
-    """The one fraction in use (MEMO, section 4.1), None where the program chose one per operator."""
+    """The one fraction in use (MEMO, section 4.1); None where each operator has its own."""
     alpha_cut_by_host: bool
-    """The alpha asked for does not fit into host memory."""
+    """Whether alpha is smaller than asked for, since host memory has no room for more."""
     inputs_swapped: bool
-    """False: host memory does not even hold the regions' inputs, which stay on the device."""
+    """False: host memory has no room even for the regions' inputs, which stay on the device."""
     forward_s: float
     backward_s: float
     """With recompute, as `step_s`: all instances of all regions."""
     step_s: float
     host_bytes: int
-    """Swapped rows and inputs."""
+    """Host memory for swapped rows and inputs."""
     device_bytes: int
-    """Kept outputs, and what is in flight."""
+    """Bytes of kept outputs and bytes in flight."""
     in_flight_bytes: int
-    """Of swapped outputs on their way, by which the step's peak is higher than at the safest setting."""
+    """Bytes by which swapped outputs in flight raise the step's peak above that of the safest setting."""
     bound: Bound
-    """The fullest budget where swapping more could still spare recompute, or the link stalls; none: neither is so."""
+    """The fullest budget, where swapping more could still spare recompute or the link stalls; "none" otherwise."""
 
     @property
     def kept_bytes(self) -> int:
-        """Kept outputs, of all regions."""
+        """Return the bytes of kept outputs, of all regions."""
         return self.device_bytes - self.in_flight_bytes
 
 
 def needed(
     operators: Sequence[Operator], saved: Iterable[int], given: Collection[int], available: Collection[int]
 ) -> frozenset[int]:
-    """Indices of the operators that a recompute pass must run.
+    """Return the indices of the operators that a recompute pass must run.
 
-    An operator runs if backward or a running operator wants one of its outputs, unless it is among `available`: the
-    operators whose outputs are wholly there. More available, fewer run.
+    An operator runs if backward or a running operator asks for one of its outputs, unless the operator is `available`.
+    The more are available, the fewer run.
 
     Args:
         operators: the region's operators in program order.
         saved: storages that backward asks for.
-        given: storages there without cost.
+        given: storages that exist at no cost.
         available: indices of the operators whose outputs are kept or swapped whole.
     """
     return passes_of(operators, given).asked(saved, available)[0]
 
 
 def passes_of(operators: Sequence[Operator], given: Collection[int]) -> Passes:
-    """Returns the recompute passes of a region."""
+    """Return the recompute passes of a region with these operators."""
     inputs, outputs = [each.inputs for each in operators], [each.outputs for each in operators]
     return Passes(inputs, outputs, [each.always_runs for each in operators], given)
 
 
 def group_of(region: Region, instances: int, fractions: dict[int, float], keep: Collection[int]) -> Group:
-    """A group whose `runs` cover all that the choice leaves open, so that any choice is a valid one.
+    """Return the group of a choice, with the operators that run so that backward gets all that it asks for.
 
-    Choices for outputs that are not wanted are dropped.
+    Any choice is thus valid. Choices for outputs that are not asked for are dropped.
     """
     operators = region.operators
     available = {index for index, fraction in fractions.items() if fraction >= 1.0} | set(keep)
@@ -269,8 +280,8 @@ def group_of(region: Region, instances: int, fractions: dict[int, float], keep: 
 
 
 def recompute_s(operators: Sequence[Operator], runs: Collection[int], fractions: dict[int, float]) -> float:
-    """Seconds of a recompute pass that runs those operators, on the rows that are not swapped."""
-    rest: dict[int, float] = {}  # of an operator that makes others by rows: the most that one of them lacks
+    """Return the seconds of a recompute pass that runs these operators, on the rows that are not swapped."""
+    rest: dict[int, float] = {}  # operator that makes outputs by rows -> the largest fraction that one of them lacks
     for index in runs:
         maker = operators[index].made_by_rows
         if maker is not None:
@@ -279,10 +290,16 @@ def recompute_s(operators: Sequence[Operator], runs: Collection[int], fractions:
 
 
 def _in_rows(fraction: float, rows: int) -> float:
-    """The fraction that whole rows make of it, never more."""
+    """Round a fraction down to whole rows."""
     return math.floor(fraction * rows + 1e-6) / rows if rows else fraction
 
 
 def part_bytes(nbytes: int, rows: int, fraction: float) -> int:
-    """Of an output of `nbytes` and so many rows (0: unknown), what a fraction of it takes, in whole rows."""
+    """Return the bytes of the whole rows that a fraction of an output is.
+
+    Args:
+        nbytes: size of the output.
+        rows: its number of rows; 0: unknown.
+        fraction: of its rows, in [0, 1].
+    """
     return rows_taken(fraction, rows) * nbytes // rows if rows else int(fraction * nbytes)

@@ -1,5 +1,7 @@
-"""Out of the way: where the device has room for all that backward asks for, regions run as without memplug. Where it
-has room for some of that, the last ones do, whose tensors live the shortest.
+"""Plans under which regions run as without memplug, all of them or the last ones.
+
+All do where the device has room for all that backward asks for. Where it has room for a part of that, the last regions
+do: their tensors live shortest.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from memplug.tokenwise.plan.model import Budget, Group, Region, TokenwisePlan
 
 
 def solve(regions: Sequence[Region], budget: Budget) -> TokenwisePlan | None:
-    """The plan that keeps everything and recomputes nothing; None where the device has no room for it, or a region's
-    saved bytes are unknown.
+    """Return the plan that keeps everything and recomputes nothing.
 
     Args:
         regions: every kind of region of the step, once each.
-        budget: its device bytes count; the inputs, which the observed step swapped, stay there too.
+        budget: its device bytes count; inputs, which the observed step swapped, stay on the device too.
+
+    Returns:
+        None where the device has no room for it, or a region's saved bytes are unknown.
     """
     if not all(region.saved_bytes for region in regions):
         return None
@@ -28,13 +32,17 @@ def solve(regions: Sequence[Region], budget: Budget) -> TokenwisePlan | None:
 
 
 def solve_partly(regions: Sequence[Region], budget: Budget) -> TokenwisePlan | None:
-    """The plan whose last instances run as without memplug, the same share of each region and as many as the device has
-    room for, and whose others are planned with the room that is left; None where there is no room for any, or a
-    region's saved bytes are unknown.
+    """Return the plan whose last instances run as without memplug.
+
+    The last instances are the same share of each region, and as many as the device has room for. The others are planned
+    with the room that is left.
 
     Args:
         regions: every kind of region of the step, once each.
         budget: link rates, host bytes and device bytes.
+
+    Returns:
+        None where the device has no room for any such instance, or a region's saved bytes are unknown.
     """
     if not all(region.saved_bytes for region in regions):
         return None
@@ -50,7 +58,7 @@ def solve_partly(regions: Sequence[Region], budget: Budget) -> TokenwisePlan | N
 
 
 def _beside(regions: Sequence[Region], sizes: Sequence[int], budget: Budget) -> TokenwisePlan:
-    """The last `sizes` instances of each region plain, the others planned."""
+    """Return the plan with the last `sizes` instances of each region plain and the others planned."""
     rest = [
         replace(region, instances=region.instances - size, staying=0 if size else region.staying)
         for size, region in zip(sizes, regions, strict=True)
@@ -77,5 +85,5 @@ def _group(region: Region, instances: int) -> Group:
 
 
 def is_plain(solution: TokenwisePlan) -> bool:
-    """Whether all regions run as without memplug."""
+    """Return whether all regions run as without memplug."""
     return all(group.plain for region in solution.regions.values() for group in region.groups)

@@ -1,5 +1,6 @@
-"""Rules of the native core (native/tape/rules.h) that planners follow too: which operators a recompute pass runs, and
-how many rows a fraction of them is.
+"""Rules that planners share with the native core (native/tape/rules.h).
+
+They say which operators a recompute pass runs, and how many rows a fraction is.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ import numpy as np
 from memplug.native.plain import PlainLibrary, pointer
 
 _NATIVE = Path(__file__).parent.parent / "native"
-_SKIP = 2  # of `Action`, after RUN and SUBSTITUTE
+_SKIP = 2  # value of `Action`, after RUN and SUBSTITUTE
 
 
 class Passes:
-    """Recompute passes of a region.
+    """The recompute passes of a region.
 
     Args:
-        inputs, outputs: of each operator in program order, the storages that it reads, and makes or writes to.
-        always_runs: of each operator, whether every pass runs it.
-        given: storages there without cost.
+        inputs: for each operator in program order, the storages that it reads.
+        outputs: for each operator, the storages that it makes or writes to.
+        always_runs: for each operator, whether every pass runs it.
+        given: storages that exist at no cost.
     """
 
     def __init__(
@@ -40,11 +42,11 @@ class Passes:
         self._always = np.array(always_runs, np.uint8)
 
     def asked(self, saved: Iterable[int], available: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
-        """Returns the operators that a pass runs, and those with an output that it, or backward, asks for.
+        """Return the operators that a pass runs, and those with an output that the pass or backward asks for.
 
         Args:
             saved: storages that backward asks for.
-            available: operators whose outputs are there whole.
+            available: operators whose outputs are kept or swapped whole.
         """
         captured = np.zeros(len(self._always), np.uint8)
         captured[list(available)] = True
@@ -52,7 +54,12 @@ class Passes:
         return frozenset(np.flatnonzero(actions == 0).tolist()), frozenset(np.flatnonzero(actions != _SKIP).tolist())
 
     def makers(self, storages: Iterable[int], before: int | None = None) -> list[int]:
-        """Returns the operators that make or write to storages, before an operator reads them; None: after all ran."""
+        """Return the operators that make or write to storages.
+
+        Args:
+            storages: the storages.
+            before: only operators before the one with this index count; None: all.
+        """
         count = len(self._always) if before is None else before
         actions = self._actions(count, storages, np.zeros(count, np.uint8), np.ones(count, np.uint8))
         return np.flatnonzero(actions != _SKIP).tolist()
@@ -65,7 +72,7 @@ class Passes:
         return actions
 
     def _flat(self, storages: Sequence[Iterable[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns where each operator's storages end, and the storages, by numbers without gaps."""
+        """Return where each operator's storages end in one array, and that array, of numbers without gaps."""
         numbers = [[self._numbers.setdefault(each, len(self._numbers)) for each in some] for some in storages]
         return np.array([*accumulate(map(len, numbers))], np.int32), np.array([*sum(numbers, [])], np.int32)
 
@@ -74,13 +81,13 @@ class Passes:
 
 
 def rows_taken(fraction: float, rows: int) -> int:
-    """Returns how many of so many rows a fraction of them is."""
+    """Return how many of `rows` rows a fraction is."""
     return load().memplug_rows_taken(fraction, rows)
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Returns the library.
+    """Return the library of rules; it is built on first use.
 
     Raises:
         NativeError: see `PlainLibrary.load`.

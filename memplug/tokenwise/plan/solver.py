@@ -1,7 +1,8 @@
 """Keep, swap or recompute: one mixed integer linear program over the operators of all regions.
 
-MEMO (section 4.1) swaps one fraction alpha of every tensor. Here every operator has its own: bytes over the link
-against the time to recompute, under the link's time in forward and in backward, host bytes and device bytes.
+MEMO (section 4.1) swaps one fraction alpha of every tensor. Here every operator has its own fraction. The program
+weighs bytes over the link against time to recompute, within the link's time in forward and in backward, host bytes and
+device bytes.
 """
 
 from __future__ import annotations
@@ -53,23 +54,24 @@ __all__ = [
 ]
 
 EFFORT = 200_000
-"""Of the whole search, in columns times nodes of its programs, about five seconds of a core; the best plan found until
-then counts. Unlike time it is the same on every machine, as plans have to be."""
+"""Limit of the whole search, in columns times nodes of its programs: about five seconds of a core. The best plan
+found by then is used. Unlike a time limit it is the same on every machine, and so is the plan."""
 ATTEMPTS = 4
 MARGIN = 4e-6
-"""To hold the budgets to the byte."""
+"""Extra margin of a further attempt, so that a plan keeps its budgets to the byte."""
 TIE_HOST, TIE_DEVICE = 2e-6, 1e-6
-"""Weights of all bytes against all time: between equal times fewer host bytes win, then fewer device bytes."""
+"""Weights of all bytes against all time: among plans of equal time the one with fewer host bytes wins, then the one
+with fewer device bytes."""
 ALL_SHARES_UP_TO = 8
-"""Up to this many instances every way to cut them in two is tried, beyond only those that the relaxation hints at."""
+"""Up to this many instances every cut into two groups is tried, beyond it only those that the relaxation hints at."""
 
 
 def solve(regions: Sequence[Region], budget: Budget, alpha: float | Literal["auto"] = "auto") -> TokenwisePlan:
-    """The plan with the shortest step, or the one of a fixed alpha (MEMO, section 4.1).
+    """Return the plan with the shortest step, or the one of a fixed alpha (MEMO, section 4.1).
 
-    Inputs are swapped first: they are what a longer sequence fills the device with. With a fixed alpha,
-    `always_swapped` operators follow, then alpha of every `rows` operator that a recompute would run; an alpha that
-    host memory does not hold is lowered.
+    Inputs are swapped first: they fill the device as sequences grow. With a fixed alpha, `always_swapped` operators
+    follow, then the fraction alpha of every `rows` operator that a recompute pass would run. Alpha is lowered where
+    host memory has no room for it.
 
     Args:
         regions: every kind of region of the step, once each.
@@ -77,7 +79,7 @@ def solve(regions: Sequence[Region], budget: Budget, alpha: float | Literal["aut
         alpha: "auto" for the program, or MEMO's one fraction from 0 to 1.
 
     Raises:
-        ValueError: alpha outside [0, 1], a rate that is not positive, a key used twice, or a storage that is asked for
+        ValueError: alpha is outside [0, 1], a rate is not positive, two regions share a key, or a storage is asked for
             but neither given nor made by an earlier operator.
     """
     _check(regions, budget, alpha)
@@ -91,7 +93,7 @@ def solve(regions: Sequence[Region], budget: Budget, alpha: float | Literal["aut
 
 
 def full_recomputation(regions: Sequence[Region], budget: Budget) -> TokenwisePlan:
-    """What plans are compared with: every operator runs again, and the regions' inputs stay on the device."""
+    """Return the plan that others are compared with: every operator runs again, and inputs stay on the device."""
     groups = [[group_of(region, region.instances, {}, ())] for region in regions]
     return measure(regions, groups, budget, inputs_swapped=False)
 
@@ -114,24 +116,25 @@ def _check(regions: Sequence[Region], budget: Budget, alpha: float | str) -> Non
 
 
 _Choice = tuple[int, dict[int, float], Collection[int]]
-"""Instances of a group, the fractions they swap, the operators whose outputs they keep."""
+"""The instances of a group, the fractions that they swap, and the operators whose outputs they keep."""
 
 
 @dataclass(slots=True)
 class _Columns:
-    """Columns of one group: operator index -> column."""
+    """The columns of one group: column by index of the operator."""
 
     swap: dict[int, int] = field(default_factory=dict)
     travels: dict[int, int] = field(default_factory=dict)
-    """1 if any of it is swapped: it is on the device whole then, on its way. None: a share of it counts."""
+    """1 if any row of the output is swapped: the output is then on the device whole while in flight. Without such a
+    column its swapped share counts."""
     keep: dict[int, int] = field(default_factory=dict)
     run: dict[int, int] = field(default_factory=dict)
-    """Fraction of the operator that runs."""
+    """Fraction of the operator's rows that the recompute pass computes."""
     reads: dict[int, int] = field(default_factory=dict)
-    """1 if any of it runs: its inputs are then needed whole."""
+    """1 if the operator runs at all: it then needs its inputs whole."""
 
     def amounts(self, region: Region, budget: Budget) -> Amounts:
-        """What they stand for, of one instance."""
+        """Return the amounts that these columns add to one instance."""
         operators = region.operators
         return chosen(
             budget,
@@ -142,15 +145,15 @@ class _Columns:
         )
 
     def sources(self, index: int) -> dict[int, float]:
-        """What makes an operator's outputs available, as the left side of a row."""
+        """Return the ways to make an operator's outputs available, as the left side of a row."""
         return {columns[index]: 1.0 for columns in (self.swap, self.keep, self.run) if index in columns}
 
 
 class _Search:
-    """All programs for one problem.
+    """The search over all programs of one problem.
 
-    A whole operator, or one that is kept, is so for all instances of a group. One group for each region is tried
-    first, then two, cut at several places; the relaxation of the first program bounds all of them from below, because
+    An operator is swapped whole, or kept, for all instances of a group or for none. One group for each region is tried
+    first, then two, cut at several places. The relaxation of the first program bounds all of them from below, because
     the mean of two groups is a solution of it.
     """
 
@@ -168,7 +171,7 @@ class _Search:
         return sum(o.output_bytes + len(o.outputs) * padding_bytes for o in region.operators if o.capturable)
 
     def best(self) -> TokenwisePlan:
-        """The best plan over all cuts, and never worse than recomputing everything."""
+        """Return the best plan over all cuts, never worse than recomputing everything."""
         best = self._plan([[(region.instances, {}, ())] for region in self.regions])
         uncut = [(region.instances,) for region in self.regions]
         program, _ = self._program(uncut)
@@ -191,9 +194,10 @@ class _Search:
         return step_s / self.unit_s + (TIE_HOST * host_bytes + TIE_DEVICE * kept_bytes) / self.unit_bytes
 
     def _cuts(self, hints: list[float]) -> list[list[tuple[int, ...]]]:
-        """Sizes of the two groups of each region, the same share of each region in the last group.
+        """Return sizes of two groups for each region; the last group is the same share of every region.
 
-        A hint is a yes or no that the relaxation answers by a fraction: the share of instances that want a yes.
+        Args:
+            hints: fractions that the relaxation gives to yes-or-no columns: the share of instances that want a yes.
         """
         most = max((region.instances for region in self.regions), default=1)
         lasts = set(range(1, most))
@@ -214,9 +218,11 @@ class _Search:
         return measure(self.regions, groups, self.budget, inputs_swapped=self.inputs_swapped)
 
     def _solve(self, cut: list[tuple[int, ...]]) -> TokenwisePlan | None:
-        """HiGHS holds a row to about 1e-6, and takes a share of a tensor for a share of its padding, and for a share of
-        what is in flight; a plan has to hold its budgets to the byte. It is solved again with tensors in flight as a
-        whole, which is slower, and by a margin.
+        """Solve the program of one cut, again and stricter where its plan exceeds a budget.
+
+        A plan has to keep its budgets to the byte. But HiGHS holds a row only to about 1e-6, and counts padding and
+        bytes in flight by the share of a tensor that is swapped. So further attempts count each tensor in flight whole,
+        which is slower, and add a margin.
         """
         margin, wholly = 0.0, False
         for _ in range(ATTEMPTS):
@@ -265,7 +271,7 @@ class _Search:
         return program, columns
 
     def _in_flight_bytes(self, program: LinearProgram, columns: list[list[_Columns]]) -> list[Linear]:
-        """At most what is in flight, each, with rounding buffers."""
+        """Return upper bounds of the bytes in flight, one for each time, with rounding buffers."""
         times, buffers = (*self.budget.in_flight, InFlight(0)), self.budget.buffers
         if len(times) == 1 and not buffers:
             return [Linear()]
@@ -279,7 +285,7 @@ class _Search:
         return [most_bytes * (at.count + buffers) + Linear(-at.room_bytes) for at in times]
 
     def _group(self, program: LinearProgram, region: Region, live: list[int], wholly: bool) -> _Columns:
-        """Columns of the operators, and the rows that make every output that is asked for available."""
+        """Add the columns of a region's operators, and the rows that make every output that is asked for available."""
         columns = _Columns()
         passes = passes_of(region.operators, region.given)
         splits = {operator.made_by_rows for operator in region.operators}
@@ -316,7 +322,7 @@ class _Search:
 
 
 def _chosen(x: np.ndarray, columns: _Columns) -> tuple[dict[int, float], list[int]]:
-    """Fractions and kept operators, freed from the solver's tolerance."""
+    """Return the swapped fractions and the kept operators, freed from the solver's tolerance."""
     fractions = {index: min(max(float(x[column]), 0.0), 1.0) for index, column in columns.swap.items()}
     snapped = {i: round(y) if min(y, 1.0 - y) < 1e-6 else y for i, y in fractions.items()}
     return {i: float(y) for i, y in snapped.items() if y > 0.0}, [i for i, c in columns.keep.items() if x[c] > 0.5]
