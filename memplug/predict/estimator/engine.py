@@ -96,7 +96,7 @@ def micro_batch_of(ds_config: Mapping[str, Any], gpus: int | None) -> int:
 
 
 def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> dict[str, Any]:
-    """Return the DeepSpeed settings that an estimate uses in place of the user's JSON.
+    """Return the DeepSpeed settings that an estimate uses instead of the user's JSON.
 
     torch's fused Adam replaces DeepSpeed's kernel; it takes as much memory and is memory-bound in the same way. "auto"
     values, memplug's block and settings that only watch training are removed.

@@ -32,7 +32,7 @@ from memplug.session.table import Stage
 
 MOST_STEPS = 60  # by then, a program must have its plan and its addresses
 LASTING_STEPS = 1  # afterwards, optimizer states and gradients exist
-SERVED_STEPS = 2  # afterwards, the arena's size has caused a replan, or will not
+SERVED_STEPS = 2  # if the arena's reservation causes a replan, it does so within these steps
 KEEPING_STEPS = 4  # memplug writes a plan only once it has lasted for some steps
 AnswersTo = Callable[[VirtualDevice, nn.Module], contextlib.AbstractContextManager[Any]]
 

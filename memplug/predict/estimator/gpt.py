@@ -18,7 +18,7 @@ from memplug.predict.estimator.shapes import Shape
 
 
 class Attention(nn.Module):
-    """Causal attention over this rank's heads and tokens; a `SelfAttentionSubmodules.core_attention`."""
+    """Causal attention over this rank's heads and tokens; used as `SelfAttentionSubmodules.core_attention`."""
 
     def __init__(self, config: Any, **kwargs: Any):
         super().__init__()

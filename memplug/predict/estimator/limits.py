@@ -21,7 +21,7 @@ from memplug.sizes import GIB
 SEQ_LEN_STEP = 256  # tokens
 NO_BUDGET_GIB = 1e-3
 PRECISION = 32
-MOST_STEPS = 16  # of one search
+MOST_STEPS = 16  # steps that one search runs at most
 MOST_GROWTH = 4  # from one step to the next: a line through small counts can overshoot by far
 Say = Callable[[str], None]
 

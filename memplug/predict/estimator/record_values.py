@@ -101,9 +101,7 @@ class _Recorder:
         copies = func is torch.Tensor.to and any(each == "cpu" for each in args[1:] if isinstance(each, str))
         if func is torch.Tensor.cpu or copies:
             self._copy(args[0])
-            self._on_the_host[args[0]] = (
-                True  # on a GPU this would be a new host tensor, and reading it would copy nothing
-            )
+            self._on_the_host[args[0]] = True  # a GPU's copy would be a new host tensor, whose reads copy nothing
         elif func in _READS and args[0] not in self._on_the_host:
             self._copy(args[0])
 

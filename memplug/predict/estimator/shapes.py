@@ -121,7 +121,7 @@ class Shape:
             )
         if self.is_mixture != (kind == "mixtral") and "model_type" in self.fields:
             raise EstimateError(
-                f"{file}: model_type is {kind!r}, and num_local_experts is {'' if self.is_mixture else 'not '}there",
+                f"{file}: model_type is {kind!r}, but num_local_experts is {'given' if self.is_mixture else 'missing'}",
                 "Only a mixtral has experts: correct model_type or num_local_experts.",
             )
         name = f"{self.family}Config"

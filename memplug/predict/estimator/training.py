@@ -76,7 +76,8 @@ class Training:
         gradient; an output that is not a scalar gets a gradient of its own shape.
 
         Raises:
-            EstimateError: An operator cannot run because it needs values, or no output needs a gradient.
+            EstimateError: An operator cannot run on the virtual device, such as one that needs values; or no output
+                needs a gradient.
         """
         try:
             self._train()

@@ -149,7 +149,7 @@ class _Laid:
         self.tokens = profile.tokens * layout.accumulation * machine.gpus
         self.ranks = machine.gpus if layout.stage > 0 else 1  # ranks that share optimizer states
         self.total = profile.parameters
-        self.before = [0]  # elements of the chunks in front
+        self.before = [0]  # elements of all earlier chunks
         for chunk in self.chunks:
             self.before.append(self.before[-1] + chunk.count)
         self.times = [self._times(chunk) for chunk in self.chunks]
@@ -212,9 +212,7 @@ class _Laid:
         seconds = max(machine.gpu_adam_s(on_device / self.ranks), machine.cpu_adam_s(on_host))
         if layout.stage in (1, 2):
             seconds += machine.gather_s(ELEMENT_BYTES * self.total)
-        if (
-            layout.offload != "none"
-        ):  # all gradients pass through the host; updated parameters are copied to where they live
+        if layout.offload != "none":  # gradients pass through the host; parameters are copied to where they live
             seconds += machine.upload_s(MASTER_BYTES * on_device / machine.gpus)
         if layout.offload == "optimizer":
             seconds += machine.upload_s(ELEMENT_BYTES * on_host / machine.gpus)

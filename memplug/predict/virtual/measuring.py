@@ -24,7 +24,7 @@ from memplug.sizes import MIB
 from memplug.torch_private import fused_sdp_choice
 
 _REPEATS = 3
-_WORTH_TIMING_S = 1e-3  # shorter runs are timed several at once
+_WORTH_TIMING_S = 1e-3  # shorter runs are timed several at a time
 _MOST_AT_ONCE = 100
 # Sizes rise until one run, or all of them together, take this long, so a slow device is measured at small sizes.
 _LONGEST_S, _SERIES_S = 0.05, 3.0

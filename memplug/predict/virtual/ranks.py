@@ -52,7 +52,7 @@ def joined(rank: int, world_size: int) -> Iterator[None]:
         HardwareError: The rank is not in [0, world_size), or torch.distributed is initialized already.
     """
     if not 0 <= rank < world_size:
-        raise HardwareError(f"there is no rank {rank} of {world_size}", "Ranks begin at 0.")
+        raise HardwareError(f"there is no rank {rank} of {world_size}", "Ranks go from 0 to world_size - 1.")
     if dist.is_initialized():
         raise HardwareError(
             "torch.distributed is initialized already, but a rank of the virtual device makes its own groups",
