@@ -116,9 +116,7 @@ def collective_s(hardware: Hardware, name: str, nbytes: int, ranks: int) -> floa
 def matmul_flops(work: Any) -> float:
     """Return the floating-point operations of a matrix product: two for each pair of elements that meet."""
     left, right = _factors(work)
-    in_groups = len(right.sizes) < len(
-        left.sizes
-    )  # groups of the right one's columns, each times one matrix of the left one
+    in_groups = len(right.sizes) < len(left.sizes)  # right's columns are in groups, one for each matrix of left
     return 2.0 * math.prod(left.sizes[1:] if in_groups else left.sizes) * right.sizes[-1]
 
 

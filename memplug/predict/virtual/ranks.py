@@ -93,7 +93,7 @@ class _Pending:
 
 
 class _Links:
-    """This rank's links to all others; they carry one collective at a time."""
+    """The links from this rank to all others; they carry one collective at a time."""
 
     def __init__(self) -> None:
         self._core = native.load()
