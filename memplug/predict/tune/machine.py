@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from memplug.predict.virtual.hardware import Hardware
 
 HOST_BYTES_PER_S = 1.5e11
-"""Default bandwidth of host memory, shared by all processes: about half of eight channels of DDR5. A measured value
-replaces it.
+"""Default bandwidth of host memory, shared by all processes: about half of eight channels of DDR5. Pass a measured
+value to `Machine` if there is one.
 """
 GPU_ADAM_BYTES = 40
 """Bytes that Adam reads and writes for each parameter: converting its gradient from 2 bytes to 4 (6); master weight,
