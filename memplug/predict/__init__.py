@@ -1,1 +1,1 @@
-"""What a training would take, without a GPU."""
+"""Predictions of a training's time and memory, made without a GPU."""

@@ -62,11 +62,11 @@ def test_where_nothing_fits_the_least_is_said_and_by_which(tmp_path: Path) -> No
     ("options", "ds_config", "said"),
     [
         ({"gpu": "h1000"}, {}, "no GPU 'h1000'"),
-        ({"gpus": 3}, {"train_batch_size": 32}, "32 is not divided by 3 GPUs"),
+        ({"gpus": 3}, {"train_batch_size": 32}, "32 is not divisible by 3 GPUs"),
         ({"model": MODELS / "none.yaml"}, {}, "No such file"),
         ({"model": ROOT / "configs" / "ds_tiny.json"}, {}, "LlamaConfig has no field gradient_accumulation_steps"),
         ({}, {"memplug": {"enabled": 3}}, "memplug.enabled"),
-        ({}, {"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "does not go together"),
+        ({}, {"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "contradict each other"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused_with_advice(

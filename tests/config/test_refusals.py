@@ -166,7 +166,7 @@ def test_shape_that_transformers_makes_no_model_of(field: str, tmp_path: Path):
     kept = [line for line in tiny if line.split(":")[0] != field.split(":")[0]]
     file = tmp_path / "model.yaml"
     file.write_text("\n".join([*kept, field]))
-    with pytest.raises(EstimateError, match="transformers makes no Llama of it"):
+    with pytest.raises(EstimateError, match="transformers cannot make a Llama from it"):
         Shape.read(file)
 
 

@@ -1,4 +1,4 @@
-"""What a training step takes on a GPU that is not there: seconds, device memory and host memory, by mode.
+"""Estimates of a training step on a GPU that need not be there: seconds, device memory and host memory, by mode.
 
     estimate = memplug.estimate(make_model, lambda: torch.zeros(1, 4096, dtype=torch.long), gpu="h200")
     print(estimate["memplug"].step_s / estimate["keep"].step_s)

@@ -1,4 +1,4 @@
-"""What the virtual device answers where a model reads values: of a trace of them, or made up."""
+"""The virtual device's answers when a model reads values: from a trace of values, or made up."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from memplug.predict.estimator.values import COPY, NUMBER, Output, Read, Values,
 from memplug.predict.virtual import VirtualDevice
 
 Reads = dict[tuple[str, str], list[Read]]
-"""By line and operator."""
+"""Reads by line and operator."""
 RECORD_ANEW = (
-    "Record the step anew (`memplug.record_values`): of the same model and versions of its code, with as long a "
-    "sequence and as many of them as are estimated."
+    "Record the step again (`memplug.record_values`), with the same model and code, sequence length and micro-batch "
+    "as the estimate."
 )
 
 
 class Answers:
-    """Of a trace, to one model after the other.
+    """The answers of one trace, given to one model after the other.
 
     Args:
-        values: the trace; None: all is made up, a number as 1, a mask as true for the share that the device assumes.
+        values: The trace; None: answers are made up. A number is then 1, and a mask is true for the fraction that the
+            device assumes.
 
     Attributes:
-        made_up: where forwards read more than a condition, and there was no trace.
+        made_up: Operators and lines at which a forward read more than a condition without a trace.
     """
 
     def __init__(self, values: Values | None):
@@ -44,7 +45,12 @@ class Answers:
 
     @contextlib.contextmanager
     def to(self, device: VirtualDevice, model: nn.Module) -> Iterator[None]:
-        """Within, the device has them."""
+        """Let the device answer the model's reads inside the context.
+
+        Args:
+            device: The virtual device.
+            model: The model that runs on it.
+        """
         modules = modules_of(model)
         if self._values is None:
             modules = {"": modules[""]}
@@ -70,11 +76,11 @@ class Answers:
         return [each.tensor() for each in outputs] if outputs is not None else None
 
     def _of(self, call: Call, at: tuple[str, str], sizes: tuple[Any, ...], waits: bool) -> Sequence[Output] | None:
-        """In a module's forward."""
+        """Return the recorded outputs of the call's next read at this line; None if there is no record and no need."""
         found = self._reads_of(call).get(at, [])
         number = call.asked[at]
         if number >= len(found):
-            if not waits:  # nothing need ever look at it
+            if not waits:  # the host may never look at the result
                 return None
             raise EstimateError(
                 f"{_where(call)} asks for {at[1]} at {at[0]}, and the trace of values has no more than {len(found)}",
@@ -85,8 +91,8 @@ class Answers:
         read = found[number]
         if at[1] != NUMBER and read.inputs != sizes:
             raise EstimateError(
-                f"{_where(call)}: {at[1]} at {at[0]} is of sizes {_text(sizes)}, and in the trace of values of "
-                f"{_text(read.inputs)}",
+                f"{_where(call)}: {at[1]} at {at[0]} has inputs of sizes {_text(sizes)}, but the trace of values has "
+                f"inputs of {_text(read.inputs)}",
                 RECORD_ANEW,
                 code="MP028",
             )
@@ -99,8 +105,8 @@ class Answers:
         calls = self._calls_read.get(call.path, [])
         if len(calls) > 1 and call.recomputes:
             raise EstimateError(
-                f"{_where(call)} reads other values each time that it is called: which of them a recompute has, the "
-                "trace of values does not tell",
+                f"{_where(call)} reads other values each time that it is called, and the trace of values has no record "
+                "of which call a recompute repeats",
                 "Estimate the modes keep and memplug.",
                 code="MP028",
             )
@@ -109,7 +115,7 @@ class Answers:
         return calls[call.number] if call.number < len(calls) else {}
 
     def _in_backward(self, call: Call, at: tuple[str, str], sizes: tuple[Any, ...]) -> Sequence[Output] | None:
-        """Outside of forwards: the model's own code, a recompute pass of memplug's, or a framework's."""
+        """Return the outputs of a read in backward: of the model's own code, a recompute pass, or a framework."""
         found = self._backward_read.get(at, [])
         if call.asked[at] < len(found):
             call.asked[at] += 1
@@ -117,7 +123,7 @@ class Answers:
         given = self._given.get((at[1], sizes), [])
         if len(given) > 1 and at[1] not in (NUMBER, COPY):
             raise EstimateError(
-                f"a recompute pass runs {at[1]} again, of which the trace of values has several answers for sizes "
+                f"a recompute pass runs {at[1]} again, and the trace of values has several answers for inputs of sizes "
                 f"{_text(sizes)}",
                 "Estimate the modes keep and full.",
                 code="MP028",
@@ -125,14 +131,14 @@ class Answers:
         return given[0] if len(given) == 1 else None
 
     def _check(self, call: Call) -> None:
-        """A forward is over: a line that read on was as often there."""
+        """Raise if a finished forward read fewer values at one of its lines than the trace has there."""
         if self._values is None or call.recomputes:
             return
         for at, asked in call.asked.items():
             there = len(self._reads_of(call)[at])
             if asked < there and at[1] != COPY:
                 raise EstimateError(
-                    f"{_where(call)} asks for {at[1]} at {at[0]} {asked} times, and the trace of values has {there}",
+                    f"{_where(call)} asks for {at[1]} at {at[0]} {asked} times, but the trace of values has {there}",
                     RECORD_ANEW,
                     code="MP028",
                 )

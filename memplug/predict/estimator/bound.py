@@ -1,4 +1,4 @@
-"""What holds a step up, read off the spans of the virtual device's streams."""
+"""The bottleneck of a step, found from the spans of the virtual device's streams."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Any
 from memplug.profile.operator_names import COLLECTIVES
 
 COPIES = ("to host", "to device")
-IDLE_SHARE = 0.02  # of a step, up to which kernels bound it
+IDLE_SHARE = 0.02  # a step with less idle time is bound by compute; fraction of the step
 
 
 def bound(spans: Iterable[Any], step_s: float) -> str:
-    """Where kernels take all of the step "compute"; else what goes on the longest while none runs: "link" where a copy
-    does, "collectives", or "host" where nothing does.
+    """Return the bottleneck of a step.
+
+    It is "compute" if kernels run nearly all of the time. Otherwise it is the longest kind of activity while no kernel
+    runs: "link" (copies), "collectives", or "host" (the device is idle).
 
     Args:
-        spans: as `VirtualDevice.take_spans` gives them, of one step.
-        step_s: how long the step took, in seconds.
+        spans: The step's spans, from `VirtualDevice.take_spans`.
+        step_s: Duration of the step, in seconds.
     """
     kernels, copies, collectives = [], [], []
     for span in spans:
@@ -36,7 +38,7 @@ def bound(spans: Iterable[Any], step_s: float) -> str:
 
 
 def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Half-open intervals, without overlaps."""
+    """Merge overlapping half-open intervals and return them in order."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:

@@ -1,4 +1,4 @@
-"""Which module's forward is under way where a program reads values, of a real step and on the virtual device alike."""
+"""The stack of module forwards in progress: finds the module that reads a value, in a real step or an estimated one."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _NOT_THE_PROGRAM = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__)
 
 @dataclass(slots=True)
 class Call:
-    """One forward of one module; or what a backward does outside of them.
+    """One forward of one module, or the part of a backward outside of recomputed forwards.
 
     Attributes:
-        path: of the module; None: there is none.
-        number: of the module's calls in one forward of the model, from 0.
-        recomputes: it runs in a backward, as of `torch.utils.checkpoint`.
-        asked: by line and operator, how many values it has read.
+        path: The module's path; None: the backward.
+        number: The index of this call among the module's calls in one forward of the model, from 0.
+        recomputes: Whether it runs in a backward, for example by `torch.utils.checkpoint`.
+        asked: How many values it has read, by line and operator.
     """
 
     path: str | None
@@ -39,13 +39,14 @@ class Call:
 
 
 class Calls:
-    """Follows the forwards of modules, until `undo`.
+    """An observer of modules' forwards, active until `undo`.
 
-    A module's class is swapped, as a region's is: what calls `forward` itself, as checkpoints do, is followed too.
+    It swaps each module's class, as a region's is, so that it also sees direct calls of `forward`, as checkpoints make.
 
     Args:
-        modules: by path; that of the model is "".
-        began, ended: told of each call; `ended` only where it raised nothing.
+        modules: The modules by path; the model's path is "".
+        began: Called when a forward begins.
+        ended: Called when a forward ends without an error.
     """
 
     def __init__(
@@ -61,23 +62,23 @@ class Calls:
         self._backward = Call(None)
         self._undo = contextlib.ExitStack()
         self.forwards = 0
-        """Of the model, those under way included."""
+        """Number of forwards of the model, including one in progress."""
         follower = functools.cache(self._class)
         for path, module in modules.items():
-            if "forward" in vars(module):  # replaced on the instance
+            if "forward" in vars(module):  # the instance has a forward of its own
                 self._replace(module, path)
             elif type(module).forward is not nn.Module.forward and not isinstance(module, torch.jit.ScriptModule):
                 self._swap(module, follower(type(module)))
 
     @property
     def now(self) -> Call | None:
-        """The innermost one; None: neither a forward nor a backward is under way."""
+        """Return the innermost call in progress; None if neither a forward nor a backward is in progress."""
         if self._under_way:
             return self._under_way[-1]
         return self._backward if _in_backward() else None
 
     def undo(self) -> None:
-        """Modules have their own classes back."""
+        """Restore the modules' own classes."""
         self._undo.close()
 
     @contextlib.contextmanager
@@ -128,7 +129,7 @@ class Calls:
 
 
 def line() -> str:
-    """The innermost line of the program, as "model.py:12": not of torch, nor of memplug; "" where there is none."""
+    """Return the innermost source line outside of torch and memplug, such as "model.py:12"; "" if there is none."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""One rank of a DeepSpeed training on the virtual device: the engine's own ZeRO, optimizer and collectives."""
+"""One rank of a DeepSpeed training on the virtual device, with the engine's own ZeRO, optimizer and collectives."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from memplug.predict.virtual.ranks import joined
 
 ADAM = ("adam", "adamw")
 PRECISIONS = ("bf16", "fp16")
-"""Sections of a DeepSpeed JSON, each of which turns the dtype of its name on."""
+"""Sections of a DeepSpeed JSON; each enables the dtype that it is named after."""
 WATCHERS = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "comms_logger", "wall_clock_breakdown")
-"""Of a DeepSpeed JSON, what tells how training goes."""
+"""Keys of a DeepSpeed JSON that only monitor or profile training."""
 
 
 @contextlib.contextmanager
 def rank_of(gpus: int) -> Iterator[None]:
-    """Within, this process is rank 0 of as many, for DeepSpeed. There is a virtual device already.
+    """Make this process rank 0 of `gpus` ranks for DeepSpeed inside the context; the virtual device must exist.
+
+    Args:
+        gpus: The number of ranks.
 
     Raises:
         EstimateError: DeepSpeed is not installed.
@@ -42,8 +45,15 @@ def rank_of(gpus: int) -> Iterator[None]:
 
 
 def dtype_of(ds_config: Mapping[str, Any]) -> str:
-    """Of parameters and activations, "bf16", "fp16" or "fp32": as DeepSpeed has them, bf16 where that is "auto", or
-    where nothing is said of DeepSpeed.
+    """Return the dtype that DeepSpeed gives to parameters and activations.
+
+    It is "bf16" if the JSON says "auto", or has no settings of DeepSpeed's at all.
+
+    Args:
+        ds_config: The contents of the DeepSpeed JSON.
+
+    Returns:
+        "bf16", "fp16" or "fp32".
     """
     known = present(ds_config)
     said = {dtype: _enabled(known[dtype]) for dtype in PRECISIONS if dtype in known}
@@ -59,14 +69,16 @@ def _enabled(section: Any) -> Any:
 
 
 def micro_batch_of(ds_config: Mapping[str, Any], gpus: int | None) -> int:
-    """Sequences of a rank's micro-batch, as DeepSpeed makes them of the batch of all ranks where it is not told; 1
-    where nothing says.
+    """Return the number of sequences in a rank's micro-batch; 1 if the JSON does not determine it.
+
+    If the JSON gives only the batch of all ranks, the micro-batch is computed from it as DeepSpeed does.
 
     Args:
-        gpus: of the engine; None: there is none.
+        ds_config: The contents of the DeepSpeed JSON.
+        gpus: The engine's ranks; None: no engine.
 
     Raises:
-        EstimateError: the batch cannot be split so.
+        EstimateError: The batch is not a multiple of ranks and accumulation.
     """
     given, total = (ds_config.get(name) for name in ("train_micro_batch_size_per_gpu", "train_batch_size"))
     if isinstance(given, int):
@@ -77,29 +89,37 @@ def micro_batch_of(ds_config: Mapping[str, Any], gpus: int | None) -> int:
     parts = gpus * (accumulation if isinstance(accumulation, int) else 1)
     if total % parts:
         raise EstimateError(
-            f"train_batch_size is {total}, which is not to be split into {parts} micro-batches",
+            f"train_batch_size is {total}, which cannot be split into {parts} micro-batches",
             "Give a multiple of --gpus and gradient_accumulation_steps.",
         )
     return total // parts
 
 
 def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> dict[str, Any]:
-    """A DeepSpeed JSON as it is estimated: with torch's fused Adam in place of DeepSpeed's kernel, which takes as much
-    memory and is bound by it alike; without "auto" values, memplug's block, and what watches training.
+    """Return the DeepSpeed settings that an estimate uses instead of the user's JSON.
+
+    torch's fused Adam replaces DeepSpeed's kernel; it takes as much memory and is memory-bound in the same way. "auto"
+    values, memplug's block and settings that only watch training are removed.
+
+    Args:
+        ds_config: The contents of the DeepSpeed JSON.
+        micro_batch: Sequences in a rank's micro-batch.
+        gpus: The engine's ranks.
 
     Raises:
-        ConfigError: A setting has its former and its present name.
-        EstimateError: optimizer or parameters are offloaded, for which DeepSpeed computes on the host.
+        ConfigError: A setting appears under its former and its present name.
+        EstimateError: Optimizer or parameters are offloaded, so DeepSpeed would compute on the CPU.
     """
     for offload in offloads_of(ds_config):
         raise EstimateError(
-            f"{offload} leaves work to the host, which is not run", "`memplug tune` predicts a step with offload."
+            f"{offload} leaves work to the host, which an estimate does not run",
+            "`memplug tune` predicts a step with offload.",
         )
     known = present(ds_config)
     kept = _without_auto({key: value for key, value in known.items() if key not in ("memplug", *WATCHERS)})
     optimizer = kept.get("optimizer", {"type": "AdamW"})
     params = optimizer.get("params", {})
-    if str(optimizer.get("type")).lower() in ADAM and not params.get("torch_adam"):  # else it is torch's own already
+    if str(optimizer.get("type")).lower() in ADAM and not params.get("torch_adam"):  # otherwise it is torch's already
         optimizer = {**optimizer, "params": {**params, "torch_adam": True, "fused": True}}
     dtype = dtype_of(ds_config)
     if dtype in PRECISIONS and _enabled(kept.get(dtype)) is not True:  # it was "auto"
@@ -110,7 +130,7 @@ def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> di
 
 
 def _accumulation(kept: Mapping[str, Any], micro_batch: int, gpus: int) -> dict[str, int]:
-    """What DeepSpeed makes of the batch of all ranks, where that is of these micro-batches."""
+    """Return the accumulation that DeepSpeed derives from the batch of all ranks, if the micro-batch is the JSON's."""
     total = kept.get("train_batch_size")
     if not isinstance(total, int) or kept.get("train_micro_batch_size_per_gpu") != micro_batch:
         return {}
@@ -126,23 +146,25 @@ def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_as_deepspeed(settings: Mapping[str, Any]) -> None:
-    """Raises what DeepSpeed says of a configuration that it does not take, as an EstimateError."""
+    """Raise DeepSpeed's complaint about a configuration as an EstimateError."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     try:
         DeepSpeedConfig(dict(settings))
-    except Exception as error:  # pydantic's, DeepSpeed's own, assertions, and what else a wrong type leads to
+    except Exception as error:  # from pydantic, DeepSpeed, assertions, or code that meets a wrong type
         said = " ".join(str(error).split()) or type(error).__name__
         raise EstimateError(
-            f"DeepSpeed refuses the configuration: {said}", "Correct the DeepSpeed JSON: training would stop likewise."
+            f"DeepSpeed refuses the configuration: {said}", "Correct the DeepSpeed JSON: training would fail too."
         ) from error
 
 
 class EngineTraining(Training):
-    """Trains by a DeepSpeed engine, which marks the ends of its steps itself; within `rank_of`.
+    """Training by a DeepSpeed engine, which marks the ends of its steps itself; usable within `rank_of`.
 
     Args:
-        settings: of the engine, see `settings_of`.
+        make_model: See `Training`.
+        example_inputs: See `Training`.
+        settings: The engine's settings, from `settings_of`.
     """
 
     marks_steps = True
@@ -171,15 +193,16 @@ class EngineTraining(Training):
 
     @property
     def target(self) -> Any:
+        """Return the engine, which memplug attaches to."""
         return self.engine
 
     def _train(self) -> None:
-        """All micro-batches of a step."""
+        """Run all micro-batches of a step."""
         for _ in range(self.engine.gradient_accumulation_steps()):
             outputs = differentiable(self.engine(*self._args, **self._kwargs))
             self.engine.backward(outputs[0] if outputs[0].dim() == 0 else outputs[0].sum())
             self.engine.step()
 
     def close(self) -> None:
-        """The engine's hooks and groups go."""
+        """Remove the engine's hooks and groups."""
         self.engine.destroy()

@@ -1,4 +1,4 @@
-"""`memplug.estimate`: each mode's step on the virtual device, one after the other."""
+"""`memplug.estimate`: runs one step of each mode on the virtual device, one mode after the other."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from memplug.predict.virtual import Hardware, VirtualDevice
 from memplug.session.session import Session
 from memplug.session.table import Stage
 
-MOST_STEPS = 60  # until a program has its plan and its addresses
-LASTING_STEPS = 1  # after which optimizer states and gradients are there
-SERVED_STEPS = 2  # after which what the arena reserves has led to another plan, or not
-KEEPING_STEPS = 4  # in which a plan shows that it lasts
+MOST_STEPS = 60  # by then, a program must have its plan and its addresses
+LASTING_STEPS = 1  # afterwards, optimizer states and gradients exist
+SERVED_STEPS = 2  # if the arena's reservation causes a replan, it does so within these steps
+KEEPING_STEPS = 4  # memplug writes a plan only once it has lasted for some steps
 AnswersTo = Callable[[VirtualDevice, nn.Module], contextlib.AbstractContextManager[Any]]
 
 log = logging.getLogger("memplug")
@@ -55,38 +55,41 @@ def estimate(
     trace: str | Path | None = None,
     tell: Callable[[str], None] = lambda mode: None,
 ) -> Estimate:
-    """Time and memory of a training step of any module on a GPU that need not be there.
+    """Estimate time and memory of a training step of any module, on a GPU that need not be there.
 
-    The process must not have run a backward before, unless on the virtual device: torch learns of devices before that.
-    Modes that do not fit the GPU are estimated all the same.
+    The process must not have run a backward before, except on the virtual device: torch lists its devices at the first
+    backward. Modes that do not fit the GPU are estimated all the same.
 
     Args:
-        make_model: makes the module, for each mode anew; tensors are made on the virtual device.
-        example_inputs: what forward is called with: a tensor, a tuple of positional arguments, or a mapping of keyword
-            arguments; those on other devices, such as meta, are moved without their values.
-        config: as in `memplug.attach`.
-        gpu: the name of a profile of configs/hardware, such as "h200", the path of another one, or a profile.
-        modes: of `MODES`.
-        make_optimizer: of parameters; None: the step has none, and gradients stay.
-        engine: the contents of a DeepSpeed JSON: its engine trains, with its own optimizer; micro-batches are what
-            `example_inputs` gives, accumulated as it says. DeepSpeed never frees an engine's memory, so that this is
-            for one mode in a process (ranks.py). None: there is no engine.
-        gpus: ranks of the engine, all in one machine, of which the first one is estimated.
-        attention: the back end of it, such as "flash"; None: the profile's first one.
-        host_bytes: memory of the host for one rank, of which "host_budget_gib": "auto" is a share.
-        plan_dir: the folder that memplug's plan is written to, for a run of the same job on all its ranks; None: it is
-            not written.
-        trace: the file of `record_values`, of a real step at the same sizes: what the model's code reads of its tensors
-            is as there. None: a number is 1, a condition and all of a mask true, and a warning says so where that may
-            make another step of it; most other operators that need values fail.
-        tell: called with the name of each mode before it runs.
+        make_model: Makes the module; called once for each mode. Tensors are made on the virtual device by default.
+        example_inputs: Makes the arguments of forward: a tensor, a tuple of positional arguments, or a mapping of
+            keyword arguments. Tensors on other devices, such as meta, are moved without their values.
+        config: As in `memplug.attach`.
+        gpu: The name of a profile in configs/hardware, such as "h200", the path of another profile, or a `Hardware`.
+        modes: Names from `MODES`.
+        make_optimizer: Called with the parameters; None: the step has no optimizer, and gradients stay.
+        engine: The contents of a DeepSpeed JSON. DeepSpeed's engine then trains with its own optimizer and the JSON's
+            gradient accumulation; each micro-batch is `example_inputs()`. DeepSpeed never frees an engine's memory, so
+            a process can estimate only one mode this way (ranks.py). None: no engine.
+        gpus: Ranks of the engine, all in one machine; rank 0 is estimated.
+        attention: The attention back end, such as "flash"; None: the first one in the profile.
+        host_bytes: Host memory available to one rank; "host_budget_gib": "auto" takes a share of it.
+        plan_dir: The folder for memplug's plan, which a run of the same job can use on all its ranks; None: the plan
+            is not written.
+        trace: A file that `record_values` wrote in a real step at the same sizes; the model reads its values from
+            there. None: a number is 1, and a condition and every element of a mask are true; a warning is logged where
+            that may change the step, and most other operators that need values fail.
+        tell: Called with the name of each mode before the mode runs.
+
+    Returns:
+        The estimates of all modes.
 
     Raises:
-        ConfigError: the block cannot be used.
-        EstimateError: a mode has no such name, an operator needs values, and there are none, or the trace is of
-            another step, or the engine offloads; or arguments do not go together.
-        HardwareError: there is no such GPU, or it has no such attention, or torch no place for the virtual device.
-        RegionError: no decoder layers were found.
+        ConfigError: The block cannot be used.
+        EstimateError: A mode's name is unknown; an operator needs values and there is no trace, or the trace is of
+            another step; the engine offloads; or the arguments contradict each other.
+        HardwareError: The GPU or its attention back end is unknown, or torch has no free place for the virtual device.
+        RegionError: No decoder layers were found.
     """
     request = Request.of(config, gpu, modes, attention=attention, host_bytes=host_bytes, plan_dir=plan_dir, trace=trace)
     return estimate_model(
@@ -104,13 +107,27 @@ def estimate_model(
     gpus: int = 1,
     tell: Callable[[str], None] = lambda mode: None,
 ) -> Estimate:
-    """As `estimate`, which says what each argument is."""
+    """Estimate a module as `estimate` does, from a request that is already read.
+
+    Args:
+        make_model: See `estimate`.
+        example_inputs: See `estimate`.
+        request: The block, the GPU and the modes.
+        make_optimizer: See `estimate`.
+        engine: See `estimate`.
+        gpus: See `estimate`.
+        tell: See `estimate`.
+    """
     if engine is not None and len(request.modes) > 1:
-        raise EstimateError("a process estimates one mode of an engine", "Estimate each mode in a process of its own.")
+        raise EstimateError(
+            "a process can estimate only one mode of an engine", "Estimate each mode in a process of its own."
+        )
     if engine is not None and make_optimizer is not None:
         raise EstimateError("an engine makes its own optimizer", "Leave out make_optimizer.")
     if engine is None and gpus != 1:
-        raise EstimateError(f"gpus is {gpus}, and there is no engine", "Give a DeepSpeed JSON's contents as engine.")
+        raise EstimateError(
+            f"gpus is {gpus}, and no engine is given", "Pass the contents of a DeepSpeed JSON as engine."
+        )
     make_training: Callable[[], Training] = functools.partial(Training, make_model, example_inputs, make_optimizer)
     rank: Callable[[], Any] = contextlib.nullcontext
     if engine is not None:
@@ -122,7 +139,7 @@ def estimate_model(
     if answers.made_up:
         text = (
             "the model reads values, which the estimate makes up (a number is 1, all of a mask is true): %s. "
-            "Record those of a real step with `memplug.record_values`, and give them to the estimate"
+            "Record those of a real step with `memplug.record_values`, and pass the file to the estimate as trace"
         )
         log.warning(coded("MP028", text), ", ".join(answers.made_up))
     return found
@@ -131,7 +148,7 @@ def estimate_model(
 def estimate_workload(
     workload: Workload, request: Request, tell: Callable[[str], None] = lambda mode: None
 ) -> Estimate:
-    """As `estimate`, of a workload on one GPU."""
+    """Estimate a workload on one GPU, as `estimate` does."""
     make_optimizer = workload.make_optimizer if workload.optimizer else None
     return estimate_model(workload.make_model, workload.inputs, request, make_optimizer=make_optimizer, tell=tell)
 
@@ -144,17 +161,19 @@ def estimate_training(
     answers_to: AnswersTo = lambda device, model: contextlib.nullcontext(),
     tell: Callable[[str], None] = lambda mode: None,
 ) -> Estimate:
-    """As `estimate`, of anything that trains.
+    """Estimate anything that trains, as `estimate` does.
 
     Args:
-        make_training: called for each mode anew.
-        rank: a context in which this process is one rank of several; there is a virtual device already.
-        answers_to: a context in which the device answers where the model reads values.
+        make_training: Makes the training; called once for each mode.
+        request: The block, the GPU and the modes.
+        rank: Makes a context in which this process is one rank of several; entered when the virtual device exists.
+        answers_to: Makes a context in which the device answers the model's reads of values.
+        tell: Called with the name of each mode before the mode runs.
     """
     hardware, attention = request.hardware, request.attention
     blocks = {mode: ways.block_of(mode, request.config, request.plan_dir) for mode in request.modes}
     host_bytes = min(request.host_bytes, UNLIMITED_BYTES)
-    VirtualDevice(hardware, attention=attention)  # that ranks are of
+    VirtualDevice(hardware, attention=attention)  # `rank()` needs one
     found: dict[str, ModeEstimate] = {}
     impossible: dict[str, BudgetError] = {}
     handled = sys.exc_info()[1]
@@ -177,11 +196,13 @@ def estimate_training(
 
 
 def _clear_frames(error: BaseException | None, handled: BaseException | None) -> None:
-    """Drops the variables of all frames that an error came through, in which tensors of the device would live for as
-    long as the caller keeps the error.
+    """Clear the local variables of all frames that an error passed through.
+
+    They would keep tensors of the device alive for as long as the caller keeps the error.
 
     Args:
-        handled: the error that the caller was handling already, whose frames stay as they are.
+        error: The error; its causes and contexts are cleared too.
+        handled: The error that the caller was already handling; its frames stay as they are.
     """
     while error is not None and error is not handled:
         traceback.clear_frames(error.__traceback__)
@@ -220,14 +241,14 @@ def _attached(device: VirtualDevice, training: Training, mode: str, block: Mempl
                 step()
         if plain is None:
             raise EstimateError(
-                f"in {MOST_STEPS} steps of mode {mode!r} no plan was made: each is another program",
+                f"no plan was made in {MOST_STEPS} steps of mode {mode!r}: each step is a different program",
                 "Estimate a module that runs the same operators in every step.",
             )
         for _ in range(KEEPING_STEPS if block.plan_dir else 0):
             step()
         arena = session.report().arena
         if arena.state != "serving":
-            why = arena.off_because or f"it had no addresses after {session.steps} steps: {arena.state}"
+            why = arena.off_because or f"the arena had no addresses after {session.steps} steps: {arena.state}"
             return replace(plain, arena_off_because=why)
         return _measured(device, training, step, mode, session, plain)
 
@@ -239,7 +260,7 @@ def _step(training: Training, session: Session) -> None:
 
 
 def _layers(model: nn.Module, block: MemplugConfig, mode: str) -> Sequence[tuple[str, nn.Module]]:
-    """That a mode recomputes; a module without layers can be kept all the same."""
+    """Return the layers that this mode recomputes; empty for mode "keep" on a module without layers."""
     tokenwise = block.tokenwise.model_copy(update={"enabled": True})
     try:
         return find_layers(model, block.model_copy(update={"tokenwise": tokenwise}))
@@ -257,10 +278,15 @@ def _measured(
     session: Session | None,
     plain: ModeEstimate | None,
 ) -> ModeEstimate:
-    """One more step.
+    """Run one more step and return its time and memory.
 
     Args:
-        plain: the same without the arena, which this step is served from; None: it is not.
+        device: The virtual device.
+        training: The training that the step belongs to.
+        step: Runs the step.
+        mode: The mode's name.
+        session: memplug's session, whose byte counts are compared before and after; None: memplug is not attached.
+        plain: The estimate without the arena, if the arena serves this step; None: the arena does not serve it.
     """
     before = session.report().as_dict() if session is not None else {}
     began_s, flops = device.synchronize(), device.flops()
@@ -291,7 +317,10 @@ def _measured(
 
 
 def _spans(noted: Sequence[Any], began_s: float) -> tuple[Span, ...]:
-    """Spans from the step's beginning; streams count from 0, the default one: theirs go on from mode to mode."""
+    """Return the spans relative to the step's beginning, in seconds.
+
+    Streams are renumbered from 0, the default stream, because the device's own numbers go on from mode to mode.
+    """
     streams = sorted({0, *(each.stream for each in noted)})
     return tuple(
         Span(

@@ -1,8 +1,8 @@
-"""Megatron-Core's GPTModel of a shape, for machines without Transformer Engine: attention and norms are torch's.
+"""Megatron-Core's GPTModel of a shape without Transformer Engine: attention and norms are torch's.
 
-Megatron-Core's own `DotProductAttention` keeps a score of every pair of tokens; torch's operator keeps what Transformer
-Engine's does, O(tokens). Nothing is fused: each other operator is a kernel of torch's, as in examples/megatron_llama2.
-Within `rank_of` (megatron.py), which imports Megatron-Core.
+Megatron-Core's own `DotProductAttention` keeps a score for every pair of tokens; torch's operator keeps O(tokens), as
+Transformer Engine's does. No other operators are fused: each is a kernel of torch's, as in examples/megatron_llama2.
+Use it within `rank_of` (megatron.py), which imports Megatron-Core.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memplug.predict.estimator.shapes import Shape
 
 
 class Attention(nn.Module):
-    """Causal attention of this rank's heads and tokens; the place of `SelfAttentionSubmodules.core_attention`."""
+    """Causal attention over this rank's heads and tokens; used as `SelfAttentionSubmodules.core_attention`."""
 
     def __init__(self, config: Any, **kwargs: Any):
         super().__init__()
@@ -27,7 +27,18 @@ class Attention(nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Shapes: query [s, b, heads, d], key and value [s, b, groups, d]; returns [s, b, heads * d]."""
+        """Return the attention of the queries to the keys and values.
+
+        Args:
+            query: [s, b, heads, d].
+            key: [s, b, groups, d].
+            value: [s, b, groups, d].
+            *args: Ignored.
+            **kwargs: Ignored.
+
+        Returns:
+            [s, b, heads * d].
+        """
         if self.context > 1:
             return _GatheringAttention.apply(query, key, value)
         query, key, value = map(_heads_first, (query, key, value))
@@ -37,11 +48,11 @@ class Attention(nn.Module):
 
 
 class _GatheringAttention(torch.autograd.Function):
-    """Of this rank's tokens to those of all context-parallel ranks, on the virtual device.
+    """Attention of this rank's tokens to those of all context-parallel ranks, on the virtual device.
 
-    As Transformer Engine has it with `cp_comm_type="all_gather"`: keys and values are gathered in forward and again in
-    backward, so that nothing of them stays in between. A rank has one piece of the sequence's beginning and one of its
-    end, and so as many pairs of tokens as every other one: its share of the causal half.
+    As in Transformer Engine with `cp_comm_type="all_gather"`, keys and values are gathered in forward and again in
+    backward, and not kept in between. Each rank has one piece near the sequence's beginning and one near its end, so
+    all ranks have equally many pairs of tokens: an equal share of the causal half.
     """
 
     @staticmethod
@@ -68,17 +79,17 @@ _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_fused_attention_overrid
 
 
 def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
-    """From [s, b, heads, d] to [b, heads, s, d]."""
+    """Permute [s, b, heads, d] to [b, heads, s, d]."""
     return tensor.permute(1, 2, 0, 3)
 
 
 def _tokens_first(tensor: torch.Tensor) -> torch.Tensor:
-    """From [b, heads, s, d] to [s, b, heads, d]."""
+    """Permute [b, heads, s, d] to [s, b, heads, d]."""
     return tensor.permute(2, 0, 1, 3)
 
 
 def _gathered(part: torch.Tensor) -> torch.Tensor:
-    """Tokens of all context-parallel ranks."""
+    """Gather the tokens of all context-parallel ranks."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()
@@ -88,7 +99,7 @@ def _gathered(part: torch.Tensor) -> torch.Tensor:
 
 
 def _scattered(whole: torch.Tensor) -> torch.Tensor:
-    """The sum of all context-parallel ranks, of this rank's tokens."""
+    """Sum over all context-parallel ranks and return this rank's tokens."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()
@@ -98,7 +109,10 @@ def _scattered(whole: torch.Tensor) -> torch.Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """Megatron-Core's way to build a norm, and its mark on weights whose gradients sequence-parallel ranks add up."""
+    """A norm with the constructor that Megatron-Core expects.
+
+    It marks weights whose gradients sequence-parallel ranks have to add up.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -106,10 +120,13 @@ class RMSNorm(nn.RMSNorm):
 
 
 def config_of(shape: Shape, layers: int, layout: Layout, dtype: torch.dtype) -> Any:
-    """A `TransformerConfig`.
+    """Return a `TransformerConfig` of the whole model.
 
     Args:
-        layers: of the whole model.
+        shape: The model's shape.
+        layers: Layers of the whole model.
+        layout: How the model is split over the ranks.
+        dtype: The dtype of parameters and activations.
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -141,7 +158,7 @@ def config_of(shape: Shape, layers: int, layout: Layout, dtype: torch.dtype) -> 
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
-        perform_initialization=False,  # there are no values
+        perform_initialization=False,  # the virtual device has no values
         deallocate_pipeline_outputs=True,
         apply_rope_fusion=False,
         **{f"{name}_fusion": False for name in unfused},
@@ -151,7 +168,10 @@ def config_of(shape: Shape, layers: int, layout: Layout, dtype: torch.dtype) -> 
 
 
 def _mixture(shape: Shape) -> dict[str, Any]:
-    """Experts are one module each: Transformer Engine, or grouped_gemm, would compute all of a rank at once."""
+    """Return the configuration's fields for experts.
+
+    Experts are one module each; Transformer Engine or grouped_gemm would compute all experts of a rank at once.
+    """
     return {
         "num_moe_experts": shape.fields["num_local_experts"],
         "moe_router_topk": shape.fields["num_experts_per_tok"],
@@ -162,11 +182,14 @@ def _mixture(shape: Shape) -> dict[str, Any]:
 
 
 def make_model(config: Any, shape: Shape, seq_len: int, *, first: bool, last: bool) -> nn.Module:
-    """This rank's part of the model.
+    """Make this rank's part of the model.
 
     Args:
-        seq_len: tokens of a sequence, on all ranks that share it.
-        first, last: the rank has the embedding, or the head and the loss.
+        config: The model's `TransformerConfig`.
+        shape: The model's shape.
+        seq_len: Tokens in a sequence, on all ranks that share it.
+        first: Whether this rank has the embedding.
+        last: Whether this rank has the head and the loss.
     """
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.module import Float16Module
@@ -186,7 +209,7 @@ def make_model(config: Any, shape: Shape, seq_len: int, *, first: bool, last: bo
 
 
 def _block_spec(config: Any) -> Any:
-    """The layers of this pipeline stage."""
+    """Return the specification of this pipeline stage's layers."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 

@@ -1,4 +1,4 @@
-"""How Megatron-Core splits a model over the GPUs of one machine, and whether it can."""
+"""The split of a Megatron-Core model over the GPUs of one machine, and the check whether a model can be split so."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from memplug.predict.estimator.shapes import Shape
 
 MICRO_BATCHES_PER_STAGE = 2
 LEFT_OUT = ("attention_bias", "mlp_bias", "sliding_window")
-"""Fields of a model that would make a step another one."""
+"""Fields of a model that would change its step, and that the estimate does not support."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Data-parallel ranks are what remains.
+    """The sizes of Megatron-Core's parallel groups; the ranks that remain are data-parallel.
 
     Attributes:
-        gpus: all ranks; 0: as few as the rest needs.
-        tensor: ranks that share each matrix product.
-        sequence: they share the rest of a layer too, by tokens.
-        pipeline: stages.
-        expert: ranks that share the experts of a mixture, each of which is whole on its rank.
-        context: ranks that share the tokens of a sequence.
+        gpus: All ranks; 0: as few as the other sizes need.
+        tensor: Ranks that share each matrix product.
+        sequence: Whether tensor-parallel ranks also share the rest of a layer, by tokens.
+        pipeline: Pipeline stages.
+        expert: Ranks that share the experts of a mixture; each expert is whole on its rank.
+        context: Ranks that share the tokens of a sequence.
     """
 
     gpus: int = 0
@@ -34,48 +34,52 @@ class Layout:
     context: int = 1
 
     def __post_init__(self) -> None:
+        """Replace 0 GPUs by the smallest possible number."""
         if self.gpus == 0:
             least = self.pipeline * math.lcm(self.tensor * self.context, self.expert)
             object.__setattr__(self, "gpus", least)
 
     @property
     def data(self) -> int:
-        """Data-parallel ranks."""
+        """Return the number of data-parallel ranks."""
         return self.gpus // (self.tensor * self.context * self.pipeline)
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, where nothing else says how many: a pipeline needs several to be busy."""
+        """Return the default number of micro-batches in a step; a pipeline needs several to be busy."""
         return MICRO_BATCHES_PER_STAGE * self.pipeline if self.pipeline > 1 else 1
 
     @property
     def stages(self) -> dict[int, int]:
-        """The pipeline's stages that differ, and how many each of them stands for: those in the middle have as many
-        layers each, the first of them has the most micro-batches in flight.
+        """Return the pipeline stages that differ, with the number of stages that each one represents.
+
+        Middle stages have equally many layers; the first of them represents all, because it has the most micro-batches
+        in flight.
         """
         middle = {1: self.pipeline - 2} if self.pipeline > 2 else {}
         return {0: 1, **middle, self.pipeline - 1: 1}
 
     def rank(self, stage: int) -> int:
-        """The first of a stage, in Megatron-Core's order, which has stages outermost."""
+        """Return the first rank of a stage; stages are outermost in Megatron-Core's order."""
         return stage * self.gpus // self.pipeline
 
     def check(self, shape: Shape, layers: int, seq_len: int) -> None:
-        """Whether a model can be split so.
+        """Raise if a model cannot be split so.
 
         Args:
-            layers: of it, that train.
-            seq_len: tokens of a sequence.
+            shape: The model's shape.
+            layers: The number of layers that train.
+            seq_len: Tokens in a sequence.
 
         Raises:
-            EstimateError: a size does not divide what it splits, or one option needs another.
+            EstimateError: A size does not divide the dimension that it splits, or one option needs another.
         """
         fields, experts = shape.fields, shape.fields.get("num_local_experts", 0)
         divides("--tensor × --context × --pipeline", self.tensor * self.context * self.pipeline, self.gpus, "--gpus")
         for name in (name for name in LEFT_OUT if fields.get(name)):
             raise EstimateError(
-                f"the model has {name}, which an estimate of Megatron-Core leaves out",
-                "Take it out of the file, or estimate a Llama without Megatron-Core's options.",
+                f"the model has {name}, which an estimate of Megatron-Core does not support",
+                "Remove it from the file, or estimate a Llama without Megatron-Core's options.",
             )
         heads = fields["num_attention_heads"]
         sizes = {"num_attention_heads": heads, "num_key_value_heads": fields.get("num_key_value_heads", heads)}
@@ -83,7 +87,7 @@ class Layout:
         for name, size in sizes.items():
             divides("--tensor", self.tensor, size, f"the model's {name}")
         divides("--pipeline", self.pipeline, layers, "the number of layers")
-        if self.context > 1:  # each rank has two pieces, one of the beginning and one of the end
+        if self.context > 1:  # each rank has two pieces: one near the beginning of the sequence, one near its end
             divides("twice --context", 2 * self.context, seq_len, "--seq-len")
         if self.sequence:
             divides("--tensor, with --sequence,", self.tensor, seq_len // self.context, "a rank's tokens")
@@ -98,6 +102,7 @@ class Layout:
             raise EstimateError("a mixture with --tensor needs --sequence", "Add --sequence.")
 
     def __str__(self) -> str:
+        """Return the group sizes in words, such as "tensor 2, sequence, data 4"."""
         sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert, "context": self.context}
         parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
         if self.sequence:
@@ -106,7 +111,17 @@ class Layout:
 
 
 def divides(option: str, size: int, count: int, what: str) -> None:
-    """Raises EstimateError where `size` does not divide `count`, with the sizes that do."""
+    """Raise if `size` does not divide `count`; the error lists sizes that do.
+
+    Args:
+        option: The command line's name for the size.
+        size: The size.
+        count: The number to be divided.
+        what: The name of the number.
+
+    Raises:
+        EstimateError: `size` does not divide `count`.
+    """
     if count % size:
         possible = ", ".join(str(each) for each in range(1, min(count, 64) + 1) if count % each == 0)
         raise EstimateError(

@@ -1,7 +1,7 @@
-"""The longest sequence and the largest micro-batch that fit a GPU, in one mode.
+"""The longest sequence and the largest micro-batch that fit a GPU in one mode.
 
-Memory rises with the tokens, nearly evenly. So steps of the whole model are run at counts that a line through the
-nearest two others says, until a count that fits and one that does not are close to each other.
+Memory rises nearly linearly with the number of tokens. So the search runs steps of the whole model, extrapolates a line
+through the two nearest results to choose the next count, and ends when a count that fits is close to one that does not.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from memplug.sizes import GIB
 SEQ_LEN_STEP = 256  # tokens
 NO_BUDGET_GIB = 1e-3
 PRECISION = 32
-MOST_STEPS = 16  # of one search
-MOST_GROWTH = 4  # from one step to the next: a line through small counts may say far too much
+MOST_STEPS = 16  # steps that one search runs at most
+MOST_GROWTH = 4  # from one step to the next: a line through small counts can overshoot by far
 Say = Callable[[str], None]
 
 
 def _nothing(words: str) -> None:
-    """By default."""
+    """Ignore the progress message (the default of `say`)."""
 
 
 class Limits:
-    """Searches of one mode, which share their steps.
+    """The searches for one mode's limits; they share the steps that they ran.
 
     Args:
-        workload: its `seq_len` and `micro_batch` are where the searches begin.
-        request: of which the block, the GPU, its host and the back end of attention count.
-        say: called with each step that is run, and how many there are at most.
+        workload: Its `seq_len` and `micro_batch` are the starting points of the searches.
+        request: Block, GPU, host memory and attention back end are used.
+        mode: The mode's name.
+        say: Called before each step, with a sentence that names the step and the largest possible number of steps.
     """
 
     def __init__(self, workload: Workload, request: Request, mode: str, say: Say = _nothing):
@@ -46,7 +47,11 @@ class Limits:
         self._longest: int | None = None
 
     def longest(self) -> int:
-        """Returns the tokens of the longest sequence of which a step fits, a multiple of `SEQ_LEN_STEP`; 0: none."""
+        """Return the length of the longest sequence that fits.
+
+        Returns:
+            Tokens, a multiple of `SEQ_LEN_STEP`; 0: none fits.
+        """
         begin = max(1, self._workload.seq_len // SEQ_LEN_STEP)
         numbers = iter(range(1, MOST_STEPS + 1))
 
@@ -58,9 +63,12 @@ class Limits:
         return self._longest
 
     def largest_batch(self) -> int:
-        """Returns the sequences of the largest micro-batch of which a step fits; 0: none does.
+        """Return the largest micro-batch that fits.
 
-        Where the longest sequence is known, the search begins with as many tokens.
+        If `longest` ran before, the search begins with as many tokens as the longest sequence has.
+
+        Returns:
+            Sequences; 0: none fits.
         """
         begin = step = self._workload.micro_batch
         numbers = iter(range(1, MOST_STEPS + 1))
@@ -83,15 +91,20 @@ class Limits:
 
 
 def capacity_bytes(hardware: Hardware, config: MemplugConfig, mode: str) -> float:
-    """That a step of a mode may take of the device: memplug keeps to its budget, or leaves some of it free."""
+    """Return the device bytes that a step may use in this mode.
+
+    memplug keeps to its budget, or leaves some of the device free.
+    """
     if mode != "memplug":
         return hardware.memory_bytes
     return granted_bytes(config.device_budget_gib, hardware.memory_bytes)
 
 
 def least_bytes(workload: Workload, request: Request, mode: str) -> float:
-    """That a step of a mode takes at least: of memplug, with everything in layers swapped or recomputed, and nothing
-    outside of them; of the others, what torch's allocator reserves.
+    """Return the least device bytes that a step needs in this mode.
+
+    With mode "memplug" everything inside layers is swapped or recomputed, and nothing outside of them; with other modes
+    this is the memory that torch's allocator reserves.
     """
     if mode == "memplug":
         config = request.config.with_only("tokenwise", "arena").model_copy(update={"device_budget_gib": NO_BUDGET_GIB})
@@ -105,17 +118,18 @@ def least_bytes(workload: Workload, request: Request, mode: str) -> float:
 
 
 def precise(count: int) -> int:
-    """Returns how far from a count the next one is that the search tells apart from it."""
+    """Return the resolution of the search at this count: it does not tell nearer counts apart."""
     return max(1, count // PRECISION)
 
 
 def largest(bytes_of: Callable[[int], float], begin: int, step: int, limit_bytes: float) -> int:
-    """Returns the largest count whose step takes no more than the limit, `precise` to it; 0: none does.
+    """Return the largest count whose step stays within the limit, up to `precise`; 0: none does.
 
     Args:
-        bytes_of: of a count.
-        begin: the first count to try.
-        step: how far from it the second one is.
+        bytes_of: Returns the device bytes that a step needs at a count.
+        begin: The first count to try.
+        step: The distance from the first count to the second.
+        limit_bytes: The device bytes that a step may use.
     """
     over: dict[int, float] = {}  # bytes beyond the limit, by count
     count, fits = begin, 0
@@ -135,8 +149,9 @@ def largest(bytes_of: Callable[[int], float], begin: int, step: int, limit_bytes
 
 
 def _between(over: dict[int, float], fits: int, fails: int) -> int:
-    """Returns the next count to try, where a line through both ends meets the limit; every third time half way, as such
-    lines would creep along a bend.
+    """Return the next count to try between one that fits and one that fails: where a line through both meets the limit.
+
+    Every third time it is the midpoint, because such lines converge slowly where memory has a kink.
     """
     nearest = precise(fits)
     if len(over) % 3 == 0 or fails - fits <= 2 * nearest:
@@ -145,7 +160,7 @@ def _between(over: dict[int, float], fits: int, fails: int) -> int:
 
 
 def _beyond(over: dict[int, float], fits: int) -> int:
-    """Returns the next count to try where all of them fit, or none does."""
+    """Return the next count to try while all counts so far fit, or none does."""
     ordered = sorted(over)
     ends = _where_it_ends(over, *(ordered[-2:] if fits else ordered[:2]))
     if fits:
@@ -156,6 +171,6 @@ def _beyond(over: dict[int, float], fits: int) -> int:
 
 
 def _where_it_ends(over: dict[int, float], one: int, other: int) -> int | None:
-    """Returns the count at which a line through two others meets the limit; None: it does not rise."""
+    """Return the count at which a line through two others meets the limit; None if the line does not rise."""
     slope = (over[other] - over[one]) / (other - one)
     return one + math.floor(-over[one] / slope) if slope > 0 else None

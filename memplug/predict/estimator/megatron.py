@@ -1,4 +1,4 @@
-"""One rank of a Megatron-Core training on the virtual device: its own data-parallel wrapper, optimizer and schedule."""
+"""One rank of a Megatron-Core training on the virtual device: Megatron-Core's own wrapper, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -26,18 +26,23 @@ MEGATRON = "megatron-core 0.16"
 
 @contextlib.contextmanager
 def rank_of(layout: Layout, stage: int, workload: Workload) -> Iterator[None]:
-    """Within, this process is the first rank of a pipeline's stage, for Megatron-Core.
+    """Make this process the first rank of a pipeline stage for Megatron-Core inside the context.
 
-    There is a virtual device already. Tokens are spread evenly over the experts of a mixture.
+    The virtual device must exist. Tokens are spread evenly over the experts of a mixture.
+
+    Args:
+        layout: How the model is split over the ranks.
+        stage: The pipeline stage.
+        workload: The whole model and its batch.
 
     Raises:
         EstimateError: Megatron-Core is not installed.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # there is nothing to compile for
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # the virtual device has no compiler
         stack.enter_context(as_cuda())
         stack.enter_context(joined(layout.rank(stage), layout.gpus))
-        # the other ranks have what this one has, also where the first of those that are alike plans for all
+        # all other ranks are taken to be copies of this one; rank 0 is the one that plans for equal ranks
         stack.enter_context(replaced(Ranks, "rank", property(lambda self: 0), "this version"))
         _import()
         stack.enter_context(_without_reading())
@@ -60,7 +65,10 @@ def _import() -> None:
 
 @contextlib.contextmanager
 def _without_reading() -> Iterator[None]:
-    """No number of the device can be read: no gradient in fp16 is infinite."""
+    """Let Megatron-Core find no infinite gradient in fp16 inside the context.
+
+    The virtual device has no number to read.
+    """
     from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
     name = "_unscale_main_grads_and_check_for_nan"
@@ -70,15 +78,16 @@ def _without_reading() -> Iterator[None]:
 
 
 class MegatronTraining(Training):
-    """Trains this rank's part of a model by Megatron-Core's own schedule; within `rank_of`.
+    """Training of this rank's part of a model by Megatron-Core's own schedule; usable within `rank_of`.
 
-    As Megatron-LM has it, gradients are reduced in float32, and clipped; Adam's states and parameters in bf16 or fp16
-    have float32 beside them. Where there are data-parallel or context-parallel ranks, they share the optimizer's states
-    (the distributed optimizer), and collectives of gradients and parameters run beside computation.
+    As in Megatron-LM, gradients are reduced in float32 and clipped, Adam's states are float32, and parameters in bf16
+    or fp16 have float32 copies. Data-parallel and context-parallel ranks share the optimizer's states (the distributed
+    optimizer), and their collectives of gradients and parameters overlap with computation.
 
     Args:
-        workload: of a model with its head, on all ranks.
-        micro_batches: of a step, for each data-parallel rank.
+        workload: The model with its head, on all ranks.
+        layout: How the model is split over the ranks.
+        micro_batches: Micro-batches of a step on each data-parallel rank.
     """
 
     def __init__(self, workload: Workload, layout: Layout, micro_batches: int):
@@ -104,13 +113,19 @@ class MegatronTraining(Training):
 
     @property
     def schedule_s(self) -> float:
-        """What forward and backward of all micro-batches took in the last step, in seconds; all is done by then."""
+        """Return how long forward and backward of all micro-batches took in the last step; the device must be done.
+
+        Returns:
+            Seconds.
+        """
         assert self._schedule is not None, "there was a step"
         return VirtualDevice.current().seconds_between(*self._schedule)
 
     def close(self) -> None:
-        """What Megatron-Core keeps goes: its groups, the buffer that layers share, angles of positions, and of experts
-        the last graph, by which torch would keep all of the model.
+        """Release Megatron-Core's global state, which would keep the model alive.
+
+        This is its groups, the buffer that layers share, the cache of rotary angles, and the token dispatchers of
+        experts, which hold the last autograd graph.
         """
         from megatron.core import parallel_state
         from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -150,7 +165,7 @@ class MegatronTraining(Training):
         return {"input_ids": ids, "position_ids": torch.zeros_like(ids), "labels": ids}
 
     def _make_adam(self) -> Any:
-        """Its states are updated in place, all at once, as Apex's and Transformer Engine's kernels do."""
+        """Make an optimizer that updates its states in place and all at once, as Apex and Transformer Engine do."""
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         config = OptimizerConfig(
@@ -189,5 +204,5 @@ class MegatronTraining(Training):
             self._adam.step()
 
     def _forward_step(self, batches: Any, model: nn.Module) -> Any:
-        """One micro-batch, as the schedule asks for it."""
+        """Run forward for one micro-batch; the schedule calls this."""
         return model(attention_mask=None, **self._kwargs), lambda output: (output.float().mean(), {})

@@ -1,4 +1,4 @@
-"""The ways of training that are estimated, and what makes a model train in each of them."""
+"""The modes of training that are estimated, and how a model is made to train in each of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from memplug.config import MemplugConfig
 from memplug.tokenwise.engine import operators
 
 MODES = ("keep", "full", "selective", "memplug")
-"""All is kept; every layer is recomputed; all of it but attention is; memplug decides."""
+"""Keep all activations; recompute every layer; recompute each layer except attention; memplug decides."""
 
 
 def block_of(mode: str, config: MemplugConfig, plan_dir: Path | None) -> MemplugConfig:
-    """The block that a mode trains with: of modes other than memplug's, the arena alone.
+    """Return the block that a mode trains with; modes other than "memplug" keep only the arena's section.
 
     Args:
-        plan_dir: the folder that memplug's plan goes to; None: it goes nowhere.
+        mode: The mode's name.
+        config: The user's block.
+        plan_dir: The folder for memplug's plan; None: the plan is not written.
     """
     profiler = config.profiler.model_copy(update={"wait_for_plans": True})
     changes: dict[str, Any] = {"enabled": True, "plan_dir": False, "profiler": profiler}
@@ -33,7 +35,7 @@ def block_of(mode: str, config: MemplugConfig, plan_dir: Path | None) -> Memplug
 
 
 def recompute(layers: Iterable[nn.Module], mode: str) -> None:
-    """Let layers recompute in backward as torch does it, where the mode asks for that."""
+    """Make layers recompute in backward by `torch.utils.checkpoint`, if the mode asks for that."""
     if mode not in ("full", "selective"):
         return
     options: dict[str, Any] = {"use_reentrant": False}

@@ -1,4 +1,4 @@
-"""Estimates of a rank of DeepSpeed: one process for each mode, as DeepSpeed never frees an engine's memory."""
+"""Estimates of a DeepSpeed rank, with one process for each mode because DeepSpeed never frees an engine's memory."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ def estimate_rank(
     gpus: int,
     tell: Callable[[str], None] = lambda mode: None,
 ) -> Estimate:
-    """As `estimate`, of rank 0 of a DeepSpeed training; its engine's optimizer is that of the JSON.
+    """Estimate rank 0 of a DeepSpeed training, as `estimate` does; the optimizer is the JSON's.
+
+    With ZeRO 3, selective recomputation is left out if other modes are asked for too. torch's implementation does not
+    run there: it counts the operators that gather parameters, and a recompute pass has a different number of them.
 
     Args:
-        request: of a plan that is written each rank has a file: those above 0 link to its.
-        ds_config: contents of the DeepSpeed JSON.
-        gpus: ranks, all in one machine.
-
-    Among several modes selective recomputation is left out with ZeRO 3, under which torch's does not run: it counts the
-    operators that gather parameters, of which a recompute pass has others.
+        workload: The model and batch of one rank.
+        request: If a plan is written, each rank gets a file; those of ranks above 0 link to rank 0's.
+        ds_config: The contents of the DeepSpeed JSON.
+        gpus: Ranks, all in one machine.
+        tell: Called with the name of each mode before the mode runs.
     """
     settings, modes = settings_of(ds_config, workload.micro_batch, gpus), request.modes
     if settings.get("zero_optimization", {}).get("stage") == 3 and "selective" in modes and len(modes) > 1:
-        log.warning("selective recomputation is left out: torch's does not run with ZeRO 3")
+        log.warning("mode selective is left out: torch's selective recomputation does not run with ZeRO 3")
         modes = tuple(mode for mode in modes if mode != "selective")
     found, impossible = {}, {}
     for mode in modes:
@@ -53,8 +55,8 @@ def estimate_rank(
 
 
 def _estimated(workload: Workload, request: Request, settings: Mapping[str, Any], gpus: int) -> Estimate:
-    """In a process of its own."""
+    """Estimate one mode; runs in its own process."""
     logging.getLogger("memplug").setLevel(logging.ERROR)
     name = workload.shape.family.lower()
-    needed(f"transformers.models.{name}.modeling_{name}")  # before ZeRO 3 changes what makes tensors
+    needed(f"transformers.models.{name}.modeling_{name}")  # imported before ZeRO 3 patches torch's tensor factories
     return estimate_model(workload.make_model, workload.inputs, request, engine=settings, gpus=gpus)

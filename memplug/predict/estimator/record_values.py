@@ -1,4 +1,4 @@
-"""`memplug.record_values`: what a real step reads of its tensors, for an estimate of it."""
+"""`memplug.record_values`: records the values that a real step reads of its tensors, for an estimate of that step."""
 
 from __future__ import annotations
 
@@ -19,30 +19,32 @@ from memplug.predict.estimator.values import COPY, MOST_BYTES, NUMBER, Output, R
 from memplug.torch_private import TorchDispatchMode, tree_leaves
 
 _COPIES = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
-"""By operator, which argument is copied."""
+"""Position of the copied argument, by operator."""
 _READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
-"""That copy a tensor of a GPU to the host; of one that is there no operator tells."""
+"""Functions that copy a GPU tensor to the host; for a CPU tensor they run no operator."""
 
 
 @contextlib.contextmanager
 def record_values(model: nn.Module, file: str | Path) -> Iterator[None]:
-    """Within, one real training step runs, on a GPU or on the CPU; then what it read of its tensors is in a file.
+    """Record the values that the program reads in one real training step, and write them to a file.
+
+    Run the step inside the context, on a GPU or on the CPU:
 
         with memplug.record_values(model, "values.json"):
             model(**batch).loss.backward()
         memplug.estimate(make_model, inputs, trace="values.json")
 
-    These are numbers (`.item()`, `if x > 0`), small tensors that the host reads (`.tolist()`, `.cpu()`), and sizes of
-    what operators such as `nonzero` give, by module and line of the program. The virtual device has no values, and
-    answers from the file. The step is at the sizes that are to be estimated, not compiled, and of several micro-batches
-    the first one counts; what is read outside of the model's forward and backward does not.
+    The file holds numbers (`.item()`, `if x > 0`), small tensors that the host reads (`.tolist()`, `.cpu()`), and sizes
+    of outputs of operators such as `nonzero`, by module and source line. The virtual device has no values, and answers
+    such reads from the file. The step must have the sizes that are to be estimated, and must not be compiled. Only the
+    first of several micro-batches is recorded; reads outside of the model's forward and backward are not.
 
     Args:
-        model: that trains, or a wrapper of it; its modules have other classes within.
-        file: JSON, written at the end.
+        model: The model that trains, or a wrapper of it; its modules have other classes inside the context.
+        file: The JSON file, written when the context ends.
 
     Raises:
-        EstimateError: no forward of the model ran, or the file cannot be written.
+        EstimateError: No forward of the model ran, or the file cannot be written.
     """
     file = path_of(file, "trace of values (.json)", EstimateError)
     recorder = _Recorder(model)
@@ -64,7 +66,7 @@ class _Recorder:
         self._on_the_host = WeakTensorKeyDictionary()
 
     def values(self) -> Values:
-        """All that was read."""
+        """Return all recorded reads."""
         if not self.calls.forwards:
             raise EstimateError(
                 "no forward of the model ran while its values were recorded",
@@ -77,9 +79,9 @@ class _Recorder:
         )
 
     def operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """One ran."""
+        """Record an operator that ran, if its result depends on values."""
         if torch.Tag.data_dependent_output in func.tags:
-            # allclose is an operator for modes alone
+            # allclose is an operator only under a dispatch mode; without one the program reads a number
             name = NUMBER if func is torch.ops.aten.allclose.default else func._schema.name
             self._add(name, (args, kwargs), (_whole(torch.tensor(result)),))
         elif torch.Tag.dynamic_output_shape in func.tags and _has_a_mask(func, args):
@@ -90,13 +92,16 @@ class _Recorder:
             self._copy(args[_COPIES[func]])
 
     def function(self, func: Any, args: Any, kwargs: Any) -> None:
-        """One of the CPU's begins."""
+        """Record a function that would copy a tensor of a GPU to the host, if the model is on the CPU.
+
+        On the CPU no operator shows such a copy.
+        """
         if self._device != "cpu":
             return
         copies = func is torch.Tensor.to and any(each == "cpu" for each in args[1:] if isinstance(each, str))
         if func is torch.Tensor.cpu or copies:
             self._copy(args[0])
-            self._on_the_host[args[0]] = True  # on a GPU it would be another tensor, which is read without a copy
+            self._on_the_host[args[0]] = True  # a GPU's copy would be a new host tensor, whose reads copy nothing
         elif func in _READS and args[0] not in self._on_the_host:
             self._copy(args[0])
 
@@ -140,7 +145,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _has_a_mask(func: Any, args: Any) -> bool:
-    """Of `index`, whose sizes indices do not change; all others choose by values."""
+    """Return whether an operator's output sizes depend on values; those of `index` do only if an index is a mask."""
     masks = (torch.bool, torch.uint8)
     return func is not torch.ops.aten.index.Tensor or any(each is not None and each.dtype in masks for each in args[1])
 

@@ -1,4 +1,4 @@
-"""How trainings are estimated: as `memplug.estimate` and the command line are asked, made once and handed on."""
+"""The request for an estimate: read and checked once, then handed on by `memplug.estimate` and the command line."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ UNLIMITED_BYTES = float(1 << 62)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """See `memplug.estimate`, whose arguments these are.
+    """The arguments of `memplug.estimate`, read and checked.
 
     Attributes:
         config: memplug's block.
-        hardware: the GPU.
-        modes: of `MODES`, in order.
-        attention: the back end of it; None: the GPU's first one.
-        host_bytes: memory of the host for one rank.
-        plan_dir: the folder that memplug's plan is written to; None: it is not written.
-        trace: the file of values that a real step read; None: there is none.
+        hardware: The GPU.
+        modes: Names from `MODES`, in order.
+        attention: The attention back end; None: the GPU's first one.
+        host_bytes: Host memory available to one rank.
+        plan_dir: The folder for memplug's plan; None: the plan is not written.
+        trace: The file with the values that a real step read; None: no file.
 
     Raises:
-        EstimateError: a mode has no such name, none has the plan that is to be written, or host memory is negative.
+        EstimateError: A mode's name is unknown, no mode makes the plan that is to be written, or host memory is
+            negative.
     """
 
     config: MemplugConfig
@@ -42,15 +43,16 @@ class Request:
     trace: str | Path | None = None
 
     def __post_init__(self) -> None:
+        """Check modes, folder and host memory."""
         unknown = [mode for mode in self.modes if mode not in MODES]
         if unknown:
-            raise EstimateError(f"there is no mode {unknown[0]!r}", f"Choose of {', '.join(MODES)}.")
+            raise EstimateError(f"there is no mode {unknown[0]!r}", f"Choose from {', '.join(MODES)}.")
         if self.plan_dir is not None and "memplug" not in self.modes:
             raise EstimateError(
-                "none of these modes has a plan to write", "Estimate mode memplug, or leave out plan_dir."
+                "none of these modes makes a plan to write", "Estimate mode memplug, or leave out plan_dir."
             )
         if not self.host_bytes >= 0:
-            raise EstimateError(f"host memory is {self.host_bytes} bytes", "Give a number from 0.")
+            raise EstimateError(f"host memory is {self.host_bytes} bytes", "Give 0 or a positive number.")
 
     @classmethod
     def of(
@@ -62,12 +64,19 @@ class Request:
         plan_dir: str | Path | None = None,
         **more: Any,
     ) -> Request:
-        """Returns a request with the block, the GPU's profile and the folder read.
+        """Read the block, the GPU's profile and the folder, and return the request.
+
+        Args:
+            config: See `memplug.attach`; None: the default block, enabled.
+            gpu: See `memplug.estimate`.
+            modes: Names from `MODES`, in order.
+            plan_dir: The folder for memplug's plan; None: the plan is not written.
+            **more: The other fields.
 
         Raises:
-            ConfigError: the block cannot be used.
-            EstimateError: see `Request`; or `plan_dir` is no path.
-            HardwareError: there is no such GPU.
+            ConfigError: The block cannot be used.
+            EstimateError: See `Request`; or `plan_dir` is not a path.
+            HardwareError: The GPU is unknown.
         """
         return cls(
             config=load_config({"enabled": True} if config is None else config),

@@ -1,4 +1,4 @@
-"""What a mode's step takes, and those of all modes."""
+"""The results of an estimate: time and memory of one mode's step, and the steps of all modes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from memplug.predict.virtual import Hardware
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What kept a stream busy, in seconds from the beginning of its step; `queued_s`: when the host queued it."""
+    """An interval in which one kernel or copy kept a stream busy.
+
+    Attributes:
+        stream: The stream's number; 0 is the default stream.
+        begin_s: Seconds from the beginning of the step.
+        end_s: Seconds from the beginning of the step.
+        queued_s: When the host queued it; seconds from the beginning of the step.
+        name: The operator, collective or copy.
+    """
 
     stream: int
     begin_s: float
@@ -25,20 +33,22 @@ class ModeEstimate:
     """One mode's step: forward, backward, and the optimizer if there is one.
 
     Attributes:
-        mode: its name.
-        step_s: seconds.
-        flops: floating-point operations of matrix products and attention, recomputed ones included.
-        peak_allocated_bytes: the most device memory that tensors have at a time.
-        peak_reserved_bytes: that torch's caching allocator has of the device for that.
-        arena_reserved_bytes: the same where the planned arena serves; None: there is none.
-        arena_off_because: why there is none; "" where there is one.
-        host_bytes: pinned memory of the host.
-        to_host_bytes, to_device_bytes: over the link in a step.
-        bound: what the step waits for: "compute", "link", "collectives" or "host".
-        fits: the device has as much memory.
-        spans: of all streams, in the order in which they were queued.
-        schedule_s: of the step, forward and backward of all micro-batches; None: what trains does not tell.
-        bubble_s: of the step, what a pipeline's stage waits for others.
+        mode: The mode's name.
+        step_s: Duration of the step, in seconds.
+        flops: Floating-point operations of matrix products and attention, including recomputed ones.
+        peak_allocated_bytes: The most device memory that tensors hold at a time.
+        peak_reserved_bytes: The most device memory that torch's caching allocator reserves, without the arena.
+        arena_reserved_bytes: The same with the arena; None: the arena does not serve.
+        arena_off_because: Why the arena does not serve; "" if it does.
+        host_bytes: Pinned host memory.
+        to_host_bytes: Bytes that the step copies from device to host.
+        to_device_bytes: Bytes that the step copies from host to device.
+        bound: The step's bottleneck: "compute", "link", "collectives" or "host".
+        fits: Whether the GPU has enough memory.
+        spans: Spans of all streams, in the order in which the host queued them.
+        schedule_s: The part of the step that runs forward and backward of all micro-batches, in seconds; None: the
+            training does not report it.
+        bubble_s: The part of the step in which a pipeline stage waits for other stages, in seconds.
     """
 
     mode: str
@@ -60,13 +70,13 @@ class ModeEstimate:
 
 @dataclass(frozen=True)
 class Estimate(Mapping[str, ModeEstimate]):
-    """By mode.
+    """The estimates of all modes; a mapping from mode to `ModeEstimate`.
 
     Attributes:
-        hardware: the GPU's profile.
-        modes: those that could be estimated.
-        impossible: why others have no plan.
-        stages: of a pipeline, by number, what each that ran takes by itself (stages.py).
+        hardware: The GPU's profile.
+        modes: The modes that could be estimated.
+        impossible: The modes without a plan, with the error of each.
+        stages: Pipelines only: the estimate of each stage that ran, by stage number (stages.py).
     """
 
     hardware: Hardware
@@ -75,20 +85,24 @@ class Estimate(Mapping[str, ModeEstimate]):
     stages: Mapping[int, Estimate] = field(default_factory=dict)
 
     def __getitem__(self, mode: str) -> ModeEstimate:
+        """Return one mode's estimate."""
         return self.modes[mode]
 
     def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the estimated modes."""
         return iter(self.modes)
 
     def __len__(self) -> int:
+        """Return the number of estimated modes."""
         return len(self.modes)
 
     def over_keep(self, mode: str) -> float | None:
-        """Its step's time over that of keeping everything; None where that was not asked for."""
+        """Return the ratio of this mode's step time to that of "keep"; None if "keep" was not estimated."""
         return self[mode].step_s / self["keep"].step_s if "keep" in self else None
 
     def utilization(self, mode: str, peak_flops: float) -> float | None:
-        """Model FLOP/s utilization: what the model computes in a second, recomputation left out, over what the device
-        could; None where keeping everything was not asked for.
+        """Return the model FLOP/s utilization; None if "keep" was not estimated.
+
+        It is the model's operations per second, without recomputed ones, as a fraction of `peak_flops`.
         """
         return self["keep"].flops / self[mode].step_s / peak_flops if "keep" in self else None

@@ -1,4 +1,4 @@
-"""Estimates of Megatron-Core: one process for each stage of a pipeline that differs, and a step of all of them."""
+"""Estimates of Megatron-Core: one process for each pipeline stage that differs, and the step of the whole pipeline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memplug.predict.estimator.result import Estimate, ModeEstimate
 from memplug.predict.estimator.workload import Workload
 
 LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "to_host_bytes", "to_device_bytes")
-"""Of a pipeline, those of the stage that has the most."""
+"""Fields of a pipeline's estimate that are the largest value of all stages."""
 
 
 def estimate_megatron(
@@ -29,22 +29,24 @@ def estimate_megatron(
     micro_batches: int,
     say: Callable[[str], None] = lambda what: None,
 ) -> Estimate:
-    """As `estimate`, of a rank of a Megatron-Core training; of a pipeline, of a rank of each stage that differs.
+    """Estimate a rank of a Megatron-Core training as `estimate` does; in a pipeline, a rank of each stage that differs.
 
-    Each stage plans for itself, as if all others planned as it does.
+    Each stage plans by itself, as if all others planned as it does.
 
     Args:
-        workload: of the whole model, with its head.
-        micro_batches: of a step, for each data-parallel rank.
-        say: called with what runs next.
+        workload: The whole model, with its head.
+        request: The block, the GPU and the modes.
+        layout: How the model is split over the ranks.
+        micro_batches: Micro-batches of a step on each data-parallel rank.
+        say: Called before each run with the stage or the modes that run next.
 
     Raises:
-        EstimateError: the model cannot be split so; or there is a folder for plans, which no run would use.
+        EstimateError: The model cannot be split so; or a folder for plans is given, which no run would use.
     """
     if request.plan_dir is not None:
         raise EstimateError(
-            "a plan of Megatron-Core's ranks is not written: stages differ, and no run was tried with an estimated one",
-            "Leave out --plan-dir: the run plans in its first steps, and keeps its plan for the next one.",
+            "no plan can be written for Megatron-Core's ranks: stages differ, and estimated plans are untested there",
+            "Leave out --plan-dir: the run plans in its first steps, and keeps its plan for the next run.",
         )
     layout.check(workload.shape, workload.layers, workload.seq_len)
     make_training = functools.partial(megatron.MegatronTraining, workload, layout, micro_batches)
@@ -58,23 +60,25 @@ def estimate_megatron(
 
 
 def _quietly() -> None:
-    """This process tells of errors only."""
+    """Silence everything but errors in this process."""
     logging.getLogger("memplug").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")  # Megatron-Core's, of kernels that are not installed
+    warnings.simplefilter("ignore")  # Megatron-Core warns of kernels that are not installed
 
 
 def of_all(stages: Mapping[int, Estimate], layout: Layout, micro_batches: int) -> Estimate:
-    """A pipeline's step: its slowest stage's time, with the bubble, and the memory of the stage that has the most.
+    """Combine the stages' estimates into the pipeline's step.
 
-    A stage of the virtual device never waits for another one. In 1F1B all micro-batches pass through the slowest stage,
-    and before and behind that one of them through each other stage: with p stages that are alike and m micro-batches
-    that bubble is (p - 1) / m of the schedule's time (Narayanan et al., "Efficient large-scale language model training
-    on GPU clusters using Megatron-LM", 2021, section 2.2.1). So it is too where the last stage, with head and loss, is
-    the slowest; where an earlier one is, the step takes a little less.
+    Time is the slowest stage's plus the bubble, and memory that of the stage with the most. A stage on the virtual
+    device never waits for another one, so the bubble is added here. In 1F1B all micro-batches pass through the slowest
+    stage, and before and after that one micro-batch passes through each other stage. With p equal stages and m
+    micro-batches this bubble is (p - 1) / m of the schedule's time (Narayanan et al., "Efficient large-scale language
+    model training on GPU clusters using Megatron-LM", 2021, section 2.2.1). The formula is also exact if the last
+    stage, with head and loss, is the slowest; if an earlier one is, the step takes a little less.
 
     Args:
-        stages: by number, those of `layout.stages`.
-        micro_batches: of a step.
+        stages: The estimates of the stages in `layout.stages`, by stage number.
+        layout: How the model is split over the ranks.
+        micro_batches: Micro-batches of a step.
     """
     hardware = stages[0].hardware
     impossible = {}
@@ -90,7 +94,7 @@ def of_all(stages: Mapping[int, Estimate], layout: Layout, micro_batches: int) -
 
 
 def _of_stages(stages: Mapping[int, ModeEstimate], layout: Layout, micro_batches: int) -> ModeEstimate:
-    """`flops` are the mean of all stages."""
+    """Combine the stages' estimates of one mode; `flops` is the mean over all stages."""
     slowest = max(stages.values(), key=lambda stage: stage.step_s)
     passed_s = sum(layout.stages[number] * stage.schedule_s for number, stage in stages.items())
     bubble_s = (passed_s - slowest.schedule_s) / micro_batches
@@ -108,5 +112,5 @@ def _of_stages(stages: Mapping[int, ModeEstimate], layout: Layout, micro_batches
 
 
 def _reserved_bytes(stage: ModeEstimate) -> int:
-    """With the arena, where it has one."""
+    """Return the device bytes reserved: with the arena if it serves, otherwise without."""
     return stage.peak_reserved_bytes if stage.arena_reserved_bytes is None else stage.arena_reserved_bytes

@@ -1,5 +1,7 @@
-"""Logits and loss of a few tokens at a time, as `--tiled-loss` of the DeepSpeed recipe has them: the logits of a long
-sequence can take more memory than its layers. Each tile is a checkpoint of torch's, computed again in backward.
+"""Logits and loss computed for a few tokens at a time, as `--tiled-loss` of the DeepSpeed recipe does.
+
+The logits of a long sequence can take more memory than its layers. Each tile is a `torch.utils.checkpoint`, recomputed
+in backward.
 """
 
 from __future__ import annotations
@@ -13,14 +15,26 @@ from torch.utils.checkpoint import checkpoint
 
 
 def tile_loss(model: nn.Module, tiles: int) -> nn.Module:
-    """Makes a causal model of Hugging Face's give its loss alone, computed in `tiles` parts; 1 leaves it as it is."""
+    """Make a causal model of Hugging Face return only its loss, computed in parts.
+
+    Args:
+        model: The model; its `forward` is replaced.
+        tiles: The number of parts; 1 leaves the model unchanged.
+    """
     if tiles > 1:
         model.forward = functools.partial(_forward, model, tiles)
     return model
 
 
 def _forward(model: nn.Module, tiles: int, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Shapes: [batch, tokens]; the mean cross entropy of the next tokens, where −100 counts for nothing."""
+    """Return the mean cross entropy of the next tokens; labels of -100 do not count.
+
+    Args:
+        model: The model whose forward this replaces.
+        tiles: The number of parts.
+        input_ids: int64[batch, tokens].
+        labels: int64[batch, tokens].
+    """
     hidden = model.model(input_ids=input_ids).last_hidden_state
     hidden, labels = hidden[:, :-1], labels[:, 1:]
     hidden, labels = hidden.flatten(0, 1), labels.flatten()

@@ -1,4 +1,4 @@
-"""A module that trains on the virtual device: its step, and the operators that cannot run there."""
+"""A module that trains on the virtual device, and the error for operators that cannot run there."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Training:
-    """One module with its inputs, and an optimizer if there is to be one. The virtual device is there.
+    """A module with its inputs and, if asked for, an optimizer; the virtual device must exist.
 
     Args:
-        make_model: called where tensors are made on the virtual device; a module on another device, such as meta, is
-            moved there without its values.
-        example_inputs: likewise: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
-        make_optimizer: of the module's parameters; None: gradients stay from step to step.
+        make_model: Makes the module; tensors are made on the virtual device by default. A module on another device,
+            such as meta, is moved to the virtual device without its values.
+        example_inputs: Makes the arguments of forward, on any device: a tensor, a tuple of positional arguments, or a
+            mapping of keyword arguments.
+        make_optimizer: Called with the module's parameters; None: gradients stay from step to step.
 
     Raises:
-        EstimateError: the module cannot be made there.
+        EstimateError: The module cannot be made on the virtual device.
     """
 
     marks_steps = False
@@ -53,25 +54,30 @@ class Training:
 
     @property
     def target(self) -> Any:
-        """That memplug attaches to."""
+        """Return the object that memplug attaches to."""
         return self.model
 
     @property
     def schedule_s(self) -> float | None:
-        """Of the last step, forward and backward of all micro-batches, in seconds, once the device is done; None: it
-        does not tell.
+        """Return how long forward and backward of all micro-batches took in the last step, once the device is done.
+
+        Returns:
+            Seconds; None: this training does not report it.
         """
         return None
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Release everything that would outlive the training; a plain module leaves nothing behind."""
 
     def step(self) -> None:
-        """Forward, backward and the optimizer. What forward gives has a gradient of its own shape: its `loss`, where it
-        has one.
+        """Run forward, backward and the optimizer.
+
+        Backward starts from the `loss` of forward's output if it has one, otherwise from every output that needs a
+        gradient; an output that is not a scalar gets a gradient of its own shape.
 
         Raises:
-            EstimateError: an operator cannot run there, as it needs values; or forward gives nothing to differentiate.
+            EstimateError: An operator cannot run on the virtual device, such as one that needs values; or no output
+                needs a gradient.
         """
         try:
             self._train()
@@ -82,7 +88,7 @@ class Training:
 
     def _train(self) -> None:
         outputs = differentiable(self.model(*self._args, **self._kwargs))
-        is_loss = len(outputs) == 1 and outputs[0].dim() == 0  # whose gradient torch makes
+        is_loss = len(outputs) == 1 and outputs[0].dim() == 0  # torch makes the gradient of a scalar
         torch.autograd.backward(outputs, None if is_loss else [torch.empty_like(output) for output in outputs])
         del outputs
         if self._optimizer is not None:
@@ -95,7 +101,7 @@ class Training:
         return torch.empty_like(value, device=self._device, requires_grad=value.requires_grad)
 
     def _moved(self, model: nn.Module) -> nn.Module:
-        """On the virtual device; parameters that modules share stay shared."""
+        """Move a model to the virtual device; parameters that modules share stay shared."""
         made: dict[torch.Tensor, Any] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -111,28 +117,28 @@ class Training:
 
 
 def differentiable(given: Any) -> list[torch.Tensor]:
-    """Of what a forward gave: its `loss`, or all that needs a gradient.
+    """Return the tensors to differentiate of a forward's output: its `loss`, or all that need a gradient.
 
     Raises:
-        EstimateError: nothing does.
+        EstimateError: No output needs a gradient.
     """
-    outputs = dict(given) if isinstance(given, Mapping) else given  # of Hugging Face's own kind
+    outputs = dict(given) if isinstance(given, Mapping) else given  # Hugging Face's outputs are mappings
     loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
     leaves = tree_leaves(outputs if loss is None else loss)
     found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not found:
         raise EstimateError(
-            "the module's forward gives nothing that needs a gradient", "Estimate a module that trains."
+            "the module's forward returns nothing that needs a gradient", "Estimate a module that trains."
         )
     return found
 
 
 def unable(what: str, error: Exception) -> EstimateError:
-    """What cannot run, by its first error."""
+    """Return the error for something that cannot run on the virtual device, with the first line of its cause."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return EstimateError(
         f"{what} cannot run on the virtual device: {first}",
-        "Where that needs values of tensors, record those of one real step (`memplug.record_values`) and give them to "
+        "If it needs values of tensors, record those of one real step (`memplug.record_values`) and pass the file to "
         "the estimate (`trace`, `memplug estimate --trace`); or estimate a module without it.",
         code="MP028",
     )

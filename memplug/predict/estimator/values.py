@@ -14,25 +14,26 @@ from memplug.files import opened, path_of, write_whole
 from memplug.hooks.regions import as_written
 
 NUMBER = "aten::_local_scalar_dense"
-"""The operator that gives the host a number of a tensor."""
+"""The operator that returns an element of a tensor to the host."""
 COPY = "aten::_to_copy"
-"""That copies a tensor to the host."""
+"""The operator that copies a tensor to the host."""
 MOST_BYTES = 1 << 20
-"""Of a tensor whose copy on the host is kept."""
+"""Largest tensor whose copy to the host is recorded."""
 
 
 class Plain(BaseModel):
-    """Of the file."""
+    """Base of the classes in the file: frozen, without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 class Output(Plain):
-    """A tensor that an operator gave.
+    """A tensor that an operator returned.
 
     Attributes:
-        dtype: as "int64".
-        values: all of it, or a number; None: its sizes count.
+        dtype: torch's name, such as "int64".
+        sizes: The tensor's sizes.
+        values: All elements in order; None: only the sizes matter.
     """
 
     dtype: str
@@ -40,7 +41,7 @@ class Output(Plain):
     values: tuple[bool | int | float, ...] | None = None
 
     def tensor(self) -> torch.Tensor:
-        """On the host, or where it has no values on torch's meta device."""
+        """Make the tensor on the CPU, or on the meta device if it has no values."""
         dtype = getattr(torch, self.dtype)
         if self.values is None:
             return torch.empty(self.sizes, dtype=dtype, device="meta")
@@ -51,9 +52,10 @@ class Read(Plain):
     """One operator whose result depends on values.
 
     Attributes:
-        line: of the program, as "model.py:12".
-        operator: as "aten::nonzero".
-        inputs: sizes of its tensors.
+        line: The source line of the program, such as "model.py:12".
+        operator: The operator, such as "aten::nonzero".
+        inputs: Sizes of each input tensor.
+        outputs: The tensors that it returned.
     """
 
     line: str
@@ -63,11 +65,12 @@ class Read(Plain):
 
 
 class Values(Plain):
-    """In order of the program.
+    """All values that one step read, in program order.
 
     Attributes:
-        calls: by the module's path in the model, for each of its calls in one forward; one, where all read the same.
-        backward: what its backward read outside of forwards.
+        memplug_values: The version of the format.
+        calls: The reads of each call, by the module's path in the model; a single list if all calls read the same.
+        backward: The reads of the backward outside of recomputed forwards.
     """
 
     memplug_values: Literal[1] = 1
@@ -76,10 +79,13 @@ class Values(Plain):
 
     @classmethod
     def read(cls, path: str | Path) -> Values:
-        """Of a file that `memplug.record_values` wrote.
+        """Read a file that `memplug.record_values` wrote.
+
+        Args:
+            path: The file.
 
         Raises:
-            EstimateError: it cannot be read, or is something else.
+            EstimateError: The file cannot be read, or is not a trace of values.
         """
         with opened(
             path_of(path, "trace of values (.json)", EstimateError), "trace of values (.json)", EstimateError
@@ -91,17 +97,27 @@ class Values(Plain):
             is_npz = text.startswith(b"PK")
             raise EstimateError(
                 f"{path}: {'the trace of a recorded step (.npz)' if is_npz else 'no trace of values'}",
-                "Give the file that `memplug.record_values` has written, in a version of memplug that is the same; "
+                "Give a file that `memplug.record_values` wrote with this version of memplug; "
                 "traces of `session.record` are for `memplug show` and `memplug plan`.",
             ) from None
 
     def write(self, path: str | Path) -> None:
-        """Raises EstimateError: it cannot be written there."""
+        """Write the trace to a file.
+
+        Args:
+            path: The file.
+
+        Raises:
+            EstimateError: The file cannot be written.
+        """
         text = self.model_dump_json(exclude_none=True).encode()
         write_whole(Path(path), "trace of values", lambda file: file.write(text), EstimateError)
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """By path in the model as it was written: of a wrapper and what it wraps, the latter."""
+    """Return a model's modules by their paths in the unwrapped model.
+
+    If a wrapper and the module that it wraps have the same path, the wrapped one is returned.
+    """
     named = dict(model.named_modules())
     return {as_written(name, named): module for name, module in named.items()}

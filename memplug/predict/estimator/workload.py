@@ -1,4 +1,4 @@
-"""What trains: a model of a shape, its batch, its dtype and its optimizer, as `memplug estimate` is told."""
+"""The workload of an estimate: a model of a given shape, its batch, dtype and optimizer, for `memplug estimate`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """One rank's.
+    """The model and batch that one rank trains.
 
     Attributes:
-        shape: of the model.
-        layers: of it, or fewer.
-        seq_len: tokens of a sequence.
-        micro_batch: sequences.
-        dtype: of `DTYPES`, of parameters and activations.
-        head: the model has an embedding, a head and a loss; else decoder layers alone train.
-        optimizer: AdamW, with states in the parameters' dtype; else gradients stay from step to step.
-        values: the trace of a real step, which a Mixtral needs; None: there is none.
-        loss_tiles: parts in which a model of Hugging Face's has its logits and its loss, one after the other.
+        shape: The model's shape.
+        layers: Decoder layers to train; may be fewer than the shape has.
+        seq_len: Tokens in a sequence.
+        micro_batch: Sequences in a micro-batch.
+        dtype: A key of `DTYPES`; the dtype of parameters and activations.
+        head: True: the model has an embedding, a head and a loss; False: decoder layers alone train.
+        optimizer: True: AdamW, with states in the parameters' dtype; False: gradients stay from step to step.
+        values: The trace of a real step, which a Mixtral needs; None: no trace.
+        loss_tiles: Number of parts in which a Hugging Face model computes its logits and loss, one after the other.
     """
 
     shape: Shape
@@ -45,19 +45,19 @@ class Workload:
     loss_tiles: int = 1
 
     def make_model(self) -> nn.Module:
-        """Where tensors are made by default.
+        """Make the model on the default device.
 
         Raises:
-            EstimateError: transformers is missing, or the model routes tokens to experts by their values, and there is
-                no trace of them.
+            EstimateError: transformers is missing, or the model routes tokens to experts by their values and there is
+                no trace.
         """
         is_mixture, values = self.shape.is_mixture, self.values
         if is_mixture and values is None:
             raise EstimateError(
-                "a Mixtral routes its tokens to experts by their values, which the virtual device has none of",
-                "Record those of a real step with `memplug.record_values`, and give them with --trace; or estimate one "
-                "of Megatron-Core's: `memplug estimate` without a DeepSpeed engine, or with --expert; `memplug tune` "
-                "estimates a Mixtral by its parts.",
+                "a Mixtral routes its tokens to experts by their values, and the virtual device has no values",
+                "Record those of a real step with `memplug.record_values`, and pass the file with --trace; or estimate "
+                "Megatron-Core's Mixtral: `memplug estimate` without a DeepSpeed engine, or with --expert; "
+                "`memplug tune` estimates a Mixtral by its parts.",
                 code="MP028",
             )
         transformers = needed("transformers")
@@ -67,11 +67,11 @@ class Workload:
         with by_default(DTYPES[self.dtype]):
             model = getattr(transformers, f"{name}ForCausalLM" if self.head else f"{name}Model")(config)
         if is_mixture and any(path.endswith(".experts") for path in values.calls):
-            model.set_experts_implementation("eager")  # as in the trace: one after the other, by their tokens
+            model.set_experts_implementation("eager")  # the trace has reads of each expert, one after the other
         return tile_loss(model.train(), self.loss_tiles) if self.head else _Layers(model.train())
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """Of its forward."""
+        """Make the keyword arguments of the model's forward."""
         if self.head:
             ids = torch.zeros(self.micro_batch, self.seq_len, dtype=torch.long)
             return {"input_ids": ids, "labels": ids}
@@ -79,12 +79,16 @@ class Workload:
         return {"hidden": torch.empty(size, dtype=DTYPES[self.dtype], requires_grad=True)}
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """As DeepSpeed's and Megatron-Core's, it goes over all parameters at once, in place."""
+        """Make an optimizer that updates all parameters at once and in place, as DeepSpeed's and Megatron-Core's do.
+
+        Args:
+            parameters: The model's parameters.
+        """
         return torch.optim.AdamW(parameters, fused=True)
 
 
 class _Layers(nn.Module):
-    """The decoder layers of a model. Their input is no leaf, as an embedding's output is none."""
+    """The decoder layers of a model; their input is not a leaf, because an embedding's output is not one."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -101,7 +105,11 @@ class _Layers(nn.Module):
 
 @contextlib.contextmanager
 def by_default(dtype: torch.dtype) -> Iterator[None]:
-    """Within, tensors of no dtype have that one."""
+    """Set torch's default dtype inside the context.
+
+    Args:
+        dtype: The dtype of tensors that are made without one.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

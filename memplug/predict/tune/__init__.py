@@ -1,1 +1,1 @@
-"""`memplug tune`: a DeepSpeed configuration that fits a GPU and is the fastest by ProTrain's estimators."""
+"""`memplug tune`: finds the DeepSpeed configuration that fits a GPU and is the fastest by ProTrain's estimators."""

@@ -1,16 +1,20 @@
-"""A configuration as a DeepSpeed JSON.
+"""The DeepSpeed JSON of a configuration.
 
-ProTrain has four numbers; DeepSpeed and memplug have other ones. What each becomes, and what is lost:
+ProTrain has four numbers; DeepSpeed and memplug have different settings, so each number loses something:
 
-| number | becomes | lost |
-|---|---|---|
-| `n_persist` | `offload_optimizer.ratio`, the share of sub-groups of `sub_group_size` elements that the host updates: DeepSpeed has the first ones on the device, as ProTrain | all gradients go by way of the host; parameters are offloaded all or none; groups may cut a block in two, so that the number is rounded down |
-| `n_buffer` | `stage3_max_reuse_distance`, twice the elements of the last `n_buffer` chunks: those that backward uses again before so many others stay gathered; `stage3_max_live_parameters` has room for them, one that computes and one ahead | prefetching follows the order of the first step, not of chunks |
-| `n_swap`, `n_checkpoint` | memplug's `device_budget_gib` and `host_budget_gib`, the limits that they were found under: memplug decides for each operator from measured rates (`tokenwise.alpha` is "auto" by default) | the numbers themselves |
+* `n_persist` becomes `offload_optimizer.ratio`, the fraction of sub-groups of `sub_group_size` elements that the CPU
+  updates; DeepSpeed keeps the first ones on the device, as ProTrain does. Lost: all gradients pass through the host;
+  parameters are offloaded all or not at all; a group may cut a block in two, so the number is rounded down.
+* `n_buffer` becomes `stage3_max_reuse_distance`, twice the elements of the last `n_buffer` chunks: parameters that
+  backward uses again within this distance stay gathered. `stage3_max_live_parameters` has room for these chunks, one
+  that computes and one ahead. Lost: prefetching follows the order of the first step, not of chunks.
+* `n_swap` and `n_checkpoint` become memplug's `device_budget_gib` and `host_budget_gib`, the limits that the numbers
+  were found under. Lost: the numbers themselves; memplug decides for each operator from measured rates
+  (`tokenwise.alpha` is "auto" by default).
 
 `stage3_prefetch_bucket_size` and `reduce_bucket_size` are the largest chunk's elements;
 `stage3_param_persistence_threshold` keeps norms whole on all ranks.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ from memplug.predict.tune.search import Configuration
 from memplug.sizes import GIB
 
 PERSISTED_HIDDEN = 10
-"""Parameters of fewer elements than so many hidden sizes stay whole, as Hugging Face's integration has it."""
+"""Parameters with fewer elements than this many hidden sizes stay whole, as in Hugging Face's integration."""
 
 
 def deepspeed_json(
@@ -40,12 +44,18 @@ def deepspeed_json(
     device_budget_bytes: float,
     host_budget_bytes: float,
 ) -> dict[str, Any]:
-    """Returns the user's JSON with what a configuration sets; what is not "auto" in it stays, under present names.
+    """Return the user's JSON with the settings of a configuration, under DeepSpeed's present names.
+
+    Values other than "auto" stay.
 
     Args:
-        chunks: of the model.
-        device_budget_bytes: that a step may take of a rank's device.
-        host_budget_bytes: that a rank may take of host memory for activations that are swapped.
+        ds_config: The user's DeepSpeed JSON.
+        at: The configuration.
+        chunks: The model's chunks.
+        gpus: The number of ranks.
+        hidden_size: The model's hidden size.
+        device_budget_bytes: Device memory that a step may use on one rank.
+        host_budget_bytes: Host memory that one rank may use for swapped activations.
     """
     layout = at.layout
     made = copy.deepcopy(present(ds_config))
@@ -99,26 +109,35 @@ def _set_stage_3(zero: dict[str, Any], at: Configuration, chunks: Sequence[Chunk
 
 
 def buffered_within(counts: Sequence[int], distance: float) -> int:
-    """Chunks, the last ones, that stay gathered at a reuse distance: the inverse of `reuse_distance`."""
+    """Return how many of the last chunks stay gathered at a reuse distance; the inverse of `reuse_distance`.
+
+    Args:
+        counts: Elements of each chunk, in forward order.
+        distance: DeepSpeed's `stage3_max_reuse_distance`, in elements.
+    """
     behind = itertools.accumulate(reversed(counts))
     return sum(2 * elements <= distance for elements in behind)
 
 
 def reuse_distance(counts: Sequence[int], n_buffer: int) -> int:
-    """In elements, that DeepSpeed goes from a module's forward to its backward, over all parameters behind it: less
-    than this for the last `n_buffer` chunks, and not less for the others.
+    """Return a reuse distance at which exactly the last `n_buffer` chunks stay gathered.
+
+    DeepSpeed measures, in elements, the parameters used between a module's forward and its backward. This is less than
+    the result for the last `n_buffer` chunks, and not less for the others.
 
     Args:
-        counts: elements of each chunk, in the order of the forward.
+        counts: Elements of each chunk, in forward order.
+        n_buffer: The number of chunks that stay gathered.
     """
     return 2 * sum(counts[len(counts) - n_buffer :])
 
 
 def sub_groups(parameters: Sequence[int], size: int) -> list[int]:
-    """Elements of each group as ZeRO 3 makes them: parameters in order, until there are `size` or more.
+    """Return the elements of each sub-group that ZeRO 3 makes: parameters in order, until a group has `size` or more.
 
     Args:
-        parameters: elements of each that one rank has.
+        parameters: Elements of each parameter's shard on one rank.
+        size: DeepSpeed's `sub_group_size`.
     """
     groups, group = [], 0
     for count in parameters:
@@ -130,18 +149,24 @@ def sub_groups(parameters: Sequence[int], size: int) -> list[int]:
 
 
 def ratio(groups: Sequence[int], persisted: float) -> float:
-    """Of the optimizer's states that the host has: the first groups that have no more elements than `persisted`
-    together are on the device. DeepSpeed rounds `(1 - ratio) * groups` down: half a group more makes that safe.
+    """Return the `offload_optimizer.ratio`: the fraction of the optimizer's states that is on the host.
+
+    The first groups with at most `persisted` elements together stay on the device. DeepSpeed rounds
+    `(1 - ratio) * groups` down; half a group more makes the result safe from rounding errors.
+
+    Args:
+        groups: Elements of each sub-group.
+        persisted: Elements that are to stay on the device.
     """
     on_device = sum(elements <= persisted + 1 for elements in itertools.accumulate(groups))
     return 1.0 if on_device == 0 else max(0.0, 1 - (on_device + 0.5) / len(groups))
 
 
 def knows_ratio() -> bool:
-    """Whether the installed DeepSpeed can have a part of the states on the host.
+    """Return whether the installed DeepSpeed can keep a part of the optimizer's states on the host.
 
     Raises:
-        TuneError: none is installed.
+        TuneError: DeepSpeed is not installed.
     """
     try:
         from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
@@ -159,14 +184,14 @@ def _offload(zero: dict[str, Any], key: str, used: bool) -> None:
 
 
 def _part(config: dict[str, Any], key: str) -> dict[str, Any]:
-    """A section, which is made where there is none."""
+    """Return a section of the JSON; make it if it does not exist."""
     if not isinstance(config.get(key), dict):
         config[key] = {}
     return config[key]
 
 
 def _set(config: dict[str, Any], key: str, value: Any) -> None:
-    """Unless the user has."""
+    """Set a key unless the user has."""
     if config.get(key, "auto") == "auto":
         config[key] = value
 

@@ -1,15 +1,16 @@
-"""Predictions of configurations: ProTrain's equations (memplug.predict.tune.protrain) for what DeepSpeed does.
+"""Predictions of configurations: ProTrain's equations (memplug.predict.tune.protrain), adapted to DeepSpeed.
 
-* Equation 2 has the host update its chunks while backward runs. DeepSpeed updates after backward, chunks on the device
-  and chunks on the host at the same time: `step_s` here is never below Equation 2's.
-* Equations 3 to 6 are as they are. Nothing is uploaded unless parameters are offloaded. ZeRO 1 and 2 gather once, after
+* Equation 2 lets the CPU update its chunks while backward runs. DeepSpeed updates after backward, on the device and on
+  the CPU at the same time; so `step_s` here is never below Equation 2's.
+* Equations 3 to 6 are unchanged. Nothing is uploaded unless parameters are offloaded. ZeRO 1 and 2 gather once, after
   the update.
-* In Equation 7 persistent chunks stay gathered, and so do the last `n_buffer`. DeepSpeed keeps the last ones only.
-* Swapping takes no time in the paper, and less of the link is left: uploads in backward wait for blocks that are
-  prefetched. There are no configurations whose copies forward does not hide. memplug swaps outputs of matmuls, and
-  computes the rest again, which moves three times its bytes in the device's memory.
-* Equations 8 and 9 go over the model's parts, where each block keeps, swaps or checkpoints. Equation 10 adds a
-  recomputed block to a peak that lies elsewhere, at the loss for instance, and is not needed then.
+* In Equation 7 persistent chunks stay gathered, and so do the last `n_buffer`. DeepSpeed keeps only the latter.
+* In the paper swapping takes no time, but leaves less of the link: uploads in backward wait for blocks that are
+  prefetched. Configurations whose copies the forward cannot hide are excluded. memplug swaps outputs of matmuls and
+  recomputes the rest, which moves three times its bytes in device memory.
+* Equations 8 and 9 go over the model's parts; each block keeps, swaps or checkpoints. Equation 10 is not needed: it
+adds
+  a recomputed block to a peak that may lie elsewhere, such as at the loss.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from memplug.predict.tune.search import Box, Configuration, Layout, Prediction
 
 MASTER_BYTES = 4
 STATE_BYTES = 12
-"""Of a parameter's optimizer states: master weight, and the two of Adam."""
+"""Bytes of one element's optimizer states: master weight, and Adam's two."""
 IN_FLIGHT = 2
-"""Chunks that are gathered at a time besides buffers: the one that computes, and the next."""
+"""Chunks that are gathered at a time, in addition to buffers: the one that computes and the next."""
 FEWEST_CHUNKS = 8
 REDUCE_BUCKETS = 2
-"""One is filled while the other one is reduced."""
+"""One bucket is filled while the other one is reduced."""
 SWAPPING = 3
-"""How often there is room for what a block swaps: memplug's two `tokenwise.buffers`, from before the first step, and a
-block whose copies are under way when the loss is computed.
+"""Buffers of a block's swapped bytes: memplug's two `tokenwise.buffers`, which exist from before the first step, and
+one for a block whose copies are in progress when the loss is computed.
 """
 
 
@@ -43,8 +44,8 @@ class Chunk:
     """Parameters that move together.
 
     Attributes:
-        parts: of the model that it has, in order.
-        blocks: which of the decoder layers are among them, from 0.
+        parts: The model's parts in the chunk, in order.
+        blocks: The decoder layers in the chunk, from 0.
     """
 
     parts: tuple[Part, ...]
@@ -52,13 +53,18 @@ class Chunk:
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
         return sum(part.count for part in self.parts)
 
 
 def chunks_of(profile: ModelProfile) -> list[Chunk]:
-    """Those of the size that wastes the least (appendix B.1), of one, two or four of the largest part; two chunks are
-    gathered at a time, so that none larger than one part has more than an eighth of the model.
+    """Return the model's chunks, of the size that wastes the least (appendix B.1).
+
+    Candidates are one, two and four times the largest part. Two chunks are gathered at a time, so a chunk of several
+    parts may have at most an eighth of the model.
+
+    Args:
+        profile: The model's profile.
     """
     sizes = [part.count for part in profile.parts]
     several = [n * max(sizes) for n in (2, 4) if FEWEST_CHUNKS * n * max(sizes) <= sum(sizes)]
@@ -75,10 +81,11 @@ def chunks_of(profile: ModelProfile) -> list[Chunk]:
 
 
 class StepEstimator:
-    """Predicts steps of one model on one machine.
+    """A predictor of the steps of one model on one machine.
 
     Args:
-        profiles: of the model, by micro-batch.
+        machine: The machine to tune for.
+        profiles: The model's profiles by micro-batch.
     """
 
     def __init__(self, machine: Machine, profiles: Mapping[int, ModelProfile]):
@@ -86,11 +93,19 @@ class StepEstimator:
         self._laid = functools.cache(lambda layout: _Laid(machine, profiles[layout.micro_batch], layout))
 
     def chunks(self, layout: Layout) -> list[Chunk]:
-        """Of the model: `n_persist` and `n_buffer` count these."""
+        """Return the model's chunks, which `n_persist` and `n_buffer` count.
+
+        Args:
+            layout: The layout.
+        """
         return self._laid(layout).chunks
 
     def predict(self, configuration: Configuration) -> Prediction:
-        """Of one configuration, by the equations."""
+        """Predict one configuration by the equations.
+
+        Args:
+            configuration: The configuration.
+        """
         at = configuration
         laid: _Laid = self._laid(at.layout)
         recomputed = range(at.n_swap, at.n_swap + at.n_checkpoint)
@@ -102,8 +117,13 @@ class StepEstimator:
         )
 
     def least(self, box: Box) -> Prediction:
-        """A lower bound, as of `search.Estimator`: recomputed are at least those blocks that all configurations of the
-        box recompute, and at least so many as the fewest; where none may swap, no buffers for that are counted.
+        """Return a lower bound for all configurations of a box, as `search.Estimator` requires.
+
+        Time counts the blocks that every configuration of the box recomputes, and at least the kernels of the fewest
+        blocks that swap and checkpoint. Buffers for swapping are counted only if every configuration swaps.
+
+        Args:
+            box: The configurations.
         """
         laid: _Laid = self._laid(box.layout)
         always = range(box.n_swap[-1], max(box.n_swap[-1], box.n_swap[0] + box.n_checkpoint[0]))
@@ -121,15 +141,15 @@ class StepEstimator:
 
 
 class _Laid:
-    """One layout of a model on a machine: what its configurations share is computed once."""
+    """One layout of a model on a machine; computes once the values that its configurations share."""
 
     def __init__(self, machine: Machine, profile: ModelProfile, layout: Layout):
         self.machine, self.profile, self.layout = machine, profile, layout
         self.chunks = chunks_of(profile)
         self.tokens = profile.tokens * layout.accumulation * machine.gpus
-        self.ranks = machine.gpus if layout.stage > 0 else 1  # that share states
+        self.ranks = machine.gpus if layout.stage > 0 else 1  # ranks that share optimizer states
         self.total = profile.parameters
-        self.before = [0]  # elements of the chunks in front
+        self.before = [0]  # elements of all earlier chunks
         for chunk in self.chunks:
             self.before.append(self.before[-1] + chunk.count)
         self.times = [self._times(chunk) for chunk in self.chunks]
@@ -142,7 +162,7 @@ class _Laid:
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def _times(self, chunk: Chunk) -> ChunkTimes:
-        """In a micro-batch after which gradients are reduced."""
+        """Return a chunk's times in a micro-batch after which gradients are reduced."""
         machine, layout = self.machine, self.layout
         nbytes, shard = ELEMENT_BYTES * chunk.count, chunk.count / machine.gpus
         return ChunkTimes(
@@ -155,7 +175,7 @@ class _Laid:
         )
 
     def passes_s(self, n_buffer: int, n_swap: int, recomputed: range) -> float:
-        """Forward and backward of all micro-batches; those of ZeRO 0 and 1 reduce gradients in the last one alone."""
+        """Return the time of all forwards and backwards; ZeRO 0 and 1 reduce gradients only in the last micro-batch."""
         reducing = self.layout.accumulation if self.layout.stage >= 2 else 1
         seconds = self.layout.accumulation * self.forward_s
         seconds += reducing * self.backward_s(n_buffer, n_swap, recomputed, True)
@@ -165,7 +185,7 @@ class _Laid:
         return seconds
 
     def computed_s(self, n_swap: int, n_checkpoint: int) -> float:
-        """What kernels alone take in forward and backward: never more than `passes_s`."""
+        """Return the time of kernels alone in forward and backward; never more than `passes_s`."""
         once = sum(part.forward_s + part.backward_s for part in self.profile.parts)
         return self.layout.accumulation * (once + n_swap * self.remade_s + n_checkpoint * self.profile.layer.forward_s)
 
@@ -182,15 +202,17 @@ class _Laid:
         return protrain.backward_s(times, Placement(0, n_buffer))
 
     def update_s(self, least_persist: int, most_persist: int) -> float:
-        """Of the optimizer, on the device and beside it on the host, and what follows it; where a range of chunks may
-        persist, a lower bound.
+        """Return the time of the optimizer and of the copies and gathers after it.
+
+        Device and CPU update at the same time. If the number of persistent chunks is a range, the result is a lower
+        bound.
         """
         machine, layout = self.machine, self.layout
         on_device, on_host = self.before[least_persist], self.total - self.before[most_persist]
         seconds = max(machine.gpu_adam_s(on_device / self.ranks), machine.cpu_adam_s(on_host))
         if layout.stage in (1, 2):
             seconds += machine.gather_s(ELEMENT_BYTES * self.total)
-        if layout.offload != "none":  # all gradients go by way of the host, and parameters to where they are
+        if layout.offload != "none":  # gradients pass through the host; parameters are copied to where they live
             seconds += machine.upload_s(MASTER_BYTES * on_device / machine.gpus)
         if layout.offload == "optimizer":
             seconds += machine.upload_s(ELEMENT_BYTES * on_host / machine.gpus)
@@ -201,7 +223,10 @@ class _Laid:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def host_bytes(self, n_persist: int, n_swap: int) -> int:
-        """Of the machine: master weights and states, gradients in 4 bytes, parameters, and what blocks swap."""
+        """Return the host memory of the machine.
+
+        It holds master weights and states, gradients in 4 bytes, parameters, and swapped activations.
+        """
         nbytes = self.machine.gpus * n_swap * self.profile.swapped_bytes
         if self.layout.offload != "none":
             copies = 1 if self.layout.stage > 0 else self.machine.gpus
@@ -209,7 +234,11 @@ class _Laid:
         return nbytes + (ELEMENT_BYTES * self.total if self.layout.offload == "parameters" else 0)
 
     def device_bytes(self, n_persist: int, n_buffer: int, n_swap: int, n_checkpoint: int, *, swaps: bool) -> int:
-        """Of one rank: states, parameters, gradients and gathered chunks, and the most that blocks have besides."""
+        """Return the device memory of one rank.
+
+        It holds states, parameters, gradients, gathered chunks and reduction buckets, and the peak of the blocks'
+        activations.
+        """
         layout = self.layout
         parameters = ELEMENT_BYTES * self.total
         if layout.stage == 3:
@@ -229,15 +258,15 @@ class _Laid:
         return ELEMENT_BYTES * (self.total - self.before[len(self.chunks) - n_buffer])
 
     def _remade_bytes(self) -> int:
-        """Of a block that swaps: what is computed again of what it saves."""
+        """Return the recomputed part of the activations that a block saves, for a block that swaps."""
         profile = self.profile
         return max(0, profile.layer.saved_bytes - profile.hidden_bytes - profile.swapped_bytes)
 
     def _peak_bytes(self, n_swap: int, n_checkpoint: int) -> int:
-        """Of all that comes and goes in forward and backward, by Equations 8 and 9 over the model's parts.
+        """Return the peak of activations and gradients in a step, by Equations 8 and 9 over the model's parts.
 
-        A block that checkpoints or swaps has its output alone on the device; while its backward runs all it saved is
-        there again, of one that swaps what was prefetched in a buffer.
+        A block that checkpoints or swaps has only its output on the device. While its backward runs, all that it saved
+        is back; the prefetched part of a block that swaps is in a buffer, which is counted elsewhere.
         """
         profile = self.profile
         keeps = profile.layers - n_swap - n_checkpoint
@@ -255,7 +284,7 @@ class _Laid:
         return max(backward, at_loss + profile.head.forward_peak_bytes) + there
 
     def _operator(self, part: Part, at_rest_bytes: int, again_bytes: int) -> OperatorMemory:
-        """Its backward: what it saved is there again, and with ZeRO 0 and 1 its gradients stay."""
+        """Return a part's backward: its saved activations are back, and with ZeRO 0 and 1 its gradients stay."""
         stay = ELEMENT_BYTES * part.count if self.layout.stage < 2 and self.layout.accumulation == 1 else 0
         return OperatorMemory(
             during_bytes=stay,

@@ -1,4 +1,4 @@
-"""What a DeepSpeed JSON fixes for the search: "auto" and absent keys are free."""
+"""The part of the search that a DeepSpeed JSON fixes; "auto" and absent keys are free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memplug.predict.tune.search import Offload
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 LARGEST_MICRO_BATCH = 32
-"""Of those that are tried where nothing is fixed."""
+"""Largest micro-batch that is tried if nothing is fixed."""
 _OFFLOADS: dict[int, tuple[Offload, ...]] = {
     0: ("none",),
     1: ("none", "optimizer"),
@@ -25,16 +25,20 @@ _OFFLOADS: dict[int, tuple[Offload, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """None: free.
+    """The values that a DeepSpeed JSON and the command line fix; None: free.
 
     Attributes:
-        stage: of ZeRO.
-        optimizer_on_host, parameters_on_host: whether they are.
-        ratio: of optimizer states that are on the host, from 0 to 1.
+        stage: The ZeRO stage.
+        optimizer_on_host: Whether the optimizer is offloaded.
+        parameters_on_host: Whether parameters are offloaded.
+        ratio: The fraction of optimizer states that is on the host, from 0 to 1.
         max_reuse_distance: DeepSpeed's `stage3_max_reuse_distance`, in elements.
-        train_batch, micro_batch, accumulation: in sequences, sequences and micro-batches.
-        swaps, checkpoints: whether blocks may; memplug's block says so.
-        swapped_gib: the most that a rank may swap, of that block.
+        train_batch: Sequences of all ranks in a step.
+        micro_batch: Sequences in a micro-batch of one rank.
+        accumulation: Micro-batches in a step.
+        swaps: Whether memplug's block lets blocks swap.
+        checkpoints: Whether memplug's block lets blocks checkpoint.
+        swapped_gib: The most that a rank may swap, from memplug's block, in GiB.
     """
 
     stage: int | None = None
@@ -51,11 +55,17 @@ class Fixed:
 
     @classmethod
     def of(cls, ds_config: Mapping[str, Any], block: MemplugConfig, micro_batch: int | None = None) -> Fixed:
-        """What a whole DeepSpeed configuration and its block fix, and the command line.
+        """Read the fixed values from a DeepSpeed JSON, its memplug block and the command line.
+
+        Args:
+            ds_config: The whole DeepSpeed JSON.
+            block: Its memplug block.
+            micro_batch: The command line's micro-batch; None: not given.
 
         Raises:
-            ConfigError: A setting has its former and its present name.
-            TuneError: it trains in another precision than 16 bits, offloads to NVMe, or a value is none of DeepSpeed's.
+            ConfigError: A setting appears under its former and its present name.
+            TuneError: The JSON trains in a precision other than 16 bits or offloads to NVMe, or DeepSpeed does not
+                accept a value.
         """
         ds_config = present(ds_config)
         zero = _section(ds_config, "zero_optimization")
@@ -63,21 +73,23 @@ class Fixed:
             _section(ds_config, "bf16").get("enabled") is False and not _section(ds_config, "fp16").get("enabled")
         ):
             raise TuneError(
-                "the DeepSpeed JSON trains in 32 bits, and predictions are of 16",
+                "the DeepSpeed JSON trains in 32 bits, but predictions are made for 16 bits",
                 'Leave "bf16" out, or set it to {"enabled": true}.',
             )
         train_batch, micro, accumulation = (_number(ds_config, key, 1) for key in BATCH_KEYS)
         if micro_batch is not None and micro not in (None, micro_batch):
             raise TuneError(
-                f"--micro-batch is {micro_batch}, and train_micro_batch_size_per_gpu of the DeepSpeed JSON is {micro}",
+                f"--micro-batch is {micro_batch}, but train_micro_batch_size_per_gpu of the DeepSpeed JSON is {micro}",
                 "Leave one of them out.",
             )
         tokenwise, on = block.tokenwise, block.enabled or "memplug" not in ds_config
-        stays = _has_torch_adam(ds_config) or (on and block.swap.states)  # which is refused beside offloading
+        stays = _has_torch_adam(ds_config) or (on and block.swap.states)  # neither can be combined with offloading
         acts = tokenwise.enabled and on
         stage = _number(zero, "stage", 0)
         if stage is not None and stage not in _OFFLOADS:
-            raise TuneError(f"zero_optimization.stage is {stage}", f"DeepSpeed has {', '.join(map(str, _OFFLOADS))}.")
+            raise TuneError(
+                f"zero_optimization.stage is {stage}", f"DeepSpeed has stages {', '.join(map(str, _OFFLOADS))}."
+            )
         return cls(
             stage=stage,
             optimizer_on_host=False if stays else _on_host(zero, "offload_optimizer"),
@@ -93,12 +105,17 @@ class Fixed:
         )
 
     def stages(self) -> Sequence[int]:
-        """To search; ZeRO 0, which trains differently in bfloat16, only where it is asked for."""
+        """Return the ZeRO stages to search; ZeRO 0 only on request, because it trains differently in bfloat16."""
         return (1, 2, 3) if self.stage is None else (self.stage,)
 
     def offloads(self, stage: int) -> list[Offload]:
-        """To search at a stage: those that DeepSpeed has and that nothing speaks against. Parameters are offloaded
+        """Return the offloads to search at a stage.
+
+        These are the ones that DeepSpeed supports and that no fixed value excludes. Parameters are offloaded only
         together with the optimizer.
+
+        Args:
+            stage: The ZeRO stage.
         """
         return [
             each
@@ -108,26 +125,32 @@ class Fixed:
         ]
 
     def layouts(self) -> list[tuple[int, Offload]]:
-        """Stages and offloads to search.
+        """Return the stages and offloads to search.
 
         Raises:
-            TuneError: there are none.
+            TuneError: No stage and offload agree with the fixed values.
         """
         found = [(stage, each) for stage in self.stages() for each in self.offloads(stage)]
         if not found:
             raise TuneError(
-                "what the DeepSpeed JSON fixes does not go together: no configuration has all of it",
-                "Offloaded parameters need ZeRO 3 and an offloaded optimizer, and that ZeRO 1 or more, DeepSpeed's own "
-                "Adam and no swap.states: leave one out.",
+                "no configuration has all settings of the DeepSpeed JSON: its ZeRO stage and offloads contradict each "
+                "other",
+                "Offloaded parameters need ZeRO 3 and an offloaded optimizer. An offloaded optimizer needs ZeRO 1 or "
+                "more, DeepSpeed's own Adam, and swap.states off. Remove one of the settings.",
             )
         return found
 
     def batches(self, gpus: int) -> list[tuple[int, int]]:
-        """Micro-batches and accumulations to search: those whose product with the ranks is the training batch; where
-        that is free, the accumulation is the given one, or 1, and micro-batches are powers of two.
+        """Return the micro-batches and accumulations to search.
+
+        Micro-batch, accumulation and ranks multiply to the training batch. If the training batch is free, the
+        accumulation is the fixed one or 1, and micro-batches are powers of two.
+
+        Args:
+            gpus: The number of ranks.
 
         Raises:
-            TuneError: the numbers do not divide.
+            TuneError: The fixed numbers do not divide.
         """
         if self.train_batch is None:
             micro = [self.micro_batch] if self.micro_batch else micro_batches()
@@ -147,19 +170,19 @@ class Fixed:
             given += [f"a micro-batch of {self.micro_batch}"] if self.micro_batch else []
             given += [f"{self.accumulation} accumulation steps"] if self.accumulation else []
             raise TuneError(
-                f"a train_batch_size of {self.train_batch} is not divided by {' and '.join(given)}",
+                f"a train_batch_size of {self.train_batch} is not divisible by {' and '.join(given)}",
                 "train_batch_size is the product of GPUs, micro-batch and accumulation: change one of them.",
             )
         return found
 
 
 def micro_batches() -> list[int]:
-    """Those that are tried where nothing is fixed."""
+    """Return the micro-batches that are tried if nothing is fixed."""
     return [1 << power for power in range(LARGEST_MICRO_BATCH.bit_length())]
 
 
 def all_layouts() -> list[tuple[int, Offload]]:
-    """Stages and offloads of a search in which nothing is fixed."""
+    """Return the stages and offloads of a search in which nothing is fixed."""
     return [(stage, each) for stage in Fixed().stages() for each in _OFFLOADS[stage]]
 
 
@@ -186,11 +209,11 @@ def _number(config: Mapping[str, Any], key: str, least: int) -> int | None:
 def _on_host(zero: Mapping[str, Any], key: str) -> bool | None:
     device = _given(_section(zero, key), "device")
     if device == "nvme":
-        raise TuneError(f"{key} is to NVMe, which no prediction is made for", 'Set its "device" to "cpu" or "auto".')
+        raise TuneError(f"{key} is to NVMe, which cannot be predicted", 'Set its "device" to "cpu" or "auto".')
     return None if device is None else device == "cpu"
 
 
 def _has_torch_adam(ds_config: Mapping[str, Any]) -> bool:
-    """DeepSpeed refuses to offload it, unless told not to force its own."""
+    """Return whether the JSON asks for torch's Adam, which DeepSpeed refuses to offload by default."""
     forced = ds_config.get("zero_force_ds_cpu_optimizer", True)
     return bool(forced and _section(_section(ds_config, "optimizer"), "params").get("torch_adam"))

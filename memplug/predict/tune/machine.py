@@ -1,6 +1,4 @@
-"""The machine to tune for: its GPUs, the link to the host, collectives, and the host's memory; seconds that moving
-bytes over them takes.
-"""
+"""The machine to tune for: its GPUs, collectives, link and host memory, and the time to move bytes over them."""
 
 from __future__ import annotations
 
@@ -9,15 +7,15 @@ from dataclasses import dataclass
 from memplug.predict.virtual.hardware import Hardware
 
 HOST_BYTES_PER_S = 1.5e11
-"""That a host's memory is read and written with, by all its processes together: about half of what eight channels of
-DDR5 have. Of a host that was measured, that counts.
+"""Default bandwidth of host memory, shared by all processes: about half of eight channels of DDR5. Pass a measured
+value to `Machine` if there is one.
 """
 GPU_ADAM_BYTES = 40
-"""Read and written for each parameter: its gradient, made 4 bytes of 2 (6); master weight, two states and gradient (16
-read, 12 written); the parameter, of the master weight (6).
+"""Bytes that Adam reads and writes for each parameter: converting its gradient from 2 bytes to 4 (6); master weight,
+two states and gradient (16 read, 12 written); converting the master weight to the parameter (6).
 """
 CPU_ADAM_BYTES = 30
-"""The same of DeepSpeed's CPU Adam: 16 read, 14 written."""
+"""Bytes that DeepSpeed's CPU Adam reads (16) and writes (14) for each parameter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,8 +23,9 @@ class Machine:
     """GPUs of one kind in one machine; each is a rank.
 
     Attributes:
-        gpus: how many.
-        host_bytes_per_s: of its memory, for all GPUs together.
+        hardware: The GPU's profile.
+        gpus: The number of GPUs.
+        host_bytes_per_s: Bandwidth of host memory, shared by all GPUs.
     """
 
     hardware: Hardware
@@ -34,27 +33,49 @@ class Machine:
     host_bytes_per_s: float = HOST_BYTES_PER_S
 
     def gather_s(self, nbytes: float) -> float:
-        """All ranks get all of a tensor of that size, of which each has its part; scattering a sum takes as long."""
+        """Return the time in which all ranks gather a tensor that they share.
+
+        Reduce-scatter takes as long.
+
+        Args:
+            nbytes: Size of the whole tensor.
+        """
         if self.gpus == 1:
             return 0.0
         seconds = nbytes * (self.gpus - 1) / self.gpus / self.hardware.collective_bytes_per_s
         return self.hardware.collective_s + seconds
 
     def upload_s(self, nbytes: float) -> float:
-        """Each rank gets as many bytes from the host, all at the same time, while others leave."""
+        """Return the time in which every rank copies `nbytes` from the host at once, with the other direction busy.
+
+        Args:
+            nbytes: Bytes of one rank.
+        """
         return self._copy_s(nbytes, self.hardware.to_device_both_bytes_per_s.at(nbytes))
 
     def offload_s(self, nbytes: float) -> float:
-        """Each rank sends as many bytes to the host, all at the same time, while others come."""
+        """Return the time in which every rank copies `nbytes` to the host at once, with the other direction busy.
+
+        Args:
+            nbytes: Bytes of one rank.
+        """
         return self._copy_s(nbytes, self.hardware.to_host_both_bytes_per_s.at(nbytes))
 
     def _copy_s(self, nbytes: float, link_bytes_per_s: float) -> float:
         return nbytes / min(link_bytes_per_s, self.host_bytes_per_s / self.gpus)
 
     def gpu_adam_s(self, parameters: float) -> float:
-        """One rank updates as many parameters on its GPU."""
+        """Return the time of one rank's Adam update on its GPU.
+
+        Args:
+            parameters: Elements that the rank updates.
+        """
         return parameters * GPU_ADAM_BYTES / self.hardware.memory_bytes_per_s
 
     def cpu_adam_s(self, parameters: float) -> float:
-        """All ranks together update as many parameters on the host."""
+        """Return the time of all ranks' Adam update on the CPU.
+
+        Args:
+            parameters: Elements that all ranks update together.
+        """
         return parameters * CPU_ADAM_BYTES / self.host_bytes_per_s

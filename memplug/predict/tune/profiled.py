@@ -1,4 +1,4 @@
-"""What ProTrain's estimators need of a model on a GPU: its parts, run one by one on the virtual device."""
+"""The measurements of a model that ProTrain's estimators need: its parts, run one by one on the virtual device."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from memplug.predict.estimator.workload import by_default
 from memplug.predict.virtual import Hardware, VirtualDevice
 
 ELEMENT_BYTES = 2
-"""Of a parameter, a gradient or an activation in bfloat16."""
+"""Bytes of one element of a parameter, gradient or activation in bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """The embedding, one decoder layer, or the head with the loss, of one micro-batch.
+    """The embedding, one decoder layer, or the head with the loss, for one micro-batch.
 
     Attributes:
-        forward_s, backward_s: of its kernels, and of the host where that is slower.
-        saved_bytes: that its forward leaves on the device, its output among them; not its input.
-        forward_peak_bytes: the most in use in its forward, above what was before.
-        backward_peak_bytes: the most in use in its backward, above what was before it, the gradient of its output
-            among that; gradients of its parameters are made there.
-        parameters: numbers of elements, one for each tensor, in order.
+        forward_s: Seconds that its forward takes; of the host if that is slower than the kernels.
+        backward_s: Seconds that its backward takes; likewise.
+        saved_bytes: Device memory that its forward leaves in use: its output is included, its input is not.
+        forward_peak_bytes: Peak of its forward, above the memory in use before.
+        backward_peak_bytes: Peak of its backward, above the memory in use before, which includes the gradient of its
+            output; the gradients of its parameters are made in it.
+        parameters: Elements of each parameter, in order.
     """
 
     forward_s: float
@@ -40,7 +41,7 @@ class Part:
 
     @property
     def count(self) -> int:
-        """Elements of all its parameters."""
+        """Return the number of elements of all its parameters."""
         return sum(self.parameters)
 
 
@@ -49,11 +50,14 @@ class ModelProfile:
     """A model on one GPU, in bfloat16.
 
     Attributes:
-        embedding, layer, head: its parts; all decoder layers are alike.
-        layers: how many there are.
-        hidden_bytes: of a layer's input, which is as large as its output.
-        swapped_bytes: that memplug offloads of a layer that swaps: its input, and outputs of matmuls and attention.
-        tokens: of one micro-batch.
+        embedding: The embedding.
+        layer: A decoder layer; all are alike.
+        head: The final norm, the head and the loss.
+        layers: The number of decoder layers.
+        hidden_bytes: Size of a layer's input, and of its output.
+        swapped_bytes: Bytes that memplug offloads for a layer that swaps: its input, and outputs of matmuls and
+            attention.
+        tokens: Tokens in a micro-batch.
     """
 
     embedding: Part
@@ -66,22 +70,31 @@ class ModelProfile:
 
     @property
     def parts(self) -> list[Part]:
-        """In the order of the forward."""
+        """Return all parts in forward order."""
         return [self.embedding, *[self.layer] * self.layers, self.head]
 
     @property
     def parameters(self) -> int:
-        """Elements of all parameters."""
+        """Return the number of elements of all parameters."""
         return sum(part.count for part in self.parts)
 
 
 def profile(hardware: Hardware, shape: Shape, micro_batch: int, seq_len: int) -> ModelProfile:
-    """Run the embedding, one layer, and the final norm, head and loss, forward and backward; seconds and bytes are the
-    virtual device's. It is in place of the process's own one afterwards, and serves more memory than the GPU has.
+    """Run the model's parts forward and backward on the virtual device, and return their times and bytes.
+
+    The parts are the embedding, one layer, and the final norm with head and loss. The process's virtual device is
+    replaced by one without a memory limit, and stays replaced.
+
+    Args:
+        hardware: The GPU's profile.
+        shape: The model's shape.
+        micro_batch: Sequences in a micro-batch.
+        seq_len: Tokens in a sequence.
 
     Raises:
-        HardwareError, NativeError: as `VirtualDevice`.
         EstimateError: transformers is missing.
+        HardwareError: See `VirtualDevice`.
+        NativeError: See `VirtualDevice`.
     """
     device = VirtualDevice(hardware, expandable_segments=True, bounded=False)
     device.restart()
@@ -116,7 +129,10 @@ def profile(hardware: Hardware, shape: Shape, micro_batch: int, seq_len: int) ->
 
 
 def _run(device: VirtualDevice, part: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Part:
-    """Its times and bytes; of gradients none are there before, and none remain but those of parameters."""
+    """Run one part and return its times and bytes.
+
+    No gradients exist before; afterwards only those of parameters remain.
+    """
     device.reset_peaks()
     before, began_s = device.usage().allocated, device.synchronize()
     out = part(x)
@@ -127,8 +143,8 @@ def _run(device: VirtualDevice, part: Callable[[torch.Tensor], torch.Tensor], x:
     began_s = device.synchronize()
     out.backward(gradient)
     backward_s = device.synchronize() - began_s
-    # this function holds the output, as large as its gradient: so the peak has one of them too many, and the part that
-    # is above has released it in a real backward
+    # This function still holds the output, which is as large as its gradient. In a real backward the part above has
+    # released the output already: so the peak is too high by that size.
     return Part(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -140,7 +156,7 @@ def _run(device: VirtualDevice, part: Callable[[torch.Tensor], torch.Tensor], x:
 
 
 def _model(shape: Shape) -> nn.Module:
-    """One layer of it, on the device; a mixture's experts are a dense MLP, see `_with_experts`."""
+    """Make the model with one layer on the device; a mixture's experts are one dense MLP, see `_with_experts`."""
     transformers, family = needed("transformers"), shape.family
     fields = {**shape.fields, "num_hidden_layers": 1, "use_cache": False}
     if shape.is_mixture:
@@ -154,8 +170,11 @@ def _model(shape: Shape) -> nn.Module:
 
 
 def _swapped_bytes(config: Any) -> int:
-    """Of a token in one layer: its input, queries, attention, and what it and the MLP add; keys and values; the MLP's
-    two wide products; and the sums of attention's exponentials, in 4 bytes.
+    """Return the bytes that memplug offloads for one token in one layer.
+
+    They are the layer's input, queries, the attention's output and the outputs of the two projections that are added to
+    the hidden states; keys and values; the MLP's two wide products; and the sums of attention's exponentials, in 4
+    bytes.
     """
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -164,8 +183,9 @@ def _swapped_bytes(config: Any) -> int:
 
 
 def _parameters(shape: Shape) -> tuple[tuple[int, ...], ...]:
-    """Elements of each parameter of the embedding, of a layer, and of the final norm and the head, on the meta device;
-    one that is shared counts to the first.
+    """Return the elements of each parameter of the embedding, a layer, and the final norm with the head.
+
+    They are counted on the meta device; a shared parameter counts only in the first of them.
     """
     transformers = needed("transformers")
     config = getattr(transformers, f"{shape.family}Config")(**{**shape.fields, "num_hidden_layers": 1})
@@ -186,11 +206,12 @@ def _parameters(shape: Shape) -> tuple[tuple[int, ...], ...]:
 
 
 def _with_experts(found: ModelProfile, shape: Shape) -> ModelProfile:
-    """Routing depends on data, which the virtual device has none of: a layer's experts are run as one dense MLP that is
-    as wide as all experts of a token together. For evenly spread tokens their products take as many operations, and
-    what they save is of the same size, but for what routing copies: each token's input and output once for each of its
-    experts. That is added here, and the gradients of the other experts; no time for the router, nor for reading and
-    writing more weights.
+    """Correct a mixture's profile for its experts, which were run as one dense MLP.
+
+    Routing depends on data, which the virtual device does not have. The MLP is as wide as all experts of a token
+    together. For evenly spread tokens it takes as many operations and saves as many bytes, except for the copies that
+    routing makes: each token's input and output, once for each of its experts. These copies and the gradients of the
+    other experts are added here; the time of the router, and of reading and writing more weights, is not.
     """
     if not shape.is_mixture:
         return found

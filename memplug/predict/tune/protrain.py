@@ -1,10 +1,12 @@
-"""ProTrain's estimators (appendices A and B.1): time and device memory of a step of ZeRO 3 with offload.
+"""ProTrain's estimators (appendices A and B.1): time and device memory of a ZeRO 3 step with offload.
 
-Parameters lie in chunks, numbered in the order of the forward: the first `persistent` ones stay on the device, sharded
-over its ranks; the others are on the host, and the last `buffered` of them are still there, gathered, when backward
-begins. Layers of a transformer are its blocks: each keeps, swaps or recomputes ("checkpoints") what it saves.
+Parameters lie in chunks, numbered in forward order. The first `persistent` chunks stay on the device, sharded over its
+ranks. The others are on the host, and the last `buffered` of them are still gathered on the device when backward
+begins. The layers of a transformer are its blocks: each block keeps, swaps or recomputes ("checkpoints") its saved
+activations.
 
-Pure functions. Times are in seconds, sizes in bytes; sequences have an entry for each chunk, or operator, in order.
+All functions are pure. Times are in seconds, sizes in bytes; sequences have one entry per chunk, or per operator, in
+order.
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkTimes:
-    """Of one chunk, in seconds.
+    """The times of one chunk, in seconds.
 
     Attributes:
-        forward_s, backward_s: computing what the chunk's parameters are for.
-        recompute_s: the forward of its blocks that checkpoint, once more.
-        gather_s: its parameters from all ranks.
-        upload_s: this rank's shard of them from the host; a persistent chunk needs none.
-        reduce_s: its gradients over all ranks.
-        offload_s: this rank's shard of them to the host; likewise.
+        forward_s: Forward computation with the chunk's parameters.
+        backward_s: Backward computation with the chunk's parameters.
+        recompute_s: The second forward of those of its blocks that checkpoint.
+        gather_s: Gathering its parameters from all ranks.
+        upload_s: Copying this rank's shard of the parameters from the host; 0 for a persistent chunk.
+        reduce_s: Reducing its gradients over all ranks.
+        offload_s: Copying this rank's shard of the gradients to the host; 0 for a persistent chunk.
     """
 
     forward_s: float
@@ -37,11 +40,11 @@ class ChunkTimes:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where chunks are.
+    """The location of chunks.
 
     Attributes:
-        persistent: how many stay on the device, the first ones.
-        buffered: how many, the last ones, are there from forward to backward.
+        persistent: The number of chunks, from the first, that stay on the device.
+        buffered: The number of chunks, from the last, that stay gathered from forward to backward.
     """
 
     persistent: int
@@ -49,23 +52,47 @@ class Placement:
 
 
 def step_s(chunks: Sequence[ChunkTimes], placement: Placement, gpu_optimizer_s: float, cpu_optimizer_s: float) -> float:
-    """Of a whole step (Equation 2): the host updates its chunks while backward runs, the device its own ones after.
+    """Return the time of a whole step (Equation 2).
+
+    The CPU updates its chunks while backward runs; the device updates its own afterwards.
 
     Args:
-        gpu_optimizer_s: of persistent chunks.
-        cpu_optimizer_s: of all others.
+        chunks: The chunks' times.
+        placement: The location of chunks.
+        gpu_optimizer_s: The update of persistent chunks.
+        cpu_optimizer_s: The update of all others.
+
+    Returns:
+        Seconds.
     """
     return forward_s(chunks, placement) + max(backward_s(chunks, placement) + gpu_optimizer_s, cpu_optimizer_s)
 
 
 def forward_s(chunks: Sequence[ChunkTimes], placement: Placement) -> float:
-    """Of the forward (Equation 3): while a chunk computes, the next one is prefetched."""
+    """Return the time of the forward (Equation 3): the next chunk is prefetched while one computes.
+
+    Args:
+        chunks: The chunks' times.
+        placement: The location of chunks.
+
+    Returns:
+        Seconds.
+    """
     computed = [0.0, *(chunk.forward_s for chunk in chunks)]
     return sum(max(computed[i - 1], forward_prefetch_s(chunks, placement, i)) for i in range(1, len(chunks) + 2))
 
 
 def forward_prefetch_s(chunks: Sequence[ChunkTimes], placement: Placement, i: int) -> float:
-    """Of chunk `i`, from 1, before its forward (Equation 4); beyond the last one 0."""
+    """Return the time to prefetch chunk `i` before its forward (Equation 4).
+
+    Args:
+        chunks: The chunks' times.
+        placement: The location of chunks.
+        i: The chunk, from 1.
+
+    Returns:
+        Seconds; 0 beyond the last chunk.
+    """
     if i > len(chunks):
         return 0.0
     chunk = chunks[i - 1]
@@ -73,9 +100,17 @@ def forward_prefetch_s(chunks: Sequence[ChunkTimes], placement: Placement, i: in
 
 
 def backward_s(chunks: Sequence[ChunkTimes], placement: Placement) -> float:
-    """Of the backward, from the last chunk to the first (Equation 5): while one computes, the one before it is
-    prefetched, and the gradients of the one behind it are reduced. As in the paper the first one's gradients, which
-    nothing hides, take no time.
+    """Return the time of the backward, from the last chunk to the first (Equation 5).
+
+    While one chunk computes, the chunk before it is prefetched and the gradients of the one behind it are reduced. As
+    in the paper, reducing the first chunk's gradients takes no time, although nothing hides it.
+
+    Args:
+        chunks: The chunks' times.
+        placement: The location of chunks.
+
+    Returns:
+        Seconds.
     """
     count = len(chunks)
     computed = [*(chunk.backward_s + chunk.recompute_s for chunk in chunks), 0.0]
@@ -90,7 +125,16 @@ def backward_s(chunks: Sequence[ChunkTimes], placement: Placement) -> float:
 
 
 def reduce_offload_s(chunks: Sequence[ChunkTimes], placement: Placement, i: int) -> float:
-    """Of chunk `i`'s gradients, from 1 (Equation 6); beyond the last one 0."""
+    """Return the time to reduce and offload the gradients of chunk `i` (Equation 6).
+
+    Args:
+        chunks: The chunks' times.
+        placement: The location of chunks.
+        i: The chunk, from 1.
+
+    Returns:
+        Seconds; 0 beyond the last chunk.
+    """
     if i > len(chunks):
         return 0.0
     chunk = chunks[i - 1]
@@ -98,8 +142,15 @@ def reduce_offload_s(chunks: Sequence[ChunkTimes], placement: Placement, i: int)
 
 
 def backward_prefetch_s(chunks: Sequence[ChunkTimes], placement: Placement, i: int) -> float:
-    """Of chunk `i`, from 1, before its backward (Equation 7): none where it is persistent or buffered; before the first
-    one 0.
+    """Return the time to prefetch chunk `i` before its backward (Equation 7).
+
+    Args:
+        chunks: The chunks' times.
+        placement: The location of chunks.
+        i: The chunk, from 1.
+
+    Returns:
+        Seconds; 0 before the first chunk, and for a persistent or buffered chunk.
     """
     if i <= placement.persistent or i > len(chunks) - placement.buffered:
         return 0.0
@@ -111,12 +162,14 @@ def backward_prefetch_s(chunks: Sequence[ChunkTimes], placement: Placement, i: i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorMemory:
-    """What an operator of the backward does to the memory in use, in bytes, as a profiler saw it.
+    """The effect of one backward operator on the memory in use, as a profiler saw it, in bytes.
 
     Attributes:
-        before_bytes, before_peak_bytes: change between the operator before and this one: at its end, and at most.
-        during_bytes, during_peak_bytes: change while it runs, likewise.
-        activation_bytes: that its forward saved, and that are free once it has run.
+        before_bytes: Net change between the operator before and this one.
+        before_peak_bytes: Largest change between the operator before and this one.
+        during_bytes: Net change while it runs.
+        during_peak_bytes: Largest change while it runs.
+        activation_bytes: Activations that its forward saved; free once it has run.
     """
 
     before_bytes: int = 0
@@ -127,11 +180,11 @@ class OperatorMemory:
 
 
 def base_peak_bytes(after_forward_bytes: int, operators: Sequence[OperatorMemory]) -> int:
-    """The most memory in use in backward, with all that is saved on the device (Equations 8 and 9).
+    """Return the peak memory of the backward if all saved activations stay on the device (Equations 8 and 9).
 
     Args:
-        after_forward_bytes: in use as the forward ends, without what operators have saved.
-        operators: of the backward, in order.
+        after_forward_bytes: Memory in use when the forward ends, without saved activations.
+        operators: Operators of the backward, in order.
     """
     current = peak = after_forward_bytes + sum(operator.activation_bytes for operator in operators)
     for operator in operators:
@@ -143,11 +196,13 @@ def base_peak_bytes(after_forward_bytes: int, operators: Sequence[OperatorMemory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryUnits:
-    """Bytes of one of each.
+    """The memory that one chunk or one block accounts for, in bytes.
 
     Attributes:
-        persistent, buffer: of a chunk that stays on the device, with its states, and of a buffer for a gathered one.
-        swapped, checkpointed: that a block which swaps, or checkpoints, does not have on the device.
+        persistent: A persistent chunk with its optimizer states.
+        buffer: A buffer for one gathered chunk.
+        swapped: Device memory that a block saves by swapping.
+        checkpointed: Device memory that a block saves by checkpointing.
     """
 
     persistent: int
@@ -158,7 +213,13 @@ class MemoryUnits:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How many blocks there are, and of these how many swap and how many checkpoint; the others keep all they save."""
+    """The number of blocks by their treatment; blocks that neither swap nor checkpoint keep their activations.
+
+    Attributes:
+        count: All blocks.
+        swap: Blocks that swap.
+        checkpoint: Blocks that checkpoint.
+    """
 
     count: int
     swap: int = 0
@@ -166,12 +227,15 @@ class Blocks:
 
 
 def peak_bytes(base_bytes: int, units: MemoryUnits, placement: Placement, blocks: Blocks) -> int:
-    """The most device memory in use in a step (Equation 10), without fragments.
+    """Return the peak device memory of a step, without fragmentation (Equation 10).
 
-    Where every block swaps or checkpoints, one recomputes where the peak is: what it makes is there again.
+    If every block swaps or checkpoints, one of them is recomputing at the peak, so its activations are added again.
 
     Args:
-        base_bytes: with all that is saved on the device, and no chunk: see `base_peak_bytes`.
+        base_bytes: The peak with all activations on the device and no chunk, from `base_peak_bytes`.
+        units: Memory of one chunk and of one block.
+        placement: The location of chunks.
+        blocks: The number of blocks by their treatment.
     """
     peak = base_bytes + units.persistent * placement.persistent + units.buffer * placement.buffered
     peak -= units.swapped * blocks.swap + units.checkpointed * blocks.checkpoint
@@ -182,10 +246,17 @@ def peak_bytes(base_bytes: int, units: MemoryUnits, placement: Placement, blocks
 
 
 def chunks_of(block_bytes: Sequence[int], chunk_bytes: int) -> list[int]:
-    """How many bytes of parameters each chunk of that size has: blocks in the order of the forward, none of them cut.
+    """Fill chunks with blocks in forward order, without cutting a block.
+
+    Args:
+        block_bytes: Bytes of each block's parameters.
+        chunk_bytes: The size of a chunk.
+
+    Returns:
+        Bytes of parameters in each chunk.
 
     Raises:
-        ValueError: a block is larger than that.
+        ValueError: A block is larger than a chunk.
     """
     filled: list[int] = []
     for nbytes in block_bytes:
@@ -199,21 +270,29 @@ def chunks_of(block_bytes: Sequence[int], chunk_bytes: int) -> list[int]:
 
 
 def wasted_bytes(block_bytes: Sequence[int], chunk_bytes: int) -> int:
-    """What chunks of that size have and no parameter is in; raises as `chunks_of`."""
+    """Return the bytes of all chunks that hold no parameter.
+
+    Args:
+        block_bytes: Bytes of each block's parameters.
+        chunk_bytes: The size of a chunk.
+
+    Raises:
+        ValueError: A block is larger than a chunk.
+    """
     filled = chunks_of(block_bytes, chunk_bytes)
     return len(filled) * chunk_bytes - sum(filled)
 
 
 def chunk_size(block_bytes: Sequence[int], sizes: Iterable[int]) -> int:
-    """The size that wastes the least (appendix B.1), of equal ones the smallest.
+    """Return the chunk size that wastes the least (appendix B.1); the smallest of equal ones.
 
     Args:
-        block_bytes: of each block's parameters, in the order of the forward; one that two blocks share counts to the
-            first.
-        sizes: to choose from.
+        block_bytes: Bytes of each block's parameters, in forward order; shared parameters count only in the first
+            block.
+        sizes: The sizes to choose from.
 
     Raises:
-        ValueError: none of them holds the largest block.
+        ValueError: No size holds the largest block.
     """
     holding = sorted(size for size in sizes if size >= max(block_bytes, default=0))
     if not holding:

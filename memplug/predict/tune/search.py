@@ -1,4 +1,4 @@
-"""The search: configurations of a training step, boxes of them, and the fastest that fit."""
+"""The search for the fastest configurations that fit: configurations, boxes of them, and branch and bound."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Literal, Protocol
 
 Offload = Literal["none", "optimizer", "parameters"]
 EXHAUSTIVE = 10_000
-"""Spaces of at most as many configurations are searched one by one."""
+"""Largest number of configurations that are searched one by one."""
 AXES = ("n_persist", "n_buffer", "n_swap", "n_checkpoint")
 """ProTrain's four numbers."""
-DEVICE, HOST = "more device memory than there is", "more host memory than there is"
-SLOWER = "slower than those found, by a bound"
+DEVICE, HOST = "more device memory than available", "more host memory than available"
+SLOWER = "slower than the configurations found, by a bound"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Layout:
-    """How a step is laid out over ranks and micro-batches.
+    """The layout of a step over ranks and micro-batches.
 
     Attributes:
-        stage: of ZeRO.
-        offload: what is on the host: nothing, the optimizer and its states, or these and the parameters.
-        micro_batch: sequences of one rank.
-        accumulation: micro-batches of a step.
+        stage: The ZeRO stage.
+        offload: The part on the host: none, the optimizer with its states, or optimizer and parameters.
+        micro_batch: Sequences in a micro-batch of one rank.
+        accumulation: Micro-batches in a step.
     """
 
     stage: int
@@ -37,13 +37,14 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Configuration:
-    """A layout, and ProTrain's four numbers.
+    """A layout with ProTrain's four numbers.
 
     Attributes:
-        n_persist: chunks, the first ones, whose optimizer states are on the device.
-        n_buffer: chunks, the last ones, that stay gathered from forward to backward.
-        n_swap: blocks, the first ones, that swap what they save.
-        n_checkpoint: blocks, the next ones, that recompute it; the others keep it.
+        layout: The layout.
+        n_persist: The number of chunks, from the first, with optimizer states on the device.
+        n_buffer: The number of chunks, from the last, that stay gathered from forward to backward.
+        n_swap: The number of blocks, from the first, that swap their saved activations.
+        n_checkpoint: The number of blocks, after those that swap, that recompute; all others keep their activations.
     """
 
     layout: Layout
@@ -55,13 +56,13 @@ class Configuration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """Of one step.
+    """The predicted time and memory of one step.
 
     Attributes:
-        step_s: seconds.
-        tokens: of all ranks.
-        device_bytes: the most that one rank has in use.
-        host_bytes: of the machine, by all its ranks.
+        step_s: Duration of the step, in seconds.
+        tokens: Tokens of all ranks in a step.
+        device_bytes: Peak device memory of one rank.
+        host_bytes: Host memory of the machine, for all its ranks.
     """
 
     step_s: float
@@ -71,21 +72,26 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """Return the tokens of all ranks per second."""
         return self.tokens / self.step_s
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """The least is the best: seconds of a token, then bytes of the device and of the host."""
+        """Return the sort key, least is best: seconds per token, then device bytes, then host bytes."""
         return self.step_s / self.tokens, self.device_bytes, self.host_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """Configurations of one layout: the four numbers have ranges, which are not empty.
+    """A set of configurations of one layout, given by a non-empty range for each of the four numbers.
 
     Attributes:
-        blocks: there are so many; `n_swap` and `n_checkpoint` are not more together.
+        layout: The layout.
+        blocks: The number of blocks; `n_swap` and `n_checkpoint` together are at most this.
+        n_persist: Range of `Configuration.n_persist`.
+        n_buffer: Range of `Configuration.n_buffer`.
+        n_swap: Range of `Configuration.n_swap`.
+        n_checkpoint: Range of `Configuration.n_checkpoint`.
     """
 
     layout: Layout
@@ -96,6 +102,7 @@ class Box:
     n_checkpoint: range
 
     def __len__(self) -> int:
+        """Return the number of configurations."""
         pairs = sum(
             max(0, min(self.n_checkpoint.stop, self.blocks - swap + 1) - self.n_checkpoint.start)
             for swap in self.n_swap
@@ -103,12 +110,13 @@ class Box:
         return len(self.n_persist) * len(self.n_buffer) * pairs
 
     def __iter__(self) -> Iterator[Configuration]:
+        """Iterate over the configurations."""
         for numbers in itertools.product(*(getattr(self, axis) for axis in AXES)):
             if numbers[2] + numbers[3] <= self.blocks:
                 yield Configuration(layout=self.layout, **dict(zip(AXES, numbers, strict=True)))
 
     def halves(self) -> tuple[Box, Box]:
-        """Split at the middle of the longest range, which has to have two numbers at least."""
+        """Split the box at the middle of its longest range, which must have at least two numbers."""
         axis = max(AXES, key=lambda name: len(getattr(self, name)))
         numbers = getattr(self, axis)
         middle = len(numbers) // 2
@@ -117,41 +125,48 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a step may take: of the device of one rank, and of the host of a machine."""
+    """The memory that a step may use.
+
+    Attributes:
+        device_bytes: Device memory of one rank.
+        host_bytes: Host memory of the machine.
+    """
 
     device_bytes: float
     host_bytes: float
 
     def exceeded(self, prediction: Prediction) -> str | None:
-        """The first that is, in words; None: it fits."""
+        """Return which limit a prediction exceeds first, in words; None: it fits."""
         if prediction.device_bytes > self.device_bytes:
             return DEVICE
         return HOST if prediction.host_bytes > self.host_bytes else None
 
 
 class Estimator(Protocol):
-    """What a step takes."""
+    """An object that predicts time and memory of steps."""
 
     def predict(self, configuration: Configuration) -> Prediction:
-        """Of one configuration."""
+        """Predict one configuration."""
         ...
 
     def least(self, box: Box) -> Prediction:
-        """A lower bound for a box: no configuration of it has less seconds, less device bytes or less host bytes; the
-        three may be of different ones. Tokens are the box's.
+        """Return a lower bound for all configurations of a box.
+
+        No configuration takes fewer seconds, device bytes or host bytes; the three minima may belong to different
+        configurations. Tokens are the same for all of them.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        best: the fastest that fit, the best first.
-        fits: configurations that fit and are not among them, of those that were examined.
-        ruled_out: configurations by reason; those of `fits` and `best` are none of them.
-        predicted: configurations whose prediction was made.
+        best: The best configurations that fit with their predictions, best first.
+        fits: The number of other examined configurations that fit.
+        ruled_out: The number of configurations ruled out, by reason; disjoint from `fits` and `best`.
+        predicted: The number of configurations that were predicted.
     """
 
     best: tuple[tuple[Configuration, Prediction], ...]
@@ -172,18 +187,24 @@ def search(
     exhaustive: int = EXHAUSTIVE,
     order: Order = lambda prediction: prediction.order,
 ) -> Found:
-    """The best that fit, in that order, of equal ones the first by their numbers.
+    """Return the best configurations that fit; ties go to the smaller numbers.
 
-    Up to `exhaustive` configurations are predicted one by one. Of more of them, a box is predicted as a whole: where
-    its least memory is more than a limit, no configuration of it fits, and where its least order is not below that of
-    the worst of `count` found ones, none of it is better. Else it is halved, down to one configuration. Both are safe
-    as long as `least` is a lower bound. Memory never shrinks as more chunks persist or are buffered, and never grows as
-    more blocks swap or checkpoint; the time of a step never grows with buffers and never shrinks with blocks that
-    checkpoint: so bounds are those of a box's corners. Boxes are taken in the order of their bounds, so that none is
-    halved whose bound is above the answer's.
+    Up to `exhaustive` configurations are predicted one by one. A larger space is searched by branch and bound: if the
+    least memory of a box exceeds a limit, no configuration of the box fits; if its least order is not below that of the
+    worst of `count` configurations found, none of them is better. Other boxes are halved, down to one configuration.
+    Both cuts are safe as long as `least` is a lower bound.
+
+    The bounds come from a box's corners: memory never shrinks as more chunks persist or are buffered, and never grows
+    as more blocks swap or checkpoint; the step's time never grows with buffers and never shrinks with blocks that
+    checkpoint. Boxes are taken in the order of their bounds, so no box is halved if its bound is above the answer's.
 
     Args:
-        order: a tuple that grows, or stays, with each figure of a prediction.
+        boxes: The search space.
+        estimator: Predicts configurations and bounds boxes.
+        limits: The memory that a step may use.
+        count: The number of configurations to return.
+        exhaustive: The largest space that is searched one by one.
+        order: Returns the sort key of a prediction; must not decrease if any figure of the prediction increases.
     """
     if sum(map(len, boxes)) <= exhaustive:
         return _one_by_one(boxes, estimator, limits, count, order)
@@ -206,8 +227,10 @@ def _one_by_one(boxes: Sequence[Box], estimator: Estimator, limits: Limits, coun
 
 
 def _by_bounds(boxes: Sequence[Box], estimator: Estimator, limits: Limits, count: int, order: Order) -> Found:
-    """A heap has boxes by their bounds, and single configurations by their predictions, which come behind boxes of the
-    same bound: one that is popped is better than all that are left.
+    """Search by branch and bound.
+
+    The heap holds boxes by their bounds and single configurations by their predictions. A box comes before a
+    configuration with the same key, so a configuration that is popped is at least as good as everything left.
     """
     heap: list[tuple[tuple[float, ...], tuple[int, Configuration | int], Box | Prediction]] = []
     ruled_out: Counter[str] = Counter()
@@ -250,8 +273,15 @@ def _by_bounds(boxes: Sequence[Box], estimator: Estimator, limits: Limits, count
 def least_memory(
     boxes: Sequence[Box], estimator: Estimator, limits: Limits, *, exhaustive: int = EXHAUSTIVE
 ) -> tuple[Configuration, Prediction]:
-    """The configuration that takes the least device memory of those whose host memory fits; where none does, the one
-    that takes the least host memory. At least one box has to have a configuration.
+    """Return the configuration with the least device memory whose host memory fits.
+
+    If no configuration's host memory fits, return the one with the least host memory.
+
+    Args:
+        boxes: The search space; at least one configuration.
+        estimator: Predicts configurations and bounds boxes.
+        limits: Only `host_bytes` is used.
+        exhaustive: The largest space that is searched one by one.
     """
     on_device = search(
         boxes,

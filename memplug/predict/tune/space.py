@@ -1,4 +1,4 @@
-"""The space that is searched: boxes of ProTrain's numbers for each layout that a DeepSpeed JSON leaves free."""
+"""The search space: boxes of ProTrain's numbers for each layout that a DeepSpeed JSON leaves free."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ NOT_HIDDEN = "copies of blocks that swap would take longer than the forward"
 
 @dataclass(frozen=True)
 class Space:
-    """Attributes:
-    boxes: of configurations to search.
-    ruled_out: configurations that are in none of them, by reason.
+    """The configurations to search, and the number of those ruled out beforehand.
+
+    Attributes:
+        boxes: Boxes of configurations to search.
+        ruled_out: The number of configurations outside of all boxes, by reason.
     """
 
     boxes: tuple[Box, ...]
@@ -31,11 +33,15 @@ class Space:
 
 
 def space_of(fixed: Fixed, machine: Machine, profiles: Mapping[int, ModelProfile]) -> Space:
-    """Args:
-        profiles: of the model, by micro-batch.
+    """Build the search space.
+
+    Args:
+        fixed: The values that are fixed.
+        machine: The machine to tune for.
+        profiles: The model's profiles by micro-batch.
 
     Raises:
-        TuneError: the batch sizes do not divide, or what is fixed does not go together.
+        TuneError: The batch sizes do not divide, or fixed values contradict each other.
     """
     ruled_out: Counter[str] = Counter()
     boxes = []
@@ -54,8 +60,14 @@ def space_of(fixed: Fixed, machine: Machine, profiles: Mapping[int, ModelProfile
 
 
 def free_box(layout: Layout, profile: ModelProfile) -> Box:
-    """All configurations of a layout. Only ZeRO 3 can have a part of the optimizer's states on the host, and only there
-    chunks are gathered. Offloaded optimizer states of all chunks at ZeRO 1 and 2 are on the host.
+    """Return all configurations of a layout.
+
+    Only ZeRO 3 gathers chunks, and only ZeRO 3 can keep part of the optimizer's states on the host. With ZeRO 1 and 2,
+    offloaded optimizer states are on the host entirely.
+
+    Args:
+        layout: The layout.
+        profile: The model's profile.
     """
     chunks, blocks = len(chunks_of(profile)), profile.layers
     persist = range(chunks, chunks + 1)
@@ -72,13 +84,18 @@ def free_box(layout: Layout, profile: ModelProfile) -> Box:
 
 
 def most_swaps(machine: Machine, profile: ModelProfile) -> int:
-    """Blocks whose copies to the host take no longer than the forward of all blocks: ProTrain swaps no more."""
+    """Return how many blocks can be copied to the host during the forward of all blocks; ProTrain swaps no more.
+
+    Args:
+        machine: The machine to tune for.
+        profile: The model's profile.
+    """
     copy_s = machine.offload_s(profile.swapped_bytes)
     return min(profile.layers, int(profile.layers * profile.layer.forward_s / copy_s))
 
 
 def _narrowed(box: Box, fixed: Fixed, profile: ModelProfile) -> Box:
-    """To what is fixed of the four numbers."""
+    """Narrow a box to the fixed values."""
     counts = [chunk.count for chunk in chunks_of(profile)]
     if fixed.ratio is not None and box.layout.stage == 3 and box.layout.offload != "none":
         persist = min(int((1 - fixed.ratio) * len(counts) + 1e-9), len(counts) - 1)
@@ -97,7 +114,10 @@ def _narrowed(box: Box, fixed: Fixed, profile: ModelProfile) -> Box:
 
 
 def _size_of_all(profile: ModelProfile) -> int:
-    """Configurations of a search in which nothing is fixed; a layout has as many at each micro-batch."""
+    """Return the number of configurations in a search in which nothing is fixed.
+
+    A layout has equally many at each micro-batch.
+    """
 
     def size(stage: int, offload: Offload) -> int:
         return len(free_box(Layout(stage=stage, offload=offload, micro_batch=1, accumulation=1), profile))

@@ -1,4 +1,4 @@
-"""Tuning from end to end: a DeepSpeed JSON, a model and a machine in; the best configurations and a JSON out."""
+"""Tuning from end to end: from a DeepSpeed JSON, a model and a machine to the best configurations and a JSON."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from memplug.predict.tune.space import space_of
 from memplug.sizes import GIB
 
 SEQ_LEN = 4096
-"""Where neither the command line nor the model's shape says."""
+"""Tokens in a sequence if neither the command line nor the model's shape gives a number."""
 COUNT = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """Attributes:
-    best: configurations that fit, the fastest first, with their predictions.
-    fits: configurations that fit and are not among them, of those that were looked at one by one.
-    ruled_out: all others, by reason.
-    limits: that were kept.
-    ds_config: the user's DeepSpeed JSON with the best configuration.
+    """The result of tuning.
+
+    Attributes:
+        best: The fastest configurations that fit with their predictions, best first.
+        fits: The number of other configurations that fit, among those that were predicted one by one.
+        ruled_out: The number of all others, by reason.
+        limits: The limits that the configurations keep to.
+        ds_config: The user's DeepSpeed JSON with the best configuration.
     """
 
     best: tuple[tuple[Configuration, Prediction], ...]
@@ -52,23 +54,27 @@ def tune(
     seq_len: int | None = None,
     micro_batch: int | None = None,
 ) -> Tuned:
-    """Find the fastest configurations that fit, for what a DeepSpeed JSON leaves free.
+    """Find the fastest configurations that fit, within the freedom that a DeepSpeed JSON leaves.
 
     Args:
-        host_bytes: of the machine's memory that training may take.
-        seq_len: tokens of a sequence; by default `max_position_embeddings` of the model.
-        micro_batch: sequences of a rank's micro-batch; by default the JSON's, or free.
+        ds_config: The user's DeepSpeed JSON.
+        shape: The model's shape.
+        machine: The machine to tune for.
+        host_bytes: Host memory of the machine that training may use.
+        seq_len: Tokens in a sequence; by default the model's `max_position_embeddings`.
+        micro_batch: Sequences in a rank's micro-batch; by default the JSON's, or free.
 
     Raises:
-        ConfigError: the "memplug" block has problems.
-        TuneError: what is fixed cannot be, or nothing fits: it names the least memory, and by which configuration.
+        ConfigError: The "memplug" block has problems.
+        TuneError: The fixed values contradict each other; or nothing fits, and the error names the least memory and its
+            configuration.
     """
     block = read_ds_config(ds_config)
     fixed = Fixed.of(ds_config, block, micro_batch)
     if not 0 <= host_bytes < math.inf:
-        raise TuneError(f"host memory is {host_bytes} bytes", "Give a number from 0, of the machine's memory.")
+        raise TuneError(f"host memory is {host_bytes} bytes", "Give the machine's memory: 0 or a positive number.")
     tokens = seq_len or shape.fields.get("max_position_embeddings", SEQ_LEN)
-    fixed.layouts()  # refuses what does not go together, before a model is run
+    fixed.layouts()  # raises on contradictory settings before a model is run
     sizes = {size for size, _ in fixed.batches(machine.gpus)}
     profiles = {size: profile(machine.hardware, shape, size, tokens) for size in sorted(sizes)}
     space = space_of(fixed, machine, profiles)
@@ -95,7 +101,7 @@ def tune(
 
 
 def configuration_words(at: Configuration) -> str:
-    """A configuration in one line."""
+    """Return a configuration in one line of words."""
     layout = at.layout
     offload = {"none": "nothing", "optimizer": "the optimizer", "parameters": "optimizer and parameters"}
     return (
@@ -106,7 +112,7 @@ def configuration_words(at: Configuration) -> str:
 
 
 def _nothing_fits(boxes: tuple[Box, ...], estimator: StepEstimator, limits: Limits) -> TuneError:
-    """The least device memory that the host allows, and the least at all."""
+    """Return the error with the least device memory that the host memory allows, and the least without that limit."""
     ways = [least_memory(boxes, estimator, limits)]
     unlimited = least_memory(boxes, estimator, Limits(limits.device_bytes, float("inf")))
     if unlimited[0] != ways[0][0]:
@@ -119,5 +125,5 @@ def _nothing_fits(boxes: tuple[Box, ...], estimator: StepEstimator, limits: Limi
     return TuneError(
         f"no configuration fits {limits.device_bytes / GIB:.1f} GiB of a GPU and {limits.host_bytes / GIB:.0f} GiB of "
         f"the host: the least is {least}",
-        "More GPUs, more host memory or a shorter sequence; or leave more of the DeepSpeed JSON free.",
+        "Use more GPUs, more host memory or a shorter sequence; or leave more of the DeepSpeed JSON free.",
     )

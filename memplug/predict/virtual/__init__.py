@@ -1,4 +1,4 @@
-"""A GPU that is not there: kernels and copies take the time that its rates say, and memory is addresses.
+"""A virtual GPU: kernels and copies take the time that a GPU's rates predict, and memory is only addresses.
 
     device = VirtualDevice(Hardware.named("h200"))
     with torch.device("virtual"):
@@ -7,11 +7,13 @@
     model(torch.empty(1, 131072, 4096, device="virtual")).sum().backward()
     print(device.synchronize() - began_s, "s", device.usage().allocated_peak, "bytes")
 
-It is a device of torch's, "virtual": programs, autograd and memplug run on it as on any other, with streams and events,
-with torch's caching allocator of CUDA simulated (memplug/predict/virtual/native/memory.h), and with torch's own
-`OutOfMemoryError` where its memory is used up. What shapes an operator's outputs have, torch's meta kernels say; one
-whose output depends on data fails there, but for `nonzero` and `masked_select`: see `assume_true`. A number that is
-read, such as `loss.item()`, is 1. `answer_by` has other answers.
+It is a device of torch's, named "virtual". Programs, autograd and memplug run on it as on any other device. It has
+streams and events, simulates torch's caching allocator of CUDA (memplug/predict/virtual/native/memory.h), and raises
+torch's own `OutOfMemoryError` if its memory is used up.
+
+Torch's meta kernels determine the shapes of an operator's outputs. An operator whose output depends on data fails
+there; `nonzero` and `masked_select` are exceptions, see `assume_true`. A number that the program reads, such as
+`loss.item()`, is 1. `answer_by` supplies other answers.
 """
 
 from __future__ import annotations
@@ -36,25 +38,26 @@ from memplug.torch_private import PRIVATE_DEVICE_TYPE, get_private_device_name, 
 NAME = "virtual"
 _UNBOUNDED = 2**63 - 1  # bytes
 LINK_RATES_BYTES = 64 << 20
-"""Of the copies that memplug measures a link with."""
+"""Size of the copies with which memplug measures a link."""
 __all__ = ["Hardware", "Rate", "VirtualDevice"]
 
 
 class VirtualDevice(Device):
-    """The one of this process: another one takes its place, with other rates, and what was made goes on living.
+    """The virtual device of this process; a new instance replaces its rates, and existing tensors stay valid.
 
     Args:
-        hardware: how fast it is, and how much memory it has.
-        expandable_segments: as of `PYTORCH_CUDA_ALLOC_CONF`.
-        attention: the back end of it, such as "flash"; None: the profile's first one.
-        bounded: requests fail where its memory is used up; else they are served, and `usage` tells how much it would
-            have had to be. Plans keep to its memory in any case.
-        host_bytes: memory of the host that it has beside it; None: that of this machine.
+        hardware: The GPU's rates and memory.
+        expandable_segments: As in `PYTORCH_CUDA_ALLOC_CONF`.
+        attention: The attention back end, such as "flash"; None: the profile's first one.
+        bounded: True: requests fail if the device's memory is used up; False: they are served, and `usage` reports how
+            much memory was needed. Plans keep to the device's memory in any case.
+        host_bytes: Host memory next to the device; None: this machine's.
 
     Raises:
-        HardwareError: the profile has no such attention. Torch has another device in its place already, of another
-            vendor's; or the process has run a backward before: autograd has no thread for devices that come later.
-        NativeError: it cannot be built.
+        HardwareError: The profile has no such attention; another vendor's device has the virtual device's slot in
+            torch; or the process has run a backward before, because autograd starts threads only for devices that exist
+            at the first backward.
+        NativeError: The native code cannot be built.
     """
 
     kind = NAME
@@ -86,94 +89,131 @@ class VirtualDevice(Device):
 
     @classmethod
     def current(cls) -> VirtualDevice:
-        """The one that was made last."""
+        """Return the instance that was made last."""
         assert cls._current is not None, "tensors are on it"
         return cls._current
 
     @staticmethod
     def default_stream() -> torch.Stream:
-        """The one that is current where no other is."""
+        """Return the default stream."""
         kind = PRIVATE_DEVICE_TYPE.value
         return torch.Stream(stream_id=0, device_index=0, device_type=kind)
 
     def streams(self, core: Any) -> Any:
+        """Return streams, events and copies for transfers; memplug's own work takes the profile's host time."""
         own = self.hardware
         return core.other_streams(self._core.spend, own.observe_s, own.region_s, own.restore_s)
 
     def link_rates(self) -> tuple[float, float]:
+        """Return the link's rates with both directions busy.
+
+        Returns:
+            Device to host and host to device, in bytes per second.
+        """
         both = self.hardware.to_host_both_bytes_per_s, self.hardware.to_device_both_bytes_per_s
         return both[0].at(LINK_RATES_BYTES), both[1].at(LINK_RATES_BYTES)
 
     def host_available_bytes(self) -> int:
+        """Return the host memory that processes can still get."""
         return super().host_available_bytes() if self.host_bytes is None else int(self.host_bytes)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """As much as is asked for: nothing is ever written to it."""
+        """Return host memory of any size; it takes no physical memory, because nothing is written to it.
+
+        Args:
+            nbytes: The size.
+
+        Returns:
+            uint8[nbytes].
+        """
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def now_s(self) -> float:
+        """Return the simulated clock of the host, in seconds."""
         return self._core.host_s()
 
     def stamp(self) -> torch.Event:
+        """Return an event on the current stream: a point in simulated time."""
         event = torch.Event(NAME, enable_timing=True)
         event.record()
         return event
 
     def seconds_between(self, begin: torch.Event, end: torch.Event) -> float:
+        """Return the simulated time between two stamps, in seconds."""
         return begin.elapsed_time(end) / 1e3
 
     def synchronize(self) -> float:
-        """The host waits for all that is queued: seconds that have gone by on it since the device last began."""
+        """Let the host wait for all queued work.
+
+        Returns:
+            The host's clock: seconds since the device was started or restarted.
+        """
         return self._core.synchronize()
 
     def usage(self) -> Any:
-        """Bytes `requested`, `allocated` (rounded) and `reserved` now, `..._peak` of each, and `retries`: requests for
-        which the allocator gave segments back; `holes`: free bytes that cannot go back now. An arena counts as one
-        request.
+        """Return the allocator's counters.
+
+        They are the bytes `requested`, `allocated` (rounded up) and `reserved` now, and `..._peak` of each; `retries`,
+        the requests for which the allocator released segments; and `holes`, the free bytes that it cannot release now.
+        An arena counts as one request.
         """
         return self._core.memory()
 
     def reset_peaks(self) -> None:
-        """Peaks count from here on."""
+        """Reset the peaks to the present usage."""
         self._core.reset_peaks()
 
     def empty_cache(self) -> None:
-        """Segments that are free go back to the device."""
+        """Release free segments to the device."""
         self._core.empty_cache()
 
     def restart(self) -> None:
-        """Makes the device forget what it ran: its clock is at zero, nothing is counted, segments that are free go
-        back, and where no tensor is alive, later ones have the addresses that the first ones had.
+        """Reset the device: its clock and counters start at zero, and free segments are released.
+
+        If no tensor is alive, new tensors get the same addresses as the first ones did.
         """
         self._core.settle()
-        if self.usage().allocated:  # by cycles, at most
+        if self.usage().allocated:  # reference cycles may keep tensors alive
             gc.collect()
         self._core.restart()
 
     def flops(self) -> float:
-        """Floating-point operations of all matrix products, convolutions and attention so far."""
+        """Return the floating-point operations of all matrix products, convolutions and attention so far."""
         return self._core.flops()
 
     def assume_true(self, share: float) -> None:
-        """Of each mask that elements are chosen by, so many are true from here on: at first 1, all of them. With
-        tokens spread evenly over experts, it is the share of the experts that a token goes to.
+        """Set the fraction of a mask's elements that are true when elements are chosen by it.
+
+        It is 1 at first. With tokens spread evenly over experts, it is the fraction of experts that each token goes to.
+
+        Args:
+            share: The fraction, from 0 to 1.
         """
         self._core.assume_true(share)
 
     def answer_by(self, answers: Callable[[Any, bool], list[torch.Tensor] | None] | None) -> None:
-        """What is asked for the results of an operator that depends on values, where it runs: of its `name` and
-        `inputs`, and whether the program waits for them. It gives tensors of the host, or on torch's meta device those
-        of which the sizes count; None: they are made up, as without it.
+        """Set the callback that answers operators whose results depend on values.
+
+        Args:
+            answers: Called with the operator's work (`name` and `inputs`), and whether the program waits for the
+                result. It returns the result's tensors, on the CPU, or on the meta device if only their sizes matter;
+                None: the device makes the result up, as it does without a callback.
         """
         self._core.answer_by(answers)
 
     def keep_spans(self, on: bool) -> None:
-        """What keeps streams busy is noted from here on, or no more."""
+        """Start or stop noting the spans in which streams are busy.
+
+        Args:
+            on: Whether to note them.
+        """
         self._core.keep_spans(on)
 
     def take_spans(self) -> list[Any]:
-        """What was noted, in the order in which it was queued: `stream`, `begin_s`, `end_s`, when the host queued it,
-        `queued_s`, and `name`.
+        """Return the noted spans in the order in which the host queued them, and forget them.
+
+        Returns:
+            Spans with `stream`, `begin_s`, `end_s`, `queued_s` (when the host queued the work) and `name`.
         """
         return self._core.take_spans()
 
@@ -205,7 +245,7 @@ class _Memory(DeviceMemory):
 
 
 class _Module:
-    """`torch.virtual`: what torch asks the module of a device for."""
+    """The module `torch.virtual`, with the functions that torch calls on a device's module."""
 
     @staticmethod
     def is_available() -> bool:
@@ -229,7 +269,7 @@ class _Module:
 
     @staticmethod
     def manual_seed_all(seed: int) -> None:
-        """Nothing is drawn."""
+        """Do nothing: the device draws no random numbers."""
 
     @staticmethod
     def get_rng_state(device: Any = None) -> torch.Tensor:
@@ -237,11 +277,11 @@ class _Module:
 
     @staticmethod
     def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-        """Nothing is drawn."""
+        """Do nothing: the device draws no random numbers."""
 
     @staticmethod
     def memory_stats(device: Any = None) -> dict[str, int]:
-        """As of `torch.cuda.memory_stats`, what memplug asks for."""
+        """Return the one entry of `torch.cuda.memory_stats` that memplug reads."""
         return {"requested_bytes.all.current": native.load().memory().requested}
 
     @staticmethod
@@ -259,29 +299,34 @@ KINDS[NAME] = lambda _: VirtualDevice.current()
 @functools.cache
 def _started() -> Any:
     if get_private_device_name() not in ("privateuseone", NAME):
-        raise HardwareError(f"torch has a device {get_private_device_name()!r} in the virtual one's place")
+        raise HardwareError(
+            f"the virtual device's slot in torch (PrivateUse1) is taken by {get_private_device_name()!r}"
+        )
     core = native.load()
     try:
         core.start()
     except RuntimeError as error:
         raise HardwareError(str(error)) from error
     torch.utils.rename_privateuse1_backend(NAME)
-    if not hasattr(torch, NAME):  # it was tried before, too late
+    if not hasattr(torch, NAME):  # an earlier attempt, after a backward, has registered it
         register_device_module(NAME, _Module)
     try:
         torch.ones(1, device=NAME, requires_grad=True).backward()
     except RuntimeError as error:
         raise HardwareError(
             "the virtual device has to be made before the first backward of the process",
-            "Make the estimate before anything is trained, or in a process of its own.",
+            "Run the estimate before any training, or in a separate process.",
         ) from error
     atexit.register(_settle, core, os.getpid())
     return core
 
 
 def _settle(core: Any, process: int) -> None:
-    """As the process ends, or autograd's thread may ask for the lock of a Python that is gone; a fork has no such
-    thread.
+    """Wait for autograd's thread before the process ends; otherwise it may ask for the lock of a Python that is gone.
+
+    Args:
+        core: The native module.
+        process: The process that started the device; a fork of it has no such thread.
     """
     if os.getpid() == process:
         core.settle()

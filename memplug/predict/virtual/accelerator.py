@@ -1,4 +1,4 @@
-"""DeepSpeed's accelerator on the virtual device: what DeepSpeed asks of a device, `deepspeed.accelerator` for it.
+"""DeepSpeed's accelerator for the virtual device: an implementation of `deepspeed.accelerator`.
 
 with joined(rank=0, world_size=8), accelerated():
     engine, *_ = deepspeed.initialize(...)
@@ -23,7 +23,9 @@ DEEPSPEED = "deepspeed 0.19"
 
 @contextlib.contextmanager
 def accelerated() -> Iterator[None]:
-    """Within, DeepSpeed runs on the virtual device, which is there already; torch.distributed is initialized.
+    """Let DeepSpeed run on the virtual device inside the context.
+
+    The virtual device must exist and torch.distributed must be initialized.
 
     Raises:
         ImportError: DeepSpeed is not installed.
@@ -38,25 +40,28 @@ def accelerated() -> Iterator[None]:
         with _without_reading():
             yield
     finally:
-        deepspeed.comm.comm.cdb = None  # of groups that may be gone
+        deepspeed.comm.comm.cdb = None  # its groups may be gone
         real_accelerator.ds_accelerator = before
 
 
 @contextlib.contextmanager
 def _without_reading() -> Iterator[None]:
-    """No number of the device can be read: DeepSpeed goes on as where training is well.
+    """Replace DeepSpeed's reads of numbers from the device inside the context.
 
-    No gradient is infinite, and rank 0 has what this rank has.
+    The device has no values. Checks find no infinite gradient, and rank 0 is taken to have this rank's values.
     """
 
     def never(original: Any) -> Any:
         return lambda *args, **kwargs: bool(original(*args, **kwargs)) and False
 
     def own(original: Any) -> Any:
-        """Runs what is run to ask rank 0, which is a part of the program."""
+        """Wrap a function that asks rank 0 for numbers, and return this rank's numbers.
+
+        The function still runs, because its collectives are part of the program.
+        """
 
         def answer(numbers: Any) -> Any:
-            with contextlib.suppress(RuntimeError):  # of an answer that is not this rank's
+            with contextlib.suppress(RuntimeError):  # raised if the answer differs from this rank's numbers
                 original(numbers)
             return numbers
 
@@ -87,7 +92,7 @@ def _accelerator() -> Any:
 
 
 class _Virtual:
-    """What differs from DeepSpeed's accelerator of the CPU, whose operators are those that torch has."""
+    """The differences from DeepSpeed's CPU accelerator, whose operators are torch's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +103,7 @@ class _Virtual:
         return False
 
     def create_op_builder(self, class_name: str) -> Any:
-        # else DeepSpeed compiles an all-reduce of shared memory, which no rank would call
+        # otherwise DeepSpeed compiles a shared-memory all-reduce, which no rank would call
         return None if class_name == "ShareMemCommBuilder" else super().create_op_builder(class_name)
 
     def device_name(self, device_index: int | None = None) -> str:

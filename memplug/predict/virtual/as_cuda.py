@@ -1,11 +1,10 @@
-"""Programs that are written for CUDA, on the virtual device: what they ask of `torch.cuda`, that gives.
+"""Lets programs written for CUDA run on the virtual device by replacing functions of `torch.cuda`.
 
     with as_cuda():
-        import megatron.core  # which writes the device out: `device="cuda"`, `torch.cuda.current_device()`
+        import megatron.core  # names CUDA explicitly: `device="cuda"`, `torch.cuda.current_device()`
 
-Tensors that are asked for on CUDA are virtual ones, and call themselves CUDA's where types are named as text; streams,
-events and the memory's numbers are the virtual device's. `torch.cuda.is_available()` stays what it is: no kernel of
-CUDA's can run.
+Tensors requested on CUDA are made on the virtual device, and report CUDA's type names. Streams, events and memory
+numbers are the virtual device's. `torch.cuda.is_available()` is unchanged, because CUDA's kernels cannot run.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from memplug.torch_private import KNOWN
 
 @contextlib.contextmanager
 def as_cuda() -> Iterator[None]:
-    """Within, on this thread, what goes to CUDA goes to the virtual device, which is there already."""
+    """Redirect this thread's use of CUDA to the virtual device inside the context; the device must exist."""
     VirtualDevice.current()
     with contextlib.ExitStack() as stack:
         for name, value in _replaced().items():
@@ -44,13 +43,13 @@ class _OnVirtual(TorchFunctionMode):
             return args[0].to(NAME, non_blocking=kwargs.get("non_blocking", False))
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace(f"torch.{NAME}.", "torch.cuda.")
-        if func == torch.Tensor.is_cuda.__get__:  # another object each time
+        if func == torch.Tensor.is_cuda.__get__:  # `==`: each access makes a new object
             return args[0].device.type == NAME
         return func(*(_there(value) for value in args), **kwargs)
 
 
 class _Generators:
-    """Nothing is drawn on the virtual device: the CPU's stands for that of every index."""
+    """Random generators by device index; all are the CPU's, because the virtual device draws nothing."""
 
     def __getitem__(self, index: Any) -> torch.Generator:
         return torch.default_generator
@@ -67,7 +66,7 @@ class _Event(torch.Event):
 
 
 def _replaced() -> dict[str, Any]:
-    """Of `torch.cuda`, by name."""
+    """Return the replacements for attributes of `torch.cuda`, by name."""
     device = torch.device(NAME, 0)
 
     def usage() -> Any:
@@ -105,7 +104,7 @@ def _replaced() -> dict[str, Any]:
 
 
 def _there(value: Any) -> Any:
-    """A value that names CUDA's device names the virtual one."""
+    """Return the virtual device for a value that names CUDA, any other value unchanged."""
     if isinstance(value, torch.device):
         return torch.device(NAME) if value.type == "cuda" else value
     return NAME if isinstance(value, str) and value.partition(":")[0] == "cuda" else value

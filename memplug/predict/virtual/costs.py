@@ -1,4 +1,4 @@
-"""How long kernels and copies of a GPU take: its rates, and what an operator computes and moves (a roofline)."""
+"""The duration of a GPU's kernels and copies by a roofline: computed operations and moved bytes over its rates."""
 
 from __future__ import annotations
 
@@ -10,27 +10,40 @@ from memplug.predict.virtual.hardware import Hardware
 from memplug.profile.operator_names import CONVOLUTION, MATMULS, SCALED_MATMULS
 
 DTYPES = {1: "float8", 2: "bfloat16", 4: "float32", 8: "float64"}
-"""Of matrix products, by bytes of an element: float16 is as fast as bfloat16."""
+"""Dtypes of matrix products by bytes per element; float16 is as fast as bfloat16."""
 WITHOUT_READING = ("aten::fill_", "aten::zero_", "aten::zeros", "aten::ones", "aten::arange")
-"""What they write to is no input of theirs."""
+"""Operators that only write: their inputs do not count as read."""
 WHOLE = ("broadcast_", "reduce_", "send", "recv_", "recv_any_source_")
-"""Collectives that move all bytes that they have; others leave out a rank's own share."""
+"""Collectives that move all of their bytes; others do not move a rank's own share."""
 REDUCED_AND_GATHERED = ("allreduce_", "allreduce_coalesced_")
-"""Collectives that move them twice."""
+"""Collectives that move their bytes twice."""
 
 
 def cost(hardware: Hardware, attention: str, work: Any) -> tuple[float, float]:
-    """Of one kernel, `kernel_s` and `flops`."""
+    """Return the duration and the operations of one kernel.
+
+    Args:
+        hardware: The GPU's rates.
+        attention: The attention back end.
+        work: The kernel, see `kernel_s`.
+
+    Returns:
+        Seconds, and floating-point operations.
+    """
     return kernel_s(hardware, attention, work), flops(work)
 
 
 def kernel_s(hardware: Hardware, attention: str, work: Any) -> float:
-    """Seconds of one kernel: of what it computes or what it moves, the longer one.
+    """Return the duration of one kernel: the longer of its computation and its memory traffic.
 
     Args:
-        attention: the back end.
-        work: its `name`, and of its `inputs` and `outputs` the `sizes` and `nbytes`; of attention whether it is
-            `causal` (memplug/predict/virtual/native/device.h).
+        hardware: The GPU's rates.
+        attention: The attention back end.
+        work: The kernel: its `name`, the `sizes` and `nbytes` of its `inputs` and `outputs`, and for attention whether
+            it is `causal` (`Work` in memplug/predict/virtual/native/device.h).
+
+    Returns:
+        Seconds.
     """
     seconds = max(moved_bytes(work) / hardware.memory_bytes_per_s, hardware.kernel_s)
     if work.name.startswith("attention"):
@@ -41,7 +54,7 @@ def kernel_s(hardware: Hardware, attention: str, work: Any) -> float:
 
 
 def flops(work: Any) -> float:
-    """Floating-point operations of a kernel's matrix products; 0 where it has none."""
+    """Return the floating-point operations of a kernel's products; 0 if it has none."""
     if work.name in MATMULS:
         return matmul_flops(work)
     if work.name == CONVOLUTION:
@@ -65,7 +78,16 @@ def _products_s(hardware: Hardware, work: Any, flops: float) -> float:
 
 
 def copy_s(hardware: Hardware, to_host: bool, nbytes: int) -> tuple[float, float]:
-    """Seconds of one copy over the link: while the other direction is idle, and while it is busy."""
+    """Return the duration of one copy over the link.
+
+    Args:
+        hardware: The GPU's rates.
+        to_host: The direction.
+        nbytes: The size of the copy.
+
+    Returns:
+        Seconds with the other direction idle, and with it busy.
+    """
     alone, both = (
         (hardware.to_host_bytes_per_s, hardware.to_host_both_bytes_per_s)
         if to_host
@@ -75,12 +97,16 @@ def copy_s(hardware: Hardware, to_host: bool, nbytes: int) -> tuple[float, float
 
 
 def collective_s(hardware: Hardware, name: str, nbytes: int, ranks: int) -> float:
-    """Seconds of one collective in a ring, as of nccl-tests' bus bandwidth.
+    """Return the duration of one collective in a ring, from the bus bandwidth of nccl-tests.
 
     Args:
-        name: the operator's in torch's library c10d.
-        nbytes: that this rank has of it before or after, the larger one.
-        ranks: of the group; a lone one moves nothing.
+        hardware: The GPU's rates.
+        name: The operator's name in torch's library c10d.
+        nbytes: This rank's bytes before or after the collective, whichever are more.
+        ranks: Ranks of the group; a single one moves nothing.
+
+    Returns:
+        Seconds.
     """
     share = 1.0 if name in WHOLE else (ranks - 1) / ranks
     passes = 2 if name in REDUCED_AND_GATHERED else 1
@@ -88,9 +114,9 @@ def collective_s(hardware: Hardware, name: str, nbytes: int, ranks: int) -> floa
 
 
 def matmul_flops(work: Any) -> float:
-    """Floating-point operations of a matrix product, a multiplication and an addition for each pair of elements."""
+    """Return the floating-point operations of a matrix product: two for each pair of elements that meet."""
     left, right = _factors(work)
-    in_groups = len(right.sizes) < len(left.sizes)  # columns, each of which meets one of the matrices
+    in_groups = len(right.sizes) < len(left.sizes)  # right's columns are in groups, one for each matrix of left
     return 2.0 * math.prod(left.sizes[1:] if in_groups else left.sizes) * right.sizes[-1]
 
 
@@ -99,13 +125,20 @@ def _factors(work: Any) -> Any:
 
 
 def convolution_flops(work: Any) -> float:
-    """Of a convolution: for each element of its output as many products as a filter has elements."""
+    """Return the floating-point operations of a convolution: two per output element and filter element."""
     _, weight = work.inputs
     return 2.0 * math.prod(work.outputs[0].sizes) * math.prod(weight.sizes[1:])
 
 
 def attention_flops(work: Any, *, backward: bool) -> float:
-    """Of attention: two matrix products, in backward five, for all queries and keys; for half of them if causal."""
+    """Return the floating-point operations of attention.
+
+    These are two matrix products, in backward five, over all queries and keys, and half of that if causal.
+
+    Args:
+        work: The kernel, see `kernel_s`.
+        backward: Whether it is the backward.
+    """
     query, key, value = work.inputs[:3]
     pairs = math.prod(query.sizes[:-1]) * key.sizes[-2]
     channels = 3 * query.sizes[-1] + 2 * value.sizes[-1] if backward else query.sizes[-1] + value.sizes[-1]
@@ -113,6 +146,6 @@ def attention_flops(work: Any, *, backward: bool) -> float:
 
 
 def moved_bytes(work: Any) -> int:
-    """That an operator reads and writes."""
+    """Return the bytes that an operator reads and writes."""
     read_bytes = 0 if work.name in WITHOUT_READING else sum(tensor.nbytes for tensor in work.inputs)
     return read_bytes + sum(tensor.nbytes for tensor in work.outputs)

@@ -1,12 +1,13 @@
-"""Mixtures of experts on the virtual device: tokens are spread evenly over experts, as a balanced router would.
+"""Mixtures of experts on the virtual device: tokens are spread evenly over experts, as by a balanced router.
 
-What a router chooses depends on data, of which there is none. This is the one place where that is assumed:
+A router's choice depends on data, which the virtual device does not have. Only this file makes the assumption:
 
     with evenly(chosen=2, experts=8):
         train()
 
-An expert then gets `tokens * chosen / experts` of the tokens of every rank. Megatron-Core's all-to-all dispatcher is
-told so where it asks the device for the numbers; elsewhere, what chooses by a mask finds that share of it true.
+An expert then gets `tokens * chosen / experts` of the tokens of every rank. Megatron-Core's all-to-all dispatcher gets
+these numbers where it reads the counts from the device; other operators that choose by a mask find this fraction of it
+true.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 
 @contextlib.contextmanager
 def evenly(chosen: int, experts: int) -> Iterator[None]:
-    """Within, of `experts` each token goes to `chosen`, and all get as many.
+    """Spread tokens evenly over experts inside the context.
 
-    Megatron-Core is imported already, if it is what trains.
+    Import Megatron-Core before, if it trains.
+
+    Args:
+        chosen: The number of experts that each token goes to.
+        experts: The number of all experts.
     """
     device, dispatchers = VirtualDevice.current(), sys.modules.get(DISPATCHER)
     device.assume_true(chosen / experts)
@@ -43,12 +48,12 @@ def evenly(chosen: int, experts: int) -> Iterator[None]:
 
 
 def _counted(preprocess: Any) -> Any:
-    """Megatron-Core's count of tokens by expert runs on the device; the numbers are these, on the host."""
+    """Wrap the dispatcher's `preprocess`: its count of tokens by expert runs, and even numbers replace the result."""
 
     def run(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
         counts = preprocess(self, routing_map)
         if self.drop_and_pad:
-            return counts  # as many for each as its capacity
+            return counts  # each expert gets its capacity
         given = _shared(routing_map.shape[0] * self.config.moe_router_topk, self.num_experts)
         mine = given[self.local_expert_indices[0] : self.local_expert_indices[-1] + 1]
         ranks = self.ep_size * self.tp_size
@@ -64,7 +69,15 @@ def _counted(preprocess: Any) -> Any:
 
 
 def _shared(tokens: int, experts: int) -> torch.Tensor:
-    """How many each expert gets, the first ones one more where it does not come out even: int64, on the CPU."""
+    """Return the number of tokens of each expert; the first ones get one more if the division has a remainder.
+
+    Args:
+        tokens: All tokens.
+        experts: The number of experts.
+
+    Returns:
+        int64[experts], on the CPU.
+    """
     counts = torch.full((experts,), tokens // experts, dtype=torch.long, device="cpu")
     counts[: tokens % experts] += 1
     return counts

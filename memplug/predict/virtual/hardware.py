@@ -1,4 +1,4 @@
-"""What a GPU does in a second: the rates that `memplug.predict.virtual` counts with, and the files that have them."""
+"""A GPU's rates, which `memplug.predict.virtual` calculates with, and the profile files that hold them."""
 
 from __future__ import annotations
 
@@ -16,61 +16,73 @@ from memplug.files import path_of
 
 SOURCES = ("measured", "fitted", "published", "scaled", "assumed")
 LINK_RATES = tuple(f"{to}{both}_bytes_per_s" for both in ("", "_both") for to in ("to_host", "to_device"))
-"""Entries that are one rate, by the bytes of a copy."""
+"""Entries that hold a single rate, by the bytes of a copy."""
 RATES = ("matmul_flops", "attention_forward_flops", "attention_backward_flops")
 """Entries that hold several rates by name."""
 PROFILES = Path(__file__).with_name("profiles")
-"""Those that memplug comes with: configs/hardware, to which this is a link in the repository."""
+"""Folder of the profiles that memplug ships; in the repository, a link to configs/hardware."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Something per second that depends on a size.
+    """A rate per second that depends on a size.
 
     Attributes:
-        points: of (size, rate), sizes rising, none below 1. Between two of them the rate goes evenly with the size's
-            logarithm; before the first and beyond the last one it stays.
+        points: Pairs of size and rate, with sizes of at least 1 in rising order. The rate is interpolated linearly in
+            the size's logarithm, and constant outside of the points.
     """
 
     points: tuple[tuple[float, float], ...]
 
     @classmethod
     def always(cls, rate: float) -> Rate:
-        """The same for all sizes."""
+        """Return a rate that is the same for all sizes.
+
+        Args:
+            rate: The rate.
+        """
         return cls(((1.0, rate),))
 
     def at(self, size: float) -> float:
-        """For that size."""
+        """Return the rate at a size.
+
+        Args:
+            size: The size.
+        """
         sizes, rates = zip(*self.points, strict=True)
         return float(np.interp(math.log(max(size, 1.0)), np.log(sizes), rates))
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of GPU, and the host and link that it has.
+    """One kind of GPU with its host and link.
 
     Attributes:
-        name: of it, as torch gives it: a plan that was made for it is a real one's, too.
-        memory_bytes: that a process can have.
-        peak_flops: per second, of matrix products in bfloat16, as its vendor says it, or the most that was measured:
-            model FLOP/s utilization is a share of it.
-        matmul_flops: per second, of matrix products by dtype, such as "bfloat16"; sizes are a product's floating-point
-            operations.
-        attention_forward_flops, attention_backward_flops: per second, by back end, such as "flash": the first one is
-            what programs have if nothing else is asked for. Sizes are keys of a sequence. As is usual 2 and 5
-            floating-point operations for each pair of tokens and channel of the output count where attention is causal,
-            and twice as many else.
-        memory_bytes_per_s: read and written by operators, where that takes longer than what they compute.
-        kernel_s: that no kernel takes less than.
-        to_host_bytes_per_s, to_device_bytes_per_s: over the link, of pinned memory, while the other direction is idle;
-            sizes are the bytes of a copy.
-        to_host_both_bytes_per_s, to_device_both_bytes_per_s: of each direction while both are busy.
-        copy_s: that a copy takes besides.
-        launch_s: of the host, for each operator.
-        observe_s, region_s, restore_s: of the host, for memplug's own work: more for an operator of a region, for a
-            region's forward, and for its backward with a recompute pass (memplug/device/host_time.py).
-        collective_bytes_per_s: to the other GPUs of the machine, each way: the bus bandwidth of nccl-tests.
-        collective_s: that a collective takes besides.
+        name: The GPU's name as torch reports it, so that a plan made for the profile fits a real GPU.
+        memory_bytes: Memory that a process can use.
+        peak_flops: Peak rate of matrix products in bfloat16, per second: the vendor's, or the highest measured. Model
+            FLOP/s utilization is a fraction of it.
+        matmul_flops: Rates of matrix products per second, by dtype such as "bfloat16"; sizes are a product's
+            floating-point operations.
+        attention_forward_flops: Rates of attention's forward per second, by back end such as "flash"; the first one is
+            the default. Sizes are keys in a sequence. As usual, causal attention counts 2 operations for each pair of
+            tokens and channel of the output, other attention 4.
+        attention_backward_flops: Rates of attention's backward; likewise with 5 and 10 operations.
+        memory_bytes_per_s: Bandwidth of device memory, for operators that are bound by it.
+        kernel_s: The shortest time that a kernel takes, in seconds.
+        to_host_bytes_per_s: Rate from device to pinned host memory with the other direction idle; sizes are the bytes
+            of a copy.
+        to_device_bytes_per_s: Rate from pinned host memory to device with the other direction idle; likewise.
+        to_host_both_bytes_per_s: Rate from device to host with both directions busy; likewise.
+        to_device_both_bytes_per_s: Rate from host to device with both directions busy; likewise.
+        copy_s: Fixed time of a copy, in seconds.
+        launch_s: Host time of each operator, in seconds.
+        observe_s: Host time of memplug's own work for each operator of a region, in seconds
+            (memplug/device/host_time.py).
+        region_s: Host time of memplug's own work for a region's forward, in seconds.
+        restore_s: Host time of memplug's own work for a region's backward with a recompute pass, in seconds.
+        collective_bytes_per_s: Bus bandwidth of nccl-tests to the other GPUs of the machine, each way.
+        collective_s: Fixed time of a collective, in seconds.
     """
 
     name: str
@@ -95,29 +107,39 @@ class Hardware:
 
     @classmethod
     def named(cls, name: str | Path, folder: Path = PROFILES) -> Hardware:
-        """Of a GPU that the folder has a profile of, such as "h200", in capitals or not; or of a file, by its path.
+        """Read a GPU's profile by its name, such as "h200" in any case, or by a file's path.
+
+        Args:
+            name: The name or the path.
+            folder: The folder with the named profiles.
 
         Raises:
-            HardwareError: there is neither; it names those that the folder has. Or the file is no profile.
+            HardwareError: Neither a profile nor a file has that name (the error lists the folder's profiles), or the
+                file is not a profile.
         """
         known = {file.stem: file for file in sorted(folder.glob("*.json"))}
         file = known.get(str(name).lower()) or path_of(name, "hardware profile (.json)", HardwareError)
         if not file.is_file():
             raise HardwareError(
                 f"no GPU {name!r}: there are {', '.join(known)}",
-                "Name one of those, or the file of a profile: `memplug doctor --measure FILE` writes one of a GPU "
-                "that is at hand.",
+                "Name one of those, or the path of a profile: `memplug doctor --measure FILE` measures this machine's "
+                "GPU and writes one.",
             )
         return cls.read(file)
 
     @classmethod
     def read(cls, file: Path) -> Hardware:
-        """From a JSON file: an object of these attributes, each `{"value": ..., "from": ...}`, or several such by name.
-        A rate's value is a number, or `[[size, rate], ...]`. It is from: "measured", "fitted" to steps that were
-        measured, "published", "scaled": published, times the share of it that was fitted elsewhere; or "assumed".
+        """Read a profile from a JSON file.
+
+        The file is an object with these attributes, each `{"value": ..., "from": ...}`, or several of these by name. A
+        rate's value is a number or `[[size, rate], ...]`. "from" is "measured"; "fitted" to steps that were measured;
+        "published"; "scaled": published, times the fraction of it that was fitted on other hardware; or "assumed".
+
+        Args:
+            file: The JSON file.
 
         Raises:
-            HardwareError: it is no such file.
+            HardwareError: The file cannot be read or is not a profile.
         """
         try:
             found = json.loads(file.read_text())
@@ -136,16 +158,19 @@ class Hardware:
             elif isinstance(entry, Mapping) and entry:
                 values[name] = {each: _rate(_value(entry[each], where), where) for each in entry}
             else:
-                raise HardwareError(f"{where} is to have one rate or more by name")
+                raise HardwareError(f"{where} must have one or more rates by name")
         if set(values["attention_forward_flops"]) != set(values["attention_backward_flops"]):
-            raise HardwareError(f"{file}: attention has other back ends in forward and backward")
+            raise HardwareError(f"{file}: attention has other back ends in forward than in backward")
         return cls(**values)
 
     def attention(self, backend: str | None) -> str:
-        """The back end of that name; None: the first one.
+        """Return the name of an attention back end.
+
+        Args:
+            backend: The back end; None: the profile's first one.
 
         Raises:
-            HardwareError: there is none of that name.
+            HardwareError: The profile has no such back end.
         """
         known = tuple(self.attention_forward_flops)
         if backend is not None and backend not in known:
@@ -155,15 +180,15 @@ class Hardware:
 
 def _value(entry: Any, where: str) -> Any:
     if not isinstance(entry, Mapping) or set(entry) != {"value", "from"}:
-        raise HardwareError(f'{where} is to be {{"value": ..., "from": ...}}')
+        raise HardwareError(f'{where} must be {{"value": ..., "from": ...}}')
     if entry["from"] not in SOURCES:
-        raise HardwareError(f"{where} is to say where it is from: {', '.join(SOURCES)}")
+        raise HardwareError(f"{where} must say where it is from: {', '.join(SOURCES)}")
     return entry["value"]
 
 
 def _number(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise HardwareError(f"{where} is to have a value above 0")
+        raise HardwareError(f"{where} must have a value above 0")
     return float(value)
 
 
@@ -173,5 +198,5 @@ def _rate(value: Any, where: str) -> Rate:
     points = tuple(tuple(_number(each, where) for each in point) for point in value if isinstance(point, list))
     sizes = [point[0] for point in points if len(point) == 2]
     if not sizes or len(sizes) < len(value) or any(b <= a for a, b in zip(sizes, sizes[1:], strict=False)):
-        raise HardwareError(f"{where} is to have a number, or [[size, rate], ...] with sizes rising")
+        raise HardwareError(f"{where} must have a number, or [[size, rate], ...] with sizes rising")
     return Rate(points)

@@ -1,4 +1,4 @@
-"""Measures what this machine's GPU does in a second, or its CPU, as a profile that the virtual device takes."""
+"""Measures the rates of this machine's GPU, or of its CPU, as a profile for the virtual device."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from memplug.sizes import MIB
 from memplug.torch_private import fused_sdp_choice
 
 _REPEATS = 3
-_WORTH_TIMING_S = 1e-3  # shorter runs are timed several at once
+_WORTH_TIMING_S = 1e-3  # shorter runs are timed several at a time
 _MOST_AT_ONCE = 100
-# Sizes rise until one run takes this long, or all of them together; so a slow device is measured at small sizes.
+# Sizes rise until one run, or all of them together, take this long, so a slow device is measured at small sizes.
 _LONGEST_S, _SERIES_S = 0.05, 3.0
-_LEAST_S = 1e-9  # clocks have steps
+_LEAST_S = 1e-9  # a clock's resolution may make a duration 0
 _OWN = ("observe_s", "region_s", "restore_s")
-_SIDES = tuple(256 << each for each in range(6))  # of square matrices
+_SIDES = tuple(256 << each for each in range(6))  # sides of square matrices
 _LENGTHS = tuple(128 << each for each in range(11))
 _COPIES_BYTES = {"cuda": (1 * MIB, 16 * MIB, 128 * MIB), "cpu": (1 * MIB, 8 * MIB, 64 * MIB)}
 _SMALL_COPY_BYTES = 4096
-_HEADS = {"cuda": (16, 128), "cpu": (4, 64)}  # of attention, and channels of each
+_HEADS = {"cuda": (16, 128), "cpu": (4, 64)}  # attention's heads, and channels of each
 _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -49,26 +49,29 @@ Points = list[list[float]]
 def measure_profile(
     device: torch.device | str, host_time: HostTime, doing: Doing = lambda words: None
 ) -> dict[str, Any]:
-    """Measures a hardware profile: medians, half a minute at most, or less than a minute on two slow cores.
+    """Measure a hardware profile; values are medians.
 
-    Matrix products are of square matrices; attention is causal, of one sequence with 16 heads of 128 channels in
-    bfloat16 (CPU: 4 of 64 in float32), forward and backward, under each back end that torch has there, the one that it
-    takes by itself first; memory is that of an elementwise operator with two inputs. Where bfloat16 is emulated, its
-    rates are those of float16. On the CPU, where there is no link, copies are memory copies. The device should have no
-    other work. The global random state is left alone; as backward runs, this process can have no virtual device.
+    This takes half a minute at most, or less than a minute on two slow CPU cores. Matrix products are of square
+    matrices. Attention is causal, of one sequence with 16 heads of 128 channels in bfloat16 (CPU: 4 of 64 in float32);
+    forward and backward are measured under each back end that runs here, torch's own choice first. Memory bandwidth is
+    that of an elementwise operator with two inputs. If bfloat16 is emulated, its rates are float16's. On the CPU, which
+    has no link, copies are memory copies.
+
+    The device should be otherwise idle. The global random state is left unchanged. Because backward runs, this process
+    cannot make a virtual device afterwards.
 
     Args:
-        device: "cpu" or a CUDA device, on which 2 GiB are to be free.
-        host_time: what memplug's own work takes of this host, as it was measured.
-        doing: takes a few words on what is being measured.
+        device: "cpu" or a CUDA device with 2 GiB of free memory.
+        host_time: The measured host time of memplug's own work.
+        doing: Called with a few words on the measurement that begins.
 
     Returns:
-        What `Hardware.read` reads, each value `{"value": ..., "from": "measured"}`, but for "assumed" collectives: as
-        if other GPUs were at the other end of the link to the host.
+        The contents of a file for `Hardware.read`. Each value is `{"value": ..., "from": "measured"}`; only collectives
+        are "assumed": the other GPUs are taken to be at the other end of the link to the host.
 
     Raises:
-        ValueError: another kind of device.
-        OSError: not Linux.
+        ValueError: The device is neither a CPU nor a CUDA device.
+        OSError: The system is not Linux.
     """
     device = torch.device(device)
     if device.type not in _HEADS:
@@ -98,7 +101,7 @@ def measure_profile(
             **{name: max(getattr(host_time, name), _LEAST_S) for name in _OWN},
         }
     profile = {each: _marked(value) for each, value in rates.items()}
-    # Other GPUs are not measured: what goes to them is taken to go over the link to the host.
+    # Collectives cannot be measured on one GPU: they are taken to go over the link to the host.
     (_, rate), least_s = link["to_host_both_bytes_per_s"][-1], link["copy_s"]
     for each, value in (("collective_bytes_per_s", rate), ("collective_s", least_s)):
         profile[each] = {"value": _rounded(value), "from": "assumed"}
@@ -107,10 +110,14 @@ def measure_profile(
 
 
 def write_profile(file: Path, profile: Mapping[str, Any]) -> None:
-    """Writes a profile, a line for each rate.
+    """Write a profile to a file, with one line for each rate.
+
+    Args:
+        file: The file.
+        profile: The profile, from `measure_profile`.
 
     Raises:
-        HardwareError: the file cannot be written there.
+        HardwareError: The file cannot be written.
     """
     lines = []
     for name, entry in profile.items():
@@ -124,20 +131,20 @@ def write_profile(file: Path, profile: Mapping[str, Any]) -> None:
 
 
 class _Watch:
-    """Times what runs on one device."""
+    """A stopwatch for work on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._numbers = torch.Generator(device).manual_seed(0)
-        # Keeps a GPU at work while the host queues what is timed, which would be the host's time else.
+        # Keeps a GPU busy while the host queues the timed runs; otherwise the host's time would be measured.
         self._before = torch.empty(128 * MIB, dtype=torch.uint8, device=device) if device.type == "cuda" else None
 
     def random(self, *sizes: int, dtype: torch.dtype) -> torch.Tensor:
-        """Normal numbers, as a GPU multiplies constants faster."""
+        """Return normally distributed numbers; a GPU multiplies constants faster."""
         return torch.randn(*sizes, dtype=dtype, device=self.device, generator=self._numbers)
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Of one run: a median, after one that is not timed."""
+        """Return the median duration of one run, in seconds, after an untimed run."""
         run()
         once_s = max(self._together_s(run, 1), _LEAST_S)
         count = max(1, min(_MOST_AT_ONCE, int(_WORTH_TIMING_S / once_s)))
@@ -161,7 +168,7 @@ class _Watch:
 
 
 def _until_slow(sizes: Iterable[int], measure: Callable[[int], float]) -> Iterator[tuple[int, float]]:
-    """Sizes with their seconds, until they take too long or more memory than there is."""
+    """Yield sizes with their seconds, until a run takes too long or the device is out of memory."""
     began_s = time.perf_counter()
     for turn, size in enumerate(sizes):
         try:
@@ -176,14 +183,14 @@ def _until_slow(sizes: Iterable[int], measure: Callable[[int], float]) -> Iterat
 
 
 def _dtypes(device: torch.device) -> dict[str, torch.dtype]:
-    # Below compute capability 8.0 bf16 is emulated.
+    # Below compute capability 8.0, bfloat16 is emulated.
     emulated = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     half = torch.float16 if emulated else torch.bfloat16
     return {"bfloat16": half, "float32": torch.float32, "float64": torch.float64}
 
 
 def _products(watch: _Watch, dtype: torch.dtype) -> Points:
-    """Rates by a product's floating-point operations."""
+    """Measure the rates of matrix products, by a product's floating-point operations."""
 
     def measure(side: int) -> float:
         left, right = (watch.random(side, side, dtype=dtype) for _ in range(2))
@@ -194,12 +201,15 @@ def _products(watch: _Watch, dtype: torch.dtype) -> Points:
 
 
 def _backends(device: torch.device) -> list[str]:
-    """Of attention, those that run here, torch's own choice first; the one without a kernel where there is no other."""
+    """Return the attention back ends that run here, torch's own choice first.
+
+    "math", which has no fused kernel, is returned only if no other runs.
+    """
     query, *others = _attention_inputs(_Watch(device), _LENGTHS[0])
     found = []
     for name, backend in _BACKENDS.items():
         with sdpa_kernel(backend), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of why a back end does not run
+            warnings.simplefilter("ignore")  # torch warns why a back end does not run
             try:
                 scaled_dot_product_attention(query, *others, is_causal=True).sum().backward()
             except torch.OutOfMemoryError:
@@ -219,7 +229,10 @@ def _attention_inputs(watch: _Watch, tokens: int) -> list[torch.Tensor]:
 
 
 def _attention(watch: _Watch, backend: SDPBackend) -> tuple[Points, Points]:
-    """Rates of forward and backward by length; 2 and 5 operations for each pair of tokens and channel (`Hardware`)."""
+    """Measure the rates of attention's forward and backward, by length.
+
+    They count 2 and 5 operations for each pair of tokens and channel (`Hardware`).
+    """
     backward_s: dict[int, float] = {}
 
     def measure(tokens: int) -> float:
@@ -243,7 +256,7 @@ def _attention(watch: _Watch, backend: SDPBackend) -> tuple[Points, Points]:
 
 
 def _memory_bytes_per_s(watch: _Watch) -> float:
-    # More than caches hold.
+    # Sizes exceed the caches.
     size = (256 if watch.device.type == "cuda" else 64) * MIB
     left, right, out = (torch.ones(size // 4, device=watch.device) for _ in range(3))
     return 3 * size / watch.seconds(lambda: torch.add(left, right, out=out))
@@ -255,7 +268,7 @@ def _kernel_s(watch: _Watch) -> float:
 
 
 def _launch_s(device: torch.device) -> float:
-    """Of the host for one operator, with its output; on the CPU all of a small one."""
+    """Return the host time of one operator that makes its output; on the CPU, the whole time of a small operator."""
     one = torch.ones(1, device=device)
 
     def queue() -> float:
@@ -270,7 +283,10 @@ def _launch_s(device: torch.device) -> float:
 
 
 def _link(device: torch.device) -> dict[str, Any]:
-    """Rates of each direction by the bytes of a copy, without what the smallest copy takes."""
+    """Measure the rates of each direction by the bytes of a copy, and the fixed time of a copy.
+
+    The fixed time is that of the smallest copy; rates exclude it.
+    """
     small_s = [_SMALL_COPY_BYTES / rate for rate in measure_links(device, _SMALL_COPY_BYTES, together=False)]
     copy_s = fmean(small_s)
     found: dict[str, Any] = {}
@@ -292,5 +308,5 @@ def _marked(value: Any) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float:
-    """To four digits, which is more than two runs agree on."""
+    """Round to four digits, which is more than two runs agree on."""
     return float(f"{value:.4g}")

@@ -1,14 +1,14 @@
-"""One rank of a distributed training, whose other ranks are not there.
+"""One rank of a distributed training; the other ranks do not exist.
 
     with joined(rank=0, world_size=8):
         train()  # as it would under torchrun
 
-Every process group is torch's fake one: all ranks but this one are made up. On the virtual device a collective takes
-time on a stream of its own, which waits for the current one, and moves nothing; on the CPU it runs as if every other
-rank had what this one has, which object collectives and votes need.
+Every process group is torch's fake one. On the virtual device a collective takes time on a stream of its own, which
+waits for the current one, and moves nothing. On the CPU it runs as if every other rank had this rank's values, which
+object collectives and votes need.
 
-As NCCL's, a collective holds its tensors until `Work.wait()`, in which the current stream waits for it. The other ranks
-are never late: what a pipeline stage waits for until another stage has computed it is not counted.
+As with NCCL, a collective holds its tensors until `Work.wait()`, in which the current stream waits for it. The other
+ranks are never late: the time that a pipeline stage waits for another stage is not counted.
 """
 
 from __future__ import annotations
@@ -35,31 +35,35 @@ WORK = """allreduce_coalesced_ reduce_ allgather_coalesced_ allgather_into_tenso
 recv_any_source_ reduce_scatter_tensor_coalesced_ alltoall_base_ barrier""".split()
 OUTPUTS_AND_WORK = """allreduce_ broadcast_ allgather_ _allgather_base_ reduce_scatter_ _reduce_scatter_base_ scatter_
 alltoall_""".split()
-"""Operators of torch's library c10d, by what they return."""
+"""Operators of torch's library c10d, grouped by their return values."""
 
 
 @contextlib.contextmanager
 def joined(rank: int, world_size: int) -> Iterator[None]:
-    """Within, this process is rank `rank` of `world_size`, and torch.distributed is initialized.
+    """Make this process rank `rank` of `world_size` and initialize torch.distributed inside the context.
 
-    Groups that are made are fake, whichever backend they are asked for with. There is a virtual device already.
+    Groups that are made there are fake, whichever backend is requested. The virtual device must exist.
+
+    Args:
+        rank: This process's rank.
+        world_size: The number of ranks.
 
     Raises:
-        HardwareError: a rank below 0, or not below `world_size`; or torch.distributed is initialized already.
+        HardwareError: The rank is not in [0, world_size), or torch.distributed is initialized already.
     """
     if not 0 <= rank < world_size:
-        raise HardwareError(f"there is no rank {rank} of {world_size}", "Ranks begin at 0.")
+        raise HardwareError(f"there is no rank {rank} of {world_size}", "Ranks go from 0 to world_size - 1.")
     if dist.is_initialized():
         raise HardwareError(
-            "torch.distributed is initialized already, and a rank of the virtual device has groups of its own",
-            "Leave out `init_process_group`, or destroy its group before.",
+            "torch.distributed is initialized already, but a rank of the virtual device makes its own groups",
+            "Remove the call of `init_process_group`, or destroy its group first.",
         )
     links = _registered()
     make = new_process_group
 
     @functools.wraps(make)
     def make_fake(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs["backend_options"] = None  # of another backend
+        kwargs["backend_options"] = None  # they are for the requested backend
         return make(size, rank, ranks, dist.Backend(NAME), *args, **kwargs)
 
     with replaced(distributed_c10d, "_new_process_group_helper", make_fake, KNOWN), links.coalescing():
@@ -72,7 +76,7 @@ def joined(rank: int, world_size: int) -> Iterator[None]:
 
 
 class _Pending:
-    """A collective that the current stream has still to wait for; its tensors are kept until then."""
+    """A collective that the current stream has not waited for; it keeps its tensors until then."""
 
     def __init__(self, stream: torch.Stream, tensors: Sequence[torch.Tensor]):
         self.stream, self.event, self.tensors = stream, stream.record_event(), tensors
@@ -89,7 +93,7 @@ class _Pending:
 
 
 class _Links:
-    """From this rank to all others: one collective at a time."""
+    """The links from this rank to all others; they carry one collective at a time."""
 
     def __init__(self) -> None:
         self._core = native.load()
@@ -97,7 +101,15 @@ class _Links:
         self._coalesced: list[_Pending] | None = None
 
     def run(self, name: str, *arguments: Any) -> Any:
-        """An operator of c10d: tensors, then the group, then the rest."""
+        """Run an operator of c10d.
+
+        Args:
+            name: The operator's name.
+            *arguments: The operator's arguments: tensors, then the group, then the rest.
+
+        Returns:
+            The collective's work, preceded by the first argument if the operator returns outputs.
+        """
         at = next(index for index, each in enumerate(arguments) if isinstance(each, torch.ScriptObject))
         lists = [tree_leaves(each) for each in arguments[:at]]
         ranks = c10d.ProcessGroup.unbox(arguments[at]).size()
@@ -114,7 +126,7 @@ class _Links:
 
     @contextlib.contextmanager
     def coalescing(self) -> Iterator[None]:
-        """Within, collectives that a program groups are waited for together, on the group's work."""
+        """Let collectives that a program groups be waited for together, on the group's work, inside the context."""
 
         def begin(group: dist.ProcessGroup, device: torch.device) -> None:
             self._coalesced = []
@@ -132,12 +144,12 @@ class _Links:
 
 @functools.cache
 def _registered() -> _Links:
-    """The links of this process; what c10d does on the device is theirs from here on."""
+    """Return the links of this process; they implement c10d's operators on the device from now on."""
     VirtualDevice.current()
     links = _Links()
-    links.library = torch.library.Library("c10d", "IMPL")  # lasts as long as it
+    links.library = torch.library.Library("c10d", "IMPL")  # kernels stay registered while it lives
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*registered kernel")  # torch's own, which hands on to a backend
+        warnings.filterwarnings("ignore", "(?s).*registered kernel")  # torch's kernels dispatch to a backend
         for name in WORK + OUTPUTS_AND_WORK:
             links.library.impl(name, functools.partial(links.run, name), "PrivateUse1")
     MADE_UP.add(NAME)

@@ -1,4 +1,4 @@
-"""Replaces what a program calls by what the virtual device does, for a while."""
+"""Temporary replacement of attributes that a program calls by versions for the virtual device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ NOT_ITS_OWN = object()
 
 @contextlib.contextmanager
 def replaced(target: Any, name: str, value: Any, versions: str) -> Iterator[None]:
-    """Within, the attribute of a class or module is `value`.
+    """Replace an attribute of a class or module inside the context.
 
     Args:
-        versions: in which the attribute is known, as in "deepspeed 0.19".
+        target: The class or module.
+        name: The attribute's name.
+        value: The new value.
+        versions: The versions in which the attribute is known to exist, such as "deepspeed 0.19".
 
     Raises:
-        PatchError: there is no such attribute.
+        PatchError: The attribute does not exist.
     """
     if not hasattr(target, name):
         raise PatchError(f"{getattr(target, '__name__', target)}.{name}", versions)

@@ -62,7 +62,7 @@ def test_the_micro_batch_is_what_deepspeed_makes_of_the_batch(
 
 
 def test_a_batch_that_the_ranks_do_not_divide_is_refused() -> None:
-    with pytest.raises(EstimateError, match="64, which is not to be split into 24"):
+    with pytest.raises(EstimateError, match="64, which cannot be split into 24"):
         micro_batch_of({"train_batch_size": 64, "gradient_accumulation_steps": 3}, 8)
 
 

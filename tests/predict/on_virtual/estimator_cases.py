@@ -164,10 +164,10 @@ class _Constant(_NeedsValues):
         ({"modes": ("kept",)}, EstimateError, "no mode 'kept'"),
         ({"gpu": "h201"}, HardwareError, "h200"),
         ({"attention": "none"}, HardwareError, "cudnn, flash"),
-        ({"gpus": 8}, EstimateError, "gpus is 8, and there is no engine"),
+        ({"gpus": 8}, EstimateError, "gpus is 8, and no engine is given"),
         ({"engine": {}, "make_optimizer": torch.optim.SGD}, EstimateError, "makes its own optimizer"),
         ({"engine": {"zero_optimization": {"cpu_offload": True}}}, EstimateError, "leaves work to the host"),
-        ({"plan_dir": "plans"}, EstimateError, "none of these modes has a plan"),
+        ({"plan_dir": "plans"}, EstimateError, "none of these modes makes a plan"),
     ],
 )
 def test_what_cannot_be_estimated_is_said(arguments: dict[str, Any], error: type[Exception], said: str) -> None:

@@ -69,7 +69,7 @@ def test_a_stage_and_a_device_that_are_given_stay(zero: dict[str, Any], expected
     ],
 )
 def test_a_stage_and_devices_that_do_not_go_together_are_refused(zero: dict[str, Any]) -> None:
-    with pytest.raises(TuneError, match="does not go together"):
+    with pytest.raises(TuneError, match="contradict each other"):
         layouts(fixed(zero))
 
 
@@ -96,7 +96,7 @@ def test_the_training_batch_stays_the_product_of_ranks_micro_batch_and_accumulat
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"train_batch_size": 9}, "9 is not divided by 2 GPUs"),
+        ({"train_batch_size": 9}, "9 is not divisible by 2 GPUs"),
         ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}, "2 GPUs and a micro-batch of 4"),
         ({"train_batch_size": 12, "gradient_accumulation_steps": 4}, "4 accumulation steps"),
     ],

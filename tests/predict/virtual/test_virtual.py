@@ -96,9 +96,7 @@ def test_a_process_ends_well_right_behind_a_backward(tmp_path: Path) -> None:
     run(ENDS, tmp_path, processes=3)
 
 
-@pytest.mark.parametrize(
-    ("before", "said"), [(TAKEN, "'npu' in the virtual one's place"), (LATE, "before the first backward")]
-)
+@pytest.mark.parametrize(("before", "said"), [(TAKEN, "taken by 'npu'"), (LATE, "before the first backward")])
 def test_where_torch_has_no_place_for_it_that_is_said(before: str, said: str, tmp_path: Path) -> None:
     output = run(before + STARTS, tmp_path)
     assert output.count(said) == 2 == output.count("What to do:"), output

@@ -1,7 +1,6 @@
-"""A device of torch's on which kernels and copies take time instead of doing work: C++ beside this file, built on first
-use.
+"""The C++ of the virtual device, built on first use: kernels and copies take time instead of doing work.
 
-It knows nothing of memplug, as CUDA does not; `memplug.predict.virtual` is how it is used.
+It depends on nothing else in memplug, as CUDA does not; use it through `memplug.predict.virtual`.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ VIRTUAL = Extension("memplug_virtual", "virtual device", (Path(__file__).parent,
 
 @functools.cache
 def load() -> ModuleType:
-    """Its Python module; built first where that was not done yet (half a minute).
+    """Return the native module; build it first if needed, which takes half a minute.
 
     Raises:
-        NativeError: it cannot be built here: no compiler, no ninja, no folder to write to. Or it cannot be loaded.
+        NativeError: The module cannot be built (no compiler, no ninja, or no writable folder) or cannot be loaded.
     """
     return VIRTUAL.load()

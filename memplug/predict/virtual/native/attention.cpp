@@ -1,5 +1,6 @@
-// Attention: one kernel each way. In half precision it is the operator of the back end that was chosen, with what CUDA's
-// keeps for backward; else, and of other back ends, torch's for devices of other vendors.
+// Attention as one kernel in forward and one in backward. In half precision it runs the chosen back end's operator, which saves the
+// same tensors for backward as on CUDA. In other precisions, and with other back ends, it runs torch's generic operator for other
+// vendors' devices.
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
@@ -23,7 +24,7 @@ namespace {
 using Optional = std::optional<at::Tensor>;
 using Scale = std::optional<double>;
 
-// As the kernels of cuDNN and flash attention ask for it.
+// Returns whether the kernels of cuDNN and flash attention accept these tensors.
 bool is_for_kernels(const at::Tensor& query, const at::Tensor& value) {
   const bool is_half = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
   return is_half && query.dim() == 4 && query.size(-1) == value.size(-1) && query.size(-1) % 8 == 0 && query.size(-1) <= 256;
@@ -33,7 +34,7 @@ bool is_chosen(AttentionBackend backend, const at::Tensor& query, const at::Tens
   return VirtualDevice::get().attention == backend && is_for_kernels(query, value);
 }
 
-// Torch asks only for these two of the choices on such a device.
+// Returns the back end that torch is to use; for such a device torch considers only these two.
 int64_t choose(
     const at::Tensor& query, const at::Tensor&, const at::Tensor& value, const Optional&, double, bool, Scale, bool) {
   const bool is_cudnn = is_chosen(AttentionBackend::CUDNN, query, value);
@@ -62,12 +63,12 @@ struct Attended {
   at::Tensor output, sums;
 };
 
-// `last`: of cuDNN's sums, whose last dimension is 1.
+// Runs the forward kernel. `last`: the sums get a last dimension of 1, as cuDNN's have.
 Attended run_forward(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& bias, bool causal, bool last) {
   const at::DisableRecordFunctionGuard one;
   const auto sizes = query.sizes(); // batch, heads, tokens, channels
-  at::Tensor output = at::empty_like(query); // which lies as that does
+  at::Tensor output = at::empty_like(query); // with the query's layout
   if (value.size(-1) != query.size(-1)) {
     output = at::empty({sizes[0], sizes[2], sizes[1], value.size(-1)}, query.options()).transpose(1, 2);
   }
@@ -87,7 +88,7 @@ Attended run_forward(
 using Results = std::
     tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>;
 
-// `seeds`: how many numbers, of which type; `masked`: an empty mask is among them.
+// Returns all results of a forward operator: a seed of sizes `seeds` and dtype `type`; `masked` adds an empty mask.
 Results results(
     const Attended& found, const at::Tensor& query, const at::Tensor& key, c10::IntArrayRef seeds, at::ScalarType type, bool masked) {
   const at::DisableRecordFunctionGuard one;

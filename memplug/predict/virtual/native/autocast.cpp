@@ -11,12 +11,12 @@ void register_autocast() {
   constexpr auto key = c10::DispatchKey::AutocastPrivateUse1;
   auto& any = *new torch::Library(torch::Library::IMPL, "_", key, __FILE__, __LINE__);
   any.fallback(torch::CppFunction::makeFallthrough());
-  auto& m = *new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__); // the macros' name for it
+  auto& m = *new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__); // the macros use the name `m`
 #define KERNEL_SAME_SIGNATURE_LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define KERNEL_SAME_SIGNATURE_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define KERNEL_SAME_SIGNATURE_OPT_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
 #define KERNEL_SAME_SIGNATURE_PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
-  using namespace at; // which the macros count on
+  using namespace at; // the macros need it
   using namespace at::autocast;
   AT_FORALL_LOWER_PRECISION_FP(KERNEL_SAME_SIGNATURE_LOWER)
   AT_FORALL_FP32(KERNEL_SAME_SIGNATURE_FP32)

@@ -1,4 +1,5 @@
-// Operators that choose elements by a mask: how many there are, an answer says; else it is a share of the mask, the same for all.
+// Operators that choose elements by a mask. An answer gives the number of chosen elements; without one, it is the device's fixed
+// fraction of the mask.
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/empty.h>
 
@@ -9,7 +10,7 @@
 namespace memplug {
 namespace {
 
-// The host waits for the number, as on CUDA.
+// Returns the number of chosen elements; the host waits for it, as on CUDA.
 int64_t chosen(const Work& work, int64_t elements) {
   VirtualDevice& device = VirtualDevice::get();
   device.copy(Link::TO_HOST, static_cast<int64_t>(sizeof(int64_t)), true);

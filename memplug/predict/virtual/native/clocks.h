@@ -1,7 +1,7 @@
-// Time of a device that computes nothing: of the host, of each stream, and of the link in each direction.
+// Simulated clocks of the host, of each stream, and of each direction of the link.
 //
-// What is queued on a stream begins once that is free, and not before the host has come to queue it; a copy over the link needs
-// that direction of it, too (link.h). Seconds since it last began.
+// Work queued on a stream begins when the stream is free, but not before the host has queued it. A copy over the link also needs
+// its direction of the link (link.h). All times are in seconds since the last start or restart.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace memplug {
 
-// What kept a stream busy, and when the host queued it; of a copy, its direction as the name.
+// An interval in which a stream was busy, and when the host queued the work; a copy's name is its direction.
 struct Span {
   int64_t stream;
   double begin_s, end_s, queued_s;
@@ -30,7 +30,7 @@ class Clocks {
     return static_cast<int64_t>(free_s_.size()) - 1;
   }
 
-  // The host works.
+  // Adds work of the host.
   void spend(double seconds) {
     const std::lock_guard<std::mutex> lock(mutex_);
     host_s_ += seconds;
@@ -42,7 +42,7 @@ class Clocks {
     run(stream, begin_s, begin_s + seconds, name);
   }
 
-  // When it is over.
+  // Queues a copy and returns when it is over.
   double copy(int64_t stream, Link direction, CopySeconds seconds) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const double begin_s = std::max({free_s_[stream], link_.free_s(direction), host_s_});
@@ -51,7 +51,7 @@ class Clocks {
     return over_s;
   }
 
-  // When all that is queued now is over.
+  // Return when the work queued now is over: of one stream, or of all streams and the host.
   double over_s(int64_t stream) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return std::max(free_s_[stream], host_s_);
@@ -65,7 +65,7 @@ class Clocks {
     return host_s_;
   }
 
-  // A stream, or the host, does not go on before that time.
+  // Lets a stream, or the host, wait until `at_s`.
   void wait(int64_t stream, double at_s) {
     const std::lock_guard<std::mutex> lock(mutex_);
     free_s_[stream] = std::max(free_s_[stream], at_s);
@@ -75,7 +75,7 @@ class Clocks {
     host_s_ = std::max(host_s_, at_s);
   }
 
-  // At zero again, with nothing under way. Streams stay.
+  // Sets all clocks to zero, with no work in progress. Streams stay.
   void restart() {
     const std::lock_guard<std::mutex> lock(mutex_);
     host_s_ = 0;
@@ -85,17 +85,18 @@ class Clocks {
     spans_.clear();
     ++era_;
   }
-  // Counts restarts: times of different ones cannot be compared.
+  // Returns the number of restarts; times of different eras cannot be compared.
   int64_t era() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return era_;
   }
 
-  // From here on spans are kept, or no more are; those that were.
+  // Starts or stops noting spans.
   void keep_spans(bool on) {
     const std::lock_guard<std::mutex> lock(mutex_);
     keeps_spans_ = on;
   }
+  // Returns the noted spans and forgets them.
   std::vector<Span> take_spans() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return std::exchange(spans_, {});
@@ -111,7 +112,7 @@ class Clocks {
 
   mutable std::mutex mutex_;
   double host_s_ = 0;
-  std::vector<double> free_s_{0}; // by stream; 0: the default one
+  std::vector<double> free_s_{0}; // when each stream is free; stream 0 is the default one
   LinkClock link_;
   int64_t era_ = 0;
   bool keeps_spans_ = false;

@@ -27,7 +27,7 @@ struct VirtualEvent {
   double at_s = 0;
   int64_t era = 0;
 
-  // Zero where the clocks have begun again since: then it is over.
+  // Returns when the event is over; zero if the clocks were restarted since it was recorded.
   double over_s() const {
     return era == clocks().era() ? at_s : 0;
   }
@@ -133,7 +133,7 @@ class Addresses final : public c10::Allocator {
   }
 };
 
-// Memory of the host, of which nothing is ever written to: pages that take none.
+// Allocates pinned host memory that is never written to, so its pages take no physical memory.
 class HostAddresses final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
@@ -186,7 +186,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
     return c10::Device(kVirtual, 0);
   }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
-    return at::globalContext().defaultGenerator(c10::Device(c10::kCPU)); // nothing is drawn from it
+    return at::globalContext().defaultGenerator(c10::Device(c10::kCPU)); // no kernel draws from it
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     auto* const impl = storage.unsafeGetStorageImpl();
@@ -214,7 +214,7 @@ std::string described(const Work& work) {
 } // namespace
 
 VirtualDevice& VirtualDevice::get() {
-  static auto* instance = new VirtualDevice(); // never destroyed: storages outlive static destruction
+  static auto* instance = new VirtualDevice(); // never destroyed, because storages outlive static destruction
   return *instance;
 }
 
@@ -233,7 +233,7 @@ void VirtualDevice::start() {
     return;
   }
   if (at::isPrivateUse1HooksRegistered() || c10::impl::hasDeviceGuardImpl(kVirtual)) {
-    throw std::runtime_error("another device is registered with torch in the virtual one's place (PrivateUse1)");
+    throw std::runtime_error("another device is registered in the virtual device's slot in torch (PrivateUse1)");
   }
   c10::impl::registerDeviceGuard(kVirtual, new Guard());
   c10::SetAllocator(kVirtual, &virtual_allocator());
@@ -254,7 +254,7 @@ void VirtualDevice::answer_by(Answers answers) {
 }
 
 std::optional<std::vector<at::Tensor>> VirtualDevice::answer(const Work& work, bool waits) {
-  const at::DisableRecordFunctionGuard apart; // what makes an answer is no part of the program
+  const at::DisableRecordFunctionGuard apart; // operators that make an answer are not part of the program
   Answers answers;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -263,7 +263,7 @@ std::optional<std::vector<at::Tensor>> VirtualDevice::answer(const Work& work, b
   return answers ? answers(work, waits) : std::nullopt;
 }
 
-// No lock is held where Python is asked: another thread may have Python's, and wait for this one.
+// Holds no lock while it calls Python: a thread with Python's lock may be waiting for this one.
 void VirtualDevice::run(const Work& work) {
   const std::string key = described(work);
   Costs costs;

@@ -1,6 +1,6 @@
-// A device of torch's that computes nothing: kernels and copies take time of its clocks, memory is addresses.
+// A device for torch that computes nothing: kernels and copies advance its clocks, and memory is only addresses.
 //
-// It takes torch's place for devices of others, PrivateUse1: one process has it, or another one that registers there.
+// It uses torch's slot for other vendors' devices, PrivateUse1, so a process can have either it or another device of that slot.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,69 +22,69 @@ namespace memplug {
 
 constexpr auto kVirtual = c10::DeviceType::PrivateUse1;
 
-// A tensor of an operator: all that its duration depends on.
+// A tensor of an operator, with the properties that the operator's duration depends on.
 struct TensorShape {
   std::vector<int64_t> sizes;
   std::string dtype;
-  int64_t nbytes; // of its elements
+  int64_t nbytes; // size of its elements
   bool contiguous;
 };
 
-// One kernel; `causal` is of attention.
+// One kernel; `causal` is used by attention only.
 struct Work {
   std::string name;
   std::vector<TensorShape> inputs, outputs;
   bool causal = false;
 };
 
-// Of a kernel.
+// The cost of a kernel.
 struct Cost {
   double seconds = 0;
   double flops = 0; // floating-point operations of matrix products, convolutions and attention
 };
 
-// What a kernel, or seconds that a copy of so many bytes over the link, takes; asked once for each of a kind. Of the host for each
-// kernel, of its own.
+// Functions that return the cost of a kernel (called once for each kind) and the duration of a copy of a size over the link; and
+// the host's own time for each kernel or copy.
 struct Costs {
   std::function<Cost(const Work&)> kernel;
   std::function<CopySeconds(Link, int64_t)> copy;
   double launch_s = 0;
 };
 
-// What an operator that depends on values gives: tensors of the host, which have them, or on torch's meta device, of which the
-// shape counts. Nothing: the device makes something up. Whether the program waits for it, or may never look at it.
+// Returns the results of an operator that depends on values: CPU tensors with values, or meta tensors if only their shape matters.
+// Without a result, the device makes one up. `waits` says whether the program waits for the result, or may never look at it.
 using Answers = std::function<std::optional<std::vector<at::Tensor>>(const Work&, bool waits)>;
 
-// Whose operators attention runs: for others than these, torch's for devices of other vendors.
+// The back end whose operators attention runs; OTHER: torch's generic operators for other vendors' devices.
 enum class AttentionBackend : uint8_t { OTHER, CUDNN, FLASH };
 
 class VirtualDevice {
  public:
   static VirtualDevice& get();
 
-  // Known to torch from here on; throws where another device is registered in its place.
+  // Registers the device with torch; throws if another device is registered as PrivateUse1.
   void start();
 
   void set_costs(Costs costs);
 
-  // Queued on the calling thread's current stream.
+  // Queue work on the calling thread's current stream; `blocks` lets the host wait for the copy.
   void run(const Work& work);
   void launch(const std::string& name, double seconds);
   void copy(Link direction, int64_t nbytes, bool blocks);
 
-  // Asked on the thread that reads, which has no lock of the device.
+  // `answers` is called on the thread that reads the value, without a lock of the device.
   void answer_by(Answers answers);
   std::optional<std::vector<at::Tensor>> answer(const Work& work, bool waits = true);
 
-  // Clocks at zero, and nothing counted; memory as after `CachingMemory::restart`. Costs and answers stay.
+  // Resets clocks, counters and memory (`CachingMemory::restart`). Costs and answers stay.
   void restart();
 
-  // Floating-point operations of all kernels since it last began.
+  // Returns the floating-point operations of all kernels since the last start or restart.
   double flops();
 
   Clocks clocks;
   CachingMemory memory{clocks};
-  std::atomic<double> true_share{1.0}; // of the elements of each mask
+  std::atomic<double> true_share{1.0}; // fraction of each mask's elements that is taken to be true
   std::atomic<AttentionBackend> attention{AttentionBackend::OTHER};
 
  private:
@@ -92,11 +92,11 @@ class VirtualDevice {
   bool is_started_ = false;
   Costs costs_;
   Answers answers_;
-  std::map<std::string, Cost> known_; // by all that a kernel's duration depends on
+  std::map<std::string, Cost> known_; // costs by kind: name, shapes and layout
   double flops_ = 0;
 };
 
-// The calling thread's.
+// Returns the calling thread's current stream.
 int64_t current_stream();
 
 c10::Allocator& virtual_allocator();

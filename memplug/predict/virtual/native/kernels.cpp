@@ -1,4 +1,4 @@
-// Operators for which torch's choice of kernels depends on the device: as on CUDA, norms are one kernel each.
+// Operators for which torch chooses kernels by device; as on CUDA, each norm is one kernel.
 #include "kernels.h"
 
 #include <ATen/ops/_fused_rms_norm.h>
@@ -26,7 +26,7 @@ at::Tensor rms_norm(
 at::Tensor embed_backward(
     const at::Tensor& gradient, const at::Tensor& indices, c10::SymInt count, c10::SymInt, bool) {
   const at::DisableRecordFunctionGuard one;
-  const at::Tensor dense = gradient.contiguous(); // as CUDA's does, and the CPU's
+  const at::Tensor dense = gradient.contiguous(); // CUDA's and the CPU's kernels do the same
   at::Tensor output = at::empty({count.guard_int(__FILE__, __LINE__), dense.size(-1)}, dense.options());
   VirtualDevice::get().run({"aten::embedding_dense_backward", {shape_of(dense), shape_of(indices)}, {shape_of(output)}});
   return output;
@@ -34,7 +34,8 @@ at::Tensor embed_backward(
 
 // -- products of groups -----------------------------------------------------------------------------------------------------
 
-// One kernel, whatever each group has. Of other dtypes than bfloat16, for which CUDA has none, torch's loops over the groups.
+// Runs one kernel, independent of the groups' sizes. CUDA has a kernel only for bfloat16; for other dtypes torch loops over the
+// groups there.
 at::Tensor grouped_mm(
     const at::Tensor& left,
     const at::Tensor& right,
@@ -44,7 +45,7 @@ at::Tensor grouped_mm(
   const at::DisableRecordFunctionGuard one;
   at::Tensor output;
   Work work{"aten::_grouped_mm", {shape_of(left), shape_of(right)}, {}};
-  if (left.scalar_type() == at::kBFloat16) { // its rows are aligned
+  if (left.scalar_type() == at::kBFloat16) { // the meta kernel also aligns the output's rows
     const std::optional<at::Tensor> meta_ends = ends ? std::optional<at::Tensor>(on_meta(*ends)) : std::nullopt;
     output = like(at::_grouped_mm(on_meta(left), on_meta(right), meta_ends, bias, dtype));
   } else {
@@ -92,7 +93,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolve_backward(
   at::Tensor gradients[3];
   const auto make = [&](size_t which, at::Tensor made) {
     gradients[which] = std::move(made);
-    // what is counted of it are products for each element of `gradient`, as in the forward
+    // counted like the forward: the same number of products for each element of `gradient`
     VirtualDevice::get().run({"convolution", {shape_of(gradients[which]), shape_of(weight)}, {shape_of(gradient)}});
   };
   if (wanted[0]) {
@@ -112,7 +113,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolve_backward(
 } // namespace
 
 void register_kernels(torch::Library& aten) {
-  // Never destroyed: what is registered goes with it.
+  // Never destroyed, because destroying a library removes its registrations.
   auto& autograd = *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
   aten.impl("rms_norm", TORCH_FN(rms_norm));
   autograd.impl("rms_norm", TORCH_FN(rms_norm));

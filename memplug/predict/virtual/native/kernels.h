@@ -1,4 +1,4 @@
-// Operators of the virtual device, and those for which torch's choice of kernels depends on the device.
+// Helpers for the virtual device's operators, and the registration of each group of kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,8 +11,9 @@ namespace memplug {
 bool is_virtual(const at::Tensor& tensor);
 TensorShape shape_of(const at::Tensor& tensor);
 
-// Of a virtual tensor one of the same layout on torch's meta device, and the other way round.
+// Returns a tensor of the same layout on the meta device; a tensor that is not virtual is returned itself.
 at::Tensor on_meta(const at::Tensor& tensor);
+// Returns a new virtual tensor with the layout of a meta tensor.
 at::Tensor like(const at::Tensor& meta);
 
 void register_kernels(torch::Library& aten);

@@ -1,10 +1,10 @@
-// The link between host and device, whose two directions carry one copy at a time each, and slow each other down.
+// The clock of the link between host and device; each direction carries one copy at a time, and the two slow each other down.
 //
-// A copy runs at one rate while the other direction is idle, and at another one while that is busy. Events and streams ask when a
-// copy is over as soon as it is queued, so its end is fixed then, from the copies that are queued by then. One of the other
-// direction that is queued later moves it no more; what it should have lost to that one is carried over: its direction is free
-// for the next copy that much later. So copies that queue in both directions take as long as they should, and the last one of
-// a direction's queue alone may be over too early.
+// A copy runs at one rate while the other direction is idle, and at another rate while it is busy. Events and streams need the end
+// of a copy as soon as it is queued, so the end is fixed then, from the copies queued so far. A copy that is queued later in the
+// other direction does not move it. The time that the earlier copy should have lost to the later one is carried over: its
+// direction becomes free that much later. So a queue of copies in both directions takes the right time in total; only the last
+// copy in a direction's queue may end too early.
 #pragma once
 
 #include <algorithm>
@@ -18,11 +18,11 @@ namespace memplug {
 
 enum class Link : uint8_t { TO_HOST, TO_DEVICE };
 
-// What a copy takes with the other direction idle, and with it busy all the while.
+// Seconds that a copy takes with the other direction idle, and with it busy throughout.
 struct CopySeconds {
   double alone = 0, beside = 0;
 
-  // How fast it is beside the other direction.
+  // Returns its speed while the other direction is busy, relative to alone.
   double speed() const {
     return beside > alone ? alone / beside : 1;
   }
@@ -34,14 +34,15 @@ class LinkClock {
     return of(direction).free_s;
   }
 
-  // When a copy is over that begins then, not before its direction is free. No later one begins before `host_s`.
+  // Queues a copy that begins at `begin_s`, when its direction is free, and returns when it is over. No later copy begins before
+  // `host_s`, so copies that end before it can be forgotten.
   double copy(Link direction, double begin_s, double host_s, CopySeconds seconds) {
     Direction& own = directions_[static_cast<size_t>(direction)];
     Direction& other = directions_[1 - static_cast<size_t>(direction)];
     own.forget(host_s);
     other.forget(begin_s);
     Run run{begin_s, seconds.alone, seconds.speed()};
-    double owed_s = 0; // of the other direction, as of a copy alone
+    double owed_s = 0; // delay of the other direction that is not applied yet, in seconds of a copy alone
     for (size_t at = 0; at < other.copies.size() && (run.left_s > 0 || owed_s > 0); ++at) {
       Copy& copy = other.copies[at];
       run.go(std::max(copy.begin_s - run.now_s, 0.0), 1);
@@ -63,14 +64,14 @@ class LinkClock {
  private:
   static constexpr double kForever = std::numeric_limits<double>::infinity();
 
-  // Keeps its direction busy; with what it owes once its end is fixed.
+  // A queued copy and the interval in which it keeps its direction busy, including carried-over time.
   struct Copy {
     double begin_s, end_s, speed;
   };
 
   struct Direction {
     double free_s = 0;
-    std::deque<Copy> copies; // one behind the other
+    std::deque<Copy> copies; // in order, without overlaps
 
     void forget(double before_s) {
       while (!copies.empty() && copies.front().end_s <= before_s) {
@@ -79,11 +80,11 @@ class LinkClock {
     }
   };
 
-  // A copy under way.
+  // A copy whose end is being computed.
   struct Run {
-    double now_s, left_s, speed; // left: as alone
+    double now_s, left_s, speed; // left_s: remaining seconds as a copy alone
 
-    // At that speed up to so many seconds: those that it takes.
+    // Advances by at most `limit_s` at a speed, and returns the seconds that it took.
     double go(double limit_s, double at_speed) {
       const bool ends = left_s <= limit_s * at_speed;
       const double took_s = ends ? left_s / at_speed : limit_s;

@@ -11,9 +11,9 @@ namespace {
 
 using Lock = std::lock_guard<std::mutex>;
 
-constexpr size_t kAddresses = size_t(1) << 45; // bytes, none of which is ever touched
+constexpr size_t kAddresses = size_t(1) << 45; // bytes; no address is accessed
 constexpr int64_t kSmallestBlock = 512;
-constexpr int64_t kSmall = 1 << 20; // up to it, the small pool
+constexpr int64_t kSmall = 1 << 20; // largest request of the small pool
 
 } // namespace
 
@@ -80,8 +80,8 @@ void CachingMemory::free(void* address) {
 
 void CachingMemory::use_on(void* address, int64_t stream) {
   const Lock lock(mutex_);
-  const auto found = blocks_.find(static_cast<char*>(address)); // an arena's blocks are none of these
-  if (found != blocks_.end() && stream != found->second->pool->stream) { // which orders its own work
+  const auto found = blocks_.find(static_cast<char*>(address)); // an arena's blocks are not in the map
+  if (found != blocks_.end() && stream != found->second->pool->stream) { // a block's own stream orders its work
     found->second->streams.insert(stream);
   }
 }
@@ -96,7 +96,7 @@ void CachingMemory::restart() {
   release_free();
   unused_.clear();
   if (usage_.allocated == 0) {
-    blocks_.clear(); // ranges of addresses, without memory
+    blocks_.clear(); // only unmapped ranges of addresses are left
     pools_.clear();
     next_ = begin_;
   }
@@ -133,7 +133,7 @@ CachingMemory::Block* CachingMemory::add(Block block) {
   return blocks_.emplace(address, std::make_unique<Block>(std::move(block))).first->second.get();
 }
 
-// What is left of a block behind its first bytes; neither is among the free ones.
+// Cuts a block after `nbytes` and returns the rest; neither is in the free lists.
 CachingMemory::Block* CachingMemory::cut(Block* block, int64_t nbytes) {
   Block* const rest = add(
       {block->address + nbytes, block->nbytes - nbytes, 0, block->pool, false, block->is_mapped, block, block->after, {}});
@@ -145,7 +145,7 @@ CachingMemory::Block* CachingMemory::cut(Block* block, int64_t nbytes) {
   return rest;
 }
 
-// Two neighbours as one; neither is among the free ones.
+// Merges two neighbours; neither is in the free lists.
 CachingMemory::Block* CachingMemory::merged(Block* one, Block* other) {
   Block* const first = one->after == other ? one : other;
   Block* const second = first->after;
@@ -158,7 +158,7 @@ CachingMemory::Block* CachingMemory::merged(Block* one, Block* other) {
   return first;
 }
 
-// Among the free ones, one with its free neighbours.
+// Puts a block into the free lists, merged with its free neighbours, and returns the merged block.
 CachingMemory::Block* CachingMemory::put(Block* block) {
   for (Block* const neighbour : {block->before, block->after}) {
     if (neighbour != nullptr && neighbour->is_free && neighbour->is_mapped == block->is_mapped) {
@@ -172,7 +172,7 @@ CachingMemory::Block* CachingMemory::put(Block* block) {
   return block;
 }
 
-// No longer among them.
+// Takes a block out of the free lists.
 void CachingMemory::take(Block* block) {
   block->is_free = false;
   block->is_mapped ? block->pool->free.erase({block->nbytes, block->address}) : block->pool->unmapped.erase(block->address);

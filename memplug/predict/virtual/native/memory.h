@@ -1,9 +1,9 @@
-// Memory of a device that has none: addresses, given out as torch's caching allocator of CUDA does.
+// A simulation of torch's caching allocator of CUDA: it serves addresses without memory.
 //
-// After c10/cuda/CUDACachingAllocator.cpp: sizes rounded to 512 bytes, of each stream one pool for small requests and one for large
-// ones, best fit by size and then address, splitting, coalescing with free neighbours; where the device has no more, segments that
-// are free go back to it. What is used on another stream is free once that is past its use. Where segments are expandable, a pool
-// has ranges of addresses instead, of which pages have memory.
+// It follows c10/cuda/CUDACachingAllocator.cpp. Sizes are rounded up to 512 bytes. Each stream has one pool for small requests and
+// one for large ones. A request gets the best fit by size and then address; blocks are split, and coalesced with free neighbours.
+// If the device has no more memory, free segments are released to it. A block that another stream uses is free once that stream
+// is past the use. With expandable segments, a pool has ranges of addresses instead, and pages of them are mapped to memory.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -22,51 +22,51 @@
 namespace memplug {
 
 struct VirtualMemory {
-  int64_t requested = 0, allocated = 0, reserved = 0; // bytes in use as asked for, and as rounded up; of all segments
+  int64_t requested = 0, allocated = 0, reserved = 0; // bytes in use as requested; as rounded up; of all segments
   int64_t requested_peak = 0, allocated_peak = 0, reserved_peak = 0;
-  int64_t retries = 0; // requests for which segments went back
-  int64_t holes = 0; // bytes that are free now, and cannot go back: beside blocks in use
+  int64_t retries = 0; // requests for which segments were released
+  int64_t holes = 0; // free bytes that cannot be released, because blocks in use share their segment or page
 };
 
 class CachingMemory {
  public:
   explicit CachingMemory(Clocks& clocks);
 
-  // Throws torch's OutOfMemoryError where the device has no more.
+  // Returns an address; throws torch's OutOfMemoryError if the device has no more memory.
   void* malloc(int64_t nbytes, int64_t stream);
   void free(void* address);
 
-  // It is used on that stream, too, by what is queued there now.
+  // Notes that work queued on this stream now uses the block too.
   void use_on(void* address, int64_t stream);
 
-  // Segments that are free go back.
+  // Releases free segments to the device.
   void empty_cache();
 
-  // The same, and nothing is known of what was served before: where no block is in use, addresses begin again too, so that later
-  // requests are placed as the first ones were.
+  // Releases free segments and resets all counters. If no block is in use, addresses begin again too, so later requests are placed
+  // as the first ones were.
   void restart();
 
-  void limit(int64_t nbytes); // that the device has
-  void expand_segments(bool on); // from here on
+  void limit(int64_t nbytes); // sets the device's capacity
+  void expand_segments(bool on); // applies to later requests
   VirtualMemory usage() const;
   void reset_peaks();
 
  private:
   struct Block;
-  using Free = std::set<std::pair<int64_t, char*>>; // bytes and address
+  using Free = std::set<std::pair<int64_t, char*>>; // size in bytes and address
   struct Pool {
     int64_t stream;
     bool small, expandable;
-    Free free; // with memory
-    std::set<char*> unmapped{}; // without
+    Free free; // free blocks with memory
+    std::set<char*> unmapped{}; // free blocks without memory
   };
   struct Block {
     char* address;
     int64_t nbytes, requested;
     Pool* pool;
     bool is_free, is_mapped;
-    Block *before, *after; // of its segment
-    std::set<int64_t> streams; // that use it besides
+    Block *before, *after; // neighbours in its segment
+    std::set<int64_t> streams; // other streams that use it
   };
   struct Pending {
     void* address;
@@ -98,11 +98,11 @@ class CachingMemory {
   int64_t capacity_ = INT64_MAX;
   VirtualMemory usage_;
   bool expands_ = false;
-  std::map<std::tuple<int64_t, bool, bool>, Pool> pools_; // by stream, and whether small and expandable
+  std::map<std::tuple<int64_t, bool, bool>, Pool> pools_; // by stream, small, and expandable
   std::map<char*, std::unique_ptr<Block>> blocks_;
   std::vector<Pending> pending_;
-  std::multimap<int64_t, char*> unused_; // addresses of segments that went back
-  char *begin_ = nullptr, *next_ = nullptr, *end_ = nullptr; // of the addresses that there are
+  std::multimap<int64_t, char*> unused_; // addresses of released segments, by size
+  char *begin_ = nullptr, *next_ = nullptr, *end_ = nullptr; // the reserved range of addresses, and its first unused one
 };
 
 } // namespace memplug

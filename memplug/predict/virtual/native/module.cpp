@@ -1,4 +1,4 @@
-// What Python sees of the virtual device.
+// Python bindings of the virtual device.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -20,7 +20,7 @@ using memplug::VirtualDevice;
 
 namespace {
 
-// A Python function, called and dropped with Python's lock.
+// Returns a shared Python function that takes Python's lock before it is destroyed.
 template <typename Function>
 std::shared_ptr<py::function> kept(Function function) {
   return {new py::function(std::move(function)), [](py::function* each) {
@@ -29,14 +29,14 @@ std::shared_ptr<py::function> kept(Function function) {
           }};
 }
 
-// Waits until autograd's thread has dropped what it ran last, Python's objects included: a backward of a thread that has none
-// comes after it. It asks for no memory, of which there may be none.
+// Waits until autograd's thread has destroyed the objects of its last task, including Python's: runs one more backward there, from
+// a thread without Python objects. The tensor is empty, because the device may have no memory left.
 void settle() {
   std::thread([] {
     try {
       const at::Tensor none = at::empty({0}, at::TensorOptions().device(at::kPrivateUse1));
       none.detach().set_requires_grad(true).backward(none);
-    } catch (const std::exception&) { // the process ends all the same
+    } catch (const std::exception&) { // a failure must not stop the process from ending
     }
   }).join();
 }

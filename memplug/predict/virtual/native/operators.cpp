@@ -1,6 +1,7 @@
-// Operators of the virtual device: what comes out is as torch's meta kernels say, and takes the time that the costs say.
+// Operators of the virtual device: torch's meta kernels determine the outputs, and the device's costs the duration.
 //
-// An operator is a kernel where it is one on the CPU, or in `kFused`, which CUDA has kernels of; others are what they are composed of.
+// An operator is one kernel if it has a CPU kernel, or if it is in `kFused`, for which CUDA has kernels. Other operators run as the
+// operators that they are composed of.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/enum_tag.h>
@@ -30,9 +31,9 @@ namespace memplug {
 namespace {
 
 constexpr std::array kFused = {"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"};
-constexpr std::string_view kForeach = "aten::_foreach_"; // of many tensors at once
+constexpr std::string_view kForeach = "aten::_foreach_"; // operators on many tensors at once
 
-// Calls `change(tensor)` for each tensor of a value, which has what that returns from then on.
+// Replaces each tensor of a value by `change(tensor)`.
 template <typename Change>
 void each_tensor(c10::IValue& value, const Change& change) {
   if (value.isTensor()) {
@@ -56,7 +57,7 @@ bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
-// Whether values say what comes out. Of indices they do if one is a mask.
+// Returns whether the outputs' sizes depend on values; those of `index` do only if an index is a mask.
 bool depends_on_values(const c10::OperatorHandle& op, const std::vector<TensorShape>& inputs) {
   if (op.schema().name() == "aten::index") {
     return std::any_of(inputs.begin() + 1, inputs.end(), [](const TensorShape& each) {
@@ -66,7 +67,7 @@ bool depends_on_values(const c10::OperatorHandle& op, const std::vector<TensorSh
   return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
 }
 
-// In place of the operator's meta kernel; false where there is no answer.
+// Runs an operator with recorded results instead of its meta kernel; returns false if there is no answer.
 bool run_as_answered(const c10::OperatorHandle& op, const Work& work, torch::jit::Stack* stack) {
   if (work.inputs.empty() || !depends_on_values(op, work.inputs)) {
     return false;
@@ -84,9 +85,9 @@ bool run_as_answered(const c10::OperatorHandle& op, const Work& work, torch::jit
   return true;
 }
 
-// Any operator, as its meta kernel says: what it writes to stays the argument that it was, all else is new.
+// Runs any operator by its meta kernel: outputs that it writes to stay the caller's arguments, all others are new tensors.
 void run_as_on_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const at::DisableRecordFunctionGuard one; // a kernel is seen as one, whatever its meta kernel is made of
+  const at::DisableRecordFunctionGuard one; // observers see one kernel, not the operators of its meta kernel
   const auto& arguments = op.schema().arguments();
   const auto& returns = op.schema().returns();
   const size_t first = stack->size() - arguments.size();
@@ -115,7 +116,7 @@ void run_as_on_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t i = 0; i < returns.size(); ++i) {
     c10::IValue& value = (*stack)[stack->size() - returns.size() + i];
     if (is_written(returns[i])) {
-      TORCH_INTERNAL_ASSERT(next_written != written.end(), op.schema().name(), " returns what is no argument");
+      TORCH_INTERNAL_ASSERT(next_written != written.end(), op.schema().name(), " returns a written tensor that is not an argument");
       if (value.isTensor()) {
         at::native::resize_output(next_written->toTensor(), value.toTensor().sizes());
       }
@@ -132,7 +133,7 @@ void run_as_on_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       return tensor;
     });
   }
-  if (returns.empty()) { // of lists in place
+  if (returns.empty()) { // in-place operators on lists return nothing
     for (c10::IValue& value : written) {
       each_tensor(value, [&](const at::Tensor& tensor) {
         work.outputs.push_back(shape_of(tensor));
@@ -210,7 +211,8 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 
 // -- copies -----------------------------------------------------------------------------------------------------------------
 
-// A program may read what comes to the host: what it waits for, and of the rest what is small. Larger copies stay uninitialised.
+// Sizes up to which a copy to the host is filled, because the program may read it: without and with waiting for the copy. Larger
+// copies stay uninitialised.
 constexpr int64_t kReadBytes = 1 << 16, kAwaitedBytes = 1 << 26;
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
@@ -232,7 +234,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
   return destination;
 }
 
-// In place of torch's own, which is `_copy_from` inside of it.
+// Replaces torch's `copy_`, which would call `_copy_from` as a second operator.
 at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   if (!self.is_same(source)) {
     copy_from(source, self, non_blocking);
@@ -240,7 +242,7 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
   return self;
 }
 
-// A number that the host asks for, and waits for; it was never computed: 1, if there is no answer.
+// Returns a number that the host reads and waits for. It was never computed, so without an answer it is 1.
 at::Scalar local_scalar(const at::Tensor& self) {
   VirtualDevice& device = VirtualDevice::get();
   device.copy(Link::TO_HOST, static_cast<int64_t>(self.element_size()), true);
@@ -292,7 +294,7 @@ at::Tensor like(const at::Tensor& meta) {
 
 void register_operators() {
   constexpr auto key = c10::DispatchKey::PrivateUse1;
-  // Never destroyed: what is registered goes with them.
+  // Never destroyed, because destroying a library removes its registrations.
   auto& any = *new torch::Library(torch::Library::IMPL, "_", key, __FILE__, __LINE__);
   auto& aten = *new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
   any.fallback(torch::CppFunction::makeFromBoxedFunction<&run_as_on_meta>());

@@ -1,4 +1,4 @@
-// Where memory of the simulated allocator comes from, and goes back to: segments, or pages of ranges.
+// The source of the simulated allocator's memory: segments, or mapped pages of address ranges.
 #include <algorithm>
 #include <new>
 
@@ -8,10 +8,10 @@ namespace memplug {
 namespace {
 
 constexpr int64_t kMiB = 1 << 20;
-constexpr int64_t kSmallSegment = 2 * kMiB, kLargeSegment = 20 * kMiB; // and pages, where they are expandable
-constexpr int64_t kLarge = 10 * kMiB; // from it on, segments of their own
+constexpr int64_t kSmallSegment = 2 * kMiB, kLargeSegment = 20 * kMiB; // also the page sizes of expandable segments
+constexpr int64_t kLarge = 10 * kMiB; // requests from this size get a segment of their own
 constexpr int64_t kRound = 2 * kMiB;
-constexpr int64_t kRange = (int64_t(1) << 38) / kLargeSegment * kLargeSegment; // bytes; more than any device has
+constexpr int64_t kRange = (int64_t(1) << 38) / kLargeSegment * kLargeSegment; // bytes of a range; more than any device has
 
 int64_t rounded(int64_t nbytes, int64_t to) {
   return (nbytes + to - 1) / to * to;
@@ -23,7 +23,7 @@ int64_t page(bool small) {
 
 } // namespace
 
-// None of them was given out before, and they begin with a page.
+// Returns page-aligned addresses that were never used before.
 char* CachingMemory::addresses(int64_t nbytes) {
   char* const begin = next_ + (kLargeSegment - reinterpret_cast<intptr_t>(next_) % kLargeSegment) % kLargeSegment;
   if (nbytes > end_ - begin) {
@@ -33,7 +33,7 @@ char* CachingMemory::addresses(int64_t nbytes) {
   return begin;
 }
 
-// A free block that is large enough; null: the device has no more.
+// Returns a free block of at least `size` bytes with new memory; null if the device has no more.
 CachingMemory::Block* CachingMemory::more(Pool& pool, int64_t size) {
   if (pool.expandable) {
     return expanded(pool, size);
@@ -73,7 +73,7 @@ CachingMemory::Block* CachingMemory::expanded(Pool& pool, int64_t size) {
     take(next);
     if (!next->is_mapped && !map(next, size - block->nbytes)) {
       put(next);
-      put(block); // what it has got so far stays
+      put(block); // pages mapped so far stay mapped
       return nullptr;
     }
     block = merged(block, next);
@@ -81,7 +81,7 @@ CachingMemory::Block* CachingMemory::expanded(Pool& pool, int64_t size) {
   return put(block);
 }
 
-// The first of free neighbours with addresses enough, at the lowest ones that are without memory.
+// Returns the first of adjacent free blocks that are large enough together, at the lowest unmapped address.
 CachingMemory::Block* CachingMemory::place_in_range(Pool& pool, int64_t size) {
   for (char* const address : pool.unmapped) {
     Block* first = blocks_.at(address).get();
@@ -99,7 +99,8 @@ CachingMemory::Block* CachingMemory::place_in_range(Pool& pool, int64_t size) {
   return put(add({addresses(kRange), kRange, 0, &pool, true, false, nullptr, nullptr, {}}));
 }
 
-// The first pages of a block that is not among the free ones get memory, as many as it takes. False: the device has no more.
+// Maps enough of a block's first pages to hold `nbytes`; the block must not be in the free lists. Returns false if the device has
+// no more memory.
 bool CachingMemory::map(Block* block, int64_t nbytes) {
   nbytes = std::min(block->nbytes, rounded(nbytes, page(block->pool->small)));
   if (nbytes > capacity_ - usage_.reserved) {
@@ -113,10 +114,10 @@ bool CachingMemory::map(Block* block, int64_t nbytes) {
   return true;
 }
 
-// The whole pages of a free block give their memory back. False: it has none.
+// Unmaps the whole pages of a free block. Returns false if it has none.
 bool CachingMemory::unmap(Block* block) {
   const int64_t size = page(block->pool->small), at = reinterpret_cast<intptr_t>(block->address);
-  const int64_t begin = rounded(at, size) - at, end = (at + block->nbytes) / size * size - at; // in the block
+  const int64_t begin = rounded(at, size) - at, end = (at + block->nbytes) / size * size - at; // offsets in the block
   if (end <= begin) {
     return false;
   }
@@ -135,7 +136,7 @@ bool CachingMemory::unmap(Block* block) {
   return true;
 }
 
-// Bytes of free blocks that `release_free` would leave.
+// Returns the bytes of free blocks that `release_free` cannot release.
 int64_t CachingMemory::holes() const {
   int64_t nbytes = 0;
   for (const auto& [address, block] : blocks_) {
@@ -152,7 +153,8 @@ int64_t CachingMemory::holes() const {
   return nbytes;
 }
 
-// All that is free goes back to the device; the host waits until other streams are past what they use. False: nothing is.
+// Releases all free memory to the device; the host first waits until other streams are past the blocks that they use. Returns false
+// if nothing was free.
 bool CachingMemory::release_free() {
   for (const Pending& each : pending_) {
     clocks_.wait(each.over_s);
