@@ -51,8 +51,8 @@ bool note_malloc(void* pointer, size_t nbytes, const void* stream);
 // before it.
 void note_free(void* pointer, size_t nbytes);
 
-// While one lives and `on` is set, mallocs and frees of the calling thread are not recorded: the recording shows the step
-// as if no block had been moved.
+// While one lives and `on` is set, mallocs and frees of the calling thread are not recorded: the recording shows the
+// step as if no block had been moved.
 class Moving {
  public:
   explicit Moving(bool on);
