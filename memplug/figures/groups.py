@@ -120,7 +120,7 @@ def range_words(first: str, last: str) -> str:
 
 
 def _shares(count: int, anchors: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Yield shares (first, last, colour) of `count` items in a row: few, of equal length but for the last."""
+    """Yield shares (first, last, colour) of `count` items in a row: few, of equal length except the last."""
     length = max(-(-count // AT_MOST), 1)
     firsts = range(0, count, length)
     for first, colour in zip(firsts, sequence(len(firsts), anchors), strict=True):

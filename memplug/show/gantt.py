@@ -19,7 +19,7 @@ COPIES = {"to host": "offload", "to device": "prefetch"}
 KINDS = {"attention": "#c8520f", "matrix product": "#2166a5", "other kernels": "#9cc8e8"}
 COLOURS = {**KINDS, "offload": "#3f8f5b", "prefetch": "#6a4c9c", "host": "#8c8f3f"}
 BARS = 1500  # at most so many bars on one track of a step
-LONG_S = 10.0  # from this step time on the clock counts seconds
+LONG_S = 10.0  # steps at least this long are shown in seconds, others in milliseconds
 QUEUE_S = 20e-6  # the host counts as busy between two kernels that it queues at most this far apart
 
 
