@@ -1,9 +1,8 @@
-"""The native core: the C++ of all parts of memplug, built on first use as one library (`memplug.native.building`).
+"""The native core: the C++ of all rooms, built on first use as one library (`memplug.native.building`).
+Each folder that is there adds its part of the Python module by itself (registry.h).
 
-Each folder of the core registers its part of the Python module (registry.h).
-
-Separate libraries: `memplug.predict.virtual.native`, and the plain C++ without torch that planners use
-(`memplug.native.plain`), `memplug.arena.native.packing` and `memplug.tokenwise.plan.rules`.
+`memplug.predict.virtual.native` is apart from it, and so is what planners use, plain C++ that knows no torch
+(`memplug.native.plain`): `memplug.arena.native.packing` and `memplug.tokenwise.plan.rules`.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ _INCLUDES_TORCH = re.compile(r"^#include <(?:torch|ATen|c10)/", re.M).search
 
 
 def _folders() -> tuple[Path, ...]:
-    """Return the folders of the core: of `native`, `*/native` and `*/native/*`, those that include torch's headers.
-
-    The others are libraries of their own.
+    """Returns the folders of the core that are there: `native`, and in each room `native` and the folders in it, where
+    a file includes torch's headers. Others are libraries of their own.
     """
     folders = [path for pattern in ("native", "*/native", "*/native/*") for path in sorted(_PACKAGE.glob(pattern))]
     sources = {folder: [*folder.glob("*.cpp"), *folder.glob("*.h")] for folder in folders}
@@ -40,21 +38,21 @@ CORE = Extension("memplug_native", "native core", _folders())
 
 @functools.cache
 def load() -> ModuleType:
-    """Return the core's Python module, building it first if needed (a minute or two).
+    """The core's Python module; built first where that was not done yet (a minute or two).
 
     Raises:
-        NativeError: It cannot be built here (no compiler, no ninja, no folder to write to), it cannot be loaded, or
+        NativeError: it cannot be built here: no compiler, no ninja, no folder to write to. Or it cannot be loaded. Or
             Python runs without its lock.
     """
     is_new = not CORE.is_built()
     module = CORE.load()
     if is_new and (calls := not_handed_on()):
         text = (
-            "memplug: with the arena, these calls do not reach torch's CUDA allocator: %s. If the program uses one of "
+            "memplug: with the arena, torch's CUDA allocator does not get these calls: %s. If the program uses one of "
             'them, set "arena": {"enabled": false}'
         )
         log.warning(text, "; ".join(calls))
-    # free-threaded Python turns its lock on when it loads the core, unless it was told not to
+    # free-threaded Python takes the lock back as it loads the core, unless it was told not to
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         raise NativeError(
             f"this Python runs without its lock (PYTHON_GIL=0), which guards memplug's {CORE.what}",

@@ -1,7 +1,8 @@
-"""Builds C++ against the installed torch on first use, and keeps the result.
+"""C++ that is built on first use against the installed torch, and kept.
 
-Builds are in torch's folder for extensions (`TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`), in a
-folder for each version of torch, of CUDA, of Python and of the sources. Ranks that start at once build it once.
+A build goes into torch's folder for extensions (`TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`), into a
+folder of its own for each version of torch, of CUDA, of Python and of the sources. Ranks that start at once build it
+once.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ LOT_BYTES = 80_000  # of sources, about a minute of compilation
 
 @dataclass(frozen=True)
 class Extension:
-    """One library that is a Python module.
+    """One library.
 
     Attributes:
-        name: Name of its Python module.
-        what: Its name in messages.
-        folders: Folders of its sources and headers; no two files share a name.
-        included: Other folders of headers that these include.
+        name: of its Python module.
+        what: it is, as messages call it.
+        folders: of its sources and headers, whose names are apart.
+        included: folders of what these include besides.
     """
 
     name: str
@@ -45,10 +46,10 @@ class Extension:
     included: tuple[Path, ...] = ()
 
     def load(self) -> ModuleType:
-        """Return its Python module, building it first if needed (a minute or two).
+        """Its Python module; built first where that was not done yet (a minute or two).
 
         Raises:
-            NativeError: It cannot be built here (no compiler, no ninja, no folder to write to), or it cannot be loaded.
+            NativeError: it cannot be built here: no compiler, no ninja, no folder to write to. Or it cannot be loaded.
         """
         folder = self.build_folder()
         try:
@@ -78,11 +79,11 @@ class Extension:
             ) from error
 
     def is_built(self) -> bool:
-        """Return whether it is built already."""
+        """Whether `load` would find it built already."""
         return self._done().exists() and self.library().exists()
 
     def build_folder(self) -> Path:
-        """Return the folder of the build for this torch; its name depends on all that the build depends on."""
+        """Where this torch's build belongs; named by all that it depends on."""
         import torch
         from torch.utils.cpp_extension import get_default_build_root
 
@@ -96,18 +97,16 @@ class Extension:
         return root / f"{self.name}_{key.hexdigest()[:16]}"
 
     def library(self) -> Path:
-        """Return the path of the library that `load` builds."""
+        """What `load` builds."""
         return self.build_folder() / f"{self.name}.so"
 
     def sources(self) -> dict[str, Path]:
-        """Return its sources and headers, by name."""
+        """Sources and headers, by name."""
         return _files(self.folders)
 
     def lots(self) -> list[list[str]]:
-        """Return the names of the sources in each lot, which is compiled as one file.
-
-        Most sources take less time to compile than the headers of torch that they include. Lots are of similar size;
-        names in one lot must not clash.
+        """Names of the sources that are compiled as one, for each lot: what a source includes of torch takes longer to
+        read than many a source. Lots are alike in size; names in them must be apart.
         """
         sizes = {path.name: path.stat().st_size for path in self.sources().values() if path.suffix == ".cpp"}
         count = -(-sum(sizes.values()) // LOT_BYTES)
@@ -135,7 +134,7 @@ class Extension:
         except RuntimeError:
             if not cuda_headers():
                 raise
-            self._compile(folder, sources, [*flags(), "-DMEMPLUG_WITHOUT_CUDA_ARENA"])  # raises again for other causes
+            self._compile(folder, sources, [*flags(), "-DMEMPLUG_WITHOUT_CUDA_ARENA"])  # raises again if it is not that
             text = (
                 "memplug: torch %s has a CUDA allocator that memplug does not know: the %s is built without the arena. "
                 "Install another version of torch to have it"
@@ -146,7 +145,7 @@ class Extension:
     def _compile(self, folder: Path, sources: list[str], flags: list[str]) -> None:
         from torch.utils import cpp_extension
 
-        (folder / "lock").unlink(missing_ok=True)  # of a killed build; torch would wait for it forever
+        (folder / "lock").unlink(missing_ok=True)  # of a build that was killed: torch would wait for it for ever
         cuda = cuda_headers()
         with _ninja_on_path():
             cpp_extension.load(
@@ -172,23 +171,23 @@ def _files(folders: tuple[Path, ...]) -> dict[str, Path]:
 
 
 def flags() -> list[str]:
-    """Return the flags for the compiler."""
-    # NDEBUG is part of torch's ABI: without it at::RecordFunction has one more member
+    """For the compiler."""
+    # NDEBUG is part of torch's ABI: at::RecordFunction has a member more without it
     return ["-O2", "-std=c++20", "-DNDEBUG", *(["-DMEMPLUG_CUDA"] if cuda_headers() else [])]
 
 
 def libraries() -> list[str]:
-    """Return the libraries for the linker that torch's build does not name.
+    """For the linker: what torch's own does not name.
 
-    The C++ runtime is the one that torch has loaded, even if the compiler links its own (`-static-libstdc++`, as
-    compiler wrappers do): a stream of one runtime that meets a locale of the other ends the process.
+    The C++ runtime is the one that torch has loaded, even where the compiler links its own in (`-static-libstdc++`,
+    as wrappers of compilers do): a stream of one runtime that meets a locale of the other ends the process.
     """
     runtime = next(iter(sorted(set(_loaded("libstdc++.so")))), None)
     return [*(["-lc10_cuda"] if cuda_headers() else []), *([runtime] if runtime else [])]
 
 
 def _loaded(name: str) -> Iterator[str]:
-    """Yield paths of libraries in this process; none if the system does not tell."""
+    """Paths of libraries in this process; none where the system does not tell."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
             *_, path = line.split(maxsplit=5)
@@ -198,10 +197,10 @@ def _loaded(name: str) -> Iterator[str]:
 
 @functools.cache
 def cuda_headers() -> tuple[Path, ...]:
-    """Return folders that together hold the headers of CUDA's runtime; empty if torch has no CUDA or there are none.
+    """Folders that together hold the headers of CUDA's runtime: of a toolkit, of NVIDIA's packages, or of Triton's,
+    which torch's wheels depend on; empty: torch is built without CUDA, or they are not installed.
 
-    They come from a toolkit, from NVIDIA's packages, or from Triton's, which torch's wheels depend on. NVIDIA's runtime
-    package alone is not enough: `crt` is in the compiler's (CUDA 12), or in a package of its own (CUDA 13).
+    NVIDIA's runtime package alone is not enough: `crt` is in the compiler's (CUDA 12), or in one of its own (CUDA 13).
     """
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
@@ -224,14 +223,14 @@ def _complete(folders: tuple[Path, ...]) -> bool:
 
 
 def _package_folders(name: str) -> list[Path]:
-    """Return the folders of an installed package without importing it; a namespace like nvidia's may have several."""
+    """Where an installed package lies, without importing it; a namespace such as nvidia's may lie in many places."""
     spec = importlib.util.find_spec(name)
     return [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let one process of this machine in at a time; the lock ends with the process, however that ends."""
+    """One process of this machine at a time; the lock goes with the process, however that ends."""
     with open(folder / "build.lock", "w") as file:
         with contextlib.suppress(OSError):  # a file system without locks: torch's own lock has to do
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -240,7 +239,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ninja_on_path() -> Iterator[None]:
-    """Add the folder of Python to PATH: ninja is there even if the environment was not activated."""
+    """ninja is installed beside Python, which may have been started without its environment being activated."""
     before = os.environ.get("PATH", "")
     os.environ["PATH"] = os.pathsep.join([before, str(Path(sys.executable).parent)])
     try:
@@ -250,7 +249,7 @@ def _ninja_on_path() -> Iterator[None]:
 
 
 def _moved(error: BaseException) -> str | None:
-    """Return the compiler's first error in native/torch_private*.h, which use what torch may change, if any."""
+    """Returns the compiler's first error in native/torch_private*.h, which have what torch may change, if any."""
     found = re.search(r"torch_private\w*\.h:\d+(?::\d+)?: (?:fatal )?error: (.*)", str(error))
     return found[1].removeprefix("static assertion failed: ") if found else None
 

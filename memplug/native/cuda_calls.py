@@ -1,7 +1,7 @@
-"""Finds calls of torch's CUDA allocator that the arena in front of it does not hand on, by reading torch's headers.
+"""Calls of torch's CUDA allocator that the arena in front of it does not hand on, read in torch's header.
 
-A pure virtual one keeps the arena from being built. Any other is answered by the base class instead of torch's
-allocator, and nothing else would show that.
+One that is pure keeps the arena from being built; another one is answered by the base class in place of torch's
+allocator, and nothing else shows that.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _FUNCTION = re.compile(
 
 
 def not_handed_on(include: Path | None = None) -> list[str]:
-    """Return the calls that are not handed on, as "name, parameters: 2"; none if torch has no CUDA.
+    """Returns such calls, as "name, parameters: 2"; none where torch has no CUDA.
 
     Args:
-        include: The folder of the headers, by default the installed torch's.
+        include: the folder of the headers, by default the installed torch's.
     """
     if include is None:
         import torch
@@ -48,13 +48,13 @@ def not_handed_on(include: Path | None = None) -> list[str]:
 
 
 def _body(source: str, owner: str) -> str:
-    """Return the text between the braces of a class."""
+    """Returns what is between the braces of a class."""
     found = re.search(rf"\b(?:class|struct)\s+(?:\w+\s+)?{owner}\b[^;{{]*{{(.*?)^}};", source, re.M | re.S)
     return found[1] if found else ""
 
 
 def _functions(source: str) -> list[tuple[str, int, str]]:
-    """Return name, number of parameters and preceding words of everything that looks like a function."""
+    """Returns name, number of parameters, and what is in front, of all that looks like a function."""
     code = re.sub(
         r"//[^\n]*|/\*.*?\*/|^\s*#(?:[^\n]*\\\n)*[^\n]*|\b(?:public|private|protected):", "", source, flags=re.M | re.S
     )

@@ -1,6 +1,5 @@
-"""Plain C++ libraries behind a C interface, for planners, which import no torch.
-
-A library is compiled on first use (some seconds) and kept in the user's cache folder, or in `TORCH_EXTENSIONS_DIR`.
+"""Plain C++ behind a C interface, for planners, which import no torch: compiled on first use (some seconds) and kept in
+the user's cache folder, or where `TORCH_EXTENSIONS_DIR` says.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class PlainLibrary:
     """One library.
 
     Attributes:
-        name: Name of its file.
-        what: Its name in messages.
-        sources: The sources to compile.
-        headers: memplug's headers that they include.
+        name: of its file.
+        what: it is, as messages call it.
+        sources: that are compiled.
+        headers: of memplug's that they include.
     """
 
     name: str
@@ -39,10 +38,10 @@ class PlainLibrary:
     headers: tuple[Path, ...] = ()
 
     def load(self) -> ctypes.CDLL:
-        """Return the library, compiling it first if needed.
+        """Returns the library; compiled first where that was not done yet.
 
         Raises:
-            NativeError: There is no compiler, or no folder to write to, or the compiled library cannot be loaded.
+            NativeError: There is no compiler, or no folder to write to, or what it made cannot be loaded.
         """
         library = self._file()
         try:
@@ -65,7 +64,7 @@ class PlainLibrary:
 
     def _compile(self, library: Path) -> None:
         library.parent.mkdir(parents=True, exist_ok=True)
-        # Processes that start at once may each compile it: each under a name of its own, and the last one stays.
+        # Processes that start at once may each compile it: under a name of their own, the last one stays.
         partial = library.parent / f".{secrets.token_hex(8)}.partial"
         try:
             command = [*_command(), *_FLAGS, *map(str, self.sources), "-o", str(partial)]
@@ -76,7 +75,7 @@ class PlainLibrary:
 
 
 def pointer(array: np.ndarray) -> ctypes.c_void_p:
-    """Return the address of an array's first element, as an argument."""
+    """Returns the address of an array's first element, as an argument."""
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
