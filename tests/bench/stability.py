@@ -161,7 +161,7 @@ def alternate(steps: int, tokens: int, remembering: bool) -> tuple[int, float]:
 
 
 def problems(plain: Log, watched: Log) -> list[str]:
-    """Return what went wrong, in words."""
+    """Return the problems of a run, in words."""
     found = []
     if plain.skipped != watched.skipped or not plain.skipped:
         found.append(f"{watched.skipped} steps skipped the optimizer, {plain.skipped} without memplug")

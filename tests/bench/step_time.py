@@ -216,7 +216,7 @@ METRICS = {
 
 
 def rows_of(results: Results) -> list[Row]:
-    """Return one row per number; "outcome" says "ok", "out of memory" or what failed."""
+    """Return one row per number; "outcome" says "ok", "out of memory" or names the failure."""
     rows = []
     for (case, mode), result in results.items():
         n = result.get("steps", 0)

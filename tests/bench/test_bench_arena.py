@@ -1,4 +1,4 @@
-"""The benchmark of the arena measures what it says; nothing here depends on how fast anything is."""
+"""The benchmark of the arena measures what it says; nothing here depends on speed."""
 
 import json
 

@@ -131,7 +131,7 @@ class Link:
     def _deliver(self, results: Iterable, outputs: Tensors, stream: torch.cuda.Stream, inputs: Tensors) -> Pending:
         for pinned, output, result in zip(self._views(outputs), outputs, results, strict=False):
             pinned.copy_(result.view(pinned.shape))
-            output.data.copy_(pinned, non_blocking=True)  # `data`: autograd's version stays what it is, as with NCCL
+            output.data.copy_(pinned, non_blocking=True)  # `data`: autograd's version does not change, as with NCCL
         return Pending(stream, [*inputs, *outputs])
 
     @contextlib.contextmanager
