@@ -1,8 +1,8 @@
 """memplug: training memory as cheap as the hardware allows.
 
-Swap, recompute and keep activations, toggled by one block of a DeepSpeed JSON. The public API is `install`,
-`uninstall`, `attach`, `Session`, `MemplugConfig`, `load_plan`, `estimate`, `record_values`, and the errors of
-`memplug.errors`; nothing heavy is imported before it is used.
+Swap, recompute and keep activations, controlled by one block of a DeepSpeed JSON. The public API is `install`,
+`uninstall`, `attach`, `Session`, `MemplugConfig`, `load_plan`, `estimate`, `record_values`, and the errors in
+`memplug.errors`. Heavy modules are imported on first use.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["MemplugConfig", "Session", "attach", "estimate", "install", "load_pl
 
 
 def install() -> None:
-    """Let every later `deepspeed.initialize` read its "memplug" block and attach to the engine. Idempotent.
+    """Make every later `deepspeed.initialize` read its "memplug" block and attach to the engine.
 
-    Call it before `deepspeed.initialize` is used or imported by name.
+    Call it before `deepspeed.initialize` is used or imported by name. A second call changes nothing.
     """
     from memplug.hooks import deepspeed
     from memplug.hooks.attach import attach
@@ -31,7 +31,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`; sessions that are attached stay so."""
+    """Undo `install`; sessions that are attached stay attached."""
     from memplug.hooks import deepspeed
 
     deepspeed.uninstall()

@@ -1,6 +1,7 @@
-"""Work beside training: a task in a process of its own, so that no step waits for it, nor for Python's lock.
+"""Planning beside training: runs one task in a separate process, so that no training step waits for it.
 
-A thread would not do: planners are Python in part, and a training step of small operators is all Python.
+A thread would not do: planners are partly Python, and a training step of small operators holds Python's lock all the
+time.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from typing import Any
 
 log = logging.getLogger("memplug")
 
-NICENESS = 5  # training comes first, but has to get its plan on a busy machine too
+NICENESS = 5  # training comes first, but it has to get its plan on a busy machine too
 
 
 class Beside:
-    """Runs one task at a time.
+    """Runs one task at a time, in a process of its own.
 
     Args:
-        waits: run it at once, in this process, while training waits.
+        waits: Run the task at once, in this process, while training waits.
     """
 
     def __init__(self, waits: bool):
@@ -38,16 +39,21 @@ class Beside:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is a task whose result was not taken."""
+        """Return whether there is a task whose result has not been taken."""
         return self._task is not None
 
     @property
     def is_done(self) -> bool:
-        """Whether `take` would not wait."""
+        """Return whether `take` would return without waiting."""
         return self._process is None or self._process.poll() is not None
 
     def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Run a function of a module, whose arguments and result can be pickled, instead of what ran before."""
+        """Start a task, ending the one that ran before.
+
+        Args:
+            function: A function of a module; the other process imports it by name.
+            *arguments: Its arguments. They and the result must be picklable.
+        """
         self.stop()
         self._task = function, arguments
         if self._waits:
@@ -58,7 +64,7 @@ class Beside:
             self._fall_back(error)
 
     def take(self) -> Any:
-        """What the task returned, or raises what it raised; waits for it."""
+        """Wait for the task, and return its result or raise its error."""
         assert self._task is not None, "`begin` comes first"
         function, arguments = self._task
         if self._process is not None:
@@ -99,7 +105,7 @@ class Beside:
             os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
 
     def _fall_back(self, error: Exception) -> None:
-        log.warning("memplug: no process could plan beside training, which waits for the plan instead, once: %s", error)
+        log.warning("memplug: the planning process failed, so training waits for this one plan: %s", error)
         self._process = None
 
 

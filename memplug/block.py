@@ -1,4 +1,4 @@
-"""The fields of the "memplug" block: defaults, units, bounds, and what is allowed in words."""
+"""The fields of the "memplug" block: defaults, units, bounds, and the allowed values in words."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from memplug import planners
 
 
 def has_technique(name: str) -> bool:
-    """Whether its room is in this memplug."""
+    """Return whether this memplug contains the technique's folder."""
     return (Path(__file__).parent / name / "technique.py").exists()
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a field accepts, in words: the error's counterpart of the bounds beside it."""
+    """The values that a field accepts, in words for error messages; the bounds beside it enforce them."""
 
     text: str
 
@@ -53,7 +53,7 @@ Planner = Annotated[
 
 
 class Section(BaseModel):
-    """An object of the block, whose fields' docstrings are their descriptions in the JSON schema."""
+    """A section of the block. The docstrings of its fields are their descriptions in the JSON schema."""
 
     @staticmethod
     def _complete_schema(schema: dict[str, Any], model: "type[Section]") -> None:
@@ -67,105 +67,105 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_dict(cls, section: object) -> object:
-        """Any mapping will do."""
+        """Accept any mapping."""
         return dict(section) if isinstance(section, Mapping) else section
 
 
 class TechniqueSection(Section):
-    """The section of a technique, whose room has the section's name."""
+    """The section of a technique; its name is the name of the technique's folder."""
 
     enabled: WhereNeeded
 
 
 class TokenwiseConfig(TechniqueSection):
-    """Row-cached recompute: which rows of which tensors are swapped to host memory, which are recomputed."""
+    """Row-cached recompute: which rows of which tensors are swapped to host memory, and which are recomputed."""
 
     enabled: Switch = True
-    """true or false. Switches row-cached recompute on within an enabled memplug."""
+    """true or false. Switches row-cached recompute on, within an enabled memplug."""
     alpha: Fraction = "auto"
     """Fraction of the rows (tokens) of each captured tensor that is swapped to host memory; the rest is recomputed. A
-    number from 0 (recompute all) to 1 (swap all), without unit, or "auto": chosen per tensor from measured link and
-    compute rates and the budgets, or "memo": the largest one fraction whose copies fit into each region's forward and
-    into host memory (MEMO, section 4.1)."""
+    number from 0 (recompute all) to 1 (swap all), without unit; or "auto": chosen for each tensor from measured link
+    and compute rates and the budgets; or "memo": the largest single fraction whose copies fit into each region's
+    forward and into host memory (MEMO, section 4.1)."""
     regions: Patterns = "auto"
-    """The modules that run as regions. A non-empty list of glob patterns over whole names of modules, in which *, ? and
-    [0-3] stay within one part of a name, and parts that wrappers put in may be left out, for example
-    ["model.layers.*.self_attn", "model.layers.*.mlp"], or "auto": every decoder layer of a Hugging Face or
-    Megatron-Core model."""
+    """The modules that run as regions. A non-empty list of glob patterns over whole names of modules, for example
+    ["model.layers.*.self_attn", "model.layers.*.mlp"]: *, ? and [0-3] stay within one part of a name, and parts that
+    wrappers insert may be left out. Or "auto": every decoder layer of a Hugging Face or Megatron-Core model."""
     min_offload_bytes: Bytes = 1 << 20
-    """Tensors below this many bytes are never swapped. A whole number, 0 or more, in bytes."""
+    """Tensors smaller than this are never swapped. A whole number, 0 or more, in bytes."""
     buffers: Buffers = 2
-    """Rounding buffers (MEMO, section 4.1). In forward: how many regions' captured tensors are on the device while they
-    leave for the host; the next region waits for the oldest. In backward, without the planned arena: as many buffers of
-    device memory, each for what the largest region swaps, that tensors are prefetched into in turn, reserved before the
-    first step under a plan. With the arena nothing is reserved: their addresses are planned. With one, no copy would
-    overlap with computation. A whole number, 2 or more."""
+    """Number of rounding buffers (MEMO, section 4.1). In forward: how many regions may have captured tensors on the
+    device that are being offloaded; the next region waits for the oldest. In backward, without the planned arena: how
+    many device buffers swapped tensors are prefetched into in turn, each as large as the swapped tensors of the largest
+    region; they are reserved before the first step under a plan. With the arena nothing is reserved: the addresses are
+    planned. A single buffer would prevent copies from overlapping with computation. A whole number, 2 or more."""
 
 
 class ProfilerConfig(Section):
-    """When to plan, and when to plan anew: what counts as another program (Chameleon, Algorithm 1)."""
+    """When to plan, and when to plan again: which steps count as another program (Chameleon, Algorithm 1)."""
 
     enabled: Switch = True
-    """true or false. Compares the operators of each training step with those of the last. With false only the sizes of
-    the regions' inputs are compared."""
+    """true or false. Compares the operators of each training step with those of the step before. With false only the
+    sizes of the regions' inputs are compared."""
     warmup_steps: Steps = 2
-    """The program is planned for once this many steps were like the one before. A whole number of steps, 0 or more."""
+    """memplug plans for the program once this many steps matched the step before. A whole number of steps, 0 or more.
+    """
     policy_steps: Steps = 5
-    """How many plans are tried, each for one step, before the fastest is kept; with 0 the one that should be the
-    fastest is taken. A whole number of steps, 0 or more."""
+    """How many plans are tried, each for one step, before the fastest is kept; with 0 the plan that is predicted to be
+    the fastest is taken. A whole number of steps, 0 or more."""
     length_tolerance: Share = 0.05
     """A step whose number of operators, or size of the regions' inputs, differs by more than this share is another
     program. A number from 0 to 1, without unit."""
     wait_for_plans: Switch = False
-    """true or false. With true, training waits while a plan is made, so that every run adopts it at the same step; else
-    another process makes it, and training goes on meanwhile."""
+    """true or false. With true, training waits while a plan is made, so that every run adopts it at the same step; with
+    false, another process makes it while training goes on."""
     cosine_similarity: Share = 0.95
-    """A step is another program where the cosine similarity of its operators (counts of neighbouring pairs) falls below
-    this. A number from 0 to 1, without unit."""
+    """A step is another program if the cosine similarity of its operators (counts of neighbouring pairs) is below this.
+    A number from 0 to 1, without unit."""
 
 
 class ArenaConfig(TechniqueSection):
-    """The planned arena: training is served from one block of memory, at addresses that were planned (STWeaver)."""
+    """The planned arena: training's memory comes from one reserved piece, at planned addresses (STWeaver)."""
 
     enabled: Switch = True
-    """true or false. Serves the memory of a training step from one block at planned addresses, once the program
-    repeats; what is not in the plan is left to torch's own allocator."""
+    """true or false. Serves the memory of a training step from one reserved piece at planned addresses, once the
+    program repeats; torch's own allocator serves the requests that are not in the plan."""
     planner: Planner = Field(
         default="auto",
-        description='Who finds the addresses: "auto" for the lowest of search and exact within ten seconds, sooner for '
-        f"a small arena, or one of {planners.listed(mark=chr(34))} alone.",
+        description='The planner that finds the addresses: "auto" for the lower result of search and exact within ten '
+        f"seconds, less for a small arena, or one of {planners.listed(mark=chr(34))} alone.",
     )
     checks: Switch = False
-    """true or false. Fills memory that was freed with a pattern (NaN), puts another behind each block, and raises where
-    one was written over: for finding kernels that write where they must not. Slow."""
+    """true or false. Fills freed memory with a pattern (NaN), puts another pattern behind each block, and raises if one
+    was overwritten: finds kernels that write outside of their memory. Slow."""
 
 
 class SwapConfig(TechniqueSection):
-    """The swap list: tensors of any kind that are away from the device, whole, between two uses (Chameleon)."""
+    """The swap list: whole tensors of any kind that leave the device between two uses (Chameleon)."""
 
     enabled: WhereNeeded = "auto"
-    """false, true or "auto". Swaps tensors that no region swaps or recomputes, whole, where a step takes more of the
-    device than its budget without: logits, embeddings, whatever models without regions save for backward. Until there
-    is a plan, tensors leave where a request for memory fails, so that the step completes. With "auto" nothing is said
-    where there is no budget, or torch is too old; with true a warning says so."""
+    """false, true or "auto". If a step needs more device memory than its budget, swaps whole tensors that no region
+    swaps or recomputes: logits, embeddings, and all that models without regions save for backward. Until there is a
+    plan, tensors are offloaded when a memory request fails, so that the step completes. Without a budget, or with a
+    torch that is too old, "auto" is silent and true logs a warning."""
     min_bytes: Bytes = 1 << 20
-    """Tensors below this many bytes are never swapped. A whole number, 0 or more, in bytes."""
+    """Tensors smaller than this are never swapped. A whole number, 0 or more, in bytes."""
     states: Switch = False
-    """true or false. The list may have what the optimizer uses too: its states, away from the step's beginning until it
-    runs, parameters that it updates and no region uses, and gradients until it runs. Refused beside DeepSpeed's own
-    offloading of optimizer or parameters."""
+    """true or false. Lets the list also swap tensors that the optimizer uses: its states, away from the beginning of
+    the step until the optimizer runs; parameters that it updates and no region uses; and gradients until it runs.
+    Refused together with DeepSpeed's own offloading of optimizer or parameters."""
 
 
 class ReportConfig(Section):
-    """Where memplug's counters go."""
+    """Where memplug reports its counters."""
 
     monitor: Switch = True
     """true or false. Writes memplug's metrics to the monitor that DeepSpeed is configured with."""
     timeline: Timeline = False
-    """false, or the folder that a trace of one step goes to after each plan, for `memplug show`: operators, requests
-    for memory, phases, layers. true stands for "memplug_timeline", in the working directory."""
+    """false, or the folder for a trace of one step after each plan, for `memplug show`: operators, memory requests,
+    phases, layers. true stands for "memplug_timeline", in the working directory."""
     snapshot_on_oom: Timeline = False
-    """false, or the folder that a snapshot of the CUDA allocator goes to when a step runs out of memory for good, for
+    """false, or the folder for a snapshot of the CUDA allocator when a step fails for lack of memory, for
     pytorch.org/memory_viz. true stands for "memplug_snapshots", in the working directory."""
 
 
@@ -175,39 +175,39 @@ class MemplugConfig(Section):
     enabled: Switch = False
     """true or false. Without it, or with false, memplug leaves the training run untouched."""
     device_budget_gib: Budget = "auto"
-    """The most device memory of a rank that a step may take under a plan, all of it counted (on the CPU, what recorded
-    steps allocate; with the swap list on, the CPU then has no more, and fails as a GPU does); up to it, outputs are
-    kept instead of swapped. Less than a step takes in which everything is swapped or recomputed is an error, which
-    names the least. A number of GiB (2**30 bytes) above 0, or "auto": 92 % of what other processes leave; on the
-    CPU nothing is kept."""
+    """The most device memory of a rank that a step may use under a plan, all of the rank's memory counted. Outputs are
+    kept instead of swapped up to this budget. A budget below the need of a step in which everything is swapped or
+    recomputed is an error that names the least possible one. On the CPU the allocations of recorded steps are counted;
+    with the swap list on, the budget is also a hard limit there, and exceeding it fails as on a GPU. A number of GiB
+    (2**30 bytes) above 0, or "auto": 92 % of the memory that other processes leave; on the CPU nothing is kept."""
     host_budget_gib: Budget = "auto"
     """Host memory that a rank may use for swapped activations. A number of GiB (2**30 bytes) above 0, or "auto": 80 %
-    of what the host has available, shared by the ranks of a machine."""
+    of the host's available memory, shared by the ranks of a machine."""
     plan_dir: Folder = "memplug_plans"
-    """The folder that memory plans are kept in, by what they were made for, so that the next run of the same program
-    need not make them. A name, or false: they are not kept."""
+    """The folder for memory plans, named by what they were made for, so that the next run of the same program need not
+    plan again. A name, or false: plans are not kept."""
     tokenwise: Annotated[TokenwiseConfig, Allowed('an object such as {"alpha": "auto"}')] = TokenwiseConfig()
     """Row-cached recompute. An object."""
     profiler: Annotated[ProfilerConfig, Allowed('an object such as {"warmup_steps": 2}')] = ProfilerConfig()
-    """When to plan, and when to plan anew. An object."""
+    """When to plan, and when to plan again. An object."""
     swap: Annotated[SwapConfig, Allowed('an object such as {"enabled": "auto"}')] = SwapConfig()
     """The swap list. An object."""
     arena: Annotated[ArenaConfig, Allowed('an object such as {"planner": "auto"}')] = ArenaConfig()
     """The planned arena. An object."""
     report: Annotated[ReportConfig, Allowed('an object such as {"monitor": true}')] = ReportConfig()
-    """Where memplug's counters go. An object."""
+    """Where memplug reports its counters. An object."""
 
     @property
     def active(self) -> bool:
-        """Whether there is anything to do: enabled, and one of the techniques is."""
+        """Return whether memplug has anything to do: it is enabled, and so is one of its techniques."""
         return self.enabled and any(self.asks_for(name) for name in TECHNIQUES)
 
     def asks_for(self, technique: str) -> bool:
-        """Whether a technique is not switched off."""
+        """Return whether a technique is not switched off."""
         return bool(getattr(self, technique).enabled)
 
     def with_only(self, *techniques: str) -> "MemplugConfig":
-        """Returns the block with every technique but these switched off; these stay as they are."""
+        """Return a copy of the block with all other techniques switched off; the named ones stay as they are."""
         others = [name for name in TECHNIQUES if name not in techniques]
         return self.model_copy(
             update={name: getattr(self, name).model_copy(update={"enabled": False}) for name in others}
@@ -227,8 +227,9 @@ _sections = {
 }
 
 TECHNIQUES = tuple(name for name, section in _sections.items() if isinstance(section, TechniqueSection))
-"""Each is a section of the block, and a room of that name; in the order of the block's fields."""
+"""Names of the techniques, in the order of the block's fields: each has a section and a folder of that name."""
 
 SECTIONS: dict[str, type[Section]] = {f"{name}.": type(section) for name, section in reversed(_sections.items())}
+"""The section models, by the prefix of their fields' names; the block itself, with prefix "", is last."""
 SECTIONS[""] = MemplugConfig
 """The models, by what their fields' names begin with; the block itself is last."""

@@ -1,4 +1,4 @@
-"""Reads the "memplug" block of a DeepSpeed JSON, with all errors reported at once."""
+"""Reads the "memplug" block of a DeepSpeed JSON and reports all of its errors at once."""
 
 import logging
 from collections.abc import Mapping
@@ -16,17 +16,18 @@ from memplug.errors import ConfigError
 
 _log = logging.getLogger("memplug")
 
-# Keys of the block that mean nothing at the top level of a DeepSpeed JSON; others may be another tool's.
+# Keys of the block that mean nothing at the top level of a DeepSpeed JSON. The two left out may belong to another tool.
 _PARTS = frozenset(MemplugConfig.model_fields) - {"profiler", "report"}
 
 
 def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
-    """The configuration of a "memplug" block, as read from JSON, with defaults filled in.
+    """Return the configuration in a "memplug" block as read from JSON, with defaults filled in.
 
-    A block without `enabled` leaves memplug off, with one logged warning.
+    A block without `enabled` leaves memplug off and logs one warning.
 
     Raises:
-        ConfigError: Lists every problem: path, value given, what is allowed, or the key that was probably meant.
+        ConfigError: The block has problems. It lists each: path, given value, allowed values, or the key that was
+            probably meant.
     """
     if not isinstance(block, Mapping):
         raise ConfigError([f'memplug: got {shown(block)}; allowed: an object such as {{"enabled": true}}'])
@@ -36,7 +37,7 @@ def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
         problems: list[str] = []
         for each in error.errors():
             problems.append(_problem(block, each["loc"]) if each["loc"] else each["msg"])
-        # Pydantic reports each branch of a union and each element of a list by itself.
+        # Pydantic reports each branch of a union and each element of a list separately.
         raise ConfigError(list(dict.fromkeys(problems))) from None
     if "enabled" not in block:
         _log.warning('the "memplug" block has no "enabled": memplug stays off; add "enabled": true to switch it on')
@@ -44,10 +45,10 @@ def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
 
 
 def read_ds_config(ds_config: Mapping[str, Any]) -> MemplugConfig:
-    """The "memplug" block of a whole DeepSpeed configuration; the disabled one where there is no block.
+    """Return the "memplug" block of a whole DeepSpeed configuration, or a disabled one if it has none.
 
-    DeepSpeed accepts any top-level key in silence, so a block under a misspelt key, in another section, or without its
-    own key is a logged warning.
+    DeepSpeed silently accepts any top-level key. So a misspelt or misplaced block, or block keys at the top level, log
+    a warning.
 
     Raises:
         ConfigError: The block has problems, all of them listed.
@@ -63,12 +64,12 @@ def read_ds_config(ds_config: Mapping[str, Any]) -> MemplugConfig:
 
 
 def load_config(source: Mapping[str, Any] | str | Path | MemplugConfig | None) -> MemplugConfig:
-    """Gets a configuration from wherever the user keeps it.
+    """Return the configuration from any of the forms in which a user may give it.
 
     Args:
-        source: The block itself; or the path of a DeepSpeed JSON, whose "memplug" key is read, or of a file that names
-            one (see `ds_json.reading.read`); or a configuration, which is returned as it is; or None, as a file without
-            a block, for the disabled one.
+        source: The block itself; the path of a DeepSpeed JSON, whose "memplug" key is read, or of a file that names one
+            (see `ds_json.reading.read`); a configuration, returned as it is; or None, like a file without a block, for
+            a disabled one.
 
     Raises:
         ConfigError: The file cannot be read, is not a JSON object or has a key twice, or the block has problems, all of
@@ -84,7 +85,7 @@ def load_config(source: Mapping[str, Any] | str | Path | MemplugConfig | None) -
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema (draft 2020-12) of a DeepSpeed JSON: says nothing of DeepSpeed's keys, all of "memplug"."""
+    """Return the JSON schema (draft 2020-12) of a DeepSpeed JSON; it describes "memplug" and no other key."""
     _, definitions = models_json_schema([(MemplugConfig, "validation")])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -96,7 +97,12 @@ def json_schema() -> dict[str, Any]:
 
 
 def _problem(block: Mapping[str, Any], place: tuple[str | int, ...]) -> str:
-    """What is wrong at a place, which may lead on into the branches of a union or the elements of a list."""
+    """Describe the problem at a place of the block.
+
+    Args:
+        block: The whole block.
+        place: Keys from the block down; may lead on into branches of a union or elements of a list.
+    """
     model, value, path = MemplugConfig, block, "memplug"
     for key in place:
         value, path, section = value.get(key), f"{path}.{key}", path

@@ -1,4 +1,4 @@
-"""Every error that a user of memplug can see, each with what to do next; imports nothing of memplug."""
+"""All errors that a user of memplug can see, each with advice; imports nothing from memplug."""
 
 import copyreg
 import math
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 class MemplugError(Exception):
-    """Base of memplug's errors: what is wrong, and what to do about it.
+    """Base class of memplug's errors: what is wrong, and what to do about it.
 
     Args:
-        problem: One sentence that says what is wrong, with the names and values concerned; an attribute too.
-        advice: What to do next, an attribute too; without it, the advice of the class.
-        code: Names the section of examples/troubleshooting.md that says more, such as "MP012"; an attribute too.
+        problem: One sentence that says what is wrong, with the names and values concerned; also an attribute.
+        advice: What to do next; also an attribute. By default the advice of the class.
+        code: The section of examples/troubleshooting.md that says more, such as "MP012"; also an attribute.
     """
 
     default_advice = "Run `memplug doctor` and attach its output to a bug report."
@@ -23,17 +23,19 @@ class MemplugError(Exception):
         self.code = code
 
     def __str__(self) -> str:
+        """Return the problem, the advice and, if there is one, the code."""
         text = f"{self.problem}\nWhat to do: {self.advice}"
         return coded(self.code, text) if self.code else text
 
     def __reduce__(self) -> tuple:
-        # Exception's own would call the class with `args`, which the subclasses' signatures do not match: an error
-        # raised in a worker process would reach its parent as a TypeError about unpickling.
+        """Support pickling."""
+        # Exception's own method would call the class with `args`, which does not match the subclasses' signatures: an
+        # error raised in a worker process would reach its parent as a TypeError about unpickling.
         return copyreg.__newobj__, (type(self), self.problem), self.__dict__
 
 
 def coded(code: str, text: str) -> str:
-    """Returns the text of an error or a warning with the code of its section in examples/troubleshooting.md."""
+    """Return the text of an error or warning followed by the code of its section in examples/troubleshooting.md."""
     return f"{text} [{code}]"
 
 
@@ -41,8 +43,8 @@ class ConfigError(MemplugError):
     """The "memplug" block, or the file that should hold it, cannot be used; lists all problems at once.
 
     Args:
-        problems: One sentence each, at least one; an attribute too.
-        advice: As in `MemplugError`.
+        problems: One sentence each, at least one; also an attribute.
+        advice: See `MemplugError`.
     """
 
     default_advice = (
@@ -61,15 +63,15 @@ class ConfigError(MemplugError):
 
 
 class BudgetError(MemplugError):
-    """Not even the safest setting, which swaps or recomputes everything, keeps a step to `device_budget_gib`.
+    """Even the safest setting, which swaps or recomputes everything, does not keep a step within `device_budget_gib`.
 
     Args:
-        least_gib: That a step at the safest setting takes, in GiB.
-        rank: On which it does.
-        asked_gib: Of that rank's block.
+        least_gib: Device memory of a step at the safest setting, in GiB.
+        rank: The rank that needs it.
+        asked_gib: The budget in that rank's block, in GiB.
 
     Attributes:
-        least_gib: Rounded up to three digits: the least budget that is possible.
+        least_gib: The least possible budget: the argument, rounded up to three digits.
     """
 
     def __init__(self, least_gib: float, rank: int, asked_gib: float) -> None:
@@ -85,17 +87,17 @@ class BudgetError(MemplugError):
 
 
 class UnsupportedVersionError(MemplugError):
-    """An installed package is too old, or too new, for what memplug needs of it."""
+    """An installed package is too old or too new for memplug."""
 
     default_advice = "Install a version in the range that the message names; `memplug doctor` lists what is installed."
 
 
 class HardwareError(MemplugError):
-    """A hardware profile cannot be read, or torch has no place for the virtual device."""
+    """A hardware profile cannot be read, or torch cannot register the virtual device."""
 
     default_advice = (
-        "Take one of configs/hardware as an example, or let `memplug doctor --measure FILE` write one; "
-        "and a process in which no other vendor's device is imported."
+        "Start from a profile in configs/hardware, or let `memplug doctor --measure FILE` write one; "
+        "and use a process that imports no other vendor's device."
     )
 
 
@@ -103,13 +105,13 @@ class EstimateError(MemplugError):
     """A step cannot be estimated: an operator needs values, and the virtual device has none."""
 
     default_advice = (
-        "Estimate a module without it; or record a step of a real run: its values for the estimate "
-        "(`memplug.record_values`), or all of it (`session.record`), which `memplug show` and `memplug plan` read."
+        "Estimate a module without that operator; or record a step of a real run: its values, for the estimate "
+        "(`memplug.record_values`), or the whole step (`session.record`), for `memplug show` and `memplug plan`."
     )
 
 
 class RegionError(MemplugError):
-    """No decoder layers were recognised, a pattern matches no module, or regions lie inside one another."""
+    """No decoder layers were recognised, a pattern matches no module, or a region contains another."""
 
     default_advice = (
         'Name the regions yourself: set "tokenwise.regions" to a list of module-name patterns as '
@@ -119,7 +121,7 @@ class RegionError(MemplugError):
 
 
 class ConflictError(MemplugError):
-    """Another checkpointing or offloading of activations is switched on, and both would handle the same tensors."""
+    """Another checkpointing or offloading of activations is on, and would handle the same tensors as memplug."""
 
     default_advice = "Switch the other one off, or memplug: they cannot share a layer."
 
@@ -128,10 +130,10 @@ class PatchError(MemplugError):
     """A symbol that memplug patches does not exist in the installed version of its package.
 
     Args:
-        symbol: Full dotted path of the symbol; an attribute too.
-        expected: The package and versions in which it is known to exist, for example "deepspeed 0.16 to 0.19"; an
-            attribute too.
-        advice: As in `MemplugError`.
+        symbol: Full dotted path of the symbol; also an attribute.
+        expected: The package and versions in which it is known to exist, for example "deepspeed 0.16 to 0.19"; also an
+            attribute.
+        advice: See `MemplugError`.
     """
 
     default_advice = (
@@ -145,7 +147,7 @@ class PatchError(MemplugError):
 
 
 class RecomputeError(MemplugError):
-    """The recompute in backward did not run the operators of its forward, so the saved rows fit nothing."""
+    """The recompute pass ran other operators than the forward, so the saved rows cannot be matched."""
 
     default_advice = (
         "Make the region's forward depend only on its inputs, parameters and the random state: no counters, "
@@ -154,7 +156,7 @@ class RecomputeError(MemplugError):
 
 
 class InPlaceError(MemplugError, RuntimeError):
-    """A tensor that backward needs was modified in place; a `RuntimeError`, as autograd's own error is."""
+    """A tensor that backward needs was modified in place; a `RuntimeError`, like autograd's own error."""
 
     default_advice = (
         'Replace the in-place operation by its out-of-place form, or leave that region out of "tokenwise.regions".'
@@ -162,7 +164,7 @@ class InPlaceError(MemplugError, RuntimeError):
 
 
 class RanksError(MemplugError):
-    """Ranks that train one model do not attach to it, or do not end their steps, together."""
+    """The ranks that train one model do not attach to it, or do not end their steps, together."""
 
     default_advice = (
         "Attach on all ranks that train the model, as often as on the others. Where some ranks of the job do not train "
@@ -171,13 +173,13 @@ class RanksError(MemplugError):
 
 
 class TraceError(MemplugError):
-    """A trace cannot be read or written, or holds what no recording can: indices out of range, a double free."""
+    """A trace cannot be read or written, or is not a possible recording: indices out of range, a double free."""
 
     default_advice = "Record it again, or give the path of another trace that memplug has saved (.npz)."
 
 
 class LayoutError(MemplugError):
-    """Buffers that cannot be placed: no size, no lifetime; or a file of them, or of a plan, that cannot be read."""
+    """Buffers cannot be placed (no size, no lifetime), or a file of buffers or of a plan cannot be read."""
 
     default_advice = "Give each buffer a size above 0 and a lifetime that ends after it begins (half open)."
 
@@ -192,24 +194,24 @@ class NativeError(MemplugError):
 
 
 class RecorderError(MemplugError):
-    """The recorder is in use already, or cannot record what it is asked to on this device."""
+    """The recorder is already in use, or cannot make this recording on this device."""
 
-    default_advice = "There is one recorder in a process: detach the session that has it first."
+    default_advice = "A process has one recorder: first detach the session that uses it."
 
 
 class SwapError(MemplugError):
-    """No swap list keeps a step to its budgets, or none can be in force here."""
+    """No swap list keeps a step within its budgets, or none can be applied here."""
 
     default_advice = 'Set "swap": {"enabled": false}, which leaves all tensors where they are.'
 
 
 class TuneError(MemplugError):
-    """`memplug tune` has no model or no GPU to tune for, or no configuration of DeepSpeed fits."""
+    """`memplug tune` has no model or no GPU to tune for, or no DeepSpeed configuration fits."""
 
     default_advice = "See `memplug tune --help`."
 
 
 class ArenaError(MemplugError):
-    """The planned arena cannot serve here, or a write went to memory of it that belongs to another block."""
+    """The planned arena cannot serve here, or a write went to arena memory that belongs to another block."""
 
     default_advice = 'Set "arena": {"enabled": false}, which leaves all memory to torch\'s own allocator.'

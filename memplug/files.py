@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written at one stroke, and opened only where they are files."""
+"""Files that are complete or absent: written atomically, and opened only if they are regular files."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from memplug.errors import MemplugError
 
 
 def write_whole(path: Path, what: str, write: Callable[[BinaryIO], None], error: type[MemplugError]) -> None:
-    """At any moment the file at `path` is the old one or the whole new one.
+    """Replace a file atomically: at any moment `path` holds the old file or the whole new one.
 
     Args:
         path: A file in a folder that exists.
-        what: Is written, for example "trace".
-        write: Writes all of it.
-        error: To raise.
+        what: Name of the content for messages, for example "trace".
+        write: Writes all of the content to the open file.
+        error: Class of the error to raise.
 
     Raises:
-        MemplugError: Of the class `error`: the file cannot be written there.
+        MemplugError: The file cannot be written there; an instance of `error`.
     """
-    # In the same folder, because a rename is atomic only within a file system.
+    # The partial file is in the same folder because a rename is atomic only within one file system.
     partial = path.parent / f".{secrets.token_hex(8)}.partial"
     try:
         try:
@@ -34,16 +34,21 @@ def write_whole(path: Path, what: str, write: Callable[[BinaryIO], None], error:
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
-    except (OSError, ValueError) as problem:  # a path with a null byte
+    except (OSError, ValueError) as problem:  # ValueError: the path contains a null byte
         advice = "Give the path of a file in a folder that exists, that you may write to and that has room."
         raise error(f"{path}: the {what} cannot be written: {problem}", advice) from problem
 
 
 def path_of(given: object, what: str, error: type[MemplugError]) -> Path:
-    """Returns a path that a user has given; `what` is there, for example "trace (.npz)".
+    """Return a path that a user gave.
+
+    Args:
+        given: The user's value.
+        what: Name of the expected file for messages, for example "trace (.npz)".
+        error: Class of the error to raise.
 
     Raises:
-        MemplugError: Of the class `error`: it is no path.
+        MemplugError: `given` is not a path; an instance of `error`.
     """
     if not isinstance(given, (str, os.PathLike)) or not isinstance(os.fspath(given), str) or "\0" in os.fspath(given):
         raise error(f"{given!r} is not the path of a {what}", "Give it as text or as a pathlib.Path.")
@@ -51,17 +56,22 @@ def path_of(given: object, what: str, error: type[MemplugError]) -> Path:
 
 
 def opened(path: Path, what: str, error: type[MemplugError]) -> BinaryIO:
-    """A file to read; `what` is expected in it, for example "trace (.npz)".
+    """Open a file for reading.
+
+    Args:
+        path: The file.
+        what: Name of the expected content for messages, for example "trace (.npz)".
+        error: Class of the error to raise.
 
     Raises:
-        MemplugError: Of the class `error`: it is unreadable, or not a file.
+        MemplugError: The file is unreadable, or not a regular file; an instance of `error`.
     """
     advice = f"Give the path of a {what} that you may read."
     try:
-        # A device or a pipe might never end.
+        # Reading a device or a pipe might never end.
         if path.exists() and not path.is_file():
             raise error(f"{path}: not a file", advice)
         return path.open("rb")
-    except (OSError, ValueError) as problem:  # a path with a null byte
+    except (OSError, ValueError) as problem:  # ValueError: the path contains a null byte
         reason = getattr(problem, "strerror", None) or problem
         raise error(f"{path}: unreadable: {reason}", advice) from problem

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Package(NamedTuple):
-    """A package by its two names."""
+    """The two names of a package."""
 
     name: str
-    """As it is installed."""
+    """Name under which it is installed."""
     module: str
-    """As it is imported."""
+    """Name under which it is imported."""
 
 
 FRAMEWORKS = (

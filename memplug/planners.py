@@ -1,7 +1,7 @@
-"""The list of the layout planners.
+"""The list of layout planners; imports none of them.
 
-The choices of the block and the commands, their help and the schema are made from it, and it imports none of them; the
-table of memplug/arena/README.md repeats it.
+The choices of the block and of the commands, their help texts and the JSON schema come from this list; the table in
+memplug/arena/README.md repeats it.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 AUTO = "auto"
-"""Search and exact, and the others where the judge refuses what these find: see `memplug.arena.plan.auto`."""
+"""Search and exact; if the judge rejects their results, the others (see `memplug.arena.plan.auto`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """One planner.
+    """One layout planner.
 
     Attributes:
-        name: in `arena.planner` and `--planner`.
-        does, suits: the table of memplug/arena/README.md.
-        module: has `solve(problem, *, deadline_s, enough_bytes)`, which returns a `Solution` by `name` whenever
-            `deadline_s` comes, on the clock of `time.monotonic`, and may end at a height of `enough_bytes`; None: at
-            the lower bound. It need not know streams.
+        name: Its name in `arena.planner` and `--planner`.
+        does: Its method, as in the table of memplug/arena/README.md.
+        suits: The inputs that it suits, as in that table.
+        module: Module with `solve(problem, *, deadline_s, enough_bytes)`, which returns a `Solution` named `name` by
+            `deadline_s` on the clock of `time.monotonic`. It may stop at a height of `enough_bytes`; with None, at the
+            lower bound. It need not know about streams.
     """
 
     name: str
@@ -32,7 +33,13 @@ class Planner:
     module: str
 
     def solve(self, problem: Any, *, deadline_s: float, enough_bytes: int | None) -> Any:
-        """Offsets, for the judge to check."""
+        """Return offsets as a `Solution`, not yet judged.
+
+        Args:
+            problem: The requests to place.
+            deadline_s: When to return, on the clock of `time.monotonic`.
+            enough_bytes: Height at which the planner may stop; None: the lower bound.
+        """
         return importlib.import_module(self.module).solve(problem, deadline_s=deadline_s, enough_bytes=enough_bytes)
 
 
@@ -65,16 +72,16 @@ PLANNERS: tuple[Planner, ...] = (
 
 
 def names() -> tuple[str, ...]:
-    """Every choice, "auto" first."""
+    """Return all choices, "auto" first."""
     return (AUTO, *(planner.name for planner in PLANNERS))
 
 
 def named(name: str) -> Planner:
-    """The planner of that name, other than "auto"."""
+    """Return the planner of that name, other than "auto"."""
     return next(planner for planner in PLANNERS if planner.name == name)
 
 
 def listed(mark: str = "") -> str:
-    """The choices but "auto" as words, each between marks: "search, exact, bilevel and spatiotemporal"."""
+    """Return all choices but "auto" as text, each between marks: "search, exact, bilevel and spatiotemporal"."""
     *first, last = (f"{mark}{planner.name}{mark}" for planner in PLANNERS)
     return f"{', '.join(first)} and {last}"

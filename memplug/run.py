@@ -1,6 +1,6 @@
 """Runs an unchanged training script with memplug installed.
 
-`deepspeed --module memplug.run train.py ...`, `torchrun --module memplug.run train.py ...`; and for Megatron-LM's
+`deepspeed --module memplug.run train.py ...` or `torchrun --module memplug.run train.py ...`; for Megatron-LM's
 scripts, `torchrun --module memplug.run pretrain_gpt.py ... --memplug-config ds.json`.
 """
 
@@ -25,13 +25,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Install memplug, then run the script as Python would.
 
     Args:
-        arguments: options that the launcher puts first (`--local_rank=0`; handed on to the script), the script, and
-            its own arguments. `--memplug-config FILE` among them is taken out: a JSON with the "memplug" block, for
-            the training loop of Megatron-LM. Without it, DeepSpeed engines are attached to.
+        arguments: Options that the launcher puts first (`--local_rank=0`; passed on to the script), the script, and its
+            own arguments. `--memplug-config FILE` is removed from them: it names a JSON with the "memplug" block and
+            attaches to the training loop of Megatron-LM. Without it, memplug attaches to DeepSpeed engines.
 
     Raises:
-        ConfigError: no script was named, it does not exist, or the block cannot be used.
-        PatchError: there is no training loop of Megatron-LM.
+        ConfigError: No script was named, it does not exist, or the block cannot be used.
+        PatchError: `--memplug-config` was given, and there is no training loop of Megatron-LM.
     """
     arguments, config = _take_config(sys.argv[1:] if arguments is None else arguments)
     position = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), None)
@@ -54,7 +54,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _take_config(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """The arguments without memplug's own, and its value; those behind a `--` are the script's."""
+    """Return the arguments without memplug's option, and the option's value.
+
+    An option after `--` belongs to the script and is left alone.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(OPTION, dest="config", nargs="?", const="")
     known, rest = parser.parse_known_args(arguments)
@@ -64,10 +67,10 @@ def _take_config(arguments: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 class _Fallback(logging.StreamHandler):
-    """Shows memplug's lines on stderr as long as the script has set up no logging of its own."""
+    """Shows memplug's log lines on stderr unless the script has set up logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """On the first rank only, as every line of memplug's."""
+        """Emit on rank 0 only, like all of memplug's lines."""
         if not logging.getLogger().handlers and os.environ.get("RANK", "0") == "0":
             super().emit(record)
 

@@ -1,21 +1,20 @@
-"""Sizes in bytes that several rooms count with."""
+"""Sizes in bytes that several parts of memplug use."""
 
 from __future__ import annotations
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 BLOCK_BYTES = 512
-"""What torch's CUDA allocator rounds every request up to (c10/cuda/CUDACachingAllocator, kMinBlockSize), and the arena;
-memplug/native/blocks.h has it for C++.
-"""
+"""Multiple to which torch's CUDA allocator (c10/cuda/CUDACachingAllocator, kMinBlockSize) and the arena round requests
+up. memplug/native/blocks.h has it for C++."""
 
 HOST_ROW_BYTES = 512
-"""What rows of pinned host memory are rounded up to; memplug/device/native/host_rows.h has it for C++."""
+"""Multiple to which rows of pinned host memory are rounded up; memplug/device/native/host_rows.h has it for C++."""
 
 UNLIMITED_BYTES = 2**62
-"""More than any memory has, and still an int64 where another size is added."""
+"""More bytes than any memory has; adding another size still fits an int64."""
 
 
 def rounded_up(nbytes: int, multiple_bytes: int) -> int:
-    """Returns the smallest multiple of `multiple_bytes` that is `nbytes` or more; of an array, each of its elements."""
+    """Return the smallest multiple of `multiple_bytes` that is at least `nbytes`; works elementwise on arrays."""
     return -(-nbytes // multiple_bytes) * multiple_bytes

@@ -1,8 +1,8 @@
-"""Every private or unstable name of torch that memplug's Python uses; those of the C++ are in `native/torch_private.h`.
+"""All private or unstable names of torch that memplug's Python uses; those of the C++ are in `native/torch_private.h`.
 
-Each is looked up once, as this module is imported, but for those of torch's compiler. Where the installed torch lacks
-one, `check` and `check_compiler` say so at attach, and calling it raises the same error. Attributes of objects are used
-in their places: `Tensor._version`, `OpOverload._schema`.
+Each name is looked up once, when this module is imported, except those of torch's compiler. If the installed torch
+lacks one, `check` and `check_compiler` raise at attach, and calling it raises the same error. Private attributes of
+objects are used where they are needed: `Tensor._version`, `OpOverload._schema`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _lacking: list[tuple[str, str]] = []
 
 
 def _looked_up(path: str) -> Any:
-    """Returns what torch has by that name; raises AttributeError."""
+    """Return torch's object of that dotted name; raise AttributeError if there is none."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         try:
@@ -40,18 +40,19 @@ def _looked_up(path: str) -> Any:
 
 def _lacks(path: str, use: str) -> UnsupportedVersionError:
     return UnsupportedVersionError(
-        f"torch {torch.__version__} has no {path}, by which memplug {use}; {KNOWN} have it",
+        f"torch {torch.__version__} has no {path}, with which memplug {use}; {KNOWN} have it",
         f"Install {KNOWN}, or a newer memplug.",
     )
 
 
 def _name(path: str, use: str, *older: str, needed: bool = True) -> Any:
-    """Returns what torch has by that name, or else a function that raises what it lacks.
+    """Return torch's object of that name, or a function that raises UnsupportedVersionError if there is none.
 
     Args:
-        use: what memplug does by it.
-        older: names that older versions have for it.
-        needed: `check` asks for it.
+        path: Dotted name.
+        use: What memplug uses it for, as a verb phrase: "recomputes outside of function transforms".
+        older: Names that older versions of torch have for it.
+        needed: Whether `check` requires it.
     """
     for each in (path, *older):
         with contextlib.suppress(AttributeError):
@@ -66,10 +67,10 @@ def _name(path: str, use: str, *older: str, needed: bool = True) -> Any:
 
 
 def check() -> None:
-    """Ask for every name that training needs.
+    """Check that torch has all names that training needs.
 
     Raises:
-        UnsupportedVersionError: torch is older than the oldest that is known, or lacks a name.
+        UnsupportedVersionError: torch is older than the oldest known version, or lacks a name.
     """
     if _version(torch.__version__) < _version(OLDEST):
         raise UnsupportedVersionError(f"memplug needs torch {OLDEST} or newer; {torch.__version__} is installed")
@@ -78,7 +79,7 @@ def check() -> None:
 
 
 def is_newer_than_known() -> bool:
-    """Whether the installed torch is newer than those that memplug knows."""
+    """Return whether the installed torch is newer than the versions that memplug knows."""
     return _version(torch.__version__) > _version(NEWEST)
 
 
@@ -86,15 +87,15 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
 
 
-# -- autograd, and what runs around it --
+# -- autograd, and the modes and transforms around it --
 
-_TRACED, _TRANSFORMED = "knows programs that torch traces", "knows function transforms"
+_TRACED, _TRANSFORMED = "detects programs that torch traces", "detects function transforms"
 
 current_graph_task_id = _name("torch._C._current_graph_task_id", "tells recomputed forwards from training's own")
 saved_tensors_hooks_is_enabled = _name("torch._C._autograd._saved_tensors_hooks_is_enabled", "asks whether it may save")
 _name("torch._C._autograd._push_saved_tensors_default_hooks", "saves tensors, in C++")
 _name("torch._C._autograd._pop_saved_tensors_default_hooks", "saves tensors, in C++")
-unsafe_preserve_version_counter = _name("torch.autograd._unsafe_preserve_version_counter", "puts buffers back")
+unsafe_preserve_version_counter = _name("torch.autograd._unsafe_preserve_version_counter", "restores buffers")
 
 peek_interpreter_stack = _name("torch._C._functorch.peek_interpreter_stack", _TRANSFORMED)
 is_functorch_wrapped_tensor = _name("torch._C._functorch.is_functorch_wrapped_tensor", _TRANSFORMED)
@@ -103,7 +104,7 @@ vmapmode_decrement_nesting = _name("torch._C._vmapmode_decrement_nesting", _TRAN
 temporarily_clear_interpreter_stack = _name(
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", "recomputes outside of function transforms"
 )
-_name("torch.autograd.forward_ad._current_level", "knows forward-mode differentiation")
+_name("torch.autograd.forward_ad._current_level", "detects forward-mode differentiation")
 
 is_jit_tracing = _name("torch._C._is_tracing", _TRACED)
 get_dispatch_mode = _name("torch._C._get_dispatch_mode", _TRACED)
@@ -126,50 +127,50 @@ tree_leaves = _name("torch.utils._pytree.tree_leaves", "makes estimates", needed
 tree_map = _name("torch.utils._pytree.tree_map", "makes estimates", needed=False)
 OpOverload = _name("torch._ops.OpOverload", "knows operators")
 get_default_store = _name("torch.distributed.distributed_c10d._get_default_store", "has ranks agree", needed=False)
-empty_host_cache = _name("torch._C._host_emptyCache", "gives pinned memory back", needed=False)
+empty_host_cache = _name("torch._C._host_emptyCache", "releases pinned memory", needed=False)
 dump_snapshot = _name("torch.cuda.memory._dump_snapshot", "writes a snapshot when memory runs out", needed=False)
 
 
 def is_fx_tracing() -> bool:
-    """Whether torch.fx traces a program now."""
+    """Return whether torch.fx is tracing a program."""
     return bool(_fx_tracing() if callable(_fx_tracing) else torch.fx._symbolic_trace._is_fx_tracing_flag)  # to 2.13
 
 
 def is_in_forward_ad() -> bool:
-    """Whether forward-mode differentiation is on."""
+    """Return whether forward-mode differentiation is on."""
     return bool(torch.autograd.forward_ad._current_level >= 0)
 
 
-# -- torch's compiler, which takes as long to import as all else --
+# -- torch's compiler: looked up on use, because it takes as long to import as all the rest --
 
 COMPILER, FLEX_ATTENTION = "torch._dynamo.eval_frame", "torch.nn.attention.flex_attention"
 INDUCTOR_CONFIG = "torch._inductor.config"
 _WRAPPER = "compile_wrapper"
 _STANCE = tuple(f"{COMPILER}.{name}" for name in ("_callback_from_stance", "_stance", "DynamoStance"))
-_AS_WRITTEN = "runs what is compiled in a region as it is written"
+_AS_WRITTEN = "runs compiled functions in a region as they are written"
 _FLEX_NAMES = ("_create_wrapped_callback", "_debug_get_cache_entry_list", "innermost_backend")
 
 
 def skip_code(code: CodeType) -> None:
-    """Let calls of `code` run as they are where torch compiles; those inside of it are compiled as ever."""
+    """Make torch.compile run calls of `code` uncompiled; calls inside of it are compiled as usual."""
     _name("torch._dynamo.decorators.skip_code", "lets torch.compile go around regions", needed=False)(code)
 
 
 @functools.cache
 def flex_compiler() -> Any:
-    """Returns the module that has what compiled calls of FlexAttention need; None: this torch lacks some of it."""
+    """Return the module that has what compiled calls of FlexAttention need, or None if this torch lacks some of it."""
     compiler = importlib.import_module(COMPILER)
     return compiler if all(hasattr(compiler, name) for name in _FLEX_NAMES) else None
 
 
 def check_compiler(as_written: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Ask the compiler what it does with compiled functions where regions run: nothing, they run as they are written.
+    """Check that torch.compile can be kept from running compiled functions, as regions require.
 
     Args:
-        as_written: makes a context in which nothing compiled runs.
+        as_written: Makes a context in which no compiled code runs.
 
     Raises:
-        UnsupportedVersionError: the compiler lacks a name, or would compile all the same.
+        UnsupportedVersionError: The compiler lacks a name, or would compile inside that context.
     """
     for name in _STANCE:
         try:
@@ -180,14 +181,16 @@ def check_compiler(as_written: Callable[[], AbstractContextManager[Any]]) -> Non
         is_disabled = _looked_up(_STANCE[0])(check_compiler) is None
     if not is_disabled:
         raise UnsupportedVersionError(
-            f"torch {torch.__version__} compiles whatever {_STANCE[1]} is, by which memplug {_AS_WRITTEN}",
+            f"torch {torch.__version__} ignores {_STANCE[1]}, with which memplug {_AS_WRITTEN}",
             f"Install {KNOWN}, or a newer memplug.",
         )
 
 
 def compiled_call(frame: FrameType) -> tuple[Any, Any] | None:
-    """Returns the function that is called and the list of what is called behind it, of a frame of torch's compiler that
-    calls a compiled function; None: it is another frame.
+    """Return the function that a frame of torch's compiler calls, and the list of cleanups that run after the call.
+
+    Returns:
+        (function, cleanups), or None if `frame` is not such a frame.
     """
     if frame.f_code.co_name != _WRAPPER or frame.f_globals.get("__name__") != COMPILER:
         return None

@@ -1,4 +1,4 @@
-"""The `memplug` command: one module for each of its commands, and what they print with."""
+"""The `memplug` command: one module for each subcommand, and the modules that they share."""
 
 from typing import Annotated
 
@@ -25,10 +25,10 @@ app = typer.Typer(
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print memplug's version and leave.", is_eager=True, callback=echo_version)
+        bool, typer.Option("--version", help="Print memplug's version and exit.", is_eager=True, callback=echo_version)
     ] = False,
 ) -> None:
-    """Options of the command itself; typer calls it before any of the commands."""
+    """Handle the options of the command itself; typer calls it before any subcommand."""
 
 
 app.command(epilog="Example: memplug check ds_config.json")(check)

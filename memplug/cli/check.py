@@ -1,4 +1,4 @@
-"""`memplug check`: what a configuration will do."""
+"""`memplug check`: checks a configuration and says what memplug will do under it."""
 
 import json
 from pathlib import Path
@@ -26,8 +26,8 @@ def check(
 ) -> None:
     """Check the "memplug" block of a DeepSpeed JSON and say what memplug will do; no GPU is used.
 
-    All problems are listed at once; settings of DeepSpeed that conflict or compete with memplug are warnings, and so is
-    what Trainer and Accelerate, or DeepSpeed, would not read.
+    All problems are listed at once. DeepSpeed settings that conflict or compete with memplug are warnings, and so is
+    syntax that DeepSpeed, Trainer or Accelerate cannot read.
     Exit code 0: usable; 1: not usable.
     """
     from memplug.cli import neighbours

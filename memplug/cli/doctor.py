@@ -1,4 +1,4 @@
-"""`memplug doctor`: what this machine can do."""
+"""`memplug doctor`: says what this machine can do."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from memplug.cli.output import AsJson, print_facts, progress
 from memplug.cli.rates import measure_into
 from memplug.cli.versions import versions
 
-# Settings of others that take away what memplug builds on, and what they do.
+# Environment settings that break what memplug relies on, and their effects.
 _CONFLICTS = (
     (
         r"PYTORCH_(CUDA_)?ALLOC_CONF=.*\bbackend\s*:\s*cudaMallocAsync\b",
@@ -32,14 +32,14 @@ def doctor(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Instead, measure the GPU for half a minute, and write its rates as a hardware profile.",
+            help="Only measure the GPU, for half a minute, and write its rates as a hardware profile.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what memplug finds on this machine: versions, compiler, device, measured rates, settings in the way.
+    """Show what memplug finds on this machine: versions, compiler, device, measured rates, conflicting settings.
 
-    Builds the native core, and the libraries of the techniques, where that was not done yet.
+    Builds the native core and the libraries of the techniques unless they are built already.
     """
     if measure is not None:
         measure_into(measure, as_json=as_json)
@@ -48,7 +48,7 @@ def doctor(
 
     libraries = {key: library for each in in_place() for key, library in each.libraries().items()}
     facts = {"versions": versions(), "compiler": _compiler()}
-    with progress("building the native core, where that was not done yet (half a minute)"):
+    with progress("building the native core, unless it is built already (half a minute)"):
         facts["native_core"] = _native_core()
         facts |= {key: _built(load) for key, (_, load) in libraries.items()}
     with progress("importing torch and measuring the device (a few seconds)"):
@@ -73,7 +73,7 @@ def _compiler() -> str:
     import shutil
     import subprocess
 
-    # What torch.utils.cpp_extension would call.
+    # the compiler that torch.utils.cpp_extension would call
     command = shlex.split(os.environ.get("CXX", "c++"))
     if not command or shutil.which(command[0]) is None:
         return "absent"
@@ -118,7 +118,7 @@ def _hardware() -> dict[str, object]:
 
 
 def _memlock(hardware: Mapping[str, object], host_budget_bytes: int) -> str:
-    """The limit on locked memory, and what follows for pinned host memory."""
+    """Return the limit on locked memory in words, and what it means for pinned host memory."""
     limit = hardware["memlock_limit_bytes"]
     if limit is None:
         return "unlimited: no limit on pinned memory"
@@ -127,7 +127,7 @@ def _memlock(hardware: Mapping[str, object], host_budget_bytes: int) -> str:
         return f"{words}: no matter on the CPU, where nothing is pinned"
     if limit >= host_budget_bytes:
         return f"{words}: more than the host budget (auto), {_gib(host_budget_bytes)}"
-    # Whether memory that a driver registers counts against the limit is up to the driver.
+    # The driver decides whether memory that it registers counts against the limit.
     return (
         f"{words}: less than the host budget (auto), {_gib(host_budget_bytes)}. If a run warns that the driver refused "
         "to register host memory, raise it: `ulimit -l unlimited`, or `--ulimit memlock=-1` for a container"
@@ -145,7 +145,7 @@ def _conflicts(environment: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def _doctor_rows(facts: dict, libraries: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The facts in words; libraries of techniques by key, with their names."""
+    """Return the facts in words; `libraries` has the names of the techniques' libraries by key."""
     hardware, core = facts["hardware"], facts["native_core"]
     if core["ready"]:
         built = f"built, in {core['folder']}"
@@ -178,7 +178,7 @@ def _doctor_rows(facts: dict, libraries: Mapping[str, str]) -> list[tuple[str, s
 
 
 def _lost(calls: list[str]) -> str:
-    return f", but torch's CUDA allocator does not get these calls: {'; '.join(calls)}" if calls else ""
+    return f", but these calls do not reach torch's CUDA allocator: {'; '.join(calls)}" if calls else ""
 
 
 def _verdict(facts: dict) -> str:
@@ -190,7 +190,7 @@ def _verdict(facts: dict) -> str:
 
 
 def _unbuilt(facts: dict) -> list[str]:
-    """Keys of what is not ready."""
+    """Return the keys of the parts that are not ready."""
     return [key for key, fact in facts.items() if isinstance(fact, Mapping) and fact.get("ready") is False]
 
 

@@ -1,4 +1,4 @@
-"""`memplug estimate`: what a training step takes on a GPU that is not there."""
+"""`memplug estimate`: predicts the time and memory of a training step without a GPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,38 +31,38 @@ def estimate(
             metavar="FILE", help="Shape of the model, as YAML: fields of LlamaConfig, MixtralConfig or Qwen3Config."
         ),
     ] = ...,
-    gpu: Annotated[str, typer.Option(help="A GPU that memplug has a profile of, or the file of a profile.")] = "h200",
+    gpu: Annotated[str, typer.Option(help="A GPU that memplug has a profile for, or a profile's file.")] = "h200",
     layers: Annotated[int | None, typer.Option(help="Decoder layers; by default all of the model's.", min=1)] = None,
     seq_len: Annotated[
-        int | None, typer.Option(help="Tokens of a sequence; by default the most that the model is made for.", min=1)
+        int | None, typer.Option(help="Tokens of a sequence; by default the model's maximum.", min=1)
     ] = None,
     micro_batch: Annotated[
-        int | None, typer.Option(help="Sequences; by default as the DeepSpeed JSON says, else 1.", min=1)
+        int | None, typer.Option(help="Sequences; by default from the DeepSpeed JSON, else 1.", min=1)
     ] = None,
-    head: Annotated[bool, typer.Option(help="With embedding, head and loss.")] = True,
+    head: Annotated[bool, typer.Option(help="Include embedding, head and loss.")] = True,
     tiled_loss: Annotated[
         int,
         typer.Option(
-            metavar="TILES", help="Logits and loss in so many parts, as the DeepSpeed recipe has them.", min=1
+            metavar="TILES", help="Compute logits and loss in so many parts, like the DeepSpeed recipe.", min=1
         ),
     ] = 1,
-    optimizer: Annotated[bool, typer.Option(help="With AdamW, its states in the parameters' dtype.")] = True,
+    optimizer: Annotated[bool, typer.Option(help="Include AdamW, with its states in the parameters' dtype.")] = True,
     gpus: Annotated[
         int | None,
         typer.Option(
-            help="Ranks: of DeepSpeed's engine, with the DeepSpeed JSON's ZeRO, by default no engine; with the options "
-            "below, of Megatron-Core, by default as few as they need: what they leave is data parallel.",
+            help="Ranks. Without the options below: of DeepSpeed's engine, with the JSON's ZeRO stage; by default "
+            "there is no engine. With them: of Megatron-Core, by default as few as they need; more are data parallel.",
             min=1,
         ),
     ] = None,
     tensor: Annotated[int | None, typer.Option(help="Ranks that share each matrix product.", min=1)] = None,
     sequence: Annotated[
-        bool, typer.Option("--sequence", help="They share the rest of a layer too, by tokens.")
+        bool, typer.Option("--sequence", help="These ranks share the rest of a layer too, by tokens.")
     ] = False,
     pipeline: Annotated[
         int | None,
         typer.Option(
-            help="Stages; twice as many micro-batches pass through them, or gradient_accumulation_steps of the JSON.",
+            help="Pipeline stages. A step has twice as many micro-batches, or the JSON's gradient_accumulation_steps.",
             min=1,
         ),
     ] = None,
@@ -73,27 +73,27 @@ def estimate(
         str | None, typer.Option(help="Back end: cudnn, flash; by default the profile's first.")
     ] = None,
     host_gib: Annotated[
-        float | None, typer.Option(help="Memory of the host for this GPU; by default as much as is asked for.", min=0)
+        float | None, typer.Option(help="Host memory for this GPU; by default unlimited.", min=0)
     ] = None,
     limits: Annotated[
         bool,
         typer.Option(
-            help="Find the longest sequence and the largest micro-batch that fit: of one rank, without --trace."
+            help="Find the longest sequence and the largest micro-batch that fit; for one rank, without --trace."
         ),
     ] = True,
     trace: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Values that a real step of the same model and sizes has read (`memplug.record_values`): with them a "
-            "Mixtral from Hugging Face is estimated.",
+            help="Values that a real step of the same model and sizes read (`memplug.record_values`); a Mixtral from "
+            "Hugging Face needs them.",
         ),
     ] = None,
     plan_dir: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Write memplug's plan there, for a run of the same job; not of Megatron-Core.",
+            help="Write memplug's plan there, for a run of the same job; not for Megatron-Core.",
         ),
     ] = None,
     html: Annotated[
@@ -106,14 +106,14 @@ def estimate(
         Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers there, as one JSON object.")
     ] = None,
 ) -> None:
-    """Predict the step time, device memory and host memory of a training step on a GPU; none is used.
+    """Predict the time, device memory and host memory of a training step on a GPU; no GPU is used.
 
-    Modes: keep everything; recompute every layer in full; all of it but attention (selective); or as memplug plans.
-    One rank's step, forward, backward and optimizer, of a Llama or Qwen3 from Hugging Face, or with --trace a Mixtral;
-    with --tensor, --pipeline, --expert or --context, and of a Mixtral without --trace, from Megatron-Core, with tokens
-    spread evenly over experts, and of a pipeline the slowest stage's step with the bubble, and the memory of the stage
-    that needs most. All figures are predictions.
-    Exit code 0: done; 1: something is not usable, or no mode fits.
+    Modes: keep everything; recompute every layer in full; recompute all but attention (selective); or memplug's plan.
+    Estimates one rank's step (forward, backward, optimizer) of a Llama or Qwen3 from Hugging Face, or with --trace of a
+    Mixtral. With --tensor, --pipeline, --expert or --context, and for a Mixtral without --trace, the model is
+    Megatron-Core's, with tokens spread evenly over experts. For a pipeline: the slowest stage's step with the bubble,
+    and the memory of the stage that needs most. All figures are predictions.
+    Exit code 0: done; 1: an input is not usable, or no mode fits.
     """
     with collected_warnings() as warnings, refusing():
         split = {"tensor": tensor, "sequence": sequence, "pipeline": pipeline, "expert": expert, "context": context}
@@ -160,9 +160,10 @@ class _Asked:
     """An estimate, as the command line asks for it.
 
     Attributes:
-        settings: the DeepSpeed JSON; empty: there is none.
-        gpus: ranks of DeepSpeed's engine; None: there is no engine.
-        layout, micro_batches: of Megatron-Core; None: it does not train.
+        settings: The DeepSpeed JSON; empty: there is none.
+        gpus: Ranks of DeepSpeed's engine; None: there is no engine.
+        layout: Layout of Megatron-Core; None: it does not train.
+        micro_batches: Micro-batches of a step of Megatron-Core.
     """
 
     workload: "Workload"
@@ -173,6 +174,7 @@ class _Asked:
     micro_batches: int
 
     def run(self, say: Callable[[str], None]) -> "Estimate":
+        """Return the estimate."""
         from memplug.predict.estimator.estimate import estimate_workload
         from memplug.predict.estimator.ranks import estimate_rank
         from memplug.predict.estimator.stages import estimate_megatron
@@ -184,7 +186,7 @@ class _Asked:
         return estimate_workload(self.workload, self.request, say)
 
     def limits(self, say: Callable[[str], None]) -> dict[str, dict[str, int]]:
-        """Of each mode, the longest sequence and the largest micro-batch that fit; empty: they are not searched for."""
+        """Return the longest sequence and largest micro-batch that fit, by mode; empty if they are not searched for."""
         from memplug.predict.estimator.limits import Limits
 
         if self.gpus is not None or self.layout is not None or self.request.trace is not None:
@@ -204,12 +206,15 @@ def _asked(
     request: dict[str, Any],
     **given: Any,
 ) -> _Asked:
-    """Reads the files, and refuses options that do not go together.
+    """Read the files, and refuse options that do not go together.
 
     Args:
-        split: of Megatron-Core; empty: by none of the options.
-        request: options as of `Request.of`.
-        given: fields of `Workload`; None: as the files say.
+        ds_json: The DeepSpeed JSON, if any.
+        model: The file with the model's shape.
+        split: Options of Megatron-Core's layout; empty: none was given.
+        gpus: Ranks; None: not given.
+        request: Options of `Request.of`.
+        given: Fields of `Workload`; None: taken from the files.
     """
     from memplug.config import read_ds_config
     from memplug.ds_json.reading import read_json
@@ -221,9 +226,9 @@ def _asked(
 
     trace, head = request["trace"], given["head"]
     if gpus is not None and not split and (ds_json is None or not (head and given["optimizer"])):
-        raise typer.BadParameter("takes a DeepSpeed JSON, and all of the model", param_hint="--gpus")
+        raise typer.BadParameter("needs a DeepSpeed JSON, the head and the optimizer", param_hint="--gpus")
     if trace is not None and (split or not head):
-        raise typer.BadParameter("is of all of a model from Hugging Face", param_hint="--trace")
+        raise typer.BadParameter("works only for a whole model from Hugging Face", param_hint="--trace")
     shape, settings = Shape.read(model), read_json(ds_json) if ds_json is not None else {}
     block = read_ds_config(settings) if "memplug" in settings else None
     defaults = {
@@ -236,7 +241,7 @@ def _asked(
     workload = Workload(shape=shape, dtype=dtype_of(settings), values=values, **fields)
     layout = layouts.layout_of(workload, split, gpus) if trace is None else None
     if given["loss_tiles"] > 1 and (layout is not None or trace is not None or not head):
-        raise typer.BadParameter("is of a head of Hugging Face's, without --trace", param_hint="--tiled-loss")
+        raise typer.BadParameter("works only for a head of Hugging Face's, without --trace", param_hint="--tiled-loss")
     micro_batches = layouts.micro_batches_of(layout, settings)
     return _Asked(workload, Request.of(block, **request), settings, gpus, layout, micro_batches)
 

@@ -1,4 +1,4 @@
-"""What `memplug estimate` shows of its figures: a table, and files."""
+"""The output of `memplug estimate`: a table, and files."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,14 @@ def facts_of(
     settings: dict[str, Any],
     gpus: int | None,
 ) -> dict[str, Any]:
-    """Plain values: seconds, bytes, and shares.
+    """Return the estimate as plain values: seconds, bytes, and shares.
 
     Args:
-        largest: by mode, the longest sequence and the largest micro-batch that fit; empty: not asked for.
-        settings: the DeepSpeed JSON.
-        gpus: ranks of its engine; None: no engine.
+        found: The estimate.
+        workload: The workload that was estimated.
+        largest: By mode, the longest sequence and the largest micro-batch that fit; empty: not asked for.
+        settings: The DeepSpeed JSON.
+        gpus: Ranks of DeepSpeed's engine; None: no engine.
     """
     names = ("step_s", "flops", "peak_allocated_bytes", "peak_reserved_bytes", "arena_reserved_bytes")
     more = ("arena_off_because", "host_bytes", "to_host_bytes", "to_device_bytes", "bound", "fits", "bubble_s")
@@ -49,7 +51,7 @@ def facts_of(
 
 
 def table_of(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Headers and rows, a column for each mode."""
+    """Return headers and rows, a column for each mode."""
     from memplug.words import duration, known, size
 
     def share(value: float | None) -> str:
@@ -78,7 +80,7 @@ def table_of(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def unknown_of(facts: dict[str, Any]) -> list[str]:
-    """Why the arena's share is unknown, a line for each mode of which it is."""
+    """Return a line for each mode whose arena size is unknown, with the reason."""
     return [
         f"{mode}: reserved with the arena unknown: {each['arena_off_because']}"
         for mode, each in facts["modes"].items()
@@ -94,7 +96,15 @@ def write(
     chrome: Path | None,
     as_json: Path | None,
 ) -> None:
-    """Each of the files that is asked for: charts of the steps as a page and as a Chrome trace, and the facts.
+    """Write the requested files: the steps' charts as a page and as a Chrome trace, and the facts as JSON.
+
+    Args:
+        found: The estimate.
+        workload: The workload that was estimated.
+        facts: The result of `facts_of`.
+        html: The page, if asked for.
+        chrome: The Chrome trace, if asked for.
+        as_json: The JSON, if asked for.
 
     Raises:
         MemplugError: plotly is missing, or a file cannot be written.

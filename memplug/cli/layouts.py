@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def layout_of(workload: "Workload", split: dict[str, Any], gpus: int | None) -> "Layout | None":
-    """Of Megatron-Core, where it trains."""
+    """Return Megatron-Core's layout, or None if another framework trains."""
     from memplug.predict.estimator.layout import Layout
 
     if not split and (gpus is not None or not workload.shape.is_mixture):
@@ -24,13 +24,13 @@ def layout_of(workload: "Workload", split: dict[str, Any], gpus: int | None) -> 
 
 
 def micro_batches_of(layout: "Layout | None", settings: dict[str, Any]) -> int:
-    """Of a step of Megatron-Core's."""
+    """Return the number of micro-batches in a step of Megatron-Core."""
     given = settings.get("gradient_accumulation_steps")
     return given if isinstance(given, int) or layout is None else layout.micro_batches
 
 
 def words_of(workload: "Workload", *, optimizer: bool = True, micro_batches: int = 1) -> str:
-    """The workload, in a line's part."""
+    """Return the workload in words, for part of a line."""
     several = f"{micro_batches} micro-batches of " if micro_batches > 1 else ""
     parts = [
         f"{workload.layers} layers of {workload.shape.fields['hidden_size']:,}",
@@ -44,7 +44,7 @@ def words_of(workload: "Workload", *, optimizer: bool = True, micro_batches: int
 
 
 def facts_of(found: "Estimate", workload: "Workload", layout: "Layout", micro_batches: int) -> dict[str, Any]:
-    """Of Megatron-Core: a title, the layout, and of a pipeline each stage that ran."""
+    """Return facts on a training by Megatron-Core: title, layout, and each stage of the pipeline that was estimated."""
     import dataclasses
 
     several = f"one of {layout.gpus} {found.hardware.name}" if layout.gpus > 1 else f"one {found.hardware.name}"

@@ -1,4 +1,4 @@
-"""What a DeepSpeed JSON means to others than memplug, and they to it: `memplug check` warns of it."""
+"""Warnings of `memplug check` on a DeepSpeed JSON that other tools read too, and on settings beside the block."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ _log = logging.getLogger("memplug")
 
 
 def warn(ds_config: Mapping[str, Any], config: MemplugConfig) -> None:
-    """Logs a warning for what others who read the file would stumble over, and for each setting of DeepSpeed that
-    conflicts or competes with a technique.
+    """Log a warning for each value that other readers of the file would refuse, and for each conflicting setting.
+
+    Args:
+        ds_config: The whole DeepSpeed JSON.
+        config: Its "memplug" block.
     """
     if not config.enabled:
         return
     spelt_out = list(_autos(ds_config.get("memplug"), "memplug"))
     if spelt_out:
         _log.warning(
-            '"auto" is the default: leave %s out where Trainer, TRL or Accelerate reads this file, which fill in every '
-            '"auto" of it and refuse one that they do not know',
+            '"auto" is the default: leave %s out if Trainer, TRL or Accelerate reads this file, since they fill in '
+            'every "auto" and refuse those that they do not know',
             ", ".join(spelt_out),
         )
     for each in pictures().values():
@@ -31,7 +34,7 @@ def warn(ds_config: Mapping[str, Any], config: MemplugConfig) -> None:
 
 
 def _autos(value: object, path: str) -> Iterator[str]:
-    """Paths of what is "auto" in a block."""
+    """Yield the paths of all "auto" values in a block."""
     if value == "auto":
         yield path
     for key, part in value.items() if isinstance(value, Mapping) else ():

@@ -1,4 +1,4 @@
-"""How the commands print: rows of a table, progress, and the warnings that memplug logged."""
+"""Output of the commands: rows of a table, progress, and the warnings that memplug logged."""
 
 import json
 import logging
@@ -11,18 +11,25 @@ import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 DeviceOfSnapshot = Annotated[
-    int | None, typer.Option(help="Of a snapshot of several; by default the one with the most events.", min=0)
+    int | None,
+    typer.Option(help="Device of a snapshot that has several; by default the one with the most events.", min=0),
 ]
 
 
 def refuse_step_of_snapshot(step: int | None) -> None:
-    """Leaves with a usage error where a step of a snapshot is asked for."""
+    """Raise a usage error if a step of a snapshot is asked for."""
     if step is not None:
         raise typer.BadParameter("a snapshot has no steps; all of its history is taken", param_hint="--step")
 
 
 def print_facts(facts: dict[str, Any], rows: list[tuple[str, str]], *, as_json: bool) -> None:
-    """One JSON object, or the same in words: a table on a terminal, else plain and unwrapped, to be pasted."""
+    """Print one JSON object, or the same in words: a table on a terminal, otherwise plain lines for pasting.
+
+    Args:
+        facts: The object.
+        rows: The same as (name, value) in words.
+        as_json: Whether to print the object.
+    """
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
@@ -41,7 +48,7 @@ def print_facts(facts: dict[str, Any], rows: list[tuple[str, str]], *, as_json: 
 
 
 def print_table(headers: list[str], lines: list[list[str]]) -> None:
-    """A table on a terminal, else plain and unwrapped columns, to be pasted."""
+    """Print a table on a terminal, otherwise plain columns for pasting."""
     if not sys.stdout.isatty():
         widths = [max(map(len, column)) for column in zip(headers, *lines, strict=True)]
         for first, *rest in (headers, *lines):
@@ -61,7 +68,7 @@ def print_table(headers: list[str], lines: list[list[str]]) -> None:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Prints what memplug refuses, with its advice, and leaves with exit code 1."""
+    """Print a MemplugError with its advice, and exit with code 1."""
     from memplug.errors import MemplugError
 
     try:
@@ -73,10 +80,14 @@ def refusing() -> Iterator[None]:
 
 @contextmanager
 def progress(text: str, limit_s: float | None = None) -> Iterator[Callable[[str], None]]:
-    """Says on stderr what takes so long: on a terminal a spinner or, with a time limit, a bar; one line elsewhere.
+    """Show on stderr what is going on: a spinner or, with a time limit, a bar; outside of a terminal one line.
+
+    Args:
+        text: The activity.
+        limit_s: Its time limit, if any.
 
     Yields:
-        Takes a few words on what is being done now.
+        A function that takes a few words on the current part of the work.
     """
     if not sys.stderr.isatty():
         typer.echo(f"memplug: {text} ...", err=True)
@@ -87,7 +98,10 @@ def progress(text: str, limit_s: float | None = None) -> Iterator[Callable[[str]
     from rich.progress_bar import ProgressBar
 
     class Elapsed(BarColumn):
+        """A bar that shows the share of the time limit that has passed."""
+
         def render(self, task: Task) -> ProgressBar:
+            """Return the bar."""
             return ProgressBar(total=limit_s, completed=min(task.elapsed or 0.0, limit_s), width=40)
 
     words = TextColumn("{task.description}")
@@ -99,7 +113,7 @@ def progress(text: str, limit_s: float | None = None) -> Iterator[Callable[[str]
 
 @contextmanager
 def collected_warnings() -> Iterator[list[str]]:
-    """Catches what memplug logs, so that a command can show it in its own output, once."""
+    """Collect memplug's log messages, so that a command can show them once in its own output."""
     logger = logging.getLogger("memplug")
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -114,5 +128,6 @@ def collected_warnings() -> Iterator[list[str]]:
 
 
 def echo_warnings(warnings: list[str]) -> None:
+    """Print the warnings on stderr."""
     for warning in warnings:
         typer.echo(f"Warning: {warning}", err=True)

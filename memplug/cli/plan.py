@@ -1,4 +1,4 @@
-"""`memplug plan`: addresses for every request of a recorded step, or of a CSV."""
+"""`memplug plan`: finds an address for each request of a recorded step, or of a CSV."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from memplug.profile.trace import Trace
 
 _LIVE_AT_MOST = 10
-# Keys of the JSON, in this order before the others.
+# Keys of the JSON that come first, in this order.
 _FIRST = ("requests", "lower_bound_bytes", "height_bytes", "fragmentation", "seconds", "planner", "optimal", "fits")
 
 
@@ -44,21 +44,24 @@ def plan(
         typer.Option("--time-limit", metavar="SECONDS", help="By default 10; with --capacity 50.", min=0.0),
     ] = None,
     capacity_bytes: Annotated[
-        int | None, typer.Option("--capacity", metavar="BYTES", help="End as soon as the plan fits into these.", min=1)
+        int | None,
+        typer.Option("--capacity", metavar="BYTES", help="Stop as soon as the plan fits into so many bytes.", min=1),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="The plan (.json), or the rows with an offset (.csv)."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write the plan (.json), or the rows with their offsets (.csv)."
+        ),
     ] = None,
-    step: Annotated[int | None, typer.Option(help="Of the trace, from 0; by default its last.", min=0)] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the trace, from 0; by default its last.", min=0)] = None,
     device: DeviceOfSnapshot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plan one training step: an address for every request, in an arena as low as can be; no GPU is used.
+    """Plan one training step: an address for every request, in the smallest arena; no GPU is used.
 
-    Of a snapshot of torch's allocator all of its history is planned, beside what torch reserved for it.
+    Of a snapshot of torch's allocator all of its history is planned, and compared with what torch reserved for it.
 
-    Exit code 0: planned, and it fits where --capacity asks; 1: it does not fit, or a file is not usable.
+    Exit code 0: planned, and within --capacity if that is given; 1: it does not fit, or a file is not usable.
     """
     if planner not in planners.names():
         raise typer.BadParameter(f"{planner!r} is none of {', '.join(planners.names())}", param_hint="--planner")
@@ -90,13 +93,13 @@ def _refuse_without_arena() -> None:
 
     if not has_technique("arena"):
         raise MemplugError(
-            "addresses are planned for the arena, and the folder memplug/arena is not there",
+            "addresses are planned for the arena, and the folder memplug/arena is missing",
             "Install a memplug that has it.",
         )
 
 
 def _read(source: Path, step: int | None, device: int | None) -> "tuple[Problem, Trace | None, History | None]":
-    """What is to be placed, the step that it is of if any, and the history of a snapshot."""
+    """Return the requests to place, the step that they come from (if any), and a snapshot's history (if it is one)."""
     from memplug.arena.plan.from_trace import last_step, problem_of, problem_of_all
     from memplug.arena.plan.problem_file import read_csv
     from memplug.profile import allocator_history
@@ -119,7 +122,7 @@ def _planned(
     time_limit_s: float,
     capacity_bytes: int | None,
 ) -> "tuple[AddressPlan, tuple[int, int]]":
-    """The plan; and how many dynamic requests of the step, and bytes of them, would have found room in it."""
+    """Return the plan; and how many dynamic requests of the step would have fitted into it, and their bytes."""
     from memplug.arena.plan import auto, dynamic
     from memplug.arena.plan.part import address_plan
     from memplug.arena.planning import plan_with_spaces
@@ -178,13 +181,13 @@ def _rows(made: "AddressPlan", facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _why(problem: "Problem", facts: dict[str, Any], capacity_bytes: int) -> list[str]:
-    """Why it does not fit: a lower plan was not found, or there is none, and then what is in use at the peak."""
+    """Return lines that say why the plan does not fit, with the largest requests at the peak if none can fit."""
     from memplug.words import size
 
     missing = facts["lower_bound_bytes"] - capacity_bytes
     if missing <= 0:
         over = size(facts["height_bytes"] - capacity_bytes)
-        return [f"The lowest plan that was found is {over} above the capacity. What to do: more --time-limit."]
+        return [f"The lowest plan that was found is {over} above the capacity. What to do: raise --time-limit."]
     rows = problem.live_at_peak()
     lines = [
         f"No plan fits: {len(rows):,} requests of {size(facts['lower_bound_bytes'])} are in use at once, "
@@ -198,4 +201,4 @@ def _why(problem: "Problem", facts: dict[str, Any], capacity_bytes: int) -> list
     rest = rows[_LIVE_AT_MOST:]
     if len(rest):
         lines.append(f"  and {len(rest):,} more, of {size(int(problem.buffers['size'][rest].sum()))}")
-    return [*lines, "What to do: swap or recompute some of them, or give more capacity."]
+    return [*lines, "What to do: swap or recompute some of them, or raise the capacity."]

@@ -1,4 +1,4 @@
-"""`memplug doctor --measure FILE`: the rates of this machine's GPU, as a profile for the virtual device."""
+"""`memplug doctor --measure FILE`: measures this machine's GPU, as a profile for the virtual device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _OWN = {"observe_s": "an operator", "region_s": "a region", "restore_s": "its re
 
 
 def measure_into(file: Path, *, as_json: bool) -> None:
-    """Measures the current CUDA device, or the CPU where there is none, writes the profile and prints it."""
-    if not file.absolute().parent.is_dir():  # found out before it is measured
+    """Measure the current CUDA device, or the CPU if there is none, write the profile and print it."""
+    if not file.absolute().parent.is_dir():  # checked before the measurement
         raise typer.BadParameter(f"{file}: its folder does not exist", param_hint="--measure")
     with progress("measuring the device (half a minute)") as say:
         import torch
@@ -55,13 +55,13 @@ def _rows(file: Path, profile: dict[str, Any]) -> list[tuple[str, str]]:
         ("device to host, both directions", link("to_host_both")),
         ("host to device, both directions", link("to_device_both")),
         ("least copy", f"{value('copy_s') * 1e6:.1f} us"),
-        ("other GPUs", "not measured: collectives are taken to go over the link to the host"),
+        ("other GPUs", "not measured: estimates assume that collectives use the link to the host"),
         ("written to", str(file)),
     ]
 
 
 def _points(entry: dict[str, Any], words: Callable[[float], str], at: Callable[[float], str]) -> str:
-    """Rates at the smallest and at the largest size, and the highest one."""
+    """Return the rates at the smallest and the largest size, and the highest rate, in words."""
     points = entry["value"]
     shown = dict([points[0], max(points, key=lambda point: point[1]), points[-1]])
     return ", ".join(f"{words(shown[size])} at {at(size)}" for size in sorted(shown))

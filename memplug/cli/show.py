@@ -1,4 +1,4 @@
-"""`memplug show`: what a recorded trace, a memory snapshot of torch's allocator, or a plan, says."""
+"""`memplug show`: shows a recorded trace, a memory snapshot of torch's allocator, or a plan."""
 
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from memplug.profile.trace import Trace
 
-_STRETCHES_OF_A_PICTURE = 1600  # of the clock: more than the axes have pixels
+_STRETCHES_OF_A_PICTURE = 1600  # parts of the clock: more than the axes have pixels
 
 
 def show(
@@ -40,12 +40,12 @@ def show(
     device: DeviceOfSnapshot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a recorded trace, what ran and where memory peaks; or a plan, its addresses and decisions. No GPU is used.
+    """Show a recorded trace (what ran, where memory peaks) or a plan (addresses, decisions). No GPU is used.
 
-    Of a memory snapshot of torch's allocator (torch.cuda.memory._dump_snapshot), its history.
+    Shows the history of a memory snapshot of torch's allocator (torch.cuda.memory._dump_snapshot), too.
 
-    Prints a summary; pages, pictures and files for other viewers are written only where an option names them.
-    Exit code 0: all done; 1: the file, or one to be written, is not usable.
+    Prints a summary; pages, pictures and files for other viewers are written only if an option names them.
+    Exit code 0: all done; 1: the file cannot be read, or an output file cannot be written.
     """
     from memplug.plans.plan_file import is_plan
     from memplug.profile.allocator_history import is_snapshot
@@ -63,13 +63,13 @@ def show(
         else:
             facts, rows, writers = _trace(source, step)
     print_facts(facts, rows, as_json=as_json)
-    # Every view is written that can be.
+    # A view that fails does not keep the others from being written.
     if not all([_written(view, writers[view], path) for view, path in paths.items() if path is not None]):
         raise typer.Exit(1)
 
 
 def _trace(source: Path, step: int | None) -> "tuple[dict, list[tuple[str, str]], dict[str, Callable[[Path], None]]]":
-    """What a trace says, as plain values and in words, and what writes its views."""
+    """Return a trace's facts as plain values and in words, and the writers of its views."""
     from memplug.profile.trace import cut
     from memplug.profile.trace_file import load
     from memplug.show.summary import rows, summary
@@ -86,7 +86,7 @@ def _trace(source: Path, step: int | None) -> "tuple[dict, list[tuple[str, str]]
 def _snapshot(
     source: Path, device: int | None
 ) -> "tuple[dict, list[tuple[str, str]], dict[str, Callable[[Path], None]]]":
-    """As `_trace`, of a snapshot of torch's allocator."""
+    """Return the same as `_trace`, for a snapshot of torch's allocator."""
     from memplug.profile.allocator_history import load
     from memplug.show.history_summary import rows, summary
 
@@ -96,7 +96,7 @@ def _snapshot(
 
 
 def _views(trace: "Trace") -> "dict[str, Callable[[Path], None]]":
-    """What writes each view of a trace."""
+    """Return the writer of each view of a trace."""
     from memplug.show.chrome import write_chrome
     from memplug.show.page import write_page
     from memplug.show.picture import write_picture
@@ -112,7 +112,7 @@ def _views(trace: "Trace") -> "dict[str, Callable[[Path], None]]":
 
 
 def _plan(source: Path) -> "tuple[dict, list[tuple[str, str]], dict[str, Callable[[Path], None]]]":
-    """As `_trace`, of a plan."""
+    """Return the same as `_trace`, for a plan."""
     from memplug.plans.plan_file import load
     from memplug.show.page import write_page
     from memplug.show.picture import write_picture
@@ -129,7 +129,7 @@ def _plan(source: Path) -> "tuple[dict, list[tuple[str, str]], dict[str, Callabl
 
 
 def _written(view: str, write: "Callable[[Path], None]", path: Path) -> bool:
-    """Whether it could be; if not, why is said on stderr."""
+    """Write a view, and return whether that succeeded; otherwise the reason is on stderr."""
     from memplug.errors import MemplugError
 
     try:

@@ -1,4 +1,4 @@
-"""`memplug tune`: a DeepSpeed configuration that fits and is the fastest by ProTrain's estimators."""
+"""`memplug tune`: finds a DeepSpeed configuration that fits and is the fastest by ProTrain's estimators."""
 
 import json
 from dataclasses import asdict
@@ -30,26 +30,26 @@ _HEADINGS = [
 
 def tune(
     ds_json: Annotated[
-        Path, typer.Argument(metavar="DS_JSON", help='DeepSpeed JSON; "auto" and absent keys are free.')
+        Path, typer.Argument(metavar="DS_JSON", help='DeepSpeed JSON; keys that are "auto" or absent are searched.')
     ],
     model: Annotated[Path, typer.Option(metavar="YAML", help="Fields of LlamaConfig, MixtralConfig or Qwen3Config.")],
     gpu: Annotated[str, typer.Option(metavar="NAME", help="A profile of configs/hardware, such as h100, or its path.")],
-    gpus: Annotated[int, typer.Option(help="Of the machine; each is a rank.", min=1)],
-    host_gib: Annotated[float, typer.Option(help="Host memory of the machine that training may take.", min=0.0)],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The DeepSpeed JSON that is written.")],
+    gpus: Annotated[int, typer.Option(help="GPUs of the machine; each is a rank.", min=1)],
+    host_gib: Annotated[float, typer.Option(help="Host memory of the machine that training may use.", min=0.0)],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Write the DeepSpeed JSON there.")],
     seq_len: Annotated[
-        int | None, typer.Option(help="Tokens; by default max_position_embeddings of the model.", min=1)
+        int | None, typer.Option(help="Tokens of a sequence; by default the model's max_position_embeddings.", min=1)
     ] = None,
     micro_batch: Annotated[
-        int | None, typer.Option(help="Sequences of a GPU; by default the JSON's, or free.", min=1)
+        int | None, typer.Option(help="Sequences of a GPU; by default the JSON's, otherwise searched.", min=1)
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the configurations and counts there.")
     ] = None,
 ) -> None:
-    """Find the fastest DeepSpeed configuration that fits: ZeRO stage, offload, micro-batch, blocks that swap and
-    recompute; no GPU is used, and all figures are predicted.
+    """Find the fastest DeepSpeed configuration that fits; no GPU is used, and all figures are predicted.
 
+    It chooses the ZeRO stage, offloading, the micro-batch, and which blocks swap and which recompute.
     Exit code 0: found and written; 1: nothing fits, or a file is not usable.
     """
     with collected_warnings() as warnings:
@@ -119,4 +119,4 @@ def _counts(tuned: "Tuned") -> list[str]:
     limits = tuned.limits
     lines = [f"Limits: {limits.device_bytes / _GIB:.1f} GiB of a GPU, {limits.host_bytes / _GIB:.1f} of the host."]
     lines += [f"Ruled out: {count:,} configurations: {reason}." for reason, count in tuned.ruled_out.most_common()]
-    return [*lines, f"Of those that were looked at one by one, {tuned.fits:,} more fit."]
+    return [*lines, f"Of the configurations that were examined one by one, {tuned.fits:,} more fit."]

@@ -1,4 +1,4 @@
-"""Versions of memplug and of what it builds on, from the installed metadata."""
+"""Versions of memplug and of the packages that it builds on, from the installed metadata."""
 
 import sys
 
@@ -10,9 +10,9 @@ PACKAGES = ("torch", *(each.name for each in FRAMEWORKS), "transformer-engine", 
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """Versions of Python, memplug and others, "absent" where a package is not installed.
+    """Return the versions of Python, memplug and others; "absent" for a package that is not installed.
 
-    Read from the metadata: importing some of these takes seconds, prints, or fails without a GPU.
+    They come from the metadata because importing some of these packages takes seconds, prints, or fails without a GPU.
     """
     from importlib.metadata import PackageNotFoundError, version
 
@@ -26,7 +26,7 @@ def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
 
 
 def echo_version(wanted: bool) -> None:
-    """The option `--version`: one line, as in "memplug 0.1.0 (Python 3.11.2, torch 2.13.0)"."""
+    """Print one line such as "memplug 0.1.0 (Python 3.11.2, torch 2.13.0)" for `--version`, and exit."""
     if wanted:
         found = versions(("torch",))
         typer.echo(f"memplug {found['memplug']} (Python {found['python']}, torch {found['torch']})")

@@ -1,1 +1,1 @@
-"""What figures are made of, whichever technique or trace they show; no torch."""
+"""The data of figures and summaries, whichever technique or trace they show; no torch."""

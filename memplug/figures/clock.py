@@ -1,4 +1,4 @@
-"""What ran along a clock: stretches of phases and layers, the bars that show them, and the places worth a sample."""
+"""Phases and layers along a clock: their stretches, the bars that show them, and the places worth a sample."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from memplug.profile.records import Layer, Phase
 def strips(
     phases: Sequence[Phase], layers: Sequence[Layer], phase_runs: Runs, layer_runs: Runs, clock: str
 ) -> list[Panel]:
-    """The phases and the layers that ran, as far as anything is known of them, as rows of coloured stretches.
+    """Return the phases and the layers that ran, as rows of coloured stretches; a row without any is left out.
 
-    The tables have what the runs refer to; their ends count the clock, such as "operator".
+    Args:
+        phases: The table that `phase_runs` refers to.
+        layers: The table that `layer_runs` refers to.
+        phase_runs: Stretches of phases.
+        layer_runs: Stretches of layers.
+        clock: The clock's unit, such as "operator".
     """
     groups, short = by_phase(phases), short_names(layers)
-    # Of each: the colour, the words under the pointer, and the name.
+    # For each: the colour, the words under the pointer, and the name.
     phase_looks = [
         (groups.groups[group].colour, phase_words(phase), phase_letters(phase))
         for phase, group in zip(phases, groups.of[:-1], strict=True)
@@ -49,7 +54,7 @@ def _strip(clock: str, runs: Runs, looks: list[tuple[str, str, str]]) -> Bars:
 
 
 def runs(values: np.ndarray, at_most: int = 2000) -> Runs:
-    """Stretches of equal values; more than `at_most` are sampled at the middle of so many equal cells first."""
+    """Return the stretches of equal values; if there are more than `at_most`, of so many evenly spaced samples."""
     bounds = np.arange(len(values) + 1)
     if len(_edges(values)) > at_most:
         cells = np.linspace(0, len(values), at_most + 1)
@@ -60,19 +65,29 @@ def runs(values: np.ndarray, at_most: int = 2000) -> Runs:
 
 
 def layer_runs(rows: np.ndarray, at_most: int = 2000) -> Runs:
-    """As `runs`, of the layers in operators or events; where a phase ends, its layer's stretch ends too."""
+    """Return the stretches of layers in operators or events, as `runs` does; each also ends where its phase ends."""
     layers = int(rows["layer"].max(initial=-1)) + 2
     found = runs(rows["phase"].astype(np.int64) * layers + rows["layer"] + 1, at_most)
     return found._replace(value=found.value % layers - 1)
 
 
 def _edges(values: np.ndarray) -> np.ndarray:
-    """Where each stretch of equal values begins."""
+    """Return where each stretch of equal values begins."""
     return np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
 
 
 def m4(in_use: np.ndarray, places: np.ndarray, length: int, bins: int) -> np.ndarray:
-    """Sorted indices: of each bin the first, the smallest, the first of the largest, and the last."""
+    """Return sorted indices: for each bin its first, smallest, first largest, and last value.
+
+    Args:
+        in_use: Memory in use after each event.
+        places: Place of each event on the clock.
+        length: Length of the clock.
+        bins: Number of equal parts of the clock.
+
+    Returns:
+        int64[at most 4 * bins].
+    """
     kept = set()
     bounds = np.searchsorted(places, np.linspace(0, length, bins + 1)[1:-1], "left")
     for begin, end in zip([0, *bounds], [*bounds, len(in_use)], strict=True):

@@ -1,7 +1,7 @@
 """A figure as data, described once: plotly draws it, in a page or as a picture.
 
-Numbers along an axis with a unit are bytes here, and drawn in that unit. Text is plain, and words that lie under the
-pointer are in pages alone.
+Numbers along an axis with a unit are bytes here and are drawn in that unit. Text is plain; the words under the pointer
+appear in pages only.
 """
 
 from __future__ import annotations
@@ -22,54 +22,54 @@ class Runs(NamedTuple):
 
     start: np.ndarray
     end: np.ndarray
-    value: np.ndarray  # an index of a phase or of a layer; -1: outside
+    value: np.ndarray  # index of a phase or of a layer; -1: outside
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What has one colour, under one name."""
+    """One name and colour for the items that share them."""
 
-    label: str  # for the legend
+    label: str  # in the legend
     colour: str  # "#rrggbb"
     hatched: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """From one end to the other, of which `low` may be the larger."""
+    """An axis from one end to the other; `low` may be the larger number."""
 
     title: str  # without the unit
     low: float
     high: float
-    unit: tuple[str, int] | None = None  # its name, and its bytes; None: plain numbers
-    ticks: Mapping[int, str] | None = None  # the only places with a name, if given
+    unit: tuple[str, int] | None = None  # name, and bytes; None: plain numbers
+    ticks: Mapping[int, str] | None = None  # the only places with a name; None: plotly chooses
     grid: bool = False  # lines across the panel
 
     @property
     def scale(self) -> int:
-        """What a number is divided by to be drawn."""
+        """Return the divisor that turns a number into its drawn value."""
         return self.unit[1] if self.unit else 1
 
     @property
     def words(self) -> str:
-        """The title with the unit."""
+        """Return the title with the unit."""
         return f"{self.title}, {self.unit[0]}" if self.unit else self.title
 
     @property
     def drawn(self) -> tuple[float, float]:
-        """Both ends."""
+        """Return both ends, as drawn."""
         return self.low / self.scale, self.high / self.scale
 
 
 def bytes_axis(title: str, most_bytes: float, room: float = 1.0, *, grid: bool = True) -> Axis:
-    """From 0 to `room` times the largest amount, which may be 0."""
+    """Return an axis from 0 to `room` times the largest amount, which may be 0."""
     unit = axis_unit(most_bytes)
     return Axis(title=title, low=0, high=room * most_bytes or unit[1], unit=unit, grid=grid)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Stack:
-    """Areas upon each other, from the bottom up; each level holds until the next place."""
+    """Stacked areas, from bottom to top; each level holds until the next place."""
 
     x: np.ndarray
     levels: np.ndarray  # [groups, places]
@@ -83,36 +83,36 @@ class Steps:
     x: np.ndarray
     y: np.ndarray
     name: str
-    words: Sequence[str]  # of each place
+    words: Sequence[str]  # for each place
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Bars:
-    """Bars along the level axis, of one thickness."""
+    """Horizontal bars of one thickness."""
 
     begin: np.ndarray
     length: np.ndarray
     row: np.ndarray
     colours: Sequence[str]
     words: Sequence[str]
-    names: Sequence[str] = ()  # of each bar, drawn where it fits
+    names: Sequence[str] = ()  # for each bar, drawn where it fits
     thickness: float = 1.0
-    group: Group | None = None  # that all are of, where there is a legend
+    group: Group | None = None  # the common group of all bars, if they have a legend
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Rectangles:
-    """Requests as address times time."""
+    """Requests drawn as address over time."""
 
     lower: np.ndarray  # int64[n], like the next three; on the clock
     upper: np.ndarray
     start: np.ndarray  # bytes
     stop: np.ndarray
     groups: Sequence[Group]
-    of: np.ndarray  # int64[n], into `groups`
+    of: np.ndarray  # int64[n], index of `groups`
     ids: np.ndarray  # int64[n] or text
-    clock: str  # what `lower` and `upper` count, such as "event"
-    words: Sequence[tuple[Sequence[str], np.ndarray]]  # tables of text, with the entry of each request; -1: none
+    clock: str  # unit of `lower` and `upper`, such as "event"
+    words: Sequence[tuple[Sequence[str], np.ndarray]]  # tables of text, with each request's entry; -1: none
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -124,7 +124,7 @@ class Outlines:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Spaces:
-    """Boxes (lower, upper, start, stop) under one name, through which the rest shows."""
+    """Transparent boxes (lower, upper, start, stop) under one name."""
 
     boxes: Sequence[tuple[int, int, int, int]]
     label: str
@@ -132,7 +132,7 @@ class Spaces:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """Across the panel, upright at a place `x` or level at an amount `y`; a level one may have a label at one end."""
+    """A line across the panel: vertical at `x`, or horizontal at `y` and then perhaps with a label at one end."""
 
     x: float | None = None
     y: float | None = None
@@ -144,7 +144,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place pointed to, with what there is to say about it."""
+    """An arrow to a place, with a text."""
 
     x: float
     y: float
@@ -153,20 +153,20 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
-    """One pair of axes; the level one is the column's."""
+    """One pair of axes; the horizontal one belongs to the column."""
 
     y: Axis
     height: float  # relative to the other panels
     content: Sequence[Stack | Steps | Bars | Rectangles | Outlines | Spaces | Line | Mark]
-    # What else may be drawn, below that, by what it is coloured by: a page switches between the views.
+    # Alternatives drawn below the content, by the name of their colouring: a page switches between them.
     views: Mapping[str, Stack | Rectangles] = field(default_factory=dict)
-    pictured: int = 1  # of these views, which a picture has in a panel each
-    title: Sequence[str] = ()  # lines above it
+    pictured: int = 1  # a picture shows so many of the views, each in a panel of its own
+    title: Sequence[str] = ()  # lines above the panel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """Panels from the top down, over one level axis."""
+    """Panels from top to bottom, over one horizontal axis."""
 
     x: Axis
     panels: Sequence[Panel]
@@ -175,9 +175,9 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """Columns from the left."""
+    """Columns from left to right."""
 
-    title: str  # of a page's window too
+    title: str  # also the title of a page's window
     columns: Sequence[Column]
     subtitle: str = ""
-    legend: str = ""  # title of what names the colours of views
+    legend: str = ""  # title of the legend for the views' colours

@@ -1,4 +1,4 @@
-"""What memory is accounted to in a picture: phases and layers in words, under few names, each with its colour."""
+"""The groups that a picture splits memory into: phases and layers in words, under few names, each with a colour."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Kind(NamedTuple):
     colours: tuple[str, ...]
 
 
-PASSES = {  # from the bottom of the stack: what lives longest first
+PASSES = {  # from the bottom of the stack, the longest-lived memory first
     Pass.OTHER: _Kind("between passes", "", ("#b9b2a6",)),
     Pass.OPTIMIZER: _Kind("optimizer", "opt", ("#3f8f5b",)),
     Pass.NO_GRAD: _Kind("forward without gradients", "V", ("#8c8f3f",)),
@@ -34,20 +34,20 @@ PASSES = {  # from the bottom of the stack: what lives longest first
     Pass.EITHER: _Kind("forward or backward", "P", ("#6a4c9c", "#d0c1e8")),
 }
 _BEFORE_COLOUR, _OUTSIDE_COLOUR = "#7f7f7f", "#c9c4bb"
-# Even in lightness, and told apart by colour-blind readers (the anchors of viridis, without its palest end).
+# Even in lightness, and distinguishable for colour-blind readers (the anchors of viridis, without its palest end).
 LAYER_COLOURS = ("#440154", "#3b528b", "#21918c", "#5ec962", "#e8d92b")
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Groups from the bottom of the stack up, and what falls into which."""
+    """Groups from the bottom of the stack up, and the group of each item."""
 
-    groups: tuple[Group, ...]  # the first is what was allocated before the recording
-    of: np.ndarray  # int64, the group of each phase, or of each layer; one more at the end, for index -1
+    groups: tuple[Group, ...]  # the first is for memory allocated before the recording
+    of: np.ndarray  # int64, group of each phase or layer; one more at the end, for index -1
 
 
 def phase_words(phase: Phase) -> str:
-    """For example "backward of micro-batch 1"; of a phase that may be either pass, "forward or backward 3"."""
+    """Return for example "backward of micro-batch 1"; for a phase that may be either pass, "forward or backward 3"."""
     words = PASSES[phase.kind].words
     if phase.micro_batch < 0:
         return words
@@ -55,12 +55,12 @@ def phase_words(phase: Phase) -> str:
 
 
 def phase_letters(phase: Phase) -> str:
-    """Where there is no room for words: "F0", "B0", "opt"; "P3" for a phase that may be either pass."""
+    """Return a phase in few letters: "F0", "B0", "opt"; "P3" for a phase that may be either pass."""
     return PASSES[phase.kind].letters + (str(phase.micro_batch) if phase.micro_batch >= 0 else "")
 
 
 def by_phase(phases: Sequence[Phase]) -> Grouping:
-    """Groups phases by kind and micro-batch; many micro-batches share a group with their neighbours."""
+    """Group phases by kind and micro-batch; if there are many micro-batches, neighbours share a group."""
     groups = [Group(BEFORE, _BEFORE_COLOUR)]
     of = np.zeros(len(phases) + 1, np.int64)
     for kind, its in PASSES.items():
@@ -76,7 +76,7 @@ def by_phase(phases: Sequence[Phase]) -> Grouping:
 
 
 def by_layer(layers: Sequence[Layer]) -> Grouping:
-    """Groups layers in their order, at most AT_MOST groups; what lies outside of layers is one more."""
+    """Group layers in their order into at most AT_MOST groups, and one more for memory outside of layers."""
     groups = [Group(BEFORE, _BEFORE_COLOUR), Group(OUTSIDE, _OUTSIDE_COLOUR)]
     of = np.ones(len(layers) + 1, np.int64)
     names = short_names(layers)
@@ -87,7 +87,7 @@ def by_layer(layers: Sequence[Layer]) -> Grouping:
 
 
 def sequence(count: int, anchors: Sequence[str] = LAYER_COLOURS) -> list[str]:
-    """`count` colours from the first anchor to the last, "#rrggbb" each."""
+    """Return `count` colours from the first anchor to the last, "#rrggbb" each."""
     rgb = np.array([[*bytes.fromhex(anchor[1:])] for anchor in anchors])
     places = np.linspace(0, len(anchors) - 1, count) if count > 1 else np.zeros(count)
     mixed = [np.interp(places, np.arange(len(anchors)), channel) for channel in rgb.T]
@@ -95,32 +95,32 @@ def sequence(count: int, anchors: Sequence[str] = LAYER_COLOURS) -> list[str]:
 
 
 def is_dark(colour: str) -> bool:
-    """Whether white letters read better than black on "#rrggbb" (ITU-R BT.601 luma)."""
+    """Return whether white letters read better than black on "#rrggbb" (ITU-R BT.601 luma)."""
     red, green, blue = bytes.fromhex(colour[1:])
     return 0.299 * red + 0.587 * green + 0.114 * blue < 150
 
 
 def short_names(layers: Sequence[Layer]) -> list[str]:
-    """The names without the dotted prefix that all share: "3" for model.layers.3; the root module has no name."""
+    """Return the names without their common dotted prefix: "3" for model.layers.3; the root module is "(root)"."""
     names = [layer.name for layer in layers]
     cut = commonprefix(names).rfind(".") + 1
     return [name[cut:] or name or "(root)" for name in names]
 
 
 def layer_words(name: str) -> str:
-    """A short name as it stands alone: "layer 3"."""
+    """Return a short name as it stands alone: "layer 3"."""
     return f"layer {name}" if name.isdigit() else name
 
 
 def range_words(first: str, last: str) -> str:
-    """From one short name to another, such as "layers 0-3"."""
+    """Return a range of short names, such as "layers 0-3"."""
     if first == last:
         return layer_words(first)
     return f"layers {first}-{last}" if first.isdigit() and last.isdigit() else f"{first} to {last}"
 
 
 def _shares(count: int, anchors: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Cuts `count` things in a row into few shares of equal length, but for the last: (first, last, colour)."""
+    """Yield shares (first, last, colour) of `count` items in a row: few, of equal length except the last."""
     length = max(-(-count // AT_MOST), 1)
     firsts = range(0, count, length)
     for first, colour in zip(firsts, sequence(len(firsts), anchors), strict=True):

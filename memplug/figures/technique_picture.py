@@ -1,7 +1,8 @@
-"""What a technique says and draws of itself: its part of a plan, two plans of it, its section of the block, and what it
-builds.
+"""The interface by which a technique describes and draws itself.
 
-`memplug.<technique>.picture` has one as its `Picture`; whatever shows plans asks all that there are, and names none.
+It covers the technique's part of a plan, two plans, its section of the block, and the libraries that it builds.
+`memplug.<technique>.picture` has an implementation named `Picture`; the code that shows plans asks all techniques that
+are there, and names none.
 """
 
 from __future__ import annotations
@@ -18,64 +19,64 @@ if TYPE_CHECKING:
 
 
 class TechniquePicture:
-    """Shows one technique; one that overrides nothing has nothing to say.
+    """Shows one technique; a subclass that overrides nothing shows nothing.
 
-    Facts are plain values under stable keys, units in names, for `--json`. They join those of the other techniques, so
-    keys are the technique's own.
+    Facts are plain values under stable keys, units in names, for `--json`. They are merged with those of the other
+    techniques, so each technique uses keys of its own.
 
     Attributes:
-        place: among the other techniques, whose rows are below and whose columns are to the right where theirs is
-            larger.
-        serves: requests for memory are served from memory that the technique has planned.
+        place: Order among the techniques: rows from top to bottom and columns from left to right, by rising place.
+        serves: Whether the technique serves memory requests from memory that it has planned.
     """
 
     place: ClassVar[int] = 100
     serves: ClassVar[bool] = False
 
     def facts(self, plan: MemoryPlan) -> dict[str, Any]:
-        """Returns what a plan holds for the technique, also where it has no part of it."""
+        """Return the technique's facts of a plan, also if the plan has no part for it."""
         return {}
 
     def rows(self, facts: dict[str, Any]) -> Rows:
-        """Returns what `facts` returned, in words."""
+        """Return the result of `facts` in words."""
         return []
 
     def heading(self, plan: MemoryPlan) -> str:
-        """Returns what the plan is called by its part; "": another one gives it a name."""
+        """Return a title for the plan from the technique's part, or "" to leave it to another technique."""
         return ""
 
     def column(self, plan: MemoryPlan) -> Column | None:
-        """Returns the plan's part as panels; None: there is nothing to draw."""
+        """Return the technique's part as panels, or None if there is nothing to draw."""
         return None
 
     def side(self, plan: MemoryPlan) -> dict[str, Any]:
-        """Returns facts of one of two plans that are compared."""
+        """Return facts of one of two plans that are compared."""
         return {}
 
     def diff(self, a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
-        """Returns facts of both: what differs."""
+        """Return facts on the differences between two plans."""
         return {}
 
     def diff_rows(self, facts: dict[str, Any]) -> Rows:
-        """Returns what `diff` returned in words, with what `side` returned under "a" and "b"."""
+        """Return the result of `diff` in words; the results of `side` are in `facts` under "a" and "b"."""
         return []
 
     def block_words(self, config: MemplugConfig, *, served: bool) -> list[str]:
-        """Returns lines on what the block has the technique do.
+        """Return lines that say what the technique will do under this block.
 
         Args:
-            config: the block, which is enabled.
-            served: one of the techniques that are on serves requests.
+            config: The block, which is enabled.
+            served: Whether one of the techniques that are on serves requests.
         """
         return []
 
     def block_warnings(self, config: MemplugConfig, ds_config: Mapping[str, Any]) -> Iterable[str]:
-        """Returns what other settings of a DeepSpeed JSON do to the technique, a sentence each."""
+        """Return warnings, a sentence each, on other settings of a DeepSpeed JSON that affect the technique."""
         return ()
 
     def libraries(self) -> Mapping[str, tuple[str, Callable[[], object]]]:
-        """Returns what the technique's planner builds beside the native core: by key, its name and what loads it.
+        """Return the libraries that the technique's planner builds beside the native core.
 
-        Each raises a NativeError where it cannot be built.
+        Returns:
+            By key, the library's name and a function that loads it, which raises NativeError if it cannot be built.
         """
         return {}

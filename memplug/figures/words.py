@@ -1,4 +1,4 @@
-"""Rows of a summary: what memory is held by, and two values side by side."""
+"""Rows of a summary: the holders of memory, and two values side by side."""
 
 from __future__ import annotations
 
@@ -13,26 +13,33 @@ from memplug.profile.records import Layer, Phase
 from memplug.words import known, size
 
 Rows = list[tuple[str, str]]
-"""Names and values, in words."""
+"""(name, value) pairs, in words."""
 
 AT_MOST = 8
 """Rows of one kind."""
 
 
 class Tables(Protocol):
-    """What rows of requests refer to."""
+    """The tables that rows of requests refer to."""
 
     @property
     def phases(self) -> Sequence[Phase]:
-        """By index."""
+        """Return the phases, by index."""
 
     @property
     def layers(self) -> Sequence[Layer]:
-        """By index."""
+        """Return the layers, by index."""
 
 
 def bytes_by(column: str, tables: Tables, of: np.ndarray, nbytes: np.ndarray) -> Counter[str]:
-    """Sums of `nbytes` by the "phase" or the "layer" in words; `of`: row of that table for each, -1: outside."""
+    """Return sums of bytes by phase or by layer, in words.
+
+    Args:
+        column: "phase" or "layer".
+        tables: The phases and layers.
+        of: Row of that table for each request; -1: outside.
+        nbytes: Bytes of each request.
+    """
     names = [phase_words(phase) for phase in tables.phases] if column == "phase" else [x.name for x in tables.layers]
     held: Counter[str] = Counter()
     for index in np.unique(of):
@@ -41,7 +48,7 @@ def bytes_by(column: str, tables: Tables, of: np.ndarray, nbytes: np.ndarray) ->
 
 
 def held_rows(name: str, held: dict[str, int], peak_bytes: int) -> list[tuple[str, str]]:
-    """Shares of the peak, the largest first, under one name; many small ones in one line."""
+    """Return shares of the peak as rows under one name, in the order of `held`; the last few share a line."""
     shown = list(held.items())
     if len(shown) > AT_MOST:
         others = [nbytes for _, nbytes in shown[AT_MOST - 1 :]]
@@ -54,12 +61,18 @@ def held_rows(name: str, held: dict[str, int], peak_bytes: int) -> list[tuple[st
 
 
 def both(a: str, b: str) -> str:
-    """Two values, A's and B's, as one where they are the same."""
+    """Return A's and B's value in words, as one if they are the same."""
     return f"{a} in both" if a == b else f"{a} in A, {b} in B"
 
 
 def change(a: float | None, b: float | None, words: Callable[[Any], str]) -> str:
-    """As `both`, of two amounts in `words`, such as `size`, and by how much B's is more or less; None: unknown."""
+    """Return two amounts and their difference in words.
+
+    Args:
+        a: A's amount; None: unknown.
+        b: B's amount; None: unknown.
+        words: Puts an amount into words, for example `size`.
+    """
     if a is None or b is None or a == b:
         return both(known(a, words), known(b, words))
     share = f", {(b - a) / a:+.2%}" if a else ""

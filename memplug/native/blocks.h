@@ -1,13 +1,13 @@
-// The granularity of torch's CUDA allocator, and of the arena. Knows no torch.
+// The block size of torch's CUDA allocator and of the arena. Uses no torch.
 #pragma once
 
 #include <cstdint>
 
 namespace memplug {
 
-constexpr int64_t BLOCK_BYTES = 512; // as memplug/sizes.py has it for Python
+constexpr int64_t BLOCK_BYTES = 512; // memplug/sizes.py has it for Python
 
-// Bytes of the whole blocks that a request takes.
+// Returns the bytes of the whole blocks that a request takes.
 constexpr int64_t in_blocks(int64_t nbytes) {
   return (nbytes + BLOCK_BYTES - 1) / BLOCK_BYTES * BLOCK_BYTES;
 }

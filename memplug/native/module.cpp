@@ -1,5 +1,5 @@
-// The native core as a Python module, of the parts that are there. Only plain integers and bytes cross the border: the value
-// types are Python's.
+// The native core as a Python module, made of the registered parts. Only plain integers and bytes cross the border; the
+// value types are Python's.
 #include <pthread.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Tensors as objects of Python.
+// Converts tensors to and from Python objects.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,12 +7,12 @@
 
 namespace memplug {
 
-// Autograd's tensor as an object of Python.
+// Returns a tensor as a Python object.
 inline pybind11::object wrapped(const at::Tensor& tensor) {
   return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(tensor));
 }
 
-// The tensor of an object of Python; throws `TypeError` for another one.
+// Returns the tensor of a Python object; throws `TypeError` if it is none.
 inline const at::Tensor& tensor_of(pybind11::handle object) {
   if (!THPVariable_Check(object.ptr())) {
     throw pybind11::type_error("a tensor is needed");

@@ -1,4 +1,4 @@
-// Each folder of the native core adds its part of the Python module by itself, so that the core is made of those folders
+// Each folder of the native core registers its own part of the Python module, so that the core consists of the folders
 // that are there.
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace memplug {
 
-// Which folders a folder may include: those of lower levels. Around a fork the locks of higher levels are taken first: who
-// holds one asks for memory, or notes what it does.
+// Order of the folders: each may include only those of lower levels. Around a fork, locks of higher levels are taken
+// first, because their holders request memory or record operators.
 enum class Level { DEVICE, PROFILE, SERVING, ASKING };
 
 struct CorePart {
@@ -22,7 +22,7 @@ struct CorePart {
 
 std::vector<CorePart>& parts();
 
-// As a constant of a source file: registers a part when the library is loaded.
+// Registers a part when the library is loaded, as a constant of a source file.
 struct Registered {
   explicit Registered(CorePart part) {
     parts().push_back(part);

@@ -1,8 +1,10 @@
-// What the core uses of torch that torch may change: of its libraries here, of torch/csrc in torch_private_csrc.h, c10d in
-// exchange.cpp, and the CUDA allocator in hands_on.h, cuda_front.cpp, cuda_allocator.cpp and cuda_device.cpp. Python's names
-// are in memplug/torch_private.py, with the versions of torch that memplug knows.
+// The parts of torch's libraries that the core uses and torch may change. Those of torch/csrc are in
+// torch_private_csrc.h, c10d's in exchange.cpp, and the CUDA allocator's in hands_on.h, cuda_front.cpp,
+// cuda_allocator.cpp and cuda_device.cpp. Python's names are in memplug/torch_private.py, with the versions of torch
+// that memplug knows.
 //
-// No other file of the core includes these headers. What moved fails the build in this file, and memplug's error quotes the line.
+// No other file of the core includes these headers. A name that moved fails the build in this file, and memplug's error
+// quotes the line.
 #pragma once
 
 #include <ATen/FuncTorchTLS.h>
@@ -26,26 +28,26 @@
 
 namespace memplug {
 
-// -- operators that are seen, and the thread's state around them --
+// -- observed operators, and the thread's state around them --
 
 #ifndef NDEBUG
 #error "at::RecordFunction has another layout without NDEBUG, which torch is built with"
 #endif
 static_assert(
     std::is_same_v<decltype(std::declval<const at::RecordFunction&>().name()), const char*>,
-    "at::RecordFunction::name is no pointer, by which operators are told apart");
+    "at::RecordFunction::name is not a pointer, so it cannot identify operators");
 static_assert(
     std::is_convertible_v<
         decltype(std::declval<const at::RecordFunction&>().inputs()),
         c10::ArrayRef<const c10::IValue>>,
-    "at::RecordFunction::inputs are no boxed arguments, which regions follow");
+    "at::RecordFunction::inputs are not boxed arguments, which regions need");
 
 using DispatchModes = c10::impl::TorchDispatchModeTLS;
 using DispatchMode = c10::impl::PyObject_TorchDispatchMode;
 using FunctionModes = at::impl::PythonTorchFunctionTLS;
 static_assert(
     std::is_copy_constructible_v<DispatchModes> && std::is_copy_constructible_v<FunctionModes>,
-    "stacks of modes cannot be put aside, as for a recompute pass");
+    "stacks of modes cannot be set aside, as a recompute pass needs");
 
 using LocalKeys = c10::impl::LocalDispatchKeySet;
 using ForcedKeys = c10::impl::ForceDispatchKeyGuard;
@@ -54,18 +56,18 @@ inline LocalKeys local_keys() {
   return c10::impl::tls_local_dispatch_key_set();
 }
 
-// Whether the thread has a stack of function transforms, empty or not. To look at the stack makes one, and torch copies it
-// for every node that autograd makes on the thread afterwards.
+// Returns whether the thread has a stack of function transforms, empty or not. Looking at the stack would make one, and
+// torch copies it for every node that autograd makes on the thread afterwards.
 inline bool has_transform_stack() {
   return at::functorch::functorchTLSAccessor() != nullptr;
 }
 
-// How many nodes autograd has made on this thread.
+// Returns how many nodes autograd has made on this thread.
 inline uint64_t nodes_made() {
   return at::sequence_number::peek();
 }
 
-// Has this thread take notice of callbacks that were added or removed.
+// Makes this thread notice callbacks that were added or removed.
 inline void update_callbacks() {
   (void)at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
 }
@@ -76,13 +78,13 @@ inline const c10::VariableVersion& version_counter_of(const at::Tensor& tensor) 
   return tensor.unsafeGetTensorImpl()->version_counter();
 }
 
-// Torch compares none: both hold the pointer to the count, and nothing else.
+// Torch cannot compare version counters, but each holds only the pointer to its count.
 inline bool is_same_counter(const c10::VariableVersion& one, const c10::VariableVersion& other) {
   static_assert(sizeof(one) == sizeof(void*), "c10::VariableVersion holds more than a pointer, and cannot be compared");
   return std::memcmp(&one, &other, sizeof(one)) == 0;
 }
 
-// Another tensor of the same storage, whose geometry is still to be set.
+// Returns another tensor of the same storage, whose geometry is still to be set.
 inline at::Tensor of_same_storage(const at::Tensor& base, c10::DispatchKeySet keys, c10::ScalarType dtype) {
   return at::detail::make_tensor<c10::TensorImpl>(
       c10::TensorImpl::VIEW, c10::Storage(base.storage()), keys, c10::scalarTypeToTypeMeta(dtype));
@@ -92,7 +94,7 @@ inline void share_versions(const at::Tensor& tensor, const at::Tensor& base) {
   tensor.unsafeGetTensorImpl()->set_version_counter(version_counter_of(base));
 }
 
-// The same memory, geometry and versions, without the graph.
+// Returns a tensor with the same memory, geometry and versions, without the graph.
 inline at::Tensor detached(const at::Tensor& tensor) {
   auto alias = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(version_counter_of(tensor), false);
   alias->set_allow_tensor_metadata_change(true);
@@ -104,7 +106,7 @@ inline void set_lazy_bits(const at::Tensor& tensor, bool conj, bool neg) {
   tensor._set_neg(neg);
 }
 
-// Past what would see that it is written to.
+// Returns the data pointer without the checks that would notice a write.
 inline c10::DataPtr& pointer_of(c10::StorageImpl& storage) {
   return storage._mutable_data_ptr_no_checks();
 }
@@ -115,10 +117,10 @@ static_assert(
       storage.set_materializer(before_write);
       { storage.has_materializer() } -> std::same_as<bool>;
     },
-    "c10::StorageImpl says no more that it is about to be written to, for which swapped tensors return");
+    "c10::StorageImpl no longer announces writes, so swapped tensors cannot return in time");
 #endif
 
-// -- names of Python's, of which memplug/torch_private.py asks --
+// -- Python names that memplug/torch_private.py checks --
 
 inline constexpr const char* AUTOGRAD = "torch._C._autograd";
 inline constexpr const char* PUSH_HOOKS = "_push_saved_tensors_default_hooks";

@@ -1,4 +1,4 @@
-// What memplug's C++ uses of torch/csrc, which torch may change; see torch_private.h.
+// The parts of torch/csrc that memplug's C++ uses and torch may change; see torch_private.h.
 #pragma once
 
 #include <torch/csrc/DynamicTypes.h>
@@ -20,22 +20,23 @@ namespace memplug {
 
 // -- backward --
 
-static_assert(std::is_same_v<decltype(torch::autograd::get_current_graph_task_id()), int>, "backwards have no numbers");
+static_assert(std::is_same_v<decltype(torch::autograd::get_current_graph_task_id()), int>, "backward has no number");
 static_assert(
-    std::is_same_v<decltype(torch::autograd::get_current_graph_task_keep_graph()), bool>, "backward hides what it keeps");
+    std::is_same_v<decltype(torch::autograd::get_current_graph_task_keep_graph()), bool>,
+    "backward does not tell whether it keeps the graph");
 static_assert(
     std::is_convertible_v<decltype(*torch::autograd::get_current_node()), const torch::autograd::Node&>,
-    "backward hides the node that it runs");
+    "backward does not tell which node it runs");
 static_assert(
     std::is_convertible_v<decltype(std::declval<torch::autograd::Node&>().stream()), std::optional<c10::Stream>>,
-    "torch::autograd::Node::stream does not say where a tensor is made");
+    "torch::autograd::Node::stream does not return a node's stream");
 static_assert(
     std::is_same_v<
         decltype(torch::autograd::impl::gradient_edge(std::declval<const at::Tensor&>())),
         torch::autograd::Edge> &&
         std::is_void_v<decltype(torch::autograd::impl::set_gradient_edge(
             std::declval<const at::Tensor&>(), std::declval<torch::autograd::Edge>()))>,
-    "a tensor's place in the graph cannot be put back");
+    "a tensor's place in the graph cannot be restored");
 
 // -- Python's tensors --
 
@@ -44,16 +45,16 @@ static_assert(
         std::is_convertible_v<decltype(THPVariable_Unpack(std::declval<PyObject*>())), const at::Tensor&> &&
         std::is_same_v<decltype(THPVariable_Check(nullptr)), bool> &&
         std::is_same_v<decltype(THPVariable_CheckExact(nullptr)), bool>,
-    "THPVariable_* do not turn tensors into Python's");
+    "THPVariable_* do not convert tensors to and from Python");
 static_assert(
     std::is_same_v<decltype(THPVariableClass), PyObject*> && std::is_same_v<decltype(ParameterClass), PyObject*>,
-    "the classes of tensors and parameters are hidden");
+    "the Python classes of tensors and parameters are not accessible");
 static_assert(
     std::is_pointer_v<decltype(torch::getTHPDtype(c10::ScalarType::Float))>,
-    "torch::getTHPDtype gives no object of Python's");
+    "torch::getTHPDtype does not return a Python object");
 static_assert(
     std::is_void_v<decltype(torch::translate_exception_to_python(std::declval<std::exception_ptr>()))> ||
         std::is_same_v<decltype(torch::translate_exception_to_python(std::declval<std::exception_ptr>())), bool>,
-    "torch::translate_exception_to_python is another function");
+    "torch::translate_exception_to_python has another signature");
 
 } // namespace memplug

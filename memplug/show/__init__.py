@@ -1,1 +1,1 @@
-"""Trace to what a person looks at: a summary, a page, a picture, and files for two well-known viewers; no torch."""
+"""Views of traces and plans: a summary, a page, a picture, and files for two well-known viewers; no torch."""

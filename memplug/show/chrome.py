@@ -16,14 +16,14 @@ from memplug.show.timeline import layer_runs, runs
 from memplug.show.words import heading
 
 _NOTE = (
-    "Times are when the host dispatched an operator, in microseconds from the beginning of the recording. A recording "
-    "has no ends: an operator lasts until the next begins, at most to the measured end of its step. The counter is the "
-    "largest memory in use during an operator."
+    "Times are when the host dispatched an operator, in microseconds from the beginning of the recording. It has "
+    "no end times: an operator is shown until the next one begins, at most to the measured end of its step. The "
+    "counter is the largest memory in use during an operator."
 )
 
 
 def write_chrome(trace: Trace, path: str | Path) -> None:
-    """Write the trace's steps, phases, layers, operators and memory.
+    """Write the trace's steps, phases, layers, operators and memory as Chrome trace events.
 
     Raises:
         MemplugError: The trace has no operators, and so no times.
@@ -31,7 +31,7 @@ def write_chrome(trace: Trace, path: str | Path) -> None:
     """
     if not len(trace.operators):
         raise MemplugError(
-            "a Chrome trace shows operators in time, and this trace has only requests for memory",
+            "a Chrome trace shows operators in time, and this trace has only memory requests",
             "Write a page or a snapshot of it, or record the step again with this version of memplug.",
         )
     about = {"title": heading(trace), "note": _NOTE, "fingerprint": trace.fingerprint.digest()}
@@ -39,7 +39,7 @@ def write_chrome(trace: Trace, path: str | Path) -> None:
 
 
 def process_of(trace: Trace) -> trace_events.Process:
-    """Returns the trace's tracks, and a counter of the memory in use."""
+    """Return the trace's tracks, and a counter of the memory in use."""
     begin_us, end_us = _times_us(trace)
 
     def slices(spans: Iterable[tuple[str, int, int, dict[str, Any]]]) -> Iterator[trace_events.Slice]:
@@ -58,7 +58,7 @@ def process_of(trace: Trace) -> trace_events.Process:
 
 
 def _tracks(trace: Trace) -> dict[str, list[tuple[str, int, int, dict[str, Any]]]]:
-    """From the top; of each span what it is called, its first operator, its last, and more about it."""
+    """Return the tracks from top to bottom; for each span its name, first operator, last operator, and details."""
     operators, phases, layers = trace.operators, trace.phases, trace.layers
     return {
         "steps": [
@@ -83,7 +83,7 @@ def _tracks(trace: Trace) -> dict[str, list[tuple[str, int, int, dict[str, Any]]
 
 
 def _times_us(trace: Trace) -> tuple[list[float], list[float]]:
-    """When each operator begins and ends: the next one begins, or its step is over."""
+    """Return when each operator begins and ends, in microseconds; it ends when the next one begins or its step ends."""
     begin = np.maximum.accumulate(trace.operators["time_ns"]) / 1000
     end = np.append(begin[1:], begin[-1])
     for step, (first, _, seconds) in enumerate(trace.steps):
@@ -95,7 +95,11 @@ def _times_us(trace: Trace) -> tuple[list[float], list[float]]:
 
 
 def _highest_bytes(trace: Trace) -> np.ndarray:
-    """int64[operators]: the largest memory in use during each, what was in use as it began included."""
+    """Return the largest memory in use during each operator, including what was in use when it began.
+
+    Returns:
+        int64[operators], bytes.
+    """
     count = len(trace.operators)
     during = np.maximum.accumulate(np.clip(trace.events["operator"], 0, None))
     levels = np.append(trace.base_bytes, trace.live_bytes)

@@ -1,4 +1,4 @@
-"""A figure in plotly's words: traces and layout, of which `page` makes a page and `picture` a PNG."""
+"""Translates a figure into plotly's traces and layout; `page` makes a page of them and `picture` a PNG."""
 
 from __future__ import annotations
 
@@ -15,31 +15,36 @@ from memplug.figures.groups import is_dark
 from memplug.show.page_hover import facts
 from memplug.show.raster import largest, raster
 
-_SPACING = 0.013  # between panels, of the height
-_LEGEND = 0.21  # between columns, of the width
-_BELOW_TITLE = 0.9  # of the height: the legend of bars is above
-_PIXELS = (600, 1200)  # of the raster below the rectangles
-_RECTANGLES = 15_000  # drawn as such, the largest
-_FEW = 8  # numbers along an axis
+_SPACING = 0.013  # between panels, as a share of the height
+_LEGEND = 0.21  # between columns, as a share of the width
+_BELOW_TITLE = 0.9  # top of the panels, as a share of the height: the legend of bars is above them
+_PIXELS = (600, 1200)  # rows and columns of the raster below the rectangles
+_RECTANGLES = 15_000  # at most so many are drawn as shapes, the largest ones
+_FEW = 8  # axes that span at most this get a tick at each whole number
 
 
 class Drawn:
-    """Makes what plotly draws, panel by panel.
+    """A figure as plotly draws it, built panel by panel.
 
-    Legends are beside their panels, from the top of one on or, centred, in its middle: where each of several panels has
-    one, a long one takes no more room than there is between them.
+    Legends stand beside their panels, aligned with the panel's top or, if centred, with its middle. A long centred
+    legend takes no more height than its panel when several panels have one.
+
+    Args:
+        figure: The figure to translate.
+        centred: Whether legends are centred on their panels.
 
     Attributes:
-        traces, layout: plotly's.
-        facts: markup for the script that tells which rectangle lies under the pointer; empty: there are none.
+        traces: plotly's traces.
+        layout: plotly's layout.
+        facts: Markup for the script that describes the rectangle under the pointer; empty without rectangles.
     """
 
     def __init__(self, figure: Figure, *, centred: bool = False) -> None:
         self.traces: list[dict[str, Any]] = []
         self.facts = ""
-        self._views: list[str | None] = []  # of each trace
+        self._views: list[str | None] = []  # of each trace; None: always visible
         self._axes = 0
-        self._asked, self._legends = figure.legend, 0  # of views
+        self._asked, self._legends = figure.legend, 0  # title and number of the views' legends
         self._centred = centred
         panels = [panel for column in figure.columns for panel in column.panels]
         stacked = any(isinstance(view, Stack) for panel in panels for view in panel.views.values())
@@ -89,9 +94,9 @@ class Drawn:
             top = bottom - _SPACING
 
     def _add_legend(self, views: list[str], right: float, top: float, bottom: float) -> str:
-        """Adds one beside a panel with views, and returns its name."""
+        """Add a legend beside a panel with views, and return its name."""
         self._legends += 1
-        name = "legend" if self._legends == 1 else f"legend{self._legends + 1}"  # the second is that of bars
+        name = "legend" if self._legends == 1 else f"legend{self._legends + 1}"  # legend2 is the legend of bars
         asked = f"{self._asked} {views[0]}" if self._asked and len(views) == 1 else self._asked
         place = {"yanchor": "middle", "y": (top + bottom) / 2} if self._centred else {"yanchor": "top", "y": top}
         self.layout[name] = {
@@ -113,14 +118,14 @@ class Drawn:
             self.traces += [{**trace, "xaxis": f"x{at}", "yaxis": f"y{at}", **of_view} for trace in made.traces]
             self._views += [name] * len(made.traces)
             for kind, added in (("shapes", made.shapes), ("annotations", made.annotations)):
-                # Across the panel, or along its axes.
+                # Positions are shares of the panel or numbers along its axes.
                 refs = [{f"{axis}ref": f"{axis}{at}{each.pop(axis + 'whole', '')}" for axis in "xy"} for each in added]
                 self.layout[kind] += [{**each, **ref} for each, ref in zip(added, refs, strict=True)]
             if isinstance(content, Rectangles):
                 self.facts = facts(content, [f"xaxis{at}", f"yaxis{at}"], panel.y.scale)
 
     def _add_switch(self, names: list[str]) -> None:
-        """Buttons above the left edge."""
+        """Add buttons above the left edge that switch between the views."""
         visible = {name: [view in (None, name) for view in self._views] for name in names}
         buttons = [{"label": f"by {name}", "method": "restyle", "args": [{"visible": visible[name]}]} for name in names]
         place = {"x": 0, "xanchor": "left", "y": 1.01, "yanchor": "bottom"}
@@ -137,12 +142,15 @@ def _axis(axis: Axis) -> dict[str, Any]:
         return {**made, "fixedrange": len(names) == 1}  # a strip has nothing to zoom into
     if axis.unit:
         return made
-    few = {"dtick": 1} if axis.high - axis.low <= _FEW else {}  # no halves, which would be written as whole numbers
+    few = {"dtick": 1} if axis.high - axis.low <= _FEW else {}  # no halves: they would be written as whole numbers
     return {**made, "tickformat": ",.0f", "hoverformat": ",.2f", **few}
 
 
 class _Made(NamedTuple):
-    """Plotly's words for something; "xwhole" or "ywhole" in a shape or annotation: placed by shares of the panel."""
+    """Traces, shapes and annotations for one piece of content.
+
+    A key "xwhole" or "ywhole" in a shape or annotation says that its position is a share of the panel.
+    """
 
     traces: list[dict[str, Any]] = []
     shapes: list[dict[str, Any]] = []
@@ -192,7 +200,7 @@ def _bars(bars: model.Bars, x: Axis, y: Axis) -> _Made:
         pattern = {"shape": "/", "fgcolor": "white", "size": 6} if bars.group.hatched else {}
         made["marker"] |= {"color": bars.group.colour, "pattern": pattern}
         made |= {"name": bars.group.label, "legend": "legend2"}
-    if bars.names:  # one that does not fit is left out
+    if bars.names:  # plotly leaves out a name that does not fit
         made |= {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
         made["text"] = [html.escape(name) for name in bars.names]
         made["insidetextfont"] = {"color": ["white" if is_dark(colour) else INK for colour in bars.colours]}
@@ -201,13 +209,13 @@ def _bars(bars: model.Bars, x: Axis, y: Axis) -> _Made:
 
 @_made.register(Rectangles)
 def _rectangles(drawn: Rectangles, x: Axis, y: Axis) -> _Made:
-    """A raster of all where there are many, and the largest as shapes, a trace a group."""
+    """Draw the largest rectangles as shapes, one trace a group, above a raster of all if there are many."""
     traces = [_raster(drawn, x, y)] if len(drawn.of) > _RECTANGLES else []
     rows = largest(drawn, _RECTANGLES)
     for index in np.unique(drawn.of).tolist():
         mine, group = rows[drawn.of[rows] == index], drawn.groups[index]
         across, up = _corners(np.stack([drawn.lower, drawn.upper, drawn.start, drawn.stop], axis=1)[mine], y)
-        # As wide as a hair: what is narrower than a pixel has its colour from the border.
+        # A hairline border: a rectangle narrower than a pixel gets its colour from it.
         looks = {"fill": "toself", "fillcolor": group.colour, "line": {"width": 0.5, "color": group.colour}}
         name = {"name": html.escape(group.label), "hoverinfo": "skip"}
         traces.append({"x": across, "y": up, "mode": "lines", **looks, **name})
@@ -222,7 +230,7 @@ def _outlines(outlines: model.Outlines, x: Axis, y: Axis) -> _Made:
 
 
 def _corners(boxes: np.ndarray, y: Axis) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the corners of boxes (lower, upper, start, stop) along both axes, with a gap after each box."""
+    """Return the corners of boxes (lower, upper, start, stop) along both axes, with a gap after each box."""
     left, right, low, high = boxes.T
     gap = np.full(len(boxes), np.nan)
     across = np.stack([left, right, right, left, left, gap], axis=1).ravel()

@@ -1,4 +1,4 @@
-"""What a step on the virtual device keeps busy: kernels, copies each way and the host, in time, one panel a mode."""
+"""A chart of a step on the virtual device: when kernels, copies each way and the host are busy, one panel a mode."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from memplug.show import trace_events
 from memplug.words import duration
 
 TRACKS = ("host", "prefetch", "offload", "compute")
-"""From the bottom up."""
+"""From bottom to top."""
 COPIES = {"to host": "offload", "to device": "prefetch"}
 KINDS = {"attention": "#c8520f", "matrix product": "#2166a5", "other kernels": "#9cc8e8"}
 COLOURS = {**KINDS, "offload": "#3f8f5b", "prefetch": "#6a4c9c", "host": "#8c8f3f"}
-BARS = 1500  # that a step is at most divided into, on one track
-LONG_S = 10.0  # of a step, from which the clock counts seconds
-QUEUE_S = 20e-6  # up to which the host is busy from one kernel to the next
+BARS = 1500  # at most so many bars on one track of a step
+LONG_S = 10.0  # steps at least this long are shown in seconds, others in milliseconds
+QUEUE_S = 20e-6  # the host counts as busy between two kernels that it queues at most this far apart
 
 
 class Span(Protocol):
-    """What kept a stream busy, in seconds from the step's beginning; `queued_s`: when the host queued it."""
+    """An interval in which a stream was busy, and when the host queued it; seconds from the beginning of the step."""
 
     stream: int
     begin_s: float
@@ -34,7 +34,7 @@ class Span(Protocol):
 
 
 class Bar(NamedTuple):
-    """Spans of one kind, one right behind the other."""
+    """Consecutive spans of one kind, drawn as one."""
 
     track: str
     kind: str
@@ -44,10 +44,11 @@ class Bar(NamedTuple):
 
 
 def gantt(title: str, steps: Mapping[str, tuple[float, Sequence[Span]]]) -> Figure:
-    """One panel for each step, all on one clock.
+    """Return a figure with one panel for each step, all on one clock.
 
     Args:
-        steps: by name, its seconds and its spans.
+        title: Title of the figure.
+        steps: By name, the step's seconds and its spans.
     """
     longest_s = max(seconds for seconds, _ in steps.values())
     unit, per_s = ("seconds", 1) if longest_s >= LONG_S else ("milliseconds", 1000)
@@ -58,7 +59,7 @@ def gantt(title: str, steps: Mapping[str, tuple[float, Sequence[Span]]]) -> Figu
         for kind, colour in COLOURS.items():
             rows = [bar for bar in bars if bar.kind == kind]
             if rows:
-                group = Group(kind, colour) if kind in KINDS and not panels else None  # a legend names it once
+                group = Group(kind, colour) if kind in KINDS and not panels else None  # the legend names each kind once
                 drawn.append(_drawn(rows, colour, group, per_s))
         ticks = {row: f"{track}, {name}" if track == "compute" else track for row, track in enumerate(TRACKS)}
         y = Axis(title="", low=-0.6, high=len(TRACKS) - 0.4, ticks=ticks)
@@ -81,7 +82,7 @@ def _drawn(bars: Sequence[Bar], colour: str, group: Group | None, per_s: int) ->
 
 
 def bars_of(spans: Iterable[Span], step_s: float) -> Iterator[Bar]:
-    """Neighbours of one kind as one bar: those of a track that are nearer than a picture shows."""
+    """Yield bars: neighbouring spans of one kind on a track are joined if the gap is too small to be seen."""
     resolution_s = step_s / BARS
     open_bars: dict[str, Bar] = {}
     for track, kind, begin_s, end_s in sorted(_placed(spans), key=lambda each: each[2]):
@@ -120,7 +121,7 @@ def write_chrome(steps: Mapping[str, tuple[float, Sequence[Span]]], path: Path) 
     """Write all spans as Chrome trace events, a process for each step and a thread for each track.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     processes = []
     for number, (name, (_, spans)) in enumerate(steps.items(), start=1):

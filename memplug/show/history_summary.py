@@ -1,4 +1,4 @@
-"""A snapshot of torch's allocator in one object of plain values, and in words; and beside a plan of all of it."""
+"""A snapshot of torch's allocator as plain values and in words, alone or beside a plan of all its requests."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _OF_TRACES = (
     "peak_bytes_by_phase",
     "top_operators",
 )
-"""Keys of a trace's summary that a snapshot knows nothing of."""
+"""Keys of a trace's summary that a snapshot cannot fill."""
 
 
 def summary(history: History) -> dict[str, Any]:
-    """Returns what a snapshot says, for `memplug show --json`: the keys of a trace's that it knows, and its own."""
+    """Return a snapshot's facts for `memplug show --json`: the trace keys that it can fill, and its own."""
     found = of_trace.summary(history.trace)
     by_code = {_UNKNOWN_CODE if name == OUTSIDE else name: held for name, held in found["peak_bytes_by_layer"].items()}
     return {
@@ -38,7 +38,7 @@ def summary(history: History) -> dict[str, Any]:
 
 
 def rows(facts: dict[str, Any]) -> Rows:
-    """What `summary` returned, as (name, value) in words."""
+    """Return the result of `summary` as (name, value) in words."""
     others = [str(number) for number in facts["devices"] if number != facts["device"]]
     return [
         ("device", f"{facts['device']}" + (f", of those with events; others: {', '.join(others)}" if others else "")),
@@ -53,11 +53,11 @@ def rows(facts: dict[str, Any]) -> Rows:
 
 
 def beside(history: History, needed_bytes: int) -> dict[str, Any]:
-    """Returns what torch's allocator did with the requests of a plan, as further keys of `memplug plan --json`.
+    """Return what torch's allocator reserved for the requests of a plan, as further keys of `memplug plan --json`.
 
     Args:
-        history: of all of these requests.
-        needed_bytes: that they have in use at their peak.
+        history: The history of all of these requests.
+        needed_bytes: Bytes that they have in use at their peak.
     """
     facts = _of_torch(history)
     reserved = facts["torch_reserved_bytes"]
@@ -65,7 +65,7 @@ def beside(history: History, needed_bytes: int) -> dict[str, Any]:
 
 
 def rows_beside(facts: dict[str, Any]) -> Rows:
-    """What `beside` returned among the keys of a plan, as (name, value) in words."""
+    """Return the keys that `beside` added to those of a plan, as (name, value) in words."""
     return _torch_rows(facts, facts["lower_bound_bytes"], facts["height_bytes"])
 
 
@@ -94,5 +94,5 @@ def _torch_rows(facts: dict[str, Any], needed: int, height: int | None = None) -
 
 
 def _fragmentation(needed: int, reserved: int) -> float:
-    """Share of what torch reserved that is of no use at the peak."""
+    """Return the share of torch's reserved memory that is unused at the peak."""
     return max(0.0, 1 - needed / reserved) if reserved else 0.0

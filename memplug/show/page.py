@@ -1,4 +1,4 @@
-"""A figure as one HTML page that needs no network: zoom, hover, and a switch between the views; by plotly."""
+"""A figure as one HTML page that needs no network, drawn by plotly: zoom, hover, and a switch between views."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from memplug.figures.figure import Figure
 from memplug.show.drawn import Drawn
 from memplug.show.page_hover import SCRIPT
 
-# Plotly's own "responsive" does the same 100 ms later: a page printed or captured in between has an empty band.
+# Plotly's own "responsive" does the same 100 ms later: a page that is printed or captured in between has an empty band.
 _FOLLOW_WINDOW = "addEventListener('resize', () => Plotly.relayout('{plot_id}', {autosize: true}));"
 
 
 def write_page(figure: Figure, path: str | Path) -> None:
-    """Writes a page of 5 to 8 MB, of which plotly's script is 4.8, and of 20 MB for 300,000 rectangles.
+    """Write the page: 5 to 8 MB, of which plotly's script is 4.8, or 20 MB for 300,000 rectangles.
 
     It fills the window, whatever its size, and never scrolls.
 
@@ -37,7 +37,7 @@ def write_page(figure: Figure, path: str | Path) -> None:
         config={"displaylogo": False, "scrollZoom": True},
         post_script=[_FOLLOW_WINDOW, *([SCRIPT] if drawn.facts else [])],
     )
-    # The encoding first: a browser looks for it in the first kilobyte only. Without the margins that browsers give a
-    # body, its height is the window's.
+    # The encoding comes first because browsers look for it only in the first kilobyte. Without the margins that
+    # browsers give a body, its height is the window's.
     first = f'<meta charset="utf-8"><title>{html.escape(figure.title)}</title><style>body {{margin: 0}}</style>'
     Path(path).write_text(page.replace("<head>", f"<head>{first}{drawn.facts}", 1), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Which rectangle of a page lies under the pointer, in words: a script, and what it looks up."""
+"""The text about the rectangle under the pointer of a page: a script, and the data that it looks up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from memplug.figures.figure import Rectangles
 
-# All rectangles are looked through, which takes a millisecond for 300,000.
+# The script searches all rectangles, which takes a millisecond for 300,000.
 SCRIPT = """
 const map = document.getElementById('{plot_id}'), facts = JSON.parse(document.getElementById('facts').textContent);
 const array = ([type, text]) =>
@@ -43,7 +43,13 @@ map.addEventListener('mouseleave', () => { box.style.display = 'none'; });
 
 
 def facts(drawn: Rectangles, axes: list[str], unit_bytes: int) -> str:
-    """What the script looks up of rectangles on two axes of plotly's, as JSON that cannot end its element."""
+    """Return the data that the script looks up, as a JSON element whose content cannot end the element.
+
+    Args:
+        drawn: The rectangles.
+        axes: Names of plotly's two axes.
+        unit_bytes: Bytes of one unit along the second axis.
+    """
     numbered = drawn.ids.dtype.kind == "i"
     found = {
         "axes": axes,
@@ -61,7 +67,7 @@ def facts(drawn: Rectangles, axes: list[str], unit_bytes: int) -> str:
 
 
 def _packed(values: np.ndarray) -> tuple[str, str]:
-    """The array's type in the page, and its bytes; whole numbers are exact up to 2**53 there."""
+    """Return the array's type in the page and its bytes; there, whole numbers are exact up to 2**53."""
     small = bool((np.abs(values) < 2**31).all())
     dtype = np.int32 if small else np.float64
     text = base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode()

@@ -1,4 +1,4 @@
-"""A figure as one PNG of 1650 by 1045 pixels: what the page shows, drawn by plotly in a Chrome without a window."""
+"""A figure as one PNG of 1650 by 1045 pixels: the page's content, drawn by plotly in a Chrome without a window."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from memplug.show.drawn import Drawn
 from memplug.show.raster import largest
 
 _WIDTH, _HEIGHT = 1650, 1045
-_SCALE = 1.2  # of letters and lines, which plotly makes for a window
-_OUTLINED = 2_000  # rectangles
-_OUTLINED_PIXELS = 4  # of its shorter side: borders of anything thinner would hide it
+_SCALE = 1.2  # of letters and lines: plotly sizes them for a window
+_OUTLINED = 2_000  # at most so many rectangles get an outline
+_OUTLINED_PIXELS = 4  # the least shorter side with an outline, which would hide anything thinner
 _OR_THE_PAGE = "or write the page (--html), whose camera button saves a PNG without them"
 
 
 def write_picture(figure: Figure, path: str | Path) -> None:
-    """Writes it; the views between which a page switches are below each other, as far as the figure wants them.
+    """Write the picture; views that a page switches between are stacked, as many as the figure asks for.
 
     Raises:
         MemplugError: plotly, kaleido or Chrome is not installed, or Chrome fails.
@@ -41,8 +41,8 @@ def write_picture(figure: Figure, path: str | Path) -> None:
     made = go.Figure(drawn.traces, drawn.layout).to_dict()
     size = {"width": _WIDTH / _SCALE, "height": _HEIGHT / _SCALE, "scale": _SCALE}
     try:
-        # Not by plotly's `write_image`, which has no way to leave MathJax out: a script from the network that would
-        # take "$" in a name for mathematics.
+        # Not plotly's `write_image`: it cannot leave out MathJax, a script from the network that would read "$" in a
+        # name as mathematics.
         content = kaleido.calc_fig_sync(made, opts={"format": "png", **size}, kopts={"mathjax": False})
     except ChromeNotFoundError:
         raise MemplugError(
@@ -50,7 +50,8 @@ def write_picture(figure: Figure, path: str | Path) -> None:
             f"Install one, for example by `plotly_get_chrome`, {_OR_THE_PAGE}.",
         ) from None
     except Exception as error:
-        # Of Chrome's start, its pipe or its answer: kaleido and choreographer have no class for all of these.
+        # The start of Chrome, its pipe or its answer may fail: kaleido and choreographer have no common class for these
+        # errors.
         raise MemplugError(
             f"Chrome did not draw the picture: {type(error).__name__}: {error}",
             f"See whether `chromium --headless --version` runs here, {_OR_THE_PAGE}.",
@@ -59,7 +60,7 @@ def write_picture(figure: Figure, path: str | Path) -> None:
 
 
 def _unfolded(column: Column) -> Column:
-    """Returns the column with a panel for each view, where a page has one that switches."""
+    """Return the column with a panel of its own for each view of a panel that switches in a page."""
     return replace(column, panels=[each for panel in column.panels for each in _apart(panel, column.x)])
 
 
@@ -68,7 +69,7 @@ def _apart(panel: Panel, x: Axis) -> Iterator[Panel]:
         yield panel
     for name in [*panel.views][: panel.pictured]:
         view = panel.views[name]
-        # Nothing under a pointer tells neighbours of one colour apart here.
+        # A picture has no pointer that tells neighbours of one colour apart, so it outlines them.
         more = [_outlines(view, x, panel.y)] if isinstance(view, Rectangles) else []
         height = panel.height / panel.pictured
         yield replace(panel, views={name: view}, content=[*more, *panel.content], height=height)

@@ -1,4 +1,4 @@
-"""What two memory plans have in common and what not, in one object of plain values, and that object in words."""
+"""The differences between two memory plans, as one object of plain values, and that object in words."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from memplug.show.techniques import in_place
 
 
 def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
-    """Returns what differs, for `memplug diff --json`: stable keys, units in names.
+    """Return the differences for `memplug diff --json`: stable keys, units in names.
 
-    Each technique compares its parts.
+    Each technique compares its own parts.
     """
     facts: dict[str, Any] = {
         side: {"fingerprint_digest": plan.fingerprint.digest()} for side, plan in (("a", a), ("b", b))
@@ -28,7 +28,7 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
 
 
 def rows(facts: dict[str, Any]) -> Rows:
-    """Returns what `diff` returned, as (name, value) in words."""
+    """Return the result of `diff` as (name, value) in words."""
     fingerprint = [
         (f"other {name}", f"{_value(sides['a'])} in A, {_value(sides['b'])} in B")
         for name, sides in facts["fingerprint"].items()

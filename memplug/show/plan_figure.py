@@ -8,7 +8,7 @@ from memplug.show.techniques import in_place
 
 
 def plan_figure(plan: MemoryPlan) -> Figure:
-    """Draws any plan, for example "Plan of Llama: 9,814 requests in 2.59 GiB, fragmentation 0.00 %, by search"."""
+    """Draw a plan under a title like "Plan of Llama: 9,814 requests in 2.59 GiB, fragmentation 0.00 %, by search"."""
     techniques, model = in_place(), plan.fingerprint.model
     words = next(filter(None, (each.heading(plan) for each in techniques)), "nothing to draw")
     columns = [column for each in techniques if (column := each.column(plan)) is not None]

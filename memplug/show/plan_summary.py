@@ -1,4 +1,4 @@
-"""A memory plan in one object of plain values, and that object in words: what its techniques say of it."""
+"""A memory plan as one object of plain values, and that object in words; each technique contributes its part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memplug.show.techniques import in_place
 
 
 def summary(plan: MemoryPlan) -> dict[str, Any]:
-    """Returns what a plan says, for `memplug show --json`: stable keys, units in names."""
+    """Return a plan's facts for `memplug show --json`: stable keys, units in names."""
     facts = {"fingerprint": {"digest": plan.fingerprint.digest(), **asdict(plan.fingerprint)}}
     for each in in_place():
         facts |= each.facts(plan)
@@ -20,5 +20,5 @@ def summary(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def rows(facts: dict[str, Any]) -> Rows:
-    """Returns what `summary` returned, as (name, value) in words."""
+    """Return the result of `summary` as (name, value) in words."""
     return [*recorded_rows(facts["fingerprint"]), *(row for each in in_place() for row in each.rows(facts))]

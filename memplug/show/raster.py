@@ -1,7 +1,7 @@
-"""Rectangles in pixels, and the largest of them, for drawings that cannot have each one as a shape.
+"""Rectangles as pixels, and the largest of them, for drawings with too many to draw each as a shape.
 
-Thousands of requests share a pixel, and most live so short that they are narrower than one. The raster gives each at
-least one pixel; the longest-lived are painted last, so that what is short shows where nothing else is.
+Thousands of requests share a pixel, and most live so briefly that they are narrower than one. The raster gives each at
+least one pixel and paints the longest-lived last, so short ones show only where no long one is.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from memplug.figures.figure import Rectangles
 
 
 def raster(drawn: Rectangles, span: tuple[float, float], height_bytes: float, shape: tuple[int, int]) -> np.ndarray:
-    """The group + 1 that is seen in each pixel, of at most 255 groups, or 0: uint8[shape].
+    """Return the group + 1 that is visible in each pixel, or 0; there are at most 255 groups.
 
     Args:
-        drawn: what is painted.
-        span: of the clock, from the left edge to the right one.
-        height_bytes: the upper edge.
-        shape: rows, the first one at address 0, and columns.
+        drawn: The rectangles to paint.
+        span: Clock values at the left and the right edge.
+        height_bytes: Address at the upper edge.
+        shape: Rows, the first one at address 0, and columns.
+
+    Returns:
+        uint8[shape].
     """
     rows, columns = shape
     picture = np.zeros(shape, np.uint8)
@@ -29,7 +32,7 @@ def raster(drawn: Rectangles, span: tuple[float, float], height_bytes: float, sh
     top = np.maximum(bottom + 1, np.round(drawn.stop * up).astype(np.int64))
     order = np.lexsort((drawn.stop - drawn.start, drawn.upper - drawn.lower))
     edges = np.stack([bottom, top, left, right, drawn.of + 1], axis=1)[order]
-    # Of equal pixels only the last would be seen.
+    # Of rectangles with the same pixels only the last would be visible.
     _, last = np.unique(edges[::-1, :4], axis=0, return_index=True)
     for low, high, first, end, value in edges[np.sort(len(edges) - 1 - last)].tolist():
         picture[low:high, first:end] = value
@@ -37,6 +40,10 @@ def raster(drawn: Rectangles, span: tuple[float, float], height_bytes: float, sh
 
 
 def largest(drawn: Rectangles, count: int) -> np.ndarray:
-    """Rows of the largest rectangles, at most so many: int64, rising."""
+    """Return the rows of the largest rectangles, at most `count`.
+
+    Returns:
+        int64[at most count], rising.
+    """
     area = (drawn.upper - drawn.lower).astype(np.float64) * (drawn.stop - drawn.start)
     return np.sort(np.argsort(-area, kind="stable")[:count])

@@ -1,9 +1,9 @@
 """A trace as a memory snapshot that pytorch.org/memory_viz and `torch/cuda/_memory_viz.py` open; needs no torch.
 
-A trace has sizes and no addresses, so each request is placed here: in the smallest gap that it fits into, one segment a
-stream, sizes rounded up to 512 bytes as on CUDA. Addresses never overlap in time, but they are not those of the
-recorded run: gaps between blocks in this file say nothing about it. Sizes, order, and what asked for each block are the
-recording's.
+A trace has sizes but no addresses, so each request is placed here: in the smallest gap that it fits into, one segment a
+stream, sizes rounded up to 512 bytes as on CUDA. Requests that are live together never overlap, but the addresses are
+not those of the recorded run: gaps between blocks in this file say nothing about that run. Sizes, order, and the frames
+of each block are the recording's.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from memplug.profile.allocator_history import ADDRESSES, MADE_UP
 from memplug.profile.trace import Event, Trace
 
 _ROUNDING_BYTES = 512
-# Where drivers put device memory, apart enough for a segment each, and exact in the doubles of JavaScript.
+# Drivers put device memory there; the stride leaves room for a segment each, and the numbers are exact in JavaScript's
+# doubles.
 _FIRST_ADDRESS, _SEGMENT_STRIDE = 0x7000_0000_0000, 1 << 46
-# memory_viz (November 2026) stops with an error where allocations have categories and none of them is this.
+# memory_viz (November 2026) stops with an error if allocations have categories and none of them is this one.
 _NO_CATEGORY = "unknown"
 
 
 def write_snapshot(trace: Trace, path: str | Path) -> None:
-    """Writes `snapshot(trace)` as a pickle of protocol 4, the newest that memory_viz reads.
+    """Write `snapshot(trace)` as a pickle of protocol 4, the newest that memory_viz reads.
 
     Raises:
         OSError: The file cannot be written.
@@ -37,17 +38,17 @@ def write_snapshot(trace: Trace, path: str | Path) -> None:
 
 
 def snapshot(trace: Trace) -> dict[str, Any]:
-    """What `torch.cuda.memory._snapshot()` would return of this recording: dicts, lists, str and int only.
+    """Return what `torch.cuda.memory._snapshot()` would return for this recording: only dicts, lists, str and int.
 
-    Each allocation has three frames, innermost first: operator, layer and phase, the line being their running number;
-    its category is the kind of its phase. What was in use before is one block in the first segment, and one more for
-    each of its frees whose size is known.
+    Each allocation has three frames, innermost first: operator, layer and phase, with their running numbers as lines;
+    its category is the kind of its phase. Memory in use before the recording is one block in the first segment, and one
+    more for each free of such memory whose size is known.
     """
     return _Writer(trace).snapshot()
 
 
 class _Writer:
-    """Goes through the events once, with the addresses in use."""
+    """Walks the events once and tracks the addresses in use."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -56,12 +57,13 @@ class _Writer:
             for i, stream in enumerate(np.unique(trace.events["stream"]).tolist() or [0])
         }
         self.live: dict[int, tuple[int, dict[str, Any]]] = {}  # stream and block, by address
-        self.address_of: dict[int, int] = {}  # by request
-        self.earlier: dict[int, int] = {}  # by the event that frees it
-        # One dict for each place: pickle then stores it once.
+        self.address_of: dict[int, int] = {}  # address, by request
+        self.earlier: dict[int, int] = {}  # address of a block from before the recording, by the event that frees it
+        # One dict for each place, so that pickle stores it once.
         self._frame = cache(lambda kind, number, name: {"filename": kind, "line": number, "name": name})
 
     def snapshot(self) -> dict[str, Any]:
+        """Return the snapshot."""
         self._place_earlier()
         events = [entry for event in range(len(self.trace.events)) for entry in self._entries(event)]
         used = {stream: space for stream, space in self.spaces.items() if space.size}
@@ -99,7 +101,7 @@ class _Writer:
             return [{"action": "alloc", "addr": address, "size": nbytes, "category": category, **entry}]
         address = self.earlier.get(event) if request < 0 else self.address_of.pop(request)
         if address is None:
-            return []  # of unknown size
+            return []  # from before the recording, of unknown size
         stream, block = self.live.pop(address)
         self.spaces[stream].release(address, block["size"])
         freed = {"addr": address, "size": block["requested_size"], **entry, "stream": stream}
@@ -139,14 +141,14 @@ class _Writer:
 
 
 class _Space:
-    """A range of addresses, of which pieces are in use; `size` bytes from its start on have been."""
+    """A range of addresses, parts of which are in use; `size` bytes from its start on have been used."""
 
     def __init__(self, start: int) -> None:
         self.start, self.size = start, 0
-        self._gaps = [(start, start + _SEGMENT_STRIDE)]  # [from, to), sorted; the last one has what was never in use
+        self._gaps = [(start, start + _SEGMENT_STRIDE)]  # [from, to), sorted; the last one was never in use
 
     def place(self, size: int) -> int:
-        """The address of the smallest gap that holds `size` bytes."""
+        """Take `size` bytes of the smallest gap that holds them, and return their address."""
         _, at = min((end - start, at) for at, (start, end) in enumerate(self._gaps) if end - start >= size)
         start, end = self._gaps[at]
         self._gaps[at : at + 1] = [(start + size, end)] if end - start > size else []
@@ -154,7 +156,7 @@ class _Space:
         return start
 
     def release(self, start: int, size: int) -> None:
-        """Gives back what `place` returned, joined with the gaps beside it."""
+        """Return `size` bytes at `start` to the gaps, joined with their neighbours."""
         end, at = start + size, bisect.bisect(self._gaps, (start,))
         behind = at + (self._gaps[at][0] == end)
         before = at - (at > 0 and self._gaps[at - 1][1] == start)

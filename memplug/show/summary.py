@@ -1,4 +1,4 @@
-"""A trace in one object of plain values, and that object in words: what was recorded, and where its memory peaks."""
+"""A trace as one object of plain values, and that object in words: what was recorded, and where memory peaks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _OPERATORS_AT_MOST = 10
 
 
 def summary(trace: Trace) -> dict[str, Any]:
-    """What a trace says, for `memplug show --json`: stable keys, units in names, None where the trace does not know.
+    """Return a trace's facts for `memplug show --json`: stable keys, units in names, None for what it does not know.
 
-    Bytes are as asked for, unrounded. `peak_bytes` is the largest memory in use, what was in use before the recording
-    included, as the recorded requests give it when replayed; `allocator_peak_bytes` is the allocator's own counter.
+    Bytes are as requested, unrounded. `peak_bytes` is the largest memory in use, including what was in use before the
+    recording, when the recorded requests are replayed; `allocator_peak_bytes` is the allocator's own counter.
     """
     requests = trace.requests
     event, peak_bytes = trace.replayed_peak()
@@ -59,7 +59,7 @@ def summary(trace: Trace) -> dict[str, Any]:
 
 
 def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """What `summary` returned, as (name, value) in words."""
+    """Return the result of `summary` as (name, value) in words."""
     return [
         *recorded_rows(facts["fingerprint"]),
         ("steps", _steps_in_words(facts)),
@@ -80,18 +80,18 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _held(trace: Trace, event: int, column: str) -> dict[str, int]:
-    """Bytes in use once `event` has happened, by the phase or layer that asked for them, the most first."""
+    """Return bytes in use after `event` by the phase or layer that requested them, the largest first."""
     requests = trace.requests
     live = requests[(requests["malloc_event"] <= event) & (still_live(requests) | (requests["free_event"] > event))]
     held = bytes_by(column, trace, live[f"malloc_{column}"], live["nbytes"])
     in_use = int(trace.live_bytes[event]) if event >= 0 else trace.base_bytes
-    # What is left of it: some of it may have been freed since, and a free does not always know its size.
+    # The rest is from before the recording. It cannot be summed directly: a free does not always know its size.
     held[BEFORE] += in_use - sum(held.values())
     return {name: nbytes for name, nbytes in held.most_common() if nbytes}
 
 
 def recorded_rows(fingerprint: dict[str, Any]) -> list[tuple[str, str]]:
-    """What was recorded, as (name, value); from the fields of a fingerprint and its digest."""
+    """Return what was recorded, as (name, value), from the fields of a fingerprint and its digest."""
     parameters = f"{fingerprint['parameters']:,} parameters" if fingerprint["parameters"] else None
     rank = f"rank {fingerprint['rank']} of {fingerprint['world_size']}"
     found = {
@@ -130,7 +130,7 @@ def _counter_in_words(facts: dict[str, Any]) -> str:
 
 
 def requests_in_words(facts: dict[str, Any]) -> str:
-    """Returns how many requests there were, and for how much."""
+    """Return the number of requests and their sizes in words."""
     return (
         f"{facts['requests']:,} for {size(facts['requested_bytes'])} in all, "
         f"the largest {size(facts['largest_request_bytes'])}, on {count(facts['streams'], 'stream')}"
@@ -138,7 +138,7 @@ def requests_in_words(facts: dict[str, Any]) -> str:
 
 
 def of_requests(facts: dict[str, Any], name: str) -> str:
-    """Returns the number and the bytes of those requests in words: of the keys that begin with `name`."""
+    """Return a number of requests and their bytes in words, from the keys that begin with `name`."""
     return f"{count(facts[f'{name}_requests'], 'request')}, {size(facts[f'{name}_bytes'])}"
 
 

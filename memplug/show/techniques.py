@@ -1,4 +1,4 @@
-"""The techniques of this memplug, each with what it says and draws; found by name, as their parts in plans are."""
+"""The pictures of the techniques in this memplug, found by the technique's name."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from memplug.figures.technique_picture import TechniquePicture
 
 
 def pictures() -> dict[str, TechniquePicture]:
-    """Returns them by name, in the order in which the techniques take effect."""
+    """Return the pictures by name, in the order in which the techniques take effect."""
     return {name: import_module(f"memplug.{name}.picture").Picture() for name in TECHNIQUES if has_technique(name)}
 
 
 def in_place() -> list[TechniquePicture]:
-    """Returns them from the top row, and the column on the left, on."""
+    """Return the pictures in the order of their rows, from the top, and columns, from the left."""
     return sorted(pictures().values(), key=lambda each: each.place)

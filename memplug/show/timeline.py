@@ -1,4 +1,4 @@
-"""Numbers to draw: memory in use along a trace's clock, split by what asked for it, and what ran meanwhile."""
+"""The numbers of a timeline: memory in use along a trace's clock, split by requester, and what ran meanwhile."""
 
 from __future__ import annotations
 
@@ -16,32 +16,37 @@ from memplug.profile.trace import Trace, earlier_frees, still_live
 class Timeline:
     """Memory in use at sampled places of the clock."""
 
-    clock: str  # what it counts: "operator", or "request event" for a trace without operators
+    clock: str  # its unit: "operator", or "request event" for a trace without operators
     length: int
-    # float64[samples], strictly rising from 0 to `length`; events of one operator lie evenly between it and the next.
+    # float64[samples], strictly rising from 0 to `length`; events of one operator are spread evenly between it and the
+    # next.
     at: np.ndarray
-    event: np.ndarray  # int64[samples], the one that happened last; -1: none yet
+    event: np.ndarray  # int64[samples], the last event that happened; -1: none yet
     phases: Grouping
     layers: Grouping
-    bytes_by_phase: np.ndarray  # int64[groups, samples], held by the groups of `phases` from then on
-    bytes_by_layer: np.ndarray  # likewise; both add up to the memory in use
+    bytes_by_phase: np.ndarray  # int64[groups, samples], held from that place on by the groups of `phases`
+    bytes_by_layer: np.ndarray  # the same for `layers`; each of both adds up to the memory in use
     phase_runs: Runs
     layer_runs: Runs
-    step_starts: tuple[int, ...]  # on the clock
-    peak: int  # sample with the largest memory in use, the first of them
+    step_starts: tuple[int, ...]  # places on the clock
+    peak: int  # index of the first sample with the largest memory in use
 
     @property
     def in_use_bytes(self) -> np.ndarray:
-        """int64[samples]."""
+        """Return the memory in use at each sample.
+
+        Returns:
+            int64[samples], bytes.
+        """
         return self.bytes_by_phase.sum(axis=0)
 
 
 def timeline(trace: Trace, bins: int = 800) -> Timeline:
-    """Samples a trace so that no maximum is lost.
+    """Sample a trace without losing a maximum.
 
-    The clock is cut into `bins` equal parts, and of each the first, the smallest, the largest and the last memory in
-    use is kept (M4, Jugel et al., VLDB 2014): a line through these samples, drawn over at most `bins` pixels, is the
-    line through all of them. The peak is exact.
+    The clock is cut into `bins` equal parts, and of each part the first, smallest, largest and last memory in use is
+    kept (M4, Jugel et al., VLDB 2014): drawn over at most `bins` pixels, a line through these samples equals the line
+    through all events. The peak is exact.
     """
     clock, length, places = _clock(trace)
     event = np.concatenate([[-1], m4(trace.live_bytes, places, length, bins), [len(places) - 1]])
@@ -70,7 +75,11 @@ def timeline(trace: Trace, bins: int = 800) -> Timeline:
 
 
 def owners(trace: Trace) -> np.ndarray:
-    """The event that asked for what each event asks for or frees: int64[events]; -1: before the recording."""
+    """Return, for each event, the event that requested the memory which it requests or frees.
+
+    Returns:
+        int64[events]; -1: requested before the recording.
+    """
     owner = np.arange(len(trace.events))
     freed = trace.requests[~still_live(trace.requests)]
     owner[freed["free_event"]] = freed["malloc_event"]
@@ -79,10 +88,14 @@ def owners(trace: Trace) -> np.ndarray:
 
 
 def _clock(trace: Trace) -> tuple[str, int, np.ndarray]:
-    """Name and length of the clock, and where each event is on it: float64[events], strictly rising, above 0."""
+    """Return the clock's name and length, and the place of each event on it.
+
+    Returns:
+        (name, length, float64[events] strictly rising and above 0).
+    """
     count = len(trace.events)
     if len(trace.operators):
-        # An event of another thread may have seen the operator before; the order of the events is what counts.
+        # An event of another thread may name an earlier operator; the order of the events decides.
         slot = np.maximum.accumulate(np.clip(trace.events["operator"], 0, None))
     else:
         slot = np.arange(count)
@@ -92,7 +105,17 @@ def _clock(trace: Trace) -> tuple[str, int, np.ndarray]:
 
 
 def _levels(trace: Trace, group: np.ndarray, event: np.ndarray, groups: int) -> np.ndarray:
-    """int64[groups, samples]: what each group holds once the sampled events have happened; `group` is of each event."""
+    """Return the bytes that each group holds after each sampled event.
+
+    Args:
+        trace: The trace.
+        group: Group of each event, int64[events].
+        event: Sampled events, int64[samples].
+        groups: Number of groups.
+
+    Returns:
+        int64[groups, samples].
+    """
     sample = np.searchsorted(event, np.arange(len(group)), "left")
     changes = np.zeros((groups, len(event)), np.int64)
     np.add.at(changes, (group, sample), np.diff(trace.live_bytes, prepend=trace.base_bytes))

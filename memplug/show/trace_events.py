@@ -1,4 +1,4 @@
-"""Google's "Trace Event Format", which ui.perfetto.dev and chrome://tracing read; its times are microseconds."""
+"""Writes Google's "Trace Event Format", which ui.perfetto.dev and chrome://tracing read; its times are microseconds."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Process:
     """Tracks under one heading.
 
     Attributes:
-        number: from 1 on: Perfetto takes process 0 and thread 0 for the kernel's idle task.
-        name: the heading.
-        tracks: from the top, each with its bars in time.
-        counters: each with its values in time: microseconds, and what they are by name.
+        number: From 1 on: Perfetto takes process 0 and thread 0 for the kernel's idle task.
+        name: The heading.
+        tracks: From top to bottom, each with its bars in order of time.
+        counters: For each, its samples in order of time: microseconds, and values by name.
     """
 
     number: int
@@ -38,8 +38,13 @@ class Process:
 def write(processes: Sequence[Process], path: Path, about: Mapping[str, Any] | None = None) -> None:
     """Write the events as one JSON object, in the order of their tracks.
 
+    Args:
+        processes: The processes with their tracks and counters.
+        path: The file.
+        about: Further information on the whole file ("otherData").
+
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     written = {
         "displayTimeUnit": "ms",
@@ -50,7 +55,7 @@ def write(processes: Sequence[Process], path: Path, about: Mapping[str, Any] | N
 
 
 def events(process: Process) -> Iterator[dict[str, Any]]:
-    """Yields metadata ("M") and complete events ("X") by track, then counters ("C")."""
+    """Yield metadata ("M") and complete events ("X") by track, then counters ("C")."""
     own = {"pid": process.number}
     yield {"ph": "M", **own, "tid": 1, "name": "process_name", "args": {"name": process.name}}
     for tid, (track, slices) in enumerate(process.tracks.items(), start=1):

@@ -1,4 +1,4 @@
-"""A trace's memory timeline as a figure: by phase, by layer, and what ran along the clock."""
+"""A trace's memory timeline as a figure: memory by phase and by layer, above the phases and layers that ran."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from memplug.show.timeline import timeline
 from memplug.show.words import heading, moment, sampling
 from memplug.words import size
 
-_BOUNDARIES_AT_MOST = 80  # of phases, that still look like lines
-_ROOM = 1.16  # above the peak, for its label
+_BOUNDARIES_AT_MOST = 80  # phase boundaries; more would not look like lines
+_ROOM = 1.16  # height of the axis over the peak, with space for its label
 
 
 def trace_figure(trace: Trace, bins: int = 800) -> Figure:
-    """Memory in use in a trace, from as many `bins` as the picture has pixels."""
+    """Return a figure of a trace's memory in use.
+
+    Args:
+        trace: The trace.
+        bins: Width of the picture in pixels; the clock is sampled in so many parts.
+    """
     line = timeline(trace, bins)
     peak_bytes = int(line.in_use_bytes[line.peak])
     peak = f"peak {size(peak_bytes)}: {moment(trace, int(line.event[line.peak]))}"

@@ -1,4 +1,4 @@
-"""Sizes and places in a trace, as a person reads them."""
+"""Places in a trace, and titles of its pictures, in words."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from memplug.words import count
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where in a trace something happens; None where the trace does not say, all None before its first event."""
+    """The place of an event in a trace; a field is None if the trace does not say, all before its first event."""
 
-    step: int | None = None  # running number; None also where there is only one
+    step: int | None = None  # running number; also None if there is only one
     event: int | None = None  # row of Trace.events
     operator: int | None = None  # row of Trace.operators
     operator_name: str | None = None  # for example "aten::mm"
     phase: str | None = None  # in words
-    layer: str | None = None  # its full name; None outside of layers
+    layer: str | None = None  # full name; None outside of layers
 
     def __str__(self) -> str:
-        """For example "step 1, backward of micro-batch 0, model.layers.31, aten::mm (operator 8,211)"."""
+        """Return words such as "step 1, backward of micro-batch 0, model.layers.31, aten::mm (operator 8,211)"."""
         if self.event is None:
             return BEFORE
         step = None if self.step is None else f"step {self.step}"
@@ -35,7 +35,7 @@ class Moment:
 
 
 def moment(trace: Trace, event: int) -> Moment:
-    """What ran when an event happened; `event` -1: before the first."""
+    """Return what ran when an event happened; `event` -1 stands for the time before the first."""
     if event < 0:
         return Moment()
     row = trace.events[event]
@@ -52,7 +52,7 @@ def moment(trace: Trace, event: int) -> Moment:
 
 
 def heading(trace: Trace) -> str:
-    """What a picture shows, for example "Memory in use: Llama, 2 recorded steps, NVIDIA H200, rank 0 of 8"."""
+    """Return a title, for example "Memory in use: Llama, 2 recorded steps, NVIDIA H200, rank 0 of 8"."""
     fingerprint, steps = trace.fingerprint, len(trace.steps)
     recorded = count(steps, "recorded step") if steps else ""
     rank = f"rank {fingerprint.rank} of {fingerprint.world_size}" if fingerprint.world_size > 1 else ""
@@ -61,7 +61,7 @@ def heading(trace: Trace) -> str:
 
 
 def sampling(trace: Trace, line: Timeline) -> str:
-    """How many of the events a picture draws, and which."""
+    """Return a subtitle that says how many of the events a picture draws, and which."""
     drawn, events = len(np.unique(line.event[line.event >= 0])), len(trace.events)
     if drawn == events:
         return f"all {events:,} requests and releases"

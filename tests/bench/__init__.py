@@ -1,0 +1,1 @@
+"""Benchmarks and their tests; see README.md."""

@@ -1,8 +1,8 @@
-"""Steps predicted by the virtual device beside the measured ones: `python -m tests.bench.against_h200`.
+"""Compares steps predicted by the virtual device with measured ones: `python -m tests.bench.against_h200`.
 
-Forward and backward of layers of a 7B Llama in bfloat16, as they were measured on an H200 (tests/data/h200.csv), on the
-virtual device with the profile of one. The profile was fitted to the rows that are marked; all others are predicted.
-Rows of a back end of attention that was not noted count in no mean.
+Forward and backward of layers of a 7B Llama in bfloat16: measured on an H200 (tests/data/h200.csv), and predicted on
+the virtual device with an H200's profile. The profile was fitted to the marked rows; all others are predicted. Rows
+whose attention back end was not recorded count in no mean.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ BENCH = "against_h200"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Where the rows go."""
+    """Parse the command line: where the rows go."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     return parser.parse_args(argv)
 
 
 def over_keep(found: list[tuple[Measured, Predicted]]) -> list[tuple[Measured, float, float]]:
-    """Each step that recomputes over the first one of the same size that keeps everything: measured and predicted."""
+    """Return each recomputing step over the first step of the same size that keeps everything: measured, predicted."""
     keeps = {}
     for row, ours in found:
         if row.mode == "keep":

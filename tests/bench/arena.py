@@ -1,4 +1,4 @@
-"""What the planned arena costs and saves: `python -m tests.bench.arena`.
+"""Measures what the planned arena costs and saves: `python -m tests.bench.arena`.
 
 Trains Llama and Mixtral shapes, without and with recomputation of every layer, with one and with two micro-batches in
 flight, a block of steps in each mode in turn, and compares medians:
@@ -8,13 +8,13 @@ flight, a block of steps in each mode in turn, and compares medians:
 | `native` | torch's own allocator: the session is detached |
 | `arena` | a session with the planned arena, and nothing else |
 
-Fragmentation is 1 - live peak / reserved. On CUDA what was reserved is measured, for `native` also in a process of its
-own with expandable segments. On the CPU, whose allocator has no such count, what CUDA's would reserve for the step that
-the arena's plan was made from is simulated (`tests.bench.caching_allocator`), without and with expandable segments; of
-the step's own requests alone.
+Fragmentation is 1 - live peak / reserved. On CUDA the reserved memory is measured, for `native` also in a process of
+its own with expandable segments. The CPU's allocator has no such count, so there a simulation
+(`tests.bench.caching_allocator`) tells how much CUDA's allocator would reserve for the step that the arena's plan was
+made from, without and with expandable segments; only the step's own requests count.
 
-Host time per allocation is that of a malloc and its free, in C++, over all requests of the recorded step in their
-order: on the CPU nothing touches the memory, so that no page is fetched in either mode.
+Host time per allocation is the time of a malloc and its free, in C++, over all requests of the recorded step in their
+order. On the CPU the memory is not touched, so no page is fetched in either mode.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ _CUDA = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is trained.
+    """A training to measure.
 
     Attributes:
-        model: see MODELS.
-        recompute: every layer, in backward.
-        micro_batches: whose forwards run before the first backward.
+        model: One of MODELS.
+        recompute: Whether backward recomputes every layer.
+        micro_batches: Number of forwards before the first backward.
     """
 
     model: str
@@ -103,7 +103,7 @@ class Case:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The shapes, and how long to measure."""
+    """Parse the command line: the shapes, and how long to measure."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -133,7 +133,7 @@ class Training:
         self.batches = torch.randint(0, 512, (case.micro_batches, 1, args.tokens), device=self.device)
 
     def step(self) -> float:
-        """Seconds of one step, on the device too."""
+        """Run one step, also on the device, and return its seconds."""
         begin = time.perf_counter()
         losses = [self.model(batch, labels=batch).loss for batch in self.batches]
         while losses:
@@ -158,7 +158,7 @@ def _model(name: str, args: argparse.Namespace) -> nn.Module:
 
 
 def measure(case: Case, args: argparse.Namespace) -> dict[tuple[str, str], list[float]]:
-    """All figures of a case, by mode and metric."""
+    """Return all figures of a case, by mode and metric."""
     training = Training(case, args)
     found: dict[tuple[str, str], list[float]] = {}
 
@@ -182,18 +182,22 @@ def measure(case: Case, args: argparse.Namespace) -> dict[tuple[str, str], list[
 
 
 def _requests(step: Trace) -> np.ndarray:
-    """As the simulation reads them: int64[k, 4]; none from before the step, or of no bytes."""
+    """Return the step's requests as the simulation reads them, without empty ones and those from before the step.
+
+    Returns:
+        int64[k, 4].
+    """
     events = step.events[step.events["request"] >= 0]
     events = events[step.requests["nbytes"][events["request"]] > 0]
     return np.stack([events[name].astype(np.int64) for name in ("kind", "request", "nbytes", "stream")], axis=1)
 
 
 def _serve(training: Training, steps: int, note: Callable[[str, str, float], None]) -> Trace:
-    """A block of steps in a session with the arena, once it serves; a step that was recorded after it."""
+    """Measure a block of steps in a session whose arena serves; return a step that was recorded after it."""
     with memplug.attach(training.model, BLOCK) as session:
         training.step()
         session.step()
-        serving = session._attached.boundary.followers.find("arena")  # it is claimed at the first forward
+        serving = session._attached.boundary.followers.find("arena")  # the arena is claimed at the first forward
         while serving.state.value != "serving":
             training.step()
             session.step()
@@ -222,7 +226,7 @@ def _serve(training: Training, steps: int, note: Callable[[str, str, float], Non
 
 @contextlib.contextmanager
 def _memory(device: torch.device, note: Callable[[str, float], None]) -> Any:
-    """What CUDA reserves inside, and how much of it is in use at the peak."""
+    """Note the memory that CUDA reserves in the block, and how much of it is in use at the peak."""
     if device.type != "cuda":
         yield
         return
@@ -254,7 +258,7 @@ def _replayer(device: str) -> ModuleType:
 
 
 def host_seconds(step: Trace, device: torch.device, rounds: int = 15) -> dict[str, float]:
-    """Seconds of a malloc and its free, by mode, over the requests of a step in their order, one after the other."""
+    """Return the seconds of a malloc and its free, by mode, over the requests of a step in their order."""
     events = step.events[step.events["request"] >= 0]
     request = torch.from_numpy(events["request"].copy())
     sizes = np.where(events["kind"] == Event.MALLOC, np.maximum(events["nbytes"], 1), -1)
@@ -284,13 +288,13 @@ def host_seconds(step: Trace, device: torch.device, rounds: int = 15) -> dict[st
     return {mode: statistics.median(times) / len(step.requests) for mode, times in seconds.items()}
 
 
-# -- what it prints ----------------------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------------------------
 
 UNITS = {"step_s": "s", "host_s_per_allocation": "s", "served": "1", "fragmentation": "1"}
 
 
 def rows_of(case: Case, found: dict[tuple[str, str], list[float]]) -> list[Row]:
-    """A row for each figure, the median of those measured."""
+    """Return a row for each figure, with the median."""
     return [
         Row(BENCH, str(case), mode, metric, UNITS.get(metric, "bytes"), statistics.median(values), len(values))
         for (mode, metric), values in found.items()
@@ -298,7 +302,7 @@ def rows_of(case: Case, found: dict[tuple[str, str], list[float]]) -> list[Row]:
 
 
 def line(case: Case, rows: list[Row]) -> list[str]:
-    """Of the table; cells that were not measured on this device are "-"."""
+    """Return a line of the table; cells that were not measured on this device are "-"."""
     value = {(row.mode, row.metric): row.value for row in rows}
 
     def cell(mode: str, metric: str, scale: float = 1, digits: int = 4) -> str:

@@ -1,6 +1,6 @@
-"""A simulation of torch's CUDA caching allocator, as the baseline of the planners: how much it reserves for a step.
+"""A simulation of torch's CUDA caching allocator, the baseline of the planners: how much it reserves for a step.
 
-After c10/cuda/CUDACachingAllocator.cpp: sizes rounded to 512 bytes, one pool for small requests and one for large,
+It follows c10/cuda/CUDACachingAllocator.cpp: sizes rounded to 512 bytes, one pool for small requests and one for large,
 best fit by size and then address, splitting, and coalescing with free neighbours. No garbage collection, no cudaFree:
 the device is large enough. With expandable segments each stream and pool has one range that grows at its end.
 """
@@ -15,10 +15,10 @@ import numpy as np
 from memplug.profile.trace import Event
 
 SMALLEST_BYTES = 512  # kMinBlockSize
-SMALL_BYTES = 2**20  # kSmallSize: up to it, the small pool
+SMALL_BYTES = 2**20  # kSmallSize: the largest request of the small pool
 SMALL_SEGMENT_BYTES = 2 * 2**20  # kSmallBuffer
 LARGE_SEGMENT_BYTES = 20 * 2**20  # kLargeBuffer
-LARGE_BYTES = 10 * 2**20  # kMinLargeAlloc: from it on, segments of their own
+LARGE_BYTES = 10 * 2**20  # kMinLargeAlloc: requests from this size on have a segment of their own
 ROUND_BYTES = 2 * 2**20  # kRoundLarge
 
 
@@ -33,7 +33,7 @@ class _Block:
 
 @dataclass(slots=True)
 class _Pool:
-    """Of one stream: free blocks by size and address, and the last block of what can be expanded."""
+    """A pool of one stream: free blocks by size and address, and the last block of the expandable range."""
 
     small: bool
     free: list[tuple[int, int]] = field(default_factory=list)
@@ -52,21 +52,22 @@ class _Pool:
 
 
 class CachingAllocator:
-    """What the allocator holds.
+    """The state of the allocator.
 
     Attributes:
-        reserved_bytes: of all segments; they only grow.
-        allocated_bytes, peak_allocated_bytes: rounded to 512.
+        reserved_bytes: Bytes of all segments; they only grow.
+        allocated_bytes: Bytes in use, rounded to 512 a request.
+        peak_allocated_bytes: The largest `allocated_bytes` so far.
     """
 
     def __init__(self, *, expandable: bool = False) -> None:
         self.expandable = expandable
         self.reserved_bytes = self.allocated_bytes = self.peak_allocated_bytes = 0
         self._pools: dict[tuple[int, bool], _Pool] = {}
-        self._end = 0  # of the address space handed out so far
+        self._end = 0  # end of the addresses handed out so far
 
     def malloc(self, nbytes: int, stream: int = 0) -> tuple[_Pool, _Block]:
-        """A block of at least that size."""
+        """Return a block of at least that size."""
         size = -(-nbytes // SMALLEST_BYTES) * SMALLEST_BYTES
         small = size <= SMALL_BYTES
         pool = self._pools.setdefault((stream, small), _Pool(small))
@@ -84,7 +85,7 @@ class CachingAllocator:
         return pool, block
 
     def free(self, handle: tuple[_Pool, _Block]) -> None:
-        """Gives back what `malloc` returned; it is one with free neighbours from then on."""
+        """Release a block that `malloc` returned, merging it with free neighbours."""
         pool, block = handle
         self.allocated_bytes -= block.nbytes
         for other in (block.before, block.after):
@@ -101,7 +102,7 @@ class CachingAllocator:
         else:
             nbytes = -(-size // ROUND_BYTES) * ROUND_BYTES
         self.reserved_bytes += nbytes
-        # A gap between segments: they are never coalesced.
+        # The gap of one byte keeps segments from being coalesced.
         block = _Block(self._end, nbytes, free=True)
         self._end += nbytes + 1
         pool.add(block)
@@ -113,7 +114,7 @@ class CachingAllocator:
         nbytes = -(-(size - at_hand) // granule) * granule
         self.reserved_bytes += nbytes
         if tail is None:
-            # A range of addresses that is never used up.
+            # Each range has enough addresses to be never used up.
             block = _Block(len(self._pools) << 56, nbytes, free=True)
         elif tail.free:
             pool.take(tail)
@@ -138,7 +139,7 @@ class CachingAllocator:
 
 
 def _merged(pool: _Pool, block: _Block, other: _Block) -> _Block:
-    """Two neighbours as one; what the pool knows of them is gone already."""
+    """Merge two neighbours that the pool no longer lists, and return them as one block."""
     first, second = (other, block) if other is block.before else (block, other)
     first.nbytes += second.nbytes
     first.after = second.after
@@ -150,13 +151,13 @@ def _merged(pool: _Pool, block: _Block, other: _Block) -> _Block:
 
 
 def reserved(events: np.ndarray, *, expandable: bool = False, times: int = 3) -> tuple[int, int]:
-    """Bytes reserved, and the most allocated, once a step has run that often: as in training, with a warm cache.
+    """Return the bytes reserved and the most bytes allocated after some runs of a step, as in warm training.
 
     Args:
         events: int64[k, 4], in order: kind (`Event`), running number of the request, its bytes (above 0), its stream.
-            What is not freed is freed where the next time begins.
-        expandable: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
-        times: that the step runs.
+            Requests that are not freed are freed when the next run begins.
+        expandable: As `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+        times: Number of runs.
     """
     allocator = CachingAllocator(expandable=expandable)
     rows = events.tolist()

@@ -1,10 +1,10 @@
-"""What the modes of a benchmark are, what they all run, and how their gradients are compared.
+"""The modes of a benchmark, the case that they all run, and the comparison of their gradients.
 
 No torch here: the parent process stays small.
 
 | mode | what it is |
 |---|---|
-| `keep_all` | autograd as it is: the ideal |
+| `keep_all` | unchanged autograd: the ideal |
 | `full` | `torch.utils.checkpoint` around every layer |
 | `selective` | the same, attention outputs saved |
 | `save_on_cpu` | `torch.autograd.graph.save_on_cpu`, pinned on CUDA; on the CPU it moves nothing |
@@ -13,7 +13,7 @@ No torch here: the parent process stays small.
 | `memplug`, `memplug:A` | this package; alpha is "auto", or the number A |
 | `memplug_torch`, `memplug_torch:A` | the same without its arena: torch's own allocator |
 
-On the CPU `cpu_checkpointing` is off, since there DeepSpeed 0.19 empties what it has just saved.
+On the CPU `cpu_checkpointing` is off, since DeepSpeed 0.19 empties the tensors that it has just saved there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 MODES = ("keep_all", "full", "selective", "save_on_cpu", "deepspeed", "memplug")
 OWN = ("memplug", "memplug_torch")
 HOSTS = ("transformers", "megatron", "megatron-te")
-OWN_MODES = {  # all but the last are Megatron-Core's own; it offloads layers of Transformer Engine alone
+OWN_MODES = {  # all but the last are Megatron-Core's own; it offloads only layers of Transformer Engine
     "megatron": ("keep_all", "full", "selective", "memplug"),
     "megatron-te": ("keep_all", "full", "offload", "memplug"),
 }
@@ -32,7 +32,7 @@ MODELS = ("tiny", "7b", "13b")
 
 
 def is_mode(name: str) -> bool:
-    """Whether `name` is in the table above."""
+    """Return whether `name` is in the table above."""
     base, _, alpha = name.partition(":")
     return name in (*MODES, *OWN, "offload") or (
         base in OWN and alpha.replace(".", "", 1).isdigit() and float(alpha) <= 1
@@ -41,7 +41,7 @@ def is_mode(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """What every mode runs: one sequence of `tokens` through `layers` layers of `model` (a file of configs/models)."""
+    """Every mode's work: one sequence of `tokens` through `layers` layers of `model` (a file of configs/models)."""
 
     tokens: int
     layers: int
@@ -50,15 +50,15 @@ class Case:
     attention: str
     min_offload_bytes: int
     host: str = "transformers"
-    """Whose layers, of HOSTS: a package's, or those that Megatron-Core makes of Transformer Engine's modules."""
+    """The layers' origin, one of HOSTS: a package, or Megatron-Core with Transformer Engine's modules."""
     gpu: str = ""
-    """Whose rates the virtual device has: a file of configs/hardware."""
+    """The file of configs/hardware that has the virtual device's rates."""
     budget_bytes: int | None = None
-    """Of the device, for memplug."""
+    """memplug's device budget."""
 
     @property
     def is_virtual(self) -> bool:
-        """Nothing is computed."""
+        """Return whether the device is virtual: nothing is computed."""
         return self.device == "virtual"
 
     def __str__(self) -> str:
@@ -68,9 +68,9 @@ class Case:
 
 
 def gradient_error(measured: dict[str, list[float]], expected: dict[str, list[float]]) -> float:
-    """How far two `Run.gradients` are apart, relative to the norm, at worst.
+    """Return the largest difference of two `Run.gradients`, relative to the norm.
 
-    A product with a random direction differs by about the norm of the difference.
+    The product with a random direction differs by about the norm of the difference.
     """
     return max(
         abs(one - other) / right[0]

@@ -1,9 +1,9 @@
-"""Losses of real runs with memplug beside those without: `python -m tests.bench.convergence`.
+"""Compares losses of real runs with and without memplug: `python -m tests.bench.convergence`.
 
-Trains the tiny Llama recipe (examples/llama2) on two processes of this machine, on the CPU, through every combination
-of launcher, ZeRO stage, way in and alpha that is asked for, and compares the loss of every step with a run of the same
-stage without memplug (MEMO, section 5.5). With alpha 0 or 1 the losses are the same to the bit; with a split, rows are
-computed by a matmul of another size, which rounds differently. Exits with 1 where a run failed or a loss is off.
+Trains the tiny Llama recipe (examples/llama2) on two processes of this machine, on the CPU, through every requested
+combination of launcher, ZeRO stage, way in and alpha, and compares the loss of every step with a run of the same stage
+without memplug (MEMO, section 5.5). With alpha 0 or 1 the losses are the same to the bit; with a split, rows are
+computed by a matmul of another size, which rounds differently. Exits with 1 if a run failed or a loss is off.
 
 A run of 50 steps takes about 20 seconds on two cores; the defaults are one launcher and one way in, 28 runs.
 """
@@ -28,11 +28,11 @@ LAUNCHERS = ("torchrun", "deepspeed")
 WAYS = ("install", "attach", "run")
 ALPHAS = ("0", "0.125", "0.25", "0.5", "1", "auto")
 EXACT = ("0", "1")
-TOLERANCE = 1e-3  # of a loss, where a matmul is split
+TOLERANCE = 1e-3  # of a loss, if a matmul is split
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """What to run; every list is combined with every other."""
+    """Parse the command line: which runs; every list is combined with every other."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--steps", type=int, default=50, help="optimizer steps of a run [50]")
@@ -46,13 +46,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def losses(args: argparse.Namespace, launcher: str, stage: int, way: str, alpha: str) -> list[float]:
-    """Runs the recipe; returns the loss of every step.
+    """Run the recipe, and return the loss of every step.
 
     Args:
-        way: one of `WAYS`, or "none".
+        args: The command line.
+        launcher: One of `LAUNCHERS`.
+        stage: ZeRO stage.
+        way: One of `WAYS`, or "none".
+        alpha: One of `ALPHAS`.
 
     Raises:
-        RuntimeError: the run failed, or memplug was not at work in it (or was, where it should not have been).
+        RuntimeError: The run failed, or memplug was not at work in it (or was, without being asked to).
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "losses.jsonl"
@@ -67,7 +71,7 @@ def losses(args: argparse.Namespace, launcher: str, stage: int, way: str, alpha:
 
 
 def compare(args: argparse.Namespace) -> Iterator[tuple[list[str], Row, bool]]:
-    """A line of the table, its row, and whether the losses are right, for every combination."""
+    """Yield a line of the table, its row, and whether the losses are right, for every combination."""
     for stage in args.stages:
         expected = losses(args, args.launchers[0], stage, "none", "auto")
         for launcher, way, alpha in product(args.launchers, args.ways, args.alphas):
@@ -92,7 +96,7 @@ def compare(args: argparse.Namespace) -> Iterator[tuple[list[str], Row, bool]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs everything that was asked for; returns the exit status."""
+    """Run all requested combinations, and return the exit status."""
     args = parse_args(argv)
     lines, rows, right = [], [], True
     for line, row, passed in compare(args):

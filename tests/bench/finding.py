@@ -1,7 +1,7 @@
-"""What it costs to find the tensors of a swap list: `python -m tests.bench.finding` (Chameleon, appendix A).
+"""Measures the cost of finding the tensors of a swap list: `python -m tests.bench.finding` (Chameleon, appendix A).
 
 A list of every gap of a training step is looked for in that step, without tensors: in the native core, nanoseconds for
-each use of a tensor by an operator, medians. What it takes to pass the step from Python is left out.
+each use of a tensor by an operator, medians. The time to pass the step from Python is left out.
 
 | column | what it is |
 |---|---|
@@ -27,18 +27,18 @@ UNITS = {"targets": "1", "uses": "1", "ns": "ns"}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Which models, and how long to measure."""
+    """Parse the command line: which models, and how long to measure."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="[all]")
-    add("--times", type=int, default=50, help="that a step is run for one figure [50]")
-    add("--rounds", type=int, default=9, help="figures, of which the median counts [9]")
+    add("--times", type=int, default=50, help="runs of a step for one figure [50]")
+    add("--rounds", type=int, default=9, help="figures; the median counts [9]")
     add("--json", type=Path, metavar="FILE", help="write the rows there")
     return parser.parse_args(argv)
 
 
 def measure(kind: str, times: int, rounds: int) -> dict[str, Any]:
-    """Of one model; `times` above 1."""
+    """Return the figures of one model; `times` must be above 1."""
     _, tensors, groups = listed(kind)
     step, rehearsed = flat(groups), rehearsal(kind)
     uses = sum(len(inputs) + len(outputs) for _, _, inputs, outputs in step)

@@ -1,20 +1,20 @@
-"""The host's time, where there is little else: `python -m tests.bench.host_time`.
+"""Measures the host's time in steps that are little else: `python -m tests.bench.host_time`.
 
 Layers so small that Python, torch and memplug take most of a step's time. Each mode has a process with one thread; they
 take turns, round by round, and processor time is measured: of the forward pass, of the backward pass, and of the whole
 step, memplug's work at its end included.
 
-Where a process has its memory makes it up to a tenth faster or slower, as long as it lives, than the next one that does
-the same; so does what else it trains. So a mode's process has one model, and trains it without the mode, with it and
-without it again: memplug is attached and detached in between.
+Two processes that do the same work differ by up to a tenth as long as they live, depending on where their memory is and
+on what else they train. So a mode's process has one model, and trains it without the mode, with it and without it
+again: memplug is attached and detached in between.
 
 | mode | what it is |
 |---|---|
-| `keep_all` | autograd as it is |
+| `keep_all` | unchanged autograd |
 | `reentrant` | `torch.utils.checkpoint` around every layer; in case c Megatron-Core's own |
 | `non_reentrant` | `torch.utils.checkpoint` around every layer; not in case c |
 | `memplug:A`, `memplug:A+arena` | alpha 0, 1 or auto, without and with the arena; tensors of any size are swapped |
-| `memplug:plain`, `memplug:plain+arena` | alpha auto, and the device has room for everything |
+| `memplug:plain`, `memplug:plain+arena` | alpha auto, and the device has space for everything |
 
 | case | what it is |
 |---|---|
@@ -52,7 +52,7 @@ HEADERS = ("case", "mode", *(f"{part} ms" for part in PARTS), *(f"{part} over ke
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of one case: layers of whom, and how many tokens of what size."""
+    """The shape of a case: the origin of its layers, and their number and sizes."""
 
     host: str
     layers: int
@@ -62,14 +62,14 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """Of one part of a mode's steps: seconds of processor time, and of keeping all before and after them."""
+    """Processor seconds of one part of a mode's steps, and of keeping everything before and after them."""
 
     seconds: float
     kept_all: float
 
     @property
     def over(self) -> float:
-        """What the mode takes over keeping all."""
+        """Return the mode's seconds over those of keeping everything."""
         return self.seconds / self.kept_all
 
 
@@ -82,20 +82,20 @@ CASES = {
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Which cases and modes, and for how long."""
+    """Parse the command line: which cases and modes, and for how long."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="[all]")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="[all]")
     add("--layers", type=int, help="instead of the case's")
-    add("--steps", type=int, default=40, help="measured each time that it is a mode's turn [40]")
+    add("--steps", type=int, default=40, help="measured in each turn of a mode [40]")
     add("--rounds", type=int, default=7, help="turns of each mode [7]")
     add("--json", type=Path, metavar="FILE", help="write the rows here")
     return parser.parse_args(argv)
 
 
 class Child:
-    """A process that trains one case in one mode, and measures when it is told to."""
+    """A process that trains one case in one mode, and measures on request."""
 
     def __init__(self, mode: str, shape: Shape):
         command = [sys.executable, "-m", f"tests.bench.{BENCH}", "--child", mode, json.dumps(dataclasses.asdict(shape))]
@@ -105,7 +105,7 @@ class Child:
         )
 
     def measure(self, steps: int) -> dict[str, Turn]:
-        """Returns a turn of each part of a step, from medians of so many steps."""
+        """Return a turn of each part of a step, from medians of so many steps."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{steps}\n")
         self.process.stdin.flush()
@@ -115,14 +115,14 @@ class Child:
         return {part: Turn(*seconds) for part, seconds in json.loads(answer).items()}
 
     def stop(self) -> None:
-        """End it."""
+        """End the process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
 
 
 def measure(shape: Shape, modes: list[str], steps: int, rounds: int) -> dict[str, dict[str, list[Turn]]]:
-    """Returns turns by mode and part, one for each round; before the first, every mode warms up."""
+    """Return turns by mode and part, one for each round; every mode warms up before the first round."""
     turns: dict[str, dict[str, list[Turn]]] = {mode: {part: [] for part in PARTS} for mode in modes}
     children = {mode: Child(mode, shape) for mode in modes}
     try:
@@ -139,9 +139,9 @@ def measure(shape: Shape, modes: list[str], steps: int, rounds: int) -> dict[str
 
 
 def serve(mode: str, shape: Shape) -> None:
-    """Trains, as the child, and answers with what it measured."""
+    """Run as the child: train, and answer requests with measurements."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries' output must not mix with answers
     from tests.bench.host_training import in_mode, training_of
 
     training = training_of(shape)

@@ -18,17 +18,17 @@ import memplug
 from tests.bench import modes
 from tests.bench.host_time import Shape
 
-WARM_UP = 16  # of memplug: two are compared, two observed, six try plans, and the arena begins
+WARM_UP = 16  # for memplug: two steps are compared, two observed, six try plans, and the arena begins
 
 
 class Training:
-    """A model, how its layers are called, and the session that is attached to it, if any."""
+    """A model, the way to call its layers, and the attached session, if any."""
 
     def __init__(self, model: nn.Module, apply: Callable[..., torch.Tensor], session: Any):
         self.model, self.apply, self.session = model, apply, session
 
     def timed_step(self) -> dict[str, float]:
-        """Seconds of processor time of one step and of its parts."""
+        """Run one step, and return the processor seconds of its parts and of the whole."""
         for parameter in self.model.parameters():
             parameter.grad = None
         begin = time.process_time()
@@ -43,7 +43,7 @@ class Training:
 
 
 def training_of(shape: Shape) -> Training:
-    """Returns a training that keeps everything, in one thread."""
+    """Return a training that keeps everything, in one thread."""
     torch.set_num_threads(1)
     logging.getLogger("memplug").setLevel(logging.ERROR)
     return Training(_stack(shape).train(), call, None)
@@ -51,7 +51,7 @@ def training_of(shape: Shape) -> Training:
 
 @contextlib.contextmanager
 def in_mode(training: Training, mode: str, shape: Shape) -> Iterator[None]:
-    """Has it train in that mode; inside, it is warm."""
+    """Make it train in that mode, warmed up."""
     with contextlib.ExitStack() as stack:
         if mode.startswith("memplug"):
             training.session = stack.enter_context(memplug.attach(training.model, _block(mode, shape)))
@@ -67,7 +67,7 @@ def in_mode(training: Training, mode: str, shape: Shape) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _checkpointed(training: Training, reentrant: bool, shape: Shape) -> Iterator[None]:
-    if shape.host == "megatron":  # by itself
+    if shape.host == "megatron":  # recomputes by itself
         from tests.bench.megatron import RECOMPUTE
 
         with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +83,7 @@ def _checkpointed(training: Training, reentrant: bool, shape: Shape) -> Iterator
 
 
 def call(layer: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-    """As it is."""
+    """Call the layer unchanged."""
     return layer(hidden)
 
 
@@ -132,7 +132,7 @@ class _Opaque(nn.Module):
 
 
 def fields_of(hidden: int, layers: int) -> dict[str, Any]:
-    """A model of so many layers, for `modes.Stack`."""
+    """Return the fields of a model with so many layers, for `modes.Stack`."""
     return {
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,

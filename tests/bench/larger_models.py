@@ -1,10 +1,11 @@
-"""How much larger a model or a batch may be in the same memory: `python -m tests.bench.larger_models` (Chameleon,
-section 7; on the virtual device: all figures are predicted ones).
+"""Measures how much larger a model or a batch may be in the same memory: `python -m tests.bench.larger_models`.
 
-Of a Llama with head, loss and AdamW, trained in bfloat16 on one GPU, each size is raised by itself until a step runs
-out of memory: with all tensors kept, with every layer recomputed, and with memplug; each with what helps most where
-memory is short, expandable segments and an optimizer that goes from parameter to parameter. Then the time of a step:
-where recomputation just fits, and memplug has the same memory.
+After Chameleon, section 7; on the virtual device, so all figures are predicted.
+
+Each size of a Llama with head, loss and AdamW, trained in bfloat16 on one GPU, is raised by itself until a step runs
+out of memory: with all tensors kept, with every layer recomputed, and with memplug. All have the settings that help
+most when memory is short: expandable segments, and an optimizer that goes from parameter to parameter. Then the time of
+a step is compared at the largest size that fits with recomputation, where memplug has the same memory.
 
 | column | what it is |
 |---|---|
@@ -33,13 +34,13 @@ from tests.support.folders import ROOT
 BENCH = "larger_models"
 GIB = 2**30
 MODES = ("keep", "full", "memplug")
-STEPS = 16  # of memplug: two are observed, one is recorded, some try plans
+STEPS = 16  # for memplug: two are observed, one is recorded, some try plans
 HOST_GIB = 2000.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of one model and its batch."""
+    """The sizes of a model and its batch."""
 
     batch: int = 1
     tokens: int = 4096
@@ -48,32 +49,37 @@ class Shape:
 
 
 STEPS_OF = {"batch": 1, "tokens": 4096, "layers": 1, "hidden": 128}
-"""By how much each size is raised at least."""
+"""The least amount by which each size is raised."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Of one step."""
+    """The figures of one step."""
 
     step_s: float
     peak_bytes: int
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """What is raised, on what."""
+    """Parse the command line: which sizes are raised, and on which device."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--hardware", type=Path, default=ROOT / "configs" / "hardware" / "h200.json", help="a profile [h200]")
-    add("--memory-gib", type=float, help="of the device, instead of the profile's")
+    add("--memory-gib", type=float, help="memory of the device, instead of the profile's")
     add("--raise", dest="raised", nargs="+", choices=list(STEPS_OF), default=list(STEPS_OF), help="sizes [all]")
     for field in dataclasses.fields(Shape):
-        add(f"--{field.name}", type=int, default=field.default, help=f"where it is not raised [{field.default}]")
+        add(
+            f"--{field.name}",
+            type=int,
+            default=field.default,
+            help=f"its value while another size is raised [{field.default}]",
+        )
     add("--json", type=Path, metavar="FILE", help="write the rows there")
     return parser.parse_args(argv)
 
 
 def train(device: VirtualDevice, shape: Shape, mode: str) -> Result | None:
-    """The last of a few steps; None: one runs out of memory."""
+    """Return the last of a few steps; None: one ran out of memory."""
     device.restart()
     try:
         return _train(device, shape, mode)
@@ -138,7 +144,7 @@ def _model(shape: Shape) -> nn.Module:
 
 
 def largest(device: VirtualDevice, base: Shape, raised: str, mode: str) -> int:
-    """The largest of one size that fits, to its step; 0: none does."""
+    """Return the largest value of one size that fits, in multiples of its step; 0: none fits."""
     step = STEPS_OF[raised]
 
     def fits(count: int) -> bool:

@@ -1,16 +1,16 @@
-"""Addresses for a step, planner by planner: `python -m tests.bench.layout`.
+"""Compares the planners' addresses for a step: `python -m tests.bench.layout`.
 
-Recorded steps, synthetic ones (tests/support/schedules.py) and public instances of dynamic storage allocation, placed
-by each planner and, as the baseline, by a simulation of torch's caching allocator with and without expandable segments.
-Each runs in a process of its own; "MiB" is the peak of that process, Python, numpy and scipy included. What is dynamic
-in a step (the experts' requests) is left out, for the baseline too.
+Recorded steps, synthetic ones (tests/support/schedules.py) and public instances of dynamic storage allocation are
+placed by each planner and, as the baseline, by a simulation of torch's caching allocator with and without expandable
+segments. Each runs in a process of its own; "MiB" is the peak of that process, Python, numpy and scipy included.
+Dynamic requests of a step (the experts') are left out, for the baseline too.
 
-What was tried and dropped: OR-Tools' CP-SAT as the search behind `exact` (3 to 28 s on MiniMalloc's A, C and E at their
-capacity, where the own one took 0.05 to 3 s; it stays as a backend); MEMO's mixed integer program (does not end at 80
-buffers; it stays as the reference); lowering everything in the end, for `bilevel` (changed nothing; for
+Tried and dropped: OR-Tools' CP-SAT as the search behind `exact` (3 to 28 s on MiniMalloc's A, C and E at their
+capacity, where our own search took 0.05 to 3 s; it stays as a backend); MEMO's mixed integer program (does not end at
+80 buffers; it stays as the reference); lowering everything in the end, for `bilevel` (changed nothing; for
 `spatiotemporal` it is most of its quality: 1.17 without it on llama7b_ckpt); breaking ties of size by lifetime alone
-(1.033 instead of 1.008 on idealloc's pangu, 18,692 buffers; both orders are tried now); boosting the priority of what
-ends too high instead of moving it to the front.
+(1.033 instead of 1.008 on idealloc's pangu, 18,692 buffers; both orders are tried now); boosting the priority of
+buffers that end too high instead of moving them to the front.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EXACT_AT_MOST = 2_000
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """What to place, and where to write."""
+    """Parse the command line: which cases to place, and where to write."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="*", metavar="CASE", help=f"of {', '.join(cases())}; or CSV files [all]")
     parser.add_argument("--time-limit", type=float, default=10.0, metavar="S", help="for each planner [10]")
@@ -54,12 +54,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def cases() -> tuple[str, ...]:
-    """Names of what can be placed: recorded steps, synthetic ones, instances."""
+    """Return the names of all cases: recorded steps, synthetic ones, instances."""
     return (*RECORDED, *SCHEDULES, *INSTANCES)
 
 
 def step_of(case: str) -> Trace | None:
-    """The step of that name, or None: it is an instance."""
+    """Return the step of that name, or None if it is an instance."""
     from memplug.arena.plan.from_trace import last_step
     from memplug.profile.trace_file import load
 
@@ -69,7 +69,7 @@ def step_of(case: str) -> Trace | None:
 
 
 def problem_of(case: str) -> Problem:
-    """What is to be placed in that case."""
+    """Return the requests of that case."""
     from memplug.arena.plan import from_trace
     from memplug.arena.plan.problem_file import read_csv
 
@@ -80,7 +80,12 @@ def problem_of(case: str) -> Problem:
 
 
 def measure(case: str, mode: str, time_limit_s: float) -> dict[str, float | str]:
-    """One run: height over lower bound, seconds, what the judge says, and the peak of this process in bytes."""
+    """Run a planner once, and return its figures.
+
+    Returns:
+        Height over lower bound, seconds, the judge's verdict, the peak of this process in bytes, and the number of
+            requests.
+    """
     from memplug.arena.judge import judge
     from memplug.arena.plan import auto
 
@@ -102,20 +107,20 @@ def measure(case: str, mode: str, time_limit_s: float) -> dict[str, float | str]
 
 
 def _peak_bytes() -> int:
-    """Of this process. Not `getrusage`: its figure begins with that of the process that started this one."""
+    """Return this process's peak. `getrusage` would not do: its figure begins with the parent process's."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
 def _reserved(problem: Problem, *, expandable: bool) -> int:
-    """What the caching allocator would reserve for the same mallocs and frees, in their order."""
+    """Return the bytes that the caching allocator would reserve for the same mallocs and frees, in their order."""
     from tests.bench.caching_allocator import reserved
 
     return reserved(_events(problem), expandable=expandable)[0]
 
 
 def _events(problem: Problem) -> np.ndarray:
-    """Rows of (kind, request, bytes, stream) in time; frees before mallocs at one instant."""
+    """Return rows of (kind, request, bytes, stream) in time; frees come before mallocs of the same instant."""
     from memplug.profile.trace import Event
 
     table, count = problem.buffers, len(problem)
@@ -126,7 +131,7 @@ def _events(problem: Problem) -> np.ndarray:
 
 
 def run(case: str, mode: str, time_limit_s: float) -> dict[str, float | str]:
-    """`measure`, in a process of its own."""
+    """Run `measure` in a process of its own."""
     command = [sys.executable, "-m", f"tests.bench.{BENCH}", "--worker", case, mode, "--time-limit", str(time_limit_s)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -135,7 +140,7 @@ def run(case: str, mode: str, time_limit_s: float) -> dict[str, float | str]:
 
 
 def rows_of(case: str, mode: str, runs: list[dict[str, float | str]]) -> list[Row]:
-    """Medians."""
+    """Return rows with medians."""
     units = {"height over lower bound": "1", "seconds": "s", "peak": "bytes", "judge": "text", "requests": "1"}
     found = []
     for metric, unit in units.items():
@@ -146,7 +151,7 @@ def rows_of(case: str, mode: str, runs: list[dict[str, float | str]]) -> list[Ro
 
 
 def table(rows: list[Row]) -> str:
-    """A line a case and mode."""
+    """Return the table, with a line for each case and mode."""
     found: dict[tuple[str, str], dict[str, float | str]] = {}
     for row in rows:
         found.setdefault((row.case, row.mode), {})[row.metric] = row.value
@@ -167,7 +172,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point."""
+    """Run the benchmark, or a worker of it."""
     args = parse_args(argv)
     if args.worker:
         print(json.dumps(measure(*args.worker, args.time_limit)))

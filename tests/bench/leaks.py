@@ -1,11 +1,11 @@
-"""Host memory over a long run: `python -m tests.bench.leaks`.
+"""Watches the host memory of a long run: `python -m tests.bench.leaks`.
 
 Trains a tiny model for 10,000 steps under a session that watches all the time, records a step in detail now and then,
-and changes its sequence length back and forth; and notes what the process holds. A leak is a line that goes up; memory
-that settles is the allocator's. Exits with 1 where the second half of the run grew.
+and changes its sequence length back and forth; notes the memory of the process. A leak is a line that goes up; memory
+that settles is the allocator's. Exits with 1 if memory grew over the second half of the run.
 
 `--awkward`: the steps of `tests.support.awkward` instead: errors in any pass, dropped and retained graphs, several in
-flight, passes without gradients, another length every few steps. Then what is counted must not grow at all.
+flight, passes without gradients, another length every few steps. Then the counts of objects must not grow at all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ALLOWED_BYTES_A_STEP = 100
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """How long, and where to write."""
+    """Parse the command line: how long to run, and where to write."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10_000, help="[10000]")
     parser.add_argument("--alpha", default="auto", help="a number, or auto [auto]")
@@ -47,14 +47,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def resident_bytes() -> int:
-    """Of this process, after a collection."""
+    """Return the resident memory of this process, after a collection."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def run(steps: int, alpha: str = "auto", awkward: bool = False) -> tuple[list[tuple[int, int]], dict[str, int]]:
-    """(step, resident bytes) at equal distances; of awkward steps, which counts grew over the second half, and by how
-    much.
+    """Train, and return the curve and, for awkward steps, the counts that grew.
+
+    Returns:
+        (step, resident bytes) at equal distances; and by how much counts grew over the second half.
     """
     torch.manual_seed(0)
     model = Stack(3, Fails if awkward else Block)
@@ -77,7 +79,7 @@ def run(steps: int, alpha: str = "auto", awkward: bool = False) -> tuple[list[tu
 
 
 def plain_steps(model: Stack) -> Iterator[None]:
-    """One after another, without end."""
+    """Train one step at a time, without end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in itertools.count(1):
         length = 12 if step // STEPS_OF_A_LENGTH % 2 else 8
@@ -88,7 +90,7 @@ def plain_steps(model: Stack) -> Iterator[None]:
 
 
 def growth_bytes_a_step(curve: list[tuple[int, int]]) -> float:
-    """Least squares over the second half."""
+    """Return the slope of the curve's second half, by least squares."""
     half = curve[len(curve) // 2 :]
     steps, sizes = [step for step, _ in half], [nbytes for _, nbytes in half]
     mean_step, mean_size = sum(steps) / len(half), sum(sizes) / len(half)
@@ -97,7 +99,7 @@ def growth_bytes_a_step(curve: list[tuple[int, int]]) -> float:
 
 
 def draw(curve: list[tuple[int, int]], file: Path) -> None:
-    """The curve as a picture."""
+    """Write the curve as a picture."""
     steps, sizes = np.array(curve).T
     line = Steps(steps, sizes, "resident", [f"step {step:,}" for step in steps])
     panel = Panel(y=bytes_axis("resident memory", int(sizes.max()), 1.05), height=1, content=[line])
@@ -106,7 +108,7 @@ def draw(curve: list[tuple[int, int]], file: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run and print; 1 where memory grew."""
+    """Run and print; return 1 if memory grew."""
     args = parse_args(argv)
     torch.set_num_threads(1)
     curve, grown = run(args.steps, args.alpha, args.awkward)

@@ -1,4 +1,4 @@
-"""How evenly groups of operators take time: `python -m tests.bench.logical_layers` (Chameleon, Fig. 4 and Eq. 1).
+"""Measures how evenly groups of operators take time: `python -m tests.bench.logical_layers` (Chameleon, Fig. 4, Eq. 1).
 
 Trains a Llama of 32 layers. One step is recorded by memplug's recorder; others are timed by `torch.profiler`, whose
 operators are matched to the recorded ones by their order: self time on the CPU, on CUDA the kernels that an operator
@@ -9,11 +9,11 @@ launched itself. The operators of the forward, and of the backward, are then div
 | CV | of the groups' times: standard deviation over mean |
 | inner | the same without the first and the last group, which hold the embedding and the head |
 | error | mean of abs(estimated - measured) / measured; estimated: the group's share of its own pass's operators |
-| Eq. 1 | the same; estimated: T_iter / N_iter * N_group, of a step that nothing watches and all of its operators |
+| Eq. 1 | the same; estimated: T_iter / N_iter * N_group, from an unwatched step and all of its operators |
 
-The line `layers` has the model's own decoder layers as groups, where the recorder saw them begin and end: what varies
-there is not how operators are divided, but the machine. The time of an operator is its median over steps. "-": too few
-groups, or one that launched no kernel, so that it has no relative error.
+The line `layers` has the model's own decoder layers as groups, from where the recorder saw them begin and end: their
+variation comes from the machine, not from how operators are divided. The time of an operator is its median over steps.
+"-": too few groups, or a group that launched no kernel and so has no relative error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LAYERS = "layers"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The shape, the groups, and how long to measure."""
+    """Parse the command line: the shape, the groups, and how long to measure."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -84,7 +84,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-5) if args.optimizer == "adamw" else None
 
     def step(self) -> None:
-        """One forward and one backward, and the optimizer if there is one."""
+        """Run one forward and one backward, and the optimizer if there is one."""
         self.model(input_ids=self.tokens, labels=self.tokens).loss.backward()
         if self.optimizer:
             self.optimizer.step()
@@ -93,14 +93,14 @@ class Training:
             torch.cuda.synchronize()
 
     def seconds(self) -> float:
-        """Of a step that nothing watches; on the CPU what the process used, which other programs do not change."""
+        """Return the seconds of an unwatched step; on the CPU processor time, which other programs do not change."""
         clock = time.perf_counter if self.device.type == "cuda" else time.process_time
         begin = clock()
         self.step()
         return clock() - begin
 
     def record(self) -> Trace:
-        """The operators of a step, with their passes and layers."""
+        """Return the operators of a step, with their passes and layers."""
         recorder = Recorder(self.device)
         layers = [(f"model.layers.{i}", layer) for i, layer in enumerate(self.model.model.layers)]
         places = Places(self.model, layers, recorder)
@@ -114,7 +114,7 @@ class Training:
             recorder.stop()
 
     def profile(self) -> list[tuple[str, float]]:
-        """Name and seconds of each operator of a step, in the order in which they began."""
+        """Return name and seconds of each operator of a step, in the order in which they began."""
         cuda = self.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         with profile(activities=activities) as profiler:
@@ -128,15 +128,16 @@ class Training:
 
 
 def match(names: Sequence[str], profiled: Sequence[tuple[str, float]]) -> np.ndarray:
-    """Gives recorded operators the times of profiled ones, by their order.
+    """Assign the times of profiled operators to recorded ones, by their order.
 
     Args:
-        names: of the recorded operators, without overloads.
-        profiled: name and seconds of the profiled ones, and of whatever else the profiler shows.
+        names: Names of the recorded operators, without overloads.
+        profiled: Name and seconds of the profiled operators, and of all other events that the profiler shows.
 
     Returns:
-        float64[operators]; 0 for what the profiler never shows, and in a row of one name for as many as the profiler
-        shows too few: it merges an operator with one of the same name that is all it calls.
+        float64[operators]; 0 for operators that the profiler never shows. In a row of one name it may show fewer, since
+            it merges an operator with one of the same name that is its only call; the operators without a time then get
+            0.
 
     Raises:
         ValueError: They are not the operators of the same program.
@@ -158,12 +159,12 @@ def match(names: Sequence[str], profiled: Sequence[tuple[str, float]]) -> np.nda
 
 @dataclass(frozen=True)
 class Measured:
-    """A program and its times, medians over as many steps each.
+    """A program and its times, each a median over steps.
 
     Attributes:
-        trace: one recorded step.
-        operator_s: of each of the trace's operators; float64[operators].
-        step_s: of a step that nothing watches.
+        trace: One recorded step.
+        operator_s: Time of each of the trace's operators; float64[operators].
+        step_s: Time of an unwatched step.
     """
 
     trace: Trace
@@ -172,12 +173,16 @@ class Measured:
 
     @property
     def kinds(self) -> np.ndarray:
-        """In which pass each operator runs; int64[operators]."""
+        """Return the pass in which each operator runs.
+
+        Returns:
+            int64[operators].
+        """
         return np.array([phase.kind for phase in self.trace.phases])[self.trace.operators["phase"]]
 
 
 def measure(training: Training, repetitions: int) -> Measured:
-    """Records one step, then times steps with the profiler and without in turn."""
+    """Record one step, then time steps with the profiler and without in turn."""
     for _ in range(2):
         training.step()
     trace = training.record()
@@ -191,11 +196,12 @@ def measure(training: Training, repetitions: int) -> Measured:
 
 
 def figures_of(measured: Measured, kind: Pass, groups: int | str) -> dict[str, float]:
-    """Each of METRICS; not finite where there is none.
+    """Return each of METRICS; not finite if it does not exist.
 
     Args:
-        kind: the forward or the backward.
-        groups: how many, or LAYERS.
+        measured: The program and its times.
+        kind: The forward or the backward.
+        groups: Number of groups, or LAYERS.
     """
     of_pass = measured.kinds == kind
     operator_s, layer = measured.operator_s[of_pass], measured.trace.operators["layer"][of_pass]
@@ -254,7 +260,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _summary(measured: Measured) -> list[str]:
-    """What Eq. 1 has to work with: where operators and seconds are."""
+    """Return lines on where operators and seconds are, which explain the error of Eq. 1."""
     kinds, outside = measured.kinds, measured.trace.operators["layer"] < 0
     lines = [f"a step takes {figures(measured.step_s)} s and has {len(kinds)} operators:"]
     for kind in np.unique(kinds):

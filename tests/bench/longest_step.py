@@ -1,12 +1,12 @@
-"""Does any training step wait for a planner? The longest step after warm-up over the median of its like.
+"""Measures whether a training step waits for a planner: the longest step after warm-up over the median of its kind.
 
-A Llama of many small layers asks for memory some 140 times a layer: 36 layers make a program of 5,000 requests, 360 one
-of 50,000. A step is compared with its like: those at the safest setting, before there are decisions; those that run by
-decisions, while another process finds addresses; and those that the arena serves. In each kind there are steps beside
-which something is planned, and at whose end it comes into force. Steps that are recorded are slower by what that costs,
-and are shown by themselves, over the median of served steps.
+A Llama of many small layers requests memory some 140 times a layer: 36 layers make a program of 5,000 requests, 360 one
+of 50,000. A step is compared with its kind: those at the safest setting, before there are decisions; those that run by
+decisions, while another process finds addresses; and those that the arena serves. Each kind includes steps during which
+a plan is made, and at whose end it comes into force. Recorded steps are slower by the cost of recording, and are shown
+separately, over the median of served steps.
 
-A maximum of one run is the machine's noise as much as memplug's. A wait for a planner is there in every run, noise is
+A maximum of one run is the machine's noise as much as memplug's. A wait for a planner occurs in every run, noise does
 not: each figure is the least of several runs.
 
 Run it on an idle machine: `python -m tests.bench.longest_step [--layers 36 360] [--runs 3] [--waits] [--json FILE]`
@@ -42,12 +42,12 @@ HEADERS = [
 ]
 LAYERS = (36, 360)
 RUNS = 3
-SETTLED_STEPS = 12  # that the arena serves, before a run ends
+SETTLED_STEPS = 12  # steps that the arena serves before a run ends
 
 
 @dataclass
 class Step:
-    """Of a run: its seconds, from the end of the one before; and what it was, with the state that it ran in."""
+    """A step of a run: its seconds, from the end of the one before, and the state that it ran in."""
 
     seconds: float
     recorded: bool
@@ -56,14 +56,14 @@ class Step:
 
     @property
     def kind(self) -> str:
-        """One of `KINDS`, or a step of warm-up."""
+        """Return one of `KINDS`, or "warm-up"."""
         if self.recorded or self.stage is not Stage.STABLE:
             return "recorded" if self.recorded else "warm-up" if self.stage is Stage.WARM_UP else "safest"
         return "served" if self.state is State.SERVING else "decided"
 
 
 def llama(layers: int) -> torch.nn.Module:
-    """Small layers, so that the host's time is most of a step."""
+    """Return a model of small layers, so that the host's time is most of a step."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -71,7 +71,7 @@ def llama(layers: int) -> torch.nn.Module:
 
 
 def run(layers: int, waits: bool) -> tuple[list[Step], int]:
-    """Steps until the arena has served for a while, and the requests of the program."""
+    """Train until the arena has served for a while; return the steps, and the number of requests of the program."""
     torch.manual_seed(0)
     network = llama(layers)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
@@ -104,7 +104,7 @@ def run(layers: int, waits: bool) -> tuple[list[Step], int]:
 
 
 def measure(layers: int, waits: bool, runs: int) -> list[Row]:
-    """Rows of one program, the least of so many runs."""
+    """Return rows of one program, the least of so many runs."""
     medians, longest, counts = [], [], []
     for _ in range(runs):
         steps, requests = run(layers, waits)
@@ -124,11 +124,11 @@ def measure(layers: int, waits: bool, runs: int) -> list[Row]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Which programs, and where to write."""
+    """Parse the command line: which programs, and where to write."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS, help=f"of each program {list(LAYERS)}")
-    parser.add_argument("--runs", type=int, default=RUNS, help=f"of which the least counts [{RUNS}]")
-    parser.add_argument("--waits", action="store_true", help="also where training waits for each plan")
+    parser.add_argument("--runs", type=int, default=RUNS, help=f"runs; the least figure counts [{RUNS}]")
+    parser.add_argument("--waits", action="store_true", help="measure also while training waits for each plan")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     return parser.parse_args(argv)
 

@@ -1,4 +1,4 @@
-"""How a step is timed, and its memory counted, on each kind of device."""
+"""Times a step and counts its memory, on each kind of device."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from tests.bench.cases import Case
 
 
 class Measures(Protocol):
-    """Of one device."""
+    """The measurements of one device."""
 
     def seconds(self, run: Any) -> float:
-        """Of one step of a `modes.Run`."""
+        """Return the seconds of one step of a `modes.Run`."""
 
     def reset_peaks(self) -> None:
-        """What follows is counted."""
+        """Start counting."""
 
     def peaks(self, run: Any) -> tuple[int, int | None]:
-        """Bytes allocated, and reserved, at most; runs one more step."""
+        """Return the most bytes allocated, and reserved; runs one more step."""
 
     def unused(self) -> int | None:
-        """Returns the free bytes of segments that hold a tensor, which no `free` gives back; None: not counted."""
+        """Return the free bytes of segments that hold a tensor, which `free` cannot release; None: not counted."""
 
     def free(self) -> None:
-        """Give back what no tensor has."""
+        """Release the memory that no tensor uses."""
 
 
 def of(case: Case) -> Measures:
-    """That of the case's device, which a virtual one is made for."""
+    """Return the measurements of the case's device; a virtual device is made for it."""
     kind = case.device.partition(":")[0]
     return OnVirtual(case) if kind == "virtual" else OnCuda() if kind == "cuda" else OnCpu()
 
 
 class OnCuda:
-    """Between two of its events; as its allocator counts."""
+    """Measures with events and the counts of CUDA's allocator."""
 
     def seconds(self, run: Any) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -65,7 +65,7 @@ class OnCuda:
 
 
 class OnCpu:
-    """On the host's clock; as the profiler counts (tests/bench/memory.py)."""
+    """Measures with the host's clock and the profiler's counts (tests/bench/memory.py)."""
 
     def seconds(self, run: Any) -> float:
         start = time.perf_counter()
@@ -86,7 +86,7 @@ class OnCpu:
 
 
 class OnVirtual:
-    """Predicted: as its clocks and its allocator say."""
+    """Predicts, with the clocks and the allocator of the virtual device."""
 
     def __init__(self, case: Case):
         from memplug.predict.virtual import Hardware, VirtualDevice

@@ -1,8 +1,8 @@
 """A stack of Megatron-Core's layers for the modes of a benchmark, one process, no parallelism.
 
-`full` and `selective` are Megatron-Core's own recomputation, a layer at a time and of the core attention. `offload` is
-its own offloading of what these parts of a layer save, for layers of Transformer Engine's modules; its schedules begin
-and end it, which a stack does without them.
+`full` and `selective` are Megatron-Core's own recomputation, of a layer at a time and of the core attention. `offload`
+is its own offloading of the tensors that these parts of a layer save, for layers of Transformer Engine's modules; its
+schedules begin and end it, and a stack does that itself.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 class Stack(nn.Module):
-    """Decoder layers without embedding and head; parameters and input depend on the arguments alone.
+    """Decoder layers without embedding and head; parameters and input depend only on the arguments.
 
     Args:
-        shape: of the model, as the files of configs/models have it.
-        tokens: of the one sequence.
-        device: as torch names it.
+        shape: Shape of the model, as in the files of configs/models.
+        tokens: Tokens of the one sequence.
+        device: torch's name of the device.
         mode: "keep_all", or one of RECOMPUTE.
-        attention: as for the recipe's `block_spec`: "te" makes layers of Transformer Engine's modules.
+        attention: The recipe's `block_spec` takes the same: "te" makes layers of Transformer Engine's modules.
     """
 
     def __init__(self, shape: dict[str, Any], tokens: int, device: str, mode: str, attention: str = "sdpa"):
@@ -47,7 +47,7 @@ class Stack(nn.Module):
         dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
         config = recipe.transformer_config(shape, recipe.Parallel(), dtype, **RECOMPUTE.get(mode, {}))
 
-        from layers import block_spec  # of the recipe
+        from layers import block_spec  # the recipe's
         from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
         from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -64,34 +64,34 @@ class Stack(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers."""
+        """Return the decoder layers."""
         return self.block.layers
 
     def forward(self, apply: Any) -> torch.Tensor:
-        """All layers, as the block calls them; what surrounds a layer in other modes is Megatron-Core's own here."""
+        """Run all layers as the block calls them; Megatron-Core itself does what `apply` does in other modes."""
         if self.block.config.fine_grained_activation_offloading:
             offloading = _offloading()
-            offloading.reset()  # what ended the step before
+            offloading.reset()  # ends the step before
             offloading.init_chunk_handler(1, None, self.block.config.min_offloaded_tensor_size)
         return self.block(hidden_states=self.input.clone(), attention_mask=None, rotary_pos_emb=self.rotary)
 
 
 def stack_of(case: Case, mode: str) -> Stack:
-    """The stack of a case."""
+    """Return the stack of a case."""
     shape = yaml.safe_load((ROOT / "configs" / "models" / f"{case.model}.yaml").read_text())
     attention = "te" if case.host == "megatron-te" else "sdpa"
     return Stack({**shape, "num_hidden_layers": case.layers}, case.tokens, case.device, mode, attention)
 
 
 def _offloading() -> Any:
-    """Megatron-Core's own, which its models call."""
+    """Return Megatron-Core's own offloading, which its models call."""
     from megatron.core.pipeline_parallel import fine_grained_activation_offload
 
     return fine_grained_activation_offload.FineGrainedActivationOffloadingInterface
 
 
 def _recipe(device: str) -> Any:
-    """The recipe's module `model`, with everything initialized that it asks for."""
+    """Return the recipe's module `model`, with everything initialized that it needs."""
     folder = str(ROOT / "examples" / "megatron_llama2")
     first = folder not in sys.path
     if first:

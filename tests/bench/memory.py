@@ -1,12 +1,12 @@
 """Peak memory of one training step, on CUDA and on the CPU.
 
-CUDA counts for itself: `max_memory_allocated` and `max_memory_reserved` since the last reset.
+CUDA has its own counts: `max_memory_allocated` and `max_memory_reserved` since the last reset.
 
-On the CPU torch keeps no such count, but its allocator reports every block that it gives out and takes back to the
+On the CPU torch keeps no such count, but its allocator reports every block that it hands out and takes back to the
 profiler, with address and size: in forward and in backward, and the scratch memory inside operators as well. The
-largest running sum of those is the peak. Blocks from before the step (parameters, gradients, optimizer state) are not
-in it, nor is what libraries allocate past torch (scratch memory of matmul kernels). The profiler slows the step down,
-so that a step whose memory is measured is never timed.
+largest running sum of those is the peak. It does not include blocks from before the step (parameters, gradients,
+optimizer state), nor memory that libraries allocate without torch (scratch memory of matmul kernels). The profiler
+slows the step down, so a step whose memory is measured is never timed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Block:
     """One report of the allocator.
 
     Attributes:
-        address: where the block lies.
-        nbytes: its size; negative where the block was freed.
-        operator: the innermost one that was running, "" for none.
+        address: Address of the block.
+        nbytes: Its size; negative if the block was freed.
+        operator: The innermost running operator, or "".
     """
 
     address: int
@@ -34,7 +34,7 @@ class Block:
 
 
 def cpu_blocks(step: Callable[[], object]) -> list[Block]:
-    """Run `step` once under the profiler; what the CPU allocator gave out and took back, in order."""
+    """Run `step` once under the profiler, and return the reports of the CPU allocator, in order."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step()
     events = []
@@ -49,10 +49,10 @@ def cpu_blocks(step: Callable[[], object]) -> list[Block]:
 
 
 def live_at_peak(blocks: Iterable[Block], ignored: Collection[tuple[int, int]] = ()) -> list[Block]:
-    """The blocks that were alive when their sum was largest, the first such moment.
+    """Return the blocks that were alive when their sum was first at its largest.
 
     Args:
-        blocks: as `cpu_blocks` gives them. Frees of blocks that it did not see given out do not count.
+        blocks: The result of `cpu_blocks`. Frees of blocks without a malloc in it do not count.
         ignored: (address, bytes) of blocks to leave out, such as host memory.
     """
     alive: dict[int, Block] = {}
@@ -76,11 +76,11 @@ def live_at_peak(blocks: Iterable[Block], ignored: Collection[tuple[int, int]] =
 
 
 def cpu_peak_bytes(step: Callable[[], object], slabs: Callable[[], Iterable[torch.Tensor]] = tuple) -> int:
-    """Peak bytes that one run of `step` has allocated through torch on the CPU at once.
+    """Return the most bytes that one run of `step` has allocated through torch on the CPU at once.
 
     Args:
-        step: what to run.
-        slabs: called after the step; tensors that stand for host memory, which do not count.
+        step: The step to run.
+        slabs: Called after the step; returns tensors that stand for host memory, which do not count.
     """
     blocks = cpu_blocks(step)
     ignored = {(slab.data_ptr(), slab.untyped_storage().nbytes()) for slab in slabs()}

@@ -1,4 +1,4 @@
-"""A stack of Llama decoder layers, and one function per mode of tests/bench/cases.py that makes it train that way."""
+"""A stack of Llama decoder layers, and a function for each mode of tests/bench/cases.py that prepares its training."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ Apply = Callable[[Layer, torch.Tensor], torch.Tensor]
 class Stack(nn.Module):
     """Decoder layers without embedding and head.
 
-    Parameters and input depend on the arguments alone: fp32 on the CPU, else bf16.
+    Parameters and input depend only on the arguments: fp32 on the CPU, else bf16.
 
     Args:
-        shape: fields of Hugging Face's LlamaConfig, as in configs/models.
-        tokens: of the one sequence.
-        device: as torch names it.
+        shape: Fields of Hugging Face's LlamaConfig, as in configs/models.
+        tokens: Tokens of the one sequence.
+        device: torch's name of the device.
     """
 
     def __init__(self, shape: dict[str, Any], tokens: int, device: str):
@@ -54,7 +54,7 @@ class Stack(nn.Module):
         self.train()
 
     def forward(self, apply: Apply) -> torch.Tensor:
-        """Run every layer through `apply`. Its input is no leaf, as an embedding's output is none."""
+        """Run every layer through `apply`. Its input is no leaf, like an embedding's output."""
         hidden = self.input.clone()
         for layer in self.layers:
             hidden = apply(functools.partial(self._layer, layer), hidden)
@@ -71,30 +71,30 @@ class Run:
 
     stack: Any  # a `Stack`, or Megatron-Core's
     apply: Apply = lambda layer, hidden: layer(hidden)
-    around: Callable[[], Any] = contextlib.nullcontext  # forward and backward
+    around: Callable[[], Any] = contextlib.nullcontext  # around forward and backward
     session: Any = None
     warm_up: int = 2
     attention: Callable[[], Any] = field(default=contextlib.nullcontext)
 
     def step(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         with self.attention(), self.around():
             self.stack(self.apply).backward(self.stack.input.detach())
         if self.session is not None:
             self.session.step()
 
     def clear_gradients(self) -> None:
-        """Zero them in place: gradient buffers are there for the whole training, as in DeepSpeed and Megatron."""
+        """Zero them in place: gradient buffers exist for the whole training, as in DeepSpeed and Megatron."""
         for tensor in (*self.stack.parameters(), self.stack.input):
             if tensor.grad is not None:
                 tensor.grad.zero_()
 
     def slabs(self) -> list[torch.Tensor]:
-        """Host memory of this package."""
+        """Return memplug's host memory."""
         return self.session._attached.executor.pool.slabs if self.session is not None else []
 
     def gradients(self) -> dict[str, list[float]]:
-        """Of each parameter of the first layer: its gradient's norm, then its products with fixed random directions."""
+        """Return norm and products with fixed random directions of each gradient of the first layer."""
         found = {}
         for name, parameter in self.stack.layers[0].named_parameters():
             gradient = parameter.grad.float()
@@ -108,7 +108,7 @@ class Run:
 
 @contextlib.contextmanager
 def prepared(mode: str, case: Case) -> Iterator[Run]:
-    """Make the stack of a case and let it train in `mode`; afterwards everything is undone."""
+    """Make the stack of a case and prepare it to train in `mode`; undo everything afterwards."""
     if case.host != "transformers":
         from tests.bench import megatron
 
@@ -153,7 +153,8 @@ def _deepspeed(run: Run, case: Case, alpha: str) -> None:
     import deepspeed
 
     if not torch.distributed.is_initialized():
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled otherwise, for one rank
+        # otherwise it would be compiled, for a single rank
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         deepspeed.comm.init_distributed("gloo", auto_mpi_discovery=False, rank=0, world_size=1)
     deepspeed.checkpointing.configure(None, partition_activations=False, checkpoint_in_cpu=cuda)
@@ -168,9 +169,9 @@ def _memplug(run: Run, case: Case, alpha: str, arena: bool = True) -> None:
     if case.budget_bytes is not None:
         block["device_budget_gib"] = case.budget_bytes / 2**30
     if case.is_virtual:
-        block["host_budget_gib"] = 100  # what it has is this machine's, and nothing is written there
+        block["host_budget_gib"] = 100  # "auto" would be this machine's memory, and nothing is written there
     run.session = memplug.attach(run.stack, block)
-    run.warm_up = 12  # one is compared, one observed, some try plans, then addresses are planned
+    run.warm_up = 12  # one step is compared, one observed, some try plans, then addresses are planned
 
 
 _PREPARE: dict[str, Callable[[Run, Case, str], None]] = {

@@ -1,10 +1,10 @@
-"""What memplug takes for each operator: `python -m tests.bench.per_operator`.
+"""Measures memplug's time for each operator: `python -m tests.bench.per_operator`.
 
-One region of many operators on tensors of 4 x 4, so that next to nothing but the host's work is left of them. All ways
-take turns, step by step, in one process with one thread, and processor time is measured. From the second forward on,
-the tape is known, and each forward is verified against it. Nothing is captured: the recompute pass runs every operator
-that a saved tensor depends on. Two regions, one with twice the operators of the other, tell what an operator takes, and
-what a region takes besides.
+A region of many operators on tensors of 4 x 4, so that little but the host's work is left. All ways take turns, step by
+step, in one process with one thread, and processor time is measured. From the second forward on, the tape is known, and
+each forward is verified against it. Nothing is captured: the recompute pass runs every operator that a saved tensor
+depends on. Two regions, one with twice the operators of the other, separate the time of an operator from the rest of a
+region's time.
 
 | column | what it is |
 |---|---|
@@ -12,7 +12,7 @@ what a region takes besides.
 | `verified` | a forward with memplug, an operator |
 | `again` | a forward without memplug and without gradients, an operator |
 | `replay` | a recompute pass, an operator that runs in it |
-| `added` | `verified` less `alone`; `by region`: what a region takes more, beside its operators |
+| `added` | `verified` less `alone`; `by region`: a region's additional time, besides its operators |
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from tests.bench.table import Row, figures, render, write_rows
 BENCH = "per_operator"
 PARTS = ("alone", "verified", "again", "replay")
 HEADERS = ("operators", *(f"{part} µs" for part in (*PARTS, "added", "added by region")))
-RUNS = 0  # an operator of a recompute pass, as `Action` in memplug/tokenwise/native/tape/decisions.h
+RUNS = 0  # an operator that a recompute pass runs, see `Action` in memplug/tokenwise/native/tape/decisions.h
 
 WEIGHTS = [torch.randn(4, 4, requires_grad=True) for _ in range(3)]
-# a tensor of each is saved for backward; the last has three operators
+# One tensor of each is saved for backward; the last kind has three operators.
 KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mul": lambda x: x * WEIGHTS[0],
     "mm": lambda x: x.mm(WEIGHTS[1]),
@@ -46,7 +46,7 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """How many operators, and for how long."""
+    """Parse the command line: how many operators, and for how long."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="[all]")
@@ -57,7 +57,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Measured:
-    """One region of so many operators, with what each way of running it took, in seconds, by part."""
+    """One region of so many operators, and the seconds of each way to run it, by part."""
 
     def __init__(self, kind: str, repeats: int):
         def call(x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ class Measured:
         self.operators = {part: actions.count(RUNS) if part == "replay" else len(actions) for part in PARTS}
 
     def _observed(self) -> tuple[Any, torch.Tensor]:
-        """The frame of a forward, and its output: of a frame without a graph, a recompute pass restores nothing."""
+        """Return the frame of a forward, and its output: without a graph, the recompute pass would restore nothing."""
         frames: list[Any] = []
         self.executor.time_forwards(lambda region, frame, tape: frames.append(frame))
         out = self.executor.run(self.region, self.call, (self.x,), {})
@@ -82,7 +82,7 @@ class Measured:
         return frames[0], out
 
     def take_turns(self) -> None:
-        """Each way once."""
+        """Run each way once."""
         self._note("alone", lambda: self.call(self.x))
         self._note("verified", lambda: self.executor.run(self.region, self.call, (self.x,), {}))
         assert self.region.native.repeats, "it was verified against the tape"
@@ -95,11 +95,11 @@ class Measured:
         begin = time.process_time_ns()
         kept = run()
         self.seconds[part].append((time.process_time_ns() - begin) / 1e9)
-        del kept  # with its graph, between two measurements
+        del kept  # frees its graph too, between two measurements
 
 
 def measure(kind: str, repeats: int, rounds: int) -> dict[str, tuple[float, float]]:
-    """Seconds that an operator takes, and a region besides, by part."""
+    """Return the seconds of an operator, and of a region besides, by part."""
     regions = [Measured(kind, repeats), Measured(kind, 2 * repeats)]
     for _ in range(rounds):
         for region in regions:

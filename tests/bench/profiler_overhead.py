@@ -1,4 +1,4 @@
-"""What watching costs: `python -m tests.bench.profiler_overhead`.
+"""Measures the cost of watching: `python -m tests.bench.profiler_overhead`.
 
 Trains a Llama of 32 layers, forward, backward and optimizer, in one process, a block of steps in each mode in turn, and
 compares the medians with those of the first mode:
@@ -8,13 +8,13 @@ compares the medians with those of the first mode:
 | `baseline` | nothing watches |
 | `stable` | as a stable session watches: the operators of one step in eight, autograd's node count in the others |
 | `lightweight` | the operators of every step, as integers |
-| `requests` | every step recorded: operators, places, requests for memory |
-| `detailed` | every step recorded: besides, the storages that operators use; up to the finished `Trace` |
+| `requests` | every step recorded: operators, places, memory requests |
+| `detailed` | every step recorded: also the storages that operators use; up to the finished `Trace` |
 | `dispatch_mode` | a Python dispatch mode that appends each operator to a list |
 | `torch.profiler` | with shapes and stacks; its start and its end are not counted |
 
-On the CPU the worst case: one thread, and a model so small that a step's time is the host's. How small it is, the last
-line says: the time of a step of a quarter of the tokens.
+On the CPU it is the worst case: one thread, and a model so small that a step's time is the host's. The last line shows
+how true that is: the time of a step with a quarter of the tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HEADERS = ("case", "mode", "step s", "over baseline", "n")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The shape, and how long to measure."""
+    """Parse the command line: the shape, and how long to measure."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -76,21 +76,21 @@ class Training:
         with self.device:
             self.model = LlamaForCausalLM(config).to(torch.bfloat16 if self.device.type == "cuda" else torch.float32)
             self.tokens = torch.randint(0, config.vocab_size, (1, tokens))
-        # AdamW on the CPU is a loop in Python; on a GPU its state would double the memory
+        # AdamW on the CPU is a loop in Python; on a GPU its state would double the memory.
         make = torch.optim.SGD if self.device.type == "cuda" else torch.optim.AdamW
         self.optimizer = make(self.model.parameters(), lr=1e-4)
         self.layers = [(f"model.layers.{i}", layer) for i, layer in enumerate(self.model.model.layers)]
 
     def step(self) -> None:
-        """One of the optimizer."""
+        """Run forward, backward and the optimizer."""
         self.model(input_ids=self.tokens, labels=self.tokens).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def seconds(self, step: Callable[[], Any], steps: int) -> float:
-        """Of one of `steps` steps, all work on the device done.
+        """Return the seconds of one of `steps` steps, with all work on the device done.
 
-        On the CPU the processor's time, which other programs on the machine change less than they change the clock.
+        On the CPU it is processor time, which other programs on the machine affect less than the clock.
         """
         clock = time.perf_counter if self.device.type == "cuda" else time.process_time
         self._synchronize()
@@ -199,7 +199,7 @@ MODES: dict[str, Callable[[Training], Any]] = {
 
 
 def measure(training: Training, modes: list[str], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step, one figure a block of `WATCHED_STEPS` steps; in each round every mode has a block."""
+    """Return seconds of a step, one figure a block of `WATCHED_STEPS` steps; each mode has a block in each round."""
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     for index in range(rounds + 1):  # the first round warms up
         for mode in modes:

@@ -1,7 +1,7 @@
-"""What `memplug estimate` predicts of the recipes: `python -m tests.bench.recipes` (all figures are predicted ones).
+"""Predicts the recipes with `memplug estimate`: `python -m tests.bench.recipes` (all figures are predicted).
 
 Each is a configuration that the recipe's README names for GPUs of 80 GB, run as a user runs the command. The recipe for
-a Mixtral under DeepSpeed leaves work to the host, which `memplug tune` predicts.
+a Mixtral under DeepSpeed leaves work to the host, so `memplug tune` predicts it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TUNED = (
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Which recipes, and where the rows go."""
+    """Parse the command line: which recipes, and where the rows go."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     parser.add_argument("--recipes", nargs="+", choices=[*RECIPES, "tune"], default=[*RECIPES, "tune"])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
@@ -40,7 +40,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def facts_of(command: str, words: str, *more: object) -> dict[str, Any]:
-    """What a command of memplug writes with `--json`."""
+    """Return the output of a memplug command with `--json`."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "facts.json"
         given = [command, *words.split(), "--gpu", GPU, *more, "--json", file]

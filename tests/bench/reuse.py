@@ -1,13 +1,13 @@
-"""How soon memory that was swapped out is there again: `python -m tests.bench.reuse` (Chameleon, Fig. 8b). On CUDA.
+"""Measures how soon swapped tensors' memory is free again: `python -m tests.bench.reuse` (Chameleon, Fig. 8b), on CUDA.
 
-Operators that are dispatched from the last use of a tensor on, whose copy to the host has begun by then, until the
-allocator has its memory back, over the tensors of a step, in a Llama of Hugging Face's:
+Counts the operators that are dispatched between the last use of a tensor, when its copy to the host has begun, and the
+moment when the allocator has its memory back, over the tensors of a step, in a Llama of Hugging Face's:
 
 * `record_stream`: torch's own way. A hook of saved tensors copies them on another stream, and with each request the
-  allocator asks whether that is done.
-* `list`: memplug's. At the operator that the plan names, behind an event.
+allocator asks whether that is done.
+* `list`: memplug's. At the operator that the plan names, after an event.
 
-On a simulated runtime (tests/cudasim) the schedule decides when copies are done, and the figures are of that schedule.
+On a simulated runtime (tests/cudasim) the schedule decides when copies are done, and the figures depend on it.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from tests.bench.table import Row, figures, render, write_rows
 BENCH = "reuse"
 GIB = 1 << 30
 WARM_UP = 8
-"""Steps until a list is in force, and steps are seen no more."""
+"""Steps until a list is in force and steps are no longer observed."""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The shape, and how much of a step has to leave."""
+    """Parse the command line: the shape, and the share of a step that has to leave."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--layers", type=int, default=16, help="[16]")
     add("--hidden", type=int, default=64, help="hidden size [64]")
     add("--tokens", type=int, default=512, help="of the one sequence [512]")
-    add("--share", type=float, default=0.6, help="of what a step takes, that the list keeps to [0.6]")
+    add("--share", type=float, default=0.6, help="the list's budget, as a share of a step's memory [0.6]")
     add("--json", type=Path, metavar="FILE", help="write the rows there")
     return parser.parse_args(argv)
 
 
 class Operators(TorchDispatchMode):
-    """When each was dispatched, in nanoseconds of the epoch; and what a function said after each."""
+    """Records when each operator was dispatched, in nanoseconds of the epoch, and the result of `look` after each."""
 
     def __init__(self, look: Any = None) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Operators(TorchDispatchMode):
 
 
 class Training:
-    """One model, step by step."""
+    """One model that trains step by step."""
 
     def __init__(self, args: argparse.Namespace):
         torch.manual_seed(0)
@@ -72,7 +72,7 @@ class Training:
         self.tokens = torch.randint(0, 512, (1, args.tokens), device="cuda")
 
     def step(self) -> float:
-        """Its loss."""
+        """Run a step, and return its loss."""
         loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
         loss.backward()
         self.model.zero_grad()
@@ -80,7 +80,7 @@ class Training:
 
 
 def intervals_of_record_stream(args: argparse.Namespace) -> list[int]:
-    """Of every tensor that is saved for backward, parameters left out."""
+    """Return the interval of every tensor that is saved for backward, without parameters."""
     training, side, calls = Training(args), torch.cuda.Stream(), []
     parameters = {parameter.untyped_storage().data_ptr() for parameter in training.model.parameters()}
 
@@ -126,7 +126,7 @@ def intervals_of_record_stream(args: argparse.Namespace) -> list[int]:
 
 
 def intervals_of_list(args: argparse.Namespace, budget_bytes: int) -> list[int]:
-    """Of every tensor of the list."""
+    """Return the interval of every tensor of the list."""
     training = Training(args)
     block = {
         "enabled": True,
@@ -153,12 +153,12 @@ def intervals_of_list(args: argparse.Namespace, budget_bytes: int) -> list[int]:
             training.step()
         session.step()
     begun, back = ([counts[side] - before[side] for counts in operators.seen] for side in (0, 1))
-    # copies of one direction follow one another, and so do releases
+    # Copies of one direction run one after another, and so do releases.
     return [bisect.bisect_left(back, number) - bisect.bisect_left(begun, number) for number in range(1, back[-1] + 1)]
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[int]]:
-    """Intervals by mode."""
+    """Return intervals by mode."""
     training = Training(args)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

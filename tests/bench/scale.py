@@ -1,9 +1,8 @@
-"""Llama-3, Qwen3 and Mixtral on eight GPUs, as examples/README.md lists them: `python -m tests.bench.scale` (all
-figures are predicted ones).
+"""Predicts Llama-3, Qwen3 and Mixtral on eight GPUs, the table of examples/README.md: `python -m tests.bench.scale`.
 
-Each configuration is one that a recipe trains. `memplug estimate` predicts a rank of it; one that leaves work to the
-host is found and predicted by `memplug tune`, and its DeepSpeed JSON is written to configs/tuned. Predictions are kept
-in tests/data/scale.json: a run makes those that are missing there, and prints the table of all.
+Each configuration is one that a recipe trains. `memplug estimate` predicts a rank of it; a configuration that leaves
+work to the host is found and predicted by `memplug tune`, and its DeepSpeed JSON is written to configs/tuned.
+Predictions are kept in tests/data/scale.json: a run makes the missing ones, and prints the table of all.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ GPU_GB = {"h100": 80, "h200": 141}
 MACHINE_GB = 2000
 """Host memory, as the recipe's command names it."""
 HOST_GIB = 1800
-"""Of that, what training may take."""
+"""The part of it that training may use."""
 BLOCKS: dict[str, dict[str, Any]] = {"full": {"alpha": 0}, "keep": {"enabled": False}, "memplug": {}}
-"""For `memplug tune`: what the token-wise part of memplug's block leaves to choose."""
+"""For `memplug tune`: the section "tokenwise" of memplug's block in each mode."""
 FOUND = ROOT / "tests" / "data" / "scale.json"
 README = ROOT / "examples" / "README.md"
 BEGIN, END = "<!-- scale -->\n", "<!-- /scale -->\n"
@@ -40,17 +39,17 @@ BEGIN, END = "<!-- scale -->\n", "<!-- /scale -->\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """What one machine trains.
+    """A training on one machine.
 
     Attributes:
-        title: the model's name for a reader.
-        model: of configs/models.
-        gpu: a profile of configs/hardware.
-        launch: the script that starts the recipe.
-        seq_len: tokens of a sequence; each data-parallel rank has one at a time.
-        ds_json: of configs.
-        layout: options that the recipe and `memplug estimate` have alike.
-        accumulation: micro-batches of a step, of a configuration that `memplug tune` finds; 0: it is estimated.
+        title: The model's name for readers.
+        model: A file of configs/models.
+        gpu: A profile of configs/hardware.
+        launch: The script that starts the recipe.
+        seq_len: Tokens of a sequence; each data-parallel rank has one at a time.
+        ds_json: A file of configs.
+        layout: Options that the recipe shares with `memplug estimate`.
+        accumulation: Micro-batches of a step, if `memplug tune` finds the configuration; 0: it is estimated.
     """
 
     title: str
@@ -64,15 +63,17 @@ class Configuration:
 
     @property
     def name(self) -> str:
+        """Return the name of the configuration in files."""
         return f"{self.model}_{self.gpu}"
 
     @property
     def is_tuned(self) -> bool:
+        """Return whether `memplug tune` finds it."""
         return self.accumulation > 0
 
     @property
     def command(self) -> str:
-        """Trains it."""
+        """Return the command that trains it."""
         megatron = "megatron" in self.launch
         config = f"tuned/{self.name}.json" if self.is_tuned else self.ds_json
         parts = [
@@ -87,7 +88,7 @@ class Configuration:
 
     @property
     def machine(self) -> str:
-        """As the comment beside a command says it."""
+        """Return the machine, as in the comment beside a command."""
         host = f", {MACHINE_GB} GB of host memory" if self.is_tuned else ""
         return f"{GPUS} GPUs of {GPU_GB[self.gpu]} GB{host}"
 
@@ -123,14 +124,14 @@ CONFIGURATIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """One mode of a configuration. No figure is known where `memplug tune` finds nothing, or no plan fits.
+    """One mode of a configuration. No figure is known if `memplug tune` finds nothing, or no plan fits.
 
     Attributes:
-        fits: the GPU, and what the host may give.
-        tokens_per_s: of all GPUs.
-        device_bytes: that torch reserves on the fullest GPU, with the arena where it serves.
-        host_bytes: for one GPU.
-        took_s: to predict it.
+        fits: Whether it fits the GPU and the host memory.
+        tokens_per_s: Throughput of all GPUs.
+        device_bytes: Bytes that torch reserves on the fullest GPU, with the arena if it serves.
+        host_bytes: Bytes for one GPU.
+        took_s: Seconds that the prediction took.
     """
 
     fits: bool
@@ -141,11 +142,11 @@ class Predicted:
 
 
 Found = dict[str, dict[str, Predicted]]
-"""By name of the configuration and mode."""
+"""Predictions by name of the configuration and mode."""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Which configurations, and where the table goes."""
+    """Parse the command line: which configurations, and where the table goes."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     names = [each.name for each in CONFIGURATIONS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="configurations [all]")
@@ -156,7 +157,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def read() -> Found:
-    """What earlier runs predicted."""
+    """Return the predictions of earlier runs."""
     if not FOUND.exists():
         return {}
     kept = json.loads(FOUND.read_text())
@@ -164,7 +165,7 @@ def read() -> Found:
 
 
 def write(found: Found) -> None:
-    """For the next run, in the order of the list."""
+    """Write the predictions for the next run, in the order of the list."""
     kept = {
         name: {mode: dataclasses.asdict(found[name][mode]) for mode in MODES if mode in found[name]}
         for name in (each.name for each in CONFIGURATIONS)
@@ -174,14 +175,14 @@ def write(found: Found) -> None:
 
 
 def predict(configuration: Configuration, mode: str) -> Predicted:
-    """In a process of its own; all that it says but its figures goes to stderr."""
+    """Predict in a process of its own; its other output goes to stderr."""
     began_s = time.monotonic()
     found = (_tuned if configuration.is_tuned else _estimated)(configuration, mode)
     return dataclasses.replace(found, took_s=round(time.monotonic() - began_s, 1))
 
 
 def _facts(*words: object) -> dict[str, Any] | None:
-    """What a command of memplug writes with `--json`; None: nothing fits."""
+    """Return the output of a memplug command with `--json`; None: nothing fits."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "facts.json"
         program = [sys.executable, "-c", "from memplug.cli import main; main()", *map(str, words), "--json", str(file)]
@@ -210,7 +211,7 @@ def _estimated(this: Configuration, mode: str) -> Predicted:
 
 
 def _tuned(this: Configuration, mode: str) -> Predicted:
-    """By ProTrain's equations; memplug's is written to configs/tuned."""
+    """Predict by ProTrain's equations; write memplug's configuration to configs/tuned."""
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder) / "given.json", Path(folder) / "made.json"
         settings = json.loads((ROOT / "configs" / this.ds_json).read_text())
@@ -237,7 +238,7 @@ def _gigabytes(nbytes: float | None) -> str:
 
 
 def _cells(this: Configuration, modes: dict[str, Predicted]) -> list[str]:
-    """One line of the table."""
+    """Return one line of the table."""
     ours = modes["memplug"]
 
     def speed(each: Predicted) -> str:
@@ -253,7 +254,7 @@ def _cells(this: Configuration, modes: dict[str, Predicted]) -> list[str]:
 
 
 def table(found: Found) -> str:
-    """Of all configurations that were predicted."""
+    """Return the table of all predicted configurations."""
     headers = ["model", "GPUs", "tokens of a sequence", "predicted", "tokens/s", "GB of a GPU", "GB of host for each"]
     headers += ["full: tokens/s", "memplug over it", "keep: tokens/s"]
     lines = [_cells(each, found[each.name]) for each in CONFIGURATIONS if "memplug" in found.get(each.name, {})]
@@ -261,7 +262,7 @@ def table(found: Found) -> str:
 
 
 def section(found: Found) -> str:
-    """Of the README: commands, and the table."""
+    """Return the README's section: commands, and the table."""
     lines = []
     for each in CONFIGURATIONS:
         words = textwrap.wrap(each.command, 112, break_long_words=False, break_on_hyphens=False)
@@ -271,7 +272,7 @@ def section(found: Found) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Predict what is missing, and print."""
+    """Predict the missing configurations, and print."""
     args, found = parse_args(argv), read()
     for this in (each for each in CONFIGURATIONS if each.name in args.only):
         for mode in (mode for mode in args.modes if args.again or mode not in found.get(this.name, {})):

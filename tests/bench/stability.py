@@ -1,18 +1,17 @@
-"""A long run whose steps are not all the same: `python -m tests.bench.stability` (Chameleon, section 7.4).
+"""Checks a long run whose steps differ: `python -m tests.bench.stability` (Chameleon, section 7.4).
 
-Trains a tiny Llama for 5,000 steps twice, with memplug and without, and compares every loss. What changes from step to
-step:
+Trains a tiny Llama for 5,000 steps twice, with memplug and without, and compares every loss. Steps differ in these
+ways:
 
 * layers compute in fp16 and the loss scale is dynamic: a step whose gradients overflow skips the optimizer;
 * every 200 steps a validation follows;
 * gradients are accumulated over four micro-batches, and at the end of each epoch the last one is shorter;
 * for a fifth of the run sequences are longer.
 
-Exits with 1 where a loss is off, or the session's stages were not as they should be: one plan for each sequence length,
-made once.
+Exits with 1 if a loss is off, or the session's stages are wrong: it must make one plan for each sequence length, once.
 
 Then it measures what remembering programs saves: sequences of two lengths take turns, every 20 steps, with programs
-remembered and with every one forgotten as soon as another comes.
+remembered, and with every program forgotten as soon as another comes.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ BLOCK = {"enabled": True, "tokenwise": {"min_offload_bytes": 1024}}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """How long, and where to write."""
+    """Parse the command line: how long to run, and where to write."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--steps", type=int, default=5000, help="optimizer steps [5000]")
@@ -57,7 +56,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 @dataclass
 class Log:
-    """What a run did."""
+    """The results of a run."""
 
     losses: list[float] = field(default_factory=list)
     validations: list[float] = field(default_factory=list)
@@ -68,7 +67,7 @@ class Log:
 
 
 class Training:
-    """The same in every run: weights, data, and what happens at which step."""
+    """The training, the same in every run: weights, data, and the events of each step."""
 
     def __init__(self, steps: int, tokens: int):
         torch.manual_seed(0)
@@ -87,11 +86,11 @@ class Training:
         self.generator = torch.Generator().manual_seed(1)
 
     def long(self, step: int) -> bool:
-        """Whether the sequences of this step, from 1, are the longer ones."""
+        """Return whether the sequences of this step, counted from 1, are the longer ones."""
         return self.steps * 3 // 5 < step <= self.steps * 4 // 5
 
     def train(self, step: int, log: Log) -> None:
-        """One step of the optimizer, and what follows it."""
+        """Run one step of the optimizer, and the validation if one follows it."""
         tokens = self.tokens * 3 // 2 if self.long(step) else self.tokens
         total = 0.0
         for index in range(MICRO_BATCHES):
@@ -142,13 +141,13 @@ def run(steps: int, tokens: int, with_memplug: bool) -> Log:
 
 
 def only_current(programs: Programs, mask: int) -> Remembered | None:
-    """`Programs.agreed` of a session that knows the program of now, and no other."""
+    """Replace `Programs.agreed` in a session that knows only the current program."""
     current = programs.current
     return current if current is not None and mask >> current.index & 1 else None
 
 
 def alternate(steps: int, tokens: int, remembering: bool) -> tuple[int, float]:
-    """Steps that ran under a plan, and seconds, of a run whose sequence length changes every 20 steps."""
+    """Train with a sequence length that changes every 20 steps; return the steps under a plan, and the seconds."""
     training, planned = Training(steps, tokens), 0
     training.long = lambda step: bool(step // STEPS_OF_A_LENGTH % 2)
     forgetting = mock.patch.object(Programs, "agreed", only_current)
@@ -162,7 +161,7 @@ def alternate(steps: int, tokens: int, remembering: bool) -> tuple[int, float]:
 
 
 def problems(plain: Log, watched: Log) -> list[str]:
-    """What is not as it should be, in words."""
+    """Return the problems of a run, in words."""
     found = []
     if plain.skipped != watched.skipped or not plain.skipped:
         found.append(f"{watched.skipped} steps skipped the optimizer, {plain.skipped} without memplug")
@@ -177,14 +176,14 @@ def problems(plain: Log, watched: Log) -> list[str]:
 
 
 def largest_difference(plain: Log, watched: Log) -> float:
-    """Of any two losses of one step, validations too."""
+    """Return the largest difference of two losses of one step, validations included."""
     pairs = [*zip(plain.losses, watched.losses, strict=True)]
     pairs += zip(plain.validations, watched.validations, strict=True)
     return max(abs(one - other) for one, other in pairs)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run, compare, print; 1 where something is wrong."""
+    """Run, compare and print; return 1 if something is wrong."""
     args = parse_args(argv)
     torch.set_num_threads(1)
     plain, watched = run(args.steps, args.tokens, False), run(args.steps, args.tokens, True)

@@ -1,11 +1,11 @@
-"""Step time and peak memory of memplug beside what a user would pick today: `python -m tests.bench.step_time`.
+"""Compares memplug's step time and peak memory with its alternatives: `python -m tests.bench.step_time`.
 
 A step is forward and backward of one sequence through Llama decoder layers, without embedding, head and optimizer.
 Every mode (tests/bench/cases.py) has a process of its own; for each case the modes run in turn, `--rounds` times, and
-the table holds medians. Times are the device's own on CUDA. Peaks: tests/bench/memory.py; gradient buffers are there
-from the first step on. GB are 10^9 bytes. Exits with 1 where a mode failed or its gradients differ from `keep_all`'s.
+the table holds medians. Times are the device's own on CUDA. Peaks: tests/bench/memory.py; gradient buffers exist from
+the first step on. GB are 10^9 bytes. Exits with 1 if a mode failed or its gradients differ from `keep_all`'s.
 
-With `--budget B` memplug has B times the memory that `full` reserves; else all of the device's, and where that is
+With `--budget B` memplug has B times the memory that `full` reserves; without it all of the device's, and if that is
 enough it keeps everything.
 
 `--device virtual` predicts: the same steps on the virtual device (memplug/predict/virtual), with the rates of `--gpu`.
@@ -13,11 +13,11 @@ enough it keeps everything.
 Targets on one H200 with `7b`: over `keep_all` at most 1.10 / 1.03 / 1.015 / 1.01 at 8,192 / 32,768 / 65,536 / 131,072
 tokens, with a peak no higher than `full`'s.
 
-Where `keep_all` does not fit, it is measured with a half and a quarter of the layers and extrapolated, which is linear
-in the layers; the table marks it with *. Gradients are then compared with `full`'s.
+If `keep_all` does not fit, it is measured with a half and a quarter of the layers and extrapolated, which is linear in
+the layers; the table marks it with *. Gradients are then compared with `full`'s.
 
 `--host megatron` runs Megatron-Core's layers, `--host megatron-te` those of Transformer Engine's modules: the other
-modes are its own recomputation and offloading then (tests/bench/megatron.py).
+modes are then its own recomputation and offloading (tests/bench/megatron.py).
 
 The defaults take about 7 minutes on an H200 and 1 minute on two CPU cores; `save_on_cpu` and `deepspeed`, up to three
 times slower than the rest, run at 32,768 tokens only unless --modes names them.
@@ -50,14 +50,17 @@ Results = dict[tuple[Case, str], dict[str, Any]]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Arguments, with defaults for the device filled in."""
+    """Parse the command line, and fill in the device's defaults."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", help="lengths of the sequence [cuda: 8192 32768 65536 131072; cpu: 512 2048]")
     add("--layers", type=int, nargs="+", help="decoder layers: one number, or one per length [cuda: 16 8 8 4; cpu: 4]")
     add("--modes", nargs="+", help=f"of {' '.join(MODES)}, memplug:ALPHA and memplug_torch [all but it; see above]")
     add(
-        "--host", choices=HOSTS, default=HOSTS[0], help="whose layers; Megatron-Core's are beside its own recomputation"
+        "--host",
+        choices=HOSTS,
+        default=HOSTS[0],
+        help="origin of the layers; Megatron-Core's come with its own recomputation",
     )
     add("--model", choices=MODELS, help="shape of a layer, from configs/models [cuda: 7b; cpu: tiny]")
     add("--attention", choices=ATTENTION, default="cudnn", help="back end of attention on cuda [cudnn]")
@@ -65,19 +68,26 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, help="how often the modes take turns [cuda: 1; cpu: 2]")
     add("--min-offload-bytes", type=int, help="of the memplug block [cuda: 1 MiB; cpu: 64 KiB, as tensors are small]")
     add("--device", help="cuda, cpu, virtual [cuda where there is one]")
-    add("--gpu", default="h200", help="that the virtual device is: a file of configs/hardware [h200]")
-    add("--budget", type=float, metavar="B", help="memplug's, over what `full` reserves [all of the device]")
+    add("--gpu", default="h200", help="the virtual device's GPU: a file of configs/hardware [h200]")
+    add(
+        "--budget",
+        type=float,
+        metavar="B",
+        help="memplug's budget over the memory that `full` reserves [all of the device]",
+    )
     add("--json", type=Path, metavar="FILE", help="write the rows here")
     args = parser.parse_args(argv)
     if args.budget is not None and (args.device == "cpu" or (args.modes and "full" not in args.modes)):
-        parser.error("--budget is of what `full` reserves, on a device that counts it: --modes has to name it, first")
+        parser.error(
+            "--budget is relative to `full` on a device that counts reserved memory: --modes must name `full` first"
+        )
     unknown = [mode for mode in args.modes or () if not is_mode(mode)]
     if unknown:
         parser.error(f"unknown mode {unknown[0]}")
     modes = OWN_MODES.get(args.host, MODES)
     foreign = [mode for mode in args.modes or () if mode.partition(":")[0] not in (*modes, *OWN)]
     if foreign:
-        parser.error(f"the mode {foreign[0]} is not one for these layers: {' '.join(modes)}")
+        parser.error(f"the mode {foreign[0]} does not work with these layers: {' '.join(modes)}")
     if args.host in OWN_MODES:
         args.modes = args.modes or list(modes)
     if args.device is None:
@@ -100,7 +110,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def plan_of(args: argparse.Namespace) -> list[tuple[Case, list[str], int]]:
-    """(case, modes, timed steps) in the order in which they run."""
+    """Return (case, modes, timed steps) in the order in which they run."""
     plan = []
     for tokens, layers in zip(args.tokens, args.layers, strict=True):
         case = Case(
@@ -113,13 +123,13 @@ def plan_of(args: argparse.Namespace) -> list[tuple[Case, list[str], int]]:
 
 
 def extrapolate(fewer: tuple[int, float], more: tuple[int, float], layers: int) -> float:
-    """The value at `layers` of the line through two (layers, value) points."""
+    """Return the value at `layers` of the line through two (layers, value) points."""
     slope = (more[1] - fewer[1]) / (more[0] - fewer[0])
     return fewer[1] + slope * (layers - fewer[0])
 
 
 def measure(workers: dict[str, worker.Worker], case: Case, mode: str, steps: int) -> dict[str, Any]:
-    """One mode of one case; `keep_all` from fewer layers where it does not fit."""
+    """Measure one mode of one case; `keep_all` with fewer layers if it does not fit."""
     result = workers[mode].measure(case, steps)
     fewer, more = case.layers // 4, case.layers // 2
     if result["outcome"] != worker.OUT_OF_MEMORY or mode != "keep_all" or not 0 < fewer < more:
@@ -136,14 +146,14 @@ def measure(workers: dict[str, worker.Worker], case: Case, mode: str, steps: int
 
 
 def with_budget(case: Case, mode: str, share: float | None, full: list[dict[str, Any]]) -> Case:
-    """The case, with what memplug's mode may take: so much of what `full` reserved the last time."""
+    """Return the case with memplug's budget: a share of the bytes that `full` reserved the last time."""
     if share is None or not mode.startswith("memplug"):
         return case
     return dataclasses.replace(case, budget_bytes=int(share * full[-1]["peak_reserved_bytes"]))
 
 
 def run(plan: list[tuple[Case, list[str], int]], rounds: int, budget: float | None = None) -> Results:
-    """All cases, the modes of each in turn; medians over the rounds."""
+    """Run all cases, the modes of each in turn, and return medians over the rounds."""
     workers = {mode: worker.Worker(f"tests.bench.{BENCH}", mode) for _, modes, _ in plan for mode in modes}
     found: dict[tuple[Case, str], list[dict[str, Any]]] = {}
     try:
@@ -206,7 +216,7 @@ METRICS = {
 
 
 def rows_of(results: Results) -> list[Row]:
-    """One row per number; "outcome" says "ok", "out of memory" or what failed."""
+    """Return one row per number; "outcome" says "ok", "out of memory" or names the failure."""
     rows = []
     for (case, mode), result in results.items():
         n = result.get("steps", 0)
@@ -218,7 +228,7 @@ def rows_of(results: Results) -> list[Row]:
 
 
 def table_of(results: Results) -> str:
-    """The table, and how the targets stand."""
+    """Return the table, and notes on the targets."""
     lines, notes = [], []
     for (case, mode), result in results.items():
         head = (f"{case.tokens:,}", mode + ("*" if "extrapolated_from" in result else ""), str(case.layers))
@@ -239,7 +249,7 @@ def table_of(results: Results) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run, print the table, write the rows; 1 where a mode failed or gradients differ."""
+    """Run, print the table and write the rows; return 1 if a mode failed or gradients differ."""
     args = parse_args(argv)
     results = run(plan_of(args), args.rounds, args.budget)
     compare(results)

@@ -1,4 +1,4 @@
-"""What every benchmark gives: rows for a file, and one table for a person."""
+"""The output of every benchmark: rows for a file, and one table for people."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Row:
     """One measured number.
 
     Attributes:
-        bench: name of the benchmark, as in `python -m tests.bench.NAME`.
-        case: what was run, the same for all modes that are compared.
-        mode: how it was run.
-        metric: what was measured.
-        unit: of the value ("s", "bytes", "1" for ratios and counts, "text").
-        value: the median; a string where the unit is "text".
-        n: how many measurements stand behind it.
+        bench: Name of the benchmark, as in `python -m tests.bench.NAME`.
+        case: The work, the same for all modes that are compared.
+        mode: The way in which it was run.
+        metric: The quantity that was measured.
+        unit: Unit of the value ("s", "bytes", "1" for ratios and counts, "text").
+        value: The median; a string if the unit is "text".
+        n: Number of measurements behind it.
     """
 
     bench: str
@@ -38,7 +38,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def figures(value: float | None, digits: int = 4) -> str:
-    """A number at some significant digits, without an exponent and without cutting whole ones; "-" for None."""
+    """Return a number with some significant digits, without exponent, whole numbers uncut; "-" for None."""
     if value is None:
         return "-"
     if value == 0:
@@ -48,12 +48,12 @@ def figures(value: float | None, digits: int = 4) -> str:
 
 
 def render(headers: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table that also lines up in a terminal.
+    """Return a Markdown table that also lines up in a terminal.
 
     Args:
-        headers: one per column.
-        lines: cells.
-        left: index of the column that is aligned to the left (names); all others are numbers.
+        headers: One for each column.
+        lines: The cells.
+        left: Index of the column that is aligned to the left (names); all others are numbers.
     """
     widths = [max(len(line[i]) for line in [headers, *lines]) for i in range(len(headers))]
 

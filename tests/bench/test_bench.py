@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say, and give rows that a program can read."""
+"""The benchmarks measure what they say, and write rows that a program can read."""
 
 import json
 import subprocess
@@ -78,13 +78,13 @@ def test_extrapolation_follows_the_line_through_two_points():
 
 
 def _result(gradient: list[float], **numbers: float) -> dict:
-    """What a worker answers, with some numbers replaced."""
+    """Return a worker's answer, with some numbers replaced."""
     known = {"step_s": 1.0, "steps": 1, "peak_allocated_bytes": 1, "peak_reserved_bytes": None, "host_bytes": None}
     return {"outcome": "ok", **known, "gradients": {"w": gradient}, **numbers}
 
 
 class _Scripted:
-    """Stands for the process of one mode: runs out of memory above some layers."""
+    """A substitute for the process of one mode; runs out of memory above some number of layers."""
 
     def __init__(self, fits: int):
         self.fits = fits
@@ -162,7 +162,7 @@ def test_step_time_compares_all_modes_in_one_run(device, tmp_path):
         assert found[mode, "peak_allocated_bytes"] > 0
         assert mode in done.stdout
     assert found["full", "peak_allocated_bytes"] < found["keep_all", "peak_allocated_bytes"]
-    # auto swaps where there is no room: on a device there is room for all of a tiny model
+    # auto swaps if there is no space: on a device there is space for all of a tiny model
     assert (found["memplug", "host_bytes"] > 0) is (device == "cpu")
 
 

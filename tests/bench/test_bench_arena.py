@@ -1,4 +1,4 @@
-"""The benchmark of the arena measures what it says; nothing here depends on how fast anything is."""
+"""The benchmark of the arena measures what it says; nothing here depends on speed."""
 
 import json
 
@@ -23,7 +23,7 @@ def test_every_case_is_served_and_has_its_figures(device, tmp_path, capsys):
         assert found[case, "arena", "arena_bytes"] >= found[case, "arena", "live_peak_bytes"] > 0
         fragmentation = {mode: found[case, mode, "fragmentation"] for mode in ("arena", "simulated")}
         assert 0 <= fragmentation["arena"] < 1 and 0 <= fragmentation["simulated"] < 1
-        if device == "cpu":  # on CUDA what is beside the arena, in segments of 2 MiB, outweighs so small a model
+        if device == "cpu":  # on CUDA, memory beside the arena, in segments of 2 MiB, outweighs so small a model
             assert fragmentation["arena"] < fragmentation["simulated"]
         assert found[case, "native", "host_s_per_allocation"] > 0 and found[case, "arena", "host_s_per_allocation"] > 0
     printed = capsys.readouterr().out

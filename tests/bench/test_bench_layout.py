@@ -1,4 +1,4 @@
-"""The benchmark of the planners says what each gave; nothing here depends on how fast anything is."""
+"""The benchmark of the planners reports each planner's result; nothing here depends on speed."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from tests.bench import layout
 
 
-@pytest.mark.long  # each planner has its second
+@pytest.mark.long  # each planner takes its second
 def test_a_row_for_each_planner_and_metric_and_no_height_below_the_bound(tmp_path, capsys):
     output = tmp_path / "rows.json"
     layout.main(["--quick", "--json", str(output)])

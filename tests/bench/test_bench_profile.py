@@ -1,4 +1,4 @@
-"""The benchmarks of the profiler measure what they say; nothing here depends on how fast anything is."""
+"""The benchmarks of the profiler measure what they say; nothing here depends on speed."""
 
 import json
 
@@ -25,7 +25,7 @@ def test_operators_take_the_times_of_the_profiled_ones_in_their_order():
 
 
 def test_what_the_profiler_merges_or_never_shows_takes_no_time():
-    # Two of div_.Scalar, which only calls div_.Tensor: one row of the profiler's each.
+    # Two calls of div_.Scalar, which only calls div_.Tensor: the profiler shows one row for each.
     recorded = ["aten::div_", "aten::div_", "aten::_version", "aten::div_", "aten::div_", "aten::mm"]
     times = logical_layers.match(recorded, [("aten::div_", 1.0), ("aten::div_", 2.0), ("aten::mm", 3.0)])
     assert times.tolist() == [1.0, 2.0, 0, 0, 0, 3.0]
@@ -97,9 +97,7 @@ def test_the_hosts_time_is_measured_beside_keeping_everything(tmp_path, capsys):
 
 
 def test_what_an_operator_takes_is_told_apart_from_what_a_region_takes(monkeypatch, tmp_path):
-    """By a clock that a forward moves on by 4 for each operator and 100 for the region, and a recompute pass by 2 and
-    30.
-    """
+    """Use a clock that a forward advances by 4 an operator and 100 a region, and a recompute pass by 2 and 30."""
 
     def note(self: per_operator.Measured, part: str, run: object) -> None:
         run()

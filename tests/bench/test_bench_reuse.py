@@ -1,4 +1,4 @@
-"""The benchmark of reuse measures what it says, on whatever CUDA there is."""
+"""The benchmark of reuse measures what it says, on real or simulated CUDA."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The configurations for eight GPUs, what was predicted of them, and the README's section say the same."""
+"""The configurations for eight GPUs, their predictions, and the README's section agree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_model_has_a_configuration_that_fits_on_each_machine() -> None:
 
 
 def test_the_readme_has_the_commands_and_the_table_of_what_was_predicted() -> None:
-    """Its commands are checked as those of all READMEs are (tests/repository/test_readmes.py)."""
+    """Check the section; tests/repository/test_readmes.py checks its commands like those of all READMEs."""
     section = scale.section(scale.read())
     assert section in scale.README.read_text(), "python -m tests.bench.scale --readme"
     trains = [str(command) for command in commands_of(section) if command.words[0] != "memplug"]

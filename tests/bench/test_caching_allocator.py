@@ -1,4 +1,4 @@
-"""The simulated caching allocator rounds, splits, coalesces and reserves as torch's does."""
+"""The simulated caching allocator rounds, splits, coalesces and reserves like torch's."""
 
 import numpy as np
 import pytest

@@ -1,10 +1,10 @@
-"""The recipes end to end on one GPU, without memplug and with it: `python -m tests.bench.trained`.
+"""Runs the recipes end to end on one GPU, without memplug and with it: `python -m tests.bench.trained`.
 
 A model of a 7B's width and few layers trains by the recipe's own script under torchrun: first without memplug, then
-with it, in `--budget` of the device memory that the first run reserved. The losses of each step are compared: kernels
-of a GPU add in any order, so that they may be apart by `TOLERANCE`. Exits with 1 where a run failed, or losses are
-further apart. Bytes are those that torch's allocator reserved at most in the whole run, its warm-up included; seconds
-are medians over all steps.
+with it, in `--budget` of the device memory that the first run reserved. The losses of each step are compared: a GPU's
+kernels add in any order, so losses may differ by `TOLERANCE`. Exits with 1 if a run failed, or losses differ more.
+Bytes are the most that torch's allocator reserved in the whole run, its warm-up included; seconds are medians over all
+steps.
 
 `--tiny` trains the recipes' tiny models, for rehearsals on simulated CUDA (tests/cudasim) and on the CPU.
 """
@@ -40,9 +40,10 @@ class Recipe:
     """A script, and the model that it trains.
 
     Attributes:
-        script: of examples.
-        model, tiny: files of configs/models.
-        cut: fields that replace those of `model`: so many layers and experts as fit on a GPU of 80 GB with their
+        script: A file of examples.
+        model: A file of configs/models.
+        tiny: A file of configs/models with a tiny model.
+        cut: Fields that replace those of `model`: as many layers and experts as fit on a GPU of 80 GB with their
             optimizer.
     """
 
@@ -53,7 +54,7 @@ class Recipe:
 
     @property
     def is_megatron(self) -> bool:
-        """Megatron-Core trains it, otherwise DeepSpeed."""
+        """Return whether Megatron-Core trains it, not DeepSpeed."""
         return "megatron" in self.script
 
 
@@ -68,13 +69,19 @@ RECIPES = {
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Which recipe, and its sizes."""
+    """Parse the command line: which recipe, and its sizes."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("recipe", nargs="?", choices=list(RECIPES), help="[all, one after the other]")
     add("--tokens", type=int, help="of a sequence [16384; tiny: 256]")
     add("--steps", type=int, default=30, help="of the optimizer [30]")
-    add("--budget", type=float, default=0.88, metavar="B", help="memplug's, over what the plain run reserved [0.88]")
+    add(
+        "--budget",
+        type=float,
+        default=0.88,
+        metavar="B",
+        help="memplug's budget over the plain run's reserved memory [0.88]",
+    )
     add("--tiny", action="store_true", help="the recipe's tiny model")
     add("--json", type=Path, metavar="FILE", help="write the rows here")
     args = parser.parse_args(argv)
@@ -83,10 +90,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def arguments(recipe: Recipe, args: argparse.Namespace, folder: Path, budget_bytes: int | None) -> list[str]:
-    """Returns the recipe's command line; writes the files that it names to `folder`.
+    """Return the recipe's command line; write the files that it names to `folder`.
 
     Args:
-        budget_bytes: of the device, for memplug; None: a run without memplug.
+        recipe: The recipe.
+        args: This benchmark's command line.
+        folder: An empty folder.
+        budget_bytes: memplug's device budget; None: a run without memplug.
     """
     model, config = folder / "model.yaml", folder / "config.json"
     if args.tiny:
@@ -111,12 +121,12 @@ def arguments(recipe: Recipe, args: argparse.Namespace, folder: Path, budget_byt
 
 
 def attention() -> str:
-    """Returns "te", Transformer Engine's modules, where it is installed, else torch's operators."""
+    """Return "te" for Transformer Engine's modules if it is installed, else "sdpa" for torch's operators."""
     return "te" if importlib.util.find_spec("transformer_engine") is not None else "sdpa"
 
 
 def train(name: str, args: argparse.Namespace, budget_bytes: int | None) -> dict[str, Any]:
-    """Runs the recipe; returns its report, its losses, and the outcome "ok", or what failed."""
+    """Run the recipe; return its report, its losses, and the outcome: "ok", or what failed."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -124,7 +134,7 @@ def train(name: str, args: argparse.Namespace, budget_bytes: int | None) -> dict
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         command = arguments(RECIPES[name], args, folder, budget_bytes)
-        # one connection: copies and matmuls run in the order in which Megatron-Core launches them
+        # One connection: copies and matmuls run in the order in which Megatron-Core launches them.
         environment = {"DS_ACCELERATOR": "cuda" if cuda else "cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         began = time.monotonic()
         done = launch(command, processes=1, env=environment, check=False, time_limit_s=600)
@@ -137,13 +147,13 @@ def train(name: str, args: argparse.Namespace, budget_bytes: int | None) -> dict
 
 
 def apart(one: list[float], other: list[float]) -> float:
-    """Returns how far the losses of two runs are apart, at worst, over the first run's; infinite where one is none."""
+    """Return the largest difference of two runs' losses, over the first run's; infinite if a loss is not a number."""
     pairs = list(zip(one, other, strict=True))
     return max(abs(a - b) / abs(a) if abs(a) + abs(b) < float("inf") else float("inf") for a, b in pairs)
 
 
 def modes_of(name: str, args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields both modes and their results, the second one only where the first has any."""
+    """Yield both modes and their results, the second one only if the first succeeded."""
     plain = train(name, args, None)
     yield "plain", plain
     if plain["outcome"] != "ok":
@@ -159,7 +169,7 @@ def modes_of(name: str, args: argparse.Namespace) -> Iterator[tuple[str, dict[st
 
 
 def rows_of(case: str, results: dict[str, dict[str, Any]]) -> list[Row]:
-    """Returns one row per number; "outcome" says "ok", or what failed."""
+    """Return one row per number; "outcome" says "ok", or what failed."""
     rows = []
     for mode, result in results.items():
         n = len(result.get("losses", []))
@@ -180,7 +190,7 @@ def rows_of(case: str, results: dict[str, dict[str, Any]]) -> list[Row]:
 
 
 def table_of(name: str, results: dict[str, dict[str, Any]]) -> str:
-    """Returns the table."""
+    """Return the table."""
     lines = []
     for mode, result in results.items():
         if "memory_gib" not in result:
@@ -195,8 +205,8 @@ def table_of(name: str, results: dict[str, dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains, prints the table, writes the rows; returns 1 where a run failed or losses are apart."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes of torchrun end as well
+    """Train, print the table and write the rows; return 1 if a run failed or losses differ."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that torchrun's processes end as well
     args = parse_args(argv)
     rows, failed = [], False
     for name in [args.recipe] if args.recipe else RECIPES:

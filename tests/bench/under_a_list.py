@@ -1,16 +1,16 @@
-"""The host's time under a swap list: `python -m tests.bench.under_a_list`.
+"""Measures the host's time under a swap list: `python -m tests.bench.under_a_list`.
 
-16 Hugging Face Llama layers, hidden size 64, 128 tokens, are trained by turns under a list for 69 % of what a step
-takes and where there is room for everything, in one process of one thread: processor time, of a turn's steps the
-median, and of the turns the median ratio. Sessions begin with the plan of an earlier one; a list's steps are measured
-once they are followed by their requests.
+16 Hugging Face Llama layers, hidden size 64, 128 tokens, are trained in turns under a list for 69 % of a step's memory
+and with space for everything, in one process of one thread: processor time, the median of a turn's steps, and the
+median ratio of the turns. Sessions begin with the plan of an earlier one; a list's steps are measured once the core
+recognises them by their requests.
 
-On the CPU the copies are the processor's too; a device has engines for them. So as many are made once more by
-themselves, of the mean size, between memory that no cache of a core holds.
+On the CPU the copies use the processor too; a device has engines for them. So as many copies of the mean size are timed
+by themselves, between memory that no core's cache holds.
 
 | row | what it is |
 |---|---|
-| none | room for everything |
+| none | space for everything |
 | list | tensors leave and return |
 | less copies | that, less the time of the list's copies alone |
 """
@@ -37,14 +37,14 @@ from tests.support.swapped import GIB, block
 
 BENCH = "under_a_list"
 LAYERS, HIDDEN, TOKENS = 16, 64, 128
-SHARE = 0.69  # of what a step takes, for a list of some 100 tensors
+SHARE = 0.69  # of a step's memory, for a list of some 100 tensors
 WARM_UP = 16  # steps that make a plan; a session that begins with one follows steps after half as many
-CACHE_BYTES = 32 << 20  # of a core, and more
+CACHE_BYTES = 32 << 20  # more than the cache of a core
 PARTS = ("forward", "backward", "step")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """How long to measure."""
+    """Parse the command line: how long to measure."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--layers", type=int, default=LAYERS, help=f"[{LAYERS}]")
@@ -58,8 +58,8 @@ class Turns:
     """One model that is trained by turns with and without a list.
 
     Args:
-        layers: of the model.
-        folder: for plans.
+        layers: Layers of the model.
+        folder: Folder for plans.
     """
 
     def __init__(self, layers: int, folder: Path):
@@ -67,12 +67,12 @@ class Turns:
         self._training, self._folder = Training(model, call, None), folder
         self._budget_gib = {"none": 1.0, "list": SHARE * self._peak_bytes() / GIB}
         self.tensors = self.nbytes = 0
-        """Of the list."""
+        """Size of the list."""
         for mode in self._budget_gib:
             self.measure(mode, 1)
 
     def measure(self, mode: str, steps: int) -> dict[str, float]:
-        """Seconds of processor time of each part of a step, medians of so many."""
+        """Return the processor seconds of each part of a step, medians of so many steps."""
         session = self._attached(mode)
         for _ in range(WARM_UP):
             self._training.timed_step()
@@ -96,7 +96,7 @@ class Turns:
         self._training.session = None
 
     def _peak_bytes(self) -> int:
-        """What a step takes of a device that has room for it, as recorded."""
+        """Return the device memory of a step with space for everything, as recorded."""
         self._training.session = memplug.attach(self._training.model, block(1.0))
         for step in range(5):
             if step == 3:
@@ -108,7 +108,7 @@ class Turns:
 
 
 def copies_s(tensors: int, nbytes: int, times: int) -> float:
-    """Seconds of processor time for the copies of a step, out and in again, medians of so many."""
+    """Return the processor seconds of a step's copies, out and in again, the median of so many runs."""
     beside = np.empty(CACHE_BYTES, np.uint8)
     device, host = (np.ones((tensors, nbytes // tensors), np.uint8) for _ in range(2))
     out, back = list(zip(host, device, strict=True)), list(zip(device, host, strict=True))
@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> None:
     lines = []
     for mode in ("none", "list", "less copies"):
         cells, ratios = [], []
-        for part in PARTS if mode != "less copies" else ("step",):  # how many are of which part is the list's affair
+        for part in PARTS if mode != "less copies" else ("step",):  # the list decides how many copies each part has
             own = statistics.median(turn[mode][part] for turn in measured)
             over = statistics.median(turn[mode][part] / turn["none"][part] for turn in measured)
             rows.append(Row(BENCH, case, mode, f"{part}_s", "s", own, args.rounds))

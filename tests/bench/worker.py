@@ -1,6 +1,6 @@
-"""One process per mode: its allocator, its pinned memory and its out-of-memory errors are its own.
+"""One process for each mode: its allocator, its pinned memory and its out-of-memory errors are its own.
 
-A worker reads a case as a line of JSON, measures it, gives all memory back, and answers with a line of JSON. So the
+A worker reads a case as a line of JSON, measures it, releases all memory, and answers with a line of JSON. So the
 processes are started once, and the modes of one case still run in turn.
 """
 
@@ -31,7 +31,7 @@ class Worker:
         self.process: subprocess.Popen[str] | None = None
 
     def measure(self, case: Case, steps: int) -> dict[str, Any]:
-        """What `measure` gives, or `{"outcome": ...}` with "out of memory" or the error."""
+        """Return the result of `measure`, or `{"outcome": ...}` with "out of memory" or the error."""
         process = self.start()
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -44,11 +44,11 @@ class Worker:
             return json.loads(answer)
         code = process.wait()
         self.process = None
-        killed = code == -9  # Linux does that to what takes the last of the host's memory
+        killed = code == -9  # Linux kills the process that takes the last of the host's memory
         return {"outcome": OUT_OF_MEMORY if killed else f"exited with {code}"}
 
     def start(self) -> subprocess.Popen[str]:
-        """The process, running."""
+        """Return the process, started if it does not run."""
         if self.process is None or self.process.poll() is not None:
             self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         return self.process
@@ -62,9 +62,9 @@ class Worker:
 
 
 def serve(mode: str) -> None:
-    """The child: answer cases until standard input ends, or until an error that may have left memory behind."""
+    """Run as the child: answer cases until standard input ends, or an error that may have left memory behind."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries' output must not mix with answers
     logging.getLogger("memplug").setLevel(logging.ERROR)
     importlib.import_module("tests.bench.modes")  # slow: all children do it at once, before the first case
     for line in sys.stdin:
@@ -80,7 +80,7 @@ def _attempt(mode: str, request: dict[str, Any]) -> dict[str, Any]:
     steps = request.pop("steps")
     try:
         return measure(mode, Case(**request), steps)
-    except Exception as error:  # whatever it is, it is this mode's row
+    except Exception as error:  # any error is this mode's row
         text = str(error).lower()
         if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
             return {"outcome": OUT_OF_MEMORY}
@@ -89,12 +89,12 @@ def _attempt(mode: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(mode: str, case: Case, steps: int) -> dict[str, Any]:
-    """Time `steps` steps after warm-up; peak memory, host memory in the pinned pool, and gradients.
+    """Time `steps` steps after warm-up; measure peak memory, host memory in the pinned pool, and gradients.
 
     Returns:
-        outcome "ok", step_s, steps, peak_allocated_bytes, peak_reserved_bytes (None on the CPU), host_bytes (None where
-        the mode has no pinned memory), arena_bytes (None without), reserved_unused_bytes (after the last step, in
-        segments of torch's allocator that hold tensors; None but on CUDA), gradients (None on the virtual device).
+        outcome "ok", step_s, steps, peak_allocated_bytes, peak_reserved_bytes (None on the CPU), host_bytes (None if
+            the mode has no pinned memory), arena_bytes (None without), reserved_unused_bytes (after the last step, in
+            segments of torch's allocator that hold tensors; None but on CUDA), gradients (None on the virtual device).
     """
     from tests.bench import measuring, modes
 

@@ -50,7 +50,7 @@ def test_show_draws_a_snapshot_and_writes_it_for_memory_viz(chrome, path, tmp_pa
     facts, again = (json.loads(run(app, ["show", str(each), "--json"]).stdout) for each in (path, files["snapshot"]))
     assert again["peak_bytes"] == facts["peak_bytes"] and again["torch_reserved_bytes"] is None
     refused = run(app, ["show", str(path), "--chrome", str(tmp_path / "x.json")])
-    assert refused.exit_code == 1 and "only requests for memory" in refused.stderr
+    assert refused.exit_code == 1 and "only memory requests" in refused.stderr
 
 
 def test_plan_says_what_an_arena_would_have_taken_beside_what_torch_reserved(path, tmp_path):

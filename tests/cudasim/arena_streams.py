@@ -1,5 +1,6 @@
-"""Trains with the arena on several streams at once, in each of the ways given, and prints how many accesses were not
-ordered: a test leaves out one wait of the arena after the other.
+"""Trains with the arena on several streams, in each of the given ways, and prints the number of unordered accesses.
+
+A test runs it with one wait of the arena left out at a time.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from tests.support.serving import owned, reserved_bytes
 
 BLOCK = {"enabled": True, "plan_dir": False, "tokenwise": {"enabled": False}}
 STEPS = 12
-SIZE, LARGE = 1 << 16, 1 << 19  # elements; large ones have segments that the arena fits into
+SIZE, LARGE = 1 << 16, 1 << 19  # elements; the segments of large ones have space for the arena
 
 
 def scratch(stream: torch.cuda.Stream) -> torch.Tensor:
-    """What one stream alone uses, and no other waits for."""
+    """Return a tensor that only this stream uses and no other stream waits for."""
     with torch.cuda.stream(stream):
         return torch.ones(LARGE, device="cuda").exp()
 
 
 class Beside(nn.Module):
-    """A layer whose second half runs on another stream, and whose input that stream reads last."""
+    """A layer whose second half runs on another stream; that stream also is the last to read its input."""
 
     def __init__(self, side: torch.cuda.Stream | None):
         super().__init__()
@@ -38,7 +39,7 @@ class Beside(nn.Module):
             return (y * 2).cos() + y
         aside = y * 2
         self.side.wait_stream(main)
-        for _ in range(3):  # most bytes are the main stream's, and the other's are planned beside them
+        for _ in range(3):  # most bytes are the main stream's, and the other stream's are planned beside them
             scratch(main)
         with torch.cuda.stream(self.side):
             scratch(self.side)
@@ -46,7 +47,7 @@ class Beside(nn.Module):
             for _ in range(3):
                 z = z * 0.5 + 1e-3
         aside.record_stream(self.side)
-        del aside  # its bytes are planned for what follows, while the other stream reads them
+        del aside  # its bytes are planned for later tensors, while the other stream reads them
         u = y.tanh()
         main.wait_stream(self.side)
         z.record_stream(main)
@@ -54,7 +55,7 @@ class Beside(nn.Module):
 
 
 def step_of(model: nn.Module, beside: torch.cuda.Stream) -> torch.Tensor:
-    """The output, of forward and backward with work of another stream that nobody waits for before and after."""
+    """Run forward and backward, with unawaited work of another stream before and after, and return the output."""
     scratch(beside)
     out = model(torch.ones(SIZE, device="cuda"))
     out.mean().backward()
@@ -64,11 +65,11 @@ def step_of(model: nn.Module, beside: torch.cuda.Stream) -> torch.Tensor:
 
 
 def train(ways: set[str]) -> int:
-    """How many accesses were not ordered.
+    """Train, and return how many accesses were unordered.
 
     Args:
-        ways: "side", layers run on a second stream too; "aside", the arena's memory is reserved on a stream of its own;
-            "checked", with the arena's checks.
+        ways: "side": layers run on a second stream too; "aside": the arena's memory is reserved on a stream of its own;
+            "checked": with the arena's checks.
     """
     main, side, third = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
     reserve = torch.cuda.Stream() if "aside" in ways else main
@@ -78,12 +79,13 @@ def train(ways: set[str]) -> int:
     with memplug.attach(model, block) as session:
         for step in range(STEPS):
             out = step_of(model, side if "side" in ways else main)
-            if "side" in ways and step == STEPS - 2:  # no plan knows it: it is lent bytes planned for the other stream
+            # unplanned requests: they get reusable space that is planned for the other stream
+            if "side" in ways and step == STEPS - 2:
                 lent = [scratch(main) for _ in range(8)]
                 assert any(owned(each) for each in lent)
                 del lent
             with torch.cuda.stream(reserve):
-                if step == 0:  # before anything is recorded: what the allocator has cached of this stream is busy yet
+                if step == 0:  # before the first recording: makes this stream's cached memory still busy
                     busy = [torch.zeros(LARGE, device="cuda").add_(1) for _ in range(8)]
                     kept.append(busy[0])
                     del busy
@@ -98,7 +100,7 @@ def train(ways: set[str]) -> int:
         out.record_stream(third)
     else:
         out.mul_(2)
-    del out  # the last block of the arena: its memory goes back
+    del out  # the last block of the arena: its memory is released
     assert reserved_bytes() == 0
     with torch.cuda.stream(reserve):
         after = [torch.zeros(size, device="cuda") for size in (SIZE, LARGE) for _ in range(40)]

@@ -1,4 +1,4 @@
-"""Builds the simulator for the torch that is installed: once, in torch's folder for extensions."""
+"""Builds the simulator for the installed torch: once, in torch's folder for extensions."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class NotBuilt(Exception):
 
 
 def build() -> Path:
-    """Returns the folder with `libcudasim.so` and what that loads.
+    """Return the folder with `libcudasim.so` and the libraries that it loads.
 
     Raises:
-        NotBuilt: Without torch's CUDA build, without CUDA's headers, or without a compiler; with what it said.
+        NotBuilt: There is no CUDA build of torch, no CUDA headers, or no compiler, or the compiler failed; with its
+            output.
     """
     torch, cuda = _torch(), cuda_headers()
     key = hashlib.sha256(importlib.metadata.version("torch").encode())
@@ -55,7 +56,7 @@ def _build(folder: Path, torch: Path, cuda: Path) -> None:
         list(pool.map(lambda job: _run(["-c", job[0], "-o", job[1], *job[2]]), jobs))
     made = {name: sorted(folder.glob(f"{name}_*.o")) for name in ("runtime", "operators")}
     _run(["-shared", *made["runtime"], "-Wl,-soname,libcuda.so.1", "-o", folder / "libcudasim.so", "-ldl", "-lpthread"])
-    soname = "libnvidia-ml.so.1"  # by which torch finds it
+    soname = "libnvidia-ml.so.1"  # the name that torch looks for
     _run(["-shared", "-fPIC", MANAGEMENT, f"-Wl,-soname,{soname}", "-o", folder / soname])
     libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ltorch_cuda", "-lc10", "-lc10_cuda", "-ltorch"]
     _run(["-shared", *made["operators"], "-o", folder / "libcudasim_operators.so", *libraries])
@@ -72,7 +73,7 @@ def _run(arguments: list[str | Path]) -> None:
 
 
 def _torch() -> Path:
-    """torch's folder; torch itself is not to be imported before the runtime is in front of it."""
+    """Return the folder of torch, without importing it: the simulated runtime has to be loaded first."""
     version = importlib.metadata.version("torch")
     folder = Path(str(importlib.metadata.distribution("torch").locate_file("torch")))
     if not (folder / "lib/libtorch_cuda.so").exists():
@@ -81,7 +82,7 @@ def _torch() -> Path:
 
 
 def cuda_headers() -> Path:
-    """Of a toolkit, or of those that torch's wheels bring along."""
+    """Return the folder of CUDA's headers: a toolkit's, or those of the packages that torch's wheels depend on."""
     packages = Path(sysconfig.get_paths()["purelib"])
     candidates = [Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda") / "include"]
     candidates += [*packages.glob("nvidia/cu*/include"), packages / "triton/backends/nvidia/include"]

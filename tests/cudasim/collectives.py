@@ -1,14 +1,14 @@
 """NCCL's stand-in on simulated CUDA: the operators of c10d on tensors of the device, exchanged by gloo on the host.
 
-`dist.init_process_group("nccl")` and all that is made of it give the groups that they give on a GPU; torch's dispatcher
-sees the same operators, of which the kernels are these; observers do not see what these run. As NCCL's, each runs on
-a stream of its group, which waits for the current one: inputs are copied to pinned memory there, and results from it.
-`Work.wait()` lets the current stream wait for that stream, by an event; a result that is read without is a race, which
-the simulator tells.
+`dist.init_process_group("nccl")` and the functions built on it return the same groups as on a GPU. torch's dispatcher
+sees the same operators, whose kernels are these; observers do not see the operators that the kernels run. As with NCCL,
+each collective runs on a stream of its group, which waits for the current one: inputs are copied to pinned memory
+there, and results from it. `Work.wait()` makes the current stream wait for that stream, by an event; reading a result
+without waiting is a race, which the simulator reports.
 
-Not as NCCL's: the host goes on once all ranks are there, as gloo needs them (what the device has to do before is run
-then, which orders nothing; see `cudasim_run`). What `recv` receives is on the device after its `wait()`, in which the
-host waits for the sender; until then it is NaN there. Reductions add up in rank order what all ranks have gathered.
+Unlike NCCL: the host continues once all ranks have arrived, since gloo needs them (earlier work of the device is run
+then, which orders nothing; see `cudasim_run`). The result of `recv` is on the device after its `wait()`, in which the
+host waits for the sender; until then it is NaN there. Reductions add up the gathered values in rank order.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Tensors = Sequence[torch.Tensor]
 Exchange = Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
 OPERATIONS = {"SUM": torch.add, "AVG": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}
 ALIGNMENT_BYTES = 64
-MOST_SENDS = 64  # that nobody has received yet
+MOST_SENDS = 64  # sends that may be outstanding at a time
 
 
 class HostNccl(c10d.ProcessGroupGloo):
-    """In the place of `ProcessGroupNCCL`: of its options, only the timeout counts."""
+    """A substitute for `ProcessGroupNCCL`; of its options, only the timeout counts."""
 
     Options = c10d.ProcessGroupNCCL.Options
     supports_coalescing, supports_splitting = True, False
@@ -46,7 +46,7 @@ class HostNccl(c10d.ProcessGroupGloo):
 
 
 class Pending:
-    """Work of a stream that others are to wait for; what it reads and writes is kept until then."""
+    """Work of a stream that others will wait for; keeps the tensors that it reads and writes until then."""
 
     def __init__(self, stream: torch.cuda.Stream, tensors: Tensors):
         self.stream, self.event, self.tensors = stream, stream.record_event(), tensors
@@ -54,7 +54,7 @@ class Pending:
         self.holds_host = False
 
     def wait(self, timeout: Any = None) -> bool:
-        """The current stream waits; the host does where something has still to be received, and at a barrier."""
+        """Make the current stream wait, and for `recv` and at a barrier the host too."""
         if self.finish is not None:
             self.event = self.finish().event
         current = torch.cuda.current_stream(self.stream.device)
@@ -71,7 +71,7 @@ class Pending:
 
 
 class Link:
-    """Between a group's tensors on the device and gloo."""
+    """Connects a group's tensors on the device with gloo."""
 
     def __init__(self, gloo: c10d.ProcessGroupGloo):
         self.gloo = gloo
@@ -82,7 +82,7 @@ class Link:
         self._sends: collections.deque[c10d.Work] = collections.deque()
 
     def run(self, inputs: Tensors, outputs: Tensors, exchange: Exchange) -> Pending:
-        """Hand `inputs`, on the host, to `exchange`; copy what it returns, as many elements each, to `outputs`."""
+        """Pass `inputs`, on the host, to `exchange`, and copy its results, of as many elements each, to `outputs`."""
         with self._entered([*inputs, *outputs]) as stream:
             staged = self._views(inputs)
             for pinned, tensor in zip(staged, inputs, strict=True):
@@ -92,7 +92,7 @@ class Link:
             return self._deliver(results, outputs, stream, inputs)
 
     def gathered(self, staged: Tensors) -> list[list[torch.Tensor]]:
-        """What all ranks have staged, alike in shapes and types: by rank, then by tensor."""
+        """Return the staged tensors of all ranks, which have the same shapes and types: by rank, then by tensor."""
         ranks = [[torch.empty_like(tensor) for tensor in staged] for _ in range(self.size)]
         for index, tensor in enumerate(staged):
             if tensor.numel():
@@ -100,7 +100,7 @@ class Link:
         return ranks
 
     def reduced(self, operation: Any, staged: Tensors) -> list[torch.Tensor]:
-        """Over all ranks, tensor by tensor; half precision is added up in float32.
+        """Return the reductions over all ranks, tensor by tensor; half precision is added up in float32.
 
         Raises:
             ValueError: NCCL has no such operation.
@@ -115,7 +115,14 @@ class Link:
         return results
 
     def swapped(self, staged: Tensors, given_bytes: list[int], outputs: Tensors, taken_bytes: list[int]) -> Tensors:
-        """What each rank has for this one, in the sizes and of the type of `outputs`; all by so many bytes a rank."""
+        """Return the tensors that each rank has for this one, in the sizes and the type of `outputs`.
+
+        Args:
+            staged: Tensors of this rank for the others.
+            given_bytes: Bytes that this rank gives to each rank.
+            outputs: Tensors whose sizes and type the results have.
+            taken_bytes: Bytes that this rank takes from each rank.
+        """
         taken = torch.empty(sum(taken_bytes), dtype=torch.uint8, device="cpu")
         self.gloo.alltoall_base(taken, torch.cat([_bytes(x) for x in staged]), taken_bytes, given_bytes).wait()
         pieces = taken.split([output.nbytes for output in outputs])
@@ -124,12 +131,12 @@ class Link:
     def _deliver(self, results: Iterable, outputs: Tensors, stream: torch.cuda.Stream, inputs: Tensors) -> Pending:
         for pinned, output, result in zip(self._views(outputs), outputs, results, strict=False):
             pinned.copy_(result.view(pinned.shape))
-            output.data.copy_(pinned, non_blocking=True)  # `data`: autograd's version stays what it is, as with NCCL
+            output.data.copy_(pinned, non_blocking=True)  # `data`: autograd's version does not change, as with NCCL
         return Pending(stream, [*inputs, *outputs])
 
     @contextlib.contextmanager
     def _entered(self, tensors: Tensors, waits: bool = True) -> Iterator[torch.cuda.Stream]:
-        """Within, the group's stream is the current one; it waits for the one that was."""
+        """Make the group's stream the current one; it waits for the one that was current."""
         device = tensors[0].device
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
@@ -139,8 +146,10 @@ class Link:
             yield self._stream
 
     def _views(self, tensors: Tensors) -> list[torch.Tensor]:
-        """Pinned memory in the shapes of these. It is the same each time: the stream's own order, and that the host
-        touches it only when the stream has nothing left to do, keep its uses apart.
+        """Return pinned memory in the shapes of the tensors.
+
+        The memory is the same each time. The stream's own order keeps its uses apart, and the host touches it only when
+        the stream has nothing left to do.
         """
         begins = [0]
         for tensor in tensors:
@@ -150,7 +159,7 @@ class Link:
         pieces = zip(begins, tensors, strict=False)
         return [self._pinned[at : at + x.nbytes].view(x.dtype).view(x.shape) for at, x in pieces]
 
-    # The operators of c10d, without their group; a tensor comes as a list of one.
+    # The operators of c10d, without the group argument; a single tensor arrives as a list of one.
 
     def allreduce_(self, tensors: Tensors, operation: Any, *_: Any) -> Pending:
         return self.run(tensors, tensors, functools.partial(self.reduced, operation))
@@ -230,16 +239,16 @@ WORK = """allreduce_coalesced_ reduce_ allgather_coalesced_ allgather_into_tenso
 reduce_scatter_tensor_coalesced_ alltoall_base_ barrier""".split()
 OUTPUTS_AND_WORK = """allreduce_ broadcast_ allgather_ _allgather_base_ reduce_scatter_ _reduce_scatter_base_ scatter_
 alltoall_""".split()
-_links: dict[c10d.ProcessGroupGloo, Link] = {}  # for good: C++ keeps only its own part of a Python class
+_links: dict[c10d.ProcessGroupGloo, Link] = {}  # never removed: C++ keeps only its own part of a Python class
 
 
 def _link(gloo: c10d.ProcessGroupGloo) -> Link:
-    """Of a group of gloo alone too, whose tensors on the device are exchanged alike."""
+    """Return the link of a group; a group made for gloo alone exchanges device tensors in the same way."""
     return _links[gloo] if gloo in _links else _links.setdefault(gloo, Link(gloo))
 
 
 def _kernel(name: str, *arguments: Any) -> Any:
-    """Any operator: tensors, then the group, then the rest, of which a reduction's operation is boxed."""
+    """Run an operator: tensors, then the group, then the rest; a reduction's operation in it is boxed."""
     at = next(index for index, argument in enumerate(arguments) if isinstance(argument, torch.ScriptObject))
     tensors = [[one] if isinstance(one, torch.Tensor) else one for one in arguments[:at]]
     rest = [c10d.ReduceOp.RedOpType(x.op()) if isinstance(x, torch.ScriptObject) else x for x in arguments[at + 1 :]]
@@ -270,10 +279,10 @@ def _run(stream: torch.cuda.Stream) -> None:
 
 @functools.cache
 def _register() -> torch.library.Library:
-    """Put the kernels in the place of torch's, for as long as what is returned is kept."""
+    """Replace torch's kernels for as long as the returned library is kept."""
     library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*registered kernel")  # that is what it is for
+        warnings.filterwarnings("ignore", "(?s).*registered kernel")  # replacing kernels is the purpose here
         for name in WORK + OUTPUTS_AND_WORK:
             library.impl(name, functools.partial(_kernel, name), "CUDA")
     return library
@@ -290,10 +299,10 @@ def _end_coalescing(group: c10d.ProcessGroup, device: torch.device) -> c10d.Work
 
 
 def install(module: ModuleType | None = None) -> None:
-    """Put the stand-in in NCCL's place.
+    """Replace NCCL by the stand-in.
 
     Args:
-        module: `torch.distributed.distributed_c10d`, where that is just being imported.
+        module: `torch.distributed.distributed_c10d`, while it is being imported.
     """
     if module is None:
         import torch.distributed.distributed_c10d as module

@@ -1,12 +1,13 @@
-"""Every collective on tensors of the device, and the same on the host over gloo; a file per rank has what came of it.
+"""Runs every collective on tensors of the device, and on the host over gloo; writes a file for each rank.
 
 Started by a launcher: `torchrun --nproc-per-node 2 -m tests.cudasim.collectives_worker FOLDER`. `FOLDER/RANK.json` gets
 
-* "differ": which collectives' results differ from gloo's, as "schedule: name, type";
-* "violations": how many there were in that, by schedule;
-* "not waited": for each collective, how many races were told where its result was read without wait, null without one;
-* "dropped": how many where all was dropped instead;
-* "pending after a barrier": how many tasks of the device.
+* "differ": collectives whose results differ from gloo's, as "schedule: name, type";
+* "violations": unordered accesses meanwhile, by schedule;
+* "not waited": for each collective, races that were reported when its result was read without waiting, null without a
+result;
+* "dropped": races when the work and its tensors were dropped instead;
+* "pending after a barrier": unfinished tasks of the device.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # the operators of that name
+import torch.distributed._functional_collectives  # registers the operators of that name
 
 from tests.cudasim import device
 from tests.cudasim.device import SCHEDULES, Schedule, scheduled
@@ -28,18 +29,18 @@ from tests.cudasim.device import SCHEDULES, Schedule, scheduled
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 Make = Callable[..., torch.Tensor]
 Issued = tuple[Any, list[torch.Tensor]]
-"""What to wait for, and what is there then."""
+"""The work to wait for, and the results after that."""
 Issue = Callable[[Any, Make], Issued]
 
 
 def numbers(dtype: torch.dtype) -> Make:
-    """Makes tensors on the host, other ones on each rank."""
+    """Return a function that makes tensors on the host, different ones on each rank."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     return lambda *shape: torch.randint(-8, 8, shape, generator=generator, device="cpu").to(dtype)
 
 
 def _single(function: Callable[..., Any], scale: tuple[int, int], **fields: Any) -> Issue:
-    """A collective of one input and one output, whose rows are in this proportion."""
+    """Return a collective of one input and one output, with rows in this proportion."""
 
     def issue(group: Any, make: Make) -> Issued:
         given, taken = make(4 * scale[0], 3), make(4 * scale[1], 3)
@@ -58,7 +59,7 @@ def _in_place(function: Callable[..., Any], *arguments: Any, **fields: Any) -> I
 
 
 def _to_lists(function: Callable[..., Any], lists: str, **fields: Any) -> Issue:
-    """A collective whose outputs ("o"), inputs ("i") or both are lists of a tensor for each rank."""
+    """Return a collective whose outputs ("o"), inputs ("i") or both are lists with a tensor for each rank."""
 
     def issue(group: Any, make: Make) -> Issued:
         taken = [make(2, 3) for _ in range(2)] if "o" in lists else [make(2, 3)]
@@ -79,7 +80,7 @@ def _to_lists(function: Callable[..., Any], lists: str, **fields: Any) -> Issue:
 
 
 def _uneven(group: Any, make: Make) -> Issued:
-    """Rank 0 keeps one row and gives two; rank 1 gives three and keeps none."""
+    """Exchange uneven rows: rank 0 keeps one row and gives two; rank 1 gives three and keeps none."""
     given_rows, taken_rows = [([1, 2], [1, 3]), ([3, 0], [2, 0])][dist.get_rank()]
     given, taken = make(sum(given_rows), 2), make(sum(taken_rows), 2)
     return dist.all_to_all_single(taken, given, taken_rows, given_rows, group=group, async_op=True), [taken]
@@ -97,7 +98,7 @@ def _coalesced(function: Callable[..., Any], scale: tuple[int, int]) -> Issue:
 
 
 def _point_to_point(group: Any, make: Make) -> Issued:
-    """Both ranks send before they receive."""
+    """Exchange a tensor; both ranks send before they receive."""
     given, taken, other = make(3, 3), make(3, 3), 1 - dist.get_rank()
     sent, received = dist.isend(given, other, group), dist.irecv(taken, other, group)
     return [sent, received], [taken]
@@ -110,7 +111,7 @@ def _batched(group: Any, make: Make) -> Issued:
 
 
 class _Functional:
-    """What `wait_tensor` waits for."""
+    """Work that `wait_tensor` waits for."""
 
     def __init__(self, result: torch.Tensor):
         self.result = result
@@ -128,7 +129,7 @@ def _functional(name: str, *arguments: Any) -> Issue:
 
 
 def _mean(group: Any, make: Make) -> Issued:
-    """Gloo has none."""
+    """Average a tensor; on the host by a sum, since gloo has no average."""
     tensor = make(5, 3)
     if tensor.is_cuda:
         return dist.all_reduce(tensor, dist.ReduceOp.AVG, group, async_op=True), [tensor]
@@ -166,14 +167,14 @@ COLLECTIVES: dict[str, Issue] = {
 
 
 def finish(work: Any) -> None:
-    """Wait for one, for several or for nothing."""
+    """Wait for one work, for several or for none."""
     for one in work if isinstance(work, list) else [work]:
         if one is not None:
             one.wait()
 
 
 def use_memory() -> None:
-    """Write to whatever is free: what a collective has still to read or to write must not be among it."""
+    """Write to all free memory, which must not include memory that a collective has yet to read or write."""
     for nbytes in [64, 512, 1024] * 8:
         torch.full((nbytes,), 7, dtype=torch.uint8, device="cuda")
     kept = [torch.full((512,), 7, dtype=torch.uint8, device="cuda") for _ in range(16)]
@@ -181,14 +182,14 @@ def use_memory() -> None:
 
 
 def on_host(name: str, dtype: torch.dtype, group: Any) -> list[torch.Tensor]:
-    """By gloo."""
+    """Return a collective's results by gloo."""
     work, results = COLLECTIVES[name](group, numbers(dtype))
     finish(work)
     return results
 
 
 def on_device(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """By NCCL's stand-in; inputs go before it is done."""
+    """Return a collective's results by NCCL's stand-in; its inputs are dropped before it is done."""
     make = numbers(dtype)
     work, results = COLLECTIVES[name](dist.group.WORLD, lambda *shape: make(*shape).cuda())
     use_memory()
@@ -197,7 +198,7 @@ def on_device(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def races_without_wait(name: str) -> int | None:
-    """None where this rank gets no result."""
+    """Return the races when results are read without waiting; None if this rank gets no result."""
     make, before = numbers(torch.float32), device.violations()
     work, results = COLLECTIVES[name](dist.group.WORLD, lambda *shape: make(*shape).cuda())
     for result in results:
@@ -208,7 +209,7 @@ def races_without_wait(name: str) -> int | None:
 
 
 def races_of_dropped(name: str) -> int:
-    """The work is dropped with all of its tensors, and nothing reads a result."""
+    """Return the races when the work is dropped with all of its tensors, and no result is read."""
     make, before = numbers(torch.float32), device.violations()
     work, results = COLLECTIVES[name](dist.group.WORLD, lambda *shape: make(*shape).cuda())
     del work, results
@@ -218,7 +219,7 @@ def races_of_dropped(name: str) -> int:
 
 
 def main() -> None:
-    """Joins the other rank and runs all."""
+    """Join the other rank and run all collectives."""
     dist.init_process_group("nccl")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     assert dist.get_backend() == "nccl"

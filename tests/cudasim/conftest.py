@@ -1,4 +1,4 @@
-"""These tests are collected where the simulated runtime is in front: with `-p tests.cudasim.plugin`."""
+"""Collects these tests only where the simulated runtime is loaded: with `-p tests.cudasim.plugin`."""
 
 import pytest
 
@@ -10,4 +10,4 @@ if not cuda_is_simulated():
 
 @pytest.fixture(autouse=True)
 def tiny_models_swap(keeps_nothing: None) -> None:
-    """The device has room for all of them."""
+    """Make tiny models swap, although the device has space for all of their tensors."""

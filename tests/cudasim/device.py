@@ -1,4 +1,4 @@
-"""What tests ask of the simulated device, and how they set it."""
+"""Queries and settings of the simulated device, for tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memplug.device.device import CudaDevice
 from tests.support.extension import Wait
 from tests.support.simulated import LeavesOut
 
-_library = ctypes.CDLL(None)  # it is in front of all others
+_library = ctypes.CDLL(None)  # the simulator's symbols come before all others
 _library.cudasim_violations.restype = ctypes.c_longlong
 _library.cudasim_tasks.restype = ctypes.c_longlong
 _library.cudasim_blocked.restype = ctypes.c_longlong
@@ -25,7 +25,7 @@ _library.cudasim_pending.restype = ctypes.c_size_t
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which task runs next: "eager", "lazy", "copyfirst", "computefirst", or "random" by a seed."""
+    """The order in which tasks run: "eager", "lazy", "copyfirst", "computefirst", or "random" by a seed."""
 
     policy: str
     seed: int = 0
@@ -42,7 +42,7 @@ used: collections.Counter[str] = collections.Counter()
 
 @contextlib.contextmanager
 def scheduled(schedule: Schedule) -> Iterator[None]:
-    """Within, the device runs tasks in this order; when it changes, all that are queued are done."""
+    """Run tasks of the device in this order; all queued tasks are finished at each change."""
     former = current()
     used[str(schedule)] += 1
     _set(schedule)
@@ -53,7 +53,7 @@ def scheduled(schedule: Schedule) -> Iterator[None]:
 
 
 def current() -> Schedule:
-    """The one in force."""
+    """Return the schedule in force."""
     return _in_force[0]
 
 
@@ -67,38 +67,38 @@ def _set(schedule: Schedule) -> None:
 
 
 def violations() -> int:
-    """How many errors so far: conflicting accesses that are not ordered, memory that goes too early, wrong pointers."""
+    """Return the number of errors so far: unordered conflicting accesses, memory freed too early, wrong pointers."""
     return _library.cudasim_violations()
 
 
 def tasks() -> int:
-    """How many tasks were queued so far."""
+    """Return how many tasks were queued so far."""
     return _library.cudasim_tasks()
 
 
 def pending() -> int:
-    """How many of them have not run."""
+    """Return how many queued tasks have not run."""
     return _library.cudasim_pending()
 
 
 def blocked() -> int:
-    """How often the host was made to wait for the device so far."""
+    """Return how often the host has had to wait for the device so far."""
     return _library.cudasim_blocked()
 
 
 def memory_used_bytes() -> int:
-    """Of the device, by all that the driver gave."""
+    """Return the bytes of the device that the driver has given out."""
     return _library.cudasim_memory_used()
 
 
 def registered() -> int:
-    """How many pieces of the program's own memory are registered."""
+    """Return how many pieces of the program's own memory are registered."""
     return _library.cudasim_registered()
 
 
 @contextlib.contextmanager
 def memory_of(nbytes: int) -> Iterator[None]:
-    """The device has so much memory within."""
+    """Give the device this much memory."""
     before = _total_bytes()
     _library.cudasim_set_memory(ctypes.c_size_t(nbytes))
     try:
@@ -109,7 +109,7 @@ def memory_of(nbytes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pinned_memory_of(nbytes: int) -> Iterator[None]:
-    """So much host memory can be registered within."""
+    """Limit the host memory that can be registered."""
     _library.cudasim_set_pinned(ctypes.c_size_t(nbytes))
     try:
         yield
@@ -124,12 +124,12 @@ def _total_bytes() -> int:
 
 
 class ScheduledDevice(LeavesOut, CudaDevice):
-    """memplug's CUDA device, on the simulated runtime: within it, copies run "late", "early" or at "random".
+    """memplug's CUDA device on the simulated runtime: in its context, copies run "late", "early" or at "random".
 
     Args:
-        schedule: see above.
-        seed: of "random".
-        missing: a kind of wait that is left out, everywhere.
+        schedule: One of these three.
+        seed: Seed of "random".
+        missing: A kind of wait that is left out everywhere.
     """
 
     POLICIES = {"late": "computefirst", "early": "copyfirst", "random": "random"}
@@ -150,5 +150,5 @@ class ScheduledDevice(LeavesOut, CudaDevice):
 
     @property
     def violations(self) -> list[str]:
-        """One for each since it was made; what they are is on stderr."""
+        """Return an entry for each violation since the device was made; stderr describes them."""
         return ["see above"] * (violations() - self._before)

@@ -1,4 +1,4 @@
-"""`tests.support.forking` for ranks whose device is simulated CUDA: what they import is imported once.
+"""`tests.support.forking` for ranks on simulated CUDA: their libraries are imported once, before the fork.
 
 `python -m tests.cudasim.forked LIBRARIES` is the process that forks.
 """
@@ -22,7 +22,7 @@ MOST_PROCESSES = 2
 
 @contextlib.contextmanager
 def ranks_on_cuda(libraries: forking.Libraries) -> Iterator[Callable[..., str]]:
-    """Within, `tests.support.forking.launch_forked`, which it yields, has ranks of up to `MOST_PROCESSES` on CUDA."""
+    """Yield `tests.support.forking.launch_forked` for ranks of up to `MOST_PROCESSES` on CUDA."""
     forker = forking._Forker(libraries)
     forker.command = [sys.executable, "-m", "tests.cudasim.forked", libraries]
     on_cuda = functools.partial(environment, {"DS_ACCELERATOR": "cuda", "LOCAL_WORLD_SIZE": str(MOST_PROCESSES)})
@@ -37,7 +37,8 @@ def ranks_on_cuda(libraries: forking.Libraries) -> Iterator[Callable[..., str]]:
 
 
 if __name__ == "__main__":
-    # torch takes the counting of devices, which libraries do when they are imported, for use of them: no child has any
+    # Libraries count devices when they are imported. torch takes that for use of them, and then no forked child could
+    # have any.
     with mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: int(os.environ["LOCAL_WORLD_SIZE"])):
         status = forking.serve(sys.argv[1])
     sys.exit(status)

@@ -1,7 +1,7 @@
-"""`tests.support.megatron_worker` on simulated CUDA: the same trainings, with Megatron-Core's CUDA code as it is.
+"""`tests.support.megatron_worker` on simulated CUDA: the same trainings, with Megatron-Core's unchanged CUDA code.
 
-Started as that is, but a case is a block and a schedule: its policy and its seed. `FOLDER/RANK.json` gets name ->
-{"losses", "digests", "violations", "report"}.
+It takes the same arguments, but a case is a block and a schedule: its policy and its seed. `FOLDER/RANK.json` maps
+names to {"losses", "digests", "violations", "report"}.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def _on_device(micro_batches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def main() -> None:
-    """Runs all cases on this rank."""
+    """Run all cases on this rank."""
     sys.path.insert(0, str(megatron_worker.RECIPE))
     importlib.import_module("model")
     from megatron.core import parallel_state
 
-    torch.compiler.set_stance("force_eager")  # kernels that are compiled are not simulated
+    torch.compiler.set_stance("force_eager")  # compiled kernels are not simulated
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     folder, layout, cases = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])

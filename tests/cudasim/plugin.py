@@ -1,4 +1,4 @@
-"""CUDA without a GPU, as a plugin: `python -m pytest -p tests.cudasim.plugin ...`; README.md says what is simulated."""
+"""Simulated CUDA as a plugin: `python -m pytest -p tests.cudasim.plugin ...`; README.md says what is simulated."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import pytest
 from tests.cudasim.build import build
 
 PRELOAD = "LD_PRELOAD"
-SITE = Path(__file__).parent / "site"  # what puts gloo in NCCL's place, in this process and in those that it starts
+# its sitecustomize replaces NCCL by gloo, in this process and in those that it starts
+SITE = Path(__file__).parent / "site"
 
 
 def enter() -> None:
-    """Start this process anew with the simulated CUDA runtime in front of torch's, unless it is there already."""
+    """Restart this process with the simulated CUDA runtime in front of torch's, unless it is there already."""
     if "libcudasim" in os.environ.get(PRELOAD, ""):
         return
     library = str(build() / "libcudasim.so")
@@ -39,31 +40,32 @@ from tests.support.cuda_by_default import cuda_by_default, skip_those_of_the_cpu
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where the table of README.md is written."""
+    """Add the option for the table of README.md."""
     parser.addoption("--table", nargs=2, metavar=("FILE", "PLACE"), help="write what ran under which schedule there")
 
 
 def pytest_report_header() -> str:
-    """Which device tests find."""
+    """Return a line on the device that tests find."""
     return f"CUDA is simulated: schedule {os.environ.get('CUDASIM_POLICY', 'by the name of each test')}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of what only the CPU has are skipped."""
+    """Skip tests of features that only the CPU has."""
     skip_those_of_the_cpu(items)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def on_simulated_cuda(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Modules marked `device` have the simulated one for default."""
+    """Make the simulated device the default in modules marked `device`."""
     with cuda_by_default() if request.node.get_closest_marker("device") else contextlib.nullcontext():
         yield
 
 
 @pytest.fixture(autouse=True)
 def ordered(request: pytest.FixtureRequest, on_simulated_cuda: None) -> Iterator[None]:
-    """Tests of those modules run under a schedule that goes by their name; all fail where accesses of their tasks
-    conflict without being ordered, but for those marked `unordered`.
+    """Choose a schedule by the test's name in those modules, and fail a test whose accesses are unordered.
+
+    Tests marked `unordered` may have unordered accesses.
     """
     before = device.violations()
     device.used.clear()
@@ -72,26 +74,26 @@ def ordered(request: pytest.FixtureRequest, on_simulated_cuda: None) -> Iterator
             stack.enter_context(device.scheduled(schedule_of(request.node.nodeid)))
         yield
     if request.node.get_closest_marker("unordered") is not None:
-        torch.cuda.synchronize()  # what is under way is none of the next test's
+        torch.cuda.synchronize()  # unfinished work must not count for the next test
     else:
         assert device.violations() == before, "cudasim has told what is not ordered"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Note what the test ran under."""
+    """Note the schedules that the test ran under."""
     yield
     item.user_properties.append(("schedules", dict(device.used) or {str(device.current()): 1}))
 
 
 def schedule_of(name: str) -> device.Schedule:
-    """The same for the same name."""
+    """Return a schedule that depends on the name alone."""
     number = zlib.crc32(name.encode())
     return [*device.SCHEDULES, device.Schedule("random", number % 1000)][number % (len(device.SCHEDULES) + 1)]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """The table of what ran."""
+    """Print the table of tests and schedules, and write it to the file that was asked for."""
     passed = terminalreporter.stats.get("passed", [])
     rows = table.of([(report.nodeid, dict(report.user_properties).get("schedules", {})) for report in passed])
     terminalreporter.section("what ran under which schedule")

@@ -1,7 +1,7 @@
-"""The stand-ins of Transformer Engine and flash-attn on simulated CUDA; writes `FOLDER/RANK.json`.
+"""Runs the stand-ins of Transformer Engine and flash-attn on simulated CUDA; writes `FOLDER/RANK.json`.
 
-`torchrun --nproc-per-node 2 -m tests.cudasim.stand_in_worker FOLDER`. Results: case -> "schedule" -> numbers, and
-"violations" of each.
+`torchrun --nproc-per-node 2 -m tests.cudasim.stand_in_worker FOLDER`. Results: case -> schedule -> "numbers" and
+"violations".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCHEDULES = [Schedule("eager"), Schedule("lazy"), Schedule("computefirst"), Sche
 
 
 def layer(where: str) -> list[float]:
-    """Losses of a layer's training in FP8 by delayed scaling, in bfloat16, by flash-attn every other step."""
+    """Return losses of a layer that trains in FP8 by delayed scaling, in bfloat16, with flash-attn every other step."""
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -55,7 +55,7 @@ def layer(where: str) -> list[float]:
 
 
 def ring(where: str) -> list[float]:
-    """A number of each gradient of attention over the tokens of both ranks, every other step on another stream."""
+    """Return a number for each gradient of attention over both ranks' tokens, every other step on another stream."""
     import transformer_engine.pytorch as te
 
     torch.manual_seed(7 + dist.get_rank())
@@ -72,14 +72,14 @@ def ring(where: str) -> list[float]:
 
 
 def ring_without_waits(where: str) -> list[float]:
-    """The same where neither stream waits for the other: numbers of no meaning."""
+    """Run the same without waits between the streams; its numbers would mean nothing."""
     with mock.patch.object(torch.cuda.Stream, "wait_stream", lambda self, other: None):
         ring(where)
     return []
 
 
 def megatron(where: str) -> list[float]:
-    """Losses of a GPTModel of Transformer Engine's layers."""
+    """Return losses of a GPTModel with Transformer Engine's layers."""
     from megatron.core import parallel_state
 
     def on_device(*asked: Any) -> Any:
@@ -96,7 +96,7 @@ def megatron(where: str) -> list[float]:
 
 
 def run(case: Callable[[str], list[float]], where: str, schedule: Schedule) -> dict[str, Any]:
-    """Under a schedule."""
+    """Run a case under a schedule, and return its numbers and violations."""
     before = device.violations()
     with device.scheduled(schedule):
         numbers = case(where)
@@ -106,14 +106,14 @@ def run(case: Callable[[str], list[float]], where: str, schedule: Schedule) -> d
 
 
 def main() -> None:
-    """All cases on this rank."""
+    """Run all cases on this rank."""
     stand_in.use()
     sys.path.insert(0, str(megatron_worker.RECIPE))
     importlib.import_module("model")
     stand_in.transformer_engine_layers()
     from transformer_engine.stand_in import calls
 
-    torch.compiler.set_stance("force_eager")  # kernels that are compiled are not simulated
+    torch.compiler.set_stance("force_eager")  # compiled kernels are not simulated
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     results: dict[str, Any] = {}

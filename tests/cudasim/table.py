@@ -1,4 +1,4 @@
-"""The table of what ran under which schedule, as Markdown, and its place in a file."""
+"""The table of tests and the schedules that they ran under, as Markdown, and its place in a file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ POLICIES = ["eager", "lazy", "copyfirst", "computefirst"]
 
 
 def of(tests: list[tuple[str, dict[str, int]]]) -> str:
-    """One line for each file: how many of its tests passed, and how often under each schedule.
+    """Return a table with a line for each file: how many of its tests passed, and how often under each schedule.
 
     Args:
-        tests: name of each ("file::test[case]"), and how often it ran under which schedule ("random 3" has seed 3).
+        tests: Name of each ("file::test[case]"), and how often it ran under which schedule ("random 3" has seed 3).
     """
     files: dict[str, list[dict[str, int]]] = collections.defaultdict(list)
     for name, schedules in tests:
@@ -34,7 +34,7 @@ def of(tests: list[tuple[str, dict[str, int]]]) -> str:
 
 
 def write(file: str, place: str, rows: str) -> None:
-    """Between that file's comments `<!-- place -->` and `<!-- /place -->`."""
+    """Write the rows between the file's comments `<!-- place -->` and `<!-- /place -->`."""
     path = Path(file)
     between = re.compile(f"(?<=<!-- {place} -->\n).*?(?=<!-- /{place} -->)", re.DOTALL)
     text, times = between.subn(lambda _: rows + "\n", path.read_text())

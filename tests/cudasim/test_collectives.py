@@ -1,4 +1,4 @@
-"""NCCL's stand-in on two real processes: the numbers of gloo, and a race for whoever reads a result without wait."""
+"""NCCL's stand-in on two real processes: gloo's numbers, and a race if a result is read without waiting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What came of every collective, of each rank; all of them run in one launch."""
+    """Return each rank's results of every collective; all of them run in one launch."""
     folder: Path = tmp_path_factory.mktemp("collectives")
     launch(["tests.cudasim.collectives_worker", folder], module=True, env={"CUDASIM_RACES": "count"})
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
@@ -33,9 +33,11 @@ def test_what_is_waited_for_is_ordered(ranks: list[dict[str, Any]]) -> None:
 def test_a_result_that_is_read_without_wait_is_a_race(ranks: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(ranks):
         none = [name for name, races in rank["not waited"].items() if races == 0]
-        assert none == [name for name in rank["not waited"] if "broadcast" in name and number == 1], "who sends has it"
+        assert none == [name for name in rank["not waited"] if "broadcast" in name and number == 1], (
+            "the sender already has it"
+        )
     nobody = [name for name in ranks[0]["not waited"] if all(rank["not waited"][name] is None for rank in ranks)]
-    assert nobody == [], "somebody gets a result of each"
+    assert nobody == [], "some rank gets a result of each"
 
 
 def test_what_is_dropped_without_a_wait_keeps_its_memory_until_it_is_done(ranks: list[dict[str, Any]]) -> None:

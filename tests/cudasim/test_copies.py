@@ -1,4 +1,4 @@
-"""Rows travel by asynchronous copies whatever their layout, each by one."""
+"""Rows of any layout are copied asynchronously, each tensor by one copy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUTS: dict[str, Callable[[int], torch.Tensor]] = {
 
 
 def there_and_back(layout: str, length: int, fraction: float) -> int:
-    """The rows are what they were, and the host did not wait; returns how many tasks that took."""
+    """Swap rows and check that they return unchanged without the host waiting; return the number of tasks."""
     pool = HostPool(CudaDevice(0), 1 << 30, core())
     transfer = core().Transfer(CudaDevice(0).streams(core()), pool.rows)
     pool.reserve(1 << 20)

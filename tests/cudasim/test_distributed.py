@@ -1,4 +1,4 @@
-"""DeepSpeed on simulated CUDA, one process and two: training with memplug equals training without, to the bit."""
+"""DeepSpeed on simulated CUDA, in one process and two: memplug does not change the training, to the bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 
 @pytest.fixture(scope="module")
 def launch() -> Iterator[Callable[..., str]]:
-    """Runs a module on ranks."""
+    """Yield a function that runs a module on ranks."""
     with ranks_on_cuda("deepspeed") as launch:
         yield launch
 

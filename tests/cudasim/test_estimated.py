@@ -1,4 +1,4 @@
-"""A plan that was estimated without the device is that of a run on it, which finishes with it in less memory."""
+"""A plan estimated without the device fits a run on it, which then finishes in less memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def plan_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the plan, by a process that has no CUDA."""
+    """Return a folder with the plan, made by a process without CUDA."""
     folder = tmp_path_factory.mktemp("plan")
     command = [sys.executable, "-m", "tests.support.estimated_worker", str(folder), torch.cuda.get_device_name()]
     env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
@@ -35,7 +35,7 @@ def plan_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def limited() -> Iterator[None]:
-    """Torch has so much of the device's memory."""
+    """Limit torch's share of the device's memory."""
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -47,7 +47,7 @@ def limited() -> Iterator[None]:
 
 
 def train(settings: dict | None) -> tuple[list[float], dict]:
-    """Losses, and memplug's report at the end; without settings there is no memplug."""
+    """Return losses, and memplug's report at the end; without settings memplug is off."""
     job = workload()
     torch.manual_seed(0)
     with torch.device("cuda"):

@@ -1,4 +1,4 @@
-"""The plan that `memplug estimate --gpus 2` writes is that of a DeepSpeed run on two ranks, from its first step."""
+"""A DeepSpeed run on two ranks uses the plan that `memplug estimate --gpus 2` wrote, from its first step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPE = {
 
 
 def ds_config(stage: int, plan_dir: Path) -> dict[str, Any]:
-    """With 32 sequences a rank and step, of which memplug swaps some."""
+    """Return a configuration with 32 sequences a rank and step, some of which memplug swaps."""
     return {
         "train_batch_size": 64,
         "train_micro_batch_size_per_gpu": 16,
@@ -56,13 +56,13 @@ def ds_config(stage: int, plan_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def launch() -> Iterator[Callable[..., str]]:
-    """Runs a module on ranks."""
+    """Yield a function that runs a module on ranks."""
     with ranks_on_cuda("deepspeed") as launch:
         yield launch
 
 
 def estimate(folder: Path) -> None:
-    """By a process that has no CUDA, for a GPU of this one's name."""
+    """Write the plan, by a process without CUDA, for a GPU of this one's name."""
     hardware = json.loads((ROOT / "configs" / "hardware" / "h200.json").read_text())
     (folder / "gpu.json").write_text(json.dumps({**hardware, "name": torch.cuda.get_device_name()}))
     asked = [folder / "ds.json", "--model", folder / "model.yaml", "--gpu", folder / "gpu.json", "--gpus", 2]

@@ -1,5 +1,6 @@
-"""Regions whose inputs another stream makes, for which only code inside of the region, or behind it, waits: copies out
-start after that, and no memory is reused while another stream reads it.
+"""Regions whose inputs another stream makes; only code inside of the region, or after it, waits for that stream.
+
+Copies out start after that wait, and no memory is reused while another stream reads it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Waiting(nn.Module):
 
 
 class LaterView(Waiting):
-    """Looks at its input, and makes memory like it, before it waits."""
+    """Takes a view of its input, and allocates memory like it, before it waits."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, like = x.view(-1, 32), torch.empty_like(x)
@@ -64,7 +65,7 @@ class LaterView(Waiting):
 
 
 class Writing(Waiting):
-    """Writes to its input in place, once it has waited."""
+    """Writes to its input in place after waiting."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         main = torch.cuda.current_stream()
@@ -76,7 +77,7 @@ class Writing(Waiting):
 
 
 class Aside(Waiting):
-    """Reads its input on a third stream first, which waits for the maker alone."""
+    """Reads its input first on a third stream, which waits only for the maker."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__(side)
@@ -95,7 +96,7 @@ class Aside(Waiting):
 
 
 class RecordsFirst(Waiting):
-    """Tells the allocator of the stream that is to read its input before it waits."""
+    """Calls `record_stream` for the stream that will read its input before it waits."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         main = torch.cuda.current_stream()
@@ -122,7 +123,7 @@ class WaitsItself(torch.autograd.Function):
 
 
 class InFunction(Waiting):
-    """Reads its input in a function alone, which waits by itself."""
+    """Reads its input only in an autograd function, which waits by itself."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = WaitsItself.apply(x, self.side)
@@ -130,7 +131,7 @@ class InFunction(Waiting):
 
 
 class OfView(Waiting):
-    """The same of a view of its input."""
+    """The same with a view of its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = WaitsItself.apply(x.view(-1, 32), self.side)
@@ -138,7 +139,7 @@ class OfView(Waiting):
 
 
 class Filled(torch.autograd.Function):
-    """Fills its result past operators, as a kernel of an extension does, once it has waited."""
+    """Waits, then fills its result without operators, as an extension's kernel does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
@@ -158,7 +159,7 @@ class Filled(torch.autograd.Function):
 
 
 class InUnit(Waiting):
-    """The same of a function whose kernels no operator shows."""
+    """The same with a function whose kernels no operator shows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = Filled.apply(x, self.side)
@@ -169,7 +170,7 @@ LAYERS = [Waiting, LaterView, Writing, Aside, RecordsFirst, InFunction, OfView, 
 
 
 class Block(nn.Module):
-    """A region that another stream has no part in, unless `second` is read."""
+    """A region that uses the other stream's tensor only if `reads` is set."""
 
     def __init__(self, side: torch.cuda.Stream, reads: bool):
         super().__init__()
@@ -183,7 +184,7 @@ class Block(nn.Module):
 
 
 class SecondInput(nn.Module):
-    """Another stream makes a second input of all regions; those behind the first two wait for it, and read it."""
+    """Another stream makes a second input of all regions; those after the first two wait for it and read it."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()
@@ -199,7 +200,7 @@ class SecondInput(nn.Module):
 
 
 class SplitsOff(nn.Module):
-    """A region of which another stream reads a tensor, for which nothing waits before the end of the model."""
+    """A region with a tensor that another stream reads; nothing waits for that before the end of the model."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()
@@ -214,7 +215,7 @@ class SplitsOff(nn.Module):
 
 
 class JoinsLast(nn.Module):
-    """Autograd keeps what the other stream reads, so that a script need not tell the allocator."""
+    """Autograd keeps the tensors that the other stream reads, so a script need not call `record_stream`."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()

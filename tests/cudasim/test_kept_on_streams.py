@@ -1,5 +1,6 @@
-"""Scripts that train on two streams and keep tensors of every step: the arena serves them, their values hold, and every
-access is ordered.
+"""Scripts that train on two streams and keep tensors of every step.
+
+The arena serves these tensors, their values hold, and every access is ordered.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ STEPS = 40
 
 
 class Script:
-    """What a script keeps, made on whichever stream."""
+    """Tensors that a script keeps, made on either stream."""
 
     def __init__(self) -> None:
         self.side = torch.cuda.Stream()
@@ -42,7 +43,7 @@ class Script:
 
 
 def of_both_streams(script: Script, step: int, out: torch.Tensor) -> None:
-    """Copies for ever: of the main stream, and of the other one."""
+    """Keep copies forever, made on the main stream and on the other one."""
     script.kept.append(out.detach()[:, :4].clone())
     source = out.detach()
     source.record_stream(script.side)
@@ -50,7 +51,7 @@ def of_both_streams(script: Script, step: int, out: torch.Tensor) -> None:
 
 
 def for_three_steps(script: Script, step: int, out: torch.Tensor) -> None:
-    """The other stream goes on reading what is freed here; its results are kept."""
+    """Free tensors that the other stream still reads, and keep its results."""
     script.window.append(out.detach().clone())
     made = script.on_side(lambda: (script.window[0] * 2).cos())
     script.window[0].record_stream(script.side)
@@ -60,7 +61,7 @@ def for_three_steps(script: Script, step: int, out: torch.Tensor) -> None:
 
 
 def freed_on_the_other(script: Script, step: int, out: torch.Tensor) -> None:
-    """Large ones, made on the other stream, which go a step later without a wait for it."""
+    """Make large tensors on the other stream, and free them a step later without waiting for it."""
     source = out.detach()
     source.record_stream(script.side)
     script.window.append(script.on_side(lambda: source.repeat(4, 1).exp()))
@@ -70,7 +71,7 @@ def freed_on_the_other(script: Script, step: int, out: torch.Tensor) -> None:
 
 
 def now_and_then(script: Script, step: int, out: torch.Tensor) -> None:
-    """Some of the other stream for a while, of which one stays."""
+    """Keep some tensors of the other stream for a while, and one of them to the end."""
     if step % 7 == 0:
         script.kept.append(script.on_side(lambda: torch.full((64, 32), float(step), device="cuda")))
     if step % 20 == 19:

@@ -1,4 +1,4 @@
-"""Megatron-Core on simulated CUDA, on two processes: gradients and losses of training without memplug, to the bit."""
+"""Megatron-Core on simulated CUDA, on two processes: memplug changes neither gradients nor losses, to the bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def block(alpha: float, arena: bool) -> dict[str, Any]:
-    """That swaps even the smallest tensor."""
+    """Return a block that swaps even the smallest tensor."""
     return {
         "enabled": True,
         "plan_dir": False,

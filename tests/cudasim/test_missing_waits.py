@@ -1,5 +1,7 @@
-"""Each wait of the arena's streams, left out of a copy of the core, is noticed. Those of the executor are left out in
-tests/tokenwise/engine/test_races.py. The recorder has none: it notes what the host does.
+"""Each wait of the arena's streams, left out of a copy of the core, is noticed.
+
+Waits of the executor are left out in tests/tokenwise/engine/test_races.py. The recorder has none: it records what the
+host does.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from tests.support.folders import ROOT
 
 pytestmark = pytest.mark.gpu
 
-# what is left out, in which file, and the ways to train that it is noticed in
+# for each wait: its file, its line, and the ways to train in which a test notices that it is missing
 WAITS = {
     "bytes that another stream of the plan uses at other times": (
         "arena.cpp",
@@ -58,8 +60,8 @@ WAITS = {
 
 
 def run(folder: Path, *ways: str) -> int:
-    """How many accesses were not ordered in these ways to train of `arena_streams`, with the package in that folder."""
-    # memory that is mapped as it is needed: giving back what is cached does not wait for the whole device
+    """Train as `arena_streams` does, with the package in that folder; return the number of unordered accesses."""
+    # Expandable segments: releasing cached memory does not wait for the whole device.
     environment = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ["PYTHONPATH"], str(ROOT)])
     done = subprocess.run(

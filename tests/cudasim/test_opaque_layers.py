@@ -1,5 +1,7 @@
-"""Layers whose kernels no operator shows, under memplug on simulated CUDA: the stand-ins of Transformer Engine and
-flash-attn queue theirs on the current stream, and memplug's copies of what they saved run on streams of its own.
+"""Layers whose kernels no operator shows, with memplug on simulated CUDA.
+
+The stand-ins of Transformer Engine and flash-attn queue their kernels on the current stream, and memplug's copies of
+the tensors that they saved run on streams of their own.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 }
 ON_CUDA = {name: {**program, "steps": STEPS, "device": "cuda"} for name, program in PROGRAMS.items()}
 CASES = {
-    # without memplug, kernels run as they are queued, and numbers are the same anyway
+    # Without memplug, kernels run in the order in which they are queued, so one schedule is enough.
     name: {**case, "schedules": SCHEDULES if case["memplug"] else [["eager"]]}
     for name, case in cases_of(ON_CUDA, regions=["layers.*"]).items()
 }

@@ -1,4 +1,4 @@
-"""Ranks on simulated CUDA, over NCCL's stand-in, that do not all train, or do not end as many steps."""
+"""Ranks on simulated CUDA, over NCCL's stand-in, that do not all train, or that end different numbers of steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 
 @pytest.fixture(scope="module")
 def launch() -> Iterator[Callable[..., str]]:
-    """Runs a module on ranks."""
+    """Yield a function that runs a module on ranks."""
     with ranks_on_cuda("deepspeed") as launch:
         yield launch
 

@@ -1,5 +1,6 @@
-"""Regions that run a part of their forward on another stream: backward, restored tensors and recompute passes are
-ordered as they would be without memplug, whichever stream asks first.
+"""Regions that run a part of their forward on another stream.
+
+Backward, restored tensors and recompute passes are ordered as without memplug, whichever stream asks first.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class WithWeight(Beside):
 
 
 class AskingAside(nn.Module):
-    """Backward asks on the other stream first: a recompute pass runs there, and the main stream reads its results."""
+    """Backward asks on the other stream first: the recompute pass runs there, and the main stream reads its results."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()
@@ -51,7 +52,7 @@ class AskingAside(nn.Module):
         u = y.tanh()
         self.side.wait_stream(main)
         with torch.cuda.stream(self.side):
-            z = y.sin().exp()  # one gradient: no sum of two lets the main stream wait before it reads `u`
+            z = y.sin().exp()  # one gradient: no sum of two makes the main stream wait before it reads `u`
         y.record_stream(self.side)
         main.wait_stream(self.side)
         z.record_stream(main)
@@ -100,7 +101,7 @@ def test_every_access_is_ordered_and_values_hold(
 
 @pytest.mark.unordered
 def test_a_missing_wait_for_the_stream_that_restored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other waits are left out in tests/tokenwise/engine/test_races.py."""
+    """Leave out one wait; tests/tokenwise/engine/test_races.py leaves out the others."""
     monkeypatch.setattr(CudaDevice, "streams", leaving_out_of(CudaDevice, Wait.USE_FOR_COMPUTE))
     before = device.violations()
     with scheduled(Schedule("copyfirst")):

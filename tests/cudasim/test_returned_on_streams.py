@@ -1,5 +1,7 @@
-"""A swap list on two streams: a storage that returns is there for whichever stream reads it next, and its memory, the
-former and the new one, is reused only after all of them.
+"""A swap list on two streams.
+
+A storage that returns is ready for the stream that reads it next, whichever that is. Its memory, the former and the new
+one, is reused only after all streams are done with it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ COUNT = 4096
 
 @pytest.fixture(params=ORDERS, ids=str, autouse=True)
 def ordered(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Under each schedule: no access is unordered."""
+    """Run under each schedule, and check that no access is unordered."""
     before = device.violations()
     with scheduled(request.param):
         yield
@@ -40,7 +42,7 @@ def ordered(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def swapper() -> Iterator[Any]:
-    """In force, with all operators seen, for a list without targets: tests say what leaves and returns."""
+    """Yield an active swapper that sees all operators, for an empty list: tests say what leaves and returns."""
     core, own = native.load(), device_of(torch.device("cuda"))
     pool = HostPool(own, SLAB_BYTES, core)
     pool.reserve(SLAB_BYTES)
@@ -67,7 +69,7 @@ def test_the_other_stream_waits_for_what_returned_for_the_first(swapper: Any) ->
     weights, found = [sample(seed) for seed in range(4)], []
     with torch.cuda.stream(side):
         torch.ones(1, device="cuda")
-    side.wait_stream(main)  # for all that was written; none of the weights is written to again
+    side.wait_stream(main)  # for all writes; none of the weights is written to again
     for _ in range(3):
         for key, weight in enumerate(weights):
             away(swapper, weight, key)
@@ -144,7 +146,7 @@ def test_between_two_steps_the_other_stream_finds_what_returned(swapper: Any) ->
 
 
 class Reading(nn.Module):
-    """Both streams read a tensor in backward, the main one first: nothing lets the other one wait for it in between."""
+    """Both streams read a tensor in backward, the main one first; the other does not wait for it in between."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Many random schedules of the arena, of a session that plans, and of ZeRO 3: to the bit, and nothing is unordered."""
+"""Many random schedules of the arena, of a planning session, and of ZeRO 3: nothing changes, nothing is unordered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated device does what CUDA does: numbers, order, memory, copies, statistics, graphs."""
+"""The simulated device behaves like CUDA: numbers, order, memory, copies, statistics, graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 def train(where: str, dtype: torch.dtype = torch.float32) -> list[float]:
-    """Losses of a tiny Llama; dropout is off, as the devices draw other numbers."""
+    """Return losses of a tiny Llama; without dropout, because the devices draw different random numbers."""
     torch.manual_seed(0)
     model = llama().to(where, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -80,7 +80,7 @@ def test_a_missing_wait_gives_wrong_numbers_under_the_schedule_that_it_loses() -
             torch.cuda.synchronize()
             results[schedule.policy] = copy.cpu()
     assert results["eager"].unique().tolist() == [6.0]
-    assert results["copyfirst"].unique().tolist() != [6.0], "what is read had not been written"
+    assert results["copyfirst"].unique().tolist() != [6.0], "it reads memory that has not been written"
 
 
 def test_memory_ends_at_the_capacity_and_what_is_freed_can_be_had_again() -> None:
@@ -102,7 +102,7 @@ def test_registration_is_refused_beyond_what_can_be_pinned_and_for_what_is_regis
     assert int(cudart.cudaHostRegister(host.data_ptr(), MIB, 0)) == 712, "registered already"
     assert int(cudart.cudaHostUnregister(host.data_ptr())) == 0 and device.registered() == before
     with pytest.raises(RuntimeError):
-        torch.zeros(1, device="cuda")  # the last error is told by the next launch, whoever's it is
+        torch.zeros(1, device="cuda")  # the next launch reports the last error, even of another call
     assert torch.zeros(1, device="cuda").item() == 0
 
 
@@ -180,7 +180,8 @@ def test_a_captured_graph_replays_and_a_stream_that_does_not_join_again_is_refus
     for _ in range(3):
         graph.replay()
     assert x.unique().tolist() == [3.0]
-    with torch.cuda.stream(torch.cuda.current_stream()):  # torch leaves the capture's stream current where it fails
+    # torch leaves the capture's stream current if the capture fails
+    with torch.cuda.stream(torch.cuda.current_stream()):
         with pytest.raises(RuntimeError, match="[uU]njoined"), torch.cuda.graph(torch.cuda.CUDAGraph()):
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):

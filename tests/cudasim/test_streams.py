@@ -1,4 +1,4 @@
-"""Several streams, graphs that are dropped, sessions that are dropped, and capture into CUDA graphs."""
+"""Several streams, dropped graphs, dropped sessions, and capture into CUDA graphs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def gradients(network: torch.nn.Module) -> torch.Tensor:
 
 
 def on_two_streams(alpha: float | str | None) -> torch.Tensor:
-    """Forwards on two streams, then both backwards; the gradients of the last of three steps."""
+    """Run forwards on two streams, then both backwards; return the gradients of the last of three steps."""
     network, generator = model(), torch.Generator().manual_seed(3)
     session = memplug.attach(network, block(alpha, **ALONE)) if alpha is not None else None
     streams, found = [torch.cuda.Stream() for _ in range(2)], torch.empty(0)
@@ -74,7 +74,7 @@ def test_forwards_in_flight_on_two_streams_have_the_gradients_without_memplug(
 @pytest.mark.parametrize("schedule", [Schedule("lazy"), Schedule("copyfirst")], ids=str)
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_rounding_buffers_are_ordered_after_the_stream_that_ends_the_step(alpha: float, schedule: Schedule) -> None:
-    """Gradients are made on two streams, and read and freed on a third, which alone is ordered after that."""
+    """Make gradients on two streams; read and free them on a third, the only one that is ordered after that."""
     network, generator = model(), torch.Generator().manual_seed(3)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     session = memplug.attach(network, block(alpha, arena={"enabled": False}))
@@ -109,14 +109,14 @@ def test_a_session_that_is_dropped_gives_all_that_it_held_back_once_its_copies_a
             network.zero_grad()
             session.step()
         x = tokens()
-        network(x, labels=x)  # whose copies are under way
+        network(x, labels=x)  # its copies are under way
         assert device.registered() > before
         pool = weakref.ref(session._attached.executor.pool)
         del session, network, x
         gc.collect()
         assert pool() is None and device.registered() == before
         assert reserved_bytes() == 0
-        Recorder("cuda").stop()  # there may be another one
+        Recorder("cuda").stop()  # works only if the process has no other recorder
 
 
 UNMAP = """
@@ -128,7 +128,7 @@ session = memplug.attach(network, block(1.0, **ALONE))
 x = torch.randint(0, 128, (8, 512)).cuda()
 torch.cuda.synchronize()
 out = network(x, labels=x).loss
-del out  # no backward: what the last two regions hold goes with the graph
+del out  # no backward: the graph's end frees the tensors of the last two regions
 session._attached.executor.transfer.drain()
 torch.cuda.empty_cache()
 assert device.violations() == 0

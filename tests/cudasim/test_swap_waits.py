@@ -1,5 +1,6 @@
-"""Each wait of the swap list's copies, left out, is noticed. Those of regions are left out in
-tests/tokenwise/engine/test_races.py.
+"""Each wait of the swap list's copies, left out, is noticed.
+
+Waits of regions are left out in tests/tokenwise/engine/test_races.py.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from tests.support.extension import Wait, leaving_out
 pytestmark = pytest.mark.gpu
 
 SLAB_BYTES, COUNT = 1 << 20, 4096
-WAITS = [wait for wait in Wait if wait is not Wait.USE_FOR_COMPUTE]  # a storage is no other stream's
+WAITS = [wait for wait in Wait if wait is not Wait.USE_FOR_COMPUTE]  # a storage belongs to no other stream
 
 
 def unordered(missing: Wait | None) -> int:
-    """Returns how many accesses are unordered, under all schedules, while storages leave and return."""
+    """Return how many accesses are unordered, over all schedules, while storages leave and return."""
     before = device.violations()
     for schedule in SCHEDULES:
         with scheduled(schedule):
@@ -31,7 +32,7 @@ def unordered(missing: Wait | None) -> int:
 
 
 def there_and_back(missing: Wait | None) -> None:
-    """Storages leave and return just before and after operators write to them and to the memory that they leave."""
+    """Offload and return storages around operators that write to them and to their former memory."""
     core, own = native.load(), device_of(torch.device("cuda"))
     pool = HostPool(own, SLAB_BYTES, core)
     pool.reserve(SLAB_BYTES)
@@ -44,14 +45,14 @@ def there_and_back(missing: Wait | None) -> None:
         swapper.release(1)
         other = torch.zeros(COUNT, device="cuda").cos_()  # in its memory
         del other
-        swapper.prefetch(1)  # so is this
+        swapper.prefetch(1)  # also in its memory
         tensor * 2
         assert swapper.offload(tensor, 2)
-        tensor.add_(1)  # it stays
+        tensor.add_(1)  # a write: it stays on the device
         assert swapper.offload(tensor, 3)
         swapper.release(3)
         swapper.prefetch(3)
-        del tensor  # on its way back
+        del tensor  # while it is being prefetched
     assert core.end_swap_step()
     assert swapper.host_bytes == 0
     core.unload_swap_list()

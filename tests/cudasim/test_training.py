@@ -1,4 +1,4 @@
-"""Training with memplug on the simulated device equals training without, to the bit, whatever the schedule."""
+"""Training with memplug on the simulated device equals training without, to the bit, under any schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANDOM = [Schedule("random", seed) for seed in range(1, 4)]
 
 
 def selected(name: str) -> list[Any]:
-    """Each schedule, of which two run for every case unless the long tests are asked for: not the same for all."""
+    """Return a case under each schedule; all but two, different ones for each case, are marked as long."""
     schedules = [*SCHEDULES[1:], *RANDOM, SCHEDULES[0]]
     first = 2 * list(CASES).index(name)
     short = {schedules[(first + i) % len(schedules)] for i in range(2)}

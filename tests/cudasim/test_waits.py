@@ -1,4 +1,4 @@
-"""The host never waits for the device in a step that is planned; while plans are made, it is known how often."""
+"""The host never waits for the device in a planned step; while plans are made, the number of waits is known."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.support.beside_plain import ROWS, Training
 
 pytestmark = pytest.mark.gpu
 
-STEPS = 24  # more than one in eight, which is watched
+STEPS = 24  # one step in eight is watched; this has more than one of them
 CHECKED = 1  # the step whose times a number for alpha is checked against
 BEGINS: dict[str, list[str]] = {"alpha 0.5": [], "alpha 1, arena": ["serving"], "auto": ["stable", "serving"]}
 CASES = {"alpha 0.5": block(0.5, **ALONE), "alpha 1, arena": block(1.0), "auto": block()}
 
 
 def waits(used: dict[str, Any] | None) -> tuple[list[int], list[str]]:
-    """How often the host waited in each step, and what the session's arena did at its end."""
+    """Return how often the host waited in each step, and the state of the session's arena after it."""
     network, generator = model(), torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
     session = memplug.attach(network, used) if used else None
@@ -61,7 +61,7 @@ def test_the_host_waits_in_no_step_under_a_swap_list_that_has_settled() -> None:
     with torch.device("cuda"), scheduled(Schedule("lazy")):
         training = Training()
         x = training.inputs()
-        training.inputs = lambda rows=ROWS: x  # the list is made of steps with the same one
+        training.inputs = lambda rows=ROWS: x  # the list is made from steps with the same inputs
         training.until_it_swaps()
         former = training.report
         waited = []

@@ -1,4 +1,4 @@
-"""A tiny Llama that trains on the device with a block and without, and what came of it."""
+"""A tiny Llama that trains on the device with and without memplug, and its results."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ALONE = {"profiler": {"enabled": False}, "arena": {"enabled": False}}
 
 
 def block(alpha: float | str = "auto", **parts: Any) -> dict[str, Any]:
-    """That swaps even the smallest tensor."""
+    """Return a block that swaps even the smallest tensor."""
     swapping = {"tokenwise": {"alpha": alpha, "min_offload_bytes": 1}}
     return {"enabled": True, "plan_dir": False, **swapping, **parts}
 
 
 def model(dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> LlamaForCausalLM:
-    """Four layers with grouped queries; the same weights at every call."""
+    """Return a model of four layers with grouped queries; each call returns the same weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128,
@@ -39,7 +39,7 @@ def model(dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> LlamaForC
 
 @dataclass(frozen=True)
 class Case:
-    """How to train."""
+    """A configuration of the training."""
 
     block: dict[str, Any]
     steps: int = 5
@@ -60,7 +60,7 @@ class Trained:
 
 
 def train(case: Case, with_memplug: bool = True) -> Trained:
-    """Everything is on the CPU at the end."""
+    """Train, and return the results on the CPU."""
     network = model(case.dtype, case.dropout)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
     generator, result, losses = torch.Generator().manual_seed(1), Trained(), []
@@ -116,5 +116,5 @@ CASES = {
 
 @functools.cache
 def reference(name: str) -> Trained:
-    """Without memplug, once; a schedule changes nothing of it."""
+    """Return the results without memplug, which do not depend on the schedule, and so are computed once."""
     return train(CASES[name], with_memplug=False)

@@ -1,4 +1,4 @@
-"""Trainings with ZeRO on ranks of simulated CUDA, each step under a schedule of its own."""
+"""Trainings with ZeRO on ranks of simulated CUDA, each step under its own schedule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 from tests.support.hosts import block
 
 SCHEDULES = [("lazy", 0), ("copyfirst", 0), ("computefirst", 0), ("random", 1)]
-STEPS_BEFORE = [2, 2, 2, 4]  # a plan is made; ZeRO 3 learns what to fetch, which makes it a program of its own
+# by stage, while a plan is made; ZeRO 3 first learns what to fetch, which is another program
+STEPS_BEFORE = [2, 2, 2, 4]
 MICRO_BATCHES = 2
 BLOCKS = {"without": None, "0.5": block(alpha=0.5), "auto": block()}
 FIELDS = {
@@ -21,7 +22,7 @@ FIELDS = {
 def case(
     stage: int, memplug: dict[str, Any] | None, processes: int, schedules: list[tuple[str, int]] = SCHEDULES
 ) -> dict[str, Any]:
-    """A training in which each step has a schedule: some while a plan is made, then these."""
+    """Return a training whose steps each have a schedule: first those while a plan is made, then `schedules`."""
     schedules = SCHEDULES[: STEPS_BEFORE[stage]] + schedules
     zero = {
         "stage": stage,

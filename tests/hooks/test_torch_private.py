@@ -30,7 +30,7 @@ def refusal() -> str:
 def test_a_name_that_torch_lacks_is_said_at_attach_and_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_private, "_lacking", [])
     lacking = torch_private._name("torch._C._no_such_name", "does this and that")
-    with pytest.raises(UnsupportedVersionError, match=r"has no torch\._C\._no_such_name, by which memplug does this"):
+    with pytest.raises(UnsupportedVersionError, match=r"has no torch\._C\._no_such_name, with which memplug does this"):
         lacking(1)
     assert "torch._C._no_such_name" in refusal()
 
@@ -55,12 +55,12 @@ def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["_stance", "DynamoStance", "_callback_from_stance"])
 def test_a_stance_that_moved_is_said_at_attach(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(f"torch._dynamo.eval_frame.{name}")
-    assert f"has no torch._dynamo.eval_frame.{name}, by which memplug" in refusal()
+    assert f"has no torch._dynamo.eval_frame.{name}, with which memplug" in refusal()
 
 
 def test_a_stance_that_is_read_no_more_is_said_at_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._dynamo.eval_frame._callback_from_stance", lambda callback: callback)
-    assert "compiles whatever torch._dynamo.eval_frame._stance is" in refusal()
+    assert "ignores torch._dynamo.eval_frame._stance, with which memplug" in refusal()
 
 
 def test_a_compiled_function_runs_as_it_is_written_where_regions_run() -> None:

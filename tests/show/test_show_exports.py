@@ -220,6 +220,6 @@ def test_chrome_trace_can_be_made_of_any_recording_with_operators(recording):
 
 
 def test_chrome_trace_of_requests_alone_is_refused_and_nothing_is_written(tmp_path):
-    with pytest.raises(MemplugError, match="only requests for memory"):
+    with pytest.raises(MemplugError, match="only memory requests"):
         write_chrome(load(LEGACY[0]), tmp_path / "trace.json")
     assert not (tmp_path / "trace.json").exists()

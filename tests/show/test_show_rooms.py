@@ -32,7 +32,7 @@ words = [run("show", "plan.json"), run("diff", "plan.json", "plan.json"), run("c
 run("show", "trace.npz", "--html", "trace.html")
 planned = CliRunner().invoke(app, ["plan", "trace.npz"])
 if sys.argv[1] == "arena":
-    assert planned.exit_code == 1 and "memplug/arena is not there" in planned.output, planned.output
+    assert planned.exit_code == 1 and "memplug/arena is missing" in planned.output, planned.output
 else:
     assert planned.exit_code == 0, (planned.output, planned.exception)
 from memplug.show.techniques import in_place

@@ -1,13 +1,13 @@
-// Copies of device memory to a store beside it and back: two copy streams, and events that order them with the streams that
-// operators run on. All that memplug moves, by rows or whole, moves through this.
+// Copies device memory to a store and back, on two copy streams, with events that order them with the streams that
+// operators run on. All that memplug moves, by rows or whole, moves through this class.
 //
-// Device memory belongs to a stream, its owner. Three rules make every reuse of memory safe, in the order of events alone
-// (`Wait` names each one):
-//   1. device memory is released, or written in place, only after its owner has waited for the copy out that reads it;
-//   2. a copy in starts only after the present of the owner: earlier users of the new device memory are done, and so, by
-//      rule 1, is the copy out that filled the slot;
-//   3. a slot goes back to its store only after the owner has waited for every copy in that reads it, and a copy out starts
-//      only after the present of all `users()`.
+// Device memory belongs to a stream, its owner. Three rules make every reuse of memory safe by the order of events
+// alone (each `Wait` names its case):
+//   1. Device memory is released, or written in place, only after its owner has waited for the copy out that reads it.
+//   2. A copy in starts only after the work queued on the owner so far: earlier users of the new device memory are
+//      done, and so, by rule 1, is the copy out that filled the slot.
+//   3. A slot returns to its store only after the owner has waited for every copy in that reads it, and a copy out
+//      starts only after the work queued so far on all `users()`.
 //
 // Guarded by its owner's lock: Python's, or `swap_mutex`.
 #pragma once
@@ -26,10 +26,10 @@ namespace memplug {
 
 class Copies {
  public:
-  // What a copy may still use although nobody will ask for it. `free()` releases the device memory.
+  // Memory that a copy may still use although it is no longer needed. `free()` releases the device memory.
   struct Abandoned {
     StreamRef owner;
-    EventRef prefetched, offloaded; // that the owner has not waited for yet
+    EventRef prefetched, offloaded; // copies that the owner has not waited for yet
     std::optional<Slot> slot;
     std::function<void()> free;
   };
@@ -42,7 +42,7 @@ class Copies {
     return *streams_;
   }
 
-  // Streams that operators have run on. `note_user`: one more, if it is not known yet; returns its number.
+  // Streams that operators have run on. `note_user` adds one if it is new, and returns its number.
   const std::vector<StreamRef>& users() const {
     return users_;
   }
@@ -50,37 +50,40 @@ class Copies {
     return streams_->number_among(users_, stream);
   }
 
-  // Reserves room in the store; empty: there is none, which counts.
+  // Reserves space in the store; empty if there is none, which is counted.
   std::optional<Slot> take(int64_t nbytes);
   void give(const Slot& slot) {
     store_->give(slot);
   }
 
-  // Starts the copy out of rows that belong to `owner`, after the present of all users. Returns its end.
+  // Starts the copy out of rows that belong to `owner`, after the work queued so far on all users. Returns the event of
+  // its end.
   EventRef offload(const at::Tensor& rows, const Slot& slot, const StreamRef& owner);
 
-  // Starts the copy in to rows that belong to `owner`, after its present. Returns its end.
+  // Starts the copy in to rows that belong to `owner`, after the work queued on it so far. Returns the event of its
+  // end.
   EventRef prefetch(const at::Tensor& rows, const Slot& slot, const StreamRef& owner);
 
-  // Copies in from now on start after that stream's present too.
+  // Makes later copies in start after the work queued so far on that stream too.
   void prefetch_after(const StreamRef& stream);
 
-  // A stream of operators waits for a copy.
+  // Makes a stream of operators wait for a copy.
   void wait(const StreamRef& stream, const EventRef& event, Wait why) {
     times.around(*streams_, stream, [&] { streams_->wait(stream, event, why); });
   }
 
-  // So do the owner, and the stream that operators run on now where that is another.
+  // Makes the owner wait, and also the current stream of operators if it is another.
   void wait_on_its_streams(const StreamRef& owner, const EventRef& event, Wait why);
 
-  // To be given back by `drain`, once the owner has waited for the copy in that writes to it, or for the copy out that reads
-  // it: what that writes is never read, but memory may be given back to the system while it reads.
+  // Leaves memory to `drain`, which releases it once the owner has waited for the copy in that writes to it, or for the
+  // copy out that reads it. The copy's data is not needed, but the memory must not return to the system while a copy
+  // uses it.
   void abandon(Abandoned abandoned) {
     abandoned_.push_back(std::move(abandoned));
   }
   void drain();
 
-  // The store is about to go: no slot is given back any more.
+  // Called before the store is destroyed: from then on no slot returns to it.
   void close() {
     drain();
     closed_ = true;
@@ -89,9 +92,9 @@ class Copies {
     return closed_;
   }
 
-  StepTimes times; // of waits, and on the CPU of the copies themselves, while that is asked for
-  int64_t offloaded_bytes = 0, prefetched_bytes = 0; // of copies that were started
-  int64_t refused = 0, refused_bytes = 0; // the store had no room
+  StepTimes times; // of waits and, on the CPU, of the copies themselves, while they are measured
+  int64_t offloaded_bytes = 0, prefetched_bytes = 0; // by all copies that were started
+  int64_t refused = 0, refused_bytes = 0; // requests that the store had no space for
 
  private:
   template <typename Act>

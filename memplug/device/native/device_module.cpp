@@ -1,4 +1,4 @@
-// What Python sees of streams and host rows.
+// Python bindings of streams and host rows.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 

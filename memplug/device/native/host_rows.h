@@ -1,4 +1,4 @@
-// Rows of pinned host memory, cut out of a few slabs.
+// Stores rows in pinned host memory, cut out of a few slabs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,27 +13,27 @@
 
 namespace memplug {
 
-constexpr int64_t kRowAlignment = 512; // bytes
+constexpr int64_t kRowAlignment = 512; // bytes; memplug/sizes.py has it for Python
 
-// First-fit in the order of slabs and offsets; neighbours merge when they are given back, so that a run with many
+// Takes the first hole that fits, in the order of slabs and offsets. Released neighbours merge, so that a run with many
 // sequence lengths does not grow without bound (ProTrain, appendix B.2). Guarded by its owner's lock (copies.h).
 class HostRows final : public RowStore {
  public:
-  // `grow(nbytes)` adds a slab with room for so many bytes, or returns false.
+  // `grow(nbytes)` adds a slab with space for so many bytes, or returns false.
   explicit HostRows(std::function<bool(int64_t)> grow) : grow_(std::move(grow)) {}
 
-  // Empty where there is no room, and no slab could be added.
+  // Empty if there is no space and no slab could be added.
   std::optional<Slot> take(int64_t nbytes) override;
   void give(const Slot& slot) override;
 
-  // Rows that are dense lie in the order of the device's memory, others in that of their dimensions.
+  // Dense rows are stored in the order of device memory, others in the order of their dimensions.
   void copy_out(Streams& streams, const StreamRef& stream, const Slot& slot, const at::Tensor& rows) override;
   void copy_in(Streams& streams, const StreamRef& stream, const at::Tensor& rows, const Slot& slot) override;
 
-  // A slab: 1-D uint8, of a multiple of the alignment.
+  // Adds a slab: 1-D uint8, its size a multiple of the alignment.
   void add(at::Tensor slab);
 
-  // All slabs and slots are gone.
+  // Drops all slabs and slots.
   void clear();
 
   const at::Tensor& slab(const Slot& slot) const {
@@ -41,7 +41,7 @@ class HostRows final : public RowStore {
   }
 
   int64_t used_bytes = 0;
-  int64_t peak_bytes = 0, recent_peak_bytes = 0; // the latter since it was last set
+  int64_t peak_bytes = 0, recent_peak_bytes = 0; // `recent_peak_bytes`: since it was last set
 
  private:
   struct Slab {

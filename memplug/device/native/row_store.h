@@ -1,4 +1,4 @@
-// Where rows are while they are away from the device: pinned host memory (host_rows.h), or any other implementation.
+// Interface of a store for rows that are away from the device: pinned host memory (host_rows.h) or another.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +10,7 @@
 
 namespace memplug {
 
-// Bytes `[offset, offset + size)` of one slab, of which `nbytes` were asked for.
+// Bytes `[offset, offset + size)` of one slab, of which `nbytes` were requested.
 struct Slot {
   size_t slab;
   int64_t offset, size, nbytes;
@@ -20,14 +20,14 @@ class RowStore {
  public:
   virtual ~RowStore() = default;
 
-  // Reserves room; empty: there is none.
+  // Reserves space; empty if there is none.
   virtual std::optional<Slot> take(int64_t nbytes) = 0;
 
-  // Releases it. The caller has ordered every copy of the slot before the next use of its bytes.
+  // Releases a slot. The caller has ordered every copy of the slot before the next use of its bytes.
   virtual void give(const Slot& slot) = 0;
 
-  // Queues a copy of rows of the device to a slot of their size, and one back to rows of the same shape, strides and dtype.
-  // It is done before work that is queued on the stream later.
+  // Queue a copy of device rows to a slot of their size, and one back to rows of the same shape, strides and dtype.
+  // Each is done before work that is queued on the stream later.
   virtual void copy_out(Streams& streams, const StreamRef& stream, const Slot& slot, const at::Tensor& rows) = 0;
   virtual void copy_in(Streams& streams, const StreamRef& stream, const at::Tensor& rows, const Slot& slot) = 0;
 };

@@ -1,4 +1,4 @@
-// When the operators of a step began, and how long they waited for copies, measured on the stream that they run on.
+// Measures when the operators of a step began and how long they waited for copies, on the stream that they run on.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace memplug {
 
 class StepTimes {
  public:
-  // From here on waits are measured, or operators too; or no more are, and what was measured stays.
+  // Starts to measure waits, or operators too; with neither it stops, and keeps the measurements.
   void measure(bool waits, bool operators) {
     if (waits || operators) {
       waits_.clear();
@@ -24,7 +24,7 @@ class StepTimes {
     measures_operators_ = operators;
   }
 
-  // An operator of the program begins on the current stream, or something else does.
+  // Marks the beginning of an operator of the program, or of other work, on the current stream.
   void mark_operator(Streams& streams, bool of_program) {
     if (measures_operators_ && (of_program || (!began_.empty() && began_.back().of_program)) && !streams.is_capturing()) {
       began_.push_back({streams.mark(streams.current()), of_program});
@@ -37,7 +37,7 @@ class StepTimes {
     }
   }
 
-  // Of work of a stream, `act()` is what it may have to wait for.
+  // Measures how long a stream waits in `act()`.
   template <typename Act>
   void around(Streams& streams, const StreamRef& stream, const Act& act) {
     if (!measures_waits_ || streams.is_capturing()) {
@@ -49,7 +49,7 @@ class StepTimes {
     waits_.push_back({std::move(begin), streams.mark(stream), began_.size()});
   }
 
-  // Seconds of all waits; none: the device is not done.
+  // Returns the seconds of all waits; empty if the device is not done.
   std::optional<double> waited_s(Streams& streams) const {
     double all = 0;
     for (const Waited& wait : waits_) {
@@ -62,8 +62,8 @@ class StepTimes {
     return all;
   }
 
-  // Seconds of each operator of the program, from where it began to where the next one did, without waits, and of what ran behind
-  // the last one; none: the device is not done.
+  // Returns the seconds of each operator of the program, from its beginning to that of the next one, without waits, and
+  // at the end the seconds of the work after the last operator; empty if the device is not done.
   std::optional<std::vector<double>> operators_s(Streams& streams) const {
     if (!began_.empty() && ended_ == nullptr) {
       return std::nullopt;
@@ -88,7 +88,8 @@ class StepTimes {
     }
     double behind_s = 0;
     for (size_t i = 0; i < spans.size(); ++i) {
-      const double one = std::max(spans[i], 0.0); // on two streams one may begin before another that was asked for earlier
+      // an operator on another stream may begin before one that was queued earlier
+      const double one = std::max(spans[i], 0.0);
       began_[i].of_program ? all.push_back(one) : void(behind_s = one);
     }
     all.push_back(began_.empty() || began_.back().of_program ? 0.0 : behind_s);
@@ -102,7 +103,7 @@ class StepTimes {
   };
   struct Waited {
     EventRef begin, end;
-    size_t marks; // before it
+    size_t marks; // operators that had begun before it
   };
 
   bool measures_waits_ = false, measures_operators_ = false;

@@ -70,7 +70,7 @@ class AcceleratorStreams final : public Streams {
       : device_(device), backend_(device.type()), clock_(std::move(clock)) {}
 
   StreamRef make() override {
-    // a kernel gathers rows that are not contiguous, and is not to queue behind compute's
+    // a kernel gathers rows that are not contiguous; high priority keeps it from queueing behind computation
     return std::make_shared<c10::Stream>(backend_.getNewStream(device_, kHighPriority));
   }
   StreamRef current() override {

@@ -1,4 +1,4 @@
-// Streams and events of one device, and what is queued on them: copies and memory.
+// Streams and events of one device, and the copies and memory that are ordered by them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,7 +23,7 @@ enum class Wait : uint8_t {
   USE_FOR_COMPUTE, // an operator reads memory of another stream once that stream has written it
 };
 
-// Of a device. On the CPU, where everything is in program order already, both are null.
+// A stream and an event of a device. On the CPU, which runs everything in program order, both are null.
 using StreamRef = std::shared_ptr<void>;
 using EventRef = std::shared_ptr<void>;
 
@@ -31,22 +31,23 @@ class Streams {
  public:
   virtual ~Streams() = default;
 
-  // For copies.
+  // Makes a stream for copies.
   virtual StreamRef make() = 0;
 
-  // That this thread's operators run on now.
+  // Returns the stream that this thread's operators run on now.
   virtual StreamRef current() = 0;
 
-  // The same, as a number.
+  // Returns the current stream's number.
   virtual int64_t current_number() {
     return 0;
   }
 
   virtual bool same(const StreamRef& one, const StreamRef& other) = 0;
 
-  // The stream's number among those that are known, of which it is one from then on.
+  // Returns the stream's index in `known`, which it is appended to if it is new.
   size_t number_among(std::vector<StreamRef>& known, const StreamRef& stream) {
-    for (size_t i = 0; i < known.size(); ++i) { // a device in Python may let another thread add one
+    // not a range loop: a device in Python may let another thread add a stream
+    for (size_t i = 0; i < known.size(); ++i) {
       if (const StreamRef each = known[i]; same(each, stream)) {
         return i;
       }
@@ -55,10 +56,11 @@ class Streams {
     return known.size() - 1;
   }
 
-  // An event that completes when the work queued on the stream so far is done.
+  // Returns an event that completes when the work queued on the stream so far is done.
   virtual EventRef record(const StreamRef& stream) = 0;
 
-  // The same, and it tells when that was; seconds from one to a later one, none: they have not completed, or the device tells no times.
+  // Returns such an event with a time. `seconds_between` returns the seconds from one to a later one; empty if they
+  // have not completed or the device has no times.
   virtual EventRef mark(const StreamRef& stream) {
     return record(stream);
   }
@@ -66,15 +68,15 @@ class Streams {
     return std::nullopt;
   }
 
-  // Work queued on the stream from now on starts after the event.
+  // Makes work that is queued on the stream from now on start after the event.
   virtual void wait(const StreamRef& stream, const EventRef& event, Wait why) = 0;
 
-  // Whether all is done as it is asked for: then copies are what the program waits for, instead of events.
+  // Returns whether all work is done at once; then the program waits for the copies themselves, not for events.
   virtual bool is_immediate() {
     return false;
   }
 
-  // Whether the current stream's work is captured into a graph instead of run.
+  // Returns whether the current stream's work is captured into a graph instead of run.
   virtual bool is_capturing() {
     return false;
   }
@@ -82,11 +84,12 @@ class Streams {
   // Queues a copy between tensors of one shape and dtype.
   virtual void copy(const StreamRef& stream, const at::Tensor& destination, const at::Tensor& source) = 0;
 
-  // Uninitialised device memory that belongs to the stream.
+  // Returns uninitialised device memory that belongs to the stream.
   virtual at::Tensor empty(
       const StreamRef& stream, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype) = 0;
 
-  // Memory that may belong to another stream is reused only after the work queued on this one when it is freed.
+  // Delays the reuse of memory, perhaps another stream's, until the work queued on this stream when the memory is freed
+  // is done.
   virtual void use_on(const StreamRef&, const c10::DataPtr&) {}
   void use_on(const StreamRef& stream, const at::Tensor& tensor) {
     if (tensor.has_storage()) {
@@ -94,28 +97,29 @@ class Streams {
     }
   }
 
-  // The same as so many bytes.
+  // Returns uninitialised device memory of so many bytes that belongs to the stream.
   virtual c10::DataPtr allocate(const StreamRef& stream, int64_t nbytes);
 
-  // 1-D uint8 of the host, pinned where the device can; never the training allocator's. Throws where there is none.
+  // Returns 1-D uint8 host memory, pinned if the device can, and never from the training allocator. Throws if there is
+  // none.
   virtual at::Tensor host_memory(int64_t nbytes);
 
-  // The host has run a region's forward of so many operators, or is about to restore what a backward asks for: time goes by
-  // where the device keeps the host's clock.
+  // Called after the host has run a region's forward of so many operators, and before it restores a saved tensor for a
+  // backward: on a device that keeps the host's clock, time advances.
   virtual void spend_forward(int64_t) {}
   virtual void spend_backward() {}
 };
 
-// Copies happen at once.
+// Returns streams of the CPU, on which copies run at once.
 std::shared_ptr<Streams> cpu_streams();
 
-// What memplug's own work takes of a clock of the host.
+// The time that memplug's own work takes on the host's clock.
 struct HostClock {
   std::function<void(double)> spend; // seconds
-  double observe_s, region_s, restore_s; // for an operator of a forward, for a forward, for a backward
+  double observe_s, region_s, restore_s; // seconds for an operator of a forward, for a forward, for a backward
 };
 
-// Of an accelerator that torch knows (CUDA): its current streams, and copy streams of high priority.
+// Returns streams of an accelerator that torch knows (CUDA): its current streams, and copy streams of high priority.
 std::shared_ptr<Streams> accelerator_streams(c10::Device device, std::optional<HostClock> clock = std::nullopt);
 
 } // namespace memplug

@@ -13,10 +13,10 @@ namespace {
 constexpr size_t NEEDS = 3;
 
 struct Bus {
-  std::mutex mutex; // of all but what is atomic; no other is taken under it but torch's
+  std::mutex mutex; // guards all but the atomics; under it only torch's locks are taken
   std::array<std::atomic<const Watcher*>, WATCHERS> watchers{};
-  std::array<int, WATCHERS> watching{}; // how many `Watching` live that were not silenced
-  std::array<int, WATCHERS> silenced{}; // how often
+  std::array<int, WATCHERS> watching{}; // living `Watching` instances that were not silenced
+  std::array<int, WATCHERS> silenced{}; // how often each place was silenced
   std::array<at::CallbackHandle, NEEDS> handles{
       at::INVALID_CALLBACK_HANDLE, at::INVALID_CALLBACK_HANDLE, at::INVALID_CALLBACK_HANDLE};
 };
@@ -26,17 +26,17 @@ Bus& bus() {
   return *instance;
 }
 
-// An operator that runs, and those who are told of its end.
+// A running operator, and the watchers to notify of its end.
 struct Told {
   int32_t number = Call::UNKNOWN;
   std::array<void (*)(Call&), WATCHERS> ends{};
 };
 
-// Of the calling thread.
+// State of the calling thread.
 thread_local std::array<std::vector<Told>, NEEDS> told;
 thread_local int pauses = 0;
 
-// Calls `tell`, and returns what it or an earlier one has thrown.
+// Calls `tell`, and returns the first exception: `failure`, or else what `tell` threw.
 template <typename Tell>
 std::exception_ptr caught(std::exception_ptr failure, const Tell& tell) {
   try {
@@ -63,7 +63,7 @@ std::unique_ptr<at::ObserverContext> begin_call(const at::RecordFunction& functi
     if (watcher == nullptr || watcher->need != NEED) {
       continue;
     }
-    now.ends[order] = watcher->end; // although it throws
+    now.ends[order] = watcher->end; // also if `begin` throws
     failure = caught(std::move(failure), [&] {
       if (!watcher->begin(call)) {
         now.ends[order] = nullptr;
@@ -106,7 +106,7 @@ at::RecordFunctionCallback callback(Need need) {
   return at::RecordFunctionCallback(begin_call<Need::TENSORS>, end_call<Need::TENSORS>).needsInputs(true).needsOutputs(true);
 }
 
-// Under the mutex.
+// Sets the watcher; the caller holds the mutex.
 void change(Bus& b, Order order, const Watcher* watcher) {
   if (watcher != nullptr && b.handles[static_cast<size_t>(watcher->need)] == at::INVALID_CALLBACK_HANDLE) {
     b.handles[static_cast<size_t>(watcher->need)] =
@@ -158,7 +158,7 @@ Watching::~Watching() {
 
 void lock_bus_for_fork() {
   bus().mutex.lock();
-  update_callbacks(); // or the child's next operator may ask for torch's lock
+  update_callbacks(); // otherwise the child's next operator may ask for torch's lock
 }
 
 void unlock_bus_after_fork() {

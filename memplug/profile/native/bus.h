@@ -1,4 +1,5 @@
-// Operators as they happen, on any thread, told to watchers: by one callback of torch's for all that need the same.
+// Reports operators on any thread to watchers as they happen: one torch callback serves all watchers with the same
+// need.
 #pragma once
 
 #include <array>
@@ -10,17 +11,17 @@
 
 namespace memplug {
 
-// What a watcher needs of operators: that they begin; that they end, too; and their tensors, which cost most of it.
+// What a watcher is notified of: beginnings; also ends; also the tensors, which are most of the cost.
 enum class Need : uint8_t { BEGINNINGS, ENDS, TENSORS };
 
-// An operator of the calling thread that begins or has ended.
+// An operator of the calling thread, at its beginning or its end.
 class Call {
  public:
   static constexpr int32_t UNKNOWN = -2;
 
   explicit Call(const at::RecordFunction& function, int32_t number = UNKNOWN) : function(function), number_(number) {}
 
-  // Its number (operator_names.h), looked up once for all watchers.
+  // Returns its number (operator_names.h), looked up once for all watchers.
   int32_t number() {
     return number_ != UNKNOWN ? number_ : number_ = number_of(function);
   }
@@ -34,23 +35,24 @@ class Call {
   int32_t number_;
 };
 
-// Each one lives for ever. What it throws is logged by torch, and the others are told all the same.
+// Must never be destroyed. Torch logs what a watcher throws; the other watchers are still notified.
 struct Watcher {
   Need need;
-  bool (*begin)(Call& call); // whether it is told of the end too, although it may watch no more by then
+  bool (*begin)(Call& call); // returns whether `end` is called for this operator, even if the watcher is removed before
   void (*end)(Call& call) = nullptr;
 };
 
-// Those who need the same are told in this order, of beginnings as of ends.
+// Watchers with the same need are called in this order, at beginnings and at ends.
 enum Order : size_t { RECORDS, STORAGES, FORWARDS, WATCHERS };
 
-// Who is told of operators from their next one on, at that place of the order; null: nobody.
+// Sets the watcher at that place of the order, from its next operator on; null removes it.
 void set_watcher(Order order, const Watcher* watcher);
 
-// The same in the child of a fork, which must not ask for locks of torch's: its callback stays, and tells nobody.
+// Removes the watcher in the child of a fork, which must not take torch's locks: torch's callback stays, and notifies
+// no watcher.
 void silence(Order order);
 
-// The same for as long as one of them lives.
+// Keeps a watcher set while at least one instance for that order lives.
 class Watching {
  public:
   Watching(Order order, const Watcher& watcher);
@@ -60,13 +62,13 @@ class Watching {
 
  private:
   const Order order_;
-  int silenced_; // how often its place had been when it began
+  int silenced_; // how often its place had been silenced when it began
 };
 
 void lock_bus_for_fork();
 void unlock_bus_after_fork();
 
-// While one lives, operators of the calling thread are no forward's.
+// While one lives, operators of the calling thread belong to no forward.
 class Pause {
  public:
   Pause() {
@@ -80,7 +82,7 @@ class Pause {
 
   static void begin();
   static void end();
-  static int depth(); // how many live
+  static int depth(); // returns how many live
 };
 
 } // namespace memplug

@@ -13,7 +13,7 @@
 namespace memplug {
 namespace {
 
-// Nodes made from this sequence number on, by the same thread, belong to this place.
+// Nodes that the same thread makes from this sequence number on belong to this place.
 struct Mark {
   uint64_t sequence;
   int32_t micro_batch;
@@ -30,7 +30,7 @@ Forwards& forwards() {
   return *instance;
 }
 
-// What is known of the calling thread, in one block: each access to a thread's memory is a call.
+// State of the calling thread, in one block because each access to thread-local memory is a call.
 struct Thread {
   uint64_t owned = 0; // the ownership that this thread took last
   int32_t suspensions = 0;
@@ -42,12 +42,12 @@ struct Thread {
   int32_t last_forward = -1;
   Place last_backward;
   uint64_t last_node[2] = {0, 0}; // thread and sequence number of the node that `last_backward` was found for
-  Place outside_of_backward; // what nodes belong to that are made outside of backwards,
-  bool made_in_backward = false; // and whether others were made since
+  Place outside_of_backward; // place of nodes that are made outside of backwards,
+  bool made_in_backward = false; // and whether nodes were made in a backward since it was set
 };
 
 thread_local Thread this_thread;
-std::atomic<uint64_t> ownership{0}; // counted, so that a thread that owned once does not own for ever
+std::atomic<uint64_t> ownership{0}; // a counter, so that a former owner does not stay one
 std::atomic<int32_t> other_threads{0};
 
 bool in_backward() {
@@ -60,7 +60,7 @@ void mark(Place place) {
   auto& marks = known.of_thread[at::RecordFunction::currentThreadId()];
   const uint64_t sequence = nodes_made();
   if (!marks.empty() && marks.back().sequence == sequence) {
-    marks.pop_back(); // no node was made there
+    marks.pop_back(); // no node was made at that place
   }
   if (!marks.empty() && marks.back().micro_batch == place.micro_batch && marks.back().layer == place.layer) {
     return;
@@ -68,7 +68,7 @@ void mark(Place place) {
   marks.push_back({sequence, place.micro_batch, place.layer});
 }
 
-// Nodes that the calling thread makes from now on belong to `place`; those made in a backward, until it is over.
+// Assigns the nodes that the calling thread makes from now on to `place`; in a backward, only until it ends.
 void mark(Thread& thread, Place place) {
   if (in_backward()) {
     thread.made_in_backward = true;
@@ -94,7 +94,7 @@ Place find(uint64_t thread, uint64_t sequence) {
   return {BACKWARD, (after - 1)->micro_batch, (after - 1)->layer};
 }
 
-// A node that accumulates a gradient has the largest sequence number, and runs right after the node that feeds it.
+// A gradient-accumulating node has the largest sequence number, and runs right after the node that feeds it.
 bool accumulates(const torch::autograd::Node& node) {
   return node.sequence_nr() == std::numeric_limits<uint64_t>::max();
 }
@@ -109,7 +109,7 @@ Place place_of_backward(Thread& thread) {
     }
   }
   thread.last_backward.pass = BACKWARD;
-  if (c10::GradMode::is_enabled()) { // a recompute, or a backward that makes a graph
+  if (c10::GradMode::is_enabled()) { // a recompute pass, or a backward that makes a graph
     mark(thread, thread.last_backward);
   }
   return thread.last_backward;
@@ -223,7 +223,7 @@ void leave(Place former) {
   Thread& thread = this_thread;
   const int32_t micro_batch = thread.explicit_place.micro_batch;
   thread.explicit_place = former;
-  // what follows a forward, such as the loss, belongs to its micro-batch until the next one begins
+  // operators after a forward, such as the loss, belong to its micro-batch until the next forward begins
   mark(thread, {former.pass, former.micro_batch == -1 ? micro_batch : former.micro_batch, former.layer});
 }
 

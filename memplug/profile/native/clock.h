@@ -1,4 +1,4 @@
-// Which thread trains, which pass of which layer it is in, and how far the program has come.
+// Tracks which thread trains, the pass and layer that it is in, and how far the program has come.
 #pragma once
 
 #include <c10/core/GradMode.h>
@@ -10,7 +10,7 @@
 
 namespace memplug {
 
-// As in memplug/profile/trace.py, class Pass.
+// The values of class Pass in memplug/profile/trace.py.
 enum Pass : int32_t { OTHER = 0, FORWARD = 1, BACKWARD = 2, OPTIMIZER = 3, NO_GRAD = 5 };
 
 struct Place {
@@ -19,62 +19,64 @@ struct Place {
   int32_t layer = -1;
 };
 
-// The calling thread is the one that trains from now on; what was known of earlier forwards is forgotten.
+// Makes the calling thread the training thread, and forgets earlier forwards.
 void own_thread();
 
-// Whether the calling thread trains: the owner, or one of autograd's while it runs a backward.
+// Returns whether the calling thread trains: it is the owner, or one of autograd's threads during a backward.
 bool trains();
 
-// Whether what the calling thread runs now is part of the program: a forward with gradients, or a backward, that is not
-// suspended. What runs without gradients (a validation, generation, the optimizer, the inside of an autograd function's
-// forward) is not: it may come in any step, and nothing of it lives until a backward.
+// Returns whether the calling thread runs part of the program: an unsuspended forward with gradients, or backward. Code
+// without gradients (a validation, generation, the optimizer, the inside of an autograd function's forward) is not part
+// of it: it may run in any step, and none of its memory lives until a backward.
 bool in_program();
 
-// Whether what the calling thread runs now is the model's part of the program, by which steps are compared: not what a
-// framework does on its account (`begin_framework`), nor what accumulates a gradient, with the hooks behind it that reduce
-// or partition it, nor what follows the last node of a backward. How much that is depends on ranks and buckets, and on
-// which parameters are still gathered as backward comes to a module.
+// Returns whether the calling thread runs the model's part of the program, by which steps are compared. Not included:
+// work of a framework (`begin_framework`); gradient accumulation and the hooks behind it that reduce or partition
+// gradients; and anything after the last node of a backward. The amount of such work depends on ranks and buckets, and
+// on which parameters are still gathered when backward reaches a module.
 bool in_model();
 
-// Operators of the calling thread inside are a framework's, whose hooks gather parameters and let them go.
+// Marks operators of the calling thread in between as a framework's, whose hooks gather and release parameters.
 void begin_framework();
 void end_framework();
 
-// Whether the calling thread trains, and runs nothing of memplug's own now.
+// Returns whether the calling thread trains and runs none of memplug's own code.
 bool trains_unsuspended();
 
-// Whether the calling thread runs something of memplug's own now.
+// Returns whether the calling thread runs memplug's own code.
 bool is_suspended();
 
-// 0 for a thread that trains, else a running number that the thread keeps.
+// Returns 0 for a thread that trains, otherwise a running number that the thread keeps.
 int32_t thread_number();
 
-// Where the calling thread is. In a backward: the micro-batch and layer whose forward made the node that runs, by the
-// node's sequence number, so that no hook has to run in backward.
+// Returns where the calling thread is. In a backward: the micro-batch and layer whose forward made the current node,
+// found by the node's sequence number, so that no hook has to run in backward.
 Place here();
 
-// Enter a forward, one without gradients, a layer or the optimizer on the calling thread; returns where it was. `leave` goes back there.
+// Enters a forward, a forward without gradients, a layer or the optimizer on the calling thread, and returns its former
+// place, for `leave`.
 Place enter_forward(int32_t micro_batch);
 Place enter_no_grad();
 Place enter_layer(int32_t layer);
 Place enter_optimizer();
 void leave(Place former);
 
-// The micro-batch that the calling thread entered last, -1: none since `forget`.
+// Returns the micro-batch that the calling thread entered last; -1: none since `forget`.
 int32_t last_forward();
 
-// Between steps: the calling thread is nowhere, and forwards before it are forgotten.
+// Between steps: resets the calling thread's place, and forgets all forwards.
 void forget();
 
-// Operators of the calling thread inside are memplug's own, and no part of the program.
+// Marks operators of the calling thread in between as memplug's own, which are not part of the program.
 void suspend();
 void resume();
 struct Suspension {
   Suspension() {
     suspend();
-    if (c10::InferenceMode::is_enabled()) { // of the program; what memplug makes has a version
+    // the program's inference mode is left, so that memplug's tensors have versions
+    if (c10::InferenceMode::is_enabled()) {
       normal_.emplace(false);
-      c10::GradMode::set_enabled(false); // as it was
+      c10::GradMode::set_enabled(false); // leaving inference mode turned it on
     }
   }
   ~Suspension() {
@@ -85,8 +87,8 @@ struct Suspension {
   std::optional<c10::InferenceMode> normal_;
 };
 
-// Autograd nodes that the program has made on the calling thread, ever: a summary of a step's forwards that costs
-// nothing to keep.
+// Returns how many autograd nodes the program has made on the calling thread since it started: a summary of a step's
+// forwards that costs nothing to keep.
 uint64_t nodes();
 
 void lock_places_for_fork();

@@ -1,4 +1,4 @@
-// The CPU's allocator, delegated to: what a machine without a GPU records and serves, by the code that a GPU uses.
+// The allocator in front of the CPU's, with which a machine without a GPU records and serves by the same code as a GPU.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -21,7 +21,7 @@ c10::Allocator* native = nullptr;
 c10::DeleterFnPtr native_deleter = nullptr;
 int wanted_by = 0; // a bit for each `User`
 
-// What is in use under a limit.
+// Counts the bytes in use under a limit.
 class Limited {
  public:
   bool is_on() const {
@@ -34,7 +34,7 @@ class Limited {
     bytes_.peak = bytes_.in_use;
   }
 
-  // False: so many bytes more would be too many.
+  // Adds bytes; returns false if they would exceed the limit.
   bool take(int64_t nbytes) {
     const std::lock_guard<std::mutex> lock(mutex);
     if (is_on() && bytes_.in_use + nbytes > limit_) {
@@ -50,7 +50,7 @@ class Limited {
     sizes_[block] = nbytes;
   }
 
-  // The same of one that was there before, and was not taken.
+  // Adds a block from before the limit, with its bytes.
   void add_former(void* block, int64_t nbytes) {
     const std::lock_guard<std::mutex> lock(mutex);
     sizes_[block] = nbytes;
@@ -58,7 +58,7 @@ class Limited {
     bytes_.peak = std::max(bytes_.peak, bytes_.in_use);
   }
 
-  // Its bytes; 0: it was not counted.
+  // Removes a block and returns its bytes; 0: it was not counted.
   int64_t remove(void* block) {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto found = sizes_.find(block);
@@ -95,7 +95,7 @@ void free_noted(void* pointer) {
   native_deleter(pointer);
 }
 
-// What ends a block of any kind that comes without its own deleter.
+// Frees a block of any kind that comes without its own deleter.
 void free_any(void* pointer) {
   if (!server().give_back(pointer)) {
     free_noted(pointer);
@@ -104,8 +104,8 @@ void free_any(void* pointer) {
 
 class DelegatingAllocator final : public c10::Allocator {
  public:
-  // A block of the server, where it has one. Else the native one: with a deleter that notes the free for as long as it
-  // lives, if it is recorded; any other stays untouched.
+  // Returns a block of the server if it serves the request. Otherwise a native block: if it is recorded, with a deleter
+  // that reports its free, also after the recording; any other is untouched.
   c10::DataPtr allocate(size_t nbytes) override {
     return watched(nbytes, [] { return nullptr; }, [nbytes] { return serve(nbytes); });
   }

@@ -1,9 +1,9 @@
-// The CUDA allocator, listened to: its own trace says every malloc and free, with the bytes as asked for.
+// Records the CUDA allocator by its own trace, which reports every malloc and free with the requested bytes.
 //
-// A wrapper would have to give recorded blocks a deleter of its own to see their frees, and the native allocator's
-// `recordStream` ignores, without a word, blocks whose deleter is not its own. So nothing is wrapped: blocks,
-// statistics, snapshots, streams and pools stay native. torch has no way to take a listener off again: it is attached
-// once, and returns at once while requests are neither recorded nor counted.
+// A wrapper would need a deleter of its own on recorded blocks to see their frees, and the native allocator's
+// `recordStream` silently ignores blocks with a foreign deleter. So nothing is wrapped: blocks, statistics, snapshots,
+// streams and pools stay native. torch cannot remove a trace tracker: it is attached once, and returns at once while
+// requests are neither recorded nor counted.
 #ifdef MEMPLUG_CUDA
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -22,7 +22,7 @@ namespace {
 using c10::cuda::CUDACachingAllocator::TraceEntry;
 
 std::atomic<int> recorded{-1}; // index of the device whose requests are recorded,
-std::atomic<int> counted{-1}; // and whose bytes in use are counted
+std::atomic<int> counted{-1}; // and of the device whose bytes in use are counted
 thread_local int unheard = 0;
 
 // Bytes in use of one kind: the allocator's and the arena's together.

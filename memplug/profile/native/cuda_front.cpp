@@ -1,6 +1,6 @@
-// The CUDA allocator, stood in front of: blocks of the server (server.h) where it has one, else the native allocator's,
-// untouched. Every call but those that this changes is handed on; where the installed version of torch has one that hands_on.h
-// does not know, nothing is served; the recorder works all the same.
+// The allocator in front of CUDA's: it returns the server's blocks (server.h) if the server serves, otherwise the
+// native allocator's, untouched. It hands on every call but those that it changes. If the installed version of torch
+// has a call that hands_on.h does not know, nothing is served, but the recorder still works.
 #include "cuda_memory.h"
 
 #ifdef MEMPLUG_CUDA_ARENA
@@ -30,7 +30,8 @@ namespace {
 using Native = caching::CUDAAllocator;
 using DeviceStats = decltype(std::declval<Native&>().getDeviceStats(0));
 
-// Bytes that are served in place of the memory that they were reserved with. The peak is that of both together.
+// Counts the served bytes instead of the reserved memory that they come from. The peak is that of native and served
+// bytes together.
 void count_served(DeviceStats& stats, const Server::Bytes& served, const DeviceBytes& peak) {
   const auto count = [&](auto& stat, int64_t live, int64_t most) {
     stat.current += live - served.reserved;
@@ -53,7 +54,8 @@ class InFront final : public HandsOn<Base> {
   }
 
   void* raw_alloc(size_t nbytes) override {
-    return with_relief(nbytes, [&] { return this->native_->raw_alloc(nbytes); }); // never the server's: a native `raw_delete` may end it
+    // never the server's: a native `raw_delete` may free it
+    return with_relief(nbytes, [&] { return this->native_->raw_alloc(nbytes); });
   }
   void* raw_alloc_with_stream(size_t nbytes, cudaStream_t stream) override {
     return with_relief(nbytes, [&] { return this->native_->raw_alloc_with_stream(nbytes, stream); });
@@ -86,7 +88,7 @@ class InFront final : public HandsOn<Base> {
     return shared;
   }
 
-  // Captured graphs and pools of the user's have memory of their own.
+  // Captured graphs and the user's memory pools have memory of their own, so the server does not serve them.
   void beginAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool, std::function<bool(cudaStream_t)> filter)
       override {
     this->native_->beginAllocateToPool(device, pool, std::move(filter));
@@ -94,7 +96,7 @@ class InFront final : public HandsOn<Base> {
   }
   void endAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool) override {
     this->native_->endAllocateToPool(device, pool);
-    if (device == device_ && pools_ > 0) { // one may have begun before
+    if (device == device_ && pools_ > 0) { // one may have begun before memplug stood here
       --pools_;
     }
   }
@@ -146,7 +148,7 @@ Native* native_allocator = nullptr;
 Native* standing = nullptr;
 int standing_device = 0, used_by = 0; // a bit for each `User`
 std::atomic<int> reserved_parts{0};
-std::atomic<bool> leaves{false}; // once nothing is reserved
+std::atomic<bool> leaves{false}; // it is removed once nothing is reserved
 
 bool swap(Native* expected, Native* wanted) {
   Native* current = expected;
@@ -172,7 +174,7 @@ void stand_before_cuda(User user, bool wanted) {
   const bool was_on = used_by != 0;
   used_by = wanted ? used_by | user : used_by & ~user;
   const bool on = used_by != 0;
-  if (on && !was_on && !leaves) { // what was reset meanwhile was reset there alone
+  if (on && !was_on && !leaves) { // the native peak may have been reset in the meantime
     const DeviceStats stats = native_allocator->getDeviceStats(static_cast<c10::DeviceIndex>(standing_device));
     const auto& [requested, allocated] = std::tie(stats.requested_bytes[AGGREGATE], stats.allocated_bytes[AGGREGATE]);
     begin_device_peak(standing_device, {requested.current, allocated.current}, {requested.peak, allocated.peak});
@@ -186,7 +188,8 @@ void stand_before_cuda(User user, bool wanted) {
 void note_arena_memory(int parts) {
   reserved_parts = parts;
   if (parts == 0 && leaves.exchange(false)) {
-    (void)swap(standing, native_allocator); // an allocator that was put in front of this one since then stays there
+    // leaves an allocator alone that another library has put in front of this one since
+    (void)swap(standing, native_allocator);
   }
 }
 

@@ -1,8 +1,8 @@
-// An allocator of CUDA that hands every call on to another one.
+// A CUDA allocator that hands every call on to another one.
 //
-// Which calls there are differs between versions of torch: those that not all have are declared here without `override`, and
-// handed on where the installed version knows them. Where it has one that this file does not know, the class stays abstract,
-// or, where the base class answers that one, memplug/native/cuda_calls.py finds it.
+// Versions of torch differ in their calls. Calls that some versions lack are declared here without `override`, and
+// handed on if the installed version has them. If it has a call that this file does not know, the class stays abstract,
+// or, if the base class answers the call, memplug/native/cuda_calls.py finds it.
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -18,7 +18,7 @@
 
 namespace memplug {
 
-// Hand `NAME(ARGUMENTS)` on, of a native allocator that may not have it.
+// Hands `NAME(ARGUMENTS)` on to a native allocator that may not have it.
 #define HAND_ON(NAME, ...)                                                                   \
   [&](auto* native) {                                                                        \
     if constexpr (requires { native->NAME(__VA_ARGS__); }) {                                 \
@@ -30,7 +30,7 @@ namespace memplug {
 
 namespace caching = c10::cuda::CUDACachingAllocator;
 
-// The type of the first argument, and of the result, of a member that the base may not have.
+// Types of the first argument or the result of members that the base may not have.
 template <typename Result, typename Class, typename First, typename... Rest>
 First first_of(Result (Class::*)(First, Rest...));
 struct Unknown {};
@@ -53,14 +53,14 @@ struct SegmentSizes<Base, std::void_t<decltype(&Base::getExpandableSegmentSizes)
   using type = decltype(std::declval<Base&>().getExpandableSegmentSizes(0));
 };
 
-// A template, so that members that the base does not know are looked at only if they are called.
+// A template, so that members which the base does not know are compiled only if they are called.
 template <typename Base>
 class HandsOn : public Base {
  public:
   explicit HandsOn(Base* native) : native_(native) {}
 
   c10::DeleterFnPtr raw_deleter() const override {
-    return native_->raw_deleter(); // what graphs know their blocks by
+    return native_->raw_deleter(); // graphs recognise their blocks by it
   }
   bool is_simple_data_ptr(const c10::DataPtr& block) const override {
     return native_->is_simple_data_ptr(block);
@@ -114,7 +114,7 @@ class HandsOn : public Base {
     return native_->setCheckpointPoolState(device, std::move(state));
   }
 
-  // -- what only some versions have, or have with other arguments --
+  // -- calls that only some versions have, or have with other arguments --
 
   void emptyCache(c10::MempoolId_t pool) {
     HAND_ON(emptyCache, pool);

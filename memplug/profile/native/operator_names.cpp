@@ -9,11 +9,12 @@
 namespace memplug {
 namespace {
 
-constexpr size_t NAMES = 1 << 13; // operators of different names; torch has some 3,000
+constexpr size_t NAMES = 1 << 13; // capacity of the table; torch has some 3,000 operators
 
-constexpr int32_t UNNAMED = 0; // there were more names than fit
+constexpr int32_t UNNAMED = 0; // number of the operators that do not fit into the table
 
-// Numbers by the address of an operator's name, which its schema owns: found without locks or allocation.
+// Numbers by the address of an operator's name, which its schema owns: known ones are found without locks or
+// allocation.
 class Names {
  public:
   int32_t number(const at::RecordFunction& function) {

@@ -1,4 +1,4 @@
-// Operators as small integers, the same for as long as the process lives.
+// Numbers for operators, the same for as long as the process lives.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace memplug {
 
-// An operator's number, found without a lock.
+// Returns the operator's number, usually without a lock.
 constexpr int32_t NOT_AN_OPERATOR = -1; // a label, such as those that autograd's engine puts around a node
 int32_t number_of(const at::RecordFunction& function);
 
-// The names of all that have a number, by number.
+// Returns the names of all numbered operators, by number.
 std::vector<std::string> operator_names();
 
-// The numbers of operators of these names, given to those that have none yet.
+// Returns the numbers of operators with these names; names without a number get one.
 std::vector<int32_t> operator_numbers(const std::vector<std::string>& names);
 
 void lock_names_for_fork();

@@ -17,14 +17,15 @@ namespace {
 
 constexpr int32_t IN_MODEL = -1, IN_OPTIMIZER = -2, IN_ENGINE_STEP = -3; // beside the indices of layers
 
-// Forwards, layers, the optimizer and the engine's step around it that the training thread is in, outermost first, and where it was before each.
+// The forwards, layers, optimizer and engine step that the training thread is in, outermost first, each with the place
+// before it.
 class PlaceHooks {
  public:
   void enter(int32_t what, Place former) {
     entered_.emplace_back(what, former);
   }
 
-  // An error may have come before the entry, or out of a module inside, which then told of no end.
+  // Also leaves the places inside that have not ended: an error may have skipped their end, or the entry to this one.
   void leave(int32_t what) {
     const auto found =
         std::find_if(entered_.rbegin(), entered_.rend(), [what](const auto& entry) { return entry.first == what; });

@@ -1,4 +1,5 @@
-// Module hooks that say where the training thread is (memplug/hooks/places.py): C functions, since a step runs two a layer.
+// Module hooks that track where the training thread is (memplug/hooks/places.py). They are C functions because a step
+// runs two for each layer.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,4 +1,4 @@
-// What Python sees of the recorder: operators, requests for memory and places.
+// Python bindings of the recorder: operators, memory requests and places.
 #include <pybind11/stl.h>
 
 #include <c10/core/ScalarType.h>
@@ -26,7 +26,7 @@ py::tuple to_tuple(Place place) {
   return py::make_tuple(place.pass, place.micro_batch, place.layer);
 }
 
-// `with suspended:` around operators that are memplug's own.
+// Context manager `with suspended:` around operators that are memplug's own.
 struct Suspended {
   void enter() {
     suspend();
@@ -36,7 +36,7 @@ struct Suspended {
   }
 };
 
-// `with in_framework:` around operators that are a framework's.
+// Context manager `with in_framework:` around operators that are a framework's.
 struct InFramework {
   void enter() {
     begin_framework();

@@ -32,14 +32,14 @@ void ask_for_relief(Reliever reliever, Explanation explain) {
   auto& noted = events();
   std::shared_ptr<const Explanation> next = explain ? std::make_shared<const Explanation>(std::move(explain)) : nullptr;
   const std::lock_guard<std::mutex> lock(noted.mutex);
-  std::swap(noted.explain, next); // the former goes once the lock is released
+  std::swap(noted.explain, next); // the former one is destroyed after the lock is released
 }
 
 void end_relief_in_child() {
   asked = nullptr;
 }
 
-// Not of memplug's own operators: what they ask for they can do without, and they may hold a lock.
+// Does nothing for memplug's own operators: memplug goes on without what they ask for, and they may hold a lock.
 void explain(c10::OutOfMemoryError& error) {
   std::shared_ptr<const Explanation> explain;
   {
@@ -54,8 +54,8 @@ void explain(c10::OutOfMemoryError& error) {
   if (explain != nullptr) {
     try {
       error.add_context((*explain)());
-    } catch (const std::exception& failed) { // the error that matters is the other one
-      error.add_context(std::string("memplug: out of memory, and what it knows of that could not be told: ") + failed.what());
+    } catch (const std::exception& failed) { // the original error matters more than this one
+      error.add_context(std::string("memplug: could not describe this shortage of memory: ") + failed.what());
     }
   }
 }

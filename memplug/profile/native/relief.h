@@ -1,8 +1,8 @@
-// Out of memory: what is tried before a request fails (Chameleon, section 6.3 and algorithm 3).
+// Frees memory before a request fails for lack of it (Chameleon, section 6.3 and algorithm 3).
 //
-//     request ──fails──► what is leaving is released ──► request ──fails──► more tensors leave ──► request ──► … ──► error
+//     request ──fails──► release offloaded tensors ──► request ──fails──► offload more ──► request ──► … ──► error
 //
-// torch's allocator gives back what it has cached before it fails: each try does so too.
+// In each try torch's allocator also frees its cached memory before it fails.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -15,32 +15,33 @@
 
 namespace memplug {
 
-// What was done, in order.
+// One action of relief.
 struct ReliefEvent {
   enum Kind : int32_t { FAILED, RELEASED, LEFT, TURNED, SERVED, GIVEN_UP };
   Kind kind;
-  int64_t nbytes; // of the request, or of what was freed for it
+  int64_t nbytes; // of the request, or of the memory that was freed for it
 };
 
-// Frees memory for a request of the calling thread that has failed so often, from 1. False: nothing is left to free.
+// Frees memory for a request of the calling thread that has failed `failures` times (from 1). Returns whether to try
+// again; false: there is nothing left to free.
 using Reliever = bool (*)(size_t nbytes, int failures);
 
-// What is to be said of a request that fails for good.
+// Returns the text that is added to the error of a request that fails for good.
 using Explanation = std::function<std::string()>;
 
-// The reliever and the explanation from now on, null for none.
+// Sets the reliever and the explanation; null: none.
 void ask_for_relief(Reliever reliever, Explanation explain);
-void end_relief_in_child(); // of a fork
+void end_relief_in_child(); // after a fork
 
 void note_relief(ReliefEvent event);
 
-// Of all requests since the last call, the first few thousand.
+// Returns the actions since the last call, at most the first few thousand.
 std::vector<ReliefEvent> take_relief_events();
 
 bool relieve(size_t nbytes, int failures);
 void explain(c10::OutOfMemoryError& error);
 
-// What `request()` gives, which throws where there is no memory.
+// Returns the result of `request()`, which throws when memory is short; then frees memory and tries again.
 template <typename Request>
 auto with_relief(size_t nbytes, const Request& request) {
   for (int failures = 0;;) {

@@ -23,7 +23,8 @@ struct Block {
 };
 
 struct Log {
-  std::mutex mutex; // taken under the allocator's own lock: nothing here allocates on the device or needs Python
+  // taken under the allocator's own lock: code under it must not allocate on the device or need Python
+  std::mutex mutex;
   std::vector<RequestEvent> events;
   ska::flat_hash_map<void*, Block> alive;
   std::vector<const void*> streams;
@@ -39,7 +40,7 @@ Log& log() {
 
 std::atomic<bool> is_recording{false};
 std::atomic<Base> base{Base::TRACKED};
-std::atomic<int64_t> in_use{0}; // of the log's usage, readable without its lock
+std::atomic<int64_t> in_use{0}; // copy of the log's usage, readable without its lock
 thread_local bool moving = false;
 std::atomic<int64_t> moved_out{0};
 std::atomic<RequestWatcher> the_watcher{nullptr};
@@ -66,7 +67,7 @@ void add(Log& l, int32_t kind, Block block, int64_t nbytes) {
 } // namespace
 
 void begin_requests(int64_t base_bytes) {
-  // Before the lock: the server and the limit tell of their blocks under their own.
+  // Before taking the lock: the server and the limit report their blocks under locks of their own.
   base = base_bytes >= 0 ? Base::DEVICE : is_cpu_limited() ? Base::LIMIT : Base::TRACKED;
   const int64_t told = server().told_bytes(), wanted = server().wanted_bytes(), counted = cpu_bytes().in_use;
   auto& l = log();
@@ -83,7 +84,7 @@ void begin_requests(int64_t base_bytes) {
   } else if (base == Base::LIMIT) {
     base_bytes = counted + told + moved_out;
   } else {
-    base_bytes = l.tracked_bytes + told - wanted; // what is wanted is tracked
+    base_bytes = l.tracked_bytes + told - wanted; // wanted bytes are among the tracked ones
   }
   l.usage = {base_bytes, base_bytes, base_bytes, base_bytes};
   in_use = base_bytes;
@@ -125,7 +126,7 @@ void note_moved_out(int64_t nbytes) {
 
 bool note_malloc(void* pointer, size_t nbytes, const void* stream) {
   if (moving) {
-    return true; // `note_moved` tells of it
+    return true; // `note_moved` reports the move
   }
   if (!recording_requests()) {
     return false;

@@ -1,4 +1,4 @@
-// Every malloc and free of the training device while a recording runs, in program order.
+// Records every malloc and free of the training device while a recording runs, in program order.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -9,12 +9,12 @@
 
 namespace memplug {
 
-// Packed as REQUEST_EVENT in memplug/profile/trace.py; `phase` still in the form that `pack` gives.
+// Packed as REQUEST_EVENT in memplug/profile/trace.py; `phase` is still in the form that `pack` returns.
 #pragma pack(push, 1)
 struct RequestEvent {
   int32_t kind; // 0 malloc, 1 free
   int64_t request; // running number; -1: allocated before the recording
-  int64_t nbytes; // as asked for; of a free: 0, or of a block from before the recording its size
+  int64_t nbytes; // as requested; of a free: 0, or the size of a block from before the recording
   int64_t stream;
   int64_t operator_index;
   int32_t phase;
@@ -27,29 +27,32 @@ struct Usage {
   int64_t base_bytes; // in use when the recording began
   int64_t in_use_bytes;
   int64_t peak_bytes;
-  int64_t marked_peak_bytes; // since `mark_peak`, or the recording's beginning
+  int64_t marked_peak_bytes; // since `mark_peak`, or since the recording began
 };
 
-// Begin a recording. `base_bytes`: in use on the device now, as its allocator counts, of which what was recorded earlier
-// and is still alive is part; -1: where nothing counts, that and the arena's alone, or what a limit of the CPU counts. A
-// free is noted if, and only if, its bytes are part of that, or its malloc was noted: so never more is freed than there is.
+// Begins a recording. `base_bytes` are in use on the device now by its allocator's count, which includes earlier
+// recorded blocks that are still alive; -1: no allocator counts, and the recording begins with those blocks and the
+// arena's, or with what a limit of the CPU counts. A free is recorded if and only if its bytes are part of that
+// beginning or its malloc was recorded, so bytes in use never become negative.
 void begin_requests(int64_t base_bytes);
 void end_requests();
 bool recording_requests();
 
-// What a recording begins with: blocks that were recorded earlier, and the arena's; what a limit of the CPU counts, and the
-// arena's; all that the device's allocator counts. Of the one that runs now, or ran last.
+// What a recording counts at its beginning: blocks that were recorded earlier and the arena's; what a limit of the CPU
+// counts, and the arena's; or all that the device's allocator counts. `base_of_recording` is for the running or the
+// last recording.
 enum class Base { TRACKED, LIMIT, DEVICE };
 Base base_of_recording();
 
-// What an allocator saw. `stream` is any name of it; streams are numbered in order of appearance.
-// Returns whether it was noted, and its free is to be told, recording or not.
+// Records a malloc. `stream` is any identifier; streams are numbered in order of appearance. Returns whether it was
+// recorded, so that its free must be reported even after the recording.
 bool note_malloc(void* pointer, size_t nbytes, const void* stream);
-// `nbytes`: size of the block where it is part of what a recording begins with; only used for blocks from before it.
+// Records a free. `nbytes`: size of the block if the recording's beginning includes it; used only for blocks from
+// before it.
 void note_free(void* pointer, size_t nbytes);
 
-// While one lives, what the calling thread asks for and gives back is not noted, if `on`: the step is recorded as if it
-// had not happened.
+// While one lives and `on` is set, mallocs and frees of the calling thread are not recorded: the recording shows the
+// step as if no block had been moved.
 class Moving {
  public:
   explicit Moving(bool on);
@@ -61,19 +64,19 @@ class Moving {
   const bool before_;
 };
 
-// A block that was noted is at another address from now on.
+// Gives a recorded block a new address.
 void note_moved(void* from, void* to);
 
-// So many bytes more are not on the device although, to a recording, they are: what begins now has them in use.
+// Adds bytes that are off the device but count as in use for recordings that begin now.
 void note_moved_out(int64_t nbytes);
 
-// Told of every request that goes to the CPU's allocator, or to the device's that memplug stands in front of (`User`): of its
-// bytes before it is served, of its memory after that. Of any thread; null: none is.
+// Called on any thread for each request to the CPU's allocator, or to that of the device which memplug stands in front
+// of (`User`): with its bytes before it is served, and with its memory after. Null: no watcher.
 using RequestWatcher = void (*)(size_t nbytes, const void* stream, const void* memory);
 void watch_requests(RequestWatcher watcher);
 RequestWatcher request_watcher();
 
-// What `serve()` gives, a block, and the watcher is told of it.
+// Returns the block that `serve()` returns, and notifies the watcher before and after.
 template <typename Stream, typename Serve>
 auto watched(size_t nbytes, const Stream& stream, const Serve& serve) {
   const RequestWatcher watcher = request_watcher();
@@ -87,41 +90,43 @@ auto watched(size_t nbytes, const Stream& stream, const Serve& serve) {
   return block;
 }
 
-// No frees will be seen any more: what is alive now is unknown from here on.
+// Forgets all blocks: no more frees will be reported, so which of them are alive is unknown from here on.
 void forget_blocks();
 
-// Bytes of blocks that were recorded, ever, and are still alive.
+// Returns the bytes of all recorded blocks that are still alive, including those of earlier recordings.
 int64_t tracked_bytes();
 Usage usage();
 void mark_peak();
-int64_t in_use_bytes(); // without a lock
+int64_t in_use_bytes(); // takes no lock
 std::vector<RequestEvent> take_requests();
 
 // Around a fork: the child must not inherit a lock that another thread held.
 void lock_requests_for_fork();
 void unlock_requests_after_fork();
 
-// The allocators, which delegate requests that no arena serves. A second `install` for the same user throws.
+// Install and remove the allocators in front of torch's, to which they pass requests that no arena serves. A second
+// `install_cpu` for the same user throws.
 enum User : int { RECORDER = 1, ARENA = 2, RELIEF = 4 };
 void install_cpu(User user);
 void uninstall_cpu(User user);
-c10::Allocator& native_cpu_allocator(); // behind what stands in front of it
+c10::Allocator& native_cpu_allocator(); // the one behind memplug's
 
-// The allocator of a device that torch knows by its type alone (PrivateUse1), as the virtual one.
+// The same for a device that torch knows only by its type (PrivateUse1), as the virtual device.
 void install_other(User user);
 void uninstall_other(User user);
 c10::Allocator& native_other_allocator();
 const void* current_other_stream();
 
-// A CPU that stands in for a device: what is asked for from now on may take so many bytes at a time, and a request beyond
-// fails as one of a device does; -1: no limit. Memory that an arena reserves does not count, nor what it serves.
+// Limits the CPU when it stands in for a device: requests from now on may hold so many bytes at a time, and a request
+// beyond that fails like a device's; -1: no limit. Neither memory that an arena reserves nor blocks that it serves
+// count.
 void limit_cpu(int64_t nbytes);
 
-// A block that was there before the limit counts as well from now on; nothing where it does already, or nothing counts.
+// Counts a block from before the limit from now on; does nothing if it counts already or there is no limit.
 void count_cpu(c10::DataPtr& block, int64_t nbytes);
 
 struct CpuBytes {
-  int64_t in_use, peak; // of what was asked for under a limit, and what counts besides; the peak since the limit was set
+  int64_t in_use, peak; // requests under a limit, and blocks that were added; the peak since the limit was set
 };
 CpuBytes cpu_bytes();
 bool is_cpu_limited();

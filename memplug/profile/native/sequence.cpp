@@ -30,16 +30,16 @@ Sequence& sequence() {
   return *instance;
 }
 
-// A recording. Everything under the mutex.
+// A recording; the mutex guards everything.
 struct Recording {
   std::mutex mutex;
-  int64_t number = 0; // of this recording in the process
-  bool open = false; // a callback may still run after it was removed
+  int64_t number = 0; // running number of this recording in the process
+  bool open = false; // false: ignore a callback that still runs after it was removed
   Records records;
   c10::DeviceType device_type = c10::DeviceType::CPU;
   std::chrono::steady_clock::time_point begin;
   ska::flat_hash_map<const c10::StorageImpl*, int32_t> number_of;
-  // keep the addresses of storages that died from being used again; their memory is free all the same
+  // weak references keep addresses of dead storages from being reused; the storages' memory is freed all the same
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> seen;
 };
 
@@ -48,16 +48,16 @@ Recording& recording() {
   return *instance;
 }
 
-// An operator from its beginning to its end, which may come after the recording's.
+// An operator from its beginning to its end, which may come after the end of the recording.
 struct Inside {
-  int64_t recording; // number; -1: its tensors are not noted
+  int64_t recording; // number; -1: its tensors are not recorded
   int64_t index;
 };
 
 thread_local std::vector<Inside> entered; // operators that the calling thread is inside of, while recording
 std::atomic<int64_t> running{-1};
 std::atomic<int32_t> detail{SEQUENCE};
-bool claimed = false; // of the thread that holds Python's lock
+bool claimed = false; // guarded by Python's lock
 
 void use(Recording& r, int64_t index, const at::Tensor& tensor, bool output) {
   if (!tensor.has_storage() || tensor.device().type() != r.device_type) {
@@ -111,7 +111,7 @@ int64_t add_operator(Recording& r, int32_t number) {
   return index;
 }
 
-// Notes an operator that begins, and its inputs where the recording has tensors.
+// Records the beginning of an operator, and its inputs if the recording has tensors.
 void begin_recorded(Call& call) {
   if (!trains()) {
     return;
@@ -183,7 +183,7 @@ Records take_records() {
     r.number_of.clear();
     running = -1;
   }
-  return records; // `seen` is freed after the lock is released
+  return records; // `seen` is destroyed after the lock is released
 }
 
 } // namespace

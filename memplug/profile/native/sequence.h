@@ -1,4 +1,5 @@
-// The operators that the training thread and autograd's threads run, as integers, and in detail while recording.
+// Records the operators that the training thread and autograd's threads run: as integers, and in detail while
+// recording.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,14 +12,14 @@
 
 namespace memplug {
 
-// How much is noted of each operator; each level includes the ones before.
+// How much is recorded of each operator; each level includes the ones before.
 enum Detail : int32_t {
   SEQUENCE = 0, // its number
-  OPERATORS = 1, // besides: its phase, layer, time and the memory in use, for a trace
-  TENSORS = 2, // besides: the storages that it reads and writes
+  OPERATORS = 1, // also its phase, layer, time and the memory in use, for a trace
+  TENSORS = 2, // also the storages that it reads and writes
 };
 
-// Packed as OPERATOR, USE and TENSOR in memplug/profile/trace.py; `phase` still in the form that `pack` gives.
+// Packed as OPERATOR, USE and TENSOR in memplug/profile/trace.py; `phase` is still in the form that `pack` returns.
 #pragma pack(push, 1)
 struct OperatorRecord {
   int32_t name;
@@ -45,30 +46,31 @@ struct Records {
   std::vector<TensorRecord> tensors;
 };
 
-// Take the recorder of this process, for the calling thread and autograd's; throws where it is taken. Nothing is
+// Acquires the process's recorder for the calling thread and autograd's threads; throws if it is taken. Nothing is
 // watched until `watch(true)`; `release` leaves no callback behind.
 void claim();
 void release();
 
-// In the child of a fork.
+// Releases it in the child of a fork.
 void release_in_child();
 void watch(bool on);
 
-// Operators since the last call, and how many there were: more than fit where the two differ.
+// Returns the operators since the last call and their number, which is larger if not all fitted.
 std::pair<std::vector<int32_t>, int64_t> take_sequence();
 
-// Watch, and note more of each operator from now on until `end_records`, after which nothing is watched; `device_type` of the storages (c10::DeviceType).
+// Watches in more detail from now on until `end_records`, after which nothing is watched. `device_type`
+// (c10::DeviceType) selects the storages.
 void begin_records(Detail detail, int32_t device_type);
 Records end_records();
 
-// Which of the current recording's storages these tensors lie in, into `Records::tensors`; those that no operator has used are
-// left out, and memory of others, such as another process, that torch cannot give back.
+// Returns the indices of these tensors' storages in `Records::tensors` of the current recording. Tensors that no
+// operator has used are left out, and so is foreign memory, such as another process's, that torch cannot free.
 std::vector<int32_t> recorded_numbers(const std::vector<at::Tensor>& tensors);
 
-// Index of the operator that runs now or ran last in the current recording, -1 before the first.
+// Returns the index of the operator that runs now or ran last in the current recording, -1 before the first.
 int64_t running_operator();
 
-// A place's pass and micro-batch in one integer.
+// Returns a place's pass and micro-batch as one integer.
 inline int32_t pack(Place place) {
   return (place.micro_batch + 1) * 8 + place.pass;
 }

@@ -1,4 +1,4 @@
-// Whose memory is served in front of a device's allocator: a technique's that places requests by itself.
+// Interface of a technique that serves requests from its own memory, in front of a device's allocator.
 #pragma once
 
 #include <cstddef>
@@ -7,17 +7,17 @@
 
 namespace memplug {
 
-// This one serves nothing.
+// The base class serves nothing.
 class Server {
  public:
   virtual ~Server() = default;
 
-  // Memory for a request of the calling thread, null: the native allocator's.
+  // Returns memory for a request of the calling thread; null: the native allocator serves it.
   virtual void* serve(size_t /*nbytes*/, const void* /*stream*/) {
     return nullptr;
   }
 
-  // A block ends, or is used on this stream too; any thread. False: it is not the server's.
+  // Releases a block, or notes that another stream uses it; on any thread. Return false if it is not the server's.
   virtual bool give_back(void* /*block*/) {
     return false;
   }
@@ -25,13 +25,13 @@ class Server {
     return false;
   }
 
-  // The beginning of what the block was reserved with, null: it is not the server's.
+  // Returns the beginning of the reserved memory that contains the block; null: it is not the server's.
   virtual char* reserved_with(const void* /*block*/) {
     return nullptr;
   }
 
-  // The bytes in use whose end a recording is told of, and those of which it was told the beginning too; what a former plan
-  // left is as unknown to it as what the native allocator gave out before.
+  // Return the bytes of live blocks whose free is reported to a recording, and of those whose malloc was reported too.
+  // Blocks of earlier plans count as pre-existing, like those of the native allocator.
   virtual int64_t told_bytes() {
     return 0;
   }
@@ -39,10 +39,10 @@ class Server {
     return 0;
   }
 
-  // The recorder has forgotten all blocks: of none that is in use the end is wanted any more.
+  // The recorder has forgotten all blocks and no longer wants their frees reported.
   virtual void forget_wanted() {}
 
-  // Of the device that is served: bytes reserved of its allocator, and what is in use of them, as asked for and rounded up.
+  // Bytes of the served device: reserved from its allocator, and in use, as requested and rounded up.
   struct Bytes {
     int64_t reserved, live, live_size;
   };
@@ -51,15 +51,15 @@ class Server {
   }
 };
 
-// The process's. One that is set lives for ever, and is set as the library is loaded.
+// The process's server. It is set when the library is loaded, and must never be destroyed.
 Server& server();
 void set_server(Server& server);
 
-// Whether requests are asked of it; one atomic read.
+// Whether requests go to the server first; reading it is one atomic load.
 bool serving();
 void serve(bool on);
 
-// What deletes a block of the server's.
+// Deleter of the server's blocks.
 void give_back_served(void* block);
 
 } // namespace memplug

@@ -1,4 +1,4 @@
-// The tensors of an operator's arguments and results.
+// Visits the tensors of an operator's arguments and results.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,12 +6,13 @@
 
 namespace memplug {
 
-// Whether a tensor is a Python number that torch has wrapped, and so a value like any other.
+// Returns whether a tensor is a Python number that torch has wrapped, and so a value like any other.
 inline bool is_number(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->is_wrapped_number();
 }
 
-// Calls `visit(tensor)` for each defined tensor of an argument or result, those in its lists and wrapped numbers included.
+// Calls `visit(tensor)` for each defined tensor of an argument or result, including wrapped numbers and tensors in
+// lists.
 template <typename Visit>
 void each_tensor_or_number(const c10::IValue& value, const Visit& visit) {
   if (value.isTensor()) {
@@ -25,7 +26,7 @@ void each_tensor_or_number(const c10::IValue& value, const Visit& visit) {
   }
 }
 
-// The same without wrapped numbers.
+// Does the same without wrapped numbers.
 template <typename Visit>
 void each_tensor(const c10::IValue& value, const Visit& visit) {
   each_tensor_or_number(value, [&](const at::Tensor& tensor) {

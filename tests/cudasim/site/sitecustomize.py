@@ -1,5 +1,7 @@
-"""In front of PYTHONPATH, where CUDA is simulated: whatever this Python starts has NCCL's stand-in, once it imports
-torch.distributed. Python imports this module by itself; what never imports torch pays for nothing.
+"""Makes each Python that runs on simulated CUDA use NCCL's stand-in, as soon as it imports torch.distributed.
+
+Its folder is first in PYTHONPATH, so Python imports this module by itself; a program that never imports torch pays
+nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ WATCHED = "torch.distributed.distributed_c10d"
 
 
 class Watcher(MetaPathFinder):
-    """Puts the stand-in in place as soon as `WATCHED` is imported, before anything can take NCCL's group from it."""
+    """Installs the stand-in when `WATCHED` is imported, before any code can get NCCL's group from it."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """`WATCHED` as the usual finder has it, with an `exec_module` that goes on."""
+        """Return the usual spec of `WATCHED`, with an `exec_module` that then installs the stand-in."""
         if name != WATCHED:
             return None
         sys.meta_path.remove(self)
@@ -38,7 +40,7 @@ class Watcher(MetaPathFinder):
 
 
 def _collectives() -> ModuleType:
-    """By its file: the program's path need not lead to the package of these tests."""
+    """Load collectives.py by its path: the program's own path may not lead to the package of these tests."""
     file = Path(__file__).resolve().parents[1] / "collectives.py"
     spec = importlib.util.spec_from_file_location("cudasim_collectives", file)
     assert spec is not None and spec.loader is not None
