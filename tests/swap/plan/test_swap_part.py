@@ -105,7 +105,7 @@ BROKEN = {
     "in order: used": {"next_use": 13},
     "nothing tells which tensor": {"last_use": -1, "key": 3},
     "which the program does not run": {"operator": "aten::none"},
-    "too few for what is swapped": {"nbytes": 513},
+    "too few for the swapped tensors": {"nbytes": 513},
 }
 
 
