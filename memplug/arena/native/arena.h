@@ -3,8 +3,8 @@
 //
 // A request is matched by its place in the program, its size and its stream. The arena hands out only bytes that are
 // free at that moment, whatever the plan says: a program that departs from its plan loses addresses, never data. Every
-// size and every address is a multiple of BLOCK_BYTES. The native allocator is the one that the arena stands in front of,
-// torch's own.
+// size and every address is a multiple of BLOCK_BYTES. The native allocator, torch's own, is the one that the
+// arena stands in front of.
 #pragma once
 
 #include <cstddef>
