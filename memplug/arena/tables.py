@@ -26,8 +26,8 @@ PLANNED_REQUEST = np.dtype(  # in program order within each place
         ("phase", "<i4"),  # (micro-batch + 1) * 8 + pass
         ("layer", "<i4"),
         ("stream", "<i4"),  # 0 is the main stream, on which dynamic requests are served
-        ("kept", "<i4"),  # slot class of a buffer that outlives the step: any free slot of it serves; -1: it does
-        not ("spare", "<i4"),  # group of reusable space to use where its bytes are not free; -1: none
+        ("kept", "<i4"),  # slot class, of which any free slot serves, if it outlives the step; else -1
+        ("spare", "<i4"),  # group of reusable space to use where its bytes are not free; -1: none
     ]
 )
 KEPT_SLOT = np.dtype([("offset", "<i8"), ("kept", "<i4")])  # offset in the part of buffers that outlive steps

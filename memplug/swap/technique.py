@@ -63,8 +63,8 @@ class SwapsWhole(Technique[SwapPart]):
 
     name = SwapPart.name
     part_type = SwapPart
-    mistakes_of = staticmethod(mistakes_of_places)  # against the recorded step a list was judged as it was made
-    mistakes_of = staticmethod(mistakes_of_places)  # as it was made, the list was judged against the recorded step
+    mistakes_of = staticmethod(mistakes_of_places)  # planning has judged the list against the recorded step
+    report_type = SwapReport
     relieves = True
 
     def __init__(self, given: Given):

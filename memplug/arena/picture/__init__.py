@@ -58,7 +58,7 @@ class Picture(TechniquePicture):
         arena = config.arena
         if not arena.enabled:
             return ["  the planned arena is switched off (arena.enabled): torch's own allocator serves"]
-        checked = ", with freed memory and what surrounds each block looked after: slow" if arena.checks else ""
+        checked = ", watching freed memory and margins of blocks for stray writes: slow" if arena.checks else ""
         return [
             f"  arena            training is served at planned addresses (planner {arena.planner}){checked}",
             f"  plans            {f'kept in {config.plan_dir}' if config.plan_dir else 'not kept'}",

@@ -103,7 +103,7 @@ def _planned_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("lower bound", nbytes("lower_bound_bytes")),
         ("height", nbytes("height_bytes")),
         ("fragmentation", of_both(lambda side: f"{side['fragmentation']:.2%}")),
-        ("dynamic requests", dynamic + ("" if facts["same_dynamic_spaces"] else "; what they may reuse differs")),
+        ("dynamic requests", dynamic + ("" if facts["same_dynamic_spaces"] else "; reusable space differs")),
     ]
 
 

@@ -119,7 +119,7 @@ def _local_plan(table: np.ndarray, first: int, last: int, rows: np.ndarray, orde
 
 
 def fuse(table: np.ndarray, groups: list[_Group], deadline_s: float | None = None) -> list[_Group]:
-    """Fuse groups of which one ends in the phase where the other begins, if that leaves fewer bubbles.
+    """Fuse pairs of groups if one ends in the phase where the other begins, and fusing leaves fewer bubbles.
 
     The requests of the smaller group are inserted into the placement of the larger: the largest first, at the lowest
     free offset. The fusion is accepted if its product exceeds the average of the two, weighted by their rectangles.

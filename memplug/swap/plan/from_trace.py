@@ -162,7 +162,7 @@ def gaps(
     order = np.argsort(uses["tensor"], kind="stable")
     tensor, operator, output = (uses[column][order] for column in ("tensor", "operator", "output"))
     begins = np.concatenate(([True], tensor[1:] != tensor[:-1]))[: len(tensor)]
-    # An operator may read what it writes: a tensor is made in the step if its first operator reads it nowhere.
+    # An operator may read what it writes: a tensor was made in the step if its first operator has it only as an output.
     first_operator = operator[np.flatnonzero(begins)][np.cumsum(begins) - 1]
     wanted = step.tensors["nbytes"] >= max(min_bytes, 1)
     lasting = np.zeros(len(step.tensors), bool)

@@ -91,7 +91,7 @@ def reductions(problem: SwapProblem, swaps: tuple[Swap, ...] = ()) -> np.ndarray
 
 
 def score(candidate: Candidate, reduction_bytes: np.ndarray, largest_bytes: int) -> float:
-    """Return a candidate's score (Eq. 2: N_MRE + C S): two shares, of which one is weighted.
+    """Return a candidate's score, N_MRE + C S (Eq. 2).
 
     N_MRE is the share of the operators above the budget that lie in its gap, S its size over the largest candidate's.
     """
