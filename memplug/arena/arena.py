@@ -86,12 +86,12 @@ class Arena:
     """The façade over the native arena; inactive until `serve` is called.
 
     Args:
-            device: the device whose memory it serves: the CPU, a CUDA device or the virtual device.
-            checks: watch freed bytes and the margin after each block, to find stray writes.
+        device: the device whose memory it serves: the CPU, a CUDA device or the virtual device.
+        checks: watch freed bytes and the margin after each block, to find stray writes.
 
     Raises:
-            NativeError: the native core cannot be built here.
-            ArenaError: memplug cannot stand in front of this device's allocator, or another device of this process has
+        NativeError: the native core cannot be built here.
+        ArenaError: memplug cannot stand in front of this device's allocator, or another device of this process has
             the arena.
     """
 
@@ -117,7 +117,7 @@ class Arena:
 
         Raises:
             ArenaError: the device has too little memory, or another library changed its allocator; nothing is served
-            then.
+                then.
         """
         if self.device.type != "cpu" and not self.serving:
             torch.get_device_module(self.device).empty_cache()

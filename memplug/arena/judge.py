@@ -48,7 +48,7 @@ class Finding:
     Attributes:
         code: see `Fault`.
         message: a sentence with the names and values concerned.
-            rows: rows of `Problem.buffers` that show it; if there are many, the first.
+        rows: rows of `Problem.buffers` that show it; if there are many, the first.
     """
 
     code: Fault

@@ -15,23 +15,23 @@ class ArenaReport(FollowerReport):
     """Counts since the session began, and memory held now and predicted; bytes as requested unless said otherwise.
 
     Attributes:
-            plans: plans made from a recorded step.
-            bytes: reserved now, with memory of earlier plans that is still in use.
-            live_bytes: in use now.
-            peak_bytes: the most in use since the last plan, in whole blocks.
-            fragmentation: share of the reserved bytes that no block occupies now.
-            peak_fragmentation: the same share when the most bytes were in use.
-            predicted_fragmentation: that share as the plan in force predicts it; None without a plan.
-            served, served_bytes: requests served at their planned addresses.
-            dynamic, dynamic_bytes: requests whose sizes depend on data, served from their group's reusable space.
-            dynamic_missed: requests whose sizes depend on data and for which that space had no room.
-            reusable, reusable_bytes: requests served from other reusable space.
-            fallback, fallback_bytes: requests that torch's allocator served although a plan was in force.
-            lasting, lasting_bytes: requests that torch's allocator served because their blocks outlive the step.
-            leftover_bytes: held now by blocks that outlived their step although the plan did not know.
-            native_bytes: in use now in torch's own allocator; None without an arena, and on the CPU.
-            step_served: share of the last step's requests for which the arena had bytes, not counting those that
-                outlive the step; None if there were none.
+        plans: plans made from a recorded step.
+        bytes: reserved now, with memory of earlier plans that is still in use.
+        live_bytes: in use now.
+        peak_bytes: the most in use since the last plan, in whole blocks.
+        fragmentation: share of the reserved bytes that no block occupies now.
+        peak_fragmentation: the same share when the most bytes were in use.
+        predicted_fragmentation: that share as the plan in force predicts it; None without a plan.
+        served, served_bytes: requests served at their planned addresses.
+        dynamic, dynamic_bytes: requests whose sizes depend on data, served from their group's reusable space.
+        dynamic_missed: requests whose sizes depend on data and for which that space had no room.
+        reusable, reusable_bytes: requests served from other reusable space.
+        fallback, fallback_bytes: requests that torch's allocator served although a plan was in force.
+        lasting, lasting_bytes: requests that torch's allocator served because their blocks outlive the step.
+        leftover_bytes: held now by blocks that outlived their step although the plan did not know.
+        native_bytes: in use now in torch's own allocator; None without an arena, and on the CPU.
+        step_served: share of the last step's requests for which the arena had bytes, not counting those that
+            outlive the step; None if there were none.
     """
 
     prefix: ClassVar[str] = "arena_"

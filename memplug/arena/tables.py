@@ -44,14 +44,14 @@ class Tables:
     """A plan as the native arena reads it.
 
     Attributes:
-            requests, slots, dynamic, spaces: of the dtypes PLANNED_REQUEST, KEPT_SLOT, DYNAMIC_REQUEST and IDLE_SPACE.
-            crosses: for each group, the streams that use its bytes; see PLANNED_REQUEST.
-            reusable: groups that a validation between the steps tries, in this order.
-            reused_bytes: size of the reused part.
-            kept_bytes: size of the part for buffers that outlive steps; reserved apart, so that it can stay when the
-                reused part is released.
-            streams: number of streams, at most MOST_STREAMS.
-            rows: each request's row in the problem, int64[n].
+        requests, slots, dynamic, spaces: of the dtypes PLANNED_REQUEST, KEPT_SLOT, DYNAMIC_REQUEST and IDLE_SPACE.
+        crosses: for each group, the streams that use its bytes; see PLANNED_REQUEST.
+        reusable: groups that a validation between the steps tries, in this order.
+        reused_bytes: size of the reused part.
+        kept_bytes: size of the part for buffers that outlive steps; reserved apart, so that it can stay when the
+            reused part is released.
+        streams: number of streams, at most MOST_STREAMS.
+        rows: each request's row in the problem, int64[n].
     """
 
     requests: np.ndarray

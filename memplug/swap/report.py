@@ -16,24 +16,24 @@ class SwapReport(FollowerReport):
     """Counts over all steps of the session, and predictions and measurements of one step under the list.
 
     Attributes:
-            tensors: tensors of the list in force; 0 without one.
-            planned_bytes: bytes that the list swaps in a step.
-            planned_state_bytes: the part of these that belongs to the model or the optimizer, and is swapped as the
-                step begins.
-            peak_bytes: the most device bytes in use in the second step under the list; None before it.
-            predicted_peak_bytes: the list's prediction of it; None without a list.
-            stall_s: seconds that this step's operators waited for copies; on the CPU, which makes the copies itself,
-                the time that they took. None before that step.
-            predicted_stall_s: the list's prediction of it; None without a list.
-            found, missed: tensors of the list that were found, or not found, in a step.
-            repeated: steps that were followed by their requests alone (memplug/swap/native/repeated_step.h).
-            released_bytes: bytes released on the device.
-            prefetched_bytes: bytes copied back.
-            cancelled: tensors that were used again before their memory was released.
-            demanded: tensors that were used before the list was to prefetch them.
-            refused: copies that failed because the host or the device had no room.
-            passive, passive_bytes: tensors that no list named, and that were offloaded because a request for memory had
-                failed.
+        tensors: tensors of the list in force; 0 without one.
+        planned_bytes: bytes that the list swaps in a step.
+        planned_state_bytes: the part of these that belongs to the model or the optimizer, and is swapped as the
+            step begins.
+        peak_bytes: the most device bytes in use in the second step under the list; None before it.
+        predicted_peak_bytes: the list's prediction of it; None without a list.
+        stall_s: seconds that this step's operators waited for copies; on the CPU, which makes the copies itself,
+            the time that they took. None before that step.
+        predicted_stall_s: the list's prediction of it; None without a list.
+        found, missed: tensors of the list that were found, or not found, in a step.
+        repeated: steps that were followed by their requests alone (memplug/swap/native/repeated_step.h).
+        released_bytes: bytes released on the device.
+        prefetched_bytes: bytes copied back.
+        cancelled: tensors that were used again before their memory was released.
+        demanded: tensors that were used before the list was to prefetch them.
+        refused: copies that failed because the host or the device had no room.
+        passive, passive_bytes: tensors that no list named, and that were offloaded because a request for memory had
+            failed.
     """
 
     prefix: ClassVar[str] = "swap_"

@@ -36,10 +36,10 @@ class Tables:
     """The tables of one list, with numbers that this process gives to operators and dtypes.
 
     Attributes:
-            program: numbers of the program's outermost operators.
-            outside: places, and numbers of the operators that run between each and the next place.
-            ranks: uint8 by operator number: rank of the operator by how often it runs.
-            targets, anchors: rows of TARGET and ANCHOR.
+        program: numbers of the program's outermost operators.
+        outside: places, and numbers of the operators that run between each and the next place.
+        ranks: uint8 by operator number: rank of the operator by how often it runs.
+        targets, anchors: rows of TARGET and ANCHOR.
     """
 
     program: list[int]

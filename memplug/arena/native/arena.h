@@ -260,10 +260,10 @@ class Arena {
     }
   };
   struct Mark { // leftovers of one kind
-  int32_t held = 0; // leftovers in use
-  int32_t live = 0; // blocks in use in reusable space that were not planned
-  int32_t strikes = 0; // leftovers that lasted for a step or more before they were freed
-  uint32_t until = 0; // the step from which the arena serves the kind again
+    int32_t held = 0; // leftovers in use
+    int32_t live = 0; // blocks in use in reusable space that were not planned
+    int32_t strikes = 0; // leftovers that lasted for a step or more before they were freed
+    uint32_t until = 0; // the step from which the arena serves the kind again
   };
   struct Row { // a planned request
     int64_t size;

@@ -125,12 +125,12 @@ class _Attempt:
     """The search for the lowest solution that the judge accepts.
 
     Attributes:
-            problem: the problem with all its streams.
-            blocks: the same problem on one stream, as planners see it.
-            began_s, deadline_s: on the clock of `time.monotonic`.
-            enough: the height to end at, if one was given.
-            best: the lowest accepted solution so far.
-            plain_offsets: its offsets, as the planner returned them for `blocks`.
+        problem: the problem with all its streams.
+        blocks: the same problem on one stream, as planners see it.
+        began_s, deadline_s: on the clock of `time.monotonic`.
+        enough: the height to end at, if one was given.
+        best: the lowest accepted solution so far.
+        plain_offsets: its offsets, as the planner returned them for `blocks`.
     """
 
     problem: Problem

@@ -14,8 +14,8 @@ class Block:
     """Buffers that move together.
 
     Attributes:
-            rows: rows of the problem, int64[k].
-            offsets: offsets inside the block, int64[k], bytes.
+        rows: rows of the problem, int64[k].
+        offsets: offsets inside the block, int64[k], bytes.
         lower, upper: when the block is in use; by default from the first malloc to the last free.
     """
 

@@ -53,10 +53,10 @@ class Predictions:
     """The predictions of a plan.
 
     Attributes:
-            arena_bytes: bytes reserved: the height of the solution.
-            static_peak_bytes: the most bytes that planned requests have in use at once: the problem's lower bound.
-            dynamic_peak_bytes: the most bytes that dynamic requests had in use at once in the recorded step.
-            fragmentation: 1 - static_peak_bytes / arena_bytes.
+        arena_bytes: bytes reserved: the height of the solution.
+        static_peak_bytes: the most bytes that planned requests have in use at once: the problem's lower bound.
+        dynamic_peak_bytes: the most bytes that dynamic requests had in use at once in the recorded step.
+        fragmentation: 1 - static_peak_bytes / arena_bytes.
     """
 
     arena_bytes: int
@@ -70,10 +70,10 @@ class AddressPlan(PlanPart):
     """The arena's part of a plan.
 
     Attributes:
-            problem: the planned requests. Loaded from a file, it has no fingerprint: the plan has it.
-            solution: their offsets.
-            dynamic: one space for each group of requests whose sizes are known only at run time.
-            predictions: see `Predictions`.
+        problem: the planned requests. Loaded from a file, it has no fingerprint: the plan has it.
+        solution: their offsets.
+        dynamic: one space for each group of requests whose sizes are known only at run time.
+        predictions: see `Predictions`.
     """
 
     name = "arena"

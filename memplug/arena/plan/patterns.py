@@ -26,8 +26,8 @@ class Stretch:
 
     Attributes:
         begin, end: on the clock of the events.
-            rows: buffers that are requested and freed inside, int64, by malloc.
-            pattern: equal for stretches whose rows have the same sizes, alignments and relative lifetimes.
+        rows: buffers that are requested and freed inside, int64, by malloc.
+        pattern: equal for stretches whose rows have the same sizes, alignments and relative lifetimes.
     """
 
     begin: int

@@ -45,9 +45,9 @@ class Buffer:
         lower, upper: instants of the problem's clock.
         size: bytes.
         alignment: bytes; the offset is a multiple of it.
-            stream: the stream that requests it.
-            lower_phase, upper_phase, lower_layer, upper_layer: where it is requested and freed; see `BUFFER`.
-            outlives: still in use when the step ends.
+        stream: the stream that requests it.
+        lower_phase, upper_phase, lower_layer, upper_layer: where it is requested and freed; see `BUFFER`.
+        outlives: still in use when the step ends.
     """
 
     lower: int
@@ -165,12 +165,12 @@ class Solution:
     """An offset for every buffer of a problem.
 
     Attributes:
-            offsets: int64[n], bytes from the beginning of the arena, aligned with `Problem.buffers`.
-            height: bytes of the arena.
-            planner: name of the planner that found it.
-            optimal: whether it is proven that no lower solution exists.
-            seconds: time that finding it took.
-            timed_out: whether the time limit ended the search; this is the best so far then.
+        offsets: int64[n], bytes from the beginning of the arena, aligned with `Problem.buffers`.
+        height: bytes of the arena.
+        planner: name of the planner that found it.
+        optimal: whether it is proven that no lower solution exists.
+        seconds: time that finding it took.
+        timed_out: whether the time limit ended the search; this is the best so far then.
     """
 
     offsets: np.ndarray

@@ -79,10 +79,10 @@ class _Group:
 
     Attributes:
         first_phase, last_phase: of its requests.
-            rows: rows of the problem.
-            offsets: int64, aligned with `rows`.
-            product: its time-memory product.
-            weight: bytes times duration of the rectangle around it.
+        rows: rows of the problem.
+        offsets: int64, aligned with `rows`.
+        product: its time-memory product.
+        weight: bytes times duration of the rectangle around it.
     """
 
     first_phase: int
@@ -229,7 +229,7 @@ def memory_layers(lifetimes: list[tuple[int, int]]) -> list[list[int]]:
         lifetimes: half-open, by beginning.
 
     Returns:
-            For each layer the indices into `lifetimes` of lifetimes that do not overlap, by time.
+        For each layer the indices into `lifetimes` of lifetimes that do not overlap, by time.
     """
     layers: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (last free time, layer) of reusable layers, rising

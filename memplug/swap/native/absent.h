@@ -31,7 +31,7 @@ struct StorageSwapper::Absent {
   bool written = false; // written to on the host, since the device had no room: it is not prefetched any more
   c10::DataPtr arriving; // device memory that it returns to
   int64_t began = 0; // number of its return, in the order in which returns began
-  };
+};
 
 struct StorageSwapper::HostMemory {
   Absent* absent; // null: the storage is back, or its swapper is gone

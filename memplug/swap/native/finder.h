@@ -33,7 +33,7 @@ struct SwapTarget {
   int32_t tolerance; // places by which the last use may differ
   int32_t last_use, release, prefetch, next_use; // -1: no use before it leaves; number of operators: none after it
   int32_t key; // anchor whose storage leaves as the step begins; -1: it is found at its last use
-  };
+};
 #pragma pack(pop)
 
 // Packed as ANCHOR in memplug/swap/tables.py: an outermost operator at that place reads a tensor that lives from step

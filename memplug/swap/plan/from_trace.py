@@ -36,10 +36,10 @@ class Clock(NamedTuple):
     """The outermost operators of a step's program.
 
     Attributes:
-            outermost: int64[n]: their indices in `Trace.operators`.
-            now: int64[operators]: for each operator of the trace, the outermost one that runs, or ran last; 0 before
-                the first.
-            behind: index in `Trace.operators` of the first operator after the program; their number if there is none.
+        outermost: int64[n]: their indices in `Trace.operators`.
+        now: int64[operators]: for each operator of the trace, the outermost one that runs, or ran last; 0 before
+            the first.
+        behind: index in `Trace.operators` of the first operator after the program; their number if there is none.
     """
 
     outermost: np.ndarray

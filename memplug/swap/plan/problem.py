@@ -45,9 +45,9 @@ class Link:
     """One direction of the link between device and host, shared with other copies.
 
     Args:
-            begin_s: float64[n + 1], rising: begin of each operator, and end of the last one.
-            busy_s: float64[n]: seconds of other copies while each operator runs.
-            bytes_per_s: rate of the link, above 0.
+        begin_s: float64[n + 1], rising: begin of each operator, and end of the last one.
+        busy_s: float64[n]: seconds of other copies while each operator runs.
+        bytes_per_s: rate of the link, above 0.
     """
 
     def __init__(self, begin_s: np.ndarray, busy_s: np.ndarray, bytes_per_s: float) -> None:
@@ -162,8 +162,8 @@ class OverBudgetError(Exception):
     """No swap list keeps the step to its budgets.
 
     Attributes:
-            least: see `Least`.
-            host_limited: whether a list exists with more host memory.
+        least: see `Least`.
+        host_limited: whether a list exists with more host memory.
     """
 
     def __init__(self, problem: SwapProblem) -> None:

@@ -60,10 +60,10 @@ class Simulation:
     """A step under a swap list.
 
     Attributes:
-            in_use_bytes: int64[n], see `SwapProblem`.
-            release_stalls_s: for each swap, how long its release waits for the copy to the host.
-            use_stalls_s: for each swap, how long its next use waits for the copy to the device.
-            step_s: duration of the step.
+        in_use_bytes: int64[n], see `SwapProblem`.
+        release_stalls_s: for each swap, how long its release waits for the copy to the host.
+        use_stalls_s: for each swap, how long its next use waits for the copy to the device.
+        step_s: duration of the step.
     """
 
     in_use_bytes: np.ndarray
