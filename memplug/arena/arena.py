@@ -27,7 +27,6 @@ class Counters(Protocol):
 
     Counts are of requests, and bytes are as requested, unless said otherwise.
 
-
     Attributes:
         planned, planned_bytes: served at their planned addresses.
         dynamic, dynamic_bytes: served from their group's reusable space.

@@ -30,8 +30,8 @@ class InForce:
     """The native core's swapping; inactive until `watch` or `swap` is called.
 
     From then on, a request for device memory that fails inside a step is tried again after tensors have been offloaded:
-    first those on their way out, then idle ones by size, those needed last first, then those on their way back
-    (Chameleon, section 6.3, algorithm 3).
+    first those on their way out, then idle ones (memplug/swap/native/short_step.cpp has their order), then those on
+    their way back (Chameleon, section 6.3, algorithm 3).
 
     Args:
         device: the device that trains.
