@@ -1,1 +1,1 @@
-"""The planned arena: its plan as tables, when it serves, and the façade over the native one."""
+"""The arena technique: plans addresses for a step's requests, and serves training from them."""

@@ -1,9 +1,9 @@
-"""The planned arena: memory that is reserved once, from which training is served at planned addresses; the façade over
-the native arena (STWeaver, section 6).
+"""The planned arena: reserved memory that serves a training step at planned addresses (STWeaver, section 6).
 
-The native core stands in front of the device's allocator, and asks the arena first. What the arena has no bytes for,
-and all that it is not meant for, the native allocator gets as if nothing stood in front of it. There is one arena in a
-process, since allocators are the process's; a session that has the recorder has the arena too.
+`Arena` wraps the native arena. The native core stands in front of the device's allocator and asks the arena first.
+Torch's own allocator serves each request for which the arena has no bytes, or which the arena is not meant for, as if
+nothing stood in front of it. A process has one arena, since allocators belong to the process; the session that owns the
+recorder owns the arena too.
 """
 
 from __future__ import annotations
@@ -23,28 +23,32 @@ from memplug.sizes import GIB
 
 
 class Counters(Protocol):
-    """What an arena did since it was made, and holds now; requests, and bytes as asked for unless said otherwise.
+    """Counts since the arena was made, and memory held now.
+
+    Counts are of requests, and bytes are as requested, unless said otherwise.
 
     Attributes:
         planned, planned_bytes: served at their planned addresses.
         dynamic, dynamic_bytes: served from their group's reusable space.
-        reusable, reusable_bytes: served from other reusable space: for validations, or because the address was in use.
-        unplanned: left to the native allocator: the plan has no such request,
-        occupied: its address was still in use,
-        dynamic_missed: or its group's reusable space had no room,
-        without_gradients: or it is a validation's, and no reusable space was large enough.
-        fallback_bytes: of those four.
-        lasting, lasting_bytes: left to the native allocator: what such a request gets outlives its step.
-        elsewhere: likewise, of threads that do not train, and of passes that were withheld.
-        written_freed: blocks that were written to after they had been given back, in the mode that checks,
-        written_beyond: or beyond their end.
-        reserved_bytes: now, with what is still in use of earlier plans.
-        leftover_bytes: now, held by blocks of earlier steps in the part that is used again and again, and in the annex.
-        live_bytes, peak_bytes: in use now, and the most since the last plan.
-        live_size, peak_size: likewise, rounded up to what they occupy.
-        from_arena: that the arena had bytes for.
-        fallback: of threads that train, that the native allocator served.
-        mismatched: that a plan of this program would have had an address for.
+        reusable, reusable_bytes: served from other reusable space: requests of validations, and those whose planned
+            address was in use.
+        unplanned: left to torch's allocator because the plan has no such request.
+        occupied: left to torch's allocator because the planned address was still in use.
+        dynamic_missed: left to torch's allocator because the group's reusable space had no room.
+        without_gradients: left to torch's allocator because a validation made them and no reusable space was large
+            enough.
+        fallback_bytes: bytes of the four counts above.
+        lasting, lasting_bytes: left to torch's allocator because their blocks outlive the step.
+        elsewhere: left to torch's allocator because they came from a thread that does not train, or in a withheld pass.
+        written_freed: blocks that were written to after they had been freed; counted with checks only.
+        written_beyond: blocks that were written to beyond their end; counted with checks only.
+        reserved_bytes: reserved now, with memory of earlier plans that is still in use.
+        leftover_bytes: held now by blocks of earlier steps, in the reused part and in the annex.
+        live_bytes, peak_bytes: in use now, and the most in use since the last plan.
+        live_size, peak_size: the same, each block rounded up to the bytes that it occupies.
+        from_arena: requests for which the arena had bytes.
+        fallback: requests of training threads that torch's allocator served.
+        mismatched: requests that a fitting plan of this program would have had an address for.
     """
 
     planned: int
@@ -74,19 +78,20 @@ class Counters(Protocol):
     mismatched: int
 
     def since(self, before: Counters) -> Counters:
-        """Returns what happened since then, beside what is held now."""
+        """Return the counts since `before`, and the memory held now as it is."""
 
 
 class Arena:
-    """Serves nothing until `serve`.
+    """The façade over the native arena; inactive until `serve` is called.
 
     Args:
-        device: whose memory it is: the CPU, a CUDA device or the virtual one.
-        checks: look after freed bytes and what follows each block: for finding writes that do not belong there.
+        device: the device whose memory it serves: the CPU, a CUDA device or the virtual device.
+        checks: watch freed bytes and the margin after each block, to find stray writes.
 
     Raises:
         NativeError: the native core cannot be built here.
-        ArenaError: this device's allocator cannot be stood in front of, or another device of this process has one.
+        ArenaError: memplug cannot stand in front of this device's allocator, or another device of this process has
+            the arena.
     """
 
     def __init__(self, device: torch.device | str, checks: bool = False):
@@ -102,20 +107,20 @@ class Arena:
             self._native.open_arena(kind, index, checks)
         except RuntimeError as error:
             raise ArenaError(f"there can be no planned arena: {_first_line(error)}", code="MP006") from None
-        self._leave: weakref.finalize | None = None  # while it serves, for a session that is never detached
+        self._leave: weakref.finalize | None = None  # set while it serves; runs even if the session is never detached
 
     def serve(self, tables: Tables) -> None:
-        """Serve by this plan from the next step on; what another one handed out stays valid.
+        """Serve this plan from the next step on; blocks of earlier plans stay valid.
 
-        Memory that the native allocator caches is given back first, so that both fit.
+        Torch's cached memory is released first, so that both fit.
 
         Raises:
-            ArenaError: there is not as much memory, or another library changed the device's allocator; nothing is
-                served then.
+            ArenaError: the device has too little memory, or another library changed its allocator; nothing is served
+                then.
         """
         if self.device.type != "cpu" and not self.serving:
             torch.get_device_module(self.device).empty_cache()
-        if self._leave is None:  # before it reserves memory, which counts as none that training has in use
+        if self._leave is None:  # before memory is reserved: what is reserved must not count as in use by training
             try:
                 self._stand_in_front(True)
             except RuntimeError as error:
@@ -147,34 +152,34 @@ class Arena:
 
     @property
     def serving(self) -> bool:
-        """Whether there is a plan to serve by: from `serve` to `close`."""
+        """Return whether a plan is loaded: true from `serve` until `close`."""
         return self._leave is not None
 
     def begin_step(self, withheld: Collection[Pass] = ()) -> None:
-        """The program begins anew: the first request of each place is expected next. Serves from here on.
+        """Start serving a step: each place of the program expects its first request again.
 
         Args:
-            withheld: passes of this step whose requests are left to the native allocator.
+            withheld: passes of this step whose requests are left to torch's allocator.
         """
         if self.serving:
             self._native.begin_arena_step(sum(1 << each for each in withheld))
 
     def end_step(self) -> None:
-        """Serves nothing until the next step begins: what is asked for between two steps is no part of the program."""
+        """Stop serving until the next step begins: requests between two steps are no part of the program."""
         if self.serving:
             self._native.end_arena_step()
 
     def leftovers(self) -> list[tuple[int, int]]:
-        """Returns the bytes [begin, end) of the part that is used again and again that blocks of earlier steps hold."""
+        """Return the bytes [begin, end) of the reused part that blocks of earlier steps hold."""
         return self._native.arena_leftovers() if self.serving else []
 
     def extend(self, nbytes: int) -> bool:
-        """Reserve an annex in place of the former one, for requests whose bytes leftovers hold; of 0 bytes: none.
+        """Reserve an annex of `nbytes` for requests whose bytes leftovers hold, replacing the former annex; 0: none.
 
-        Called between two steps.
+        Must be called between two steps.
 
         Returns:
-            False: there is not as much memory, and no annex now.
+            False if there was too little memory; there is no annex then.
         """
         try:
             self._native.extend_arena(nbytes)
@@ -183,38 +188,40 @@ class Arena:
         return True
 
     def late(self) -> list[tuple[int, int]]:
-        """Requests of the plan, by their index, whose blocks were still in use when the plan had their bytes for
-        another one; and that one.
+        """Return pairs of requests, as indices into the plan: a late one, and the one that it delayed.
+
+        The late one's block was still in use when the plan had its bytes for the second.
         """
         return self._native.late_requests() if self.serving else []
 
     def close(self) -> None:
-        """Serve nothing any more, and give back what is not in use: the rest follows when its last block does. A second
-        call does nothing.
+        """Stop serving, and release memory that is not in use; the rest follows with its last block.
+
+        A second call does nothing.
         """
         if self._leave is not None:
             self._leave()
             self._leave = None
 
     def counters(self) -> Counters:
-        """See `Counters`."""
+        """Return the counts and the memory held; see `Counters`."""
         return self._native.arena_counters()
 
     def native_bytes(self) -> int | None:
-        """Bytes in use now that are not of the arena; None on the CPU, whose allocator does not count."""
+        """Return the bytes in use now outside of the arena; None on the CPU, whose allocator does not count."""
         if self.device.type != "cuda":
             return None
         return torch.cuda.memory_allocated(self.device) - self.counters().live_size
 
 
 def _leave(core: object, stand_in_front: Callable[[bool], None]) -> None:
-    """Memory that is not in use goes back, and the allocator is torch's own again: on CUDA with the last block."""
+    """Release memory that is not in use, and give torch its allocator back; on CUDA once the last block is freed."""
     core.close_arena()
     stand_in_front(False)
 
 
 def _check_cuda(core: object) -> None:
-    torch.cuda.init()  # before it, the allocator has no devices to listen to
+    torch.cuda.init()  # before it, the allocator has no devices to stand in front of
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         raise ArenaError(

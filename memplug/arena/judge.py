@@ -1,7 +1,7 @@
-"""The judge of addresses: is a solution one, and does the arena's part of a plan hold what it promises? It shares no
-code with planners.
+"""The judge of addresses: checks a solution, and the promises of the arena's part of a plan. Shares no planner code.
 
-It trusts a problem to be one (positive sizes, lifetimes that end after they begin) and computes all else by itself.
+It trusts that a problem is well-formed (positive sizes, lifetimes that end after they begin) and computes all else
+itself.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from memplug.arena.judge_sweep import first_clash
 from memplug.arena.plan.part import AddressPlan, DynamicSpace
 from memplug.arena.plan.problem import Problem, Solution
 
-_FURTHEST = 2**62  # offsets up to here plus any size fit int64
+_FURTHEST = 2**62  # an offset up to here plus any size fits int64
 
 
 class Fault(enum.Enum):
-    """What can be wrong with a solution or a plan."""
+    """The kinds of mistakes in a solution or a plan."""
 
-    NO_OFFSETS = "no offsets"  # not an array of int64
-    LEFT_OUT = "left out"  # not one offset for each buffer
+    NO_OFFSETS = "no offsets"  # the offsets are no array of int64
+    LEFT_OUT = "left out"  # there is not one offset for each buffer
     NEGATIVE = "negative"
     MISALIGNED = "misaligned"
     BEYOND_ARENA = "beyond arena"
     BEYOND_CAPACITY = "beyond capacity"
-    HEIGHT = "height"  # not that of the highest buffer
-    OVERLAP = "overlap"  # in use at once at the same bytes
-    UNORDERED = "unordered"  # at the same bytes on two streams, and nothing makes the one wait for the other
+    HEIGHT = "height"  # not the end of the highest buffer
+    OVERLAP = "overlap"  # two buffers are in use at once at the same bytes
+    UNORDERED = "unordered"  # same bytes on two streams, and no ordering makes one stream wait for the other
     PREDICTION = "prediction"
-    PLACE = "place"  # no such phase or layer
-    WINDOW = "window"  # of a dynamic space: at no time
-    GROUP = "group"  # of a dynamic space: without requests
+    PLACE = "place"  # there is no such phase or layer
+    WINDOW = "window"  # a dynamic space exists at no time
+    GROUP = "group"  # a dynamic space has no requests
     SPACES = "spaces"  # empty, or not rising
     SPACE_BEYOND_ARENA = "space beyond arena"
     SPACE_IN_USE = "space in use"
@@ -43,12 +43,12 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that is wrong.
+    """One mistake that the judge found.
 
     Attributes:
         code: see `Fault`.
         message: a sentence with the names and values concerned.
-        rows: of `Problem.buffers` that show it; of many, the first.
+        rows: rows of `Problem.buffers` that show it; if there are many, the first.
     """
 
     code: Fault
@@ -57,16 +57,16 @@ class Finding:
 
 
 def judge(problem: Problem, solution: Solution, capacity_bytes: int | None = None) -> tuple[Finding, ...]:
-    """What is wrong with a solution; nothing: it is accepted.
+    """Return the mistakes of a solution; if there are none, it is accepted.
 
-    Every buffer has an offset, aligned and inside of the arena, the arena is as high as the highest buffer, and no two
-    buffers share bytes unless the one is freed before the other is asked for: on one stream by half-open lifetimes,
-    on two by an ordering between, or by several one after the other. Whether it is `optimal` is not judged.
+    Every buffer must have an aligned offset inside the arena, the arena must be as high as the highest buffer, and no
+    two buffers may share bytes unless one is freed before the other is asked for: on one stream by half-open lifetimes,
+    on two by an ordering in between, or by a chain of orderings. The claim `optimal` is not checked.
 
     Args:
-        problem: Any.
-        solution: Claimed to be one of it; may be anything.
-        capacity_bytes: That the arena may have; None: as many as it likes.
+        problem: any layout problem.
+        solution: claimed to solve it; may be anything.
+        capacity_bytes: the most that the arena may have; None: no limit.
     """
     unusable = tuple(_unusable(problem, solution))
     if unusable:
@@ -78,7 +78,7 @@ def judge(problem: Problem, solution: Solution, capacity_bytes: int | None = Non
 
 
 def judge_addresses(plan: AddressPlan) -> tuple[Finding, ...]:
-    """Returns what is wrong with a plan's solution, predictions and dynamic spaces; nothing: they are accepted."""
+    """Return the mistakes of a plan's solution, predictions and dynamic spaces; none: they are accepted."""
     unusable = tuple(_unusable(plan.problem, plan.solution))
     if unusable:
         return unusable
@@ -86,12 +86,12 @@ def judge_addresses(plan: AddressPlan) -> tuple[Finding, ...]:
 
 
 def mistakes_of(plan: AddressPlan) -> Iterator[str]:
-    """Yields what `judge_addresses` finds, in sentences."""
+    """Yield the findings of `judge_addresses` as sentences."""
     yield from (finding.message for finding in judge_addresses(plan))
 
 
 def _unusable(problem: Problem, solution: Solution) -> Iterator[Finding]:
-    """What keeps all else from being looked at."""
+    """Yield mistakes that make all further checks impossible."""
     offsets, height = solution.offsets, solution.height
     if not isinstance(offsets, np.ndarray) or offsets.dtype != np.int64 or offsets.ndim != 1:
         kind = f"{offsets.dtype}{list(offsets.shape)}" if isinstance(offsets, np.ndarray) else type(offsets).__name__
@@ -183,7 +183,7 @@ def _predictions(plan: AddressPlan) -> Iterator[Finding]:
 
 
 def _dynamic(plan: AddressPlan) -> Iterator[Finding]:
-    # Copied out of the table once: there may be thousands of groups.
+    # Copied out of the table once, since there may be thousands of groups.
     lower, upper = (plan.problem.buffers[name].copy() for name in ("lower", "upper"))
     for number, group in enumerate(plan.dynamic):
         name = f"dynamic space {number}"
@@ -216,9 +216,9 @@ def _group(problem: Problem, name: str, group: DynamicSpace) -> Iterator[Finding
 
 
 def _in_use(plan: AddressPlan, name: str, first: np.ndarray, end: np.ndarray, rows: np.ndarray) -> Iterator[Finding]:
-    """Which of the buffers in `rows` has bytes in one of the spaces from `first` up to `end`."""
+    """Yield a mistake if a buffer in `rows` has bytes in one of the spaces from `first` up to `end`."""
     table, offsets = plan.problem.buffers, plan.solution.offsets[rows]
-    # Of the spaces that end above a buffer's offset, the lowest is the one that it may reach into.
+    # Of the spaces that end above a buffer's offset, only the lowest can be the first that it reaches into.
     above = np.searchsorted(end, offsets, "right")
     wrong = np.flatnonzero(np.append(first, _FURTHEST)[above] < offsets + table["size"][rows])
     if len(wrong):
@@ -231,7 +231,7 @@ def _in_use(plan: AddressPlan, name: str, first: np.ndarray, end: np.ndarray, ro
 
 
 def _peak_bytes(table: np.ndarray) -> int:
-    """The most bytes that are in use at once; at one instant frees come before what is asked for."""
+    """Return the most bytes in use at once; at equal times, frees come before mallocs."""
     order = np.argsort(np.concatenate([table["upper"], table["lower"]]), kind="stable")
     changes = np.concatenate([-table["size"], table["size"]])[order]
     return int(changes.cumsum().max(initial=0))
@@ -242,9 +242,11 @@ def _count(problem: Problem, column: str) -> int:
 
 
 def more(count: int) -> str:
+    """Return the words for all but the first of `count` findings, or ""."""
     return f" (and {count - 1} more)" if count > 1 else ""
 
 
 def shown(value: object) -> str:
+    """Return the value's `repr`, cut to 200 characters."""
     shown = repr(value)
     return shown if len(shown) <= 200 else f"{shown[:197]}..."

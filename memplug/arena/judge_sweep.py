@@ -1,10 +1,10 @@
-"""The judge's sweep through time: finds two buffers that use the same bytes while the one may still be in use.
+"""The judge's sweep through time: finds two buffers that use the same bytes while one of them may still be in use.
 
-Nothing here is shared with what plans. A buffer holds its bytes, for the buffers of its own stream, until it is freed;
-for those of another stream, until that stream has waited for its own, directly or through others; see `_Waits`. One
-sweep looks at the buffers of one stream as those of one stream find them. It keeps for each stretch of the arena who
-used it last, which is enough: a later user holds it longer. So each buffer is looked at a constant number of
-times on average, and n buffers of s streams that share bytes take O(s n log n).
+It shares no code with the planners. To buffers of its own stream, a buffer holds its bytes until it is freed; to those
+of another stream, until that stream has waited for its own, directly or through others (see `_Waits`). One sweep checks
+the requests of one stream against the buffers of one stream. For each stretch of the arena it keeps only the last user,
+which is enough: a later user holds the stretch longer. So each buffer is looked at a constant number of times on
+average, and n buffers of s streams that share bytes take O(s n log n).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _NOBODY = -1
 
 
 def first_clash(table: np.ndarray, offsets: np.ndarray, orderings: np.ndarray) -> tuple[int, int] | None:
-    """Two rows that use the same bytes, neither of which is certain to be freed before the other is asked for.
+    """Return two rows that use the same bytes although the first may still be in use when the second is asked for.
 
     Args:
         table: of dtype BUFFER.
-        offsets: int64[n], of bytes; none below 0, their ends fit int64.
+        offsets: int64[n], bytes; none below 0, and their ends fit int64.
         orderings: of dtype ORDERING, by time; those at the same instant happen one after the other.
 
     Returns:
-        The row that holds the bytes and the one that uses them too; None: there are no such two.
+        The row that holds the bytes, and the row that uses them too; None if there are no such two.
     """
     streams = np.unique(table["stream"]).tolist()
     rows = {stream: np.flatnonzero(table["stream"] == stream) for stream in streams}
@@ -49,10 +49,10 @@ def first_clash(table: np.ndarray, offsets: np.ndarray, orderings: np.ndarray) -
 
 
 class _Waits:
-    """From when on a stream has waited for what another did up to some instant.
+    """The times from which on a stream has waited for another stream's work.
 
-    Going back through the orderings, it is kept for each stream when each of `streams` will have waited for all that
-    it has done by now; -inf for itself.
+    Going back through the orderings, it keeps for each stream the time at which each of `streams` will have waited for
+    all that it has done by then; -inf for itself.
     """
 
     def __init__(self, orderings: np.ndarray, streams: list[int]) -> None:
@@ -69,21 +69,21 @@ class _Waits:
             reached[before] = self._reached[row] = np.minimum(reached.get(before, unreached), through)
 
     def until(self, holder: int, asker: int, freed: np.ndarray) -> np.ndarray:
-        """When `asker` has waited for what `holder` did up to each instant of `freed`: int64[n], NEVER: does not."""
+        """Return when `asker` has waited for `holder`'s work up to each instant of `freed`: int64[n], or NEVER."""
         own = np.flatnonzero(self._orderings["before"] == holder)
         following = np.searchsorted(self._orderings["time"][own], freed, "left")
         return np.append(self._reached[own, self._column[asker]], NEVER)[following]
 
 
 class _Arena:
-    """Who used each stretch of the arena last. Places are the running numbers of the offsets where stretches meet.
+    """The last user of each stretch of the arena; a place is the running number of an offset where stretches meet.
 
-    A stretch is known by its first place. Which places are first ones is a set of bits, in words of about the square
-    root of their number: Python's integers find the last one set before any place in two steps.
+    A stretch is named by its first place. The set of first places is a bitset, in words of about the square root of
+    their number of bits: Python's integers find the last bit that is set before any place in two steps.
     """
 
     def __init__(self, places: int, until: list[int]) -> None:
-        self._until = [*until, _LONG_AGO]  # of _NOBODY, too
+        self._until = [*until, _LONG_AGO]  # the last entry is for _NOBODY
         self._end = [0] * (places + 1)
         self._user = [_NOBODY] * (places + 1)
         self._end[0] = places
@@ -92,11 +92,11 @@ class _Arena:
         self._within = bits - 1
         self._words = [0] * ((places >> self._shift) + 1)
         self._words[0] = 1
-        self._filled = 1  # which words have a bit set
+        self._filled = 1  # bitset of words that have a bit set
         self._bit = [1 << i for i in range(max(bits, len(self._words)) + 1)]
 
     def use(self, begin: int, end: int, user: int, now: int) -> int:
-        """Makes [begin, end) a stretch of `user`, unless another holds some of it `now`: returns that one, or -1."""
+        """Give [begin, end) to `user`, unless another user holds a part of it `now`; return that one, or -1."""
         ends, users, until = self._end, self._user, self._until
         stretch = first = self._stretch(begin)
         while True:
@@ -118,7 +118,7 @@ class _Arena:
         return _NOBODY
 
     def _stretch(self, place: int) -> int:
-        """The one that the place is in."""
+        """Return the stretch that the place is in."""
         number = place >> self._shift
         word = self._words[number] & ((self._bit[place & self._within] << 1) - 1)
         if not word:
@@ -141,17 +141,17 @@ class _Arena:
 def _sweep(
     table: np.ndarray, offsets: np.ndarray, ends: np.ndarray, holding: np.ndarray, asking: np.ndarray, until: np.ndarray
 ) -> tuple[int, int] | None:
-    """As `first_clash`, of a buffer in rows `holding`, held until `until`, and one in rows `asking` that comes later.
+    """Return a clash as `first_clash` does: of a row in `holding`, held until `until`, and a later one in `asking`.
 
-    The rows are either the same or have none in common.
+    The two sets of rows are either the same or disjoint.
     """
     same = holding is asking
     rows = holding if same else np.concatenate([holding, asking])
     user = np.arange(len(rows))
     now = table["lower"][rows]
-    order = np.argsort(now, kind="stable")  # of those that come at once, the ones that hold are first
+    order = np.argsort(now, kind="stable")  # at equal times, holders come first
     if not same:
-        now[: len(holding)] = NEVER  # not held by then: they take what their own stream let them have
+        now[: len(holding)] = NEVER  # nothing is held by then: holders take whatever their own stream allowed
         user[len(holding) :] = _NOBODY
     places, begin_and_end = np.unique(np.concatenate([offsets[rows], ends[rows]]), return_inverse=True)
     begin, end = begin_and_end.reshape(2, -1)
@@ -165,7 +165,7 @@ def _sweep(
 
 
 def _share(offsets: np.ndarray, ends: np.ndarray, mine: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Which rows of `mine` use a byte that one of `others` uses, at whatever time: bool[n]."""
+    """Return which rows of `mine` use a byte that a row of `others` uses, at any time: bool[n]."""
     order = others[np.argsort(offsets[others])]
     furthest = np.concatenate([[-1], np.maximum.accumulate(ends[order])])
     return furthest[np.searchsorted(offsets[order], ends[mine], "left")] > offsets[mine]

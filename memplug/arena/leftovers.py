@@ -1,8 +1,9 @@
-"""Room for what leftovers displace: blocks that outlive their step although the plan did not know of it.
+"""The annex: memory for requests whose planned bytes a leftover holds.
 
-The native arena leaves the requests of such blocks to torch's allocator from the next step on
-(native/leftovers.cpp), so that leftovers stay few. Yet each holds bytes that the plan has for others. Those get an
-annex: as much memory as they have in use at once, beside the arena, for as long as there are leftovers.
+A leftover is a block that outlives its step although the plan did not know. From the next step on the native arena
+leaves its request to torch's allocator (native/leftovers.cpp), so leftovers stay few. Yet each holds bytes that the
+plan gives to other requests. As long as there are leftovers, an annex beside the arena serves those, as large as the
+most bytes that they have in use at once, and a share to spare.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from memplug.arena.plan.part import AddressPlan
 from memplug.arena.tables import Tables
 from memplug.sizes import BLOCK_BYTES, rounded_up
 
-SPARE_SHARE = 0.25  # of an annex, since its requests are placed as they come
-CROWDED_STEPS = 3  # in a row in which it did not suffice, after which it is made larger
+SPARE_SHARE = 0.25  # of an annex, added because its requests are placed in the order in which they come
+CROWDED_STEPS = 3  # consecutive steps in which the annex was too small, after which it grows
 GROWTH = 1.5
-MOST = 2.0  # times what they have in use at once
+MOST = 2.0  # largest annex, in multiples of the bytes that the displaced requests have in use at once
 
 
 class LeftoverRoom:
-    """The annex of one plan at a time.
+    """The annex of the plan in force.
 
     Args:
-        arena: which has it.
+        arena: the arena that reserves it.
     """
 
     def __init__(self, arena: Arena):
@@ -32,19 +33,20 @@ class LeftoverRoom:
         self.begin()
 
     def begin(self) -> None:
-        """Starts anew: a plan was installed, and has no annex."""
+        """Forget the former annex: a plan was installed, and has none yet."""
         self._bytes = self._crowded_steps = 0
         self._refused = False
 
     def end_step(self, step: Counters, plan: AddressPlan, tables: Tables) -> bool:
-        """Reserves or gives back, between two steps.
+        """Reserve, enlarge or release the annex between two steps.
 
         Args:
-            step: what the arena did in the step that is over.
-            plan, tables: that it serves by.
+            step: what the arena did in the step that just ended.
+            plan: the plan in force.
+            tables: its tables.
 
         Returns:
-            Whether the annex changed.
+            True if the annex changed.
         """
         if not step.leftover_bytes:
             self._crowded_steps = 0
@@ -68,11 +70,12 @@ class LeftoverRoom:
 
 
 def displaced_bytes(plan: AddressPlan, tables: Tables, held: list[tuple[int, int]]) -> int:
-    """Returns the most bytes that requests have in use at once whose planned bytes overlap the held ones.
+    """Return the most bytes in use at once by requests whose planned bytes overlap those that leftovers hold.
 
     Args:
-        plan, tables: of the requests.
-        held: bytes [begin, end) of the part that is used again and again.
+        plan: the plan in force.
+        tables: its tables.
+        held: bytes [begin, end) of the reused part that leftovers hold.
     """
     requests = tables.requests
     begins, ends = requests["offset"], requests["offset"] + requests["size"]
@@ -81,6 +84,6 @@ def displaced_bytes(plan: AddressPlan, tables: Tables, held: list[tuple[int, int
         displaced |= (begins < end) & (ends > begin)
     displaced &= requests["kept"] < 0
     buffers = plan.problem.buffers[tables.rows[displaced]]
-    times = np.concatenate([buffers["upper"], buffers["lower"]])  # at one time, frees come first
+    times = np.concatenate([buffers["upper"], buffers["lower"]])  # at equal times, frees come before mallocs
     changes = np.concatenate([-buffers["size"], buffers["size"]])
     return int(changes[np.argsort(times, kind="stable")].cumsum().max(initial=0))

@@ -1,4 +1,4 @@
-"""From a recorded step to what the arena serves by: addresses, as a plan and as tables. Knows no torch."""
+"""Turns a recorded step into planned addresses and the tables that the arena serves them by. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from memplug.arena.tables import MARGIN_BYTES, Tables, tables_of
 from memplug.profile.trace import Trace
 
 AMENDING_S = 2.0
-PLANNING_BYTES_PER_S = 64 << 20  # of an arena: the smaller it is, the less time is its plan worth
+PLANNING_BYTES_PER_S = 64 << 20  # of the arena: a smaller arena can save less, so its plan gets less time
 
 
 def planned(trace: Trace, planner: str, checks: bool, folder: Path | None = None) -> tuple[AddressPlan, Tables]:
-    """A plan of the last step of a trace.
+    """Plan the last step of a trace.
 
     Args:
-        trace: of at least one step, with requests.
+        trace: at least one step, recorded with requests.
         planner: see `memplug.arena.plan.auto.plan`.
         checks: leave `MARGIN_BYTES` after each block.
-        folder: that ranks share; see `memplug.arena.shared`.
+        folder: a folder that the ranks share, see `memplug.arena.shared`; None: this process solves.
 
     Raises:
-        LayoutError: no plan that the judge accepts was found.
+        LayoutError: no planner found a plan that the judge accepts.
     """
     step = last_step(trace)
-    # a validation in this step may not come in the next: it is served from reusable space instead
+    # A validation in this step may be missing from the next one: it is served from reusable space instead.
     problem = problem_of(step, margin_bytes=MARGIN_BYTES if checks else 0, without_gradients=False)
     solution = shared.solve_once(problem, planner, _worth_s(problem, auto.TIME_LIMIT_S), folder)
     plan = plan_with_spaces(step, problem, solution)
@@ -38,17 +38,18 @@ def planned(trace: Trace, planner: str, checks: bool, folder: Path | None = None
 
 
 def plan_with_spaces(step: Trace, problem: Problem, solution: Solution) -> AddressPlan:
-    """The plan of a step: its addresses, and what its dynamic requests may reuse; the arguments are those of
-    `dynamic_spaces`.
+    """Return the plan of a step: its addresses, and the reusable space of its dynamic requests.
+
+    The arguments are those of `dynamic_spaces`.
     """
     return address_plan(problem, solution, dynamic_spaces(step, problem, solution), dynamic_peak_bytes(step))
 
 
 def amended(plan: AddressPlan, problem: Problem, planner: str) -> tuple[AddressPlan, Tables]:
-    """The plan with the lifetimes of another problem of the same requests.
+    """Plan the requests of `plan` again with the lifetimes of `problem`.
 
     Raises:
-        LayoutError: as in `planned`.
+        LayoutError: see `planned`.
     """
     solution = auto.plan(problem, planner, time_limit_s=_worth_s(problem, AMENDING_S))
     spaces = renewed_spaces(plan.dynamic, problem, solution)
@@ -57,5 +58,5 @@ def amended(plan: AddressPlan, problem: Problem, planner: str) -> tuple[AddressP
 
 
 def _worth_s(problem: Problem, longest_s: float) -> float:
-    """Seconds that a plan may take: what they can save is a share of the arena's bytes."""
+    """Return the seconds that planning may take: a plan can save a share of the arena's bytes at most."""
     return min(longest_s, max(0.5, problem.lower_bound / PLANNING_BYTES_PER_S))

@@ -1,4 +1,4 @@
-"""The report of the arena."""
+"""The arena's part of the session's report."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from memplug.session.technique_report import FollowerReport, keyed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArenaReport(FollowerReport):
-    """Requests since the session began, and memory held now and promised. Bytes are as asked for unless said otherwise.
+    """Counts since the session began, and memory held now and predicted; bytes as requested unless said otherwise.
 
     Attributes:
-        plans: how many were made of a recorded step.
-        bytes: reserved now, with what is still in use of earlier plans.
+        plans: plans made from a recorded step.
+        bytes: reserved now, with memory of earlier plans that is still in use.
         live_bytes: in use now.
         peak_bytes: the most in use since the last plan, in whole blocks.
         fragmentation: share of the reserved bytes that no block occupies now.
-        peak_fragmentation: the same at the most that was in use.
-        predicted_fragmentation: of the plan in force, at its peak; None without one.
-        served, served_bytes: requests that got their planned addresses.
+        peak_fragmentation: the same share when the most bytes were in use.
+        predicted_fragmentation: that share as the plan in force predicts it; None without a plan.
+        served, served_bytes: requests served at their planned addresses.
         dynamic, dynamic_bytes: requests whose sizes depend on data, served from their group's reusable space.
-        dynamic_missed: of such requests, those for which that space had no room.
+        dynamic_missed: requests whose sizes depend on data and for which that space had no room.
         reusable, reusable_bytes: requests served from other reusable space.
-        fallback, fallback_bytes: requests that the native allocator served although a plan was there.
-        lasting, lasting_bytes: likewise, as their blocks outlive the step.
-        leftover_bytes: held now by blocks of earlier steps that the plan did not know to last.
-        native_bytes: in use now of the native allocator; None without an arena, and on the CPU.
-        step_served: share of the last step's requests that the arena had bytes for, but for those that outlive it; None
-            where there were none.
+        fallback, fallback_bytes: requests that torch's allocator served although a plan was in force.
+        lasting, lasting_bytes: requests that torch's allocator served because their blocks outlive the step.
+        leftover_bytes: held now by blocks that outlived their step although the plan did not know.
+        native_bytes: in use now in torch's own allocator; None without an arena, and on the CPU.
+        step_served: share of the last step's requests for which the arena had bytes, not counting those that
+            outlive the step; None if there were none.
     """
 
     prefix: ClassVar[str] = "arena_"
@@ -59,7 +59,7 @@ class ArenaReport(FollowerReport):
     step_served: float | None = None
 
     def closing(self) -> str:
-        """Returns the share of requests that it served, or why there was none."""
+        """Return the share of requests that the arena served, or why it served none."""
         served = self.served + self.dynamic + self.reusable
         if served:
             return f"{served / (served + self.fallback):.1%} of requests served by the arena"
@@ -67,13 +67,13 @@ class ArenaReport(FollowerReport):
 
 
 def report_of(counters: Counters, step: Counters, plan: AddressPlan | None, **others: Any) -> ArenaReport:
-    """Returns the report of an arena that was made.
+    """Return the report of an arena from its counters.
 
     Args:
         counters: since the session began.
         step: of the step that ended last.
-        plan: that it serves, or served last.
-        others: fields that are not counted.
+        plan: the plan that it serves, or served last.
+        others: fields that no counter has.
     """
     asked = step.from_arena + step.mismatched + step.dynamic_missed
     reserved = counters.reserved_bytes

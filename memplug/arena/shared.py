@@ -1,5 +1,7 @@
-"""Addresses that are solved once where several ranks have the same problem: the first one solves, the others wait for
-its file in the folder of plans. They wait beside training, and each judges what it finds.
+"""Solves addresses once for all ranks that have the same problem.
+
+The first rank solves, the others wait for its file in the folder of plans. They wait beside training, and each has the
+judge check the file.
 """
 
 from __future__ import annotations
@@ -18,17 +20,18 @@ from memplug.plans import plan_file
 
 FOLDER = "solved"
 POLL_S = 0.02
-GRACE_S = 5.0  # that a rank waits for the first one beyond the time that solving may take
-LASTS_S = 3600.0  # after which a file is of no use to any rank of the job, and is removed by the next one
+GRACE_S = 5.0  # how much longer than the time limit a rank waits for the first one
+LASTS_S = 3600.0  # age at which no rank of the job needs a file any more, and the next rank removes it
 
 
 def solve_once(problem: Problem, planner: str, time_limit_s: float, folder: Path | None) -> Solution:
-    """The solution of a problem, by this process or by another one that has the same.
+    """Return the solution of a problem, from this process or from another rank with the same problem.
 
     Args:
-        problem: any.
-        planner, time_limit_s: see `memplug.arena.plan.auto.plan`.
-        folder: that all ranks see; None: this process solves.
+        problem: any layout problem.
+        planner: see `memplug.arena.plan.auto.plan`.
+        time_limit_s: seconds; see `memplug.arena.plan.auto.plan`.
+        folder: a folder that all ranks see; None: this process solves.
 
     Raises:
         LayoutError: see `memplug.arena.plan.auto.plan`.
@@ -40,14 +43,14 @@ def solve_once(problem: Problem, planner: str, time_limit_s: float, folder: Path
         file.parent.mkdir(parents=True, exist_ok=True)
         _remove_old(file.parent)
         is_first = _is_first(file)
-    except OSError:  # it cannot be written to: nothing is shared
+    except OSError:  # the folder cannot be written to: nothing is shared
         return auto.plan(problem, planner, time_limit_s=time_limit_s)
     if not is_first:
         found = _found(problem, file, time.monotonic() + time_limit_s + GRACE_S)
         if found is not None:
             return found
     solution = auto.plan(problem, planner, time_limit_s=time_limit_s)
-    with contextlib.suppress(LayoutError):  # a full disk
+    with contextlib.suppress(LayoutError):  # such as on a full disk
         plan_file.save(address_plan(problem, solution).alone(), file)
     return solution
 
@@ -66,7 +69,7 @@ def _is_first(file: Path) -> bool:
 
 
 def _found(problem: Problem, file: Path, deadline: float) -> Solution | None:
-    """What the first rank has solved; None: it is late, or it is not sound."""
+    """Return the first rank's solution; None if it is late, or the judge refuses it."""
     while not file.exists():
         if time.monotonic() > deadline:
             return None

@@ -1,4 +1,4 @@
-"""From planned addresses to what the arena reads: each place's requests in program order, with their addresses."""
+"""The tables that the native arena reads: the requests of each place in program order, with their addresses."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from memplug.profile.records import Pass
 from memplug.sizes import BLOCK_BYTES
 
 MARGIN_BYTES = BLOCK_BYTES
-"""What follows each block in the mode that checks."""
+"""Bytes after each block in the mode that checks."""
 
 PLANNED_REQUEST = np.dtype(  # in program order within each place
     [
-        ("size", "<i8"),  # bytes, a multiple of BLOCK_BYTES; in the mode that checks, with MARGIN_BYTES
-        ("offset", "<i8"),  # in the part that is used again and again; of no meaning where `kept` is not -1
+        ("size", "<i8"),  # bytes, a multiple of BLOCK_BYTES; with checks, including MARGIN_BYTES
+        ("offset", "<i8"),  # in the reused part; meaningless where `kept` is not -1
         ("crosses", "<u8"),  # bit n: stream n uses some of these bytes at other times
         ("phase", "<i4"),  # (micro-batch + 1) * 8 + pass
         ("layer", "<i4"),
-        ("stream", "<i4"),  # 0 is the main one, where dynamic requests are served
-        ("kept", "<i4"),  # outlives the step: any free slot of this number will do; -1: it does not
+        ("stream", "<i4"),  # 0 is the main stream, on which dynamic requests are served
+        ("kept", "<i4"),  # slot class, of which any free slot serves, if it outlives the step; else -1
         ("spare", "<i4"),  # group of reusable space to use where its bytes are not free; -1: none
     ]
 )
-KEPT_SLOT = np.dtype([("offset", "<i8"), ("kept", "<i4")])  # offset in the part of what outlives steps
-DYNAMIC_REQUEST = np.dtype(  # in program order within each place; the last one stands for whatever else comes there
-    [("phase", "<i4"), ("layer", "<i4"), ("group", "<i4")]  # group -1: none that is served
+KEPT_SLOT = np.dtype([("offset", "<i8"), ("kept", "<i4")])  # offset in the part of buffers that outlive steps
+DYNAMIC_REQUEST = np.dtype(  # in program order within each place; the last row stands for all further requests there
+    [("phase", "<i4"), ("layer", "<i4"), ("group", "<i4")]  # group -1: not served
 )
-IDLE_SPACE = np.dtype([("begin", "<i8"), ("end", "<i8"), ("group", "<i4")])  # that a group may use; rising in each
+IDLE_SPACE = np.dtype([("begin", "<i8"), ("end", "<i8"), ("group", "<i4")])  # usable by the group; rising within it
 
 MOST_STREAMS = 64
 
@@ -45,12 +45,13 @@ class Tables:
 
     Attributes:
         requests, slots, dynamic, spaces: of the dtypes PLANNED_REQUEST, KEPT_SLOT, DYNAMIC_REQUEST and IDLE_SPACE.
-        crosses: of each group, as in PLANNED_REQUEST.
-        reusable: groups that a validation between the steps is to use, in this order.
-        reused_bytes: of the part that is used again and again.
-        kept_bytes: of the part of what outlives steps, which is reserved apart: it can stay when the other goes.
-        streams: how many the requests are on, at most MOST_STREAMS.
-        rows: of each request, in the problem that was planned: int64.
+        crosses: for each group, the streams that use its bytes; see PLANNED_REQUEST.
+        reusable: groups that a validation between the steps tries, in this order.
+        reused_bytes: size of the reused part.
+        kept_bytes: size of the part for buffers that outlive steps; reserved apart, so that it can stay when the
+            reused part is released.
+        streams: number of streams, at most MOST_STREAMS.
+        rows: each request's row in the problem, int64[n].
     """
 
     requests: np.ndarray
@@ -65,24 +66,24 @@ class Tables:
     rows: np.ndarray
 
 
-PARTS = 32  # of a step, by which it is told apart when bytes are needed
+PARTS = 32  # that a step is divided into, to look up which bytes are unused when
 
 Spaces = tuple[tuple[int, int], ...]
 
 
 def tables_of(plan: AddressPlan) -> Tables:
-    """What the arena needs of a plan that the judge has accepted.
+    """Return the tables of a plan that the judge has accepted.
 
-    Requests on a 65th stream, which has no bit to be told by, are left to the native allocator.
+    Requests on a 65th stream, for which `crosses` has no bit, are left to torch's allocator.
 
     Raises:
-        LayoutError: what outlives the step does not lie below all the rest, so that it cannot be reserved apart.
+        LayoutError: buffers that outlive the step do not lie below all others, so they cannot be reserved apart.
     """
     table, offsets, kept = plan.problem.buffers, plan.solution.offsets, plan.problem.buffers["outlives"]
     kept_bytes = int((offsets + table["size"])[kept].max(initial=0))
     if (offsets[~kept] < kept_bytes).any():
         raise LayoutError(
-            "what outlives the step lies among what does not", "Make the plan again with this version of memplug."
+            "buffers that outlive the step lie among others", "Make the plan again with this version of memplug."
         )
     stream = _numbered(plan.problem)
     reused = offsets - kept_bytes
@@ -111,7 +112,7 @@ def tables_of(plan: AddressPlan) -> Tables:
 
 
 def _numbered(problem: Problem) -> np.ndarray:
-    """Stream of each buffer, the main one being 0: int64."""
+    """Return the stream of each buffer, 0 for the main one. int64[n]."""
     streams = problem.buffers["stream"].tolist()
     others = sorted({*streams} - {problem.main_stream})
     number = {stream: at for at, stream in enumerate([problem.main_stream, *others])}
@@ -119,7 +120,7 @@ def _numbered(problem: Problem) -> np.ndarray:
 
 
 def _kinds(table: np.ndarray, stream: np.ndarray) -> np.ndarray:
-    """Of what outlives the step, a number for each size and stream, by which requests take turns; else -1: int64."""
+    """Return the slot class of each kept buffer (one class per size and stream), -1 for others. int64[n]."""
     kinds, kept = np.full(len(table), -1), table["outlives"]
     if kept.any():
         kinds[kept] = np.unique(np.stack([table["size"], stream])[:, kept], axis=1, return_inverse=True)[1].reshape(-1)
@@ -129,7 +130,7 @@ def _kinds(table: np.ndarray, stream: np.ndarray) -> np.ndarray:
 def _requests(
     problem: Problem, offsets: np.ndarray, crosses: np.ndarray, stream: np.ndarray, kind: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of dtype PLANNED_REQUEST, and the buffer of each; what the step before left is no request."""
+    """Return the requests, of dtype PLANNED_REQUEST, and the row of each; buffers of the step before are left out."""
     table = problem.buffers
     rows = np.flatnonzero((table["lower_phase"] >= 0) & (stream < MOST_STREAMS))
     phase = _places(problem)[rows]
@@ -151,8 +152,9 @@ def _requests(
 
 
 def _places(problem: Problem) -> np.ndarray:
-    """The phase of each buffer's request as the native core packs it: int64. What lies between passes is told apart by
-    the forward that came before it.
+    """Return the phase of each buffer's request as the native core packs it. int64[n].
+
+    Requests between passes get the micro-batch of the forward before them.
     """
     kinds = np.array([int(phase.kind) for phase in problem.phases] or [0])[problem.buffers["lower_phase"]]
     batches = np.array([phase.micro_batch for phase in problem.phases] or [0])[problem.buffers["lower_phase"]]
@@ -161,8 +163,10 @@ def _places(problem: Problem) -> np.ndarray:
 
 
 def _dynamic(plan: AddressPlan) -> tuple[np.ndarray, list[Spaces]]:
-    """Of dtype DYNAMIC_REQUEST, and the spaces of each group: those of the plan, and for each place one for requests
-    that it had none of: what all of the place's groups may use.
+    """Return the dynamic requests, of dtype DYNAMIC_REQUEST, and the spaces of each group.
+
+    The groups are those of the plan, and one more for each place, for requests that the recorded step did not have: it
+    has the bytes that all groups of the place may use.
     """
     spaces = [group.spaces for group in plan.dynamic]
     of_place: dict[tuple[int, int], list[int]] = {}
@@ -180,9 +184,9 @@ def _dynamic(plan: AddressPlan) -> tuple[np.ndarray, list[Spaces]]:
 
 
 def _reusable_from_the_beginning(plan: AddressPlan) -> list[Spaces]:
-    """What no buffer uses from the beginning of a step on, the longest time first.
+    """Return the bytes that no buffer uses from the beginning of a step on, the longest unused first.
 
-    What is made between two steps and stays in use, such as a batch, may so last into the step for a while.
+    Memory that is allocated between two steps, such as a batch, may stay in use for a while in the next step.
     """
     end = int(plan.problem.buffers["upper"].max(initial=0))
     windows = [(0, end * part // PARTS) for part in range(PARTS - 1, 0, -1)]
@@ -190,8 +194,9 @@ def _reusable_from_the_beginning(plan: AddressPlan) -> list[Spaces]:
 
 
 def _idle_meanwhile(plan: AddressPlan, rows: np.ndarray) -> tuple[list[Spaces], np.ndarray]:
-    """What no buffer uses in the parts of the step in which buffers live, and which of these is each row's: what is
-    there for requests whose own bytes are not free.
+    """Return groups of bytes that no buffer uses in some parts of the step, and the group of each row.
+
+    A row's group serves its request if its own bytes are not free.
     """
     table = plan.problem.buffers[rows]
     end = max(1, int(plan.problem.buffers["upper"].max(initial=1)))
@@ -202,7 +207,7 @@ def _idle_meanwhile(plan: AddressPlan, rows: np.ndarray) -> tuple[list[Spaces], 
 
 
 def _common(one: Spaces, other: Spaces) -> Spaces:
-    """Bytes that are in both, rising."""
+    """Return the bytes that are in both, rising."""
     both = ((max(a[0], b[0]), min(a[1], b[1])) for a in one for b in other)
     return tuple(sorted(space for space in both if space[0] < space[1]))
 
@@ -215,10 +220,12 @@ def _rows(dtype: np.dtype, **columns: np.ndarray) -> np.ndarray:
 
 
 class _Used:
-    """Which bytes of the part that is used again and again each stream ever uses.
+    """The bytes of the reused part that each stream uses at any time.
 
     Args:
-        offsets, sizes, stream: of each buffer.
+        offsets: of each buffer, bytes.
+        sizes: of each buffer, bytes.
+        stream: of each buffer.
     """
 
     def __init__(self, offsets: np.ndarray, sizes: np.ndarray, stream: np.ndarray):
@@ -228,7 +235,7 @@ class _Used:
         }
 
     def masks(self, begins: np.ndarray, ends: np.ndarray, own: np.ndarray) -> np.ndarray:
-        """For each stretch a bit for each stream but its own that uses any byte of it: uint64[n]."""
+        """Return for each stretch a bitset of the streams, except its own, that use any byte of it. uint64[n]."""
         masks = np.zeros(len(begins), np.uint64)
         for number, (first, last) in self._merged.items():
             above = np.searchsorted(last, begins, "right")
@@ -237,13 +244,13 @@ class _Used:
         return masks
 
     def by_others(self, spaces: Spaces, own: int) -> int:
-        """The same for several stretches together."""
+        """Return the bitset of the streams, except `own`, that use any byte of these spaces."""
         begins, ends = (np.array([space[side] for space in spaces], np.int64) for side in (0, 1))
         return int(np.bitwise_or.reduce(self.masks(begins, ends, np.full(len(spaces), own)), initial=0))
 
 
 def _merged(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The union of stretches, as disjoint rising ones."""
+    """Return the union of stretches, as disjoint rising ones."""
     order = np.argsort(begins)
     begins, reach = begins[order], np.maximum.accumulate(ends[order])
     fresh = np.concatenate([[True], begins[1:] > reach[:-1]])

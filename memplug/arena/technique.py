@@ -1,12 +1,12 @@
-"""The arena as a technique: addresses for the requests of one program, made of a step that was recorded of it.
+"""The arena as a technique: plans addresses for one program's requests from a recorded step, and serves by them.
 
 waiting ──a program lasts──► recording ──► planning, beside training ──► serving
                                  ▲                                         │
                                  └──── too many requests not served ───────┘
 
-The first step of a run makes what lasts: the optimizer's state, and gradients where they stay from step to step.
-Addresses that an earlier run kept know nothing of them, so that those passes of that step are left to the native
-allocator.
+The first step of a run allocates memory that lasts: the optimizer's state, and gradients where they stay from step to
+step. Addresses that an earlier run kept know nothing of it, so in that first step the requests of those passes are left
+to torch's allocator.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ from memplug.session.given import Given
 from memplug.session.technique import Technique
 from memplug.words import size
 
-MISMATCHED_SHARE = 0.01  # of the requests of a step, above which it counts against the plan
-MISMATCHED_STEPS = 3  # in a row, after which there is a new one
-DIFFERING_SHARE = 0.01  # of the requests of two steps, up to which they are taken for the same program
+MISMATCHED_SHARE = 0.01  # of a step's requests: with more mismatched ones, the step counts against the plan
+MISMATCHED_STEPS = 3  # consecutive steps against the plan, after which a new one is made
+DIFFERING_SHARE = 0.01  # of the requests: two steps that differ in more are not the same program
 MOST_RECORDED_STEPS = 8
-MOST_AMENDMENTS = 16  # of a plan
+MOST_AMENDMENTS = 16  # of one plan
 
 
 class State(enum.Enum):
-    """What the arena is doing."""
+    """The states of the arena."""
 
-    WAITING = "waiting"  # for a program that repeats
+    WAITING = "waiting"  # until a program repeats
     RECORDING = "recording"  # a step to plan from
-    PLANNING = "planning"  # while training goes on, unserved
+    PLANNING = "planning"  # while training goes on, served by torch's allocator
     SERVING = "serving"
     OFF = "off"
 
 
 @dataclass(eq=False, slots=True)
 class Addresses:
-    """What a program is served by.
+    """The addresses that serve one program.
 
     Attributes:
-        plan: of the requests.
-        tables: the same, as the native arena reads it.
+        plan: the arena's part of the plan.
+        tables: the same plan, as the native arena reads it.
         amendments: how often it was amended.
-        source: of the plan, for people; "" once it has served.
+        source: origin of the plan, for people; "" once it has served.
         gradients_stay: see `memplug.plans.schema.Training`.
     """
 
@@ -75,17 +75,20 @@ class Addresses:
 
 
 class PlannedAddresses(Technique[Addresses]):
-    """See the module's text.
+    """The arena's technique; its states are drawn at the top of this file.
 
     Args:
-        tell: the user, in one line of a level of logging.
-        folder: in which ranks that run the same share addresses; None: each plans for itself.
+        config: the arena's section of the block.
+        arena: the arena that it serves with.
+        beside: the process beside training that plans.
+        tell: logs one line for the user, at a level of `logging`.
+        folder: the folder in which ranks with the same requests share addresses; None: each rank plans for itself.
 
     Attributes:
-        plan: that it serves, or served last; None before there was one.
-        plans: how many were made of a recorded step.
-        amendments: how often a plan was amended.
-        step: what it did in the step that ended last.
+        plan: the plan that it serves, or served last; None before the first.
+        plans: plans made from a recorded step.
+        amendments: amended plans.
+        step: counts of the step that ended last.
     """
 
     name = AddressPlan.name
@@ -107,21 +110,25 @@ class PlannedAddresses(Technique[Addresses]):
         self._config, self._arena, self._beside, self._tell, self._folder = config, arena, beside, tell, folder
         self._state = State.WAITING
         self._serving: Addresses | None = None
-        self._amending = 0  # the plan that is being made is amended so often
+        self._amending = 0  # how often the plan in the making will have been amended; 0: a new plan
         self._recorded: list[Trace] = []
-        self._steps = 0  # since it waited last
+        self._steps = 0  # since the arena last waited
         self._mismatched_steps = 0
-        self._patience = 1  # steps until there may be a new plan; doubles with each
-        self._beginning = self._before = arena.counters()  # there may have been another session
+        self._patience = 1  # steps until a new plan may be made; doubles with each
+        self._beginning = self._before = arena.counters()  # an earlier session may have counted before
         self.step = self._before.since(self._before)
-        self._withheld: tuple[Pass, ...] = ()  # of the step that begins
-        self._is_first = True  # no step has ended
-        self._was_withheld = False  # a part of the step that ended last
+        self._withheld: tuple[Pass, ...] = ()  # passes of the next step
+        self._is_first = True  # until a step has ended
+        self._was_withheld = False  # whether the step that ended last had withheld passes
         self._room = LeftoverRoom(arena)
 
     @classmethod
     def make(cls, given: Given) -> PlannedAddresses:
-        """Raises `ArenaError` where memplug cannot stand in front of this device's allocator."""
+        """Return the technique of a session.
+
+        Raises:
+            ArenaError: memplug cannot stand in front of this device's allocator.
+        """
         config = given.config.arena
         has_others = dist.is_initialized() and dist.get_world_size() > 1
         folder = given.folder if has_others else None
@@ -129,43 +136,45 @@ class PlannedAddresses(Technique[Addresses]):
 
     @property
     def state(self) -> State:
+        """Return the present state; OFF once the technique is switched off."""
         return State.OFF if self.off_because else self._state
 
     @property
     def has_served_whole(self) -> bool:
-        """See `Technique`."""
+        """Return whether the last step was served with no pass withheld; see `Technique`."""
         return self.state is State.SERVING and self.step.planned > 0 and not self._was_withheld
 
     @property
     def counters(self) -> Counters:
-        """Since the session began, and now."""
+        """Return the counts since the session began, and the memory held now."""
         return self._arena.counters().since(self._beginning)
 
     @property
     def native_bytes(self) -> int | None:
+        """Return the bytes in use now outside of the arena; None on the CPU, whose allocator does not count."""
         return self._arena.native_bytes()
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     @property
     def detail(self) -> Detail | None:
-        """A step to plan from is recorded with its requests."""
+        """Return the detail to record the next step with: requests, if it will be planned from; else None."""
         return Detail.REQUESTS if self.state is State.RECORDING else None
 
     @property
     def needs_places(self) -> bool:
-        """It tells requests apart by where they are made."""
+        """Return whether requests need their places in the program, by which the arena tells them apart."""
         return self.state is State.RECORDING or self._arena.serving
 
     def begin_step(self) -> None:
-        """Serves from here on."""
+        """Start serving the step."""
         self._arena.begin_step(self._withheld)
 
     def end_step(self) -> None:
-        """Serves nothing until the next step begins: what is asked for in between is memplug's own.
+        """Stop serving until the next step begins, and count the step: requests in between are memplug's own.
 
         Raises:
-            ArenaError: a stray write was found, in the mode that checks.
+            ArenaError: with checks, a stray write was found.
         """
         self._arena.end_step()
         counters = self._arena.counters()
@@ -187,10 +196,10 @@ class PlannedAddresses(Technique[Addresses]):
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
     def propose(self, trace: Trace | None) -> Addresses | None:
-        """Addresses for the step that was recorded; once they serve, others where they turn out not to fit.
+        """Return addresses for the recorded step, or amended ones where those in force do not fit; None: nothing new.
 
         Raises:
-            LayoutError: no planner finds any.
+            LayoutError: no planner found addresses that the judge accepts.
         """
         if self._beside.is_busy:
             return self._made()
@@ -198,25 +207,26 @@ class PlannedAddresses(Technique[Addresses]):
             self._state = State.RECORDING
         elif self._state is State.RECORDING and trace is not None:
             return self._take(trace)
-        elif self._state is State.SERVING and not self._was_withheld:  # else it says nothing of those that follow
+        elif self._state is State.SERVING and not self._was_withheld:  # a step with withheld passes is not typical
             if self._room.end_step(self.step, self._serving.plan, self._serving.tables):
                 self._mismatched_steps = 0
                 return None
             if self._is_late():
                 return self._amend()
             if self._departs():
-                self._tell(f"arena: {self._departure()}: a new plan is made", logging.INFO)
+                self._tell(f"arena: {self._departure()}; making a new plan", logging.INFO)
                 self._state = State.RECORDING
         return None
 
     def judge(self, part: Addresses) -> str:
+        """Return the first mistake that the judge finds, or ""."""
         return next(mistakes_of(part.plan), "")
 
     def install(self, part: Addresses) -> None:
-        """Serve by these addresses.
+        """Serve by these addresses from the next step on.
 
         Raises:
-            ArenaError: there is not as much memory.
+            ArenaError: the device has too little memory for the arena.
         """
         self._beside.stop()
         self._arena.serve(part.tables)
@@ -236,7 +246,7 @@ class PlannedAddresses(Technique[Addresses]):
         part.source = ""
 
     def withdraw(self) -> None:
-        """Its memory is the native allocator's meanwhile."""
+        """Stop serving; requests go to torch's allocator until the next install."""
         self._beside.stop()
         self._arena.close()
         self._recorded.clear()
@@ -244,7 +254,7 @@ class PlannedAddresses(Technique[Addresses]):
         self._steps, self._mismatched_steps, self._patience = 0, 0, 1
 
     def report(self) -> ArenaReport:
-        """See `memplug.arena.report`."""
+        """Return the arena's report; see `memplug.arena.report`."""
         return report_of(
             *(self.counters, self.step, self.plan),
             state=self.state.value,
@@ -256,7 +266,7 @@ class PlannedAddresses(Technique[Addresses]):
     # -- from run to run -----------------------------------------------------------------------------------------------
 
     def kept(self, plan: MemoryPlan) -> Addresses | None:
-        """None: no arena served the program."""
+        """Return the addresses that a plan on disk has; None if no arena served its program."""
         own = AddressPlan.of(plan)
         if own is None:
             return None
@@ -265,7 +275,7 @@ class PlannedAddresses(Technique[Addresses]):
         return Addresses(own, tables_of(own), 0, "as an earlier run kept it", stays)
 
     def keep(self, part: Addresses, plan: MemoryPlan) -> MemoryPlan:
-        """The plan with these addresses, and of the inputs that they were recorded with."""
+        """Return the plan with these addresses, and with the fingerprint of the step that they were planned from."""
         return replace(plan, fingerprint=part.plan.problem.fingerprint).with_part(part.plan)
 
     # -- plans ---------------------------------------------------------------------------------------------------------
@@ -283,13 +293,13 @@ class PlannedAddresses(Technique[Addresses]):
     def _departure(self) -> str:
         step = self.step
         return (
-            f"{MISMATCHED_STEPS} steps in a row had requests that the plan has no address for, the last one "
-            f"{step.unplanned:,} that it does not know and {step.occupied:,} whose bytes were in use, of "
-            f"{step.from_arena + step.mismatched:,}"
+            f"{MISMATCHED_STEPS} steps in a row had requests that the plan has no address for; in the last one, of "
+            f"{step.from_arena + step.mismatched:,} requests the plan did not know {step.unplanned:,}, and the "
+            f"bytes of {step.occupied:,} were in use"
         )
 
     def _take(self, trace: Trace) -> Addresses | None:
-        """Plan from the second of two steps that asked for the same: what the first left alive is known then."""
+        """Plan from the second of two alike steps: by then the first one's lasting blocks are known."""
         self._recorded.append(trace)
         recorded = self._recorded
         if len(recorded) < 2 or not (_alike(*recorded[-2:]) or len(recorded) >= MOST_RECORDED_STEPS):
@@ -300,17 +310,19 @@ class PlannedAddresses(Technique[Addresses]):
         return self._made()
 
     def _is_late(self) -> bool:
-        """Whether blocks came back later than in the step that was recorded, and other requests found no reusable bytes
-        instead. Such are blocks that another thread frees, as backends of collectives do: now sooner, now later.
+        """Return whether late blocks delayed requests that found no reusable space instead.
+
+        Late blocks are freed later than in the recorded step. Another thread frees them, as back ends of
+        collectives do: now sooner, now later.
         """
         step = self.step
         asked = step.from_arena + step.mismatched
-        unknown = step.unplanned > MISMATCHED_SHARE * asked  # by the plan: another program
+        unknown = step.unplanned > MISMATCHED_SHARE * asked  # by the plan: the program is another one
         is_open = step.occupied and not unknown and self._serving.amendments < MOST_AMENDMENTS
         return bool(is_open and self._arena.late())
 
     def _amend(self) -> Addresses | None:
-        """Plan for late blocks to last twice as long as they were seen to."""
+        """Plan again, with lifetimes of late blocks twice as long as observed."""
         serving = self._serving
         problem = serving.plan.problem
         buffers, end = problem.buffers.copy(), int(problem.buffers["upper"].max())
@@ -322,7 +334,7 @@ class PlannedAddresses(Technique[Addresses]):
         return self._made()
 
     def _made(self) -> Addresses | None:
-        """What was being planned, if it is there."""
+        """Return the new addresses once planning is done; else None."""
         if not self._beside.is_done:
             return None
         plan, tables = self._beside.take()
@@ -332,8 +344,9 @@ class PlannedAddresses(Technique[Addresses]):
 
 
 def _alike(one: Trace, other: Trace) -> bool:
-    """Whether two steps ask for the same, in any order, but for few requests; dynamic ones are not compared, nor those
-    of a validation.
+    """Return whether two steps make the same requests, in any order, but for few.
+
+    Dynamic requests and those of validations are not compared.
     """
     counts = []
     for trace in (one, other):

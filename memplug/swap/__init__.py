@@ -1,1 +1,1 @@
-"""A technique: tensors of any kind that are away from the device, whole, between two uses (Chameleon)."""
+"""The swap technique: copies whole tensors of any kind to the host between two of their uses (Chameleon)."""

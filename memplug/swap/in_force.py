@@ -1,4 +1,4 @@
-"""A swap list in force in the native core; or, where there is none yet, what catches requests that fail."""
+"""Runs a swap list in the native core; without a list, offloads tensors when a request for memory fails."""
 
 from __future__ import annotations
 
@@ -22,29 +22,28 @@ from memplug.torch_private import empty_host_cache
 from memplug.words import size
 
 Relief = tuple[str, int]
-"""One thing that was done for a request that failed, and bytes: the request "failed"; what was on its way out was
-"released"; a tensor "left" passively; one that was on its way back "turned back"; the request was "served", or
-"given up", with 0 bytes."""
+"""An action for a request that failed, and bytes: the request "failed"; a tensor on its way out was "released"; a
+tensor "left" passively; a tensor on its way back "turned back"; the request was "served", or "given up" (0 bytes)."""
 
 
 class InForce:
-    """Nothing, until `watch` or `swap`.
+    """The native core's swapping; inactive until `watch` or `swap` is called.
 
-    While either is in force, a request for device memory that fails inside of a step is tried again once tensors have
-    left: those on their way out, then idle ones by size, those first that are needed last, then those on their way back
-    (Chameleon, section 6.3, algorithm 3).
+    From then on, a request for device memory that fails inside a step is tried again after tensors have been offloaded:
+    first those on their way out, then idle ones (memplug/swap/native/short_step.cpp has their order), then those on
+    their way back (Chameleon, section 6.3, algorithm 3).
 
     Args:
-        device: that trains.
+        device: the device that trains.
         core: the native core.
-        min_bytes: of a tensor that leaves.
-        host_bytes: that may be taken of the host.
+        min_bytes: smallest tensor to offload.
+        host_bytes: returns the bytes of host memory that may be used.
         explain: see `memplug.session.given.Given`.
 
     Attributes:
-        relief: of the last step in which a request failed.
-        relieved_bytes: that had to leave for requests in the last step.
-        has_failed: in the last step a request failed for good: it may not have come to its end.
+        relief: actions in the last step in which a request failed.
+        relieved_bytes: bytes that were offloaded for requests in the last step.
+        has_failed: whether a request failed for good in the last step, which may not have completed then.
     """
 
     def __init__(
@@ -63,14 +62,14 @@ class InForce:
         self._pool: HostPool | None = None
         self._swapper: Any = None
         self._catches = False
-        self._loaded: list[Any] = []  # what a session that is never detached leaves behind
+        self._loaded: list[Any] = []  # the swapper in force, to drop it if the session is never detached
         self._finalizer = weakref.finalize(self, _drop, core, self._loaded, str(device.torch_device))
         self._finalizer.atexit = False
-        self._former: dict[str, int] = {}  # counters of what is in force no more
+        self._former: dict[str, int] = {}  # counts of former lists
 
     @property
     def counters(self) -> dict[str, int]:
-        """Over all steps of the session."""
+        """Return the counts over all steps of the session."""
         if self._swapper is None:
             return self._former
         counters = {**self._swapper.counters, **self._core.swap_list_counters()}
@@ -78,23 +77,23 @@ class InForce:
 
     @property
     def missed(self) -> int:
-        """How many tensors of the list were not found, over its steps."""
+        """Return how many tensors of the list were not found, over all of its steps."""
         return self._core.swap_list_counters()["missed"]
 
     def watch(self) -> None:
-        """No list: tensors leave only where a request fails.
+        """Offload tensors only when a request fails; there is no list.
 
         Raises:
-            SwapError: the device's allocator cannot be stood in front of.
+            SwapError: memplug cannot stand in front of the device's allocator.
         """
         self._catch(True)
         self._load(Tables.empty(), self._min_bytes, None, self._host_bytes())
 
     def swap(self, part: SwapPart) -> None:
-        """Tensors leave and return by this list.
+        """Offload and prefetch tensors by this list.
 
         Raises:
-            SwapError: the host has no memory for it.
+            SwapError: the host has too little memory for it.
         """
         budget_bytes = self._host_bytes()
         self._pool = HostPool(self._device, budget_bytes, self._core)
@@ -105,13 +104,15 @@ class InForce:
         tables = tables_of(part, self._core, dtype_numbers(self._core))
         smallest = min((target.nbytes for target in part.targets), default=0)
         passive_bytes = budget_bytes - self._pool.capacity_bytes
-        with contextlib.suppress(SwapError):  # `watch` has said so
+        with contextlib.suppress(SwapError):  # `watch` has reported it
             self._catch(True)
         self._load(tables, max(1, min(smallest, self._min_bytes)), self._pool.slabs[0], passive_bytes)
 
     def end(self) -> bool:
-        """Everything is back, and nothing leaves. False: the device has no room for some of it, which stays on the
-        host.
+        """Restore all tensors, and stop swapping.
+
+        Returns:
+            False if the device has no room for some tensors, which stay on the host.
         """
         if self._swapper is None:
             return True
@@ -133,12 +134,12 @@ class InForce:
         return is_empty
 
     def begin_step(self) -> None:
-        """Tensors leave and return from here on."""
+        """Start swapping in this step."""
         if self._swapper is not None:
             self._core.begin_swap_step()
 
     def end_step(self) -> None:
-        """Between two steps nothing is away, unless the device has no room for it."""
+        """Stop swapping until the next step, and restore tensors, unless the device has no room for them."""
         if self._swapper is not None:
             self._core.end_swap_step()
             events = self._core.take_relief_events()
@@ -147,19 +148,21 @@ class InForce:
             self.has_failed = any(kind == "given up" for kind, _ in events)
 
     def measure(self, *, waits: bool = False, operators: bool = False) -> None:
-        """How long operators wait for copies, or take besides, is measured from here on, or no more."""
+        """Measure from now on how long operators wait for copies, or how long they take without that; or neither."""
         if self._swapper is not None:
             self._swapper.measure(waits, operators)
 
     def waited_s(self) -> float | None:
-        """What was measured, in seconds; on the CPU, which makes the copies itself, their time. None: the device is not
-        done.
+        """Return the measured seconds of waiting for copies; None: the device is not done, or nothing is in force.
+
+        On the CPU, which makes the copies itself, it is the time that they took.
         """
         return None if self._swapper is None else self._swapper.waited_s()
 
     def operators_s(self, clock: Clock) -> np.ndarray | None:
-        """float64[places]: of each place of a measured step's clock, in seconds, without what was waited for there. The
-        host waits for the device. None: other operators were measured.
+        """Return the seconds of each place of a measured step's clock, without waiting for copies; float64[places].
+
+        The host waits for the device. None: other operators were measured than those of the clock.
         """
         self._device.synchronize()
         measured = None if self._swapper is None else self._swapper.operators_s()
@@ -191,12 +194,12 @@ class InForce:
         except RuntimeError as error:
             text = f"requests that fail cannot be caught: {str(error).splitlines()[0]}"
             raise SwapError(text, code="MP015") from None
-        self._core.take_relief_events()  # of a session that ended within a step
+        self._core.take_relief_events()  # discards those of a session that ended within a step
         self._catches = on
 
 
 def _drop(core: Any, loaded: list[Any], device: str) -> None:
     if loaded and core.drop_swap_list(loaded[0]):
         core.limit_cpu(-1)
-        with contextlib.suppress(RuntimeError):  # nothing stands in front, or another library does
+        with contextlib.suppress(RuntimeError):  # nothing stands in front of the allocator, or another library does
             core.catch_out_of_memory(False, device, None)

@@ -1,6 +1,6 @@
-"""The judge of a swap list: replays it on the step that it was made from. What is wrong, in sentences.
+"""The judge of a swap list: replays it on the step that it was made from, and reports mistakes as sentences.
 
-It shares no code with the planner, `swap/plan`, and takes the step from its trace.
+It shares no code with the planner, `swap/plan`, and reads the step from its trace.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from memplug.profile.trace import Event, Trace
 
 
 class JudgedSwap(NamedTuple):
-    """One tensor's way, by outermost operators of the step: offloaded after `last_use`, its memory free for [release,
-    prefetch), its content back at `next_use`. A last use of -1: it is there as the step begins; a next use that is the
-    number of operators: behind the last one.
+    """One swap of a tensor, in places, which are outermost operators of the step.
+
+    The tensor is offloaded after `last_use`, its memory is free for [release, prefetch), and it is back at `next_use`.
+    A last use of -1: it is there as the step begins; a next use that equals the number of operators: after the last
+    one.
     """
 
     tensor: int
@@ -29,7 +31,7 @@ class JudgedSwap(NamedTuple):
 
 
 class Placed(Protocol):
-    """A tensor of a part that is in a plan, see `memplug.swap.plan.part`."""
+    """A tensor of a swap list in a plan; see `memplug.swap.plan.part.Target`."""
 
     nbytes: int
     operator: str
@@ -41,7 +43,7 @@ class Placed(Protocol):
 
 
 class Part(Protocol):
-    """A swap list in a plan, see there."""
+    """A swap list in a plan; see `memplug.swap.plan.part.SwapPart`."""
 
     names: tuple[str, ...]
     program: tuple[int, ...]
@@ -52,15 +54,15 @@ class Part(Protocol):
 
 
 class Limits(NamedTuple):
-    """What a list has to keep to.
+    """The limits that a list must keep to.
 
     Attributes:
         device_bytes, host_bytes: budgets.
-        d2h_bytes_per_s, h2d_bytes_per_s: of the link.
-        stall_s: that the plan promises not to exceed: seconds in which the device waits for copies.
-        operator_s: float64[n]: duration of each outermost operator without waiting, and of what runs behind them, if
-            anything does.
-        d2h_busy_s, h2d_busy_s: float64[n]: link time that other copies take while each operator runs.
+        d2h_bytes_per_s, h2d_bytes_per_s: rates of the link.
+        stall_s: seconds that the device waits for copies, as the plan predicts.
+        operator_s: float64[n]: duration of each outermost operator without waiting, and, if anything runs after the
+            program, of that.
+        d2h_busy_s, h2d_busy_s: float64[n]: link time of other copies while each operator runs.
         others: tensors that another technique decides on.
     """
 
@@ -76,22 +78,22 @@ class Limits(NamedTuple):
 
 
 def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: Limits) -> Iterator[str]:
-    """What is wrong with a swap list; nothing: it is accepted.
+    """Yield the mistakes of a swap list; if there are none, it is accepted.
 
-    Every tensor is the step's, of its size, no other technique's, and away only between two uses in a row, once at a
-    time; no operator is above the device budget; host memory holds what is swapped; and copies fit the link, with no
-    more waiting than promised.
+    Every tensor must be one of the step, of that size, not another technique's, and swapped only between two
+    consecutive uses; its swaps must not overlap. No operator may exceed the device budget, host memory must hold all
+    that is swapped, and copies must fit the link with no more waiting than predicted.
 
     Args:
         swaps: the list.
-        step: one step, without swaps, with tensors.
-        limits: see there.
+        step: one step, recorded without swaps and with tensors.
+        limits: see `Limits`.
     """
     is_outermost = step.operators["depth"] == 0
     place_of = np.maximum(np.add.accumulate(is_outermost, dtype=np.int64) - 1, 0)
     count = int(is_outermost.sum())
-    used_at = place_of + (step.operators["depth"] < 0)  # before the next one
-    behind = (np.cumsum(is_outermost) == count) & (step.operators["depth"] == -1)  # the optimizer, for example
+    used_at = place_of + (step.operators["depth"] < 0)  # an operator outside of the program comes before the next place
+    behind = (np.cumsum(is_outermost) == count) & (step.operators["depth"] == -1)  # after the program, as the optimizer
     place_of[int(behind.argmax()) if behind.any() else len(behind) :] = count
     misplaced = [
         sentence
@@ -110,7 +112,7 @@ def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: Limits) 
 
 
 def mistakes_of_places(part: Part) -> Iterator[str]:
-    """What is wrong with a list by itself, without the step that it was made from."""
+    """Yield the mistakes of a list that show without the step that it was made from."""
     operators = len(part.program)
     keys = {key for place, _, key in part.anchors if place >= operators}
     beyond = [names for _, names in part.outside]
@@ -124,11 +126,11 @@ def mistakes_of_places(part: Part) -> Iterator[str]:
         if target.last_use >= 0 and target.operator not in part.names:
             yield f"swap {number} is used last by {target.operator}, which the program does not run"
         if target.last_use < 0 and target.key not in keys:
-            yield f"swap {number} leaves as the step begins, and nothing tells which tensor it is"
+            yield f"swap {number} is offloaded as the step begins, and no anchor tells which tensor it is"
     if any(not 0 <= name < len(part.names) for name in (*part.program, *itertools.chain(*beyond))):
         yield "the program runs operators without a name"
     if sum(target.nbytes for target in part.targets) > part.host_bytes:
-        yield f"{part.host_bytes} bytes of the host are too few for what is swapped"
+        yield f"{part.host_bytes} bytes of host memory are too few for the swapped tensors"
 
 
 def _of_one(
@@ -153,20 +155,20 @@ def _of_one(
     if swap.last_use < 0 and uses["output"][uses["operator"] == uses["operator"][:1]].all():
         yield f"{name} is of a tensor that is not there as the step begins"
     if ((using > swap.last_use) & (using < swap.next_use)).any():
-        yield f"{name} is of a tensor that is used while it is away"
+        yield f"{name} is of a tensor that is used while it is swapped"
 
 
 def _twice_away(swaps: Sequence[JudgedSwap]) -> Iterator[str]:
     by_tensor = sorted(swaps, key=lambda swap: (swap.tensor, swap.last_use))
     for one, other in zip(by_tensor, by_tensor[1:], strict=False):
         if one.tensor == other.tensor and other.last_use < one.next_use:
-            yield f"tensor {one.tensor} leaves again before it is back"
+            yield f"tensor {one.tensor} is offloaded again before it is back"
 
 
 def _above_the_budget(
     swaps: Sequence[JudgedSwap], step: Trace, place_of: np.ndarray, places: int, budget_bytes: int
 ) -> Iterator[str]:
-    """Walks through the requests of the step, in order, with what is away at the operator of each."""
+    """Yield a mistake if an operator exceeds the budget: replays the step's requests, less the swapped tensors."""
     away = [0] * places
     for swap in swaps:
         for operator in range(swap.release, swap.prefetch):
@@ -177,7 +179,7 @@ def _above_the_budget(
     for event in step.events.tolist():
         kind, request, nbytes, _, operator = event[:5]
         operator = int(place_of[operator]) if operator >= 0 else -1
-        # Operators without requests are passed with what was in use before them.
+        # Operators without requests have in use what the request before them left.
         for passed in range(at, min(max(operator, 0) + 1, len(away))):
             worst, where = max((worst, where), (in_use - away[passed], passed))
         at = max(at, operator, 0)
@@ -194,11 +196,11 @@ def _above_the_budget(
 
 
 def _late(swaps: Sequence[JudgedSwap], limits: Limits) -> Iterator[str]:
-    """For every two times the copies that have to be within: they must not take longer than what the link has there.
+    """Yield a mistake if, between any two times, copies that must lie within take longer than the link is free there.
 
-    One copy has from the end of its last use to its release, or from its prefetch to its next use; and all that the
-    plan waits. Since the stalls may come anywhere, this accepts a little more than what holds, and refuses nothing that
-    does.
+    A copy has the time from the end of its last use to its release, or from its prefetch to its next use, and all the
+    waiting that the plan predicts. Since stalls may come anywhere, this accepts slightly more than is possible, and
+    refuses nothing that is possible.
     """
     begin_s = [0.0, *np.cumsum(limits.operator_s).tolist()]
     directions = (

@@ -1,4 +1,4 @@
-"""What the swap list says of itself: that of a plan in plain values, and in words; knows no torch."""
+"""Shows the swap list of a plan in words. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _LARGEST = 4
 
 
 class Picture(TechniquePicture):
-    """Shows the tensors that are away, in words alone."""
+    """The swap list's picture: words alone."""
 
     place = 2
 
     def facts(self, plan: MemoryPlan) -> dict[str, Any]:
-        """See `TechniquePicture.facts`."""
+        """Return the list's facts, under "swap_list"; see `TechniquePicture.facts`."""
         return {"swap_list": swaps(plan)}
 
     def rows(self, facts: dict[str, Any]) -> Rows:
-        """See `TechniquePicture.rows`."""
+        """Return these facts as rows of words; see `TechniquePicture.rows`."""
         return rows(facts["swap_list"]) if facts["swap_list"] else []
 
 
 def swaps(plan: MemoryPlan) -> dict[str, Any] | None:
-    """What a plan's swap list does and predicts, for `memplug show --json`: stable keys, units in names.
+    """Return the facts of a plan's swap list, for `memplug show --json`: stable keys, units in names.
 
     Returns:
-        None where the plan has no list, or its step fits without.
+        None if the plan has no list, or its step fits without.
     """
     part = SwapPart.of(plan)
     if part is None or not (part.targets or part.impossible):
@@ -54,7 +54,7 @@ def swaps(plan: MemoryPlan) -> dict[str, Any] | None:
 
 
 def rows(facts: dict[str, Any]) -> Rows:
-    """What `swaps` returned, as (name, value) in words."""
+    """Return the facts of `swaps` as (name, value) in words."""
     if facts["impossible"]:
         return [("swap list", f"there is none: {facts['impossible']}")]
     operators = [

@@ -1,4 +1,4 @@
-"""What a swap list promises of a step, beside what happens in one."""
+"""Compares the predictions of a swap list with a step under it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from memplug.profile.trace import Trace
 from memplug.swap.plan.part import SwapPart
 from memplug.words import size
 
-PEAK_SLACK = 0.02  # share by which a step may take more than predicted
-STALL_SLACK = 0.05  # share of a step for which operators may wait beyond what was predicted
+PEAK_SLACK = 0.02  # share by which a step's peak may exceed the prediction
+STALL_SLACK = 0.05  # share of a step that operators may wait beyond the prediction
 
 
 class Promises:
-    """Of one list.
+    """The predictions of one list, compared with a measured step.
 
     Args:
         part: the list.
-        tell: says something to the user at a level of `logging`, once.
-        copies_itself: the processor makes the copies, which take no time of a link: nothing is predicted of them.
+        tell: logs one line for the user, at a level of `logging`.
+        copies_itself: whether the processor makes the copies, which then occupy no link: no waiting is predicted.
 
     Attributes:
-        peak_bytes: of the device, in the step that was measured; None: there was none yet.
-        stall_s: for which operators waited for copies in that step; where the processor makes them, their time. None:
-            there was none yet, or the device is not done with it.
+        peak_bytes: the most device bytes in use in the measured step; None before it.
+        stall_s: seconds that operators waited for copies in that step; if the processor makes the copies, the time that
+            they took. None before that step, or while the device is not done with it.
     """
 
     def __init__(self, part: SwapPart, tell: Callable[[str, int], None], copies_itself: bool):
@@ -34,22 +34,20 @@ class Promises:
         self._part, self._tell, self._copies_itself = part, tell, copies_itself
 
     def compare_peak(self, step: Trace) -> None:
-        """A step under the list was recorded."""
+        """Compare the peak of a recorded step under the list; warn if it exceeds the prediction."""
         measured, predicted = int(step.live_bytes.max(initial=0)), self._part.predicted_peak_bytes
         self.peak_bytes = measured
         if measured > predicted * (1 + PEAK_SLACK):
-            text = f"a step under the swap list took {size(measured)} of the device, and was to take {size(predicted)}"
+            text = f"step peak {size(measured)} exceeds the swap list's prediction of {size(predicted)}"
             advice = "Results are right; report it unless shapes change from step to step"
             self._tell(coded("MP013", f"{text}. {advice}"), logging.WARNING)
 
     def compare_stall(self, measured_s: float | None) -> None:
-        """Its operators waited so long for copies; None: that is not known yet."""
+        """Compare the time that the step's operators waited for copies; None: not known yet. Warn if it is too long."""
         self.stall_s = measured_s
         predicted_s = self._part.predicted_stall_s
         allowed_s = predicted_s + STALL_SLACK * self._part.predicted_step_s
         if measured_s is not None and measured_s > allowed_s and not self._copies_itself:
-            text = (
-                f"a step under the swap list waited {measured_s:.3g} s for copies, and was to wait {predicted_s:.3g} s"
-            )
+            text = f"a step waited {measured_s:.3g} s for copies; the swap list predicted {predicted_s:.3g} s"
             advice = 'Raise "device_budget_gib" if the device has more'
             self._tell(coded("MP013", f"{text}. {advice}"), logging.WARNING)

@@ -1,4 +1,4 @@
-"""The report of the swap list."""
+"""The swap list's part of the session's report."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from memplug.words import size
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwapReport(FollowerReport):
-    """Counts over all steps of the session, and promises of one step.
+    """Counts over all steps of the session, and predictions and measurements of one step under the list.
 
     Attributes:
-        tensors: of the list in force; 0 without one.
-        planned_bytes: that the list has away in a step.
-        planned_state_bytes: of these, those of the model's and the optimizer's own, which leave as the step begins.
-        peak_bytes: what the second step under the list took of the device; None before it.
-        predicted_peak_bytes: what the list says of it; None without a list.
-        stall_s: seconds for which that step's operators waited for copies; on the CPU, which makes them itself, the
-            time that they took. None before it.
-        predicted_stall_s: what the list says of it; None without a list.
-        found, missed: tensors of the list that were, or were not, found in a step.
+        tensors: tensors of the list in force; 0 without one.
+        planned_bytes: bytes that the list swaps in a step.
+        planned_state_bytes: the part of these that belongs to the model or the optimizer, and is swapped as the
+            step begins.
+        peak_bytes: the most device bytes in use in the second step under the list; None before it.
+        predicted_peak_bytes: the list's prediction of it; None without a list.
+        stall_s: seconds that this step's operators waited for copies; on the CPU, which makes the copies itself,
+            the time that they took. None before that step.
+        predicted_stall_s: the list's prediction of it; None without a list.
+        found, missed: tensors of the list that were found, or not found, in a step.
         repeated: steps that were followed by their requests alone (memplug/swap/native/repeated_step.h).
-        released_bytes: that left the device.
-        prefetched_bytes: that were copied back.
+        released_bytes: bytes released on the device.
+        prefetched_bytes: bytes copied back.
         cancelled: tensors that were used again before their memory was released.
-        demanded: tensors that were used before they were to be back.
-        refused: copies that a host or a device without room refused.
-        passive, passive_bytes: tensors that left for no list, because a request for memory had failed.
+        demanded: tensors that were used before the list was to prefetch them.
+        refused: copies that failed because the host or the device had no room.
+        passive, passive_bytes: tensors that no list named, and that were offloaded because a request for memory had
+            failed.
     """
 
     prefix: ClassVar[str] = "swap_"
@@ -55,7 +57,7 @@ class SwapReport(FollowerReport):
     passive_bytes: int = 0
 
     def explain(self, peak_bytes: int | None) -> tuple[str, ...]:
-        """Returns what was planned, and what left all the same."""
+        """Return what was planned, and what was offloaded for requests that failed."""
         return (
             f"swap list: {self.state}, {self.tensors} tensors planned, {self.passive} have left for requests that "
             f"failed ({size(self.passive_bytes)})",
@@ -65,12 +67,14 @@ class SwapReport(FollowerReport):
 def report_of(
     state: str, off_because: str, part: SwapPart | None, promises: Promises | None, counters: dict[str, int]
 ) -> SwapReport:
-    """Returns the report of a technique that was made.
+    """Return the report of a technique.
 
     Args:
-        off_because: "" while it may have a part in force.
-        part: in force.
-        counters: of the native core, by the names of fields and others.
+        state: value of its state.
+        off_because: why it is off; "" while it may have a part in force.
+        part: the part in force.
+        promises: predictions of that part, compared with a step.
+        counters: counts of the native core; some have names of fields.
     """
     return SwapReport(
         state=state,

@@ -1,4 +1,4 @@
-"""How much of the device a step may have in use under a swap list."""
+"""Device bytes that a step may use under a swap list."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from memplug.profile.trace import Trace
 from memplug.sizes import GIB
 from memplug.swap.plan.from_trace import held_bytes
 
-TIGHTER = 3  # times at most that a list is made anew for less memory, since a step under it took more than it says
+TIGHTER = 3  # times that a list may be made again for less memory, because a step under it exceeded its prediction
 
 
 class Room:
-    """The budget, less what lists leave free: memory that a collective holds is free a little sooner or later in every
-    step, and a step that repeats is not seen in time to be helped (memplug/swap/native/repeated_step.h).
+    """The device budget, less the bytes that lists leave free.
+
+    Lists leave bytes free because memory that a collective holds is freed a little earlier or later in every step, and
+    because a step that is followed by its requests alone is not helped in time (memplug/swap/native/repeated_step.h).
 
     Args:
         asked_gib: the block's "device_budget_gib".
-        device: that trains.
-        reserved: beside the tensors of a step.
+        device: the device that trains.
+        reserved: memory that the allocator reserves beside a step's tensors.
     """
 
     def __init__(self, asked_gib: float | Literal["auto"], device: Device, reserved: Reserved):
@@ -29,15 +31,15 @@ class Room:
         self.forget()
 
     def forget(self) -> None:
-        """The next list is another program's."""
+        """Forget earlier lists: the next one is another program's."""
         self._left_bytes = self._more_bytes = self._tightened = 0
         self._leaves_any = True
 
     @property
     def budget_bytes(self) -> int | None:
-        """What a step may have asked for at a time; None: nothing was set on the CPU.
+        """Return the bytes that a step may have allocated at once; None: on the CPU, with no limit set.
 
-        A number counts as it is; of what the device has, what is reserved beside tensors does not.
+        A number in the block counts as it is; from the device's capacity, memory reserved beside tensors is subtracted.
         """
         asked_gib = self._asked_gib
         if self._device.memory is None:
@@ -46,20 +48,22 @@ class Room:
         return room_bytes if asked_gib == "auto" else min(int(asked_gib * GIB), room_bytes)
 
     def holds(self, was_short: bool) -> bool:
-        """Whether a step fits without a list: no request has failed, and the device's own count of what was in use at
-        most says so; on the CPU the limit has.
+        """Return whether a step fits without a list.
+
+        It fits if no request failed and the peak that the device's allocator counted is within the budget; on the CPU,
+        whose limit makes requests fail, if no request failed.
         """
         if was_short or self._device.memory is None:
             return not was_short
         return self._device.memory.allocated_peak_bytes <= self.budget_bytes
 
     def of_list(self, step: Trace) -> int:
-        """Bytes that a list for a recorded step has to keep to."""
+        """Return the bytes that a list for a recorded step must keep to."""
         self._left_bytes = held_bytes(step) + self._more_bytes if self._leaves_any else 0
         return self.budget_bytes - self._left_bytes
 
     def tighten(self, nbytes: int) -> bool:
-        """A step under a list lacked so many bytes: whether the next one is to leave them free as well."""
+        """Let the next list leave `nbytes` more free, since a step lacked them; return whether to make one."""
         if not nbytes or self._tightened == TIGHTER:
             return False
         self._tightened += 1
@@ -67,8 +71,9 @@ class Room:
         return True
 
     def loosen(self) -> bool:
-        """There is no list that leaves so much: whether the next one, which leaves nothing, takes more. Rather a slow
-        step under one than none.
+        """Leave nothing free in the next list, since none leaves this much; return whether that changes anything.
+
+        A slow step under a list is better than none.
         """
         self._leaves_any, self._tightened = False, TIGHTER
         return self._left_bytes > 0

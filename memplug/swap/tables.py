@@ -1,4 +1,4 @@
-"""A swap list as the native core reads it."""
+"""The tables that the native core reads a swap list from."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ ANCHOR = np.dtype([("place", "<i4"), ("slot", "<i4"), ("key", "<i4")])
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Of one part, in the numbers of this process.
+    """The tables of one list, with numbers that this process gives to operators and dtypes.
 
     Attributes:
         program: numbers of the program's outermost operators.
-        outside: places, and numbers of the operators between there and the next place.
-        ranks: uint8 by operator number.
+        outside: places, and numbers of the operators that run between each and the next place.
+        ranks: uint8 by operator number: rank of the operator by how often it runs.
         targets, anchors: rows of TARGET and ANCHOR.
     """
 
@@ -50,16 +50,17 @@ class Tables:
 
     @classmethod
     def empty(cls) -> Tables:
-        """Of no list."""
+        """Return the tables of an empty list."""
         return cls([], [], b"", b"", b"")
 
 
 def tables_of(part: SwapPart, core: Any, dtypes: dict[str, int]) -> Tables:
-    """The tables of a part.
+    """Return the tables of a part.
 
     Args:
+        part: the part.
         core: the native core, which numbers operators.
-        dtypes: numbers of scalar types, by the names that traces have.
+        dtypes: numbers of scalar types, by their names in traces.
     """
     numbers = core.operator_numbers(list(part.names))
     ranks = np.full(max(numbers, default=0) + 1, RARE, np.uint8)

@@ -1,10 +1,11 @@
-"""The swap list as a technique: of one program, made of a step that was recorded of it.
+"""The swap list as a technique: plans a list for one program from a recorded step, and swaps by it.
 
 waiting ──a program lasts──► recording ──► planning, beside training ──► swapping
                  │                                      └── impossible ─► short
                  └──────── the step fits without ─────────────────────► fits
 
-Where there is no list, a step that does not fit completes slowly: tensors leave where a request for memory fails.
+Without a list, a step that does not fit still completes, but slowly: tensors are offloaded when a request for memory
+fails.
 """
 
 from __future__ import annotations
@@ -31,35 +32,38 @@ from memplug.swap.report import SwapReport, report_of
 from memplug.swap.room import Room
 from memplug.words import size
 
-MISSED_SHARE = 0.05  # of a list's tensors, above which a step counts against it
-MISSED_STEPS = 3  # in a row
-OTHERS = 3  # recorded steps at most, where a list is made anew, that fit without one: a shorter batch's
-MEASURED_STEP = 2  # under a list: the first one of a run is not seen from its beginning
+MISSED_SHARE = 0.05  # of a list's tensors: if more are not found, the step counts against the list
+MISSED_STEPS = 3  # consecutive steps against the list, after which a new one is made
+OTHERS = 3  # recorded steps that may fit without a list before it is dropped: they may be of shorter batches
+MEASURED_STEP = 2  # under a list: the first step of a run is not seen from its beginning
 
 
 class State(enum.Enum):
-    """What the technique is doing."""
+    """The states of the technique."""
 
-    WAITING = "waiting"  # for a program that repeats
+    WAITING = "waiting"  # until a program repeats
     RECORDING = "recording"  # a step to plan from
     PLANNING = "planning"  # while training goes on
-    FITS = "fits"  # the step keeps to its budget without
-    SHORT = "short"  # no list keeps it to its budgets: tensors leave where a request fails
+    FITS = "fits"  # the step keeps to its budget without a list
+    SHORT = "short"  # no list keeps to the budgets: tensors are offloaded when a request fails
     SWAPPING = "swapping"
     OFF = "off"
 
 
 class SwapsWhole(Technique[SwapPart]):
-    """See the module's text.
+    """The technique of the swap list; its states are drawn at the top of this file.
+
+    Args:
+        given: see `memplug.session.given.Given`.
 
     Attributes:
-        part: in force; None: none is.
-        promises: of the list in force, beside what happens.
+        part: the part in force, or None.
+        promises: predictions of the list in force, compared with its steps.
     """
 
     name = SwapPart.name
     part_type = SwapPart
-    mistakes_of = staticmethod(mistakes_of_places)  # against the recorded step a list was judged as it was made
+    mistakes_of = staticmethod(mistakes_of_places)  # planning has judged the list against the recorded step
     report_type = SwapReport
     relieves = True
 
@@ -74,18 +78,22 @@ class SwapsWhole(Technique[SwapPart]):
         self._in_force = InForce(device, self._core, self._min_bytes, given.host_bytes, given.explain)
         self.promises: Promises | None = None
         self._missed = self._missing_steps = 0
-        self._steps = 0  # since what is in force is
-        self._sizes_vary = False  # of what layers ask for that are dynamic
-        self._resident: tuple[int, ...] = ()  # of the recorded step's tensors, those of the model
-        self._others_left = 0  # recorded steps that may fit, and be another program's
+        self._steps = 0  # since the part in force was installed
+        self._sizes_vary = False  # whether dynamic layers request other sizes in every step
+        self._resident: tuple[int, ...] = ()  # tensors of the recorded step that belong to the model
+        self._others_left = 0  # recorded steps that may still fit, since they may be of another program
 
     @classmethod
     def make(cls, given: Given) -> SwapsWhole:
-        """Raises `SwapError` where nothing can be swapped, if the block says `true`."""
+        """Return the technique of a session; it is off where nothing can be swapped.
+
+        Raises:
+            SwapError: nothing can be swapped here, and the block says `true`.
+        """
         technique = cls(given)
         why = technique._why_impossible()
         if why and given.config.swap.enabled is True:
-            advice = 'Set "swap": {"enabled": "auto"}, which goes without a swap list here, or mend that.'
+            advice = 'Set "swap": {"enabled": "auto"}, which trains without a swap list here, or remove that cause.'
             raise SwapError(f"there is no swap list: {why}", advice, code="MP015")
         technique.off_because = why
         if not why:
@@ -94,31 +102,32 @@ class SwapsWhole(Technique[SwapPart]):
 
     @property
     def state(self) -> State:
+        """Return the present state; OFF once the technique is switched off."""
         return State.OFF if self.off_because else self._state
 
     @property
     def counters(self) -> dict[str, int]:
-        """Over all steps of the session."""
+        """Return the counts over all steps of the session."""
         return self._in_force.counters
 
     @property
     def relief(self) -> list[Relief]:
-        """What was done in the last step in which a request failed, in order."""
+        """Return the actions taken in the last step in which a request failed, in order."""
         return self._in_force.relief
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     @property
     def detail(self) -> Detail | None:
-        """A step to plan from is recorded with its tensors; one under the list, to see what it takes."""
+        """Return the detail to record the next step with: tensors to plan from it, requests to measure its peak."""
         if self.state is State.SWAPPING and self._steps == MEASURED_STEP - 1:
             return Detail.REQUESTS
         return Detail.TENSORS if self.state is State.RECORDING else None
 
     def begin_step(self) -> None:
-        """Tensors leave and return from here on."""
+        """Start swapping: tensors are offloaded and prefetched until the step ends."""
         if self._device.kind == "cpu" and not self.off_because:
-            self._core.limit_cpu(self._room.budget_bytes)  # it stands in for a device that has no more
+            self._core.limit_cpu(self._room.budget_bytes)  # the CPU stands in for a device of that size
             for tensor in self._given.tensors() if self._states else ():
                 self._core.count_cpu(tensor)
         self._in_force.begin_step()
@@ -128,7 +137,7 @@ class SwapsWhole(Technique[SwapPart]):
         )
 
     def end_step(self) -> None:
-        """Between two steps nothing is away, unless the device has no room for it."""
+        """Stop swapping: between two steps all tensors are on the device, unless it has no room for some."""
         self._in_force.end_step()
         self._in_force.measure()
         if self.state is State.RECORDING and self._states:
@@ -137,13 +146,13 @@ class SwapsWhole(Technique[SwapPart]):
         if self.promises is not None and self._steps >= MEASURED_STEP and self.promises.stall_s is None:
             self.promises.compare_stall(self._in_force.waited_s())
         if self._device.kind == "cpu" and not self.off_because:
-            # what memplug itself does between two steps is no part of the device's
+            # Memory that memplug takes between two steps does not count as the device's.
             self._core.limit_cpu(UNLIMITED_BYTES)
 
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
     def propose(self, trace: Trace | None) -> SwapPart | None:
-        """A list for the step that was recorded, or an empty one where that keeps to its budget, or none does."""
+        """Return a list for the recorded step, an empty part if the step fits without or no list suffices, or None."""
         if self.part is not None:
             if trace is not None and self._steps == MEASURED_STEP and self.promises is not None:
                 self.promises.compare_peak(trace)
@@ -152,16 +161,18 @@ class SwapsWhole(Technique[SwapPart]):
             missed = self._in_force.missed - self._missed
             self._missed += missed
             if self._departs(missed):
-                self._tell("swap list: tensors of experts have other sizes in every step: they stay", logging.INFO)
+                self._tell(
+                    "swap list: sizes of experts' tensors change in every step: planning without them", logging.INFO
+                )
                 self._sizes_vary = True
                 self._plan_anew()
             elif missed == 0 and self._steps >= MEASURED_STEP and self._room.tighten(self._in_force.relieved_bytes):
-                self._tell("swap list: a step took more than the device has: planning with some to spare", logging.INFO)
+                self._tell("swap list: a step took more than the device has: planning for less", logging.INFO)
                 self._plan_anew()
             return None
         if self._beside.is_busy:
             return self._planned()
-        if self._state is State.WAITING and self.whole_steps:  # else the next one shows whether it fits
+        if self._state is State.WAITING and self.whole_steps:  # else the next step shows whether it fits
             if self._room.holds(bool(self.relief)):
                 return SwapPart()
             self._state = State.RECORDING
@@ -170,10 +181,10 @@ class SwapsWhole(Technique[SwapPart]):
         return None
 
     def install(self, part: SwapPart) -> None:
-        """Swap by this list.
+        """Swap by this list from the next step on.
 
         Raises:
-            SwapError: the host has no memory for it.
+            SwapError: the host has too little memory for it.
         """
         self._beside.stop()
         self._end()
@@ -192,7 +203,7 @@ class SwapsWhole(Technique[SwapPart]):
         self.promises = Promises(part, self._tell, self._device.kind == "cpu") if part.targets else None
 
     def withdraw(self) -> None:
-        """All tensors stay where they are, unless a request fails."""
+        """Stop swapping by the list; tensors are still offloaded if a request fails."""
         self._room.forget()
         self._stay()
 
@@ -213,18 +224,18 @@ class SwapsWhole(Technique[SwapPart]):
         try:
             self._in_force.watch()
         except SwapError as error:
-            self._tell(f"a step that does not fit before there is a swap list fails: {error.problem}", logging.INFO)
+            self._tell(f"until there is a swap list, a step that does not fit fails: {error.problem}", logging.INFO)
 
     def _end(self) -> None:
         if not self._in_force.end():
             self._tell("the device has no room for tensors that were swapped: they stay on the host", logging.WARNING)
 
     def report(self) -> SwapReport:
-        """See `memplug.swap.report`."""
+        """Return the swap list's report; see `memplug.swap.report`."""
         return report_of(self.state.value, self.off_because, self.part, self.promises, self.counters)
 
     def _departs(self, missed: int) -> bool:
-        """Whether tensors of dynamic layers may be why many are not found, step after step."""
+        """Return whether too many tensors were missed for some steps, and dynamic layers may be the reason."""
         missing = missed > MISSED_SHARE * len(self.part.targets)
         self._missing_steps = self._missing_steps + 1 if missing else 0
         return self._missing_steps >= MISSED_STEPS and not self._sizes_vary
@@ -233,7 +244,7 @@ class SwapsWhole(Technique[SwapPart]):
 
     def _why_impossible(self) -> str:
         if not self._core.StorageSwapper.is_possible():
-            return f"torch {torch.__version__} does not say who writes to a tensor: 2.13 does"
+            return f"torch {torch.__version__} does not report writes to tensors; torch 2.13 does"
         if self._room.budget_bytes is None:
             return '"device_budget_gib" sets no limit for this CPU'
         return ""
@@ -258,7 +269,7 @@ class SwapsWhole(Technique[SwapPart]):
         return self._planned()
 
     def _planned(self) -> SwapPart | None:
-        """What came of planning; None: it goes on."""
+        """Return the planned part once planning is done; else None."""
         if not self._beside.is_done:
             return None
         try:
@@ -272,6 +283,6 @@ class SwapsWhole(Technique[SwapPart]):
 
 
 def _others(trace: Trace, of_regions: bool, of_dynamic: bool) -> frozenset[int]:
-    """Tensors that are used in layers which are the token-wise technique's, or in those whose sizes depend on data."""
+    """Return the tensors used in regions, which another technique swaps, or in layers of data-dependent sizes."""
     taken = np.array([of_regions or (of_dynamic and layer.dynamic) for layer in trace.layers] + [False], bool)
     return frozenset(trace.uses["tensor"][taken[trace.operators["layer"][trace.uses["operator"]]]].tolist())

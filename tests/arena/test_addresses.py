@@ -155,7 +155,7 @@ def test_a_plan_whose_kept_buffers_lie_among_the_others_is_refused() -> None:
     recording.malloc(512)
     problem = problem_of(recording.trace())
     plan = address_plan(problem, solved(problem, np.array([0, 512]), "by hand"))
-    with pytest.raises(LayoutError, match="lies among what does not"):
+    with pytest.raises(LayoutError, match="lie among others"):
         tables_of(plan)
 
 

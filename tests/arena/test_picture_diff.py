@@ -176,7 +176,7 @@ def test_dynamic_spaces_that_differ_are_said_to():
     a = address_plan(plan.problem, plan.solution, (group,), 9)
     b = address_plan(plan.problem, plan.solution, (replace(group, spaces=((8, 10),)),), 9)
     assert not diff(a, b)["same_dynamic_spaces"]
-    assert dict(rows(diff(a, b)))["dynamic requests"] == "1 group, 9 bytes in both; what they may reuse differs"
+    assert dict(rows(diff(a, b)))["dynamic requests"] == "1 group, 9 bytes in both; reusable space differs"
     assert dict(rows(diff(a, a)))["dynamic requests"] == "1 group, 9 bytes in both"
 
 

@@ -56,11 +56,11 @@ BROKEN = {
     "used again before it leaves": ([FIRST._replace(last_use=10, next_use=0)], {}, "not in order"),
     "a last use long before the step": ([FIRST._replace(last_use=-2)], {}, "not in order"),
     "a last use before the step that makes it": ([FIRST._replace(last_use=-1)], {}, "not there as the step begins"),
-    "a use in a gap until the step's end": ([FIRST._replace(next_use=12)], {}, "used while it is away"),
+    "a use in a gap until the step's end": ([FIRST._replace(next_use=12)], {}, "used while it is swapped"),
     "a next use long behind the step": ([FIRST._replace(next_use=13)], {}, "not in order"),
     "a last use that uses something else": ([SECOND._replace(last_use=2)], {}, "its last use, does not use it"),
     "a next use that uses something else": ([SECOND._replace(next_use=8)], {}, "its next use, does not use it"),
-    "a use in between": ([JudgedSwap(2, 10, 2, 3, 5, 5)], {}, "used while it is away"),
+    "a use in between": ([JudgedSwap(2, 10, 2, 3, 5, 5)], {}, "used while it is swapped"),
     "the same swap twice": ([FIRST, FIRST], {"host_bytes": 99, "stall_s": 99.0}, "before it is back"),
     "one tensor away twice at a time": (
         [FIRST, FIRST._replace(release=8, prefetch=9)],

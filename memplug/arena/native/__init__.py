@@ -1,1 +1,1 @@
-"""The arena in C++, and the placement of its blocks."""
+"""The native arena, and the C++ that places its blocks."""

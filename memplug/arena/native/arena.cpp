@@ -7,7 +7,7 @@
 namespace memplug {
 namespace {
 
-constexpr int32_t LOOK_AROUND = 32; // planned requests, on either side of the one that is expected next
+constexpr int32_t LOOK_AROUND = 32; // planned requests to search on either side of the expected one
 constexpr int SURROUNDING = 0xA5;
 
 } // namespace
@@ -19,7 +19,7 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
   if (!open_ || nbytes == 0) {
     return nullptr;
   }
-  // What is checked has a pattern behind it.
+  // In the mode that checks, a margin with a pattern follows each block.
   const int64_t size = in_blocks(static_cast<int64_t>(nbytes)) + (checks_ ? BLOCK_BYTES : 0);
   const auto count = [&](void* found, int64_t& requests, int64_t& sum) {
     requests += 1;
@@ -46,7 +46,7 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
     if (found != nullptr) {
       return count(found, counters_.planned, counters_.planned_bytes);
     }
-    if (lasting || row->kept >= 0) { // in reusable space it would be in the way of all that is planned
+    if (lasting || row->kept >= 0) { // in reusable space it would be in the way of planned blocks
       return leave_lasting();
     }
     kind = kind_of(static_cast<int32_t>(row - rows_.data()));
@@ -90,8 +90,9 @@ Arena::Spot* Arena::spot_of(int32_t phase, int32_t layer) {
   return &spot;
 }
 
-// The request that is expected next; else the nearest one of this size after it, else before it, that had none yet in
-// this step. So what the plan does not have shifts nothing, and what it has too much of is passed over.
+// Returns the request that is expected next; else the nearest one of this size after it, else before it, that was not
+// served yet in this step. So an unplanned request shifts no others, and a planned request that does not come is passed
+// over.
 Arena::Row* Arena::match(Spot& spot, int64_t size, Stream stream) {
   const auto fits = [&](int32_t at) {
     const Row& row = rows_[at];
@@ -116,7 +117,8 @@ Arena::Row* Arena::match(Spot& spot, int64_t size, Stream stream) {
   return nullptr;
 }
 
-// Streams other than the main one are told apart by the first request that a planned one of theirs is met by.
+// Identifies streams: a planned stream other than the main one is the stream of the first request that matches one of
+// its requests.
 bool Arena::is_stream(int32_t number, Stream stream) {
   if (streams_[number].first) {
     return streams_[number].second == stream;
@@ -130,7 +132,7 @@ bool Arena::is_stream(int32_t number, Stream stream) {
   return true;
 }
 
-// Whether this stream alone is served.
+// Returns whether the plan has this stream alone.
 bool Arena::is_only_stream(Stream stream) const {
   return streams_.size() == 1 && streams_[0].first && streams_[0].second == stream;
 }
@@ -162,7 +164,7 @@ void* Arena::take_planned(Row& row, size_t nbytes, Stream stream) {
 }
 
 void* Arena::take_kept(Row& row, size_t nbytes, Stream stream) {
-  if (static_cast<size_t>(row.kept) >= slots_of_.size()) { // earlier blocks hold all of them
+  if (static_cast<size_t>(row.kept) >= slots_of_.size()) { // earlier blocks hold all slots
     return nullptr;
   }
   for (const int32_t slot : slots_of_[row.kept]) {
@@ -184,7 +186,7 @@ void* Arena::take_dynamic(Spot& spot, const Kind& kind, size_t nbytes, Stream st
   return group >= 0 ? take_reusable(group, kind, nbytes, stream) : nullptr;
 }
 
-// Best fit in the group's space that is free now (Eq. 6).
+// Serves from the smallest stretch of the group's space that is free now and large enough (Eq. 6).
 void* Arena::take_reusable(int32_t group, const Kind& kind, size_t nbytes, Stream stream) {
   const int64_t size = kind.size;
   Stretch best{0, 0};
@@ -209,7 +211,7 @@ void* Arena::take_other(Part& part, int64_t offset, const Kind& kind, size_t nby
   return begin;
 }
 
-// The free stretch of at least `size` bytes between two offsets that is the smallest, or the highest; empty: none.
+// Returns a free stretch of at least `size` bytes in [begin, end): the smallest, or the highest; empty: there is none.
 Arena::Stretch Arena::fitting(int64_t begin, int64_t end, int64_t size, bool highest) const {
   Stretch best{0, 0};
   while (begin < end) {
@@ -224,7 +226,7 @@ Arena::Stretch Arena::fitting(int64_t begin, int64_t end, int64_t size, bool hig
   return best;
 }
 
-// The first block in use that ends after `from` and begins before `end`; else empty, at `end`.
+// Returns the first block in use that ends after `from` and begins before `end`; an empty stretch at `end`: none.
 Arena::Stretch Arena::next_live(int64_t from, int64_t end) const {
   Stretch found{end, end};
   const auto number = [&](int64_t offset) {
@@ -301,7 +303,7 @@ bool Arena::give_back(void* pointer) {
       }
       take_in(*part, begin, block.end, block.nbytes, block.stream, block.wanted, block.slot < block.slots_end);
     } else {
-      return true; // not the beginning of a block: nothing that this could end
+      return true; // not the beginning of a block: there is nothing to free
     }
     empty = take_empty();
   }
@@ -310,7 +312,8 @@ bool Arena::give_back(void* pointer) {
 }
 
 void Arena::take_in(Part& part, char* begin, char* end, int64_t nbytes, Stream stream, bool wanted, bool alone) {
-  // `alone`: what the plan knows of streams that share bytes covers it; what checks write below must not be read elsewhere
+  // `alone`: the plan orders streams that share these bytes. The pattern written below must not be read by other
+  // streams.
   pending_.end_block(begin, end, stream, alone, checks_);
   if (checks_) {
     counters_.written_beyond += !device_.is_filled(begin + nbytes, end - begin - nbytes, SURROUNDING, stream);

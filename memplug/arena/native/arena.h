@@ -1,9 +1,10 @@
-// Memory that is reserved once and handed out at planned addresses (STWeaver, section 6). Knows neither torch nor the
-// kind of device: those are behind `Device`.
+// Memory that is reserved once and serves requests at planned addresses (STWeaver, section 6). Includes neither torch
+// nor the kind of device, which `Device` hides.
 //
-// A request is matched by its place in the program, its size and its stream. What is handed out is always free at that
-// moment, whatever the plan says: a program that departs from its plan loses addresses, never bytes. Every size and every
-// address is a multiple of BLOCK_BYTES.
+// A request is matched by its place in the program, its size and its stream. The arena hands out only bytes that are
+// free at that moment, whatever the plan says: a program that departs from its plan loses addresses, never data. Every
+// size and every address is a multiple of BLOCK_BYTES. The native allocator, torch's own, is the one that the
+// arena stands in front of.
 #pragma once
 
 #include <cstddef>
@@ -22,55 +23,57 @@
 
 namespace memplug {
 
-// What the arena needs of a device, and whom it tells. Called with the arena locked, but for `reserve` and `release`.
+// A device, as the arena uses it, and the observer of its blocks. Called with the arena locked, except `reserve` and
+// `release`.
 class Device {
  public:
   virtual ~Device() = default;
 
-  // Memory at an address that is a multiple of BLOCK_BYTES; throws where there is not as much. It belongs
-  // to the current stream: only that one is ordered after its earlier uses, and before its uses after `release`.
+  // Returns memory at a multiple of BLOCK_BYTES; throws if there is too little. The memory belongs to the current
+  // stream: only that stream is ordered after its earlier uses, and before its uses after `release`.
   virtual char* reserve(size_t nbytes) = 0;
   virtual Stream current_stream() = 0;
   virtual void release(char* memory) = 0;
 
-  // An event completes once all that was queued on its stream before it is done.
+  // Returns an event that completes once all work queued on the stream so far is done.
   virtual Event record(Stream stream) = 0;
   virtual void wait(Stream stream, Event event) = 0;
   virtual bool is_done(Event event) = 0;
   virtual void drop(Event event) = 0;
   virtual void synchronize() = 0;
 
-  // For the mode that checks: write a byte everywhere, and whether it is still everywhere; in the stream's order.
+  // For the mode that checks, in the stream's order: fills memory with a byte, and returns whether it is still filled.
   virtual void fill(char* begin, size_t nbytes, int byte, Stream stream) = 0;
   virtual bool is_filled(const char* begin, size_t nbytes, int byte, Stream stream) = 0;
 
-  // A block was handed out, and whether its end is wanted too; a block was freed, while there is a plan or after it.
+  // Called for each block: when it is handed out (returns whether its end is to be noted too), and when it is freed;
+  // `open`: a plan is in force.
   virtual bool handed_out(void* pointer, size_t nbytes, Stream stream) = 0;
   virtual void came_back(void* pointer, size_t nbytes, bool wanted, bool open) = 0;
 };
 
-// Packed as the dtypes of those names in memplug/arena/tables.py.
+// Packed as the dtypes of these names in memplug/arena/tables.py.
 #pragma pack(push, 1)
 struct PlannedRequest { // in program order within each place
-  int64_t size; // rounded up to BLOCK_BYTES, with what surrounds it
-  int64_t offset; // where `kept` is -1
+  int64_t size; // rounded up to BLOCK_BYTES, with the margin of the mode that checks
+  int64_t offset; // in the reused part, if `kept` is -1
   uint64_t crosses; // bit n: stream n uses some of these bytes at other times
   int32_t phase;
   int32_t layer;
   int32_t stream;
-  int32_t kept; // outlives the step: any free slot of this number will do; -1: it does not
-  int32_t spare; // group of reusable space to use where these bytes are not free; -1: none
+  int32_t kept; // slot class of a block that outlives the step: any free slot of it serves; -1: it does not
+  int32_t spare; // group of reusable space to use if these bytes are not free; -1: none
 };
 struct KeptSlot {
-  int64_t offset; // in the part of what is kept
+  int64_t offset; // in the kept part
   int32_t kept;
 };
-struct DynamicRequest { // in program order within each place; the last one stands for whatever else comes there
+struct DynamicRequest { // in program order within each place; the last row stands for all further requests there
   int32_t phase;
   int32_t layer;
-  int32_t group; // -1: none that is served
+  int32_t group; // -1: not served
 };
-struct IdleSpace { // that requests of a group may use
+struct IdleSpace { // bytes that requests of a group may use
   int64_t begin;
   int64_t end;
   int32_t group;
@@ -83,55 +86,55 @@ struct ArenaPlan {
   std::vector<DynamicRequest> dynamic;
   std::vector<IdleSpace> spaces; // rising within each group
   std::vector<uint64_t> crosses; // of each group
-  std::vector<int32_t> reusable; // groups for requests outside of the program, in this order
+  std::vector<int32_t> reusable; // groups for requests outside of the program, to be tried in this order
   int64_t reused_bytes = 0;
   int64_t kept_bytes = 0;
-  int32_t streams = 1; // of which 0 is the main one
+  int32_t streams = 1; // number of streams; 0 is the main one
 };
 
-// Since the arena was made, but for what is said to be now. A request is counted once.
+// Counts since the arena was made; fields marked "now" hold current values. Each request is counted once.
 struct ArenaCounters {
-  int64_t planned = 0; // at their addresses
+  int64_t planned = 0; // served at their addresses
   int64_t planned_bytes = 0;
-  int64_t dynamic = 0; // in reusable space of their group
+  int64_t dynamic = 0; // served from reusable space of their group
   int64_t dynamic_bytes = 0;
-  int64_t reusable = 0; // in other reusable space: of validations and the like, or as the address was in use
+  int64_t reusable = 0; // served from other reusable space: of validations and the like, or if the address was in use
   int64_t reusable_bytes = 0;
-  int64_t unplanned = 0; // left to the native allocator: there is no such request in the plan,
-  int64_t occupied = 0; // its address was in use,
-  int64_t dynamic_missed = 0; // or no reusable space of its group was large enough
-  int64_t without_gradients = 0; // or it is a validation's, and no reusable space was large enough
-  int64_t fallback_bytes = 0; // of all four
-  int64_t lasting = 0; // left to the native allocator, as what such a request gets outlives its step
+  int64_t unplanned = 0; // left to the native allocator: the plan has no such request
+  int64_t occupied = 0; // left to it: the planned address was in use
+  int64_t dynamic_missed = 0; // left to it: no reusable space of the group was large enough
+  int64_t without_gradients = 0; // left to it: a validation's, and no reusable space was large enough
+  int64_t fallback_bytes = 0; // of these four
+  int64_t lasting = 0; // left to it: their blocks outlive the step
   int64_t lasting_bytes = 0;
-  int64_t elsewhere = 0; // likewise, of threads that do not train, and of passes that are withheld
-  int64_t written_freed = 0; // blocks that were written to after they were given back,
-  int64_t written_beyond = 0; // or past their end
-  int64_t reserved_bytes = 0; // now, with what is still in use of earlier plans
-  int64_t live_bytes = 0; // now: in use, as asked for
-  int64_t live_size = 0; // now: rounded up
-  int64_t peak_size = 0; // the most of it since the last plan
-  int64_t peak_bytes = 0; // likewise, as asked for
-  int64_t leftover_bytes = 0; // now: of the part that is used again and again, held by blocks of earlier steps
-  int64_t wanted_bytes = 0; // now: of blocks whose end is told, as their beginning was
-  int64_t told_bytes = 0; // now: of blocks whose end is told to a recording, which are all of them while there is a plan
+  int64_t elsewhere = 0; // left to it: from threads that do not train, or in withheld passes
+  int64_t written_freed = 0; // blocks that were written to after they were freed
+  int64_t written_beyond = 0; // blocks that were written to beyond their end
+  int64_t reserved_bytes = 0; // now, with memory of earlier plans that is still in use
+  int64_t live_bytes = 0; // now: in use, as requested
+  int64_t live_size = 0; // now: in use, rounded up
+  int64_t peak_size = 0; // the largest live_size since the last plan
+  int64_t peak_bytes = 0; // the largest live_bytes since the last plan
+  int64_t leftover_bytes = 0; // now: bytes of the reused part and the annex that blocks of earlier steps hold
+  int64_t wanted_bytes = 0; // now: bytes of blocks whose end a recording is to note, as it noted their beginning
+  int64_t told_bytes = 0; // now: bytes of blocks whose end is reported to a recording: all while a plan is in force
 
   int64_t from_arena() const {
     return planned + dynamic + reusable;
   }
-  // Requests of threads that train that the native allocator served.
+  // Returns how many requests of training threads the native allocator served.
   int64_t fallback() const {
     return unplanned + occupied + dynamic_missed + without_gradients;
   }
-  // Requests that a plan of this program would have had an address for.
+  // Returns how many requests a fitting plan of this program would have had an address for.
   int64_t mismatched() const {
     return unplanned + occupied;
   }
-  // What happened since then, beside what is held now.
+  // Returns the counts since `before`, and the memory held now as it is.
   ArenaCounters since(const ArenaCounters& before) const;
 };
 
-// Those that Python reads, by name.
+// The counters that Python reads, by name.
 struct ArenaCounter {
   const char* name;
   int64_t ArenaCounters::*value;
@@ -164,61 +167,62 @@ inline constexpr ArenaCounter ARENA_COUNTERS[] = {
 
 // Whether a request that the plan does not know may use reusable space.
 enum class Reuse {
-  NOTHING, // it is part of what is trained
-  BETWEEN, // it comes between two passes
-  WITHOUT_GRADIENTS, // likewise, and may come in any step: a validation
+  NOTHING, // no: it is part of a forward or backward with gradients, or of the optimizer
+  BETWEEN, // yes: it comes between two passes
+  WITHOUT_GRADIENTS, // yes: it may come in any step, as a validation does
 };
 
 class Arena {
  public:
-  // `checks`: freed bytes and what surrounds a block have a pattern that is looked after.
+  // `checks`: freed bytes and margins of blocks hold a pattern, to detect stray writes.
   Arena(Device& device, bool checks) : device_(device), checks_(checks), pending_(device) {}
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
-  ~Arena(); // no block is used any more
+  ~Arena(); // all blocks must have been freed
 
-  // Serve by this plan from now on; throws what `reserve` throws, and then serves nothing.
+  // Serves this plan from now on; throws what `reserve` throws, and then serves nothing.
   void load(ArenaPlan plan);
 
-  // Serve nothing. What is in use stays valid until it is given back.
+  // Stops serving. Blocks in use stay valid until they are freed.
   void close();
 
-  // The program begins anew. Blocks of the part that is used again and again that are still in use are leftovers: where
-  // they came from, the native allocator is asked next time.
+  // Begins a step: each place expects its first request. Blocks of the reused part that are still in use become
+  // leftovers: the native allocator serves their requests from now on.
   void begin_step();
 
-  // So many bytes beside the plan's, for requests whose bytes leftovers hold; 0: none. While nothing is served. Throws what
-  // `reserve` throws, and then has none.
+  // Reserves an annex of so many bytes, for requests whose bytes leftovers hold; 0: none. Must not be called while
+  // serving. Throws what `reserve` throws, and then there is no annex.
   void extend(int64_t nbytes);
 
-  // The bytes [begin, end) of the part that is used again and again that leftovers have held for a whole step.
+  // Returns the bytes [begin, end) of the reused part that leftovers have held for a whole step.
   std::vector<std::pair<int64_t, int64_t>> leftovers() const;
 
-  // Nothing is known of what outlives its step: another model trains.
+  // Forgets which requests outlive their step: another model trains.
   void forget_leftovers();
 
-  // Of no block that is in use the end is wanted any more.
+  // Forgets which blocks in use have an end to be noted.
   void forget_wanted();
 
-  // Memory for a request, null: ask the native allocator.
+  // Returns memory for a request; null: the native allocator has to serve it.
   void* request(int32_t phase, int32_t layer, size_t nbytes, Stream stream, Reuse reuse);
 
-  // A request of a thread that does not train.
+  // Counts a request that the arena leaves alone: of a thread that does not train, or in a withheld pass.
   void elsewhere(size_t nbytes);
 
+  // Returns whether the arena has reserved this address.
   bool owns(const void* pointer) const;
 
-  // False: it is not the arena's. A block ends with it; any thread.
+  // Frees a block, on any thread. False: it is not the arena's.
   bool give_back(void* pointer);
 
-  // The block is used on this stream too. False: it is not the arena's.
+  // Notes that the block is used on this stream too. False: it is not the arena's.
   bool use_on(void* pointer, Stream stream);
 
-  // The beginning of what the pointer's block was reserved with, null: it is not the arena's.
+  // Returns the beginning of the reserved memory that the pointer lies in; null: it is not the arena's.
   char* reserved_with(const void* pointer) const;
 
-  // Planned requests, by their index, whose blocks were still in use when the plan had their bytes for another one; and
-  // that one.
+  // Returns pairs of planned requests, by index: one whose block was still in use when the plan had its bytes for
+  // another, and the other.
   std::vector<std::pair<int32_t, int32_t>> late() const;
 
   ArenaCounters counters() const;
@@ -231,16 +235,16 @@ class Arena {
   }
 
  private:
-  enum class Role { REUSED, KEPT, ANNEX }; // for a step's blocks, for those that outlive it, for those that leftovers displace
-  struct Part { // memory that was reserved at once
+  enum class Role { REUSED, KEPT, ANNEX }; // a step's blocks; those that outlive it; requests that leftovers displace
+  struct Part { // memory that was reserved in one piece
     char* begin;
     int64_t nbytes;
-    Stream stream; // that the memory is of, outside of the arena
+    Stream stream; // the stream that the memory belongs to outside of the arena
     Role role;
-    int64_t live = 0; // blocks
+    int64_t live = 0; // blocks in use
     bool retired = false;
   };
-  struct Kind { // of requests: those of a row have its number within its place
+  struct Kind { // identifies requests: planned ones by their number within the place, others by NO_ROW
     uint64_t place;
     int64_t size;
     int32_t stream;
@@ -255,25 +259,25 @@ class Arena {
       return (kind.place ^ own * 0x9E3779B97F4A7C15ull) * 0xC2B2AE3D27D4EB4Full >> 16;
     }
   };
-  struct Mark { // of a kind
-    int32_t held = 0; // leftovers
-    int32_t live = 0; // blocks in reusable space that nothing planned for
-    int32_t strikes = 0; // leftovers that stayed for a step or more, and went
-    uint32_t until = 0; // the step in which the arena serves it again
+  struct Mark { // leftovers of one kind
+    int32_t held = 0; // leftovers in use
+    int32_t live = 0; // blocks in use in reusable space that were not planned
+    int32_t strikes = 0; // leftovers that lasted for a step or more before they were freed
+    uint32_t until = 0; // the step from which the arena serves the kind again
   };
   struct Row { // a planned request
     int64_t size;
     int64_t offset;
     uint64_t crosses;
-    int32_t start; // number of its offset among all offsets,
-    int32_t end; // and of the first offset that is not below its end
+    int32_t start; // number of its offset among all offsets
+    int32_t end; // number of the first offset that is not below its end
     int32_t stream;
     int32_t kept;
     int32_t spare;
-    uint32_t served_in = 0; // step
-    const Mark* mark = nullptr; // null: its blocks never outlived a step
+    uint32_t served_in = 0; // the step that it was last served in
+    const Mark* mark = nullptr; // null: none of its blocks outlived a step
   };
-  struct Spot { // of one place
+  struct Spot { // one place of the program
     int32_t begin = 0, end = 0, next = 0; // rows
     int32_t dynamic_begin = 0, dynamic_end = 0, dynamic_next = 0;
     uint32_t step = 0;
@@ -285,40 +289,40 @@ class Arena {
     int32_t row;
     bool wanted;
   };
-  struct Other { // any other block
+  struct Other { // a block elsewhere in the reused part or in the annex
     char* end;
     int64_t nbytes;
     Stream stream;
     Part* part;
     Kind kind;
     bool wanted;
-    int32_t steps = 0; // that began while it was in use
-    bool counted = false; // among its kind's `live`
+    int32_t steps = 0; // steps that began while it was in use
+    bool counted = false; // whether it counts in its kind's `live`
   };
-  struct Kept { // a block in the part of what outlives the step
+  struct Kept { // a block in the kept part
     char* end;
     int64_t nbytes;
     Stream stream;
-    int32_t slot, slots_end; // that it holds of this plan
+    int32_t slot, slots_end; // slots of this plan that it holds
     bool wanted;
-    uint32_t since; // step
+    uint32_t since; // the step that it was handed out in
   };
   struct Slot {
     int64_t offset;
     int64_t end;
-    int32_t held = 0; // blocks in it
+    int32_t held = 0; // blocks in use that reach into it
   };
   using Stretch = std::pair<int64_t, int64_t>;
 
   static constexpr int FREED = 0xFF; // reads as NaN in every floating-point type
-  static constexpr int32_t NO_ROW = -1, ANY_SIZE = -2; // numbers of kinds: not planned; of a place, not planned, together
+  static constexpr int32_t NO_ROW = -1, ANY_SIZE = -2; // numbers of a kind: not planned; all that a place did not plan
 
   static uint64_t key_of(int32_t phase, int32_t layer) {
     return static_cast<uint64_t>(static_cast<uint32_t>(phase)) << 32 | static_cast<uint32_t>(layer);
   }
 
   void stop();
-  void retire(); // all parts
+  void retire(); // retires all parts
   std::vector<std::unique_ptr<Part>> take_empty();
   void release(std::vector<std::unique_ptr<Part>> parts);
   void keep_live_blocks();
@@ -372,15 +376,15 @@ class Arena {
   std::unordered_map<uint64_t, Spot> spots_;
   uint64_t last_place_ = 0;
   Spot* last_spot_ = nullptr;
-  std::vector<std::vector<int32_t>> slots_of_; // of each number of `kept`
+  std::vector<std::vector<int32_t>> slots_of_; // by slot class
   std::vector<Slot> slots_;
-  std::vector<std::pair<int32_t, int32_t>> spaces_of_; // of each group: first and end in the plan's spaces
-  std::vector<std::pair<bool, Stream>> streams_; // known yet, and which
+  std::vector<std::pair<int32_t, int32_t>> spaces_of_; // by group: first and end in the plan's spaces
+  std::vector<std::pair<bool, Stream>> streams_; // by number: whether it is known yet, and its handle
 
-  std::vector<int64_t> offsets_; // of reused rows: distinct, rising
-  std::vector<int32_t> start_table_; // hashed offset -> its number, -1
+  std::vector<int64_t> offsets_; // of rows in the reused part: distinct, rising
+  std::vector<int32_t> start_table_; // hash table from an offset to its number; -1: empty
   LiveStarts live_starts_;
-  std::vector<Live> live_; // by the number of its offset
+  std::vector<Live> live_; // by number of the offset
   std::map<char*, Other> others_;
   std::map<char*, Kept> kept_blocks_;
   std::unordered_map<Kind, Mark, KindHash> marks_;

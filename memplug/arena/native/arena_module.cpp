@@ -1,4 +1,4 @@
-// What Python sees of the arena.
+// Python's interface to the arena.
 #include <pybind11/stl.h>
 
 #include <string>
@@ -49,7 +49,7 @@ void load_arena(
       reused_bytes,
       kept_bytes,
       streams};
-  const py::gil_scoped_release released; // reserving may take long
+  const py::gil_scoped_release released; // reserving memory may take long
   the_arena()->load(std::move(plan));
 }
 

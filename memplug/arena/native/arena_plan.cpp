@@ -1,4 +1,4 @@
-// How an arena takes a plan up, and lets the former one go.
+// How an arena takes up a plan, and retires the former one.
 #include <algorithm>
 #include <utility>
 
@@ -7,7 +7,7 @@
 namespace memplug {
 namespace {
 
-constexpr int64_t LARGEST_PART = 2; // memory that is there is used again where it is at most so many times what is asked
+constexpr int64_t LARGEST_PART = 2; // reserved memory is used again if it is at most so many times what a plan needs
 
 size_t hash_of(int64_t offset, size_t mask) {
   return static_cast<uint64_t>(offset / BLOCK_BYTES) * 0x9E3779B97F4A7C15ull >> 20 & mask;
@@ -71,8 +71,8 @@ Arena::Part* Arena::add_part(int64_t nbytes, Role role) {
   return parts_.back().get();
 }
 
-// Memory of that role that is there: the smallest that blocks hold anyway, and is large enough; else what is not much
-// larger than asked for.
+// Returns reserved memory of that role to use again: the smallest that blocks pin anyway and is large enough; else the
+// smallest that is not much larger than needed; null: none.
 Arena::Part* Arena::find_part(Role role, int64_t nbytes) const {
   Part* best = nullptr;
   const auto rank = [&](const Part& part) { return std::make_pair(!is_pinned(part), part.nbytes); };
@@ -96,7 +96,7 @@ void Arena::close() {
   release(std::move(empty));
 }
 
-// Nothing is served any more, and nothing of the plan is under way on the device.
+// Stops serving, and waits for the device to finish all work on the plan's memory.
 void Arena::stop() {
   bool unused;
   {
@@ -116,7 +116,7 @@ void Arena::begin_step() {
   note_leftovers();
 }
 
-// Blocks at offsets of the plan that ends are blocks like any others from here on.
+// Turns blocks at offsets of the plan that ends into blocks like any others.
 void Arena::keep_live_blocks() {
   for (int64_t start = live_starts_.from(0); start >= 0; start = live_starts_.from(start + 1)) {
     const Live& live = live_[start];
@@ -124,11 +124,11 @@ void Arena::keep_live_blocks() {
     others_[begin] = {reused_->begin + live.end, live.nbytes, live.stream, reused_, kind_of(live.row), live.wanted};
   }
   for (auto& [begin, block] : kept_blocks_) {
-    block.slot = block.slots_end = 0; // of slots that are no more
+    block.slot = block.slots_end = 0; // its slots are gone
   }
   live_starts_ = LiveStarts();
   offsets_.clear();
-  start_table_.assign(1, -1); // every block that is freed from here on is one of the others
+  start_table_.assign(1, -1); // from here on, every freed block is found in `others_`
   live_.clear();
   late_.clear();
 }
@@ -226,8 +226,8 @@ void Arena::build_spots() {
   }
 }
 
-// In the order of their addresses, one after another, around blocks that outlived a whole step before: those stay. A slot
-// that finds no room is left out.
+// Assigns slots in the order of their addresses, one after another, around blocks that outlived a whole step before:
+// those stay. A slot that finds no room is left out.
 void Arena::build_slots() {
   slots_.clear();
   slots_of_.clear();
@@ -254,7 +254,7 @@ void Arena::build_slots() {
       at += size;
     }
   }
-  for (auto& [begin, held] : kept_blocks_) { // and blocks that will go hold slots until they do
+  for (auto& [begin, held] : kept_blocks_) { // blocks that will be freed soon hold slots until then
     if (part_of(begin) == kept_) {
       const int64_t offset = begin - kept_->begin, end = held.end - kept_->begin;
       held.slot = static_cast<int32_t>(

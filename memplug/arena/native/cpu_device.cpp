@@ -1,4 +1,4 @@
-// The arena's device on the CPU: memory of its native allocator.
+// The arena's device on the CPU: memory of torch's CPU allocator.
 #include <cstring>
 #include <utility>
 
@@ -8,12 +8,12 @@
 namespace memplug {
 namespace {
 
-// Everything happens at once and in program order, so there is nothing to wait for.
+// All work happens at once and in program order, so there is nothing to wait for.
 class CpuDevice final : public NativeBlockDevice {
  public:
   CpuDevice() : NativeBlockDevice(c10::Device(c10::DeviceType::CPU)) {}
 
-  // The native allocator's; aligned by hand.
+  // Allocates with torch's CPU allocator, and aligns by hand.
   char* reserve(size_t nbytes) override {
     c10::DataPtr memory = native_cpu_allocator().allocate(nbytes + BLOCK_BYTES);
     const auto address = reinterpret_cast<intptr_t>(memory.get());

@@ -1,4 +1,4 @@
-// The arena's device on CUDA: memory of the native allocator, and the streams' events.
+// The arena's device on CUDA: memory of torch's CUDA allocator, and events of streams.
 #include "blocks.h"
 #include "cuda_memory.h"
 
@@ -99,7 +99,7 @@ class CudaDevice final : public RecordingDevice {
   }
 
  private:
-  // While a graph is captured, nothing can be recorded outside of it: then it is made up for later.
+  // An event that may be recorded late: while a graph is captured, nothing can be recorded outside of it.
   struct Queued {
     explicit Queued(cudaStream_t of) : stream(of) {}
     ~Queued() {

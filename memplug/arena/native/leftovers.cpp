@@ -1,9 +1,11 @@
-// Blocks that outlive their step although the plan did not know: what they hold, and how the arena keeps them few.
+// Leftovers, blocks that outlive their step although the plan did not know: the bytes that they hold, and how the arena
+// keeps them few.
 //
-// A request whose block is still in use when a later step begins is left to the native allocator from then on, told by its
-// kind: its place, size and stream, and for a planned one its number there. So a planned request leaves one block at
-// most, and others at one place, of all sizes, `MOST_AT_A_PLACE` and those of one step. Once the block is gone, the arena tries
-// again after a while, each time after a longer one. What the plan has for the bytes of a leftover is served from the annex.
+// If a request's block is still in use when a later step begins, the native allocator serves that request from then on.
+// It is recognised by its kind: place, size and stream, and if it was planned, its number there. So a planned request
+// leaves one block at most; the unplanned requests of a place, of all sizes, leave MOST_AT_A_PLACE, and those of one
+// step. Once the block is freed, the arena tries again after a pause, which doubles each time. Requests whose planned
+// bytes a leftover holds are served from the annex.
 #include <algorithm>
 #include <utility>
 
@@ -12,7 +14,7 @@
 namespace memplug {
 namespace {
 
-constexpr int32_t MOST_ALIKE = 8; // live blocks of one kind in space that they were not planned for: more are being kept
+constexpr int32_t MOST_ALIKE = 8; // unplanned blocks of one kind in use: with more, the script seems to keep them
 constexpr int32_t MOST_AT_A_PLACE = 16; // leftovers of all sizes
 constexpr uint32_t FIRST_PAUSE = 32; // steps; doubles with each leftover of the kind
 constexpr int32_t MOST_DOUBLINGS = 20;
@@ -48,7 +50,7 @@ void Arena::mark_rows() {
   }
 }
 
-// Every block of the part that is used again and again, and of the annex, is a leftover now.
+// Turns every block in the reused part and the annex into a leftover.
 void Arena::note_leftovers() {
   for (int64_t start = live_starts_.from(0); start >= 0; start = live_starts_.from(start + 1)) {
     const Live& live = live_[start];
@@ -81,7 +83,7 @@ void Arena::note_leftover(const Other& other) {
   }
 }
 
-// What another thread frees a little late, within the next step, is no sign of what follows.
+// Notes that a block was freed. One that another thread frees a little late, within the next step, predicts nothing.
 void Arena::note_end(const Other& other) {
   const auto found = marks_.find(other.kind);
   if (found == marks_.end()) { // forgotten
@@ -138,7 +140,7 @@ std::vector<std::pair<int64_t, int64_t>> Arena::leftovers() const {
   return found;
 }
 
-// Whether blocks will hold the part for a while, so that it cannot be given back.
+// Returns whether blocks will hold the part for a while, so that it cannot be released.
 bool Arena::is_pinned(const Part& part) const {
   return part.role == Role::KEPT ? part.live > 0 : std::any_of(others_.begin(), others_.end(), [&](const auto& block) {
     return block.second.part == &part && block.second.steps > 1;
@@ -170,7 +172,7 @@ void Arena::extend(int64_t nbytes) {
   }
 }
 
-// The smallest free stretch of the annex that is large enough.
+// Serves from the smallest free stretch of the annex that is large enough.
 void* Arena::take_annex(const Kind& kind, size_t nbytes, Stream stream) {
   char* const end = annex_->begin + annex_->nbytes;
   char* from = annex_->begin;
@@ -191,7 +193,7 @@ void* Arena::take_annex(const Kind& kind, size_t nbytes, Stream stream) {
   return best != nullptr ? take_other(*annex_, best - annex_->begin, kind, nbytes, stream, ~uint64_t{0}) : nullptr;
 }
 
-// Validation, data, logging: what the plan comes to last; else as far up as possible.
+// Serves a validation, data or logging: where the plan needs the bytes last; else as high as possible.
 void* Arena::serve_reusable(const Kind& kind, size_t nbytes, Stream stream) {
   if (reused_ == nullptr || !is_stream(0, stream)) {
     return nullptr;
@@ -208,7 +210,7 @@ void* Arena::serve_reusable(const Kind& kind, size_t nbytes, Stream stream) {
   return take_other(*reused_, found.second - kind.size, kind, nbytes, stream, ~uint64_t{0});
 }
 
-// Space for what the plan does not know, but for what is kept in numbers.
+// Serves an unplanned request from reusable space or the annex, unless many blocks of its kind are kept.
 void* Arena::serve_between(const Kind& kind, size_t nbytes, Stream stream) {
   const auto known = marks_.find(kind);
   if (known != marks_.end() && known->second.live >= MOST_ALIKE) {

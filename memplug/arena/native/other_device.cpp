@@ -1,4 +1,4 @@
-// The arena's device where torch knows it by its type alone: memory of its native allocator, and the streams' events.
+// The arena's device for other vendors' devices (PrivateUse1): memory of torch's allocator, and events of streams.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <cstdint>
@@ -9,7 +9,8 @@
 namespace memplug {
 namespace {
 
-// By what every such device tells torch. Nothing is ever written to its memory, so that there is nothing to check.
+// Calls torch's interface for such devices. No kernel writes to the memory of the virtual device, so there is nothing
+// to check.
 class OtherDevice final : public NativeBlockDevice {
  public:
   OtherDevice() : NativeBlockDevice(c10::Device(c10::DeviceType::PrivateUse1, 0)) {}

@@ -1,4 +1,4 @@
-// Uses of a freed block's bytes that streams have still to get to.
+// Uses of freed blocks' bytes that streams have not reached yet.
 #pragma once
 
 #include <cstddef>
@@ -19,20 +19,20 @@ class PendingUses {
   PendingUses(const PendingUses&) = delete;
   PendingUses& operator=(const PendingUses&) = delete;
 
-  // The block that begins there is used on this stream besides its own.
+  // Notes that the block at `block` is used on this stream besides its own.
   void use_on(char* block, Stream stream);
 
-  // A block of `stream` ends; where not `alone`, others may use its bytes next by no plan. `waits`: it is ordered after the
-  // other streams that use it.
+  // Notes that a block of `stream` was freed. `alone`: the plan orders the next users of its bytes; `waits`: makes the
+  // stream wait for the other streams that use the block.
   void end_block(char* begin, char* end, Stream stream, bool alone, bool waits);
 
-  // The stream uses these bytes after the uses of others.
+  // Makes the stream wait for pending uses of these bytes by other streams.
   void order(char* begin, char* end, Stream stream);
 
-  // The stream is ordered after all uses.
+  // Makes the stream wait for all pending uses.
   void order_after_all(Stream stream);
 
-  // Forgets those that are done.
+  // Forgets uses that are done.
   void forget_done();
 
  private:

@@ -16,11 +16,11 @@
 namespace memplug {
 namespace {
 
-std::atomic<int32_t> withheld{0}; // passes, a bit each
+std::atomic<int32_t> withheld{0}; // passes, one bit each
 std::atomic<Arena*> arena{nullptr};
 
-// Every arena of the process, of which the last one that was opened serves. Never destroyed: blocks may be given back
-// after static destruction.
+// All arenas of the process; the one that was opened last serves. Never destroyed: blocks may be freed after static
+// destruction.
 struct Arenas {
   std::mutex mutex;
   std::map<std::pair<Device*, bool>, Arena*> all;
@@ -51,7 +51,7 @@ void* serve_by(Arena& a, size_t nbytes, Stream stream) {
     a.elsewhere(nbytes);
     return nullptr;
   }
-  if (place.pass == OTHER) { // told apart by what came before
+  if (place.pass == OTHER) { // requests between passes are told apart by the forward before them
     place.micro_batch = last_forward();
   }
   const bool between = place.pass == OTHER || place.pass == NO_GRAD;
@@ -60,7 +60,7 @@ void* serve_by(Arena& a, size_t nbytes, Stream stream) {
   return a.request(pack(place), place.layer, nbytes, stream, reuse);
 }
 
-// In front of the devices' allocators.
+// Serves requests in front of the devices' allocators.
 class ArenaServer final : public Server {
  public:
   void* serve(size_t nbytes, Stream stream) override {
@@ -172,8 +172,8 @@ bool RecordingDevice::handed_out(void* pointer, size_t nbytes, Stream stream) {
   return note_malloc(pointer, nbytes, stream);
 }
 
-// A block that was handed out before the recording is noted with its size, as the native allocators do it; unless it is
-// older than what the recording knows of.
+// Notes the end of a block that was handed out before the recording too, with its size, as torch's allocators do;
+// unless the recording does not count memory that old.
 void RecordingDevice::came_back(void* pointer, size_t nbytes, bool wanted, bool open) {
   profile(pointer, -static_cast<int64_t>(nbytes));
   const bool known = open || base_of_recording() == Base::DEVICE;
@@ -196,7 +196,7 @@ char* NativeBlockDevice::hold(char* begin, c10::DataPtr block) {
 }
 
 void NativeBlockDevice::release(char* begin) {
-  c10::DataPtr block; // freed when the lock is given back
+  c10::DataPtr block; // declared before the lock, so that it is freed after the lock is released
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = blocks_.find(begin);
   block = std::move(found->second);

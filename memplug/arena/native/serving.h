@@ -1,4 +1,4 @@
-// The process's arena: which requests it is asked for, and what the recorder hears of its blocks.
+// The process's arena: which requests it is asked to serve, and how the recorder learns of its blocks.
 #pragma once
 
 #include <atomic>
@@ -15,30 +15,29 @@
 
 namespace memplug {
 
-// The process's arena is from now on the one of this device, made where there was none. `device` lives for ever.
-// `checks`: see Arena.
+// Makes this device's arena the process's, creating it where needed. `device` must live for ever. `checks`: see Arena.
 Arena& open_arena(Device& device, bool checks);
 
-// Null: none was ever made.
+// Returns the process's arena; null if none was made yet.
 Arena* the_arena();
 
-// The arena that owns the address, or null.
+// Returns the arena that owns the address, or null.
 Arena* arena_of(const void* pointer);
 
-// What serves of it the requests that come to the devices' allocators.
+// Returns the server through which the devices' allocators ask the arena (server.h).
 Server& arena_server();
 
-// From the next `serve(true)` on (server.h), requests of these passes, a bit each, are the native allocator's.
+// Leaves requests of these passes, one bit each, to the native allocator, from the next `serve(true)` on (server.h).
 void withhold(int32_t passes);
 
-// What all arenas have reserved now, and what is in use of it, as asked for.
+// Return the bytes that all arenas have reserved now, and the bytes of it that are in use, as requested.
 int64_t reserved_bytes();
 int64_t live_bytes();
 
 void lock_arenas_for_fork();
 void unlock_arenas_after_fork();
 
-// What every device does alike: tells the recorder and torch's profiler of blocks.
+// The common part of devices: reports blocks to the recorder and to torch's profiler.
 class RecordingDevice : public Device {
  public:
   explicit RecordingDevice(c10::Device device) : device_(device) {}
@@ -49,10 +48,10 @@ class RecordingDevice : public Device {
   void profile(void* pointer, int64_t change);
 
   const c10::Device device_;
-  std::atomic<int64_t> in_use_bytes_{0}; // of the device's arenas
+  std::atomic<int64_t> in_use_bytes_{0}; // in all arenas of the device
 };
 
-// A device whose arenas lie in blocks of its native allocator.
+// A device whose arenas lie in blocks of torch's own allocator.
 class NativeBlockDevice : public RecordingDevice {
  public:
   using RecordingDevice::RecordingDevice;
@@ -64,14 +63,14 @@ class NativeBlockDevice : public RecordingDevice {
 
  private:
   std::mutex mutex_;
-  std::map<char*, c10::DataPtr> blocks_; // by what was reserved of each
+  std::map<char*, c10::DataPtr> blocks_; // by address of the memory reserved in each
 };
 
-// Devices: `Device` of the CPU, whose streams are all one.
+// The CPU's device; all of its streams are one.
 Device& cpu_device();
-Device& other_device(); // see `install_other`
+Device& other_device(); // of other vendors' devices, see `install_other`
 #ifdef MEMPLUG_CUDA
-Device& cuda_device(int index); // throws where this version of torch has calls that are not known
+Device& cuda_device(int index); // throws if this version of torch has calls that memplug does not know
 #endif
 
 } // namespace memplug

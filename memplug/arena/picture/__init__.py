@@ -1,4 +1,4 @@
-"""What the arena says and draws of itself; knows no torch."""
+"""Shows the arena's part of a plan, in words and as a map. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ if TYPE_CHECKING:
 
 
 class Picture(TechniquePicture):
-    """Shows planned addresses as a map."""
+    """The arena's picture: planned addresses as a map."""
 
     place = 0
     serves = True
 
     def facts(self, plan: MemoryPlan) -> dict[str, Any]:
-        """See `TechniquePicture.facts`."""
+        """Return the arena's facts of a plan; see `TechniquePicture.facts`."""
         return summary.summary(plan)
 
     def rows(self, facts: dict[str, Any]) -> Rows:
-        """See `TechniquePicture.rows`."""
+        """Return these facts as rows of words; see `TechniquePicture.rows`."""
         return summary.rows(facts)
 
     def heading(self, plan: MemoryPlan) -> str:
-        """See `TechniquePicture.heading`."""
+        """Return the plan's heading, "" without addresses; see `TechniquePicture.heading`."""
         planned = AddressPlan.of(plan)
         return summary.heading(planned) if planned is not None else ""
 
     def column(self, plan: MemoryPlan) -> Column | None:
-        """See `TechniquePicture.column`."""
+        """Return the map of addresses, if the plan has any; see `TechniquePicture.column`."""
         planned = AddressPlan.of(plan)
         return address_map.column(planned) if planned is not None else None
 
     def side(self, plan: MemoryPlan) -> dict[str, Any]:
-        """See `TechniquePicture.side`."""
+        """Return the facts of one of two plans; see `TechniquePicture.side`."""
         return diff.side(plan)
 
     def diff(self, a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
-        """See `TechniquePicture.diff`."""
+        """Return the differences of two plans; see `TechniquePicture.diff`."""
         return diff.diff(a, b)
 
     def diff_rows(self, facts: dict[str, Any]) -> Rows:
-        """See `TechniquePicture.diff_rows`."""
+        """Return these differences as rows of words; see `TechniquePicture.diff_rows`."""
         return diff.rows(facts)
 
     def block_words(self, config: MemplugConfig, *, served: bool) -> list[str]:
-        """See `TechniquePicture.block_words`."""
+        """Return lines on the arena's section of the block; see `TechniquePicture.block_words`."""
         arena = config.arena
         if not arena.enabled:
             return ["  the planned arena is switched off (arena.enabled): torch's own allocator serves"]
-        checked = ", with freed memory and what surrounds each block looked after: slow" if arena.checks else ""
+        checked = ", watching freed memory and margins of blocks for stray writes: slow" if arena.checks else ""
         return [
             f"  arena            training is served at planned addresses (planner {arena.planner}){checked}",
             f"  plans            {f'kept in {config.plan_dir}' if config.plan_dir else 'not kept'}",
         ]
 
     def libraries(self) -> Mapping[str, tuple[str, Callable[[], object]]]:
-        """See `TechniquePicture.libraries`."""
+        """Return the C++ libraries that planning compiles; see `TechniquePicture.libraries`."""
         return {"address_search": ("address search", packing.load)}

@@ -1,4 +1,4 @@
-"""The map of a plan as a column of a figure: rectangles of address and time, and memory in use above them."""
+"""Draws a plan's addresses as a column of a figure: rectangles of address and time, and bytes in use above them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from memplug.words import size
 _IN_USE = Group("in use", "#9fb4c7")
 _SIZE_CLASSES = 6
 _CURVE_BINS = 1000
-_CURVE_ROOM = 1.35  # above the arena, for its label
-_REUSABLE_AT_MOST = 12  # groups of dynamic requests; the spaces of more would hide everything
+_CURVE_ROOM = 1.35  # times the arena's height, to leave space for its label
+_REUSABLE_AT_MOST = 12  # groups of dynamic requests drawn; the spaces of more would hide everything
 
 
 def column(plan: AddressPlan) -> Column:
-    """Returns the map of these addresses."""
+    """Return the map of a plan's addresses."""
     problem, clock = plan.problem, span(plan.problem)
     reusable = tuple(
         (group.lower, group.upper, start, end)
@@ -54,7 +54,7 @@ def column(plan: AddressPlan) -> Column:
 
 
 def span(problem: Problem) -> tuple[int, int]:
-    """Of the clock: from the first lower up to the last upper."""
+    """Return the ends of the clock: the first lower and the last upper."""
     table = problem.buffers
     if not len(table):
         return 0, 1
@@ -62,14 +62,14 @@ def span(problem: Problem) -> tuple[int, int]:
 
 
 def _curve(plan: AddressPlan, clock: tuple[int, int]) -> Panel:
-    """Bytes in use, reduced without losing a maximum, below the height of the arena."""
+    """Draw the bytes in use, with fewer points but every maximum, below a line at the arena's height."""
     times, live = live_bytes(plan.problem.buffers)
     if len(times) > 4 * _CURVE_BINS:
         kept = m4(live, times - clock[0], clock[1] - clock[0], _CURVE_BINS)
         times, live = times[kept], live[kept]
     height, bound = plan.solution.height, plan.problem.lower_bound
     peak = float(times[live.argmax()]) if len(times) else clock[1]
-    # At the side that the mark of the peak leaves free.
+    # The label goes to the side that the mark of the peak leaves free.
     arena = Line(y=height, label=f"arena {size(height)}", label_left=2 * peak > sum(clock))
     mark = [Mark(peak, bound, f"peak in use {size(bound)}")] if len(times) else []
     return Panel(
@@ -80,7 +80,7 @@ def _curve(plan: AddressPlan, clock: tuple[int, int]) -> Panel:
 
 
 def rectangles(plan: AddressPlan) -> dict[str, Rectangles]:
-    """The requests by what they are coloured by: "phase" and "layer", or "size"."""
+    """Return the requests as rectangles, by each way to colour them: "phase" and "layer", or "size"."""
     problem, offsets = plan.problem, plan.solution.offsets
     table = problem.buffers
     words = (
@@ -97,12 +97,12 @@ def rectangles(plan: AddressPlan) -> dict[str, Rectangles]:
 
 
 def _clock(problem: Problem) -> str:
-    """What the axis counts."""
+    """Return the unit that the axis counts."""
     return "event" if problem.phases else "time"
 
 
 def _by_size(sizes: np.ndarray) -> tuple[tuple[Group, ...], np.ndarray]:
-    """Classes from the smallest to the largest size, each as many times larger than the one before."""
+    """Return size classes, each larger than the one before by the same factor, and the class of each request."""
     if not len(sizes):
         return (), np.zeros(0, np.int64)
     edges = np.geomspace(sizes.min(), sizes.max() + 1, _SIZE_CLASSES + 1)[1:-1]
@@ -113,8 +113,8 @@ def _by_size(sizes: np.ndarray) -> tuple[tuple[Group, ...], np.ndarray]:
 
 
 def _runs(problem: Problem, what: str, clock: tuple[int, int]) -> Runs:
-    """What ran, as mallocs and frees tell; from one of them up to the next nothing else is known."""
-    # What outlives the step was given the whole of it: where it is asked for and freed says nothing.
+    """Return the phases or layers that ran when, as mallocs and frees show; each lasts until the next of them."""
+    # Buffers that outlive the step are in use for all of it: their places say nothing of when these ran.
     table = problem.buffers[~problem.buffers["outlives"]]
     if (table[f"lower_{what}"] < 0).all():
         return Runs(*np.zeros((3, 0), np.int64))

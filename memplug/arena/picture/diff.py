@@ -1,4 +1,4 @@
-"""What the addresses of two plans have in common and what not, in plain values, and these in words."""
+"""Compares the addresses of two plans, and says in words how they differ."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LARGEST_AT_MOST = 5
 
 
 class _Pairs(NamedTuple):
-    """Requests of one plan, each with the one of the other that it is taken for: rows of the two, int64."""
+    """Pairs of requests, one of each plan, that are taken for the same; rows of the two problems, int64."""
 
     a: np.ndarray
     b: np.ndarray
 
 
 def side(plan: MemoryPlan) -> dict[str, Any]:
-    """Returns facts of one of two plans."""
+    """Return the facts of one of two plans."""
     planned = addresses_of(plan)
     return {
         "has_addresses": has_addresses(plan),
@@ -37,13 +37,13 @@ def side(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
-    """Returns what differs.
+    """Return the differences of two plans.
 
-    Requests are taken for the same if they are asked for in the same phase and layer, on the same stream, with the
-    same size, and are the first, the second, ... such ones there: one request more shifts only those of its size and
-    place. Of what is left, those of the same phase, layer and stream are taken for each other in their order, resized;
-    the others are only in one of the plans. Times differ between any two recordings, and are not compared. Of different
-    programs most requests are only in one of them.
+    Two requests count as the same if they have the same phase, layer, stream and size, and the same running number
+    among those that agree in all of these: so an additional request shifts only those of its own size and place. The
+    remaining requests of a phase, layer and stream are paired in their order, and count as resized; those without a
+    partner are only in one of the plans. Times are not compared, since they differ between any two recordings. Plans of
+    different programs have few requests in common.
     """
     mine, its = addresses_of(a), addresses_of(b)
     same, resized, only = _matched(mine.problem, its.problem)
@@ -73,7 +73,7 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
 
 
 def rows(facts: dict[str, Any]) -> Rows:
-    """What `side` and `diff` returned, as (name, value) in words."""
+    """Return the facts of `side` and `diff` as (name, value) in words."""
     a, b = facts["a"], facts["b"]
     if a["has_addresses"] and b["has_addresses"]:
         return [*_planned_rows(facts), *_request_rows(facts)]
@@ -81,7 +81,7 @@ def rows(facts: dict[str, Any]) -> Rows:
 
 
 def _lacking(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """Where there are addresses, of plans of which one has none."""
+    """Say which of two plans has addresses, where not both do."""
     for name, side in (("A", a), ("B", b)):
         if side["has_addresses"]:
             return f"only in {name}: {count(side['requests'], 'request')} in {size(side['height_bytes'])}"
@@ -103,7 +103,7 @@ def _planned_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("lower bound", nbytes("lower_bound_bytes")),
         ("height", nbytes("height_bytes")),
         ("fragmentation", of_both(lambda side: f"{side['fragmentation']:.2%}")),
-        ("dynamic requests", dynamic + ("" if facts["same_dynamic_spaces"] else "; what they may reuse differs")),
+        ("dynamic requests", dynamic + ("" if facts["same_dynamic_spaces"] else "; reusable space differs")),
     ]
 
 
@@ -137,7 +137,7 @@ def _bytes_of(plan: AddressPlan, rows: np.ndarray) -> int:
 
 
 def _matched(a: Problem, b: Problem) -> tuple[_Pairs, _Pairs, _Pairs]:
-    """The same requests, the resized ones, and those that are only in one of the two, which are no pairs."""
+    """Return the same requests, the resized ones, and the unpaired rows of each of the two plans."""
     places, left = (_places(a), _places(b)), tuple(np.argsort(each.buffers["lower"], kind="stable") for each in (a, b))
     sizes = tuple(each.buffers["size"].tolist() for each in (a, b))
     same = _paired(left, tuple(list(zip(*side, strict=True)) for side in zip(places, sizes, strict=True)))
@@ -148,16 +148,16 @@ def _matched(a: Problem, b: Problem) -> tuple[_Pairs, _Pairs, _Pairs]:
 
 
 def _places(problem: Problem) -> list[tuple]:
-    """What asks for each request: phase, layer and stream, comparable between plans."""
+    """Return the phase, layer and stream of each request, in a form that compares between plans."""
     phases, layers = (*problem.phases, None), (*problem.layers, None)  # -1: none
     columns = (problem.buffers[name].tolist() for name in ("lower_phase", "lower_layer", "stream"))
     return [(phases[phase], layers[layer], stream) for phase, layer, stream in zip(*columns, strict=True)]
 
 
 def _paired(rows: tuple[np.ndarray, ...], keys: tuple[list[tuple], ...]) -> _Pairs:
-    """The first of each key in A with the first of it in B, the second with the second, ...
+    """Pair rows of A and B with equal keys: the first with the first, the second with the second, and so on.
 
-    `rows` of A and of B are in the order in which they are counted; `keys` are of every row of the two.
+    `rows` has the rows of A and of B in the order in which they are counted, `keys` a key for every row of each.
     """
     waiting: dict[tuple, deque[int]] = defaultdict(deque)
     for row in rows[1].tolist():
@@ -167,7 +167,7 @@ def _paired(rows: tuple[np.ndarray, ...], keys: tuple[list[tuple], ...]) -> _Pai
 
 
 def _largest(a: AddressPlan | None, b: AddressPlan | None, pairs: _Pairs) -> list[dict[str, Any]]:
-    """The largest requests, with what each of the plans that has them says of them."""
+    """Return the largest requests, with their facts in each plan that has them."""
     sides = [(name, plan, its) for name, plan, its in zip("ab", (a, b), pairs, strict=True) if plan is not None]
     largest = np.max([plan.problem.buffers["size"][its] for _, plan, its in sides], axis=0)
     found = []

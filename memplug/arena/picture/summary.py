@@ -1,4 +1,4 @@
-"""The addresses of a plan in one object of plain values, and that object in words."""
+"""Sums up the addresses of a plan in plain values, and says these in words."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from memplug.words import count, size
 
 
 def has_addresses(plan: MemoryPlan) -> bool:
-    """Returns whether the arena has a part in a plan."""
+    """Return whether a plan has a part of the arena."""
     return AddressPlan.name in plan.parts
 
 
 def addresses_of(plan: MemoryPlan) -> AddressPlan:
-    """Returns the arena's part of a plan; of one that has none, a part without requests."""
+    """Return the arena's part of a plan, or a part without requests if the plan has none."""
     none = Solution(offsets=np.empty(0, np.int64), height=0, planner="none", optimal=True)
     return AddressPlan.of(plan) or address_plan(Problem(buffers=np.empty(0, BUFFER)), none)
 
 
 def heading(plan: AddressPlan) -> str:
-    """Returns the plan in a line, for example "9,814 requests in 2.59 GiB, fragmentation 0.00 %, by search"."""
+    """Return the plan in one line, such as "9,814 requests in 2.59 GiB, fragmentation 0.00 %, by search"."""
     problem, solution = plan.problem, plan.solution
     share = 100 * fragmentation(problem.lower_bound, solution.height)
     words = f"{len(problem):,} requests in {size(solution.height)}, fragmentation {share:.2f} %"
@@ -33,7 +33,7 @@ def heading(plan: AddressPlan) -> str:
 
 
 def summary(plan: MemoryPlan) -> dict[str, Any]:
-    """Returns what the arena's part of a plan says."""
+    """Return the facts of the arena's part of a plan."""
     planned = addresses_of(plan)
     table = planned.problem.buffers
     reusable = [sum(end - start for start, end in group.spaces) for group in planned.dynamic]
@@ -52,7 +52,7 @@ def summary(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def addresses(plan: AddressPlan) -> dict[str, Any]:
-    """What every command says of a plan's addresses."""
+    """Return the facts of a plan's addresses that every command shows."""
     bound, solution = plan.problem.lower_bound, plan.solution
     return {
         "requests": len(plan.problem),
@@ -70,14 +70,14 @@ def addresses(plan: AddressPlan) -> dict[str, Any]:
 
 
 def ending(facts: dict[str, Any]) -> str:
-    """How good the plan is, from the keys `optimal` and `timed_out`."""
+    """Say how good the plan is, from the keys `optimal` and `timed_out`."""
     if facts["optimal"]:
         return "nothing lower is possible"
     return "the best when the time ran out" if facts["timed_out"] else "not proven to be the lowest"
 
 
 def rows(facts: dict[str, Any]) -> Rows:
-    """What `summary` returned, as (name, value) in words."""
+    """Return the facts of `summary` as (name, value) in words."""
     if not facts["has_addresses"]:
         return [("addresses", "none: no arena served this run")]
     found = [
@@ -100,7 +100,7 @@ def rows(facts: dict[str, Any]) -> Rows:
 
 
 def _held(plan: AddressPlan, column: str) -> dict[str, int]:
-    """Bytes in use at the peak, by the phase or layer that asked for them, the most first; empty: unknown."""
+    """Return the bytes in use at the peak by the phase or layer that requested them, most first; {} if unknown."""
     problem = plan.problem
     if not (problem.phases if column == "phase" else problem.layers):
         return {}

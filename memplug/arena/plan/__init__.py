@@ -1,1 +1,1 @@
-"""Addresses for every request of a training step: offline Dynamic Storage Allocation (MEMO, section 4.2)."""
+"""Planners of addresses for all requests of a step: offline Dynamic Storage Allocation (MEMO, section 4.2)."""

@@ -1,4 +1,4 @@
-"""Runs what fits the time limit and keeps the best that the judge accepts."""
+"""Runs the planners that fit the time limit, and keeps the lowest solution that the judge accepts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("memplug")
 
 TIME_LIMIT_S = 10.0
 ENOUGH = 1e-4
-"""Share above the lower bound at which `auto` ends: what is left is not worth waiting for."""
+"""Share above the lower bound at which `auto` ends: the rest is not worth waiting for."""
 
 Progress = Callable[[str], None]
 
@@ -34,18 +34,18 @@ def plan(
     capacity_bytes: int | None = None,
     progress: Progress = lambda text: None,
 ) -> Solution:
-    """Offsets that the judge has accepted. What is in use all the time lies at the bottom, the rest above it.
+    """Return offsets that the judge has accepted; buffers in use for the whole step lie at the bottom.
 
     Args:
-        problem: any.
-        planner: one of `planners.names`, alone, or "auto": the best of all. "exact" leaves its search out where there
-            are too many buffers.
+        problem: any layout problem.
+        planner: one of `planners.names`, used alone, or "auto": the best of all. "exact" leaves out its search where
+            there are too many buffers.
         time_limit_s: seconds. At least one greedy placement is always finished.
-        capacity_bytes: of the device; a height that fits is enough then.
-        progress: is told what is being tried.
+        capacity_bytes: bytes of the device; a height that fits in them is enough then.
+        progress: called with a word on each attempt.
 
     Raises:
-        LayoutError: The judge accepts none of what was found: a mistake in memplug.
+        LayoutError: the judge accepts no solution that was found: a mistake in memplug.
     """
     began = time.monotonic()
     rest = np.flatnonzero(~_kept(problem))
@@ -70,16 +70,16 @@ def plan(
 
 
 def _kept(problem: Problem) -> np.ndarray:
-    """What is in use from the first instant to the last, of dtype bool: it shares its bytes with nothing."""
+    """Return which buffers outlive the step and are in use all through it: they share no bytes. bool[n]."""
     table = problem.buffers
     always = (table["lower"] == table["lower"].min(initial=0)) & (table["upper"] == table["upper"].max(initial=0))
     return table["outlives"] & always
 
 
 def _stack(problem: Problem, rows: np.ndarray) -> tuple[np.ndarray, int]:
-    """Offsets of all buffers, of which `rows` have one at the bottom of the arena, side by side; and where they end.
+    """Place `rows` side by side at the bottom of the arena; return offsets of all buffers, and the end of these rows.
 
-    So they are never between two others, and split no room (ProTrain, appendix B.2).
+    There they are never between two other buffers, and divide no free stretch (ProTrain, appendix B.2).
     """
     table = problem.buffers
     offsets, end = np.zeros(len(table), np.int64), 0
@@ -122,13 +122,15 @@ def _since(began: float) -> float:
 
 @dataclass
 class _Attempt:
-    """The lowest solution so far that the judge has accepted.
+    """The search for the lowest solution that the judge accepts.
 
     Attributes:
-        problem: with all its streams.
-        blocks: the same on one stream: what planners see.
+        problem: the problem with all its streams.
+        blocks: the same problem on one stream, as planners see it.
         began_s, deadline_s: on the clock of `time.monotonic`.
-        enough: the height to end at, if one was named.
+        enough: the height to end at, if one was given.
+        best: the lowest accepted solution so far.
+        plain_offsets: its offsets, as the planner returned them for `blocks`.
     """
 
     problem: Problem
@@ -141,27 +143,29 @@ class _Attempt:
 
     @property
     def goal(self) -> int:
+        """Return the height at which the search ends, in bytes."""
         bound = self.blocks.problem.lower_bound
         return int(bound * (1 + ENOUGH)) if self.enough is None else self.enough
 
     @property
     def done(self) -> bool:
+        """Return whether a solution is low enough, or there is one and the time is over."""
         low_enough = self.best is not None and self.best.height <= self.goal
         return low_enough or (self.best is not None and time.monotonic() >= self.deadline_s)
 
     def until(self, share: float) -> float:
-        """A deadline after that share of the time."""
+        """Return the deadline after that share of the time."""
         return self.began_s + share * (self.deadline_s - self.began_s)
 
     def offer(self, found: Solution) -> None:
-        """Takes what a planner found, if it is lower and the judge accepts it."""
+        """Keep a planner's solution, if it is lower and the judge accepts it."""
         if self.best is not None and (found.height, not found.optimal) >= (self.best.height, not self.best.optimal):
             return
         solution = solved(
             self.problem,
             self.blocks.expand(found.offsets),
             found.planner,
-            # With several streams it is the lowest of what the reduction to one leaves, which is not all.
+            # With several streams it is only the lowest that the reduction to one stream allows.
             proven=found.optimal and len(np.unique(self.problem.buffers["stream"])) <= 1,
             timed_out=found.timed_out,
         )
@@ -174,7 +178,7 @@ class _Attempt:
 
 
 def _try_all(attempt: _Attempt, progress: Progress) -> None:
-    """The quickest first, until one is low enough; others that have a turn come before the last search."""
+    """Try the quickest planners first, until a solution is low enough; random orders come last."""
     plain, goal = attempt.blocks.problem, attempt.goal
     progress("search: fixed orders")
     attempt.offer(search.solve(plain, deadline_s=attempt.until(0.5), enough_bytes=goal, improve=False))
@@ -187,7 +191,7 @@ def _try_all(attempt: _Attempt, progress: Progress) -> None:
         share = 0.8 if attempt.enough is None else 1.0
         attempt.offer(exact.solve(plain, deadline_s=attempt.until(share), enough_bytes=attempt.enough))
     for planner in planners.PLANNERS:
-        if not attempt.done and attempt.best is None:  # the judge has refused what the others found
+        if not attempt.done and attempt.best is None:  # the judge has refused all solutions so far
             progress(planner.name)
             attempt.offer(planner.solve(plain, deadline_s=attempt.until(0.9), enough_bytes=goal))
     if not attempt.done:

@@ -1,13 +1,13 @@
-"""MEMO's planner (section 4.2, Fig. 7): one layer is placed once, and what it needs is one request of the whole step.
+"""MEMO's planner (section 4.2, Fig. 7): each layer is placed once, as one request of the whole step.
 
-First level: what a layer's forward or backward asks for and frees itself is placed by `exact`, once for each pattern
-(see `patterns`). Second level: each occurrence becomes a pseudo-request as high as its pattern, from the first malloc
-to the last free; those and what outlives a layer (MEMO's skeletal activations) are placed together. Every layer of a
-pattern has the same addresses inside its block, in every iteration.
+First level: requests that a layer's forward or backward makes and frees again are placed by `exact`, once for each
+pattern (see `patterns`). Second level: each occurrence of a pattern becomes a pseudo-request as high as the pattern,
+from its first malloc to its last free; these, and requests that outlive a layer (MEMO's skeletal activations), are
+placed together. Every layer of a pattern has the same addresses inside its block, in every iteration.
 
-Departures: MEMO has a mixed integer program for both levels, which does not end on either; here `exact` and `search`
-do the same. Layers are taken from where requests are accounted to, and from the requests alone; the lower of the two
-stays. A pseudo-request is a rectangle: space inside of it is not reused.
+Departures: MEMO solves a mixed integer program on both levels, and neither ends in time; `exact` and `search` solve the
+same problems here. Layers are found twice, by the layers recorded for requests and by the requests alone, and the lower
+solution stays. A pseudo-request is a rectangle: free space inside it is not reused.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _SHARE_OF_PATTERNS, _SHARE_OF_PLACES = 0.3, 0.6
 
 
 def solve(problem: Problem, *, deadline_s: float | None = None, enough_bytes: int | None = None) -> Solution:
-    """Offsets by two levels; without repeated layers it is the second level alone. Streams are ignored: see `streams`.
+    """Return offsets by two levels, or by the second alone if no layers repeat. Streams are ignored: see `streams`.
 
     Args:
         problem: of one step.
         deadline_s: when to end, on the clock of `time.monotonic`; by default after 10 s.
-        enough_bytes: a height to end at; by default the lower bound.
+        enough_bytes: the height to end at; by default the lower bound.
     """
     began = time.monotonic()
     deadline_s = began + 10 if deadline_s is None else deadline_s
@@ -55,7 +55,7 @@ def _by_two_levels(problem: Problem, found: list[Stretch], deadline_s: float, en
 
 
 def _place_patterns(problem: Problem, found: list[Stretch], deadline_s: float) -> dict[bytes, np.ndarray]:
-    """Offsets inside the block of each pattern, in the order of a stretch's rows."""
+    """Return the offsets inside the block of each pattern, in the order of a stretch's rows."""
     examples = {stretch.pattern: stretch for stretch in found}
     placed = {}
     for left, (pattern, stretch) in zip(range(len(examples), 0, -1), examples.items(), strict=True):

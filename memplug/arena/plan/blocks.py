@@ -1,4 +1,4 @@
-"""Several buffers made one: placed among themselves first, then as a block that keeps their relative offsets."""
+"""Merges several buffers into one block: they are placed among themselves first, and keep their relative offsets."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Block:
     """Buffers that move together.
 
     Attributes:
-        rows: of the problem: int64[k].
-        offsets: inside of the block: int64[k], bytes.
+        rows: rows of the problem, int64[k].
+        offsets: offsets inside the block, int64[k], bytes.
         lower, upper: when the block is in use; by default from the first malloc to the last free.
     """
 
@@ -27,11 +27,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A problem in which some buffers are blocks.
+    """A problem in which some buffers are merged into blocks.
 
     Attributes:
-        problem: the blocks, then the other buffers.
-        expand: offsets of that problem -> offsets of the original one, int64 each.
+        problem: the blocks first, then the other buffers.
     """
 
     problem: Problem
@@ -41,7 +40,7 @@ class Blocks:
 
     @staticmethod
     def of(problem: Problem, blocks: list[Block]) -> Blocks:
-        """Of disjoint blocks, each of at least one row."""
+        """Merge blocks of a problem's buffers: disjoint, and each with at least one row."""
         table = problem.buffers
         alone = np.ones(len(table), bool)
         merged = np.zeros(len(blocks), BUFFER)
@@ -58,7 +57,7 @@ class Blocks:
         return Blocks(whole, blocks, singles, len(table))
 
     def expand(self, offsets: np.ndarray) -> np.ndarray:
-        """Offsets of the original buffers, from those of `problem`: int64 each."""
+        """Return the offsets of the original buffers from those of `problem`. int64[n], bytes."""
         found = np.zeros(self._count, np.int64)
         for block, offset in zip(self._blocks, offsets[: len(self._blocks)].tolist(), strict=True):
             found[block.rows] = offset + block.offsets

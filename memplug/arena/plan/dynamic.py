@@ -1,8 +1,8 @@
-"""Where requests whose sizes are known only at run time may go: reusable space, by group.
+"""Finds reusable space, by group, for requests whose sizes are known only at run time.
 
-STWeaver, section 5.2: dynamic requests that are asked for in one layer and freed in another are a HomoLayer group
-(Eq. 2). Their lifetimes are known, from the beginning of the one to the end of the other, their sizes are not; what no
-planned buffer uses in that time is the group's dynamic reusable space (Eq. 3 to 5).
+STWeaver, section 5.2: dynamic requests that one layer makes and another frees form a HomoLayer group (Eq. 2). Their
+sizes are unknown, but not their lifetimes: from the beginning of the one layer to the end of the other. The bytes that
+no planned buffer uses in that time are the group's dynamic reusable space (Eq. 3 to 5).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _KEY = ("malloc_phase", "malloc_layer", "free_phase", "free_layer", "stream")
 
 
 def dynamic_spaces(step: Trace, problem: Problem, solution: Solution) -> tuple[DynamicSpace, ...]:
-    """One for each HomoLayer group on one stream, in the order of phases and layers.
+    """Return the reusable space of each HomoLayer group on one stream, in the order of phases and layers.
 
     Args:
-        step: of one step; its dynamic requests are placed nowhere.
+        step: one step; its dynamic requests have no addresses.
         problem: its other requests, on the same clock.
         solution: of that problem.
     """
@@ -57,11 +57,12 @@ def dynamic_spaces(step: Trace, problem: Problem, solution: Solution) -> tuple[D
 
 
 def renewed_spaces(spaces: Sequence[DynamicSpace], problem: Problem, solution: Solution) -> tuple[DynamicSpace, ...]:
-    """What dynamic requests may reuse of other addresses, at the same times.
+    """Return the same groups with their reusable space at other addresses, in the same windows of time.
 
     Args:
-        spaces: on the same clock.
-        problem, solution: the new ones.
+        spaces: the groups, on the same clock.
+        problem: the new problem.
+        solution: its solution.
     """
     windows = [(group.lower, group.upper) for group in spaces]
     renewed = idle_spaces(problem, solution, windows)
@@ -69,19 +70,19 @@ def renewed_spaces(spaces: Sequence[DynamicSpace], problem: Problem, solution: S
 
 
 def dynamic_peak_bytes(step: Trace) -> int:
-    """The most that all dynamic requests of a step have in use at once, each rounded up as an allocator does."""
+    """Return the most bytes that a step's dynamic requests have in use at once, each rounded up to whole blocks."""
     return _peak_bytes(_dynamic(step))
 
 
 def served(step: Trace, spaces: tuple[DynamicSpace, ...]) -> tuple[int, int]:
-    """Requests, and their bytes, that would have found room in the arena in the recorded step.
+    """Return how many dynamic requests, and bytes, would have found room in the arena in the recorded step.
 
-    Each goes to the smallest stretch that is large enough, of its group's space without what other dynamic requests
-    have in use (Eq. 6); what finds none is left to the native allocator.
+    A request goes to the smallest stretch that is large enough in its group's space, minus the bytes that other dynamic
+    requests have in use (Eq. 6); if there is none, torch's allocator serves it.
 
     Args:
-        step: the recorded one.
-        spaces: of its plan.
+        step: the recorded step.
+        spaces: the spaces of its plan.
     """
     rows = _dynamic(step)
     of_group = {tuple(getattr(space, name) for name in _KEY): space.spaces for space in spaces}
@@ -95,7 +96,7 @@ def served(step: Trace, spaces: tuple[DynamicSpace, ...]) -> tuple[int, int]:
             del live[request]
             continue
         at = numbers.pop(request, None)
-        if at is None:  # freed, and it had found no room
+        if at is None:  # a free of a request that had found no room
             continue
         row = rows[at]
         size = rounded_up(int(row["nbytes"]), BLOCK_BYTES)
@@ -110,13 +111,13 @@ def served(step: Trace, spaces: tuple[DynamicSpace, ...]) -> tuple[int, int]:
 
 
 def _dynamic(step: Trace) -> np.ndarray:
-    """Of dtype REQUEST, in their order; none of no bytes, or of threads that do not train."""
+    """Return the dynamic requests of the training threads with any bytes, in order, of dtype REQUEST."""
     rows = step.requests
     return rows[rows["dynamic"] & (rows["nbytes"] > 0) & (rows["malloc_thread"] == TRAINING)]
 
 
 def _numbers_in_place(rows: np.ndarray) -> np.ndarray:
-    """Of each request, how many came before it in the same phase and layer: int64."""
+    """Return for each request how many came before it in the same phase and layer. int64[n]."""
     _, place = np.unique(rows[["malloc_phase", "malloc_layer"]], return_inverse=True)
     order = np.argsort(place, kind="stable")
     first = np.searchsorted(place[order], place[order])
@@ -126,7 +127,7 @@ def _numbers_in_place(rows: np.ndarray) -> np.ndarray:
 
 
 def _spans(step: Trace) -> dict[tuple[int, int], tuple[int, int]]:
-    """First event, and last one + 1, of each phase and layer."""
+    """Return the first event, and the last one + 1, of each phase and layer."""
     phase, layer = step.events["phase"].astype(np.int64), step.events["layer"].astype(np.int64)
     width = len(step.layers) + 1
     places, first = np.unique(phase * width + layer + 1, return_index=True)
@@ -140,7 +141,7 @@ def _spans(step: Trace) -> dict[tuple[int, int], tuple[int, int]]:
 def _window(
     key: list[int], members: np.ndarray, spans: dict[tuple[int, int], tuple[int, int]], events: int
 ) -> tuple[int, int]:
-    """From the beginning of the one layer to the end of the other, and at least as long as what was recorded."""
+    """Return the time from the malloc layer's beginning to the free layer's end, or as long as recorded if longer."""
     malloc_phase, malloc_layer, free_phase, free_layer, _ = key
     lower = min(spans[malloc_phase, malloc_layer][0], int(members["malloc_event"].min()))
     if free_phase < 0:
@@ -151,14 +152,14 @@ def _window(
 def idle_spaces(
     problem: Problem, solution: Solution, windows: Sequence[tuple[int, int]]
 ) -> list[tuple[tuple[int, int], ...]]:
-    """What no planned buffer uses in each window of the problem's clock: (first byte, end), disjoint and rising."""
+    """Return the bytes that no planned buffer uses in each window of the clock: (first byte, end), disjoint, rising."""
     table = problem.buffers
     by_lower = np.argsort(table["lower"], kind="stable")
     lower, upper = table["lower"][by_lower], table["upper"][by_lower]
     starts = solution.offsets[by_lower]
     ends = starts + table["size"][by_lower]
     found: list[tuple[tuple[int, int], ...]] = [()] * len(windows)
-    # Windows by their beginning: what is in use then is carried along, the rest begins inside.
+    # Windows are visited by their beginning: buffers in use then are carried along, the others begin inside.
     in_use, seen = np.zeros(0, np.int64), 0
     for at in sorted(range(len(windows)), key=windows.__getitem__):
         begin, end = np.searchsorted(lower, windows[at], "left")
@@ -178,7 +179,7 @@ def _complement(starts: np.ndarray, ends: np.ndarray, height: int) -> tuple[tupl
 
 
 def _peak_bytes(rows: np.ndarray) -> int:
-    """Of requests, the most in use at once."""
+    """Return the most bytes that the requests have in use at once."""
     sizes = rounded_up(rows["nbytes"], BLOCK_BYTES)
     last = rows["malloc_event"].max(initial=0) + 1
     times = np.concatenate([rows["malloc_event"], np.where(rows["free_event"] < 0, last, rows["free_event"])])
@@ -187,7 +188,7 @@ def _peak_bytes(rows: np.ndarray) -> int:
 
 
 def _without(space: tuple[int, int], taken: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Stretches of `space` that none of the rising, disjoint `taken` touches."""
+    """Return the stretches of `space` that none of the rising, disjoint `taken` touches."""
     begin, end = space
     free = []
     for start, stop in taken:

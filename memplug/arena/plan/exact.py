@@ -1,11 +1,12 @@
-"""A planner for small sets, some 100 to 1,000 buffers: anytime, and it knows how far from the optimum it is.
+"""A planner for 100 to 1,000 buffers that can be stopped at any time, and knows how far it is from the optimum.
 
-From below: a depth-first search with restarts (`native/packing/decide.cpp`) decides whether the buffers fit
-below a height, beginning at the lower bound. The mixed integer program of MEMO (`memplug.arena.plan.memo_program`)
-minimises instead; it ends in time for some 50 buffers, and is the reference that the search is checked against.
+A depth-first search with restarts (`native/packing/decide.cpp`) decides whether the buffers fit below a height,
+beginning at the lower bound. A greedy placement gives the upper bound. The interval in between is bisected; heights
+that are shown to be impossible raise the lower bound. Sizes are divided by their common divisor, and heights are
+multiples of it.
 
-A greedy placement is the bound from above. What lies between is bisected; heights that were shown to be impossible
-raise the bound from below. Sizes are divided by their common divisor, and heights are multiples of it.
+MEMO's mixed integer program (`memplug.arena.plan.memo_program`) minimises the height instead. It ends in time for some
+50 buffers, and is the reference that the search is tested against.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ log = logging.getLogger("memplug")
 
 Backend = Literal["native", "milp"]
 LARGEST = 2_000
-"""Buffers; beyond, the search hardly ever ends, and its tables grow with the square."""
+"""Buffers; with more, the search hardly ends, and its tables grow with the square."""
 PROMISING = 500
-"""Buffers; up to here it is the planner to begin with."""
+"""Buffers; with at most so many, this planner is tried first."""
 
 
 def solve(
@@ -38,16 +39,16 @@ def solve(
     enough_bytes: int | None = None,
     backend: Backend = "native",
 ) -> Solution:
-    """The lowest placement, or the best that was found in time; streams are ignored: see `streams`.
+    """Return the lowest placement, or the best that was found in time. Streams are ignored: see `streams`.
 
     Args:
-        problem: some 100 to 1,000 buffers. Beyond `LARGEST` the search is left out, and the greedy placement returned.
+        problem: some 100 to 1,000 buffers. With more than `LARGEST`, the greedy placement is returned.
         deadline_s: when to end, on the clock of `time.monotonic`; by default after 10 s.
-        enough_bytes: a height to end at, such as a capacity; by default the lower bound.
+        enough_bytes: the height to end at, such as a capacity; by default the lower bound.
         backend: "native": the search; "milp": MEMO's program.
 
     Raises:
-        NativeError: The search cannot be compiled here.
+        NativeError: the search cannot be compiled here.
     """
     began = time.monotonic()
     deadline_s = began + 10 if deadline_s is None else deadline_s
@@ -58,7 +59,7 @@ def solve(
     if backend == "milp":
         offsets, proven = memo_program.minimise(Small.of(problem), start.offsets, deadline_s)
     else:
-        # Who names a height wants that one, not the lowest; without one, the lower bound is most often possible.
+        # With a height given, a solution at that height is wanted; else the lower bound is most often possible.
         share = 0.5 if enough_bytes is None else 0.95
         offsets, proven = _close_gap(problem, start.offsets, enough, deadline_s, share)
     height = int((offsets + problem.buffers["size"]).max(initial=0))
@@ -73,7 +74,7 @@ def solve(
 
 
 def _decide(small: Small, height: int, seconds: float) -> tuple[bool | None, np.ndarray]:
-    """Whether buffers fit below a height: True with offsets, False: proven that not, None: out of time."""
+    """Decide whether buffers fit below a height: True with offsets, False if proven not to, None if out of time."""
     threads = min(os.cpu_count() or 1, 4)
     lifetimes = (small.lower, small.upper)
     return packing.decide(lifetimes, small.size, small.alignment, height, seconds=seconds, threads=threads)
@@ -82,9 +83,9 @@ def _decide(small: Small, height: int, seconds: float) -> tuple[bool | None, np.
 def _close_gap(
     problem: Problem, offsets: np.ndarray, enough: int, deadline_s: float, share: float
 ) -> tuple[np.ndarray, bool]:
-    """Better offsets if there are any, and whether they are proven to be the best."""
+    """Return the lowest offsets found, and whether they are proven to be optimal."""
     small = Small.of(problem)
-    # In units: below `impossible` + 1 nothing fits; at `best` something does; up to `hard` the time ran out.
+    # In units: up to `impossible` nothing fits; at `best` something does; up to `hard` the time ran out.
     impossible = -(-problem.lower_bound // small.unit) - 1
     target = max(enough // small.unit, impossible + 1)
     best = -(-int((offsets + problem.buffers["size"]).max()) // small.unit)
@@ -103,6 +104,6 @@ def _close_gap(
             target = max(target, height + 1)
         height, share = (best + hard) // 2, 0.25
         if best - hard <= 1:
-            # Nothing between: what is left of the time goes to the lowest height that is not ruled out.
+            # No height is left in between: the remaining time goes to the lowest one that is not ruled out.
             height, share, hard = max(target, impossible + 1), 1.0, impossible
     return offsets, best == impossible + 1

@@ -1,4 +1,4 @@
-"""Places buffers one by one in a given order."""
+"""Greedy placement of buffers in a given order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memplug.sizes import UNLIMITED_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Placer:
-    """Greedy placement of one set of buffers, in as many orders as one likes.
+    """A set of buffers to be placed greedily, in any number of orders.
 
     Attributes:
         lower, upper: int32[n], see `intervals.instants`.
@@ -27,13 +27,13 @@ class Placer:
 
     @staticmethod
     def of(table: np.ndarray) -> Placer:
-        """For a table of dtype BUFFER."""
+        """Return the placer of a table of dtype BUFFER."""
         lower, upper = instants(table)
         return Placer(lower, upper, table["size"].copy(), table["alignment"].copy())
 
     def place(
         self, order: np.ndarray, *, tightest: bool = False, limit_bytes: int = UNLIMITED_BYTES
     ) -> np.ndarray | None:
-        """See `packing.place`."""
+        """Place the buffers in that order; see `packing.place`."""
         lifetimes = (self.lower, self.upper)
         return packing.place(lifetimes, self.size, self.alignment, order, tightest=tightest, limit_bytes=limit_bytes)

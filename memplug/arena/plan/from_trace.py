@@ -1,6 +1,6 @@
-"""The layout problem of a recorded training step: which of its requests get a planned address, and for how long.
+"""Makes the layout problem of a recorded step: which requests get a planned address, and for how long.
 
-The clock is that of the step's events, so a request is in use from its malloc up to its free (STWeaver, section 5).
+The clock counts the step's events; a request is in use from its malloc up to its free (STWeaver, section 5).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from memplug.profile.trace import Pass, Trace, cut, earlier_frees, freed_elsewhe
 from memplug.sizes import BLOCK_BYTES, rounded_up
 
 TRAINING = 0
-"""The thread that trains, and autograd's, in a trace."""
+"""Thread number, in a trace, of the thread that trains and of autograd's."""
 
 
 def last_step(trace: Trace, step: int | None = None) -> Trace:
-    """The step of a trace that a plan is made from, as a trace of its own; see `cut`.
+    """Return the step of a trace that a plan is made from, as a trace of its own; see `cut`.
 
     Args:
-        trace: One without steps counts as one step.
-        step: Running number, from the end if below 0; None: the last one.
+        trace: any trace; one without steps counts as one step.
+        step: running number, from the end if below 0; None: the last one.
 
     Raises:
-        LayoutError: The trace has no such step.
+        LayoutError: the trace has no such step.
     """
     count = max(len(trace.steps), 1)
     number = count - 1 if step is None else step
@@ -39,27 +39,27 @@ def last_step(trace: Trace, step: int | None = None) -> Trace:
 def problem_of(
     step: Trace, alignment_bytes: int = BLOCK_BYTES, margin_bytes: int = 0, *, without_gradients: bool = True
 ) -> Problem:
-    """What is to be placed of one step: a buffer for each static request that asks for any bytes, in their order.
+    """Return the layout problem of one step: a buffer for each static request of any bytes, in their order.
 
-    Sizes are rounded up to the alignment, as an allocator of that granularity hands them out. What is still in use
-    when the step ends is in use all of the step: the next one, in which all happens again, must find its bytes
-    untouched. Where the step before left something of that kind that is freed only after its successor was asked for,
-    another buffer stands for it. What another thread freed is taken to be in use twice as long, since it may come later
-    next time. Left out are dynamic requests, whose sizes are known at run time, and those of threads that do not train,
-    which come at any time. Traces hold no orderings of streams, so requests of different streams share no bytes.
+    Sizes are rounded up to the alignment. A buffer that is still in use when the step ends counts as in use for all of
+    the step: the next step repeats everything, and must find its bytes untouched. If the step before left such a buffer
+    that is freed only after its successor is requested, another buffer stands for it. A buffer that another thread
+    freed counts as in use twice as long, since the free may come later next time. Dynamic requests are left out (their
+    sizes are known only at run time), and so are requests of threads that do not train (they come at any time). Traces
+    hold no orderings of streams, so requests of different streams share no bytes.
 
     Args:
-        step: One step, see `last_step`.
-        alignment_bytes: Above 0.
-        margin_bytes: That follow each buffer, to be looked after; a multiple of the alignment.
-        without_gradients: Whether requests of forwards without gradients are placed too, or left out.
+        step: one step, see `last_step`.
+        alignment_bytes: above 0.
+        margin_bytes: bytes that follow each buffer, to detect stray writes; a multiple of the alignment.
+        without_gradients: whether requests of forwards without gradients are placed too.
 
     Returns:
-        Its clock is the index into `step.events`, its ids are the requests' running numbers in the step; what the step
-        before left has -1, -2 and so on.
+        The problem. Its clock is the index into `step.events`, its ids are the requests' running numbers in the step;
+        buffers that the step before left have -1, -2 and so on.
 
     Raises:
-        LayoutError: More bytes than can be placed, or more streams than there can be.
+        LayoutError: more bytes than can be placed, or a stream number that is too large.
     """
     assert alignment_bytes > 0 and margin_bytes % alignment_bytes == 0, "an alignment above 0, and multiples of it"
     requests = step.requests
@@ -96,19 +96,21 @@ def problem_of(
 
 
 def problem_of_all(trace: Trace, alignment_bytes: int = BLOCK_BYTES) -> Problem:
-    """Returns what is to be placed of a whole recording, which need not be one step: a buffer for each request, in use
-    from its malloc up to its free or to the end, and one for each block that was there before.
+    """Return the layout problem of a whole recording, which need not be one step.
+
+    It has a buffer for each request, in use from its malloc up to its free or to the end, and one for each block that
+    was in use before.
 
     Args:
-        trace: Its `base_bytes` have all that was in use before; frees from before have their sizes.
-        alignment_bytes: Above 0; sizes are rounded up to it.
+        trace: its `base_bytes` count all that was in use before it; frees of earlier blocks carry their sizes.
+        alignment_bytes: above 0; sizes are rounded up to it.
 
     Returns:
-        The clock is one more than the index into `trace.events`, so that blocks from before are in use at 0. Ids of
-        requests are their running numbers; blocks from before have -1, -2 and so on.
+        The problem. Its clock is one more than the index into `trace.events`, so that earlier blocks are in use at 0.
+        Ids are the requests' running numbers; earlier blocks have -1, -2 and so on.
 
     Raises:
-        LayoutError: More bytes than can be placed, or more streams than there can be.
+        LayoutError: more bytes than can be placed, or a stream number that is too large.
     """
     requests, events, end = trace.requests, trace.events, len(trace.events) + 1
     requests = requests[requests["nbytes"] > 0]
@@ -140,9 +142,10 @@ def problem_of_all(trace: Trace, alignment_bytes: int = BLOCK_BYTES) -> Problem:
 def _left_by_the_step_before(
     step: Trace, table: np.ndarray, malloc_events: np.ndarray, alignment_bytes: int, margin_bytes: int
 ) -> np.ndarray:
-    """Of dtype BUFFER: what there has to be beside the buffers that outlive the step, for both it and the last step's.
+    """Return the buffers that are needed besides those that outlive the step, of dtype BUFFER.
 
-    Requests of one size and stream take turns, so there have to be as many buffers of each kind as are in use at once.
+    Where the step before left buffers that are freed only after their successors are requested, both need memory.
+    Requests of one size and stream take turns, so each such class needs as many buffers as are in use at once.
     """
     frees = earlier_frees(step.events)
     frees = frees[step.events["nbytes"][frees] > 0]

@@ -1,6 +1,6 @@
-"""Lifetimes on smaller clocks: numbered instants, sections of time in which nothing begins, and the load of each.
+"""Renumbers lifetimes densely: as instants, or as sections in which nothing begins; and sums the load of each.
 
-What a planner needs of time is its order alone, so lifetimes are renumbered densely before any search.
+Planners need only the order of times, so lifetimes are renumbered before any search.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def instants(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Lower and upper of each buffer as dense numbers, in the same order: int32[n] each.
+    """Return lower and upper of each buffer as dense numbers in the same order. int32[n] each.
 
     Args:
         table: of dtype BUFFER.
@@ -20,10 +20,11 @@ def instants(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sections(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First and end of the sections that each buffer lives in: int32[n] each; buffers meet in them as they do in time.
+    """Return the first section, and the end, of each buffer. int32[n] each.
 
-    A section is an instant whose live buffers are no part of those before or after it: the last one before a free that
-    a malloc has preceded. There are far fewer of them than instants.
+    A section is an instant whose live buffers are no subset of those just before or after it: the last instant before a
+    free that follows a malloc. Two buffers share a section exactly if their lifetimes overlap, and there are far fewer
+    sections than instants.
 
     Args:
         table: of dtype BUFFER.
@@ -32,7 +33,7 @@ def sections(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     count = int(upper.max(initial=0))
     begins, ends = np.zeros(count + 1, bool), np.zeros(count + 1, bool)
     begins[lower] = ends[upper] = True
-    # Instants with a malloc since the last section, followed by a free: the first free after a malloc closes one.
+    # The first free after a malloc closes a section.
     last_malloc = np.maximum.accumulate(np.where(begins, np.arange(count + 1), -1))
     closing = np.flatnonzero(ends)
     of_closing = last_malloc[closing - 1]
@@ -42,10 +43,11 @@ def sections(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def load_bytes(lower: np.ndarray, upper: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Bytes in use in each section or instant: int64.
+    """Return the bytes in use in each section or instant. int64.
 
     Args:
-        lower, upper: of each buffer, int32[n], numbered from 0.
+        lower: of each buffer, int32[n], numbered from 0.
+        upper: of each buffer, int32[n].
         size: int64[n], bytes.
     """
     changes = np.zeros(int(upper.max(initial=0)) + 1, np.int64)
@@ -55,8 +57,8 @@ def load_bytes(lower: np.ndarray, upper: np.ndarray, size: np.ndarray) -> np.nda
 
 
 def largest_within(values: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> np.ndarray:
-    """The largest of values[lower:upper] for each buffer, with lower < upper: of the values' dtype."""
-    # A sparse table: maxima over every stretch whose length is a power of two, and two of them cover any stretch.
+    """Return the largest of values[lower:upper] for each buffer, with lower < upper. Of the values' dtype."""
+    # A sparse table has the maxima of all stretches whose length is a power of two; two of them cover any stretch.
     found = np.empty(len(lower), values.dtype)
     power = np.frexp((upper - lower).astype(np.float64))[1] - 1
     level = values

@@ -1,4 +1,4 @@
-"""MEMO's mixed integer program of a layout (section 4.2), solved by HiGHS."""
+"""MEMO's mixed integer program of a layout (section 4.2), solved with HiGHS."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import numpy as np
 from memplug.arena.plan.small import Small
 
 _PAIRS_AT_MOST = 20_000
-"""Binary variables of the mixed integer program; with more, HiGHS does not even look at its time limit in time."""
+"""Binary variables of the program; with more, HiGHS notices its time limit too late."""
 
 
 def minimise(small: Small, offsets: np.ndarray, deadline_s: float) -> tuple[np.ndarray, bool]:
-    """The lowest placement by MEMO's mixed integer program (section 4.2), and whether it is proven to be.
+    """Return the lowest placement by MEMO's mixed integer program (section 4.2), and whether it is proven optimal.
 
     min M; A_i + S_i <= M; for each pair that lives at the same time one of A_i + S_i <= A_j + z M_cap and
     A_j + S_j <= A_i + (1 - z) M_cap, with z in {0, 1}.
 
     Args:
         small: the problem.
-        offsets: of a valid placement, bytes: its height is M_cap, and it is the result where none lower is found, or
-            where the program would have too many variables.
+        offsets: of a valid placement, bytes: its height is M_cap. They are the result if no lower placement is found,
+            or if the program would have too many variables.
         deadline_s: when to end, on the clock of `time.monotonic`.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp  # a second to import, for which training may be waiting
@@ -74,7 +74,7 @@ def _height(small: Small, offsets: np.ndarray) -> int:
 
 
 def _is_valid(small: Small, offsets: np.ndarray) -> bool:
-    """Big constants leave room for rounding: a placement that overlaps by it is none."""
+    """Return whether no buffers overlap; big constants leave room for rounding errors that make them overlap."""
     ends = offsets + small.size * small.unit
     meets = (small.lower[:, None] < small.upper) & (small.lower < small.upper[:, None])
     overlaps = (offsets[:, None] < ends) & (offsets < ends[:, None])

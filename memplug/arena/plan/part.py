@@ -1,4 +1,4 @@
-"""The arena's part of a plan: the requests, their addresses, room for dynamic requests, and what is promised."""
+"""The arena's part of a plan: requests, their addresses, reusable space for dynamic requests, and predictions."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _MOST_BYTES = 2**62
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicSpace:
-    """What requests of one HomoLayer group may reuse of the arena (STWeaver, section 5.2, Eq. 2 to 5).
+    """The reusable space of one HomoLayer group of dynamic requests (STWeaver, section 5.2, Eq. 2 to 5).
 
     Attributes:
-        malloc_phase, malloc_layer, free_phase, free_layer: of the group's requests, into the problem's phases and
-            layers; -1: outside of layers, or (free_) not freed in the step.
-        stream: that they are asked for on.
-        lower, upper: on the problem's clock; the group's requests live inside of it.
-        spaces: (first byte, end) of what no planned buffer uses in that time; disjoint, rising, none empty.
-        members: of the dynamic requests that the group's malloc place had in the recorded step, which ones are the
-            group's: running numbers from 0, rising.
-        peak_bytes: the most that the group had in use at once, in the recorded step.
+        malloc_phase, malloc_layer, free_phase, free_layer: of the group's requests, as indices into the problem's
+            phases and layers; -1: outside of layers, or (free_*) not freed in the step.
+        stream: the stream of the requests.
+        lower, upper: on the problem's clock; all of the group's requests live in between.
+        spaces: (first byte, end) of stretches that no planned buffer uses in that time; disjoint, rising, none empty.
+        members: running numbers, rising from 0, of the group's requests among all dynamic requests that the recorded
+            step made in the phase and layer of the malloc.
+        peak_bytes: the most bytes that the group had in use at once in the recorded step.
     """
 
     malloc_phase: int
@@ -44,18 +44,18 @@ class DynamicSpace:
 
     @property
     def requests(self) -> int:
-        """Of the group, in the recorded step."""
+        """Return the number of the group's requests in the recorded step."""
         return len(self.members)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predictions:
-    """What the plan promises, in bytes.
+    """The predictions of a plan.
 
     Attributes:
-        arena_bytes: that are reserved: the height of the solution.
-        static_peak_bytes: the most that planned requests have in use at once: the problem's lower bound.
-        dynamic_peak_bytes: the most that dynamic requests had in use at once, in the recorded step.
+        arena_bytes: bytes reserved: the height of the solution.
+        static_peak_bytes: the most bytes that planned requests have in use at once: the problem's lower bound.
+        dynamic_peak_bytes: the most bytes that dynamic requests had in use at once in the recorded step.
         fragmentation: 1 - static_peak_bytes / arena_bytes.
     """
 
@@ -67,13 +67,13 @@ class Predictions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AddressPlan(PlanPart):
-    """See the module's text.
+    """The arena's part of a plan.
 
     Attributes:
-        problem: the planned requests. Loaded from a file it has no fingerprint: the plan has.
+        problem: the planned requests. Loaded from a file, it has no fingerprint: the plan has it.
         solution: their offsets.
-        dynamic: one for each group of requests whose sizes are known only at run time.
-        predictions: see there.
+        dynamic: one space for each group of requests whose sizes are known only at run time.
+        predictions: see `Predictions`.
     """
 
     name = "arena"
@@ -83,7 +83,7 @@ class AddressPlan(PlanPart):
     predictions: Predictions
 
     def to_file(self) -> dict[str, Any]:
-        """Returns what a person reads, and then the tables, by column."""
+        """Return the part's values for a file: first those that people read, then the tables by column."""
         problem, solution = self.problem, self.solution
         assert solution.offsets.dtype == np.int64 and len(solution.offsets) == len(problem), "an offset for each buffer"
         return {
@@ -103,7 +103,7 @@ class AddressPlan(PlanPart):
 
     @classmethod
     def from_file(cls, values: dict[str, Any]) -> AddressPlan:
-        """See `PlanPart.from_file`."""
+        """Return the part that a file's values describe; see `PlanPart.from_file`."""
         tables = "buffers", "orderings"
         head = read(_Head, {name: value for name, value in values.items() if name not in tables})
         buffers, orderings = (values[name] for name in tables)
@@ -131,7 +131,7 @@ class AddressPlan(PlanPart):
         return cls(problem=problem, solution=solution, dynamic=head.dynamic, predictions=head.predictions)
 
     def does_as(self, other: AddressPlan) -> bool:
-        """Returns whether the same requests have the same addresses, and dynamic ones the same spaces."""
+        """Return whether the same requests have the same addresses, and dynamic requests the same spaces."""
         return (
             np.array_equal(self.problem.buffers, other.problem.buffers)
             and np.array_equal(self.solution.offsets, other.solution.offsets)
@@ -139,14 +139,14 @@ class AddressPlan(PlanPart):
         )
 
     def alone(self) -> MemoryPlan:
-        """Returns a plan of these addresses and nothing else."""
+        """Return a plan with these addresses and nothing else."""
         return MemoryPlan(fingerprint=self.problem.fingerprint).with_part(self)
 
 
 def address_plan(
     problem: Problem, solution: Solution, dynamic: tuple[DynamicSpace, ...] = (), dynamic_peak_bytes: int = 0
 ) -> AddressPlan:
-    """Returns the addresses of a problem, with their predictions."""
+    """Return the arena's part of a plan for a solved problem, with its predictions."""
     return AddressPlan(
         problem=problem,
         solution=solution,
@@ -162,7 +162,7 @@ def address_plan(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Phase:
-    """A `Phase`, with its kind by name."""
+    """A `Phase` whose kind is given by name."""
 
     kind: str
     micro_batch: int
@@ -170,7 +170,7 @@ class _Phase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Head:
-    """All but the tables."""
+    """The part's values in a file, except the tables."""
 
     planner: str
     optimal: bool
@@ -185,7 +185,7 @@ class _Head:
 
 
 def _columns(table: np.ndarray) -> dict[str, list[int]]:
-    """Returns the columns by name, truths as 0 and 1."""
+    """Return the columns by name, booleans as 0 and 1."""
     return {name: table[name].astype(np.int64).tolist() for name in table.dtype.names}
 
 

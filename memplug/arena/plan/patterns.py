@@ -1,8 +1,7 @@
-"""Which stretches of a step do the same: layers, found by the requests themselves or by where these are accounted to.
+"""Finds stretches of a step that repeat, such as layers: by recorded phases and layers, or by the requests alone.
 
-A stretch is a run of events of one phase and layer. Where a run does not repeat (a whole backward without layers, a
-CSV), it is searched for periods: stretches of equal length in which the same sizes are asked for and freed in the same
-order.
+A stretch is a run of events of one phase and layer. If a run does not repeat (a whole backward without layers, a CSV),
+it is searched for periods: stretches of equal length that request and free the same sizes in the same order.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ from dataclasses import dataclass
 import numpy as np
 
 _GRAM = 8
-"""Events that must agree before a distance between them is taken for a period."""
+"""Events that must agree before their distance is taken for a period."""
 
 _PERIODS = 24
-"""Most frequent distances that are tried, the shortest first."""
+"""Most frequent distances to try, the shortest first."""
 
 _SHORTEST = 16
-"""Events of a period. What repeats sooner (the optimizer over its parameters, a norm inside of a layer) is no layer."""
+"""Events in the shortest period. Shorter repetitions (the optimizer's parameters, a norm in a layer) are no layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Events [begin, end) of the step, and what lives in them alone.
+    """The events [begin, end) of the step, and the buffers that live only in them.
 
     Attributes:
         begin, end: on the clock of the events.
-        rows: buffers that are asked for and freed inside: int64, by malloc.
+        rows: buffers that are requested and freed inside, int64, by malloc.
         pattern: equal for stretches whose rows have the same sizes, alignments and relative lifetimes.
     """
 
@@ -39,7 +38,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class _Events:
-    """Mallocs and frees in order; the index is their clock.
+    """Mallocs and frees in order; their index is the clock.
 
     Attributes:
         token: int64, equal for events of one kind, size and alignment.
@@ -54,12 +53,12 @@ class _Events:
 
 
 def stretches(table: np.ndarray, *, by_place: bool = True) -> list[Stretch]:
-    """Stretches with a pattern that others have too, by begin; disjoint, and none is empty of rows.
+    """Return the stretches whose pattern repeats, by begin; disjoint, each with rows.
 
     Args:
         table: of dtype BUFFER.
-        by_place: go by phases and layers where the table has them; else by periods alone, which may join what belongs
-            together, such as a layer's recompute and its backward.
+        by_place: use phases and layers where the table has them; else periods alone, which may join what belongs
+            together, such as a layer's recompute pass and its backward.
     """
     events = _events(table, by_place)
     borders = np.flatnonzero(np.diff(events.place, prepend=-1, append=-1))
@@ -67,7 +66,7 @@ def stretches(table: np.ndarray, *, by_place: bool = True) -> list[Stretch]:
     repeated = _repeated(found)
     kept, others = [], []
     for stretch in found:
-        # Outside of layers, such as a backward that was not accounted to layers, there may be layers in a run.
+        # A run outside of layers, such as a backward that was not attributed to layers, may have layers in it.
         in_layer = by_place and table["lower_layer"][stretch.rows[0]] >= 0
         (kept if in_layer and stretch.pattern in repeated else others).append(stretch)
     for begin, end in _joined([(stretch.begin, stretch.end) for stretch in others]):
@@ -80,7 +79,7 @@ def stretches(table: np.ndarray, *, by_place: bool = True) -> list[Stretch]:
 def _events(table: np.ndarray, by_place: bool) -> _Events:
     count = len(table)
     times = np.concatenate([table["lower"], table["upper"]])
-    # Frees before mallocs at the same instant: lifetimes are half open.
+    # At the same instant, frees come before mallocs: lifetimes are half-open.
     order = np.lexsort((np.repeat([1, 0], count), times))
     kind = np.repeat([0, 1], count)[order]
     size = np.unique(np.stack([table["size"], table["alignment"]]), axis=1, return_inverse=True)[1].reshape(-1)
@@ -97,7 +96,7 @@ def _events(table: np.ndarray, by_place: bool) -> _Events:
 
 
 def _with_rows(table: np.ndarray, events: _Events, begins: np.ndarray, ends: np.ndarray) -> list[Stretch]:
-    """Stretches of those borders, disjoint and rising, that have rows of their own."""
+    """Return the stretches between those borders, disjoint and rising, that have rows of their own."""
     if not len(begins):
         return []
     of_row = np.searchsorted(begins, events.lower, "right") - 1
@@ -121,7 +120,7 @@ def _repeated(found: list[Stretch]) -> set[bytes]:
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbours made one."""
+    """Merge adjacent spans."""
     joined: list[tuple[int, int]] = []
     for begin, end in spans:
         if joined and joined[-1][1] == begin:
@@ -132,7 +131,7 @@ def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _periodic(events: _Events, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """Borders of stretches in [begin, end) that repeat one after another: rising and disjoint."""
+    """Return the borders of stretches in [begin, end) that repeat one after another; rising and disjoint."""
     token = events.token[begin:end]
     taken = np.zeros(len(token), bool)
     starts: list[int] = []
@@ -141,7 +140,7 @@ def _periodic(events: _Events, begin: int, end: int) -> tuple[np.ndarray, np.nda
         same = np.append(token[:-period] == token[period:], False) & ~taken[: len(token) - period + 1]
         edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]])))
         for first, last in zip(edges[::2], edges[1::2], strict=True):
-            # From `first` on, each event is the one a period later: that many whole periods, and one more.
+            # From `first` on, each event equals the one a period later: so many whole periods, and one more.
             if last - first >= period and not taken[first : last + period].any():
                 cut = first + _quiet_cut(events, begin + int(first), period)
                 count = (last + period - cut) // period
@@ -154,7 +153,7 @@ def _periodic(events: _Events, begin: int, end: int) -> tuple[np.ndarray, np.nda
 
 
 def _likely_periods(token: np.ndarray) -> list[int]:
-    """Distances at which the same events come again most often, the shortest first."""
+    """Return the distances at which the same events recur most often, the shortest first."""
     if len(token) < 2 * _GRAM:
         return []
     # A running hash of _GRAM events; int64 wraps around.
@@ -163,7 +162,7 @@ def _likely_periods(token: np.ndarray) -> list[int]:
     order = np.argsort(grams, kind="stable")
     follows = grams[order[1:]] == grams[order[:-1]]
     distances, counts = np.unique(np.diff(order)[follows], return_counts=True)
-    # What comes again at a distance of d does so for at least d events, if d is a period.
+    # If the distance d is a period, events recur at it at least d times.
     likely = (counts + _GRAM >= distances) & (distances >= _SHORTEST)
     distances, counts = distances[likely], counts[likely]
     most = np.argsort(-counts * distances, kind="stable")[:_PERIODS]
@@ -171,7 +170,7 @@ def _likely_periods(token: np.ndarray) -> list[int]:
 
 
 def _quiet_cut(events: _Events, begin: int, period: int) -> int:
-    """Where in a period the fewest buffers are in use that live shorter than one, by events after `begin`."""
+    """Return the event of a period, counted from `begin`, at which the fewest short-lived buffers are in use."""
     short = (events.upper - events.lower < period) & (events.upper > begin) & (events.lower < begin + 2 * period)
     changes = np.zeros(2 * period + 1, np.int64)
     np.add.at(changes, np.clip(events.lower[short] + 1 - begin, 0, 2 * period), 1)

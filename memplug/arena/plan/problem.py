@@ -1,8 +1,8 @@
-"""What is to be placed and where it was placed: buffers with lifetimes and sizes, and an offset for each.
+"""The layout problem and its solution: buffers with lifetimes and sizes, and an offset for each.
 
-Offline Dynamic Storage Allocation (MEMO, section 4.2): every request's lifetime and size is known, its offset in one
-arena is sought, and the arena should be no higher than need be. Lifetimes are half-open intervals on a clock of events.
-The arrays are the storage; `Buffer` is a single row of them, for people and tests.
+Offline Dynamic Storage Allocation (MEMO, section 4.2): the lifetime and size of every request are known, and its offset
+in one arena is sought such that the arena is as low as possible. Lifetimes are half-open intervals on a clock of
+events. Problems are stored as arrays; a `Buffer` is one row of them, for people and tests.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from memplug.profile.records import Fingerprint, Layer, Phase
 
 BUFFER = np.dtype(
     [
-        ("lower", "<i8"),  # in use from here
-        ("upper", "<i8"),  # up to here, exclusive
+        ("lower", "<i8"),  # first instant of use
+        ("upper", "<i8"),  # end of use, exclusive
         ("size", "<i8"),  # bytes
         ("alignment", "<i8"),  # the offset is a multiple of it
-        ("stream", "<i4"),  # that it is asked for on
-        ("lower_phase", "<i4"),  # into Problem.phases; -1: unknown
+        ("stream", "<i4"),  # the stream that requests it
+        ("lower_phase", "<i4"),  # index into Problem.phases; -1: unknown
         ("upper_phase", "<i4"),
-        ("lower_layer", "<i4"),  # into Problem.layers; -1: outside of layers, or unknown
+        ("lower_layer", "<i4"),  # index into Problem.layers; -1: outside of layers, or unknown
         ("upper_layer", "<i4"),
-        ("outlives", "?"),  # in use when the step ended: kept out of what others reuse
+        ("outlives", "?"),  # still in use when the step ends: shares no bytes
     ]
 )
-ORDERING = np.dtype(  # at `time`, stream `after` waits for all that stream `before` did up to then
+ORDERING = np.dtype(  # at `time`, stream `after` waits for all work of stream `before` so far
     [("time", "<i8"), ("before", "<i4"), ("after", "<i4")]
 )
 
 LARGEST_BYTES = 2**60
-"""Sizes, and their sum, stay below it: offsets are computed in int64."""
+"""Bound of sizes and of their sum: offsets are computed in int64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +45,9 @@ class Buffer:
         lower, upper: instants of the problem's clock.
         size: bytes.
         alignment: bytes; the offset is a multiple of it.
-        stream: that it is asked for on.
-        lower_phase, upper_phase, lower_layer, upper_layer: where it is asked for and freed; see `BUFFER`.
-        outlives: in use when the step ended.
+        stream: the stream that requests it.
+        lower_phase, upper_phase, lower_layer, upper_layer: where it is requested and freed; see `BUFFER`.
+        outlives: still in use when the step ends.
     """
 
     lower: int
@@ -63,7 +63,7 @@ class Buffer:
 
 
 def buffers(rows: list[Buffer] | np.ndarray) -> np.ndarray:
-    """Of dtype BUFFER, from single buffers or from an int array [n, 3] of lower, upper and size."""
+    """Return a table of dtype BUFFER from single buffers, or from an int array [n, 3] of lower, upper and size."""
     if isinstance(rows, np.ndarray):
         table = np.zeros(len(rows), BUFFER)
         table["lower"], table["upper"], table["size"] = rows[:, 0], rows[:, 1], rows[:, 2]
@@ -78,19 +78,19 @@ def buffers(rows: list[Buffer] | np.ndarray) -> np.ndarray:
 class Problem:
     """Buffers to place. The arrays are read-only; a writeable one is copied.
 
-    Buffers of different streams share bytes only where one is freed, then an ordering lets the other's stream wait,
-    and then the other is asked for.
+    Buffers of different streams may share bytes only if, in this order, one is freed, an ordering makes the other's
+    stream wait, and the other is requested.
 
     Attributes:
         buffers: of dtype BUFFER.
-        ids: what each buffer is called: int64, the running number of the request in its trace; or str, as in a CSV.
-            By default its row.
+        ids: names of the buffers: int64, running numbers of requests in their trace; or str, as in a CSV. By default
+            the rows.
         orderings: of dtype ORDERING, by time.
-        phases, layers: what the columns of those names refer to.
-        fingerprint: of the trace; empty where it does not come from one.
+        phases, layers: the phases and layers that columns of `buffers` index.
+        fingerprint: of the trace; empty if the problem does not come from one.
 
     Raises:
-        LayoutError: A size, an alignment or a lifetime that cannot be; names the first such buffer.
+        LayoutError: a size, alignment or lifetime is impossible; names the first such buffer.
     """
 
     buffers: np.ndarray
@@ -101,6 +101,7 @@ class Problem:
     fingerprint: Fingerprint = Fingerprint()
 
     def __post_init__(self) -> None:
+        """Check the buffers, and make the arrays read-only."""
         if self.ids is None:
             object.__setattr__(self, "ids", np.arange(len(self.buffers)))
         _check(self)
@@ -112,14 +113,19 @@ class Problem:
                 object.__setattr__(self, name, array)
 
     def __len__(self) -> int:
+        """Return the number of buffers."""
         return len(self.buffers)
 
     def buffer(self, row: int) -> Buffer:
-        """One row of `buffers`; IndexError: there is no such row."""
+        """Return one row of `buffers`.
+
+        Raises:
+            IndexError: there is no such row.
+        """
         return Buffer(**dict(zip(BUFFER.names, self.buffers[row].item(), strict=True)))
 
     def part(self, rows: np.ndarray) -> Problem:
-        """The problem of some rows alone, in that order."""
+        """Return the problem of these rows alone, in that order."""
         return Problem(
             buffers=self.buffers[rows],
             ids=self.ids[rows],
@@ -131,18 +137,18 @@ class Problem:
 
     @cached_property
     def lower_bound(self) -> int:
-        """Bytes that no solution can do without: the most that are in use at once."""
+        """Return the most bytes in use at once, below which no solution can be."""
         return self._peak[1]
 
     @cached_property
     def main_stream(self) -> int:
-        """The stream with the most bytes, of all requests together; 0 without any."""
+        """Return the stream whose requests have the most bytes in total; 0 without requests."""
         streams, of_buffer = np.unique(self.buffers["stream"], return_inverse=True)
         nbytes = np.bincount(of_buffer.reshape(-1), self.buffers["size"].astype(np.float64))
         return int(streams[nbytes.argmax()]) if len(streams) else 0
 
     def live_at_peak(self) -> np.ndarray:
-        """Rows of what is in use at the first instant that reaches `lower_bound`: int64, the largest first."""
+        """Return the rows in use at the first instant that reaches `lower_bound`. int64, the largest first."""
         time = self._peak[0]
         live = np.flatnonzero((self.buffers["lower"] <= time) & (time < self.buffers["upper"]))
         return live[np.argsort(-self.buffers["size"][live], kind="stable")]
@@ -161,10 +167,10 @@ class Solution:
     Attributes:
         offsets: int64[n], bytes from the beginning of the arena, aligned with `Problem.buffers`.
         height: bytes of the arena.
-        planner: that found it.
-        optimal: no lower solution exists: proven.
-        seconds: that finding it took.
-        timed_out: the time limit ended the search; this is the best so far.
+        planner: name of the planner that found it.
+        optimal: whether it is proven that no lower solution exists.
+        seconds: time that finding it took.
+        timed_out: whether the time limit ended the search; this is the best so far then.
     """
 
     offsets: np.ndarray
@@ -184,7 +190,7 @@ def solved(
     seconds: float = 0.0,
     timed_out: bool = False,
 ) -> Solution:
-    """A solution from its offsets: the height is that of the highest buffer, at the lower bound it is optimal."""
+    """Return a solution from its offsets; its height is that of the highest buffer, and optimal at the lower bound."""
     height = int((offsets + problem.buffers["size"]).max(initial=0))
     return Solution(
         offsets=offsets,
@@ -197,7 +203,7 @@ def solved(
 
 
 def live_bytes(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """When the bytes in use change, and how many are from there on: int64 each, times rising.
+    """Return the instants at which the bytes in use change, rising, and the bytes in use from each on. int64 each.
 
     Args:
         table: of dtype BUFFER.
@@ -211,15 +217,15 @@ def live_bytes(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fragmentation(lower_bound_bytes: int, height_bytes: int) -> float:
-    """Share of the arena that is of no use at the peak: 1 - lower bound / height, in [0, 1)."""
+    """Return the share of the arena that is unused at the peak: 1 - lower bound / height, in [0, 1)."""
     return 1 - lower_bound_bytes / height_bytes if height_bytes else 0.0
 
 
 def time_memory_product(table: np.ndarray, offsets: np.ndarray) -> float:
-    """Share of a block's bytes times its duration that is in use, in (0, 1] (STWeaver, Eq. 1).
+    """Return the share of a block's bytes times its duration that is in use, in (0, 1] (STWeaver, Eq. 1).
 
     The block reaches from the lowest offset to the highest end, and from the first lower to the last upper. Without
-    buffers: 1.
+    buffers the share is 1.
 
     Args:
         table: of dtype BUFFER.
@@ -238,8 +244,8 @@ def _check(problem: Problem) -> None:
     assert orderings.dtype == ORDERING and orderings.ndim == 1, "an array of dtype ORDERING"
     assert len(ids) == len(table), "an id for each buffer"
     problems = (
-        ("is of {size} bytes: sizes are above 0", table["size"] <= 0),
-        ("is of {size} bytes, more than fits", table["size"] >= LARGEST_BYTES),
+        ("has {size} bytes: sizes are above 0", table["size"] <= 0),
+        ("has {size} bytes, more than fits", table["size"] >= LARGEST_BYTES),
         ("lives from {lower} up to {upper}: no time at all", table["upper"] <= table["lower"]),
         ("has alignment {alignment}, which is not above 0", table["alignment"] <= 0),
     )
@@ -249,6 +255,6 @@ def _check(problem: Problem) -> None:
             values = dict(zip(BUFFER.names, table[row].item(), strict=True))
             raise LayoutError(f"buffer {ids[row]} {problem_of_it.format(**values)}")
     if float(table["size"].sum(dtype=np.float64)) >= LARGEST_BYTES:
-        raise LayoutError("the buffers are of more bytes together than fit an int64")
+        raise LayoutError("the buffers have more bytes together than fit an int64")
     if len(orderings) and (np.diff(orderings["time"]) < 0).any():
         raise LayoutError("the orderings of streams are not in the order of time")

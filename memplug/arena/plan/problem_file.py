@@ -1,8 +1,8 @@
-"""Layout problems as CSV, in the format of google/minimalloc: a row for each buffer; solved, with its offset.
+"""Reads and writes layout problems as CSV, in the format of google/minimalloc: one row per buffer.
 
 The header names the columns, in any order: `id` (or `buffer`, `buffer_id`), `lower` (or `start`, `begin`), `upper`
-exclusive (or `end`, inclusive), `size`, and `alignment` where there is any. `gaps` are not supported, other columns
-mean nothing here. Blank lines are none. A million rows are read in seconds.
+exclusive (or `end`, inclusive), `size`, and optionally `alignment`. `gaps` are not supported, other columns and blank
+lines are ignored. A solved problem has a column `offset` too. A million rows are read in seconds.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _LAST = np.iinfo(np.int64).max
 
 
 class _Header:
-    """Where a file has which column.
+    """The columns of a file.
 
     Args:
         names: of all columns.
 
     Raises:
-        ValueError: a column is missing, or there twice.
+        ValueError: a column is missing, or named twice.
     """
 
     def __init__(self, names: list[str]) -> None:
@@ -51,10 +51,10 @@ class _Header:
         self._inclusive = int("end" in names)  # the file gives the last instant of a lifetime, not the one after
 
     def row(self, fields: list[str]) -> tuple[str, tuple[int, ...]]:
-        """A buffer's id, and its numbers in the order of `_NUMBERS`.
+        """Return a buffer's id, and its numbers in the order of `_NUMBERS`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the fields describe no buffer.
         """
         if len(fields) != self._count:
             raise ValueError(f"{len(fields)} fields where the header has {self._count}: {_shown(','.join(fields))}")
@@ -74,7 +74,7 @@ class _Header:
 
     def _number(self, name: str, fields: list[str]) -> int:
         if name not in self._at:
-            return 1  # the alignment
+            return 1  # only the alignment may be missing
         written = fields[self._at[name]].strip()
         try:
             value = int(written) + (self._inclusive if name == "upper" else 0)
@@ -86,13 +86,13 @@ class _Header:
 
 
 def read_csv(path: str | Path) -> Problem:
-    """Reads a problem; its ids are int64 where all are numbers as Python would write them, else str.
+    """Read a problem; its ids are int64 if all are numbers as Python would write them, else str.
 
     Args:
-        path: Of the file: UTF-8.
+        path: a file in UTF-8.
 
     Raises:
-        LayoutError: The file is unreadable, is none of this format, or has a line that is no buffer; with its number.
+        LayoutError: the file is unreadable, has another format, or has a line that is no buffer; with its number.
     """
     path = path_of(path, "problem (.csv)", LayoutError)
     with (
@@ -106,15 +106,16 @@ def read_csv(path: str | Path) -> Problem:
 
 
 def write_csv(problem: Problem, solution: Solution, path: str | Path) -> None:
-    """Writes the problem's rows, in their order, with the offsets that were found; the whole file or nothing.
+    """Write the problem's rows, in their order, with the offsets of its solution; the whole file or nothing.
 
     Args:
-        problem: Any; streams, phases and layers have no place in the format. Alignments are written if one is not 1.
-        solution: Of the problem.
-        path: A file in a folder that exists; by convention *.csv.
+        problem: any layout problem; the format has no place for streams, phases and layers. Alignments are written if
+            one is not 1.
+        solution: of the problem.
+        path: a file in a folder that exists; by convention *.csv.
 
     Raises:
-        LayoutError: The file cannot be written there.
+        LayoutError: the file cannot be written there.
     """
     table = problem.buffers
     numbers = [name for name in _NUMBERS if name != "alignment" or (table["alignment"] != 1).any()]
@@ -140,7 +141,7 @@ def _read(text: TextIO) -> Problem:
                     raise ValueError(f"the id {_shown(name)} of line {seen[name]} once more")
                 seen[name] = line
                 rows.append(row)
-            line = reader.line_num + 1  # where the next row begins: a quoted field may go over several lines
+            line = reader.line_num + 1  # where the next row begins: a quoted field may span several lines
     except UnicodeDecodeError as error:
         raise LayoutError(f"at line {line} or later: not text in UTF-8: {error.reason}", _ADVICE) from error
     except (csv.Error, ValueError) as error:
@@ -154,7 +155,7 @@ def _read(text: TextIO) -> Problem:
 
 
 def _ids(written: list[str]) -> np.ndarray:
-    """int64 if that loses nothing, else str: "007" and "7" are two ids."""
+    """Return ids as int64 if that loses nothing, else as str: "007" and "7" are two ids."""
     try:
         numbers = np.fromiter(map(int, written), np.int64, len(written))
     except (ValueError, OverflowError):

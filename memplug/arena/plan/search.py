@@ -1,8 +1,9 @@
-"""A planner for whatever has no structure: greedy placement in many orders, the best one improved.
+"""A planner for problems without structure: greedy placement in many orders, improving the best.
 
-Orders mix the features that matter at random, each placed first fit or best fit; what ended above the lower bound in
-the best of them is moved to the front (squeaky wheel optimisation: Joslin and Clements, JAIR 10, 1999). No placement is
-finished that is as high as the best so far. On its own it proves nothing, unless it reaches the lower bound.
+Orders mix the features that matter at random, each placed first fit or best fit. In the best of them, buffers that end
+above the lower bound are moved to the front (squeaky wheel optimisation: Joslin and Clements, JAIR 10, 1999). A
+placement that gets as high as the best so far is abandoned. The search proves nothing by itself, unless it reaches the
+lower bound.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from memplug.arena.plan.intervals import largest_within, load_bytes
 from memplug.arena.plan.problem import Problem, Solution, solved
 
 _PATIENCE = 12
-"""Moves to the front without a lower height, before orders are drawn at random again."""
+"""Moves to the front that do not lower the height, before orders are drawn at random again."""
 
 
 def solve(
@@ -30,13 +31,13 @@ def solve(
     improve: bool = True,
     seed: int = 0,
 ) -> Solution:
-    """Offsets by search, valid at whatever moment it ends. Streams are ignored: see `streams`.
+    """Return offsets by search, valid whenever it ends. Streams are ignored: see `streams`.
 
     Args:
         problem: any number of buffers.
-        deadline_s: when to end, on the clock of `time.monotonic`; by default after the fixed orders. One placement is
-            always finished: the first.
-        enough_bytes: a height to end at; by default the lower bound.
+        deadline_s: when to end, on the clock of `time.monotonic`; by default after the fixed orders. The first
+            placement is always finished.
+        enough_bytes: the height to end at; by default the lower bound.
         start: offsets of a valid solution to improve, int64[n].
         improve: go on after the fixed orders.
         seed: of the random orders.
@@ -68,15 +69,17 @@ class _State:
         self.tightest = False
 
     def ends(self) -> bool:
+        """Return whether the best placement is low enough, or the time is over."""
         if self.height is None:
             return False
         return self.is_enough() or (self.deadline_s is not None and time.monotonic() >= self.deadline_s)
 
     def is_enough(self) -> bool:
+        """Return whether the best placement is low enough."""
         return self.height is not None and self.height <= self.enough_bytes
 
     def try_order(self, order: np.ndarray, tightest: bool) -> bool:
-        """Whether it gives a lower height."""
+        """Place in that order; return whether the height became lower."""
         limit = {} if self.height is None else {"limit_bytes": self.height}
         offsets = self.placer.place(order, tightest=tightest, **limit)
         if offsets is None:
@@ -86,11 +89,12 @@ class _State:
         return True
 
     def keep(self, offsets: np.ndarray) -> None:
+        """Keep a placement as the best."""
         self.offsets, self.height = offsets, int((offsets + self.size).max(initial=0))
 
 
 def _fixed_orders(placer: Placer) -> Iterator[tuple[np.ndarray, bool]]:
-    """Order and whether to place best fit; ties stay in the order of the table, which in a trace is that of time."""
+    """Yield orders, and whether to place best fit; ties stay in table order, which in a trace is that of time."""
     size, duration = placer.size, placer.upper - placer.lower
     features = (
         (size,),
@@ -109,14 +113,14 @@ def _improve(state: _State, random: np.random.Generator) -> None:
     while not state.ends():
         if state.try_order(*next(draw)):
             _move_to_front(state)
-        # The neighbourhood of the best is worth another look now and then: ties are broken anew.
+        # The neighbourhood of the best is worth another look now and then, with ties broken anew.
         elif random.random() < 0.2:
             _move_to_front(state, random)
 
 
 def _move_to_front(state: _State, random: np.random.Generator | None = None) -> None:
-    """Places what rises above the target first, again and again, as long as that lowers the height."""
-    # From the offsets, not from the order that led to them: lowest first gives the same placement or a lower one.
+    """Move buffers that rise above the target to the front, again and again, as long as that lowers the height."""
+    # Start from the offsets, not from the order that led to them: lowest first gives no higher placement.
     order = np.argsort(state.offsets, kind="stable")
     if random is not None:
         order = order[np.argsort(np.arange(len(order)) + random.normal(0, 0.01 * len(order), len(order)))]
@@ -125,7 +129,7 @@ def _move_to_front(state: _State, random: np.random.Generator | None = None) -> 
         above = (offsets + state.size)[order] > state.enough_bytes
         order = np.concatenate([order[above], order[~above]])
         before = state.height
-        # Higher than the best by a little is allowed, as the way to something lower may lead over it.
+        # A little higher than the best is allowed, since the way to a lower placement may lead over it.
         found = state.placer.place(order, tightest=state.tightest, limit_bytes=before + before // 50)
         if found is None:
             return
@@ -139,11 +143,11 @@ def _move_to_front(state: _State, random: np.random.Generator | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Features:
-    """Logarithms of what orders are mixed of: float64[n] each."""
+    """Logarithms of the features that orders are mixed from, float64[n] each."""
 
     size: np.ndarray
     duration: np.ndarray
-    load: np.ndarray  # of the fullest instant of each, over the lower bound: no logarithm
+    load: np.ndarray  # load of each buffer's fullest instant, as a share of the lower bound; no logarithm
 
 
 def _random_orders(state: _State, random: np.random.Generator) -> Iterator[tuple[np.ndarray, bool]]:
@@ -153,6 +157,6 @@ def _random_orders(state: _State, random: np.random.Generator) -> Iterator[tuple
     while True:
         weight = random.exponential(size=4) * (1, random.integers(2), 10 * random.integers(2), random.integers(2))
         key = weight[0] * features.size + weight[1] * features.duration + weight[2] * features.load
-        # In steps of a tenth, so that whole stretches of time come first and others after.
+        # In steps of a tenth, so that whole stretches of time come first, and the others after.
         key += weight[3] * np.floor(10 * features.load)
         yield np.argsort(-key, kind="stable"), bool(random.integers(2))

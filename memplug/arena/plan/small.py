@@ -1,4 +1,4 @@
-"""A problem as exact planners see it."""
+"""A layout problem in the form that exact planners use."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Small:
 
     @staticmethod
     def of(problem: Problem) -> Small:
+        """Return a problem in this form."""
         table = problem.buffers
         lower, upper = sections(table)
         aligned = table["alignment"][table["alignment"] > 1]

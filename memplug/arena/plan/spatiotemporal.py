@@ -1,15 +1,14 @@
-"""STWeaver's planner (section 5.1): requests grouped by when they live, then by their size.
+"""STWeaver's planner (section 5.1): groups requests by when they live, then by their size.
 
-Persistent requests, which outlive the step, lie at the bottom. The others are HomoPhase groups by the phases in which
-they are asked for and freed (scoped: two phases; transient: one). Each group is placed by itself, neighbours are fused
-where that raises the time-memory product (Eq. 1), and what is dense enough becomes one large request. Then all are
-HomoSize groups, the largest size first: into free intervals of the memory layers of larger sizes where they fit, the
-rest into new memory layers by Algorithm 1.
+Persistent requests, which outlive the step, lie at the bottom. The others form HomoPhase groups by the phases that
+request and free them (scoped: two phases; transient: one). Each group is placed by itself, neighbours are fused where
+that raises the time-memory product (Eq. 1), and a group that is dense enough becomes one large request. Then all
+requests form HomoSize groups, the largest size first: they go into free intervals of the memory layers of larger sizes
+where they fit, the rest into new memory layers by Algorithm 1.
 
-Departures: a group becomes one request only where its time-memory product is at least `DENSE`, for a rectangle around
-activations that are freed one by one wastes half of it, and their members are placed singly otherwise; what is left
-above a request inside of a larger memory layer is a free interval too; and everything is lowered in the end as far as
-it goes.
+Departures: a group becomes one request only if its time-memory product is at least `DENSE`, since a rectangle around
+activations that are freed one by one wastes half of it; members of other groups are placed singly. The space above a
+request in a larger memory layer is a free interval too. In the end all requests are lowered as far as they go.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from memplug.arena.plan.first_fit import Placer
 from memplug.arena.plan.problem import Problem, Solution, solved, time_memory_product
 
 DENSE = 0.97
-"""Time-memory product from which a group is placed as one block."""
+"""Time-memory product above which a group is placed as one block."""
 
 _HEIGHTS_TRIED, _INTERVALS_TRIED = 32, 16
 
 
 def solve(problem: Problem, *, deadline_s: float | None = None, enough_bytes: int | None = None) -> Solution:
-    """Offsets by phases and sizes; without phases by sizes alone. Streams are ignored: see `streams`.
+    """Return offsets by phases and sizes; without phases, by sizes alone. Streams are ignored: see `streams`.
 
     Args:
         problem: of one step.
-        deadline_s: on the clock of `time.monotonic`; once it is over, groups are not fused any more.
-        enough_bytes: as other planners have it; there is nothing to end at a height.
+        deadline_s: on the clock of `time.monotonic`; after it, groups are no longer fused.
+        enough_bytes: ignored: this planner cannot end at a height.
     """
     began = time.monotonic()
     offsets = Placer.of(problem.buffers).place(np.argsort(by_groups(problem, deadline_s), kind="stable"))
@@ -45,7 +44,7 @@ def solve(problem: Problem, *, deadline_s: float | None = None, enough_bytes: in
 
 
 def by_groups(problem: Problem, deadline_s: float | None = None) -> np.ndarray:
-    """Offsets before everything is lowered: int64[n], bytes."""
+    """Return the offsets before all requests are lowered. int64[n], bytes."""
     table = problem.buffers
     offsets = np.zeros(len(problem), np.int64)
     unit = int(np.lcm.reduce(np.unique(table["alignment"]), initial=1))
@@ -65,7 +64,7 @@ def _persistent(problem: Problem) -> np.ndarray:
 
 
 def _stack(table: np.ndarray, rows: np.ndarray, unit: int, offsets: np.ndarray) -> int:
-    """Places rows one upon another; returns where the next one begins."""
+    """Place rows one upon another; return where the next one begins."""
     ends = (-(-table["size"][rows] // unit) * unit).cumsum()
     offsets[rows] = np.concatenate([[0], ends])[: len(ends)]
     return int(ends[-1]) if len(ends) else 0
@@ -76,13 +75,13 @@ def _stack(table: np.ndarray, rows: np.ndarray, unit: int, offsets: np.ndarray) 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A local plan.
+    """The placement of one HomoPhase group.
 
     Attributes:
         first_phase, last_phase: of its requests.
-        rows: of the problem.
+        rows: rows of the problem.
         offsets: int64, aligned with `rows`.
-        product: the time-memory product.
+        product: its time-memory product.
         weight: bytes times duration of the rectangle around it.
     """
 
@@ -120,10 +119,10 @@ def _local_plan(table: np.ndarray, first: int, last: int, rows: np.ndarray, orde
 
 
 def fuse(table: np.ndarray, groups: list[_Group], deadline_s: float | None = None) -> list[_Group]:
-    """Groups of which one ends in the phase in which the other begins, made one where that leaves fewer bubbles.
+    """Fuse pairs of groups if one ends in the phase where the other begins, and fusing leaves fewer bubbles.
 
-    The requests of the smaller group are inserted into the plan of the larger: largest first, at the lowest offset that
-    is free. Accepted if the product exceeds the average of the two, weighted by their rectangles.
+    The requests of the smaller group are inserted into the placement of the larger: the largest first, at the lowest
+    free offset. The fusion is accepted if its product exceeds the average of the two, weighted by their rectangles.
     """
     by_first: dict[int, list[_Group]] = {}
     for each in groups:
@@ -159,12 +158,13 @@ def _inserted(table: np.ndarray, a: _Group, b: _Group) -> _Group:
 
 @dataclass(slots=True)
 class _Free:
-    """Free intervals of memory layers: (begin, end, offset) by height."""
+    """The free intervals (begin, end, offset) of memory layers, by height."""
 
     by_height: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
     heights: list[int] = field(default_factory=list)
 
     def add(self, height: int, begin: int, end: int, offset: int) -> None:
+        """Add a free interval, unless it is empty."""
         if height <= 0 or begin >= end:
             return
         if height not in self.by_height:
@@ -173,7 +173,7 @@ class _Free:
         insort(self.by_height[height], (begin, end, offset))
 
     def take(self, height: int, lower: int, upper: int) -> int | None:
-        """An offset for a request of that height in [lower, upper), in the tightest interval; None: there is none."""
+        """Return an offset for a request in the tightest interval that fits during [lower, upper); None: none fits."""
         at = bisect_left(self.heights, height)
         for found in self.heights[at : at + _HEIGHTS_TRIED]:
             intervals = self.by_height[found]
@@ -192,7 +192,7 @@ class _Free:
 
 
 def _by_sizes(problem: Problem, unit: int) -> np.ndarray:
-    """Offsets, the largest size first."""
+    """Return offsets, placing the largest size first."""
     table = problem.buffers
     heights = -(-table["size"] // unit) * unit
     lower, upper = table["lower"].tolist(), table["upper"].tolist()
@@ -223,22 +223,22 @@ def _by_sizes(problem: Problem, unit: int) -> np.ndarray:
 
 
 def memory_layers(lifetimes: list[tuple[int, int]]) -> list[list[int]]:
-    """Algorithm 1: as few layers as there are requests in use at once; each holds lifetimes that do not overlap.
+    """Divide lifetimes among layers by Algorithm 1: as few layers as there are requests in use at once.
 
     Args:
         lifetimes: half-open, by beginning.
 
     Returns:
-        Indices into `lifetimes`, by time, for each layer.
+        For each layer the indices into `lifetimes` of lifetimes that do not overlap, by time.
     """
     layers: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (last free time, layer) of layers that may be used, rising
+    free: list[tuple[int, int]] = []  # (last free time, layer) of reusable layers, rising
     busy: list[tuple[int, int]] = []
     for index, (lower, upper) in enumerate(lifetimes):
         while busy and busy[0][0] <= lower:
             free.append(heapq.heappop(busy))
         if free:
-            # They became free in the order of time: the last one has been free for the shortest time.
+            # Layers became free in the order of time: the last one has been free for the shortest time.
             layer = free.pop()[1]
         else:
             layer = len(layers)

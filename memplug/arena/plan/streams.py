@@ -1,10 +1,10 @@
-"""Several streams made one: afterwards two buffers may share bytes wherever their lifetimes do not overlap.
+"""Reduces a problem of several streams to one: buffers may then share bytes wherever their lifetimes do not overlap.
 
-What a stream frees, another may use only once it has been made to wait for it. So a buffer of a side stream is held
-from the last time that its stream waited for the main one to the next time that the main one waits for its. Two buffers
-of different streams whose held times do not overlap have such waits between them, if need be through the main stream.
-Buffers of one side stream that are held at overlapping times are one block, inside of which the order of their own
-stream is enough. Without orderings a side stream has bytes of its own for the whole step.
+Bytes that one stream frees may be used by another only after it has waited for the first. So a buffer of a side stream
+is held from the last time that its stream waited for the main one until the next time that the main one waits for its
+stream. Two buffers of different streams whose held times do not overlap have such waits between them, if need be
+through the main stream. Buffers of one side stream with overlapping held times form one block, inside of which the
+order of their own stream is enough. Without orderings, a side stream has bytes of its own for the whole step.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from memplug.arena.plan.problem import Problem
 
 
 def on_one_stream(problem: Problem, place: Callable[[Problem], np.ndarray]) -> Blocks:
-    """The problem as one of a single stream, in which planners need not know of streams.
+    """Return the problem as one of a single stream, for planners that know nothing of streams.
 
     Args:
-        problem: of any number of streams. The one with the most bytes is the main stream.
-        place: offsets for buffers of one stream, such as of a quick planner: int64[n].
+        problem: any number of streams. The one with the most bytes is the main stream.
+        place: a quick planner for buffers of one stream; returns their offsets, int64[n].
     """
     table = problem.buffers
     streams, main = np.unique(table["stream"]), problem.main_stream
@@ -42,12 +42,12 @@ def on_one_stream(problem: Problem, place: Callable[[Problem], np.ndarray]) -> B
 
 
 def _held(problem: Problem, rows: np.ndarray, stream: int, main: int) -> tuple[np.ndarray, np.ndarray]:
-    """From when to when the bytes of a side stream's buffers are out of reach for other streams: int64 each."""
+    """Return the times from and until which other streams cannot use a side stream's buffers. int64[n] each."""
     table, orderings = problem.buffers, problem.orderings
     begin, end = int(table["lower"].min()), int(table["upper"].max())
     into = orderings["time"][(orderings["before"] == main) & (orderings["after"] == stream)]
     back = orderings["time"][(orderings["before"] == stream) & (orderings["after"] == main)]
-    # One earlier: of two orderings at one instant, only the first can be before the second.
+    # One earlier: of two orderings at the same instant, only the first can come before the second.
     lower = np.append(into - 1, begin)[np.searchsorted(into, table["lower"][rows], "right") - 1]
     upper = np.append(back, end)[np.searchsorted(back, table["upper"][rows], "left")]
     return np.maximum(lower, begin), np.maximum(upper, table["upper"][rows])

@@ -1,4 +1,4 @@
-// A storage on its way: what storage_swapper.cpp, leaving.cpp and returning.cpp know of it.
+// The record of a storage that is leaving, away or returning; for storage_swapper.cpp, leaving.cpp and returning.cpp.
 #pragma once
 
 #include "bus.h"
@@ -8,7 +8,7 @@
 
 namespace memplug {
 
-// Operators inside are memplug's own.
+// Marks operators in its scope as memplug's own.
 struct Own {
   const Suspension suspension;
   const Pause pause;
@@ -17,25 +17,25 @@ struct Own {
 struct StorageSwapper::Absent {
   StorageSwapper* swapper;
   int64_t key;
-  size_t position; // among its swapper's
-  c10::StorageImpl* storage; // lives: `held` until it is away, and then `forget` says when it dies
+  size_t position; // in the swapper's `all_`
+  c10::StorageImpl* storage; // alive: `held` owns it until it is away; then `forget` is called when it dies
   c10::intrusive_ptr<c10::StorageImpl> held;
-  const void* memory; // of the device, that it leaves
+  const void* memory; // device memory that it leaves
   int64_t nbytes;
   Slot slot;
-  StreamRef stream; // that its device memory belongs to
+  StreamRef stream; // stream that its device memory belongs to
   State state = State::LEAVING;
-  EventRef offloaded, prefetched; // that its stream has not waited for yet
+  EventRef offloaded, prefetched; // ends of copies that its stream has not waited for yet
   HostMemory* host = nullptr; // the context of its pointer while it is away
-  bool passive = false; // no plan has it
-  bool written = false; // to its memory of the host, since the device had no room: it returns in no operator's time
+  bool passive = false; // no list names it: it left because a request failed
+  bool written = false; // written to on the host, since the device had no room: it is not prefetched any more
   c10::DataPtr arriving; // device memory that it returns to
-  int64_t began = 0; // its return, of all returns
+  int64_t began = 0; // number of its return, in the order in which returns began
 };
 
 struct StorageSwapper::HostMemory {
-  Absent* absent; // null: the storage is back, or its swapper gone
-  at::Tensor slab; // may still be read
+  Absent* absent; // null: the storage is back, or its swapper is gone
+  at::Tensor slab; // kept alive, since it may still be read
 };
 
 } // namespace memplug

@@ -1,8 +1,9 @@
-// Finds the tensors of a swap list in a step as it runs; of tensors it knows no more than an identity, a size and a dtype.
+// Finds the tensors of a swap list in a running step; it knows only the identity, size and dtype of storages.
 //
 // The clock is the program's outermost operators (program_clock.h). A tensor is found at its last use by its features
-// (tensor_features.h), its size, its dtype, the operator that uses it and its place among that one's tensors, near where it was in
-// the planned step: nearer than half way to the next one that looks the same there. No match is better than a wrong one.
+// (tensor_features.h), size and dtype, the operator that uses it and its slot there, near its place in the planned
+// step: within less than half the distance to the next tensor that looks the same. Finding none is better than finding
+// a wrong one.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
@@ -23,38 +24,38 @@ namespace memplug {
 #pragma pack(push, 1)
 struct SwapTarget {
   int64_t nbytes;
-  int32_t dtype; // c10::ScalarType, of the first tensor seen in the storage
-  int32_t operator_number; // that uses it last; given by name in Python
-  uint8_t output; // of that operator, else an input
-  int32_t slot; // its number among the operator's tensors of that kind
-  uint32_t uses, kinds; // Features, that use included
+  int32_t dtype; // c10::ScalarType of the first tensor seen in the storage
+  int32_t operator_number; // of the operator that uses it last; given by name in Python
+  uint8_t output; // whether it is an output of that operator, else an input
+  int32_t slot; // its number among the operator's outputs, or inputs
+  uint32_t uses, kinds; // Features, including that use
   uint64_t recent;
-  int32_t tolerance; // places by which it may be off
-  int32_t last_use, release, prefetch, next_use; // -1: none before it leaves; the number of operators: none of the program after
-  int32_t key; // of the anchor whose storage leaves as the step begins; -1: it is found at its last use
+  int32_t tolerance; // places by which the last use may differ
+  int32_t last_use, release, prefetch, next_use; // -1: no use before it leaves; number of operators: none after it
+  int32_t key; // anchor whose storage leaves as the step begins; -1: it is found at its last use
 };
 #pragma pack(pop)
 
-// Packed as ANCHOR there: a tensor that is there from step to step is read by the outermost operator at that place; beyond the
-// program, by an operator outside of it.
+// Packed as ANCHOR in memplug/swap/tables.py: an outermost operator at that place reads a tensor that lives from step
+// to step. Places beyond the program are operators outside of it.
 #pragma pack(push, 1)
 struct Anchor {
-  int32_t place, slot; // among its inputs
-  int32_t key; // of the tensor
+  int32_t place, slot; // the slot is the number among the operator's inputs
+  int32_t key; // identifies the tensor
 };
 #pragma pack(pop)
 
 struct SwapListPlan {
   std::vector<int32_t> program; // numbers of its operators
-  std::vector<std::pair<int32_t, std::vector<int32_t>>> outside; // places of it, and what runs between there and the next one
-  std::vector<uint8_t> ranks; // by number, see `Features::read_by`; 255 beyond the end
+  std::vector<std::pair<int32_t, std::vector<int32_t>>> outside; // places, and operators from each to the next place
+  std::vector<uint8_t> ranks; // by operator number, see `Features::read_by`; 255 beyond the end
   std::vector<SwapTarget> targets; // by last use, rising
   std::vector<Anchor> anchors; // by place, rising
-  int64_t min_bytes = 0; // smaller storages are not looked at
-  std::vector<std::string> collectives; // what the names of collectives begin with
+  int64_t min_bytes = 0; // smaller storages are ignored
+  std::vector<std::string> collectives; // prefixes of collectives' names
 };
 
-// An outermost operator of any thread: how many there were before, and its stream.
+// When an outermost operator of any thread began: its number among all of them, and its stream.
 struct Moment {
   int64_t number = 0, stream = 0;
 };
@@ -68,7 +69,7 @@ class Finder {
     }
   }
 
-  // A step begins. Of what earlier ones have made, `lives(storage)` says what is still there.
+  // Begins a step. `lives(storage)` says whether a storage that earlier steps made still lives.
   template <typename Lives>
   void begin(const Lives& lives) {
     if (keys_.empty() && clock_.is_true() && clock_.is_at_end()) {
@@ -88,12 +89,12 @@ class Finder {
     next_ = 0;
   }
 
-  // Whether it was used in this step, or made by an earlier one.
+  // Returns whether the storage was used in this step, or made by an earlier one.
   bool knows(const void* storage) const {
     return seen_.find(storage) != seen_.end();
   }
 
-  // It is known how far the step has come, and that it has come to a target.
+  // Sets the clock to a known place; notes that a target was found.
   void move_to(int32_t place) {
     clock_.move_to(place);
   }
@@ -101,19 +102,19 @@ class Finder {
     found_[target] = true;
   }
 
-  // An outermost operator begins.
+  // Notes that an outermost operator begins.
   void tick(int32_t number) {
     clock_.tick(number);
   }
 
-  // Its place in the planned step.
+  // Returns the place in the planned step.
   int32_t now() const {
     return clock_.now();
   }
 
-  // The outermost operator that begins, of that number, reads a storage in that slot. Parameters are there from step to
-  // step: from one that is the planned one to its end it is learnt which ones are read where, and then they tell the time.
-  // Whether the storage was learnt now.
+  // Notes that the outermost operator that begins, of that number, reads a storage in that slot. Parameters live from
+  // step to step: in a step that is the planned one from its beginning to its end, the finder learns which operator
+  // reads which, and from then on they show the place. Returns whether the storage was learnt now.
   bool anchor(const void* storage, int32_t slot, int32_t number) {
     const auto known = keys_.find(storage);
     if (known != keys_.end()) {
@@ -138,10 +139,10 @@ class Finder {
     return false;
   }
 
-  // An operator uses a storage, which it or one that it runs inside of has made, if that was not met before. Whether it was
-  // not.
+  // Notes that an operator uses a storage. `made`: if it is new, this operator or an enclosing one has made it. Returns
+  // whether it is new.
   bool see(const void* storage, int64_t nbytes, int32_t dtype, const Moment& now, bool made = false) {
-    if (nbytes != 0 && nbytes < plan_.min_bytes) { // what has no memory yet may get some from whom it is given to
+    if (nbytes != 0 && nbytes < plan_.min_bytes) { // a storage without memory may still get some
       return false;
     }
     const auto [seen, fresh] = seen_.emplace(storage, Seen{{}, nbytes, dtype, now.stream, now.number, made});
@@ -150,7 +151,7 @@ class Finder {
     return fresh;
   }
 
-  // One that is no part of the program uses a storage, or a collective does.
+  // Notes a use by an operator outside of the program, or by a collective.
   void pass(const void* storage, const Moment& now, bool collective) {
     const auto seen = seen_.find(storage);
     if (seen != seen_.end()) {
@@ -159,8 +160,8 @@ class Finder {
     }
   }
 
-  // Bytes of a storage that the program has made in this step, on this stream alone, and used last before that moment; and
-  // that moment. 0: it is none.
+  // Returns the bytes of a storage that the program has made in this step, that only this stream has used, and last
+  // before `now`; and the moment of its last use. 0: it is no such storage.
   std::pair<int64_t, int64_t> idle(const void* storage, const Moment& now) const {
     const auto seen = seen_.find(storage);
     if (seen == seen_.end() || !seen->second.is_made || seen->second.is_shared || seen->second.stream != now.stream ||
@@ -170,7 +171,7 @@ class Finder {
     return {seen->second.nbytes, seen->second.last_use};
   }
 
-  // An operator of that number reads it.
+  // Notes that an operator of that number reads the storage.
   void read(const void* storage, int32_t number) {
     const auto seen = seen_.find(storage);
     if (seen != seen_.end()) {
@@ -179,7 +180,7 @@ class Finder {
     }
   }
 
-  // Whether a tensor of an operator of that number may be a target now.
+  // Returns whether a tensor of an operator of that number may be a target now.
   bool expects(int32_t number, bool output) {
     const auto& targets = plan_.targets;
     const int32_t place = clock_.now();
@@ -194,7 +195,7 @@ class Finder {
     return false;
   }
 
-  // Of an operator that is expected: the target that its tensor is, in that slot of its inputs or outputs; -1: none.
+  // Returns the target that a tensor of an expected operator is, in that slot of its inputs or outputs; -1: none.
   int32_t find(const void* storage, int64_t nbytes, int32_t number, bool output, int32_t slot) {
     const int32_t place = clock_.now();
     const auto& targets = plan_.targets;
@@ -219,9 +220,9 @@ class Finder {
     int64_t nbytes;
     int32_t dtype;
     int64_t stream; // of its first use
-    int64_t last_use; // by any operator
+    int64_t last_use; // moment of the last use by any operator
     bool is_made; // by the program
-    bool is_shared = false; // used on another one too: nothing says when that is done with it
+    bool is_shared = false; // another stream has used it too: it is not known when that stream is done
 
     void use(const Moment& now) {
       last_use = now.number;
@@ -240,8 +241,8 @@ class Finder {
   std::vector<bool> found_;
   size_t next_ = 0;
   ska::flat_hash_map<const void*, Seen> seen_;
-  ska::flat_hash_map<const void*, int32_t> keys_, learnt_; // of anchors; in this step
-  ska::flat_hash_map<int32_t, std::vector<int32_t>> places_; // by key, where it is read
+  ska::flat_hash_map<const void*, int32_t> keys_, learnt_; // keys of anchors' storages; those learnt in this step
+  ska::flat_hash_map<int32_t, std::vector<int32_t>> places_; // by key: places that read it
 };
 
 } // namespace memplug

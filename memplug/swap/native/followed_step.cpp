@@ -1,4 +1,4 @@
-// A step under a swap list that is followed by its requests: see repeated_step.h.
+// A step under a swap list that is followed by its requests, see repeated_step.h.
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -7,16 +7,16 @@
 
 namespace memplug {
 
-// Begins. What takes memory or gives it back does so with the first request of the operator that it is planned before. What
-// comes back has to be there before that operator, so with the last request before it; where its memory is only then taken,
-// the operator has to be seen.
+// Begins to follow. Turns that allocate or free memory happen with the first request of the operator that they are
+// planned before. A tensor that returns must be there before that operator, so with the last request before it; if its
+// memory is only allocated then, the operator itself must be seen.
 void SwapStep::follow() {
   if (due_.empty()) {
     lates_.clear();
     const std::vector<int64_t>& after = repeated_.turns();
     std::vector<int64_t> prefetches(plan_.targets.size(), 0);
     for (size_t i = 0; i < turns_.size(); ++i) {
-      if (turns_[i].kind == Turn::PREFETCH) { // at the place of its next use, it comes behind that among the turns
+      if (turns_[i].kind == Turn::PREFETCH) { // at the place of the next use, it comes after that among the turns
         prefetches[turns_[i].target] = after[i] < 0 ? INT64_MAX : after[i];
       }
     }
@@ -25,7 +25,7 @@ void SwapStep::follow() {
       int64_t requests = after[i] < 0 ? INT64_MAX : after[i];
       if (turn.kind == Turn::RESTORE && after[i] >= 0) {
         if (prefetches[turn.target] < requests) {
-          requests = std::max<int64_t>(requests - 1, 0); // not before the first one: what leaves as the step begins does so then
+          requests = std::max<int64_t>(requests - 1, 0); // what leaves as the step begins does so at 0
         } else {
           lates_.emplace_back(requests - 1, turn.target);
           repeated_.expect(requests - 1);
@@ -55,7 +55,7 @@ std::pair<Sight, int32_t> SwapStep::sight() const {
     await(Sight::TENSORS, plan_.targets[target].operator_number);
   }
   for (const int32_t target : late_) {
-    if (returned_outside_[target]) { // any that uses it
+    if (returned_outside_[target]) { // restored by any operator that uses it
       await(Sight::TENSORS, ANY);
     } else {
       await(Sight::NUMBERS, plan_.program[plan_.targets[target].next_use]);
@@ -84,7 +84,7 @@ void SwapStep::take_due() {
   for (; next_turn_ < due_.size() && due_[next_turn_].first <= request; ++next_turn_) {
     take(turns_[due_[next_turn_].second]);
   }
-  late_.clear(); // by now they are back
+  late_.clear(); // they are back by now
   for (; next_late_ < lates_.size() && lates_[next_late_].first <= request; ++next_late_) {
     if (lates_[next_late_].first == request) {
       late_.push_back(lates_[next_late_].second);
@@ -92,11 +92,11 @@ void SwapStep::take_due() {
   }
 }
 
-// An operator of that number begins.
+// Restores the late tensors that an operator of that number is planned to use; called as it begins.
 void SwapStep::return_late(int32_t number) {
   const auto is_user = [&](int32_t target) {
     const auto place = static_cast<size_t>(plan_.targets[target].next_use);
-    return place < plan_.program.size() && plan_.program[place] == number; // else the step's end
+    return place < plan_.program.size() && plan_.program[place] == number; // beyond it: the step's end
   };
   for (const int32_t target : late_) {
     if (is_user(target)) {
@@ -107,7 +107,8 @@ void SwapStep::return_late(int32_t number) {
   late_.erase(std::remove_if(late_.begin(), late_.end(), is_user), late_.end());
 }
 
-// An operator outside of the program begins: with the first one that uses a tensor which is to be back there, all of those are.
+// Restores all late tensors with the first operator outside of the program that uses one that is away; called as it
+// begins.
 void SwapStep::return_outside(const at::RecordFunction& function) {
   if (late_.empty() || !is_away(function)) {
     return;
@@ -118,17 +119,17 @@ void SwapStep::return_outside(const at::RecordFunction& function) {
   }
 }
 
-// The step is another one: it goes on with all of its operators seen, of which earlier tensors' features are not known.
+// Stops following: all operators are seen from here on, but features of earlier tensors are unknown.
 void SwapStep::depart() {
   has_departed_ = true;
   finder_.move_to(repeated_.place());
   repeated_.depart();
   leaving_.clear();
   late_.clear();
-  next_turn_ = 0; // those that were taken do nothing
+  next_turn_ = 0; // turns that were taken do nothing when they are repeated
 }
 
-// Of an operator's tensors, those that it is known to be the last to use.
+// Finds the tensors of an operator that it is known to be the last to use.
 void SwapStep::match(c10::ArrayRef<c10::IValue> values, int32_t number, bool output) {
   if (repeated_.open().empty()) {
     return;

@@ -1,5 +1,5 @@
-// Storages that live from step to step, such as an optimizer's states: which is which is told by the operators that are no part
-// of the program, where each is used first.
+// Recognises storages that live from step to step, such as an optimizer's states, by the operators outside of the
+// program that use them first.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -30,10 +30,10 @@ class Lasting {
     }
   }
 
-  // The operator of the program at that place begins; -1: the step does.
+  // Notes that the operator of the program at that place begins; -1: the step begins.
   void begin(int32_t place) {
     run_ = nullptr;
-    for (const Run& run : runs_) { // one, or two
+    for (const Run& run : runs_) { // there are one or two
       if (run.after == place) {
         run_ = &run;
       }
@@ -42,7 +42,7 @@ class Lasting {
     next_ = 0;
   }
 
-  // One begins that is no part of it; nested ones count too.
+  // Notes that an operator outside of the program begins; nested ones count too.
   void pass(int32_t number) {
     ++number_;
     if (run_ != nullptr &&
@@ -51,7 +51,7 @@ class Lasting {
     }
   }
 
-  // It reads a storage in that slot of its inputs.
+  // Notes that it reads a storage in that slot of its inputs.
   void read(int32_t slot, const c10::Storage& storage) {
     if (run_ == nullptr) {
       return;
@@ -65,7 +65,7 @@ class Lasting {
     }
   }
 
-  // The storage of that key, if it is known by now and lives.
+  // Returns the storage of that key, if it is known by now and alive.
   std::optional<c10::Storage> find(int32_t key) const {
     const auto known = storages_.find(key);
     auto storage = known == storages_.end() ? nullptr : known->second.lock();
@@ -80,7 +80,7 @@ class Lasting {
   std::vector<Run> runs_;
   std::vector<Anchor> marks_; // by place and slot, rising
   ska::flat_hash_map<int32_t, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
-  const Run* run_ = nullptr; // that the operators since the last one of the program are, so far
+  const Run* run_ = nullptr; // the run that the operators since the last one of the program match so far
   int32_t number_ = -1;
   size_t next_ = 0;
 };

@@ -1,5 +1,5 @@
-// How far the program has come, by a planned one: operators that were inserted, left out or changed places shift nothing for
-// long.
+// Follows the place of a running program in the planned one; operators that are inserted, left out or reordered do not
+// shift it for long.
 #pragma once
 
 #include <algorithm>
@@ -12,27 +12,28 @@ namespace memplug {
 
 // Counts a step's operators in the numbering of the planned step.
 //
-// Where an operator is not the planned one, the clock goes on one by one until the last operators, two and one more for each
-// place that it is off by, at most `kAlike`, are those that the plan has there, and continues from that place; of several
-// from the nearest. It is off by no more places than there were operators since, and looks no farther.
+// If an operator is not the planned one, the clock advances by one for each operator until the last few operators match
+// the plan at some place, and continues from there; if several places match, from the nearest. The match takes two
+// operators and one more for each place that the clock is off, up to `kAlike`. The clock is off by no more places than
+// operators have run since the last match, and searches no further.
 class ProgramClock {
  public:
   static constexpr int32_t kAlike = 4, kReach = 64;
 
-  // The numbers of its operators, see operator_names.h.
+  // Loads a program; takes the numbers of its operators, see operator_names.h.
   void load(std::vector<int32_t> program) {
     program_ = std::move(program);
     begin();
   }
 
-  // A step begins.
+  // Begins a step.
   void begin() {
     now_ = -1;
     off_for_ = ticks_ = departures_ = 0;
     recent_.fill(-1);
   }
 
-  // An operator begins; returns its place in the planned step, as far as it is known.
+  // Notes that an operator begins; returns its place in the planned step, as far as it is known.
   int32_t tick(int32_t number) {
     for (int i = kAlike - 1; i > 0; --i) {
       recent_[i] = recent_[i - 1];
@@ -48,14 +49,14 @@ class ProgramClock {
     return now_;
   }
 
-  // It is known where the program is.
+  // Sets the clock to a known place.
   void move_to(int32_t place) {
     departures_ += place != now_ && off_for_ == 0;
     now_ = place;
     off_for_ = 0;
   }
 
-  // Of several places of the planned step at which that operator runs, the one that is nearest to now; -1: none.
+  // Returns the place nearest to now, of several where that operator runs in the planned step; -1: none.
   int32_t nearest(const std::vector<int32_t>& places, int32_t number) const {
     int32_t found = -1;
     for (const int32_t place : places) {
@@ -66,12 +67,12 @@ class ProgramClock {
     return found;
   }
 
-  // Whether the last operator was the plan's last.
+  // Returns whether the last operator was the plan's last.
   bool is_at_end() const {
     return now_ >= 0 && now_ + 1 == static_cast<int32_t>(program_.size());
   }
 
-  // Whether all operators of the step so far were the planned ones.
+  // Returns whether all operators of the step so far were the planned ones.
   bool is_true() const {
     return departures_ == 0;
   }
@@ -80,12 +81,13 @@ class ProgramClock {
     return now_;
   }
 
-  // Whether so many operators of the step were not the planned ones that it tells little: some, and more than a fortieth.
+  // Returns whether so many operators departed from the plan that the clock is unreliable: some, and more than a
+  // fortieth.
   bool is_lost() const {
     return kLeast + ticks_ < 40 * departures_;
   }
 
-  // By how many places it may be off.
+  // Returns by how many places the clock may be off.
   int32_t error() const {
     return off_for_;
   }
@@ -117,12 +119,12 @@ class ProgramClock {
   }
 
   std::vector<int32_t> program_;
-  std::array<int32_t, kAlike> recent_{}; // the latest first
+  std::array<int32_t, kAlike> recent_{}; // numbers of the last operators, the latest first
   int32_t now_ = -1;
   static constexpr int32_t kLeast = 160;
 
-  int32_t ticks_ = 0, departures_ = 0; // operators of the step, and how often one was not the planned one
-  int32_t off_for_ = 0; // operators, since the last one that was where the plan has it
+  int32_t ticks_ = 0, departures_ = 0; // operators of the step, and how often the clock departed from the plan
+  int32_t off_for_ = 0; // operators since the last one whose place was known
 };
 
 } // namespace memplug

@@ -8,7 +8,7 @@ void RepeatedStep::begin(size_t targets, size_t turns) {
   is_followed_ = alike_ >= needed_;
   is_spoilt_ = false;
   stream_.reset();
-  requests_ = {}; // to clear a large one takes longer
+  requests_ = {}; // clearing a large map takes longer
   target_of_ = {};
   now_ = {{}, std::vector<LastUse>(targets), std::vector<int64_t>(turns, -1)};
   storages_.assign(targets, WeakStorage(c10::intrusive_ptr<c10::StorageImpl>()));
@@ -25,7 +25,7 @@ void RepeatedStep::end(bool is_whole) {
   if (is_spoilt_ || !is_whole) {
     alike_ = 0;
   } else if (!is_followed_) {
-    const bool is_alike = !now_.requests.empty() && now_ == former_; // none: requests are not watched here
+    const bool is_alike = !now_.requests.empty() && now_ == former_; // empty: requests are not watched on this device
     alike_ = is_alike ? alike_ + 1 : 0;
     former_ = std::move(now_);
     former_storages_ = std::move(storages_);
@@ -36,14 +36,14 @@ void RepeatedStep::end(bool is_whole) {
       if (origin.request >= 0) {
         wanted_[origin.request] = static_cast<int32_t>(target);
         expect(origin.request);
-        expect(origin.request + 1); // before it, the memory of the one before is told
+        expect(origin.request + 1); // before it, the memory of the request before is reported
       }
       expect(opens - 1);
       expect(closes);
     }
     by_opening_.clear();
     for (size_t target = 0; target < former_.last_uses.size(); ++target) {
-      if (former_.last_uses[target].opens >= 0) { // else it has left as the step began
+      if (former_.last_uses[target].opens >= 0) { // else it left as the step began
         by_opening_.push_back(static_cast<int32_t>(target));
       }
     }
@@ -60,8 +60,8 @@ void RepeatedStep::learn_request(int64_t nbytes, const void* stream, int32_t pla
   now_.requests.push_back({nbytes, stream, place});
 }
 
-// Where operators run on several streams, a storage that is away may be read on one that does not wait for its copy: each
-// has to be seen.
+// If operators run on several streams, one that does not wait for the copy may read a storage that is away: then every
+// operator must be seen.
 void RepeatedStep::learn_operator(int64_t stream) {
   opens_ = made();
   is_spoilt_ |= stream_.value_or(stream) != stream;

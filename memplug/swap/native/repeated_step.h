@@ -1,11 +1,12 @@
-// A step that repeats, told by what it asks for: of its operators only those around a last use have to be seen.
+// Follows a step that repeats by its requests for memory: only operators around a last use need to be seen.
 //
-// To see an operator costs the host up to a quarter of the time that a small one takes. So while all of them are seen (finder.h),
-// it is learnt which requests for memory a step makes, in order, and between which of them each target is used last and has its
-// turns. Once some steps in a row were alike, the next one is followed by its requests, for as long as each is the learnt one.
+// Seeing an operator costs the host up to a quarter of the time that a small operator takes. So while all operators are
+// seen (finder.h), this class learns the requests of a step in order, and between which of them each target is used
+// last and has its turns. Once enough consecutive steps were alike, the next one is followed by its requests, as long
+// as each equals the learnt one.
 //
-// The price: what a followed step has made is not known where it departs after all, and cannot leave if memory is short then.
-// So after each departure twice as many steps have to be alike.
+// The price: if a followed step departs after all, its earlier tensors are unknown, and cannot be offloaded if memory
+// runs short then. So after each departure twice as many steps must be alike.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -20,40 +21,40 @@
 
 namespace memplug {
 
-// Counts of requests are of those that the step has made before.
+// Requests are counted from the beginning of the step.
 class RepeatedStep {
  public:
-  // A step begins, with so many targets and turns.
+  // Begins a step with so many targets and turns.
   void begin(size_t targets, size_t turns);
 
   bool is_followed() const {
     return is_followed_;
   }
 
-  // This step is no example of the next one.
+  // Marks this step as no example of the next one.
   void spoil() {
     is_spoilt_ = true;
   }
 
-  // And it is less likely than was thought that there will be one.
+  // Does the same, and requires more alike steps before one is followed.
   void distrust() {
     if (!std::exchange(is_spoilt_, true)) {
       needed_ = std::min(2 * needed_, kMany);
     }
   }
 
-  // It is over, and every target was found, or not.
+  // Ends the step; `is_whole`: every target was found.
   void end(bool is_whole);
 
-  // -- all operators are seen --
+  // -- while all operators are seen --
 
-  // A request is made while that outermost operator runs.
+  // Learns a request that is made while the outermost operator at `place` runs.
   void learn_request(int64_t nbytes, const void* stream, int32_t place);
 
-  // An outermost operator begins, on a stream.
+  // Learns that an outermost operator begins, and on which stream.
   void learn_operator(int64_t stream);
 
-  // The operator that runs is the last one to use a target's storage; it is over.
+  // Learn that the running operator is the last to use a target's storage, and that this operator is over.
   void learn_last_use(int32_t target, const c10::Storage& storage);
   void learn_end_of_last_use(int32_t target);
 
@@ -61,28 +62,28 @@ class RepeatedStep {
     now_.turns[turn] = made();
   }
 
-  // By turn, how many requests the step that is followed makes before it.
+  // Returns for each turn how many requests the followed step makes before it.
   const std::vector<int64_t>& turns() const {
     return former_.turns;
   }
 
-  // -- followed --
+  // -- while the step is followed --
 
-  // Something is to happen at a request: see `pass`.
+  // Notes that something must happen at a request: see `pass`.
   void expect(int64_t request);
 
-  // A request is made, which needs no lock: whether it is the learnt one, and nothing is to happen at it. What threads that
-  // train read here changes only at the end of a step that is not followed.
+  // Returns whether a request that is made is the learnt one, and nothing must happen at it; takes no lock. The data
+  // that training threads read here changes only at the end of a step that is not followed.
   bool pass(int64_t nbytes, const void* stream) {
     int64_t number = next_.load(std::memory_order_acquire);
     return number < static_cast<int64_t>(quiet_.size()) && quiet_[number] && is_learnt(number, nbytes, stream) &&
         next_.compare_exchange_strong(number, number + 1, std::memory_order_acq_rel);
   }
 
-  // A request is made: whether it is the learnt one, and every last use was seen that was to be by now.
+  // Returns whether a request that is made is the learnt one, and every last use due by now was seen.
   bool follow(int64_t nbytes, const void* stream);
 
-  // The number of the last request, and the outermost operator that made it; -1: there was none.
+  // Return the number of the last request, and the outermost operator that made it; -1: there was none.
   int64_t last_request() const {
     return next_ - 1;
   }
@@ -90,7 +91,7 @@ class RepeatedStep {
     return next_ == 0 ? -1 : former_.requests[next_ - 1].place;
   }
 
-  // Targets that an operator about now uses last.
+  // Returns the targets whose last use is due about now.
   const std::vector<int32_t>& open() const {
     return open_;
   }
@@ -98,12 +99,12 @@ class RepeatedStep {
   bool is_of(int32_t target, const c10::Storage& storage) const;
   void close(int32_t target, const c10::Storage& storage);
 
-  // From here on all operators are seen.
+  // Stops following: from here on all operators are seen.
   void depart();
 
-  // -- both --
+  // -- at any time --
 
-  // A request of the step was served, or one that is no part of it.
+  // Note which memory served a request: one of the step, or one outside of it.
   void served(const void* memory);
   void served_other(const void* memory) {
     requests_.erase(memory);
@@ -116,15 +117,15 @@ class RepeatedStep {
     int32_t place;
     bool operator==(const Request&) const = default;
   };
-  // Which storage a target's is: the one whose memory this request of the step made, that of an earlier target, or one that was
-  // there before.
+  // The storage of a target: the one in memory that this request of the step made, that of an earlier target, or one
+  // that existed before the step.
   struct Origin {
     int64_t request = -1;
     int32_t target = -1;
     const void* storage = nullptr;
     bool operator==(const Origin&) const = default;
   };
-  // The operator that uses it last begins after `opens` requests, and ends after `closes`.
+  // The last use of a target: its operator begins after `opens` requests, and ends after `closes`.
   struct LastUse {
     Origin origin;
     int64_t opens = -1, closes = -1;
@@ -151,15 +152,15 @@ class RepeatedStep {
   static constexpr int kFew = 3, kMany = 1 << 10;
 
   bool is_followed_ = false, is_spoilt_ = false;
-  int alike_ = 0, needed_ = kFew; // steps that were as the one before, in a row; so many, and the next one is followed
+  int alike_ = 0, needed_ = kFew; // consecutive steps equal to the one before; how many it takes to follow the next
   int64_t opens_ = 0;
   std::optional<int64_t> stream_; // of the operators
-  std::vector<WeakStorage> storages_, former_storages_; // by target; while it is held, its address is no other's
-  ska::flat_hash_map<const void*, int32_t> target_of_; // by storage, the last one
-  ska::flat_hash_map<const void*, int64_t> requests_; // by memory, the last one; in a step that is followed those of targets
+  std::vector<WeakStorage> storages_, former_storages_; // by target; weakly held, so that no other gets its address
+  ska::flat_hash_map<const void*, int32_t> target_of_; // by storage: its last target
+  ska::flat_hash_map<const void*, int64_t> requests_; // by memory: its last request; in a followed step only targets'
   ska::flat_hash_map<int64_t, int32_t> wanted_; // requests that make a target's memory
   std::vector<int32_t> by_opening_, open_;
-  std::vector<uint8_t> quiet_; // by request: nothing is to happen at it
+  std::vector<uint8_t> quiet_; // by request: 1 if nothing must happen at it
   std::atomic<int64_t> next_{0};
   size_t next_opening_ = 0;
 };

@@ -1,4 +1,4 @@
-// Storages on their way back.
+// Brings storages back to the device.
 #include <utility>
 
 #include "absent.h"
@@ -19,7 +19,7 @@ void StorageSwapper::prefetch(int64_t key) {
   }
 }
 
-// False: the device has no room.
+// Starts the copy in. False: the device has no room.
 bool StorageSwapper::start_return(Absent& absent) {
   copies_.drain();
   const Own own;
@@ -62,7 +62,7 @@ void StorageSwapper::arrive(Absent& absent) {
   std::swap(pointer, record->arriving);
 }
 
-// It has not left, and does not.
+// Cancels an offload before the memory is released.
 void StorageSwapper::stay(Absent& absent) {
   ++counters_.cancelled;
   copies_.wait_on_its_streams(absent.stream, absent.offloaded, Wait::MUTATE_FOR_OFFLOAD);
@@ -71,7 +71,7 @@ void StorageSwapper::stay(Absent& absent) {
   copies_.give(record->slot);
 }
 
-// False: the device has no room.
+// Restores a storage in any state. False: the device has no room.
 bool StorageSwapper::bring_back(Absent& absent) {
   if (absent.state == State::LEAVING) {
     stay(absent);
@@ -103,7 +103,7 @@ bool StorageSwapper::order_use() {
 
 void StorageSwapper::use(const c10::StorageImpl* storage) {
   const Lock lock(swap_mutex());
-  if (copies_.users().size() > 1 && returned_.find(storage) != returned_.end()) { // its former memory may have been recorded
+  if (copies_.users().size() > 1 && returned_.find(storage) != returned_.end()) { // only its old memory was recorded
     streams_.use_on(streams_.current(), storage->data_ptr());
   }
   const auto found = absents().find(storage);
@@ -113,7 +113,7 @@ void StorageSwapper::use(const c10::StorageImpl* storage) {
   }
 }
 
-// Torch is about to hand out a pointer to write to.
+// Torch calls it before it hands out a pointer to write to.
 void StorageSwapper::before_write(c10::StorageImpl* storage) {
   const Lock lock(swap_mutex());
   const auto found = absents().find(storage);

@@ -1,4 +1,4 @@
-// A step in which a request for memory has failed: see relief.h.
+// Offloads tensors in a step in which a request for memory has failed, see relief.h.
 #include <algorithm>
 #include <tuple>
 #include <utility>
@@ -9,7 +9,7 @@
 namespace memplug {
 namespace {
 
-constexpr int64_t kSoon = 8; // outermost operators; what was used that lately is likely to be used again at once
+constexpr int64_t kSoon = 8; // outermost operators; a tensor used within the last ones is likely to be used again soon
 
 } // namespace
 
@@ -17,7 +17,7 @@ bool SwapStep::relieve(int64_t nbytes, int failures) {
   if (!is_running_) {
     return false;
   }
-  counters.steps > 0 ? repeated_.distrust() : repeated_.spoil(); // the first one is not seen from its beginning
+  counters.steps > 0 ? repeated_.distrust() : repeated_.spoil(); // the first step is not seen from its beginning
   if (failures == 1) {
     const int64_t released = swapper_->release_leaving();
     if (released > 0) {
@@ -26,8 +26,8 @@ bool SwapStep::relieve(int64_t nbytes, int failures) {
     }
   }
   std::vector<Idle> all = idle();
-  // What was not used lately comes first. Of that, the one that is closest in size and large enough; where none is, the
-  // largest ones. Of several of one size the one that was used first: backward needs it last.
+  // Tensors that were not used lately come first. Of these, the one closest in size that is large enough; if none is,
+  // the largest ones. Of several of one size, the one that was used first: backward needs it last.
   const auto rank = [&](const Idle& each) {
     const bool soon = each.last_use + kSoon >= moments_, small = each.nbytes < nbytes;
     return std::tuple(soon, small, small ? -each.nbytes : each.nbytes, each.last_use);
@@ -55,7 +55,7 @@ bool SwapStep::relieve(int64_t nbytes, int failures) {
   return freed > 0;
 }
 
-// What no operator that runs now uses, of any thread. They are in the order in which they began.
+// Returns tensors that no running operator of any thread uses, in the order in which they were first seen.
 std::vector<SwapStep::Idle> SwapStep::idle() const {
   const Moment now{running_.empty() ? moments_ + 1 : running_.front(), swapper_->current_stream()};
   std::vector<Idle> all;

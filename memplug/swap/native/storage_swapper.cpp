@@ -32,7 +32,7 @@ StorageSwapper::StorageSwapper(std::shared_ptr<Streams> streams, at::Tensor slab
 StorageSwapper::~StorageSwapper() {
   const Lock lock(swap_mutex());
   copies_.drain();
-  for (const auto& absent : all_) { // where the device has no room: on the host, for good
+  for (const auto& absent : all_) { // the device has no room for these: they stay on the host for good
     absents().erase(absent->storage);
     if (absent->passive && absent->state == State::AWAY) {
       note_moved_out(-absent->nbytes);
@@ -83,7 +83,7 @@ std::optional<std::vector<double>> StorageSwapper::operators_s() {
   return copies_.times.operators_s(streams_);
 }
 
-// The number of a stream that operators run on.
+// Returns the number of a stream that operators run on.
 size_t StorageSwapper::user_of(const StreamRef& stream) {
   const size_t user = copies_.note_user(stream);
   waited_.resize(copies_.users().size());
@@ -97,7 +97,7 @@ void StorageSwapper::wait_for_return(size_t user, int64_t began, const EventRef&
   }
 }
 
-// Its record, which is no longer among the others.
+// Removes a storage's record from all tables, and returns it.
 std::unique_ptr<StorageSwapper::Absent> StorageSwapper::take(Absent& absent) {
   absents().erase(absent.storage);
   if (const auto found = of_key_.find(absent.key); found != of_key_.end() && found->second == &absent) {
@@ -120,7 +120,7 @@ bool StorageSwapper::is_possible() {
 }
 #endif
 
-// What deletes the pointer of a storage that is away: the storage is back, dies, or has got other memory.
+// Deletes the host pointer of a storage that was away: the storage is back, dies, or has got other memory.
 void StorageSwapper::forget(void* host_memory) {
   const Lock lock(swap_mutex());
   const std::unique_ptr<HostMemory> host(static_cast<HostMemory*>(host_memory));

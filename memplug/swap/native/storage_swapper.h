@@ -1,21 +1,22 @@
-// Storages that are away from the device, whole, between two uses (Chameleon, section 6.2).
+// Swaps whole storages to the host between two uses (Chameleon, section 6.2).
 //
 //     resident ──offload()──► leaving ──release()──► away ──prefetch()──► returning ──restore()──► resident
 //        ▲                       │                     │                      │
 //        └── a use of it, or a pointer to write to ────┴──────────────────────┘
 //
-// The storage itself changes: while it is away, its pointer is that of its pinned host memory, which the device can read
-// (unified addressing). So every view, alias and version counter of every graph goes along; code that no operator shows
-// (Triton, extensions) reads the right values, slowly; and a storage that dies gives its host memory back by its deleter.
-// Whatever asks a storage for a pointer that it may write to is seen by torch (`StorageImpl::set_materializer`): before it
-// gets one, the storage is restored. So whatever a plan says, no value is lost, and none is read that is not the last.
+// The storage itself changes: while it is away, its pointer is that of pinned host memory, which the device can read
+// (unified addressing). So every view, alias and version counter of every graph stays valid; unobserved code (Triton,
+// extensions) reads the right values, slowly; and a storage that dies frees its host memory through its deleter. Torch
+// calls memplug before it hands out a pointer to write to (`StorageImpl::set_materializer`), and the storage is
+// restored first. So whatever a plan says, no value is lost, and no stale value is read.
 //
-// Where a request for memory has failed, one leaves at once (`leave_now`): to a recording it stays, so that a plan is made for
-// the step as it would be with memory enough.
+// If a request for memory has failed, storages leave at once (`leave_now`). A recording does not show it, so that a
+// plan is made for the step as it would be with enough memory.
 //
-// Copies are those of copies.h, and so are the rules by which streams are ordered. Device memory belongs to the stream that the
-// storage left on; where another one is current, nothing is released or prefetched. Each stream that operators run on waits for
-// what has returned before its next operator (`order_use`), and memory is freed only after all of them.
+// Copies and the rules that order streams are those of copies.h. Device memory belongs to the stream on which the
+// storage left; while another stream is current, nothing is released or prefetched. Each stream that operators run on
+// waits for returned storages before its next operator (`order_use`), and memory is freed only after all of these
+// streams.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -39,12 +40,12 @@ struct SwapCounters {
   int64_t releases = 0, released_bytes = 0;
   int64_t prefetches = 0, prefetched_bytes = 0; // copies in that were started
   int64_t cancelled = 0; // storages that were used again before they were released
-  int64_t demanded = 0; // storages that came back before their plan had them back
-  int64_t refused = 0; // the host had no room, or the device none for the way back
-  int64_t passive = 0, passive_bytes = 0; // that left because a request failed: none of the above
+  int64_t demanded = 0; // storages that were needed before their plan had them back
+  int64_t refused = 0; // copies that failed because the host, or the device on the way back, had no room
+  int64_t passive = 0, passive_bytes = 0; // storages that left because a request failed; not in the counts above
 };
 
-// A lock that was taken before a fork. In the child its owner is another thread, which cannot give it back.
+// Unlocks a mutex that was locked before a fork. In the child its owner is another thread, so it is made anew.
 inline void unlock(std::recursive_mutex& mutex, bool in_child) {
   if (in_child) {
     new (&mutex) std::recursive_mutex();
@@ -53,74 +54,77 @@ inline void unlock(std::recursive_mutex& mutex, bool in_child) {
   }
 }
 
-// Of all swappers of the process, since a storage that is written to does not know whose it is. Recursive: memory that is
-// freed may free other memory.
+// Returns the mutex of all swappers in the process: a storage that is written to does not know its swapper. Recursive,
+// since freeing memory may free other memory.
 std::recursive_mutex& swap_mutex();
 
 class StorageSwapper {
  public:
-  // `slab`: pinned host memory, 1-D uint8, for all that a plan has away at a time; may be undefined. `passive_bytes`: of the
-  // host, that storages may take besides which leave because memory is short.
+  // `slab`: pinned host memory, 1-D uint8, for all storages that a plan has away at a time; may be undefined.
+  // `passive_bytes`: further host memory for storages that leave because memory is short.
   StorageSwapper(std::shared_ptr<Streams> streams, at::Tensor slab, int64_t passive_bytes);
   ~StorageSwapper();
   StorageSwapper(const StorageSwapper&) = delete;
   StorageSwapper& operator=(const StorageSwapper&) = delete;
 
-  // Whether torch says who asks for a pointer to write to.
+  // Returns whether torch reports requests for a pointer to write to.
   static bool is_possible();
 
-  // Starts the copy out of a storage of torch's own allocator that is not on its way already; `key` names it until it is
-  // back. False: it stays.
+  // Starts the copy out of a storage of torch's allocator that is not already leaving or away; `key` names it until it
+  // is back. False: it stays.
   bool offload(const c10::Storage& storage, int64_t key);
 
-  // Its device memory is free for what the current stream does next, which waits for the copy out.
+  // Frees its device memory for later work of the current stream, which waits for the copy out.
   void release(int64_t key);
 
-  // The same for all that are on their way out: how many bytes.
+  // Does the same for all storages that are leaving; returns the bytes.
   int64_t release_leaving();
 
-  // It leaves at once, for no plan, until it is used. Bytes that are free for what the current stream does next, 0: it stays.
+  // Offloads a storage at once, for no plan, until it is used. Returns the bytes freed for later work of the current
+  // stream; 0: it stays.
   int64_t leave_now(const c10::Storage& storage);
 
-  // The one whose return began last stays on the host. Bytes that are free for what the current stream does next.
+  // Keeps the storage whose return began last on the host. Returns the bytes freed for later work of the current
+  // stream.
   int64_t turn_back();
 
   // Starts the copy in.
   void prefetch(int64_t key);
 
-  // From here on it is on the device for the current stream, wherever it was.
+  // Makes the storage usable on the device by the current stream, wherever it was.
   void restore(int64_t key);
 
-  // An operator is about to run on the current stream, which waits for all that has returned. Returns whether `use` is to be
-  // told of its storages.
+  // Called before an operator runs on the current stream: makes it wait for returned storages. Returns whether `use`
+  // must be called for the operator's storages.
   bool order_use();
 
-  // Nothing is on its way.
+  // Returns whether no storage is leaving, away or returning.
   bool is_empty() const {
     return all_.empty();
   }
 
-  // Such an operator uses a storage, which is restored if it is on its way.
+  // Called for a storage that such an operator uses: restores it if needed.
   void use(const c10::StorageImpl* storage);
 
-  // All that is away comes back, for every stream that operators have run on. False: the device has no room for some of it, which stays where the device can read it.
+  // Restores all storages, for every stream that operators have run on. False: the device has no room for some, which
+  // stay on the host, where the device can read them.
   bool restore_all();
 
-  // That operators run on now, by number.
+  // Returns the number of the stream that operators run on now.
   int64_t current_stream() {
     return streams_.current_number();
   }
 
-  // It is on its way.
+  // Returns whether the storage is leaving, away or returning.
   bool has(const c10::StorageImpl* storage) const;
 
-  // How long the program waits for copies is measured from here on, and when operators begin, see `mark_operator`; or no
-  // more. What it waited, and see `StepTimes::operators_s`: seconds; none: the device is not done.
+  // Measures from now on how long the program waits for copies, and when operators begin (see `mark_operator`); or
+  // stops. The other two return the results in seconds (see `StepTimes::operators_s`); none: the device is not done.
   void measure(bool waits, bool operators);
   std::optional<double> waited_s();
   std::optional<std::vector<double>> operators_s();
 
-  // An outermost operator of the program begins, or one that is none of it.
+  // Called when an outermost operator of the program begins, or one outside of it.
   void mark_operator(bool of_program) {
     copies_.times.mark_operator(streams_, of_program);
   }
@@ -128,7 +132,7 @@ class StorageSwapper {
     copies_.times.end_step(streams_);
   }
 
-  // Of the host, in use.
+  // Returns the bytes of host memory in use.
   int64_t host_bytes();
   SwapCounters counters();
 
@@ -155,18 +159,18 @@ class StorageSwapper {
   std::unique_ptr<Absent> take(Absent& absent);
 
   const std::shared_ptr<HostRows> pool_;
-  Copies copies_; // its users are the streams that operators run on, or storages have left on
+  Copies copies_; // its users are the streams that operators run on, or that storages have left on
   Streams& streams_;
-  std::vector<int64_t> waited_; // by user: number of the last return that it has waited for, and so for all before it
-  int64_t newest_stream_ = 0; // number of the last operator's
-  size_t newest_user_ = 0; // that stream, once there are some
+  std::vector<int64_t> waited_; // by user: number of the last return that it has waited for, and of all before it
+  int64_t newest_stream_ = 0; // number of the last operator's stream
+  size_t newest_user_ = 0; // the user of that stream, once there are users
   int64_t arrived_ = 0; // number of the latest return that has arrived
   EventRef last_arrival_; // its end
-  ska::flat_hash_set<const c10::StorageImpl*> returned_; // in this step, to other memory; names alone: they may be gone
+  ska::flat_hash_set<const c10::StorageImpl*> returned_; // to other memory, in this step; may dangle, only compared
   std::vector<std::unique_ptr<Absent>> all_;
   ska::flat_hash_map<int64_t, Absent*> of_key_;
-  int64_t passive_room_; // bytes of the host that may be added
-  int64_t returns_ = 0; // that ever began
+  int64_t passive_room_; // bytes of host memory that may still be added
+  int64_t returns_ = 0; // returns that began so far
   SwapCounters counters_;
 };
 

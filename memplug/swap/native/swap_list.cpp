@@ -17,11 +17,11 @@ namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-// The list in force. Everything under `swap_mutex`: a copy's operators are seen too, and requests fail inside of both.
+// The list in force. Guarded by `swap_mutex`: a copy's own operators are seen too, and requests fail inside of both.
 struct InForce {
   std::unique_ptr<SwapStep> step;
-  bool watches = false; // what runs,
-  Sight seen = Sight::NOTHING; // and so much of operators
+  bool watches = false; // whether a step runs
+  Sight seen = Sight::NOTHING; // how much of operators is seen
 };
 
 InForce& in_force() {
@@ -31,15 +31,15 @@ InForce& in_force() {
 
 std::atomic<bool> silent{false};
 
-// Of the calling thread.
-thread_local int32_t enclosing = 0; // operators that it is inside of, as far as they are seen
-thread_local Moment outermost; // number 0: the step was not told of it
-thread_local Moment unseen; // an operator that it was inside of as the step departed, if it still is
+// State of the calling thread.
+thread_local int32_t enclosing = 0; // seen operators that it is inside of
+thread_local Moment outermost; // number 0: the step does not know of the operator
+thread_local Moment unseen; // operator that it was inside of when the step departed, if it still is
 
-// The step that is followed, for requests at which nothing is to happen; it lives while requests are watched.
+// The followed step, for requests at which nothing must happen; it lives as long as requests are watched.
 std::atomic<RepeatedStep*> followed{nullptr};
 
-// The number of the operators that the step waits for; `SwapStep::ANY`: of all.
+// Number of the operators that the step waits for; `SwapStep::ANY`: all.
 std::atomic<int32_t> awaited{SwapStep::ANY};
 
 bool is_awaited(int32_t number) {
@@ -60,7 +60,7 @@ void see(InForce& now, Sight needed) {
   }
 }
 
-// No more is seen than the step needs: tensors that have to be boxed for a callback cost most of it.
+// Sees no more than the step needs: boxing tensors for a callback is most of the cost.
 void see_what_is_needed(InForce& now) {
   followed.store(now.step->followed(), std::memory_order_release);
   const auto [needed, number] = now.step->sight();
@@ -70,7 +70,7 @@ void see_what_is_needed(InForce& now) {
   }
 }
 
-// The memory of the last request of the step, which the step is told of as soon as anything else happens: one lock for both.
+// Memory of the last request of the step. The step learns of it at the next event, so that one lock serves both.
 std::atomic<const void*> last_served{nullptr};
 
 void tell_of_last_served(SwapStep& step) {
@@ -79,7 +79,7 @@ void tell_of_last_served(SwapStep& step) {
   }
 }
 
-// A request for memory, before and after it is served.
+// Called before a request for memory is served (without memory), and after it.
 void on_request(size_t nbytes, const void* stream, const void* memory) {
   const bool is_of_step = trains_unsuspended();
   if (is_of_step && memory != nullptr) {
@@ -107,7 +107,7 @@ void on_request(size_t nbytes, const void* stream, const void* memory) {
   }
 }
 
-// In a step that is followed to its end operators' numbers tell enough.
+// Called in a followed step in which numbers of operators suffice.
 bool on_number(Call& call) {
   const int32_t number = call.number();
   if (number == NOT_AN_OPERATOR || !is_awaited(number) || !in_program()) {
@@ -122,13 +122,13 @@ bool on_number(Call& call) {
   return false;
 }
 
-// The calling thread runs what an operator's kernel calls.
+// Returns whether the calling thread is inside of an operator's kernel.
 bool is_inside_of_a_kernel() {
   return local_keys().excluded_.has(c10::DispatchKey::AutogradFunctionality);
 }
 
-// An operator begins of which the step is told, inside of none that is seen. In a step that has departed it may be inside of
-// one that is not: what it uses stays in use until that one is over.
+// Notes that an operator begins that is inside of no seen operator. In a step that has departed, it may be inside of an
+// unseen one: its tensors count as in use until that one is over.
 Moment enter(SwapStep& step) {
   if (!step.has_departed()) {
     return step.enter();
@@ -143,7 +143,7 @@ Moment enter(SwapStep& step) {
   return unseen;
 }
 
-// Tells the step of an operator that begins.
+// Reports an operator that begins to the step.
 void tell(const at::RecordFunction& function, int32_t number, bool is_outermost) {
   const Lock lock(swap_mutex());
   SwapStep* const step = in_force().step.get();
@@ -181,7 +181,7 @@ bool on_begin(Call& call) {
 }
 
 void on_end(Call& call) {
-  struct Leaves { // last: a copy that begins below runs inside of the operator
+  struct Leaves { // declared first, so that it runs last: a copy that begins below runs inside of the operator
     ~Leaves() {
       --enclosing;
     }
@@ -209,7 +209,8 @@ void on_end(Call& call) {
   see_what_is_needed(in_force());
 }
 
-// The outermost operator of this thread has to be seen, or it is not known which tensors it uses.
+// Frees memory for a failed request. The thread's outermost operator must be seen: else it is not known which tensors
+// it uses.
 bool relieve_step(size_t nbytes, int failures) {
   if (silent || !(enclosing > 0 || at::isRecordFunctionEnabled())) {
     return false;

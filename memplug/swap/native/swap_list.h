@@ -1,4 +1,4 @@
-// A swap list in force: finds the tensors that it names in a step as it runs (finder.h), and has them away when it says so.
+// The swap list in force: finds its tensors in a running step (finder.h), and swaps them when it says so.
 #pragma once
 
 #include <cstdint>
@@ -10,25 +10,25 @@
 
 namespace memplug {
 
-// Of the process, for the threads that train (clock.h): there is one list at a time.
+// Load and unload the process's list, which acts on the threads that train (clock.h); there is one list at a time.
 void load_swap_list(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, int32_t device_type);
 void unload_swap_list();
 
-// The session that loaded it is gone, in whatever step it was: everything is back, no request is caught. False: another
-// list was loaded since, and stays.
+// Called when the session that loaded the list is gone, at any point of a step: restores all tensors, and catches no
+// more requests. False: another list was loaded since, and stays.
 bool drop_swap_list(const std::shared_ptr<StorageSwapper>& swapper);
 
-// A step begins, or is over: then everything is back.
+// Begin and end a step; its end restores all tensors. False: the device has no room for some.
 void begin_swap_step();
 bool end_swap_step();
 
 SwapListCounters swap_list_counters();
 
-// Whether requests that fail, of a device or of the CPU where that has a limit, are tried again once tensors of the step have
-// left. `explain`: see relief.h. Throws where the device's allocator cannot be stood in front of.
+// Switches on or off that failed requests, of a device or of a CPU with a limit, are tried again after tensors have
+// been offloaded. `explain`: see relief.h. Throws if memplug cannot stand in front of the device's allocator.
 void catch_out_of_memory(bool on, c10::Device device, Explanation explain);
 
-// In the child of a fork: nothing more is swapped.
+// Called in the child of a fork: stops all swapping.
 void silence_swap_list();
 void lock_swap_list_for_fork();
 void unlock_swap_list_after_fork(bool in_child);

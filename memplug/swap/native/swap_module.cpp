@@ -1,4 +1,4 @@
-// What Python sees of swap lists.
+// Python's interface to swap lists.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
@@ -88,7 +88,7 @@ void add_swaps(py::module_& module) {
             std::move(swapper),
             device_type);
       });
-  using Released = py::call_guard<py::gil_scoped_release>; // an operator of another thread may wait for both locks
+  using Released = py::call_guard<py::gil_scoped_release>; // another thread's operator may wait for both locks
   module.def("unload_swap_list", &unload_swap_list, Released());
   module.def("drop_swap_list", &drop_swap_list, Released());
   module.def("begin_swap_step", &begin_swap_step, Released());

@@ -19,7 +19,7 @@ SwapStep::SwapStep(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, c
     turns_.push_back({target.prefetch, Turn::PREFETCH, index});
     turns_.push_back({target.next_use, Turn::RESTORE, index});
   }
-  returned_outside_.assign(plan_.targets.size(), 1); // until that is known
+  returned_outside_.assign(plan_.targets.size(), 1); // until it is known
   std::stable_sort(turns_.begin(), turns_.end(), [](const Turn& one, const Turn& other) {
     return std::pair(one.place, one.kind) < std::pair(other.place, other.kind);
   });
@@ -30,7 +30,7 @@ void SwapStep::begin() {
   next_turn_ = next_late_ = 0;
   late_.clear();
   if (repeated_.is_followed()) {
-    alive_.clear(); // what uses them is not seen
+    alive_.clear(); // their uses are not seen
     follow();
   } else {
     due_.clear();
@@ -96,13 +96,13 @@ void SwapStep::tick(const at::RecordFunction& function, int32_t number, const Mo
   lasting_.begin(finder_.now());
   each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t slot) {
     if (finder_.anchor(tensor.storage().unsafeGetStorageImpl(), slot, number)) {
-      anchors_.push_back(tensor.storage().getWeakStorageImpl()); // its address is no other's
+      anchors_.push_back(tensor.storage().getWeakStorageImpl()); // so that no other storage gets its address
     }
   });
   take_until(finder_.now(), false);
 }
 
-// What an operator inside of another one reads, and that one does not, was made in between: not each of them is shown.
+// An input of a nested operator that the outermost one does not read was made in between: not every operator is shown.
 void SwapStep::read(const at::RecordFunction& function, int32_t number, const Moment& moment, bool outermost) {
   if (repeated_.is_followed()) {
     return_late(number);
@@ -168,7 +168,7 @@ void SwapStep::done() {
 
 // -- tensors of operators ---------------------------------------------------------------------------------------------------
 
-// What no operator of the program has used yet leaves before the first one.
+// Offloads targets that leave as the step begins, before the first operator of the program.
 void SwapStep::leave_at_the_beginning() {
   if (std::exchange(has_begun_, true)) {
     return;
@@ -219,13 +219,13 @@ void SwapStep::see(const at::Tensor& tensor, const Moment& moment, bool made) {
           static_cast<int32_t>(tensor.scalar_type()),
           moment,
           made)) {
-    alive_.push_back(storage.getWeakStorageImpl()); // its address is no other's in this step
+    alive_.push_back(storage.getWeakStorageImpl()); // so that no other storage gets its address in this step
   }
 }
 
-// What is away comes back, once all that the operator uses is known to be in use.
+// Restores the operator's tensors, after all of them were noted as in use.
 void SwapStep::use(const at::RecordFunction& function) {
-  // memplug's own copies run on streams of their own, which wait for the streams of the program
+  // memplug's own copies run on streams of their own, which wait for the program's streams
   if (is_suspended() ? swapper_->is_empty() : !swapper_->order_use()) {
     return;
   }
@@ -234,7 +234,7 @@ void SwapStep::use(const at::RecordFunction& function) {
   });
 }
 
-// Of an operator's tensors, those that it is the last to use.
+// Finds the tensors of an operator that it is the last to use.
 template <typename Values>
 void SwapStep::find(const Values& values, int32_t number, bool output) {
   if (!finder_.expects(number, output)) {
@@ -251,8 +251,8 @@ void SwapStep::find(const Values& values, int32_t number, bool output) {
   });
 }
 
-// Other streams may use its tensors for as long as nothing waits for it. By its name: to ask what an operator's traits are
-// may run Python.
+// Returns whether the operator is a collective, whose tensors other streams may use as long as nothing waits for it.
+// Decided by its name, since asking for an operator's traits may run Python.
 bool SwapStep::is_collective(const at::RecordFunction& function, int32_t number) {
   if (number >= static_cast<int32_t>(collectives_.size())) {
     collectives_.resize(number + 1, -1);

@@ -1,4 +1,4 @@
-// One step under a swap list: what its operators do to the tensors that the list names.
+// One step under a swap list: acts on the listed tensors as operators use them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,10 +23,11 @@ struct SwapListCounters {
   int64_t repeated = 0; // steps that were followed by their requests to the end, see repeated_step.h
 };
 
-// What has to be seen of operators.
+// How much of operators must be seen.
 enum class Sight : uint8_t { NOTHING, NUMBERS, TENSORS };
 
-// Not of several threads at once. Of a list without targets it only knows what may leave where memory is short.
+// Must not be called from several threads at once. With an empty list it only knows which tensors may leave if memory
+// is short.
 class SwapStep {
  public:
   SwapStep(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, c10::DeviceType device);
@@ -42,21 +43,23 @@ class SwapStep {
     return is_running_;
   }
 
-  // What has to be seen of operators from now on; of those that are followed only the ones of that number, ANY: of all.
+  // Returns how much of operators must be seen from now on; in a followed step, only of operators with that number;
+  // ANY: of all.
   static constexpr int32_t ANY = -1;
   std::pair<Sight, int32_t> sight() const;
 
-  // Whether requests tell it anything.
+  // Returns whether it has to be called for requests.
   bool has_targets() const {
     return !plan_.targets.empty();
   }
 
-  // The step, if it is followed.
+  // Returns the followed step, or null.
   RepeatedStep* followed() {
     return is_running_ && repeated_.is_followed() ? &repeated_ : nullptr;
   }
 
-  // A request is made, by the program or by what else trains; it was served; one that is no part of that was.
+  // Called when a request is made by the program or by other training code, when it was served, and when another
+  // request was served.
   void asked(int64_t nbytes, const void* stream);
   void served(const void* memory) {
     repeated_.served(memory);
@@ -65,43 +68,45 @@ class SwapStep {
     repeated_.served_other(memory);
   }
 
-  // An outermost operator of the calling thread begins, and ends. `is_in`: it has not ended, nor has its step.
+  // Called when an outermost operator of the calling thread begins, and when it ends. `is_in`: returns whether it and
+  // its step are still running.
   Moment enter();
   void leave(const Moment& moment);
   bool is_in(const Moment& moment) const;
 
-  // It was followed, until it was another one: threads may be inside of operators that were not seen.
+  // Returns whether the step was followed until it departed: threads may be inside of operators that were not seen.
   bool has_departed() const {
     return has_departed_;
   }
 
-  // Of an operator of the program no more is seen than that it begins.
+  // Called when an operator of the program begins, of which only its number is seen.
   void began(int32_t number) {
     return_late(number);
   }
 
-  // An outermost operator of the program begins.
+  // Called when an outermost operator of the program begins.
   void tick(const at::RecordFunction& function, int32_t number, const Moment& moment);
 
-  // An operator of the program begins, inside of the outermost one of that moment, and has ended.
+  // Called when an operator of the program begins, and when it ends; `moment` is that of its outermost operator.
   void read(const at::RecordFunction& function, int32_t number, const Moment& moment, bool outermost);
   void wrote(const at::RecordFunction& function, int32_t number, const Moment& moment);
 
-  // One that is no part of it begins.
+  // Called when an operator outside of the program begins.
   void pass(const at::RecordFunction& function, int32_t number, const Moment& moment);
 
-  // An outermost operator of the program has ended: what it was the last to use leaves.
+  // Called when an outermost operator of the program has ended: offloads the tensors that it was the last to use.
   void done();
 
-  // A request of the calling thread has failed so often, see relief.h.
+  // Called when a request of the calling thread has failed `failures` times, see relief.h. Returns whether memory was
+  // freed.
   bool relieve(int64_t nbytes, int failures);
 
   SwapListCounters counters;
 
  private:
-  // What happens to a target at a place.
+  // An action on a target at a place.
   struct Turn {
-    enum Kind : uint8_t { RESTORE, RELEASE, PREFETCH }; // in the order in which they happen
+    enum Kind : uint8_t { RESTORE, RELEASE, PREFETCH }; // in the order in which they happen at one place
     int32_t place;
     Kind kind;
     int32_t target;
@@ -145,20 +150,20 @@ class SwapStep {
   const c10::DeviceType device_;
   Finder finder_;
   Lasting lasting_;
-  bool has_begun_ = false; // the program, in this step
+  bool has_begun_ = false; // whether the program has begun in this step
   std::vector<Turn> turns_;
-  std::vector<uint8_t> returned_outside_; // by target, in the last step that was not followed: with an operator outside of the program
+  std::vector<uint8_t> returned_outside_; // by target: whether an operator outside of the program restored it last time
   size_t next_turn_ = 0;
   RepeatedStep repeated_;
-  std::vector<std::pair<int64_t, int32_t>> due_; // in a step that is followed: requests before a turn, and which
-  std::vector<std::pair<int64_t, int32_t>> lates_; // the request that is the last one before targets that return late
+  std::vector<std::pair<int64_t, int32_t>> due_; // in a followed step: requests before a turn, and the turn
+  std::vector<std::pair<int64_t, int32_t>> lates_; // last request before a target that returns late, and the target
   size_t next_late_ = 0;
-  std::vector<int32_t> late_; // of them, those that the operator is about to use that has yet to begin
+  std::vector<int32_t> late_; // those of the current request: restored as the operator that uses them begins
   int64_t moments_ = 0;
   std::vector<int64_t> running_; // moments of the outermost operators that run now
   std::vector<int8_t> collectives_; // by operator number; -1: not known yet
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> alive_, anchors_;
-  std::vector<std::pair<int32_t, c10::Storage>> leaving_; // when the operator that runs is done
+  std::vector<std::pair<int32_t, c10::Storage>> leaving_; // to be offloaded when the running operator is done
   bool is_running_ = false, has_departed_ = false;
 };
 

@@ -1,4 +1,4 @@
-// What the operators that have read a tensor say of it: how it is found again in another step (Chameleon, appendix A).
+// Describes a tensor by the operators that have read it, to find it again in another step (Chameleon, appendix A).
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,13 @@ namespace memplug {
 
 // Exact integers, compared as they are.
 struct Features {
-  uint32_t uses = 0; // by operators that read it
-  uint32_t kinds = 0; // of those: a bit for each of the 32 that are run most often
-  uint64_t recent = 0; // ranks of the last eight, a byte each, the latest lowest
+  uint32_t uses = 0; // operators that have read it
+  uint32_t kinds = 0; // of those, a bit for each of the 32 most frequent
+  uint64_t recent = 0; // ranks of the last eight, a byte each, the latest in the lowest
 
   static constexpr int kKinds = 32;
 
-  // `rank`: of the operator by how often it is run, from 1; 255 stands for all that are rarer than the 254th.
+  // Notes a reading operator. `rank`: of the operator by frequency, from 1; 255 stands for all beyond the 254th.
   void read_by(uint8_t rank) {
     ++uses;
     kinds |= rank >= 1 && rank <= kKinds ? 1u << (rank - 1) : 0;

@@ -1,1 +1,1 @@
-"""The swap list: which tensors are away from the device between two of their uses (Chameleon, section 5)."""
+"""Plans swap lists: chooses tensors to copy to the host between two of their uses (Chameleon, section 5)."""

@@ -1,7 +1,7 @@
-"""What the uses of a tensor say of it, so that it is found again in another step (Chameleon, appendix A).
+"""Describes tensors by their uses, so that they are found again in another step (Chameleon, appendix A).
 
-Exact integers: how many operators have read it, which of the commonest ones, and the last eight. The native core keeps
-the same of every tensor while a step runs (memplug/swap/native/tensor_features.h).
+The features are exact integers: how many operators have read the tensor, which of the most frequent ones, and the last
+eight. The native core keeps the same features of every tensor during a step (memplug/swap/native/tensor_features.h).
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from memplug.profile.trace import Trace
 from memplug.swap.plan.from_trace import clock_of
 
 KINDS = 32
-"""Operators that have a bit each, the commonest first."""
+"""Operators with a bit of their own, the most frequent first."""
 RARE = 255
-"""Rank of all operators that are rarer than the 254 commonest."""
+"""Rank of all operators less frequent than the 254 most frequent."""
 EDITS = 3
-"""Operators more or less, of which a tensor may not become another one's double."""
+"""Operators that may be inserted or left out without one tensor looking like another."""
 REACH = 32
-"""Places by which a tensor may be off at most. Half of what the native clock looks around by."""
+"""The most places by which a use may differ; half of the distance that the native clock searches."""
 
 
 class Features(NamedTuple):
-    """Of a tensor, up to one of its uses; see the module's text."""
+    """The features of a tensor up to one of its uses; see the top of this file."""
 
     uses: int = 0
     kinds: int = 0
     recent: int = 0
 
     def read_by(self, rank: int) -> Features:
-        """After one more operator, of that rank by how often it is run, from 1."""
+        """Return the features after one more reading operator, of that rank by frequency, from 1."""
         bit = 1 << (rank - 1) if 1 <= rank <= KINDS else 0
         return Features(self.uses + 1, self.kinds | bit, (self.recent << 8 | rank) & (1 << 64) - 1)
 
@@ -42,11 +42,11 @@ class Use(NamedTuple):
     """One use of a tensor by the program.
 
     Attributes:
-        place: outermost operator.
-        name: of the operator, into `Trace.names`.
-        output: of it, else an input.
+        place: index of the outermost operator.
+        name: the operator's, as an index into `Trace.names`.
+        output: whether the tensor is an output of the operator, else an input.
         slot: its number among the operator's outputs, or inputs.
-        features: of the tensor, this use included.
+        features: of the tensor, including this use.
     """
 
     place: int
@@ -57,15 +57,17 @@ class Use(NamedTuple):
 
 
 def ranks(step: Trace) -> dict[int, int]:
-    """By operator name, its place among the program's, the commonest first, from 1; `RARE` beyond the 254th."""
+    """Return each operator name's rank in the program, the most frequent 1; `RARE` beyond the 254th."""
     names, counts = np.unique(step.operators["name"][step.operators["depth"] >= 0], return_counts=True)
     by_count = sorted(zip(counts.tolist(), names.tolist(), strict=True), key=lambda each: (-each[0], each[1]))
     return {name: min(rank, RARE) for rank, (_, name) in enumerate(by_count, 1)}
 
 
 def uses_of(step: Trace) -> Iterator[tuple[int, Use]]:
-    """Every use of a tensor by the program, with the tensor, in the order in which they are seen: inputs as an operator
-    begins, with the features after all of them; outputs as it ends, behind what ran inside of it.
+    """Yield every use of a tensor by the program, with the tensor, in the order in which the observer sees them.
+
+    Inputs come as an operator begins, with the features after all of them; outputs as it ends, after the operators
+    inside of it.
     """
     rank_of, now = ranks(step), clock_of(step).now.tolist()
     features: dict[int, Features] = {}
@@ -92,21 +94,21 @@ def uses_of(step: Trace) -> Iterator[tuple[int, Use]]:
 
 
 def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[Use, int]]:
-    """How tensors are told apart from others at an outermost operator that uses them.
+    """Return how tensors are told apart from others at the outermost operators that use them.
 
-    Two uses look alike if the operators, the slots, sizes and dtypes are the same, and if the tensors would have the
-    same features after as few as three operators were left out or inserted: their uses differ by three at most. An
-    anchor between the two tells them apart.
+    Two uses look alike if operators, slots, sizes and dtypes are the same, and the tensors could have the same features
+    after up to three operators were left out or inserted: their numbers of uses differ by three at most. An anchor
+    between the two tells them apart.
 
     Args:
         step: one step with tensors.
         wanted: (tensor, place) pairs.
 
     Returns:
-        By pair the use there, by the outermost operator or one inside of it, that is told apart best, and by how many
-        places it may be off at most: less than half way to the nearest use of another tensor that looks alike, and too
-        few for three operators to close the rest, unless an anchor lies in between. Pairs are missing that are not told
-        apart.
+        For each pair the use, by the outermost operator or one inside of it, that is told apart best, and its
+        tolerance: the most places by which it may be off. That is less than half of the distance to the nearest use of
+        another tensor that looks alike, and so much less than the distance to the nearest such use without an anchor in
+        between that three operators cannot close the rest. Pairs that cannot be told apart are missing.
     """
     anchored = sorted({place for place, _, _ in anchors(step)})
     found: dict[tuple[int, int], list[Use]] = {}
@@ -119,7 +121,7 @@ def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int]
             found.setdefault((tensor, use.place), []).append(use)
     result = {}
     for (tensor, place), uses in found.items():
-        if made_at[tensor] == place:  # it may have had no memory before another operator has filled it
+        if made_at[tensor] == place:  # it may have no memory before an inner operator fills it
             uses = uses[-1:]
         tolerance, use = max(
             ((_tolerance(tensor, use, alike[_kind(step, tensor, use)], anchored), use) for use in uses),
@@ -131,7 +133,7 @@ def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int]
 
 
 def anchors(step: Trace) -> list[tuple[int, int, int]]:
-    """Tensors that are there from step to step, such as parameters, tell how far a step has come.
+    """Return the anchors: reads of tensors that outlive the step, such as parameters; they show its progress.
 
     Returns:
         (place, slot among the inputs, tensor) of each that an outermost operator reads, in order.
@@ -159,14 +161,14 @@ def _kind(step: Trace, tensor: int, use: Use) -> tuple[object, ...]:
 
 
 def _tolerance(tensor: int, use: Use, alike: list[tuple[int, int, int]], anchored: list[int]) -> int:
-    """See `last_uses`; below 0: it is not told apart."""
+    """Return the tolerance of `last_uses`; below 0: the use cannot be told apart."""
     nearest = nearest_without_anchor = 2 * REACH + 1
     for place, other, uses in alike:
         distance = abs(place - use.place)
         if other == tensor or abs(uses - use.features.uses) > EDITS or distance >= nearest_without_anchor:
             continue
         nearest = min(nearest, distance)
-        # One that is read by the earlier operator alone does not help where that is this one: it may be left out.
+        # An anchor that only the earlier operator reads does not help if that operator is left out.
         first = place if place < use.place else use.place + 1
         after = bisect.bisect_left(anchored, first)
         if after == len(anchored) or anchored[after] > place:

@@ -1,8 +1,8 @@
-"""The swap problem of a recorded step: memory in use without swaps, tensors with a gap (Chameleon, 4, 5.1 to 5.3).
+"""Makes the swap problem of a recorded step: memory in use, and tensors with gaps (Chameleon, 4, 5.1-5.3).
 
-The clock of a swap list is the program's outermost operators: what an operator runs inside of it, and what runs
-without gradients after it, counts to it; what runs behind all of them, such as the optimizer, is one more. Memory is
-asked for inside of operators, and a tensor leaves or comes back only between two of them.
+The clock of a swap list counts the program's outermost operators. Operators inside of one, and operators without
+gradients after it, count to it; all that runs after the program, such as the optimizer, is one more place. Memory is
+requested inside of operators, but tensors are offloaded and prefetched only between two of them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from memplug.profile.trace import Trace
 from memplug.swap.plan.problem import FROM_THE_BEGINNING, Candidate, SwapProblem
 
 NO_PART = -1
-"""Depth of an operator that is no part of the program, and not memplug's own."""
+"""Depth of an operator outside of the program that is not memplug's own."""
 
 
 class Link(NamedTuple):
-    """Rates while both directions run, in bytes per second, and the link time that other copies take while each
-    outermost operator runs: float64[n], or one number for all of them.
+    """Rates of the link in bytes per second while both directions run, and the link time that other copies take.
+
+    Link times are seconds while each outermost operator runs: float64[n], or one number for all.
     """
 
     d2h_bytes_per_s: float
@@ -35,10 +36,10 @@ class Clock(NamedTuple):
     """The outermost operators of a step's program.
 
     Attributes:
-        outermost: int64[n]: where they are in `Trace.operators`.
-        now: int64[operators]: by operator of the trace, the outermost one that runs then, or ran last; 0 before the
-            first.
-        behind: in `Trace.operators`, the first that runs behind the program; their number: none does.
+        outermost: int64[n]: their indices in `Trace.operators`.
+        now: int64[operators]: for each operator of the trace, the outermost one that runs, or ran last; 0 before
+            the first.
+        behind: index in `Trace.operators` of the first operator after the program; their number if there is none.
     """
 
     outermost: np.ndarray
@@ -47,17 +48,17 @@ class Clock(NamedTuple):
 
     @property
     def ticks(self) -> int:
-        """How many there are."""
+        """Return the number of outermost operators."""
         return len(self.outermost)
 
     @property
     def places(self) -> int:
-        """The same, and one where something runs behind the program."""
+        """Return the number of places: the ticks, and one more if anything runs after the program."""
         return self.ticks + (self.behind < len(self.now))
 
 
 def clock_of(step: Trace) -> Clock:
-    """The clock of one step."""
+    """Return the clock of one step."""
     depth = step.operators["depth"]
     outermost, outside = np.flatnonzero(depth == 0), np.flatnonzero(depth == NO_PART)
     behind = outside[np.searchsorted(outside, outermost[-1]) :] if len(outermost) else outside[:0]
@@ -77,19 +78,23 @@ def swap_problem(
     states: bool = False,
     resident: Collection[int] = (),
 ) -> SwapProblem:
-    """What may be swapped in a step, if it is too large for a budget.
+    """Return the swap problem of a step that exceeds a budget.
 
     Args:
-        step: One step with tensors and without a swap list, see `cut`.
+        step: one step with tensors and without a swap list, see `cut`.
         link: between host and device.
-        budget_bytes, host_bytes: as in `SwapProblem`.
-        min_bytes: Of a candidate.
-        operator_s: float64[n], duration of each place of the clock; without it all operators last equally long (Eq. 1).
-        others: Tensors, by index, that another technique decides on.
-        states, resident: See `gaps`.
+        budget_bytes: see `SwapProblem`.
+        host_bytes: see `SwapProblem`.
+        min_bytes: size of the smallest candidate.
+        operator_s: float64[n], duration of each place of the clock; without it, all operators last equally long (Eq.
+            1).
+        others: tensors, by index, that another technique decides on.
+        states: see `gaps`.
+        resident: see `gaps`.
 
     Returns:
-        Its operators are the places of the clock. Candidates are gaps with an operator above the budget.
+        The problem; its operators are the places of the clock, its candidates the gaps with an operator above the
+        budget.
     """
     count = clock_of(step).places
     seconds = even_s(step) if operator_s is None else operator_s
@@ -112,16 +117,16 @@ def swap_problem(
 
 
 def even_s(step: Trace) -> np.ndarray:
-    """float64[n]: of each place, where all operators last equally long (Eq. 1), and what runs behind them no time."""
+    """Return durations of places: operators last equally long (Eq. 1), code after them no time. float64[n], s."""
     clock = clock_of(step)
     return np.where(np.arange(clock.places) < clock.ticks, step.steps[0][2] / max(clock.ticks, 1), 0.0)
 
 
 def in_use_bytes(step: Trace) -> np.ndarray:
-    """int64[n]: the most device memory in use at each place, in a step without a swap list (Figure 3). What left
-    passively is in use: to a recording it never left (memplug/profile/native/requests.h, `Moving`).
+    """Return the most device memory in use at each place of a step without a swap list (Figure 3). int64[n].
 
-    Requests between two operators count to the one before them.
+    Passively offloaded tensors count as in use: the recording does not show that they left
+    (memplug/profile/native/requests.h, `Moving`). Requests between two operators count to the one before them.
     """
     clock = clock_of(step)
     in_use = np.zeros(clock.places, np.int64)
@@ -129,7 +134,7 @@ def in_use_bytes(step: Trace) -> np.ndarray:
         return in_use
     running = np.maximum(step.events["operator"], 0)
     operator = np.where(running >= clock.behind, clock.ticks, clock.now[running])
-    # In use as an operator begins is what the last event before it left.
+    # As an operator begins, the bytes that the last event before it left are in use.
     before = np.searchsorted(operator, np.arange(clock.places))
     live = np.concatenate(([step.base_bytes], step.live_bytes))
     in_use[:] = live[before]
@@ -140,35 +145,34 @@ def in_use_bytes(step: Trace) -> np.ndarray:
 def gaps(
     step: Trace, min_bytes: int, others: Collection[int] = (), states: bool = False, resident: Collection[int] = ()
 ) -> list[Candidate]:
-    """Tensors between two uses by the program with an outermost operator in between, by first and then second use.
+    """Return tensors between two uses with an outermost operator in between, by first and then second use.
 
-    Left out are tensors of collectives, and those that were there before the step (whose first use is not an operator's
-    output).
+    Left out are tensors of collectives, and those that existed before the step (whose first use is not an output).
 
     Args:
-        step: One step with tensors.
-        min_bytes: Of a tensor.
-        others: Tensors, by index, that are left out too.
-        states: Tensors that live from step to step count as well if the optimizer uses them, also from the step's
-            beginning to their first use, and so do gradients: the second use may be no part of the program then.
-        resident: With `states`, tensors by index that live from step to step besides, such as frozen parameters: they
-            count between two uses, for nothing outside of the program tells which is which as a step begins.
+        step: one step with tensors.
+        min_bytes: size of the smallest tensor.
+        others: tensors, by index, that are left out too.
+        states: include tensors that live from step to step if the optimizer uses them, also from the step's beginning
+            to their first use, and gradients. The second use may then lie outside of the program.
+        resident: with `states`, further tensors, by index, that live from step to step, such as frozen parameters. They
+            count only between two uses: outside of the program nothing tells which is which as a step begins.
     """
     uses, now = step.uses, clock_of(step).now
     order = np.argsort(uses["tensor"], kind="stable")
     tensor, operator, output = (uses[column][order] for column in ("tensor", "operator", "output"))
     begins = np.concatenate(([True], tensor[1:] != tensor[:-1]))[: len(tensor)]
-    # An operator may read what it writes: made in the step is what no use at its first operator reads.
+    # An operator may read what it writes: a tensor was made in the step if its first operator has it only as an output.
     first_operator = operator[np.flatnonzero(begins)][np.cumsum(begins) - 1]
     wanted = step.tensors["nbytes"] >= max(min_bytes, 1)
     lasting = np.zeros(len(step.tensors), bool)
     lasting[tensor[(operator == first_operator) & ~output]] = True
     wanted[list(others)] = False
-    # other streams may use a collective's tensors for as long as nothing waits for them: they never leave
+    # Other streams may use a collective's tensors as long as nothing waits for them: they are never swapped.
     collective = np.array([name.startswith(COLLECTIVES) for name in step.names], bool)
     wanted[tensor[collective[step.operators["name"][operator]]]] = False
     is_program = step.operators["depth"][operator] >= 0
-    time = now[operator] + ~is_program  # what is no part of it comes before the next one
+    time = now[operator] + ~is_program  # an operator outside of the program comes before the next place
     may_end = np.ones(len(tensor), bool) if states else is_program
     known, there = np.zeros((2, len(step.tensors)), bool)
     if states:
@@ -188,26 +192,26 @@ def gaps(
 
 
 def held_bytes(step: Trace) -> int:
-    """Of the largest tensor of a collective, which is free a little sooner or later in every step."""
+    """Return the bytes of the largest tensor of a collective, freed a little earlier or later in every step."""
     collective = np.array([name.startswith(COLLECTIVES) for name in step.names], bool)
     tensors = step.uses["tensor"][collective[step.operators["name"][step.uses["operator"]]]]
     return int(step.tensors["nbytes"][tensors].max(initial=0))
 
 
 class Mark(NamedTuple):
-    """Where a tensor that lives from step to step is used first outside of the program: that tells it from others."""
+    """The first use, outside of the program, of a tensor that lives from step to step, by which it is identified."""
 
     after: int
     """The outermost operator that ran last."""
     number: int
-    """Of the operator that uses it, among those that are no part of the program since; nested ones count."""
+    """Number of the operator that uses it among those outside of the program since then, nested ones included."""
     slot: int
-    """Among its inputs."""
+    """Its number among the operator's inputs."""
     tensor: int
 
 
 def marks(step: Trace) -> list[Mark]:
-    """Of all tensors that were there before the step, and are read outside of the program once that has begun."""
+    """Return the marks of all tensors from before the step that are read outside of the program after it began."""
     clock = clock_of(step)
     begins = clock.outermost[0] if clock.ticks else len(step.operators)
     outside = begins + np.flatnonzero(step.operators["depth"][begins:] == NO_PART)
@@ -216,7 +220,7 @@ def marks(step: Trace) -> list[Mark]:
     place_of = dict(
         zip(outside.tolist(), zip(clock.now[outside].tolist(), number_of.tolist(), strict=True), strict=True)
     )
-    first: dict[int, int] = {}  # by tensor, the operator that uses it first
+    first: dict[int, int] = {}  # for each tensor, the operator that uses it first
     lasting, slots, found = set(), dict.fromkeys(place_of, 0), {}
     for operator, tensor, output in step.uses.tolist():
         if first.setdefault(tensor, operator) == operator and not output:
@@ -229,7 +233,7 @@ def marks(step: Trace) -> list[Mark]:
 
 
 def outside_of(step: Trace, after: int) -> list[int]:
-    """Names, into `Trace.names`, of the operators that a mark's number counts."""
+    """Return the operators that a mark's number counts, as indices into `Trace.names`."""
     here = (clock_of(step).now == after) & (step.operators["depth"] == NO_PART)
     here[: clock_of(step).outermost[after]] = False
     return step.operators["name"][here].tolist()

@@ -1,9 +1,9 @@
-"""The fewest bytes that can bring a step within its budget: an integer program over the candidates.
+"""Finds the fewest bytes that bring a step within its budget, with an integer program over the candidates.
 
-A covering program: at every operator above the budget, the candidates that may be away there must be as large as the
-excess. Where nothing may wait, the link bounds what can be away: of candidates last used at or after an operator a, no
-more bytes can be released by an operator o than the link carries from a to o; and of those next used at or before b no
-more can be missing at o than it carries from o to b. Both are linear in the choice.
+It is a covering program: at every operator above the budget, candidates that may be away there must be at least as
+large as the excess. Without waiting, the link limits what can be away at an operator o: of candidates last used at or
+after an operator a, at most as many bytes as the link carries from a to o can be released by then; of those next used
+at or before b, at most as many bytes as it carries from o to b can be missing. Both limits are linear in the choice.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from memplug.swap.plan.problem import SwapProblem
 from memplug.swap.plan.simulator import NOT_FORCED, place
 
 TIME_LIMIT_S = 5.0
-"""For all choices together; looking at the last one may take longer."""
+"""Seconds for all choices together; checking the last one may exceed it."""
 
 GAP = 0.01
-"""Share of the bytes by which a choice may be more than the fewest: to prove less takes longer than it gains."""
+"""Share by which a choice may exceed the fewest bytes: proving less takes longer than it saves."""
 
 ATTEMPTS = 24
-"""Choices that are solved for: one that cannot be placed is forbidden, and the next one tried."""
+"""Choices to solve for: one that cannot be placed is excluded, and the next one tried."""
 
 
 def cover(
@@ -34,13 +34,14 @@ def cover(
     among: Collection[int] = (),
     without: Collection[int] = (),
 ) -> Iterator[tuple[int, ...]]:
-    """Choices of candidates that swap fewer bytes than that, the fewest first; each has to be simulated.
+    """Yield choices of candidates that swap fewer bytes than `below_bytes`, the fewest first; each must be simulated.
 
     Args:
         problem: the step.
-        below_bytes: of a choice that is known.
-        waits: Whether operators may wait for copies.
-        among, without: Candidates that every choice has, and has not.
+        below_bytes: bytes of a known choice.
+        waits: whether operators may wait for copies.
+        among: candidates that every choice includes.
+        without: candidates that every choice excludes.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -70,13 +71,13 @@ def cover(
             return
         picked = result.x > 0.5
         yield tuple(index for index, taken in zip(usable, picked, strict=True) if taken)
-        # Not this one again.
+        # Exclude this choice.
         rows.append(np.where(picked, -1.0, 1.0))
         bounds.append(1.0 - picked.sum())
 
 
 def _gaps(problem: SwapProblem, waits: bool) -> list[slice]:
-    """Where each candidate can be away, with the link to itself."""
+    """Return the operators at which each candidate can be away if it has the link to itself."""
     if waits:
         return [each.gap for each in problem.candidates]
     alone = [place(problem, {index: NOT_FORCED})[0] for index in range(len(problem.candidates))]
@@ -84,7 +85,7 @@ def _gaps(problem: SwapProblem, waits: bool) -> list[slice]:
 
 
 def _rows(problem: SwapProblem, gaps: list[slice], usable: list[int], waits: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of which candidates count, bool[r, usable], and how many bytes they have to have at least, float64[r]."""
+    """Return rows of candidates that count, bool[r, usable], and the fewest bytes that each row needs, float64[r]."""
     need = problem.in_use_bytes - problem.budget_bytes
     first = np.array([gaps[index].start for index in usable])
     end = np.array([gaps[index].stop for index in usable])

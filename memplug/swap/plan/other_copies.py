@@ -1,4 +1,4 @@
-"""Link time of the token-wise plan's copies, beside which whole tensors are swapped (Chameleon, section 5.4)."""
+"""Estimates the link time of the token-wise technique's copies, beside which whole tensors are swapped (5.4)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from memplug.swap.plan.from_trace import clock_of
 def busy_s(
     step: Trace, begin_s: np.ndarray, layer_bytes: Mapping[str, int], d2h_bytes_per_s: float, h2d_bytes_per_s: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What the link is busy with while each outermost operator runs: one copy after the other, to the host from the
-    beginning of a layer's forward on, and back by the beginning of its backward.
+    """Return how long the link is busy with other copies while each outermost operator runs.
+
+    Copies follow one another: to the host from the beginning of a layer's forward, and back until the beginning of its
+    backward.
 
     Args:
         step: one step.
         begin_s: float64[n + 1]: see `SwapProblem`.
-        layer_bytes: that one forward of a layer sends, and its backward gets back, by the layer's name.
-        d2h_bytes_per_s, h2d_bytes_per_s: of the link, while both directions run.
+        layer_bytes: bytes that one forward of a layer offloads, and its backward prefetches, by the layer's name.
+        d2h_bytes_per_s: rate to the host, while both directions run.
+        h2d_bytes_per_s: rate to the device, while both directions run.
 
     Returns:
         float64[n] to the host and float64[n] to the device, in seconds, none longer than its operator.
@@ -33,7 +36,7 @@ def busy_s(
 
 
 def _begins(step: Trace, begin_s: np.ndarray, layer_bytes: Mapping[str, int], which: Pass) -> list[tuple[float, int]]:
-    """When each pass of each layer begins, and the layer's bytes."""
+    """Return when each pass of each layer begins, and the layer's bytes."""
     now = clock_of(step).now
     of_phase = np.array([phase.kind is which for phase in step.phases], bool)
     nbytes = [layer_bytes.get(layer.name, 0) for layer in step.layers]
@@ -46,7 +49,7 @@ def _begins(step: Trace, begin_s: np.ndarray, layer_bytes: Mapping[str, int], wh
 
 
 def _one_after_the_other(begins: Iterable[tuple[float, int]], bytes_per_s: float) -> list[tuple[float, float]]:
-    """From when to when each copy runs, none before its own time."""
+    """Return the beginning and end of each copy, none before its own time."""
     until_s, spans = -np.inf, []
     for begin_s, nbytes in sorted(begins):
         start_s = max(begin_s, until_s)
@@ -56,7 +59,7 @@ def _one_after_the_other(begins: Iterable[tuple[float, int]], bytes_per_s: float
 
 
 def _within(spans: Iterable[tuple[float, float]], begin_s: np.ndarray) -> np.ndarray:
-    """Seconds of these spans, which do not overlap, in each operator's."""
+    """Return the seconds of these disjoint spans that fall into each operator."""
     busy = np.zeros(len(begin_s) - 1)
     for start_s, end_s in spans:
         busy += np.clip(np.minimum(begin_s[1:], end_s) - np.maximum(begin_s[:-1], start_s), 0.0, None)

@@ -1,4 +1,4 @@
-"""A swap list as a part of a plan: the tensors that it names, when they leave and return, and what it promises."""
+"""The swap list as a part of a plan: the tensors that it names, when they are swapped, and its predictions."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from memplug.swap.plan.policy import swap_list
 from memplug.swap.plan.problem import FROM_THE_BEGINNING, Candidate, OverBudgetError
 
 FROM_BEFORE = (Use(FROM_THE_BEGINNING, 0, False, 0, Features()), 0)
-"""Of a tensor that leaves as the step begins."""
+"""Stands for the last use of a tensor that is offloaded as the step begins."""
 _UNPREDICTED = {"predicted_peak_bytes": 0, "predicted_stall_s": 0.0, "predicted_step_s": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """One tensor between two uses. Places are outermost operators of the program.
+    """A tensor that is swapped between two uses; places are outermost operators of the program.
 
     Attributes:
-        nbytes, dtype: of its storage; the dtype is that of the first tensor in it.
-        operator: name of the one that uses it last.
-        output, slot: whether it is an output of that, else an input, and which one.
+        nbytes, dtype: of its storage; the dtype is that of the storage's first tensor.
+        operator: name of the operator that uses it last before the gap.
+        output, slot: whether it is an output of that operator or an input, and its number among these.
         uses, kinds, recent: see `memplug.swap.plan.features`.
-        tolerance: places by which its last use may be off.
-        last_use, release, prefetch, next_use: places: it leaves after the first, its memory is free for [release,
-            prefetch), and it is back at the last. See `Candidate` for what is before and behind the program.
-        key: of a tensor that leaves as the step begins: which anchor's it is; the features say nothing then. Else -1.
+        tolerance: places by which its last use may differ.
+        last_use, release, prefetch, next_use: places: it is offloaded after the first, its memory is free for [release,
+            prefetch), and it is back at the last. See `Candidate` for uses before and after the program.
+        key: for a tensor that is offloaded as the step begins, the anchor that identifies it, since its features mean
+            nothing; else -1.
     """
 
     nbytes: int
@@ -58,20 +59,20 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwapPart(PlanPart):
-    """See the module's text.
+    """The swap list of one program.
 
     Attributes:
-        names: of operators.
-        program: the outermost operators, in order, into `names`.
-        outside: (place, operators) where anchors are no part of the program: the place of the operator before, and what
-            runs since, up to the last anchor there, into `names`.
-        ranks: by name.
-        targets: by last use, rising; none: the step fits without, or there is no list for it.
-        anchors: (place, slot, tensor): see `memplug.swap.plan.features.anchors`; places beyond the program are those of
-            `outside`, one after the other: see `memplug.swap.plan.from_trace.marks`.
-        host_bytes: that they take at most.
-        predicted_peak_bytes, predicted_stall_s, predicted_step_s: of a step.
-        impossible: why there is no list that keeps to the budgets; "": there is one, or it needs none.
+        names: names of operators.
+        program: the outermost operators in order, as indices into `names`.
+        outside: (place, operators) where anchors lie outside of the program: the place of the operator before, and the
+            operators since then up to the last anchor, as indices into `names`.
+        ranks: rank of each name by how often it runs.
+        targets: tensors to swap, by last use, rising; empty if the step fits without a list, or no list suffices.
+        anchors: (place, slot, tensor): see `memplug.swap.plan.features.anchors`; places beyond the program count the
+            operators of `outside` one after the other: see `memplug.swap.plan.from_trace.marks`.
+        host_bytes: the most host memory that the tensors take.
+        predicted_peak_bytes, predicted_stall_s, predicted_step_s: of a step under the list.
+        impossible: why no list keeps to the budgets; "" if one does, or none is needed.
     """
 
     name = "swap"
@@ -89,28 +90,28 @@ class SwapPart(PlanPart):
 
     @property
     def swapped_bytes(self) -> int:
-        """That leave in a step, and return."""
+        """Return the bytes that are swapped in a step."""
         return sum(target.nbytes for target in self.targets)
 
     @property
     def state_bytes(self) -> int:
-        """Of these, what leaves as the step begins."""
+        """Return the swapped bytes that are offloaded as the step begins."""
         return sum(target.nbytes for target in self.targets if target.last_use == FROM_THE_BEGINNING)
 
     def does_as(self, other: SwapPart) -> bool:
-        """Returns whether the same tensors leave and return at the same places of the same program."""
+        """Return whether both lists swap the same tensors at the same places of the same program."""
         one, its = (dataclasses.replace(each, **_UNPREDICTED) for each in (self, other))
         return one == its
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwapBudgets:
-    """What a list may take.
+    """The resources that a list may use.
 
     Attributes:
         device_bytes, host_bytes: see `SwapProblem`.
-        min_bytes: of a tensor.
-        d2h_bytes_per_s, h2d_bytes_per_s: of the link, while both directions run.
+        min_bytes: size of the smallest tensor to swap.
+        d2h_bytes_per_s, h2d_bytes_per_s: rates of the link, while both directions run.
     """
 
     device_bytes: int
@@ -129,17 +130,20 @@ def plan_part(
     states: bool = False,
     resident: Collection[int] = (),
 ) -> SwapPart:
-    """The swap list of a recorded step, as a part.
+    """Plan the swap list of a recorded step, and return it as a part.
 
     Args:
         step: one step with tensors.
-        budgets: see there.
-        operator_s, others, states, resident: as of `swap_problem`.
-        layer_bytes: that others copy, see `busy_s`.
+        budgets: see `SwapBudgets`.
+        operator_s: see `swap_problem`.
+        others: see `swap_problem`.
+        layer_bytes: bytes that other copies move, see `busy_s`.
+        states: see `swap_problem`.
+        resident: see `swap_problem`.
 
     Raises:
-        SwapError: there is no list that keeps to the budgets; says what is possible, and what holds it up.
-        ValueError: the judge refuses it: a defect.
+        SwapError: no list keeps to the budgets; says what is possible, and which operator is the obstacle.
+        ValueError: the judge refuses the list: a defect of memplug.
     """
     clock, rates = clock_of(step), (budgets.d2h_bytes_per_s, budgets.h2d_bytes_per_s)
     operator_s = even_s(step) if operator_s is None else operator_s
@@ -211,7 +215,7 @@ def plan_part(
 def _marked(
     step: Trace, keys: Collection[int]
 ) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], list[tuple[int, int, int]]]:
-    """See `SwapPart.outside`, and the anchors there, of tensors that leave as the step begins."""
+    """Return `SwapPart.outside`, and its anchors, for tensors that are offloaded as the step begins."""
     place, outside, anchors_there = clock_of(step).ticks, [], []
     for after, group in itertools.groupby(
         (mark for mark in marks(step) if mark.tensor in keys), lambda mark: mark.after
@@ -224,7 +228,7 @@ def _marked(
 
 
 def target_of(step: Trace, candidate: Candidate, look: tuple[Use, int], release: int, prefetch: int) -> Target:
-    """A candidate that is away for [release, prefetch); `look`: see `memplug.swap.plan.features.last_uses`."""
+    """Return the target of a candidate that is away for [release, prefetch); `look` is an entry of `last_uses`."""
     use, tolerance = look
     return Target(
         nbytes=candidate.nbytes,
@@ -244,7 +248,7 @@ def target_of(step: Trace, candidate: Candidate, look: tuple[Use, int], release:
 
 def _impossible(error: OverBudgetError, step: Trace, budgets: SwapBudgets) -> SwapError:
     least, clock = error.least, clock_of(step)
-    what = "what runs behind the backward, such as the optimizer,"
+    what = "code after the backward, such as the optimizer,"
     if least.operator < clock.ticks:
         name = step.names[step.operators["name"][clock.outermost[least.operator]]]
         what = f"operator {least.operator:,} ({name})"
@@ -253,13 +257,13 @@ def _impossible(error: OverBudgetError, step: Trace, budgets: SwapBudgets) -> Sw
     )
     if error.host_limited:
         return SwapError(
-            f"{host_gib} of host memory are too little to keep a step to {device_gib} of the device; with more, as "
-            f"little as {least_gib} could do",
+            f"{host_gib} of host memory are too little to keep a step to {device_gib} of the device; with more, it "
+            f"could keep to {least_gib}",
             'Raise "host_budget_gib", or "device_budget_gib"; or let a step take less.',
             code="MP015",
         )
     return SwapError(
-        f"{device_gib} of the device are too little: {what} takes {least_gib} with all that can be swapped away",
+        f"{device_gib} of the device are too little: {what} takes {least_gib} with all possible tensors swapped",
         f'Set "device_budget_gib" to {least.nbytes / GIB:.3g} or more; or lower "swap.min_bytes", or let a step take '
         "less: a shorter sequence, a smaller micro-batch.",
         code="MP015",

@@ -1,4 +1,4 @@
-"""Which tensors to swap: Algorithm 2 of Chameleon, and then as few bytes as will do."""
+"""Chooses the tensors to swap: by Algorithm 2 of Chameleon, then as few bytes as suffice."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from memplug.swap.plan.problem import Candidate, OverBudgetError, Swap, SwapProb
 from memplug.swap.plan.simulator import NOT_FORCED, Simulation, place, simulate
 
 SIZE_WEIGHT = 1.0
-"""C of Eq. 2: what the size of a tensor counts beside the operators above the budget that its gap covers."""
+"""C of Eq. 2: weight of a tensor's size against the share of operators above the budget that its gap covers."""
 
 NEGLIGIBLE_S = 1e-9
-"""A stall that only the rounding of times makes."""
+"""Stalls up to this length come from rounding of times."""
 
 
 REPLACING_S = 1.0
-"""For looking for smaller candidates in place of chosen ones."""
+"""Seconds for replacing chosen candidates by smaller ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwapList:
-    """What is swapped, and when.
+    """The chosen swaps, and the step under them.
 
     Attributes:
         swaps: by candidate, rising.
-        simulation: of the step under them.
-        swapped_bytes: to the host in a step, and back.
+        simulation: of the step under the swaps.
+        swapped_bytes: bytes copied to the host in a step, and back.
     """
 
     swaps: tuple[Swap, ...]
@@ -40,15 +40,14 @@ class SwapList:
 
 
 Chosen = dict[int, tuple[int, int]]
-"""As `simulator.Needed`."""
+"""See `simulator.Needed`."""
 
 
 def swap_list(problem: SwapProblem) -> SwapList:
-    """A list under which no operator is above the budget: one that nothing waits for where there is any, and of those
-    one of few bytes.
+    """Return a list under which no operator exceeds the budget: one without waiting if there is any, and of few bytes.
 
     Raises:
-        OverBudgetError: There is none, even if the step waits for every copy.
+        OverBudgetError: there is none, even if the step waits for every copy.
     """
     if least_budget(problem).nbytes > problem.budget_bytes:
         raise OverBudgetError(problem)
@@ -65,7 +64,7 @@ def swap_list(problem: SwapProblem) -> SwapList:
 
 
 def _fewest(problem: SwapProblem, below_bytes: int, *, longest_stall_s: float | None) -> SwapList | None:
-    """A list of fewer bytes than that, if there is one; without `longest_stall_s` one that nothing waits for."""
+    """Return a list of fewer bytes, or None; without `longest_stall_s`, one that nothing waits for."""
     for candidates in cover(problem, below_bytes, waits=longest_stall_s is not None):
         chosen: Chosen | None = dict.fromkeys(candidates, NOT_FORCED)
         if longest_stall_s is not None:
@@ -73,7 +72,7 @@ def _fewest(problem: SwapProblem, below_bytes: int, *, longest_stall_s: float | 
         if chosen is None or reductions(problem, place(problem, chosen)).any():
             continue
         if _list(problem, chosen).simulation.stall_s <= (longest_stall_s or 0.0) + NEGLIGIBLE_S:
-            return _list(problem, without_redundant(problem, chosen))  # the solver stops a little short of the fewest
+            return _list(problem, without_redundant(problem, chosen))  # the solver ends slightly above the fewest
     return None
 
 
@@ -87,13 +86,14 @@ def _list(problem: SwapProblem, chosen: Chosen) -> SwapList:
 
 
 def reductions(problem: SwapProblem, swaps: tuple[Swap, ...] = ()) -> np.ndarray:
-    """The memory reduction list (5.2): int64[n], the bytes by which each operator is above the budget, or 0."""
+    """Return the memory reduction list (5.2): the bytes by which each operator exceeds the budget, or 0. int64[n]."""
     return np.maximum(problem.in_use_with(swaps) - problem.budget_bytes, 0)
 
 
 def score(candidate: Candidate, reduction_bytes: np.ndarray, largest_bytes: int) -> float:
-    """Eq. 2: N_MRE + C S, both as shares: of the operators above the budget, those in the gap; of the largest
-    candidate, the size.
+    """Return a candidate's score, N_MRE + C S (Eq. 2).
+
+    N_MRE is the share of the operators above the budget that lie in its gap, S its size over the largest candidate's.
     """
     entries = np.count_nonzero(reduction_bytes)
     covered = np.count_nonzero(reduction_bytes[candidate.gap])
@@ -101,7 +101,7 @@ def score(candidate: Candidate, reduction_bytes: np.ndarray, largest_bytes: int)
 
 
 def candidate_list(problem: SwapProblem, reduction_bytes: np.ndarray, chosen: Chosen) -> list[int]:
-    """The candidate list (5.3), the highest score first: not yet chosen, with operators above the budget in the gap."""
+    """Return the candidate list (5.3), highest score first: not chosen, with operators above the budget in the gap."""
     useful = [
         index
         for index, each in enumerate(problem.candidates)
@@ -112,13 +112,14 @@ def candidate_list(problem: SwapProblem, reduction_bytes: np.ndarray, chosen: Ch
 
 
 def algorithm_2(problem: SwapProblem) -> Chosen:
-    """Chooses until the memory reduction list is empty (5.5).
+    """Choose candidates until the memory reduction list is empty (5.5).
 
-    A candidate is taken if it lessens what is above the budget with nothing waiting. Where none does, the one of the
-    highest score that is not away yet at the operator farthest above the budget is, and the step waits for its copies.
+    A candidate is taken if it lowers the excess without waiting. If none does, candidates are forced (see `forced`): of
+    those not yet away at the operator with the largest excess, the one of the highest score, and the step waits for its
+    copies.
 
     Raises:
-        OverBudgetError: Nothing that could be swapped is left.
+        OverBudgetError: no candidate is left.
     """
     chosen: Chosen = {}
     excess = reductions(problem)
@@ -140,7 +141,7 @@ def algorithm_2(problem: SwapProblem) -> Chosen:
 
 
 def forced(problem: SwapProblem, chosen: Chosen, may_add: bool = True) -> Chosen | None:
-    """With as many more operators waiting as the budget asks for; None: that is not enough."""
+    """Return the choice with as much more waiting as the budget requires; None: that is not enough."""
     chosen = dict(chosen)
     while True:
         swaps = place(problem, chosen)
@@ -158,7 +159,7 @@ def forced(problem: SwapProblem, chosen: Chosen, may_add: bool = True) -> Chosen
         if not useful:
             return None
         largest = max(problem.candidates[index].nbytes for index in useful)
-        # What is swapped anyway comes first: its copies cost nothing more.
+        # Candidates that are swapped anyway come first: their copies cost nothing more.
         best = max(
             useful, key=lambda index: (index in chosen, score(problem.candidates[index], excess, largest), -index)
         )
@@ -171,7 +172,7 @@ def _fits_host(problem: SwapProblem, chosen: Chosen) -> bool:
 
 
 def without_redundant(problem: SwapProblem, chosen: Chosen) -> Chosen:
-    """Without those, the largest first, that the others do without: nothing above the budget, and no longer waits."""
+    """Drop candidates, the largest first, without which nothing exceeds the budget and nothing waits longer."""
     stall_s = _list(problem, chosen).simulation.stall_s
     for index in sorted(chosen, key=lambda index: (-problem.candidates[index].nbytes, index)):
         fewer = {other: needed for other, needed in chosen.items() if other != index}
@@ -182,8 +183,9 @@ def without_redundant(problem: SwapProblem, chosen: Chosen) -> Chosen:
 
 
 def with_smaller(problem: SwapProblem, chosen: Chosen) -> Chosen:
-    """With a smaller candidate in place of a chosen one, the largest first, or with the fewest bytes of several, where
-    that does: nothing above the budget, and no longer waits.
+    """Replace chosen candidates, the largest first, by a smaller one, or by several with the fewest bytes.
+
+    A replacement stays if nothing exceeds the budget and nothing waits longer.
     """
     stall_s = _list(problem, chosen).simulation.stall_s
     deadline_s = time.monotonic() + REPLACING_S

@@ -1,4 +1,4 @@
-"""The problem that a swap list solves, as data: one step without swaps, its candidates, the link and the budgets."""
+"""The problem that a swap list solves: one step without swaps, its candidates, the link and the budgets."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from typing import NamedTuple
 import numpy as np
 
 FROM_THE_BEGINNING = -1
-"""In place of a last use: the gap begins with the step."""
+"""Stands for a last use: the gap begins with the step."""
 
 
 class Candidate(NamedTuple):
-    """A tensor between two of its uses: its gap is the operators in between."""
+    """A tensor between two of its uses; the operators in between are its gap."""
 
     tensor: int
-    """Into `Trace.tensors`."""
+    """Row of `Trace.tensors`."""
     nbytes: int
     last_use: int
-    """Operator that uses it last before the gap; `FROM_THE_BEGINNING`: none in this step."""
+    """The operator that uses it last before the gap; `FROM_THE_BEGINNING`: none in this step."""
     next_use: int
-    """Operator that uses it next; the number of those of the program: none of them, and it is back behind them."""
+    """The operator that uses it next; the number of operators: none, and it is back after the last one."""
 
     @property
     def gap(self) -> slice:
-        """The operators for which it may be away, at most."""
+        """Return the operators at which it may be away, at most."""
         return slice(self.last_use + 1, self.next_use)
 
 
 class Swap(NamedTuple):
-    """One candidate's way: its memory is free for operators [release, prefetch)."""
+    """The swap of one candidate, whose memory is free for operators [release, prefetch)."""
 
     candidate: int
-    """Into `SwapProblem.candidates`."""
+    """Index into `SwapProblem.candidates`."""
     release: int
-    """Its memory is released before this operator, once the copy to the host, begun after the last use, is done."""
+    """The operator before which its memory is released, once the copy to the host after the last use is done."""
     prefetch: int
-    """It has memory again, and the copy to the device begins, before this operator; it is done at the next use."""
+    """The operator before which it gets memory, and the copy to the device begins; that is done at the next use."""
 
 
 class Link:
-    """One direction between device and host, of which other copies take a part.
+    """One direction of the link between device and host, shared with other copies.
 
     Args:
-        begin_s: float64[n + 1], rising: when each operator begins, and when the last one ends.
+        begin_s: float64[n + 1], rising: begin of each operator, and end of the last one.
         busy_s: float64[n]: seconds of other copies while each operator runs.
-        bytes_per_s: above 0.
+        bytes_per_s: rate of the link, above 0.
     """
 
     def __init__(self, begin_s: np.ndarray, busy_s: np.ndarray, bytes_per_s: float) -> None:
@@ -56,28 +56,28 @@ class Link:
         self._bytes_per_s = bytes_per_s
 
     def seconds(self, nbytes: int) -> float:
-        """Eq. 3: T_swap = S / B, on a link that is free."""
+        """Return the seconds of a copy on a free link (Eq. 3: T_swap = S / B)."""
         return nbytes / self._bytes_per_s
 
     def finish_s(self, start_s: float, nbytes: int) -> float:
-        """When a copy that starts then is done; after the step the link is free."""
+        """Return when a copy that starts at `start_s` is done; after the step the link is free."""
         return _at(self._free_s, self._times_s, self.free_until_s(start_s) + self.seconds(nbytes), bisect_left)
 
     def start_s(self, finish_s: float, nbytes: int) -> float:
-        """When a copy that is done then starts, at the latest; below 0: before the step."""
+        """Return the latest start of a copy that is done at `finish_s`; below 0: before the step."""
         return _at(self._free_s, self._times_s, self.free_until_s(finish_s) - self.seconds(nbytes), bisect_right)
 
     def free_until_s(self, time_s: float) -> float:
-        """Seconds that other copies leave from the step's beginning to a time."""
+        """Return the seconds that other copies leave free from the step's beginning to a time."""
         return _at(self._times_s, self._free_s, time_s, bisect_right)
 
     def bytes_between(self, start_s: float, finish_s: float) -> float:
-        """Bytes that can be copied between two times."""
+        """Return the bytes that can be copied between two times."""
         return (self.free_until_s(finish_s) - self.free_until_s(start_s)) * self._bytes_per_s
 
 
 def _at(x: list[float], y: list[float], value: float, bisect: type[bisect_left]) -> float:
-    """Interpolates; outside of the points in a line of slope 1."""
+    """Interpolate linearly; outside of the points, with slope 1."""
     if value <= x[0]:
         return y[0] + value - x[0]
     if value >= x[-1] and not (bisect is bisect_left and value == x[-1]):
@@ -90,16 +90,16 @@ def _at(x: list[float], y: list[float], value: float, bisect: type[bisect_left])
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SwapProblem:
-    """One step. Times are as without swaps; operators are named by their index in the step.
+    """One step to plan a list for; times are those without swaps, and operators are named by their index in the step.
 
     Attributes:
-        in_use_bytes: int64[n]: the most device memory in use while each operator runs, if nothing were swapped.
-        begin_s: float64[n + 1], rising: when each operator begins, and when the last one ends.
-        candidates: that may be swapped.
+        in_use_bytes: int64[n]: the most device memory in use while each operator runs, without swaps.
+        begin_s: float64[n + 1], rising: begin of each operator, and end of the last one.
+        candidates: gaps in which tensors may be swapped.
         budget_bytes: device memory that no operator may exceed.
-        host_bytes: host memory for all that is swapped.
-        d2h_bytes_per_s, h2d_bytes_per_s: of the link, while both directions run.
-        d2h_busy_s, h2d_busy_s: float64[n]: link time that other copies take while each operator runs.
+        host_bytes: host memory for all swapped tensors.
+        d2h_bytes_per_s, h2d_bytes_per_s: rates of the link, while both directions run.
+        d2h_busy_s, h2d_busy_s: float64[n]: link time of other copies while each operator runs.
     """
 
     in_use_bytes: np.ndarray
@@ -114,26 +114,26 @@ class SwapProblem:
 
     @property
     def operators(self) -> int:
-        """How many the step has, with what runs behind the program as one of them."""
+        """Return the number of operators; code after the program counts as one of them."""
         return len(self.in_use_bytes)
 
     @cached_property
     def out_link(self) -> Link:
-        """From device to host."""
+        """Return the link from device to host."""
         return Link(self.begin_s, self.d2h_busy_s, self.d2h_bytes_per_s)
 
     @cached_property
     def in_link(self) -> Link:
-        """From host to device."""
+        """Return the link from host to device."""
         return Link(self.begin_s, self.h2d_busy_s, self.h2d_bytes_per_s)
 
     @cached_property
     def times_s(self) -> list[float]:
-        """`begin_s` as a list."""
+        """Return `begin_s` as a list."""
         return self.begin_s.tolist()
 
     def in_use_with(self, swaps: tuple[Swap, ...]) -> np.ndarray:
-        """int64[n]: `in_use_bytes` without what is away."""
+        """Return `in_use_bytes` less the tensors that are away. int64[n]."""
         change = np.zeros(self.operators + 1, np.int64)
         for swap in swaps:
             nbytes = self.candidates[swap.candidate].nbytes
@@ -143,15 +143,15 @@ class SwapProblem:
 
 
 class Least(NamedTuple):
-    """The least budget under which a step can run at all, whatever it waits for."""
+    """The least budget under which a step can run at all, however long it waits."""
 
     nbytes: int
     operator: int
-    """That needs it."""
+    """The operator that needs it."""
 
 
 def least_budget(problem: SwapProblem) -> Least:
-    """Every candidate away for its whole gap: nothing can take less."""
+    """Return the least budget: that with every candidate away for its whole gap."""
     everything = tuple(Swap(index, each.gap.start, each.gap.stop) for index, each in enumerate(problem.candidates))
     in_use = problem.in_use_with(everything)
     operator = int(in_use.argmax())
@@ -162,8 +162,8 @@ class OverBudgetError(Exception):
     """No swap list keeps the step to its budgets.
 
     Attributes:
-        least: see there.
-        host_limited: with more host memory there is one.
+        least: see `Least`.
+        host_limited: whether a list exists with more host memory.
     """
 
     def __init__(self, problem: SwapProblem) -> None:

@@ -1,8 +1,7 @@
-"""When copies run, beside what the link carries anyway: places the swaps of chosen candidates, and predicts what waits
-(Chameleon, section 5.4).
+"""Places the copies of chosen candidates beside other copies on the link, and predicts the waiting (Chameleon, 5.4).
 
-The paper gives each copy one logical layer that has enough time left. Here copies follow one another on the link, each
-direction by itself, and may last longer than a layer: a copy of logits may take as long as several layers.
+The paper gives each copy one logical layer with enough time left. Here copies follow one another on the link, each
+direction by itself, and may last longer than a layer: a copy of logits may take as long as several.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ import numpy as np
 from memplug.swap.plan.problem import Swap, SwapProblem
 
 Needed = Mapping[int, tuple[int, int]]
-"""By candidate: operators [first, end) for which it has to be away even if the step waits; none if end <= first."""
+"""For each candidate the operators [first, end) at which it must be away even if the step waits; none: end <= first."""
 
 NOT_FORCED = (1 << 62, -1)
-"""Away only when no operator waits."""
+"""The candidate is away only while no operator waits for it."""
 
 
 def place(problem: SwapProblem, needed: Needed) -> tuple[Swap, ...]:
-    """Offloads as early as they can be, and prefetches as late, so that nothing waits but for what is needed.
+    """Place offloads as early and prefetches as late as possible, such that only operators in `needed` cause waiting.
 
-    A copy to the host begins after the last use, or when the one before it is done (5.4.2): what is released when no
-    operator has to wait follows. Prefetches are placed from the step's end to its beginning, each so that it is done
-    at its next use, or when the one behind it begins (5.4.1).
+    A copy to the host begins after the last use, or when the copy before it is done (5.4.2); the memory is released
+    once no operator waits for that. Prefetches are placed from the end of the step to its beginning, each such that it
+    is done at its next use, or when the prefetch after it begins (5.4.1).
 
     Args:
         problem: the step.
-        needed: the candidates to swap.
+        needed: the candidates to swap, and where they must be away.
 
     Returns:
-        By candidate, rising. One that would be back before it is away has `prefetch` equal to `release`.
+        The swaps by candidate, rising. One that would be back before it is away has `prefetch` equal to `release`.
     """
     times_s, candidates = problem.times_s, problem.candidates
     done_s, free_s = {}, 0.0
@@ -62,8 +61,8 @@ class Simulation:
 
     Attributes:
         in_use_bytes: int64[n], see `SwapProblem`.
-        release_stalls_s: by swap: how long its release waits for the copy to the host.
-        use_stalls_s: by swap: how long its next use waits for the copy to the device.
+        release_stalls_s: for each swap, how long its release waits for the copy to the host.
+        use_stalls_s: for each swap, how long its next use waits for the copy to the device.
         step_s: duration of the step.
     """
 
@@ -74,21 +73,22 @@ class Simulation:
 
     @property
     def stall_s(self) -> float:
-        """All that the step waits for copies."""
+        """Return the seconds that the step waits for copies."""
         return sum(self.release_stalls_s) + sum(self.use_stalls_s)
 
 
 def simulate(problem: SwapProblem, swaps: Sequence[Swap]) -> Simulation:
-    """Runs the step: copies of one direction follow one another in program order, and the device waits for them before
-    a release and before a next use.
+    """Simulate the step: the device waits for each copy before the release or the next use that depends on it.
 
-    Other copies are taken to be where they are without swaps; while the device waits, they wait too.
+    Copies of one direction follow one another in program order. Other copies are assumed to run where they do without
+    swaps; while the device waits, they wait too.
     """
     events = []
     for number, swap in enumerate(swaps):
         candidate = problem.candidates[swap.candidate]
         if swap.prefetch > swap.release:
-            # Between two operators: offloads of what the first one used, releases, prefetches by next use, next uses.
+            # Between two operators: offloads of tensors that the first used, releases, prefetches by next use, next
+            # uses.
             events.append((candidate.last_use + 1, 0, 0, number))
             events.append((swap.release, 1, 0, number))
             events.append((swap.prefetch, 2, candidate.next_use, number))

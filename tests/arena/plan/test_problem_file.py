@@ -151,7 +151,7 @@ def test_gaps_are_refused_as_what_they_are(path):
 
 
 def test_sizes_beyond_what_can_be_placed_are_an_error_that_names_the_file(path):
-    with pytest.raises(LayoutError, match="problem.csv: buffer 1 is of .* more than fits"):
+    with pytest.raises(LayoutError, match="problem.csv: buffer 1 has .* more than fits"):
         read(path, f"id,lower,upper,size\n1,0,3,{2**61}\n")
 
 

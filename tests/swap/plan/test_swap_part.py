@@ -103,9 +103,9 @@ BROKEN = {
     "not in order": {"release": 0},
     "is not in order": {"prefetch": 11, "next_use": 10},
     "in order: used": {"next_use": 13},
-    "nothing tells which tensor": {"last_use": -1, "key": 3},
+    "no anchor tells which tensor": {"last_use": -1, "key": 3},
     "which the program does not run": {"operator": "aten::none"},
-    "too few for what is swapped": {"nbytes": 513},
+    "too few for the swapped tensors": {"nbytes": 513},
 }
 
 

@@ -1,4 +1,5 @@
-"""Placing buffers, in C++: greedy placement in a given order, and the search for offsets below a height.
+"""Bindings of the C++ that places buffers: greedy placement in a given order, and the search below a height.
+
 Imports no torch.
 """
 
@@ -25,17 +26,18 @@ def place(
     tightest: bool = False,
     limit_bytes: int = UNLIMITED_BYTES,
 ) -> np.ndarray | None:
-    """Offsets of buffers that are placed one by one in the order of `order`, each in a gap among those before.
+    """Place buffers one by one in a given order, each in a gap among those before it.
 
     Args:
         instants: lower and upper of each buffer, int32[n], numbered densely from 0.
-        size, alignment: int64[n], bytes.
+        size: int64[n], bytes.
+        alignment: int64[n], bytes.
         order: int32[n], rows.
-        tightest: in the smallest gap, not in the lowest.
-        limit_bytes: give up once the height is that or more.
+        tightest: choose the smallest gap that fits, not the lowest.
+        limit_bytes: give up once the height reaches it.
 
     Returns:
-        int64[n], bytes; None: given up.
+        Offsets, int64[n], bytes; None if it gave up.
 
     Raises:
         NativeError: see `load`.
@@ -58,17 +60,19 @@ def decide(
     seconds: float,
     threads: int,
 ) -> tuple[bool | None, np.ndarray]:
-    """Whether buffers fit below a height.
+    """Decide whether buffers fit below a height.
 
     Args:
         sections: first and end of each buffer's sections, int32[n], numbered densely from 0.
-        size, alignment: int64[n], bytes.
-        height_bytes: of the arena.
+        size: int64[n], bytes.
+        alignment: int64[n], bytes.
+        height_bytes: height of the arena.
         seconds: time limit.
-        threads: of the search; with one, the same answer in every run that is not cut off by the time limit.
+        threads: threads of the search; with one, each run that ends in time gives the same answer.
 
     Returns:
-        True and int64[n] offsets; or False: they do not fit, or None: out of time, and offsets that mean nothing.
+        The verdict and offsets, int64[n], bytes: True: they fit at these offsets; False: they do not fit; None: out of
+        time. The offsets mean nothing unless they fit.
 
     Raises:
         NativeError: see `load`.
@@ -90,7 +94,7 @@ def decide(
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Returns the library.
+    """Compile the library where needed, and return it.
 
     Raises:
         NativeError: see `PlainLibrary.load`.

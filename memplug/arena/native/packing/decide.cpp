@@ -1,10 +1,11 @@
-// Whether buffers fit below a height: depth-first search over stable placements, restarted with other orders.
+// Decides whether buffers fit below a height: a depth-first search over stable placements, with restarts in other
+// orders.
 //
-// A placement is stable when no buffer can be moved to a lower offset; if any fits, a stable one does. Each is built in
-// the order of rising offsets, ties in the order of ranks, so that it is visited once (the canonical solutions, section
-// inference and dynamic decomposition of M. Moffitt, "MiniMalloc", ASPLOS 2023). What is added here: a buffer that has
-// lost its support must come to rest on one that is still to be placed, which bounds its offset by a shortest path; and
-// restarts (Luby's sequence) with orders that are drawn at random and led by where earlier searches failed.
+// A placement is stable if no buffer can be moved to a lower offset; if any placement fits, a stable one does. Each is
+// built in the order of rising offsets, ties in the order of ranks, so that it is visited once (canonical solutions,
+// section inference and dynamic decomposition are M. Moffitt's, "MiniMalloc", ASPLOS 2023). Added here: a buffer that
+// has lost its support must come to rest on one that is still to be placed, which bounds its offset by a shortest path;
+// and restarts (Luby's sequence) with orders that are drawn at random and guided by where earlier searches failed.
 #include <pthread.h>
 
 #include <algorithm>
@@ -32,8 +33,8 @@ struct Instance {
   const int64_t *size, *alignment;
   int64_t height;
   Clock::time_point deadline;
-  std::vector<std::vector<int32_t>> neighbours;  // in use at the same time
-  std::vector<double> width, bytes, load, overlaps, middle;  // what orders are made of: logarithms, but for the last
+  std::vector<std::vector<int32_t>> neighbours;  // buffers in use at the same time
+  std::vector<double> width, bytes, load, overlaps, middle;  // features that orders mix: logarithms, except the last
 
   bool fits_in_time(int32_t a, int32_t b) const { return upper[a] <= lower[b] || upper[b] <= lower[a]; }
 };
@@ -75,7 +76,7 @@ class Search {
     for (double& blame : blame_) blame *= 0.9;
   }
 
-  // Ranks for one descent: the first three are MiniMalloc's, later ones mix the same features at random.
+  // Draws ranks for one descent: the first three orders are MiniMalloc's, later ones mix the same features at random.
   void order(int64_t turn) {
     std::normal_distribution<double> normal;
     std::exponential_distribution<double> weight;
@@ -119,7 +120,7 @@ class Search {
     return int64_t{1} << power;
   }
 
-  // Places all of `rows` (by lower) but `skip`: stretches of time that no buffer joins are searched one by one.
+  // Places all of `rows` (by lower) but `skip`: stretches of time that no buffer connects are searched one by one.
   bool place_parts(const std::vector<int32_t>& rows, int32_t skip, int64_t from, int32_t last_rank) {
     std::vector<std::vector<int32_t>> parts;
     int32_t end = -1;
@@ -129,7 +130,7 @@ class Search {
       parts.back().push_back(row);
       end = std::max(end, in_.upper[row]);
     }
-    // The smallest first: where one cannot be done, that is found out soonest.
+    // The smallest first: if one cannot be placed, it shows soonest.
     std::stable_sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.size() < b.size(); });
     return std::all_of(parts.begin(), parts.end(), [&](const auto& part) { return place(part, from, last_rank); });
   }
@@ -138,7 +139,7 @@ class Search {
     return rest_[row] > from || (rest_[row] == from && rank_[row] > last_rank);
   }
 
-  // The next buffer goes to `from` or above; at `from` itself only with a later rank.
+  // Places the next buffer at `from` or above; at `from` itself only one with a later rank.
   bool place(const std::vector<int32_t>& rows, int64_t from, int32_t last_rank) {
     if (--nodes_left_ < 0 || is_over()) return false;
     int64_t ceiling = kNever;
@@ -147,7 +148,7 @@ class Search {
       ceiling = std::min(ceiling, rest_[row] + in_.size[row]);
       end = std::max(end, in_.upper[row]);
     }
-    // A buffer that fits wholly below all that is to come would be moved there: not stable.
+    // A buffer that fits wholly below all others to come would be moved there: the placement is not stable.
     if (ceiling <= from || !bound_offsets(rows, from, last_rank) || !has_room(rows, begin, end)) return false;
     std::vector<int32_t> next;
     for (int32_t row : rows)
@@ -176,7 +177,7 @@ class Search {
     return false;
   }
 
-  // Puts a buffer where it rests; false: what remains cannot fit above.
+  // Places a buffer where it rests; false: the remaining ones cannot fit above it.
   bool put(int32_t row) {
     const int64_t end = rest_[row] + in_.size[row];
     placed_[row] = 1;
@@ -192,7 +193,7 @@ class Search {
     return fits;
   }
 
-  // The lowest offset that each may still have. One that cannot be next will rest on another that is to come.
+  // Finds the lowest offset that each buffer may still get; one that cannot be next will rest on another to come.
   bool bound_offsets(const std::vector<int32_t>& rows, int64_t from, int32_t last_rank) {
     std::vector<int32_t> hanging;
     for (int32_t row : rows) {
@@ -220,7 +221,7 @@ class Search {
     return true;
   }
 
-  // In no section may what is to be placed there be more than fits above the lowest of it.
+  // Returns whether in each section the buffers to be placed fit above the lowest offset among them.
   bool has_room(const std::vector<int32_t>& rows, int32_t begin, int32_t end) {
     std::fill(floor_.begin() + begin, floor_.begin() + end, kNever);
     for (int32_t row : rows)
@@ -242,11 +243,11 @@ class Search {
   const Instance& in_;
   std::atomic<bool>& over_;
   std::mt19937_64 random_;
-  std::vector<double> blame_;  // how often each had a part in a failure, lately
+  std::vector<double> blame_;  // how often each buffer took part in a failure, recently
   std::vector<int32_t> rank_;
   std::vector<int64_t> bound_;
-  std::vector<int64_t> sky_, load_, floor_;  // by section: top of what is placed, bytes to be placed, lowest of those
-  std::vector<int64_t> rest_, offset_;       // by buffer: top of what is placed below it, where it was put
+  std::vector<int64_t> sky_, load_, floor_;  // by section: top of placed buffers, bytes to be placed, lowest of those
+  std::vector<int64_t> rest_, offset_;       // by buffer: top of those placed below it, and its offset
   std::vector<char> placed_;
   int64_t nodes_left_ = 0;
 };
@@ -270,7 +271,7 @@ void describe(Instance& instance) {
   }
 }
 
-// Calls work(0) up to work(threads - 1), each on a thread with room for a search as deep as there are buffers.
+// Calls work(0) up to work(threads - 1), each on a thread with a stack for a search as deep as there are buffers.
 template <typename Work>
 void run_deep(int32_t threads, size_t stack, Work& work) {
   struct Task {
@@ -297,9 +298,9 @@ void run_deep(int32_t threads, size_t stack, Work& work) {
 
 }  // namespace
 
-// Searches for offsets with which `count` buffers fit below `height`, for at most `seconds`, by `threads` threads.
-// `lower` and `upper` are sections from 0 up to `sections`. Returns 1: `offsets` holds them; 0: there are none; -1: out
-// of time.
+// Searches for offsets with which `count` buffers fit below `height`, for at most `seconds`, on `threads` threads.
+// `lower` and `upper` are sections from 0 up to `sections`. Returns 1: they fit at `offsets`; 0: they do not fit; -1:
+// out of time.
 extern "C" int32_t memplug_decide(int32_t count, int32_t sections, const int32_t* lower, const int32_t* upper,
                                   const int64_t* size, const int64_t* alignment, int64_t height, double seconds,
                                   int32_t threads, int64_t* offsets) {

@@ -1,4 +1,4 @@
-// Places buffers one by one, in a given order, each where it fits among those placed before that live at the same time.
+// Places buffers one by one in a given order, each in a gap among placed buffers that live at the same time.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -28,7 +28,7 @@ class Shelf {
     }
   }
 
-  // Calls visit(offset, end) for those in use in [lower, upper), by offset, until it returns false.
+  // Calls visit(offset, end) for buffers in use in [lower, upper), by offset, until it returns false.
   template <typename Visit>
   void scan(int32_t lower, int32_t upper, Visit visit) const {
     for (const auto& block : blocks_)
@@ -41,7 +41,7 @@ class Shelf {
   std::vector<std::vector<Placed>> blocks_;
 };
 
-// All placed buffers, and for each stretch of time those that live in it: what is short looks no further.
+// All placed buffers, and those of each stretch of time: a short lifetime is looked up in its stretch alone.
 class Shelves {
  public:
   Shelves(int32_t instants, int32_t stretches)
@@ -70,9 +70,9 @@ int64_t aligned(int64_t offset, int64_t alignment) { return (offset + alignment 
 
 }  // namespace
 
-// Offsets for `count` buffers, placed in the order of `order`: at the lowest offset that is free in [lower, upper), or
-// with `tightest` in the smallest gap. Instants are numbered from 0 up to `instants`. Returns the height; once it is
-// `limit` or more the rest is left unplaced.
+// Places `count` buffers in the order of `order`: at the lowest offset that is free in [lower, upper), or with
+// `tightest` in the smallest gap; writes `offsets`. Instants are numbered from 0 up to `instants`. Returns the height;
+// once it reaches `limit`, the other buffers are left unplaced.
 extern "C" int64_t memplug_place(int32_t count, int32_t instants, const int32_t* lower, const int32_t* upper,
                                  const int64_t* size, const int64_t* alignment, const int32_t* order, int32_t tightest,
                                  int64_t limit, int64_t* offsets) {
