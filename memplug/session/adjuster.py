@@ -255,9 +255,8 @@ class Adjuster:
         if self.stage is Stage.GEN_POLICY:
             self._proposed = self._technique.propose(None)
             return Event.STEADY if self._proposed is None else Event.SETTLED
-        if (
-            self.stage is Stage.STABLE
-        ):  # a borrowed plan serves only programs that leave before a plan of their own is made
+        if self.stage is Stage.STABLE:
+            # a borrowed plan is for programs that leave before a plan of their own is made
             stays = self._similar_steps > self.warmup_steps + self._tries
             return Event.CHANGED if seen.borrowed and stays else Event.STEADY
         return Event.SETTLED if self._similar_steps > self.warmup_steps else Event.STEADY

@@ -16,8 +16,8 @@ When a step ends, every rank does the following, in this order:
 | keep the plan on disk | once both halves of it are in force |
 | call the callbacks | they see the report of a settled session |
 
-Then the next step begins: the recorder and the arena are claimed if no forward did so, the recording begins, and last of
-all the arena starts to serve.
+Then the next step begins: the recorder and the arena are claimed if no forward did so, the recording begins, and last
+of all the arena starts to serve.
 """
 
 from __future__ import annotations
@@ -377,7 +377,7 @@ class Boundary:
 
     @property
     def step_s(self) -> float | None:
-        """Return the median duration of the recent steps, from one step's end to the next, in seconds; None at first."""
+        """Return the median time from one step's end to the next, in seconds, over the recent steps; None at first."""
         return statistics.median(self._step_seconds) if self._step_seconds else None
 
     def _time_step(self) -> None:

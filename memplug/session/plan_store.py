@@ -82,7 +82,7 @@ class PlanStore:
 
         Args:
             plan: the plan, with its `training` set.
-            beside: the process or thread that writes the file.
+            beside: writes the file in a process of its own.
         """
         if self._folder is not None:
             files = [self._folder / self._name(plan, rank) for rank in range(self._job.world_size)]

@@ -53,12 +53,12 @@ class Session:
         """Record the next whole step, from the end of the current one on; afterwards `trace` returns it.
 
         Args:
-            file: path to save the trace to as well, for `memplug show`. With several ranks each saves its own file, such
-                as "trace.rank0.npz" for "trace.npz".
+            file: path to save the trace to as well, for `memplug show`. With several ranks each saves its own file,
+                such as "trace.rank0.npz" for "trace.npz".
 
         Raises:
-            RecorderError: another session of this process has the recorder, this session is detached, or `file` is not a
-                valid path.
+            RecorderError: another session of this process has the recorder, this session is detached, or `file` is not
+                a valid path.
         """
         if self.stage is Stage.DETACHED:
             raise RecorderError("a session that is detached records nothing", "Attach again.")
