@@ -306,8 +306,8 @@ def _cgroup_room_bytes(root: Path) -> list[int]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # Any group above may be the one with the limit. In a container the path is often the host's and absent here; the
-        # group itself is then mounted at the base.
+        # Any group above may be the one with the limit. In a container the path is often the host's and absent here;
+        # the group itself is then mounted at the base.
         group = base / path.lstrip("/")
         groups = [group, *(parent for parent in group.parents if parent.is_relative_to(base))]
         rooms += [room for each in groups if (room := _group_room_bytes(each, *names)) is not None]
