@@ -112,7 +112,7 @@ class HostPool:
             slab = self.device.host_memory(nbytes)
         except MemoryError as error:  # the system has less than the budget promised
             text = (
-                "memplug: the host has no memory for another %.2f GiB of swapped rows, and more is recomputed: %s. "
+                "memplug: the host has no memory for another %.2f GiB of swapped rows, so more is recomputed: %s. "
                 'Lower "host_budget_gib", or free host memory'
             )
             log.warning(coded("MP017", text), nbytes / GIB, error)
@@ -125,7 +125,7 @@ class HostPool:
         elif not self._warned:
             self._warned = True
             text = (
-                "memplug: the driver refused to register host memory, so that swapping is slow. Raise the limit on "
+                "memplug: the driver refused to register host memory, so swapping is slow. Raise the limit on "
                 "locked memory (`ulimit -l unlimited`); `memplug doctor` shows it"
             )
             log.warning(coded("MP018", text))

@@ -90,7 +90,7 @@ def _present_zero(zero: Any, ds_config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if not isinstance(zero, Mapping):
         raise ConfigError(
-            [f"zero_optimization: got {zero!r}, which is no object"],
+            [f"zero_optimization: got {zero!r}, not an object"],
             'Make it an object such as {"stage": 2}, or leave it out.',
         )
     made: dict[str, Any] = {}

@@ -76,7 +76,7 @@ class DeepSpeed(Framework):
         """Raise `ConflictError` if the session was attached to the model alone, and does not see the engine's steps."""
         if not is_patched(target.engine, "step"):
             raise ConflictError(
-                "the engine's model was attached by itself, so that the session does not see the engine's steps",
+                "a session is attached to the engine's model alone, and does not see the engine's steps",
                 "Detach that session and attach to the engine, or leave it to `memplug.install()`.",
             )
 
@@ -97,7 +97,7 @@ class DeepSpeed(Framework):
         if offloads:
             raise ConflictError(
                 f'DeepSpeed offloads itself ({offloads}), and "swap": {{"states": true}} would move the same tensors',
-                "Remove one of the two; only DeepSpeed's helps where the device has no room while the optimizer runs.",
+                "Remove one of the two; only DeepSpeed's helps if device memory runs out in the optimizer.",
             )
 
     def groups(self, target: Target) -> Sequence[Any]:

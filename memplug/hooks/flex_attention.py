@@ -157,10 +157,9 @@ class _Warning:
         if not self._told and self._is_of_a_region() and _is_compiled_by_a_caller(sys._getframe()):
             self._told = True
             text = (
-                "memplug: FlexAttention is not compiled inside of regions here: it runs as it is written, with a score "
-                "for each pair of tokens. Compile it by itself, `torch.compile(flex_attention)`, without CUDA graphs, "
-                "let the model use another attention, or leave its layers out of "
-                '"tokenwise.regions".'
+                "memplug: FlexAttention is not compiled inside of regions here, and stores a score for each pair of "
+                "tokens. Compile it alone, with `torch.compile(flex_attention)` and without CUDA graphs, let the model "
+                'use another attention, or leave its layers out of "tokenwise.regions".'
             )
             log.warning(coded("MP023", text))
         return original(*args, **kwargs)

@@ -80,7 +80,7 @@ def _named(group: Group) -> list[int]:
     if dist.get_rank() not in ranks or not all(rank in known for rank in ranks):
         raise RanksError(
             f"`memplug.attach` was given the group of ranks {ranks} on rank {dist.get_rank()} of {len(known)}",
-            "Attach only on the ranks of the group; it is a process group that this rank is in, or the list of the "
+            "Attach only on the ranks of the group. Pass a process group that contains this rank, or a list of the "
             "ranks that train the model.",
             code="MP004",
         )

@@ -57,13 +57,12 @@ _CONFLICTS = {
     "recompute_granularity": "memplug recomputes the same layers: leave out --recompute-granularity",
     "cpu_offloading": "memplug takes its place: leave out --cpu-offloading-num-layers",
     "fine_grained_activation_offloading": "memplug takes its place: leave out --fine-grained-activation-offloading",
-    "enable_cuda_graph": "a layer that was captured in a graph has no operators to see: leave out --enable-cuda-graph",
-    "external_cuda_graph": "a layer that was captured in a graph has no operators to see: leave out "
-    "--external-cuda-graph",
-    "cuda_graph_impl": 'a layer that was captured in a graph has no operators to see: set it to "none"',
-    "moe_paged_stash": "it moves what experts save for backward by hooks of its own: leave out --moe-paged-stash",
-    "overlap_moe_expert_parallel_comm": "its schedule runs the parts of two layers in turns, and no layer's own "
-    "forward: leave out --overlap-moe-expert-parallel-comm",
+    "enable_cuda_graph": "memplug cannot observe operators in a captured graph: leave out --enable-cuda-graph",
+    "external_cuda_graph": "memplug cannot observe operators in a captured graph: leave out --external-cuda-graph",
+    "cuda_graph_impl": 'memplug cannot observe operators in a captured graph: set it to "none"',
+    "moe_paged_stash": "its own hooks move the tensors that experts save for backward: leave out --moe-paged-stash",
+    "overlap_moe_expert_parallel_comm": "its schedule interleaves parts of two layers, and calls no layer's forward: "
+    "leave out --overlap-moe-expert-parallel-comm",
     "hybrid_context_parallel": "the ranks that share a sequence change with every micro-batch, and each would "
     "recompute by a plan of its own: leave out --hybrid-context-parallel",
 }
@@ -193,14 +192,13 @@ def _check_kernels(name: str, config: Any) -> None:
     """Raise `ConflictError` for kernels that neither operators nor saved tensors describe well enough."""
     if getattr(config, "multi_latent_attention", False) and getattr(config, "apply_rope_fusion", False):
         raise ConflictError(
-            f"the rotary embedding of layer {name} is a kernel that writes to queries in place, which no operator "
-            "shows",
+            f"the rotary embedding of layer {name} writes to queries in place, in a kernel that memplug cannot observe",
             "Leave out --apply-rope-fusion with multi-latent attention.",
         )
     if getattr(config, "moe_flex_dispatcher_backend", None) == "ncclep":
         raise ConflictError(
-            f"the experts of layer {name} exchange tokens by kernels that nothing shows: a recompute pass could "
-            "exchange on one rank alone",
+            f"the experts of layer {name} exchange tokens in kernels that memplug cannot observe: a recompute pass "
+            "could exchange on one rank alone",
             "Use --moe-flex-dispatcher-backend deepep or hybridep, or the all-to-all dispatcher.",
         )
 

@@ -99,8 +99,8 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[st
         if not any(_matches(pattern, name, written[name]) for name in modules):
             raise RegionError(
                 f'the pattern "{pattern}" in "tokenwise.regions" matches no module of {type(model).__name__}; '
-                f"patterns that match some, the nearest first: {_nearest(pattern, modules, written)}",
-                "Patterns are globs, no regular expressions, over whole names as `model.named_modules()` has them; "
+                f"patterns that match, the nearest first: {_nearest(pattern, modules, written)}",
+                "Patterns are globs, not regular expressions, for whole names in `model.named_modules()`; "
                 '`*`, `?` and `[0-3]` stay within one part, between dots: "model.layers.*" is every layer, '
                 '"model.layers.*.mlp" the MLP of each.',
                 code="MP001",
@@ -115,7 +115,7 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[st
         if type(module).forward is nn.Module.forward:
             raise RegionError(
                 f"module {name}, a {type(module).__name__}, is never called itself",
-                f'Name what it contains, for example ["{name}.*"] in "tokenwise.regions".',
+                f'Name the modules in it, for example ["{name}.*"] in "tokenwise.regions".',
                 code="MP001",
             )
     return found
@@ -162,7 +162,7 @@ def make_region(
         _refuse_compiled(region.name)
     if "forward" in module.__dict__:
         raise ConflictError(
-            f"the forward of module {region.name} was replaced on the instance, so that memplug's would never run",
+            f"the forward of module {region.name} was replaced on the instance, so memplug's would never run",
             "Attach memplug before the tool that replaces it, or undo that.",
             code="MP003",
         )
@@ -247,8 +247,8 @@ def _refuse_compiled(name: str) -> None:
 
 def _refuse_script(module: nn.Module) -> NoReturn:
     raise ConflictError(
-        f"torch.jit.script was given a {type(module).__name__} that memplug is attached to: it compiles what the class "
-        "of a module is written as",
+        f"torch.jit.script was given a {type(module).__name__} that memplug is attached to, and compiles the source of "
+        "its original class",
         "Call `session.detach()` before, or use `torch.export.export` or `torch.jit.trace`, which run the model.",
         code="MP003",
     )

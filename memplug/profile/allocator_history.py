@@ -101,7 +101,7 @@ def _history(snapshot: Any, device: int | None, file_bytes: int) -> History:
     devices = tuple(number for number, events in enumerate(traces) if events)
     if not devices:
         raise TraceError(
-            "the snapshot has no history, only what was in use at its end",
+            "the snapshot has no history, only the blocks in use at its end",
             "Call torch.cuda.memory._record_memory_history() before the steps, and _dump_snapshot() after them.",
         )
     if device is None:
@@ -109,7 +109,7 @@ def _history(snapshot: Any, device: int | None, file_bytes: int) -> History:
     if device not in devices:
         raise TraceError(
             f"the snapshot has no events of device {device}",
-            f"Choose one with events, of {', '.join(map(str, devices))}, or none: the one with the most is taken.",
+            f"Choose a device with events ({', '.join(map(str, devices))}), or none to get the one with the most.",
         )
     segments = [segment for segment in snapshot.get("segments", ()) if segment.get("device", 0) == device]
     replay = _Replay(traces[device])

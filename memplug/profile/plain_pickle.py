@@ -201,12 +201,12 @@ class _Reader:
 
     def _extend(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not list:
-            raise TypeError("items of what is no list")
+            raise TypeError("items for a value that is no list")
         self._stack[-1].extend(values)
 
     def _update(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not dict or len(values) % 2:
-            raise TypeError("items of what is no dict")
+            raise TypeError("items for a value that is no dict")
         self._stack[-1].update(zip(values[::2], values[1::2], strict=True))
 
     def _dict(self) -> None:

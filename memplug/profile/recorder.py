@@ -240,8 +240,8 @@ class Recorder:
         except RuntimeError as error:
             backend = torch.cuda.get_allocator_backend()
             raise RecorderError(
-                f"requests for CUDA memory cannot be recorded: torch's allocator is {backend}, which does not say what "
-                f"it does ({str(error).splitlines()[0]})",
+                f"requests for CUDA memory cannot be recorded: torch's allocator is {backend}, which does not report "
+                f"its requests ({str(error).splitlines()[0]})",
                 'Use torch\'s own allocator: take "backend:cudaMallocAsync" out of PYTORCH_ALLOC_CONF and '
                 "PYTORCH_CUDA_ALLOC_CONF, and do not change the allocator "
                 "(torch.cuda.memory.change_current_allocator).",

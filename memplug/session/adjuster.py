@@ -352,18 +352,18 @@ class Adjuster:
         self.programs.indifferent = True
         if self._ranks.first:
             text = (
-                "memplug: step %d: no program lasts long enough to be planned for, the last change was to %s. One plan "
-                "is made for all steps from now on, which keeps nothing on the device. To have plans for each: raise "
-                '"profiler": {"length_tolerance"}, or pad to fewer lengths'
+                "memplug: step %d: no program lasts long enough to be planned for; the last change was to %s. From now "
+                "on one plan serves all steps, and keeps nothing on the device. To plan for each program, raise "
+                '"profiler": {"length_tolerance"}, or pad sequences to fewer lengths'
             )
             log.warning(coded("MP009", text), self._step, change)
 
     def _stay_safest(self, program: Remembered) -> None:
         if self._ranks.first:
             text = (
-                "memplug: step %d: each plan for %s makes another program of it, whose operators differ though its "
-                "inputs do not. No more plans are made for it: it stays at the safest setting, which swaps the inputs "
-                'of regions and recomputes the rest. Raise "profiler": {"length_tolerance"}, or set '
+                "memplug: step %d: each plan for %s makes another program of it: its operators change although its "
+                "inputs do not. memplug makes no more plans for it, and keeps it at the safest setting, which swaps "
+                'the inputs of regions and recomputes the rest. Raise "profiler": {"length_tolerance"}, or set '
                 '"tokenwise": {"alpha"} to a number'
             )
             log.warning(coded("MP009", text), self._step, _named(program))

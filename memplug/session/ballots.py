@@ -198,8 +198,8 @@ class _Sending:
         missing = self._voters.missing(ballot.number)
         if missing and self._voters.is_first_to_say(ballot.number):
             text = (
-                "memplug: at the end of a step, ranks wait for %s since %.0f s, and for %.0f s more at most; then they "
-                "stop planning and train on. Give all ranks as many batches"
+                "memplug: at the end of a step, ranks wait for %s: %.0f s so far, and %.0f s more at most; then they "
+                "stop planning, and training continues. Give all ranks the same number of batches"
             )
             log.warning(coded("MP010", text), named(missing), PATIENCE_S, limit_s - PATIENCE_S)
 

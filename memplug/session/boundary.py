@@ -273,14 +273,14 @@ class Boundary:
                     f"step {self.steps}: {self.apart}; other ranks may run by another plan from now on, and layers of "
                     "the model communicate",
                     "Start the job again from its last checkpoint: the process that holds torch's store (torchrun, "
-                    "else rank 0) has ended, or cannot be reached any more.",
+                    "else rank 0) has ended, or cannot be reached.",
                     code="MP010",
                 ) from error
             if self._ranks.is_first_to_say():
                 text = (
                     "memplug: step %d: planning ends, and all ranks keep the last plan: %s. Give all ranks that train "
-                    "a model as many batches, and ranks that do not train together a `group` each; attach again to "
-                    "plan again"
+                    "a model the same number of batches. If only some ranks train it together, pass them as `group`. "
+                    "Attach again to plan again"
                 )
                 log.warning(coded("MP010", text), self.steps, self.apart)
 

@@ -135,8 +135,8 @@ class Claim:
             self._told = True
             text = (
                 "memplug: goes on without the profiler and the arena: another model that trains in this process has "
-                "them, and there is one of each. Plans tell programs apart by the sizes of inputs alone. Detach the "
-                "other session to have them here"
+                "them, and a process has one of each. Programs are told apart by the sizes of inputs alone. Detach the "
+                "other session to use them here"
             )
             log.warning(coded("MP007", text))
 

@@ -73,4 +73,4 @@ def _why_unplanned(session: Attached, report: Report) -> str:
     if session.history:
         return session.history[-1][-1]
     earliest = session.warmup_steps + 2
-    return f"that takes {earliest} steps of one program at least"
+    return f"a plan takes at least {earliest} steps of one program"

@@ -78,7 +78,7 @@ class KeptPlans:
         decided = [self._agreed.kept(plan) for plan in plans]
         if decided[0] is None:
             lasting = [Lasting(None, None)]  # programs are not told apart
-            self._adjuster.tell(f"goes on from the plan that an earlier run kept in {self.file}")
+            self._adjuster.tell(f"resumes from the plan that an earlier run kept in {self.file}")
         else:
             programs = [_program_of(plan.training.program) for plan in plans]
             first = plans[0].training.first
@@ -122,7 +122,7 @@ class KeptPlans:
         """
         lasting = self._adjuster.lasting
         if self.file is not None and self._is_first and lasting not in self._plans:
-            self._refuse(f"{self.file} is of another program than the first step's")
+            self._refuse(f"{self.file} is for another program than the first step ran")
         elif self._is_turned_away and lasting.decisions is not None:
             self._agreed.install(lasting.decisions)  # the program proved to be the plan's after all
         self._is_first = self._is_turned_away = False
@@ -169,7 +169,7 @@ class KeptPlans:
         try:
             self._beside.take()
         except (OSError, LayoutError) as error:
-            log.warning('memplug: the plan is not kept; set "plan_dir" to a folder that can be written: %s', error)
+            log.warning('memplug: the plan is not kept: %s. Set "plan_dir" to a writable folder', error)
 
     def _refuse(self, why: str) -> None:
         self.file, self.refused = None, why

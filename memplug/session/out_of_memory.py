@@ -87,7 +87,7 @@ def save_snapshot(asked: bool | str, device: Device, step: int) -> str:
 
 def _of_budget(asked_gib: float | Literal["auto"], is_bound: bool) -> str:
     if asked_gib == "auto":
-        return 'set "device_budget_gib" below what the device has, so that the plan keeps less there'
+        return 'set "device_budget_gib" below the memory of the device, so that the plan keeps less there'
     if is_bound:
         return f'raise "device_budget_gib", which is {asked_gib:g}: the CPU has no more than that for a step'
     return f'lower "device_budget_gib", which is {asked_gib:g}, so that the plan keeps less on the device'

@@ -120,8 +120,8 @@ class PlanStore:
             own[plan.training.run, plan.training.index] = plan
             if unread := sorted(plan.parts.keys() - {each.name for each in self._judges}):
                 text = (
-                    "memplug: %s has parts that no technique here reads: %s. They stay in the file. There is nothing "
-                    "to do, unless such a technique was meant to be here"
+                    "memplug: %s has parts that no technique here reads: %s. They stay in the file. Ignore this, "
+                    "unless such a technique should be installed"
                 )
                 log.warning(text, file, ", ".join(unread))
         return own, "" if own else refused or self._nearest()
@@ -151,8 +151,8 @@ class PlanStore:
             return ""
         file, changes = min(differing, key=lambda each: len(each[1]))
         if not changes:
-            return f"{file} is of another rank than {self._job.rank}"
-        return f"{file} is of another job: {'; '.join(changes)}"
+            return f"{file} is for another rank than {self._job.rank}"
+        return f"{file} is for another job: {'; '.join(changes)}"
 
 
 def _modified_s(file: Path) -> float:

@@ -155,7 +155,7 @@ class Recording:
         """Continue without the record of a step that contradicts itself; warn the first time."""
         if not self._has_refused:
             self._has_refused = True
-            text = "memplug: the record of a step contradicts itself: %s. A later one is used; please report it"
+            text = "memplug: the record of a step contradicts itself: %s. memplug uses a later one; please report this"
             log.warning(coded("MP016", text), error.problem)
 
     def stop(self) -> None:
