@@ -109,7 +109,7 @@ class Places:
 
     @contextlib.contextmanager
     def in_optimizer(self) -> Iterator[None]:
-        """Count all of an engine's step to the optimizer, not only its optimizer's own `step`."""
+        """Attribute an engine's whole step to the optimizer, not only its optimizer's own `step`."""
         self._hooks.enter_engine_step()
         try:
             yield

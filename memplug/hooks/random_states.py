@@ -33,7 +33,7 @@ def kept(tracker: Any) -> Callable[[], AbstractContextManager[None]]:
 
 
 def _copied(tracker: Any) -> dict[str, Any]:
-    """Return the states by name; for generators, which CUDA graphs can capture (`--te-rng-tracker`), their contents."""
+    """Return the states by name, and the contents of generators, which graphs can capture (`--te-rng-tracker`)."""
     return {
         name: state.get_state() if isinstance(state, torch.Generator) else state
         for name, state in tracker.get_states().items()

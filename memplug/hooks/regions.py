@@ -262,7 +262,7 @@ def _matches(pattern: str, *names: str) -> bool:
 
 
 def _nearest(pattern: str, modules: Mapping[str, nn.Module], written: Mapping[str, str]) -> str:
-    """Return, in words, the patterns of callable modules that are most similar to one that matches no module."""
+    """Return, in words, the patterns most similar to `pattern` that match callable modules."""
     called = [name for name, module in modules.items() if type(module).forward is not nn.Module.forward]
     patterns = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", written[name]) for name in called)
     return ", ".join(f'"{each}"' for each in difflib.get_close_matches(pattern, patterns, cutoff=0)) or "none"

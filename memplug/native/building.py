@@ -31,7 +31,7 @@ LOT_BYTES = 80_000  # bytes of sources that take about a minute to compile
 
 @dataclass(frozen=True)
 class Extension:
-    """One library.
+    """A Python module in C++ that is built on first use.
 
     Attributes:
         name: name of its Python module.

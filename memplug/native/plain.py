@@ -24,7 +24,7 @@ _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
 
 @dataclass(frozen=True)
 class PlainLibrary:
-    """One library.
+    """A plain C++ library that is compiled on first use.
 
     Attributes:
         name: name of its file.

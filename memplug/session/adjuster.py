@@ -332,13 +332,13 @@ class Adjuster:
         self._similar_steps, self._is_proven = 0, False
         self._changes = 0 if decisions is not None else self._changes
 
-    # -- what it says --------------------------------------------------------------------------------------------------
+    # -- log lines -----------------------------------------------------------------------------------------------------
 
     def _note(self, before: Stage, reason: str) -> None:
         """Record a change in the history and log it.
 
-        The first such change of a program is logged at INFO. Repetitions are logged at DEBUG, as are all changes once
-        more programs came than are remembered.
+        A program's first change between two stages is logged at INFO. Repetitions and changes inside warm-up are
+        logged at DEBUG, and so is everything once more programs came than are remembered.
         """
         current, passage = self.programs.current, (before, self.stage)
         self.history.append((self._step, self.stage, current.index, reason))

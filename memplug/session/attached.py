@@ -193,7 +193,7 @@ class AttachedModel:
         log.warning(coded("MP008", text), seen)
 
     def in_optimizer(self) -> AbstractContextManager[None]:
-        """Return a context whose operators a recording counts to the optimizer."""
+        """Return a context; a recording attributes the operators inside it to the optimizer."""
         recording = self.boundary.recording
         return contextlib.nullcontext() if recording is None else recording.in_optimizer()
 

@@ -11,8 +11,8 @@ When a step ends, every rank does the following, in this order:
 | compare the bytes moved with the plan; check the link for a fixed alpha | likewise |
 | vote on the program; change stage and decisions | after the step's program is known, before the next step's settings |
 | let techniques that follow the program propose, install and withdraw | needs the next step's program and decisions |
-| give plain regions their own class back, or memplug's | follows the next step's decisions |
-| reserve rounding buffers | once it is known whether the arena serves in their stead |
+| switch the classes of plain regions | follows the next step's decisions |
+| reserve rounding buffers | once it is known whether the arena makes them unnecessary |
 | keep the plan on disk | once both halves of it are in force |
 | call the callbacks | they see the report of a settled session |
 
@@ -256,7 +256,7 @@ class Boundary:
         differ between ranks.
 
         Raises:
-            RanksError: torch's store is gone, other ranks may have later decisions, and collectives depend on them.
+            RanksError: torch's store is gone, and collectives depend on decisions: other ranks may have later ones.
         """
         adjuster, agreed = self.adjuster, self.agreed
         try:
@@ -335,7 +335,7 @@ class Boundary:
         return self.recording
 
     def unrecorded(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context whose operators are memplug's own and are not recorded."""
+        """Return a context for memplug's own operators, which are no part of the program."""
         recording = self.recording
         return contextlib.nullcontext() if recording is None else recording.recorder.suspended
 

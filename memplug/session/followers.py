@@ -101,7 +101,7 @@ class Follower:
         if key == self._key:
             self.technique.whole_steps += 1
         else:
-            trace = None  # it is of another program
+            trace = None  # the trace is of another program
         self.enter(key)
         self._steps += 1
         if self.technique.off_because or key is None or self._steps <= self._warmup_steps and not self._begun:

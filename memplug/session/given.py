@@ -20,7 +20,7 @@ from memplug.session.ranks import Ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
-    """Provided to every technique.
+    """The values and functions that a session provides to every technique.
 
     Attributes:
         config: the block; a technique reads its own section, and fields outside sections.
@@ -37,7 +37,7 @@ class Common:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given(Common):
-    """Provided to a technique that each rank applies by itself.
+    """The values and functions that a session provides to a technique that each rank applies by itself.
 
     Attributes:
         tell: logs one line for the user, at a level of `logging`.
@@ -60,7 +60,7 @@ class Given(Common):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreedGiven(Common):
-    """Provided to the technique that all ranks agree on.
+    """The values and functions that a session provides to the technique that all ranks agree on.
 
     Attributes:
         regions: the regions of the model, in forward order.

@@ -25,7 +25,7 @@ from memplug.session.ranks import Ranks
 log = logging.getLogger("memplug")
 
 MOST_PLANS = 8  # the latest plans of a job, which a run resumes from
-MOST_COMPARED = 8  # the latest plans of other jobs, among which the most similar job is looked for
+MOST_COMPARED = 8  # the latest plans of other jobs; the most similar job among them is named
 
 _Key = tuple[str, int]  # (run, index of the program in that run)
 

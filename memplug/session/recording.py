@@ -91,7 +91,7 @@ class Recording:
             self._places.begin_forward(module, args, kwargs)
 
     def in_optimizer(self) -> AbstractContextManager[None]:
-        """Return a context whose operators belong to the optimizer; it does nothing while `places` is not installed."""
+        """Return a context whose operators belong to the optimizer; it has no effect until `places` is installed."""
         return self._places.in_optimizer() if self.placed else contextlib.nullcontext()
 
     def want(self, file: Path | None) -> None:
@@ -123,7 +123,7 @@ class Recording:
         """Begin to record a step, if that is wanted.
 
         Args:
-            detail: the detail to record in; None for not at all, unless `want` was called.
+            detail: the detail to record in; None to record only if `want` was called.
             traced: the least detail of the step's `step_trace`; None if no trace is wanted.
             placed: True to report the places in the program even if the step is not recorded.
         """

@@ -102,7 +102,7 @@ class Technique(abc.ABC, Generic[Part]):
     def withdraw(self) -> None:
         """Take the part out of force from the next step on, and stop proposing."""
 
-    # -- what it may need ----------------------------------------------------------------------------------------------
+    # -- requirements during a step ------------------------------------------------------------------------------------
 
     @property
     def detail(self) -> Detail | None:
@@ -229,7 +229,7 @@ class AgreedTechnique(Technique[Part]):
     def close(self) -> None:
         """Release all memory."""
 
-    # -- what others plan with -----------------------------------------------------------------------------------------
+    # -- values for other techniques -----------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def layer_bytes(self) -> dict[str, int]:
