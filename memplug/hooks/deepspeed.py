@@ -302,7 +302,7 @@ def _owners(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _hook_external_parameters(attached: AttachedModel, modules: Mapping[str, nn.Module]) -> None:
-    """Do the same for parameters that a module reads from another one, or returns, wherever they are gathered.
+    """Adapt regions to external parameters of ZeRO 3, which a module reads from another one, or returns.
 
     DeepSpeed finds such parameters when the first forward reads them; from then on it gathers them before the module
     that runs. A recompute pass does not enter its region's module, so the module is put on DeepSpeed's stack of running

@@ -140,7 +140,7 @@ class _Callbacks:
         return self._own[callback]
 
     def _has_compiled(self, backend: Any, function: Any) -> bool:
-        """Return whether calls of the program outside regions have been compiled."""
+        """Return whether the program's own calls, outside regions, have compiled the function."""
         entries = self._compiler._debug_get_cache_entry_list(function.__code__)
         return any(entry.backend == backend for entry in entries)
 
@@ -195,7 +195,7 @@ def _leave_region() -> Callable[[], None]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is no tensor subclass; a tape cannot name those."""
+    """Return whether a value is a plain tensor or no tensor at all; a tape cannot name tensor subclasses."""
     return not isinstance(value, torch.Tensor) or type(value) in (torch.Tensor, torch.nn.Parameter)
 
 

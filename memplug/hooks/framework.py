@@ -82,7 +82,7 @@ class Framework:
         """
 
     def is_in(self, target: Target) -> bool:
-        """Return whether this framework drives the target or made its modules, without importing the framework."""
+        """Return whether this framework drives the target or defines its modules, without importing the framework."""
         raise NotImplementedError
 
     def layers(self, model: nn.Module) -> Layers:

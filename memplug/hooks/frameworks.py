@@ -13,7 +13,7 @@ FRAMEWORKS: tuple[Framework, ...] = (DeepSpeed(), Megatron(), Transformers())
 
 
 def frameworks_in(target: Target) -> list[Framework]:
-    """Return the frameworks that drive the target or made its modules."""
+    """Return the frameworks that drive the target or define its modules."""
     return [framework for framework in FRAMEWORKS if framework.is_in(target)]
 
 

@@ -32,7 +32,7 @@ class Places:
         model: the whole model.
         layers: names and modules that memory is accounted to. Experts of mixtures inside them are found and become
             layers of their own, which are dynamic.
-        recorder: the recorder that is reported to.
+        recorder: the recorder that receives the reports.
         chunks: the parts of a pipeline stage; each forward of one is a micro-batch. None for the model itself.
         job: fingerprint of the job; None to make it from the model and its layers.
 
