@@ -1,1 +1,1 @@
-"""The device that trains, and pinned memory of its host."""
+"""The device that trains, and the pinned memory of its host."""

@@ -1,4 +1,4 @@
-"""How much memory a training step may take of the device."""
+"""The amount of device memory that a training step may use."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ from typing import Literal
 from memplug.device.device import Device
 from memplug.sizes import GIB, UNLIMITED_BYTES
 
-DEVICE_SHARE = 0.92  # of the device's memory, that a plan may fill
+DEVICE_SHARE = 0.92  # share of the device's memory that a plan may fill
 
 
 def device_bytes(asked_gib: float | Literal["auto"], device: Device) -> int | None:
-    """The most that a plan's step may have in use on the device; None: nothing was asked for on the CPU."""
+    """Return the most bytes that a planned step may use on the device; None if nothing was set on the CPU.
+
+    Args:
+        asked_gib: "device_budget_gib" of the block.
+        device: the device that trains.
+    """
     if device.memory is None:
         return None if asked_gib == "auto" else int(min(asked_gib * GIB, UNLIMITED_BYTES))
     return granted_bytes(asked_gib, device.memory.own_bytes)
 
 
 def granted_bytes(asked_gib: float | Literal["auto"], own_bytes: float) -> int:
-    """Returns what "device_budget_gib" grants of a device's memory: a share of it, or a number within it.
+    """Return the bytes of a device's memory that "device_budget_gib" grants: a share of it, or a number up to all.
 
     Args:
-        own_bytes: of the device, that other processes leave.
+        asked_gib: "device_budget_gib" of the block.
+        own_bytes: the device's memory that other processes do not hold.
     """
     return int(own_bytes * DEVICE_SHARE if asked_gib == "auto" else min(asked_gib * GIB, own_bytes))

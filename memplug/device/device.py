@@ -1,4 +1,4 @@
-"""One device: CUDA, or the CPU, where everything is in program order already.
+"""One device: CUDA, or the CPU, where everything happens in program order.
 
 Copies order memory across streams by events alone (native/copies.h). The tests add a third implementation, whose copies
 run as late or as early as events allow.
@@ -22,33 +22,40 @@ PAGE_BYTES = 4096
 
 
 class Device:
-    """The CPU: copies happen at once, in program order. Subclasses override all of it."""
+    """The CPU, where copies happen at once, in program order. Subclasses override everything."""
 
     kind = "cpu"
     torch_device = torch.device("cpu")
-    memory: DeviceMemory | None = None  # what its allocator counts; None: it counts nothing
-    host_time: HostTime | None = None  # of the host's clock, where that is the device's own; None: it can be measured
-    runs_behind = False  # the host queues operators, and waits only where the device is the faster
+    memory: DeviceMemory | None = None  # counters of its allocator; None if it has none
+    host_time: HostTime | None = None  # host costs, if the device simulates the clock; None: to be measured
+    runs_behind = False  # True: the host queues operators, and the device waits only if it is faster than the host
 
     def streams(self, core: Any) -> Any:
-        """Streams, events and copies for transfers (native/streams.h)."""
+        """Return streams, events and copies for transfers (native/streams.h)."""
         return core.cpu_streams()
 
     def is_capturing(self) -> bool:
-        """Whether operators are captured into a graph now, instead of run."""
+        """Return whether operators are being captured into a graph instead of run."""
         return False
 
     def link_rates(self) -> tuple[float, float]:
-        """Device to host and host to device with both at work, in bytes per second."""
+        """Return the rates device to host and host to device while both directions run, in bytes per second."""
         return link_rates(self.torch_device)
 
     def host_available_bytes(self) -> int:
-        """Memory of its host that processes can still have."""
+        """Return the bytes of host memory that processes can still allocate."""
         return host_available_bytes()
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """1-D uint8: whole pages of the system, not of torch's allocator, whose memory is the device's where the CPU
-        trains.
+        """Return new host memory: whole pages from the system.
+
+        It does not come from torch's allocator, whose memory is the device's where the CPU trains.
+
+        Args:
+            nbytes: size in bytes.
+
+        Returns:
+            uint8[nbytes].
 
         Raises:
             MemoryError: the system has less.
@@ -58,30 +65,30 @@ class Device:
         return torch.from_numpy(memory[begin : begin + nbytes])
 
     def pin(self, buffer: torch.Tensor) -> bool:
-        """Register host memory (1-D uint8) with the driver; False where the driver refuses."""
+        """Register host memory (uint8[n]) with the driver; return False if the driver refuses."""
         return True
 
     def unpin(self, buffer: torch.Tensor) -> None:
-        """Undo `pin`."""
+        """Unregister host memory that `pin` has registered."""
 
     def get_rng_state(self) -> torch.Tensor:
-        """State of the device's default random generator."""
+        """Return the state of the device's default random generator."""
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Put back what `get_rng_state` returned."""
+        """Restore a state that `get_rng_state` returned."""
         torch.set_rng_state(state)
 
     def now_s(self) -> float:
-        """The host's clock, in seconds."""
+        """Return the time of the host's clock, in seconds."""
         return time.perf_counter()
 
     def stamp(self) -> Any:
-        """A point in time of the compute stream."""
+        """Return a timestamp of the compute stream."""
         return time.perf_counter()
 
     def seconds_between(self, begin: Any, end: Any) -> float:
-        """Time between two stamps, in seconds. The stream must have passed both (`synchronize`)."""
+        """Return the time between two stamps, in seconds; the stream must have passed both (`synchronize`)."""
         return end - begin
 
     def synchronize(self) -> None:
@@ -99,38 +106,47 @@ class CudaDevice(Device):
         self.memory = CudaMemory(self.torch_device)
 
     def streams(self, core: Any) -> Any:
+        """Return CUDA's streams, events and copies for transfers."""
         return core.cuda_streams(self.torch_device.index)
 
     def is_capturing(self) -> bool:
+        """Return whether the current stream is being captured into a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()
 
     def pin(self, buffer: torch.Tensor) -> bool:
+        """Register host memory with CUDA; return False if CUDA refuses."""
         code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
         if int(code) == 0:
             return True
-        # CUDA keeps the refusal as its last error, and the next kernel launch, whosever it is, would raise it
+        # CUDA keeps the refusal as its last error; the next kernel launch of any code would raise it
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.torch_device)
         return False
 
     def unpin(self, buffer: torch.Tensor) -> None:
+        """Unregister host memory with CUDA."""
         torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
     def get_rng_state(self) -> torch.Tensor:
+        """Return the state of the device's default random generator."""
         return torch.cuda.get_rng_state(self.torch_device)
 
     def set_rng_state(self, state: torch.Tensor) -> None:
+        """Restore a state that `get_rng_state` returned."""
         torch.cuda.set_rng_state(state, self.torch_device)
 
     def stamp(self) -> torch.cuda.Event:
+        """Return an event that is recorded on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
 
     def seconds_between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Return the time between two events, in seconds."""
         return begin.elapsed_time(end) / 1e3
 
     def synchronize(self) -> None:
+        """Block the host until every stream of the device is done."""
         torch.cuda.synchronize(self.torch_device)
 
 
@@ -139,14 +155,17 @@ def _cuda(device: torch.device) -> Device:
 
 
 KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": lambda _: Device(), "cuda": _cuda}
-"""The implementations by type of a torch device; others add theirs."""
+"""The implementation for each type of torch device; other modules add theirs."""
 
 
 def device_of(tensor_device: torch.device) -> Device:
-    """The implementation for a torch device ("cuda:0", "cpu").
+    """Return the implementation for a torch device ("cuda:0", "cpu").
+
+    Args:
+        tensor_device: the torch device.
 
     Raises:
-        ValueError: for a device type that memplug has no implementation for.
+        ValueError: memplug has no implementation for this type of device.
     """
     if tensor_device.type not in KINDS:
         raise ValueError(f"memplug runs on cuda and cpu devices, not on {tensor_device.type}")

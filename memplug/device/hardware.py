@@ -1,4 +1,4 @@
-"""What this machine can do, measured: copy bandwidth, pinned allocation, matmul rate, and the room in its memories."""
+"""Measures this machine: copy bandwidth, pinned allocation, matmul rate, and the room in its memories."""
 
 import functools
 import logging
@@ -28,16 +28,16 @@ class Hardware:
     """Measured rates and capacities of one device and its host.
 
     Attributes:
-        device_name: As the driver, or the platform for the CPU, calls it.
-        d2h_bytes_per_s: Device to host, pinned, while the other direction runs too.
-        h2d_bytes_per_s: Host to device, pinned, while the other direction runs too.
-        pinned_alloc_bytes_per_s: Allocating, touching and registering fresh host memory; on the CPU not registered.
-        matmul_flops_per_s: A large square matmul, 2·n³ operations: bf16 on CUDA (fp16 where bf16 is emulated),
+        device_name: name from the driver, or from the platform for the CPU.
+        d2h_bytes_per_s: rate device to host, pinned, while the other direction runs too.
+        h2d_bytes_per_s: rate host to device, pinned, while the other direction runs too.
+        pinned_alloc_bytes_per_s: rate of allocating, touching and, except on the CPU, registering host memory.
+        matmul_flops_per_s: rate of a large square matmul, 2·n³ operations: bf16 on CUDA (fp16 if bf16 is emulated),
             fp32 on the CPU.
-        host_available_bytes: See `host_available_bytes`.
-        device_free_bytes: Free for this process now; on the CPU the host's.
-        device_total_bytes: Size of the device's memory; on the CPU the host's.
-        memlock_limit_bytes: Limit on locked memory of this process; None where there is none.
+        host_available_bytes: see the function `host_available_bytes`.
+        device_free_bytes: free for this process now; on the CPU, of the host's memory.
+        device_total_bytes: size of the device's memory; on the CPU, of the host's.
+        memlock_limit_bytes: this process's limit on locked memory; None if there is none.
     """
 
     device_name: str
@@ -52,27 +52,27 @@ class Hardware:
 
 
 def measure(device: torch.device | str) -> Hardware:
-    """Measures a device and its host: medians of several runs, below 2 s on the CPU.
+    """Measure a device and its host; each rate is the median of several runs. Takes less than 2 s on the CPU.
 
-    Leaves the global random state alone. On CUDA it waits for work in flight and needs 1 GiB on the device, and half of
-    that on the host, for the time of the measurement.
+    The global random state is not touched. On CUDA it waits for work in flight, and needs 1 GiB on the device and half
+    of that on the host during the measurement.
 
     Args:
         device: "cpu" or a CUDA device.
 
     Raises:
-        ValueError: Another kind of device.
-        OSError: Not Linux: there is no /proc/meminfo.
+        ValueError: another kind of device.
+        OSError: the system is not Linux: there is no /proc/meminfo.
     """
     device = _checked(device)
-    # The capacities first: what follows leaves cached blocks behind.
+    # Read the capacities first: the measurements leave cached blocks behind.
     available = host_available_bytes()
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         name, link_bytes = torch.cuda.get_device_name(device), 256 * MIB
     else:
         free, total = available, max(available, _meminfo_bytes(Path("/proc/meminfo"), "MemTotal"))
-        # Caches hold less than this, and the buffers are touched in a fraction of a second.
+        # Larger than the caches, and the buffers are still touched in a fraction of a second.
         name, link_bytes = platform.processor() or platform.machine(), 64 * MIB
     pinned = _pinned_alloc_bytes_per_s(device)
     d2h, h2d = measure_links(device, link_bytes)
@@ -92,21 +92,21 @@ def measure(device: torch.device | str) -> Hardware:
 def measure_links(
     device: torch.device | str, size_bytes: int = 256 * MIB, *, together: bool = True
 ) -> tuple[float, float]:
-    """Measures the copy bandwidth between device and host, in both directions at once or in each alone.
+    """Measure the copy bandwidth between device and host, in both directions at once or in each alone.
 
-    On CUDA the host's buffers are pinned, and each direction has a stream of its own. On the CPU, where there is no
-    link, it is the rate of memory copies, two of them side by side where both directions run.
+    On CUDA the host's buffers are pinned, and each direction has its own stream. The CPU has no link: there it is the
+    rate of memory copies, two of them in parallel if both directions run.
 
     Args:
         device: "cpu" or a CUDA device.
-        size_bytes: Bytes of one copy, at least 1; there are two buffers of it on each side.
-        together: Both directions run at once; else one after the other.
+        size_bytes: size of one copy in bytes, at least 1; each side has two buffers of this size.
+        together: True to run both directions at once, False to run one after the other.
 
     Returns:
-        Device to host and host to device, in bytes per second, each the median of several copies.
+        The rates device to host and host to device, in bytes per second, each the median of several copies.
 
     Raises:
-        ValueError: Another kind of device, or a size below 1.
+        ValueError: another kind of device, or a size below 1.
     """
     device = _checked(device)
     if size_bytes < 1:
@@ -121,14 +121,18 @@ def measure_links(
 
 @functools.cache
 def link_rates(device: torch.device) -> tuple[float, float]:
-    """Device to host and host to device with both at work, in bytes per second; measured once, which takes a third of a
-    second on a CPU: the link of a running job stays the same.
+    """Return the rates device to host and host to device while both directions run, in bytes per second.
+
+    They are measured once, which takes a third of a second on a CPU; the link of a running job stays the same.
+
+    Args:
+        device: the device.
 
     Raises:
-        ValueError: Another kind of device.
+        ValueError: another kind of device.
     """
     size_bytes = 64 * MIB
-    if device.type == "cuda":  # what is measured with leaves the peak of the program's own memory as it is
+    if device.type == "cuda":  # stay below the program's own peak of allocated memory, so as not to change it
         room_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         size_bytes = min(size_bytes, max(MIB, room_bytes // 2))
     while True:
@@ -141,16 +145,17 @@ def link_rates(device: torch.device) -> tuple[float, float]:
 
 
 def host_available_bytes(root: Path = Path("/")) -> int:
-    """Host memory that new allocations can use without swapping, in bytes.
+    """Return the host memory that new allocations can use without swapping, in bytes.
 
-    The kernel's MemAvailable, or what the control groups (v1 or v2) of this process leave where that is lower: inside a
-    container MemAvailable is the whole machine's. Page cache that the kernel can drop counts as available in both.
+    This is the kernel's MemAvailable, or the room that the control groups (v1 or v2) of this process leave, if that is
+    less: inside a container MemAvailable is that of the whole machine. Both include page cache that the kernel can
+    drop.
 
     Args:
-        root: Where `proc` and `sys` are mounted.
+        root: the folder where `proc` and `sys` are mounted.
 
     Raises:
-        OSError: Not Linux: there is no /proc/meminfo.
+        OSError: the system is not Linux: there is no /proc/meminfo.
     """
     available = _meminfo_bytes(root / "proc/meminfo", "MemAvailable")
     return max(0, min([available, *_cgroup_room_bytes(root)]))
@@ -165,9 +170,9 @@ def _checked(device: torch.device | str) -> torch.device:
 
 @contextmanager
 def _pinned(size_bytes: int, device: torch.device) -> Iterator[torch.Tensor]:
-    """Touched host memory, registered with the driver where there is one.
+    """Provide touched host memory that is registered with the driver, if there is one.
 
-    Not `pin_memory=True`: torch would keep the block pinned, rounded up to a power of two, for the rest of the run.
+    With `pin_memory=True`, torch would keep the block pinned, rounded up to a power of two, for the rest of the run.
     """
     block = torch.ones(size_bytes, dtype=torch.uint8)
     if device.type != "cuda":
@@ -182,7 +187,7 @@ def _pinned(size_bytes: int, device: torch.device) -> Iterator[torch.Tensor]:
                 "limit on locked memory (`ulimit -l unlimited`)"
             )
             _log.warning(coded("MP018", text))
-            # CUDA keeps the refusal as its last error, and the next kernel launch, whosever it is, would raise it.
+            # CUDA keeps the refusal as its last error; the next kernel launch of any code would raise it.
             with suppress(RuntimeError):
                 torch.zeros(1, device=device)
         try:
@@ -198,7 +203,7 @@ def _copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]], device: torch.devic
 
 
 def _cuda_copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> list[float]:
-    """Median seconds of one copy, for each (destination, source); all directions run at the same time."""
+    """Return the median seconds of one copy for each (destination, source); all directions run at the same time."""
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         streams = [torch.cuda.Stream() for _ in copies]
@@ -206,7 +211,7 @@ def _cuda_copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]], device: torch.
         for repeat in range(_REPEATS + 1):
             for stream, (destination, source), events in zip(streams, copies, marks, strict=True):
                 with torch.cuda.stream(stream):
-                    # The first copy of each direction may run alone while the other's is being launched: not timed.
+                    # Not timed: a direction's first copy may run alone while the other's is being launched.
                     if repeat:
                         events.append(torch.cuda.Event(enable_timing=True))
                         events[-1].record()
@@ -215,12 +220,12 @@ def _cuda_copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]], device: torch.
                         events.append(torch.cuda.Event(enable_timing=True))
                         events[-1].record()
         torch.cuda.synchronize()
-        # The slower direction's last copy may have run alone; the median passes over it.
+        # The last copy of the slower direction may have run alone; the median ignores it.
         return [median(a.elapsed_time(b) / 1e3 for a, b in pairwise(events)) for events in marks]
 
 
 def _cpu_copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """The same without a device: one thread a direction, started together before every copy."""
+    """Return the same without a device: one thread for each direction, started together before every copy."""
     times: list[list[float]] = [[] for _ in copies]
     together = threading.Barrier(len(copies))
 
@@ -250,10 +255,10 @@ def _matmul_flops_per_s(device: torch.device) -> float:
     n = 8192 if device.type == "cuda" else 1024
     dtype = torch.float32
     if device.type == "cuda":
-        # Below compute capability 8.0 bf16 is emulated.
+        # bf16 is emulated below compute capability 8.0.
         dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-    # Random numbers, because a GPU multiplies constants faster; a generator of its own, because the run's own random
-    # state must not move.
+    # Random numbers, since a GPU multiplies constants faster. They come from a generator of their own, since the run's
+    # random state must not change.
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(n, n, device=device, dtype=dtype, generator=generator) for _ in range(2))
     out = torch.empty(n, n, device=device, dtype=dtype)
@@ -286,7 +291,7 @@ def _meminfo_bytes(path: Path, name: str) -> int:
 
 
 def _cgroup_room_bytes(root: Path) -> list[int]:
-    """What each control group with a memory limit, of this process and above it, leaves."""
+    """Return the room in each control group with a memory limit, of this process or above it, in bytes."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -301,8 +306,8 @@ def _cgroup_room_bytes(root: Path) -> list[int]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # Any group above may be the one with the limit. In a container the path is often the host's and absent here,
-        # and the group itself is mounted at the base.
+        # Any group above may be the one with the limit. In a container the path is often the host's and absent here;
+        # the group itself is then mounted at the base.
         group = base / path.lstrip("/")
         groups = [group, *(parent for parent in group.parents if parent.is_relative_to(base))]
         rooms += [room for each in groups if (room := _group_room_bytes(each, *names)) is not None]

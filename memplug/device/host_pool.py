@@ -1,7 +1,7 @@
 """Pinned host memory for swapped rows: exact sizes, few slabs, grown on demand up to a budget.
 
-`torch.empty(pin_memory=True)` rounds up to a power of two and allocates 1.5-2 GB/s. Here a slab is plain memory that
-threads touch in parallel before it is registered with the driver; rows of any size are cut out of it
+`torch.empty(pin_memory=True)` rounds up to a power of two and allocates 1.5-2 GB/s. A slab here is plain memory that
+threads touch in parallel before it is registered with the driver. Slots of any size are cut out of it
 (memplug/device/native/host_rows.h).
 """
 
@@ -22,7 +22,7 @@ from memplug.sizes import GIB, HOST_ROW_BYTES, MIB, rounded_up
 log = logging.getLogger("memplug")
 
 SMALLEST_SLAB_BYTES = 64 * MIB
-GROWTH = 1 / 2  # of the pool, where nothing says how large it will have to be
+GROWTH = 1 / 2  # share of the pool by which it grows while no plan tells its final size
 GROWTH_BEYOND_PLAN = 1 / 16
 
 
@@ -30,7 +30,9 @@ class HostPool:
     """First-fit pool over registered slabs.
 
     Args:
-        budget_bytes: the sum of slabs never exceeds this.
+        device: the device whose rows are swapped.
+        budget_bytes: upper limit for the sum of all slabs.
+        core: the native core.
 
     Attributes:
         rows: hands out slots of the slabs.
@@ -45,28 +47,30 @@ class HostPool:
         self.slabs: list[torch.Tensor] = []
         self._pinned: list[torch.Tensor] = []
         self._warned = False
-        # where it is dropped without having been closed: memory that is freed while it is registered stays mapped
+        # for a pool that is dropped without `close`: memory that is freed while registered stays mapped
         self._finalizer = weakref.finalize(self, _give_back, device, self.slabs, self._pinned)
-        self._finalizer.atexit = False  # the driver may be gone by then, and what it knows goes with it
+        self._finalizer.atexit = False  # at exit the driver may be gone already, and its registrations with it
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of all slabs."""
+        """Return the bytes of all slabs."""
         return sum(slab.numel() for slab in self.slabs)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all slots that are in use."""
+        """Return the bytes of all slots in use."""
         return self.rows.used_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most that were in use so far."""
+        """Return the largest number of bytes in use so far."""
         return self.rows.peak_bytes
 
     def reserve(self, nbytes: int) -> None:
-        """A plan needs `nbytes`: have one slab of the most that any plan so far needed, within the budget, and no
-        other. Where rows are in use the slabs stay, and one of what is missing is added.
+        """Make room for a plan that needs `nbytes`.
+
+        Afterwards there is one slab, for the largest need of any plan so far, within the budget. If rows are in use,
+        the existing slabs stay, and one slab with the missing bytes is added.
         """
         self._planned_bytes = max(self._planned_bytes, nbytes)
         planned = min(
@@ -78,18 +82,18 @@ class HostPool:
             self._add(planned - self.capacity_bytes)
 
     def give_back(self) -> None:
-        """No plan needs host memory: unpin and free the slabs, unless rows of them are in use."""
+        """Unpin and free the slabs, unless rows of them are in use: no plan needs host memory."""
         self._planned_bytes = 0
         if not self.used_bytes:
             self.close()
 
     def take_peak_bytes(self) -> int:
-        """The most that was in use since the last call."""
+        """Return the largest number of bytes in use since the last call."""
         peak_bytes, self.rows.recent_peak_bytes = self.rows.recent_peak_bytes, self.used_bytes
         return peak_bytes
 
     def close(self) -> None:
-        """Wait for every copy, and give the slabs back to the system."""
+        """Wait for every copy, and return the slabs to the system."""
         _give_back(self.device, self.slabs, self._pinned)
         self.rows.clear()
 
@@ -102,13 +106,13 @@ class HostPool:
         return self._add(rounded_up(min(room, max(size, SMALLEST_SLAB_BYTES, int(capacity * share))), HOST_ROW_BYTES))
 
     def _add(self, nbytes: int) -> bool:
-        """One slab more."""
+        """Add a slab; return False if the system has no memory for it."""
         capacity = self.capacity_bytes
         try:
             slab = self.device.host_memory(nbytes)
         except MemoryError as error:  # the system has less than the budget promised
             text = (
-                "memplug: the host has no memory for another %.2f GiB of swapped rows, and more is recomputed: %s. "
+                "memplug: the host has no memory for another %.2f GiB of swapped rows, so more is recomputed: %s. "
                 'Lower "host_budget_gib", or free host memory'
             )
             log.warning(coded("MP017", text), nbytes / GIB, error)
@@ -121,7 +125,7 @@ class HostPool:
         elif not self._warned:
             self._warned = True
             text = (
-                "memplug: the driver refused to register host memory, so that swapping is slow. Raise the limit on "
+                "memplug: the driver refused to register host memory, so swapping is slow. Raise the limit on "
                 "locked memory (`ulimit -l unlimited`); `memplug doctor` shows it"
             )
             log.warning(coded("MP018", text))
@@ -131,7 +135,7 @@ class HostPool:
 
 
 def _give_back(device: Device, slabs: list[torch.Tensor], pinned: list[torch.Tensor]) -> None:
-    """Empties both lists."""
+    """Unpin the slabs, and empty both lists."""
     if slabs:
         device.synchronize()
     for slab in pinned:
@@ -141,9 +145,7 @@ def _give_back(device: Device, slabs: list[torch.Tensor], pinned: list[torch.Ten
 
 
 def _touch(slab: torch.Tensor) -> None:
-    """Fault the pages in with many threads: registering touched memory is an order faster than letting the driver
-    touch it.
-    """
+    """Fault the pages in with many threads; registering touched memory is ten times as fast as untouched memory."""
     workers = min(16, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(torch.Tensor.zero_, slab.chunk(workers)))

@@ -1,4 +1,4 @@
-"""What memplug's own work takes of the host, and what a training step has of it."""
+"""The host's time that memplug's own work takes in a training step."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """Seconds of the host's time.
+    """Seconds of the host's time for parts of a training step.
 
     Attributes:
-        launch_s: an operator of a forward, as without memplug.
-        observe_s: more for an operator of a region.
-        time_s: more again where device times are taken around it.
-        region_s: more for a region's forward, whatever it runs.
-        restore_s: more for a region's backward, with its recompute pass, less the operators that this runs.
+        launch_s: for an operator of a forward, without memplug.
+        observe_s: in addition, for an operator of a region.
+        time_s: in addition, if the operator is surrounded by device timestamps.
+        region_s: in addition, for a region's forward, whatever it runs.
+        restore_s: in addition, for a region's backward with its recompute pass, without the operators in that.
     """
 
     launch_s: float
@@ -24,22 +24,23 @@ class HostTime:
     restore_s: float
 
     def forward_s(self, operators: int, span_s: float, busy_s: float) -> float:
-        """A forward without memplug.
+        """Return the duration of a forward without memplug, in seconds.
 
         Args:
-            operators: how many it runs.
-            span_s: from its first to its last one, as a region with times around its operators.
-            busy_s: the sum of these times.
+            operators: number of operators in the forward.
+            span_s: time from its first to its last operator, as a region with timestamps around its operators.
+            busy_s: sum of the times between these timestamps.
         """
         return max(busy_s, span_s - operators * (self.observe_s + self.time_s) - self.region_s)
 
     def overhead_s(self, operators: int, forward_s: float, backward_s: float, waits: bool) -> tuple[float, float]:
-        """How much longer memplug makes a region's forward, and its backward.
+        """Return by how much memplug prolongs a region's forward and its backward, in seconds.
 
         Args:
-            operators: how many its forward runs.
-            forward_s, backward_s: without memplug.
-            waits: the device computes while the host launches what follows, and waits only where it is the faster.
+            operators: number of operators in the forward.
+            forward_s: duration of the forward without memplug.
+            backward_s: duration of the backward without memplug.
+            waits: True if the device computes while the host launches later operators, and waits only if it is faster.
         """
         observed_s = operators * self.observe_s + self.region_s
         if not waits:

@@ -1,9 +1,9 @@
-"""What a step reserves of the device beside its tensors, for all that plans to a budget.
+"""The device memory that a step reserves in addition to its tensors, for all planning within a budget.
 
-With the arena that is what the arena is taller than they are, which is known once it serves, and the holes in segments
-of torch's allocator, which hold what stays from step to step. Without it, it is what that allocator caches. Steps
-before the arena serves run on that allocator too, which then empties its cache where the device has no more: they take
-longer, and no more than there is.
+With the arena, this is the excess of the arena's height over the tensors' peak, which is known once the arena serves,
+and the holes in segments of torch's allocator that hold tensors from step to step. Without the arena, it is the cache
+of torch's allocator. Steps before the arena serves also use that allocator, which empties its cache when the device is
+full: those steps take longer, but no more memory than there is.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from memplug.device.memory import DeviceMemory
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the arena does for the session's steps.
+    """How the arena serves the session's steps.
 
     Attributes:
-        wanted: it serves them, or will.
-        whole: it served all of the step that ended last.
+        wanted: True if it serves them, or will.
+        whole: True if it served all of the step that ended last.
     """
 
     wanted: bool = False
@@ -28,11 +28,11 @@ class Served:
 
 
 class Reserved:
-    """Of one session's steps.
+    """The memory reserved in addition to tensors by one session's steps.
 
     Args:
-        memory: of the device; None: it does not count, and nothing is reserved beside tensors.
-        served: of the step that ended last.
+        memory: counters of the device; None if it has none, and then nothing is reserved in addition.
+        served: returns how the arena served the step that ended last.
     """
 
     def __init__(self, memory: DeviceMemory | None, served: Callable[[], Served] = Served):
@@ -40,7 +40,7 @@ class Reserved:
         self._measured_bytes = 0
 
     def beside(self, peak_bytes: int) -> int:
-        """Returns the bytes that a step with that largest allocation total reserves, and no tensor has."""
+        """Return the bytes that a step with this largest allocation total reserves in addition to its tensors."""
         if self._memory is None:
             return 0
         if self._served().wanted:
@@ -49,7 +49,7 @@ class Reserved:
         return max(0, reserved_bytes - allocated_bytes) * peak_bytes // allocated_bytes
 
     def largest_peak(self, device_bytes: int) -> int:
-        """Returns the largest allocation total of a step that reserves no more than that."""
+        """Return the largest allocation total of a step that reserves no more than these bytes."""
         if self._memory is None:
             return device_bytes
         if self._served().wanted:
@@ -58,8 +58,10 @@ class Reserved:
         return device_bytes * allocated_bytes // max(reserved_bytes, allocated_bytes)
 
     def measure(self, peak_bytes: int) -> int | None:
-        """Returns what is reserved now, after a step with that largest allocation total; None: the arena did not serve
-        all of it, which says nothing of later ones.
+        """Return the bytes reserved now, after a step with this largest allocation total.
+
+        Returns:
+            None if the arena did not serve the whole step, which then says nothing about later steps.
         """
         if self._memory is None or not self._served().whole:
             return None
@@ -68,5 +70,5 @@ class Reserved:
         return reserved_bytes
 
     def _cached_share(self) -> tuple[int, int]:
-        """What torch's allocator had reserved at most in the run so far, and how much of that tensors had."""
+        """Return the largest numbers of bytes in the run so far: reserved by torch's allocator, and in tensors."""
         return self._memory.reserved_peak_bytes, max(self._memory.allocated_peak_bytes, 1)

@@ -1,1 +1,1 @@
-"""DeepSpeed's JSON: reads the file, and gives its keys the names that DeepSpeed has for them now."""
+"""DeepSpeed's JSON: reads the file, and translates former names of its keys into present ones."""

@@ -1,4 +1,4 @@
-"""Names of settings in a DeepSpeed JSON: former ones that DeepSpeed still reads, and those that it has now."""
+"""Names of settings in a DeepSpeed JSON: former names that DeepSpeed still reads, and the present ones."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import TypeAdapter, ValidationError
 from memplug.errors import ConfigError
 
 FORMER_OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
-"""In "zero_optimization": true stands for {"device": "cpu"}."""
+"""Former switches in "zero_optimization", and the sections that replaced them; true means {"device": "cpu"}."""
 RENAMED = {"stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}
-"""In "zero_optimization": another name for the same value."""
+"""Former names in "zero_optimization" that have a new name for the same value."""
 WITHOUT_EFFECT = ("cpu_offload_use_pin_memory",)
-"""In "zero_optimization": read, and never used."""
+"""Keys in "zero_optimization" that DeepSpeed reads and never uses."""
 SHORT = {
     key.removeprefix("stage3_"): key
     for key in (
@@ -29,19 +29,23 @@ SHORT = {
         "stage3_allgather_sequential",
     )
 }
-"""In "zero_optimization": names that may do without their beginning."""
+"""Keys in "zero_optimization" that may be given without the prefix "stage3_"."""
 
 _FORMER_BUCKET = 500_000_000
 _truth = TypeAdapter(bool | None).validate_python
 
 
 def present(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration under the names that DeepSpeed has now, and with what it makes of former ones.
+    """Return the configuration under DeepSpeed's present names, with former values converted.
 
-    Values of "auto", which DeepSpeed leaves out, stay under present names and go under former ones.
+    A value of "auto", which DeepSpeed leaves out, is kept under a present name and dropped under a former one.
+
+    Args:
+        ds_config: the content of a DeepSpeed JSON.
 
     Raises:
-        ConfigError: A setting has its former and its present name, which DeepSpeed refuses, or a value of neither.
+        ConfigError: a setting is given under its former and its present name, which DeepSpeed refuses, or has an
+            invalid value.
     """
     made = dict(ds_config)
     former = made.pop("bfloat16", None)
@@ -53,10 +57,13 @@ def present(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def offloads_of(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what ZeRO is told to keep in host memory or on NVMe, as in "zero_optimization.offload_param: cpu".
+    """Yield ZeRO's settings that offload to host memory or NVMe, as in "zero_optimization.offload_param: cpu".
+
+    Args:
+        ds_config: the content of a DeepSpeed JSON.
 
     Raises:
-        ConfigError: See `present`.
+        ConfigError: see `present`.
     """
     given, zero = (config.get("zero_optimization") for config in (ds_config, present(ds_config)))
     if not zero:
@@ -83,7 +90,7 @@ def _present_zero(zero: Any, ds_config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if not isinstance(zero, Mapping):
         raise ConfigError(
-            [f"zero_optimization: got {zero!r}, which is no object"],
+            [f"zero_optimization: got {zero!r}, not an object"],
             'Make it an object such as {"stage": 2}, or leave it out.',
         )
     made: dict[str, Any] = {}
@@ -107,7 +114,7 @@ def _both(zero: Mapping[str, Any], name: str) -> str:
 
 
 def _device(key: str, value: Any) -> dict[str, str]:
-    """Returns the section that DeepSpeed makes of a former switch."""
+    """Return the section that DeepSpeed makes from a former switch."""
     try:
         offloads = _truth(value)
     except ValidationError:

@@ -1,4 +1,4 @@
-"""Where a file has a "memplug" block, or a key that was meant to be one, in another place than at its top level."""
+"""Finds a "memplug" block, or a misspelt one, in a place other than the top level of a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 
 
 def blocks(value: object, path: str = "") -> Iterator[str]:
-    """Yields paths of what looks like a block anywhere in a value of a JSON."""
+    """Yield the paths of keys that look like the block, anywhere in a JSON value."""
     children = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, child in children:
         here = f"{path}[{key}]" if isinstance(value, list) else f"{path}.{key}".lstrip(".")
@@ -19,10 +19,10 @@ def blocks(value: object, path: str = "") -> Iterator[str]:
 
 
 def near_memplug(key: object) -> bool:
-    """Returns whether a key is "memplug", or was meant to be."""
+    """Return whether a key is "memplug", or probably a misspelling of it."""
     return isinstance(key, str) and SequenceMatcher(None, plain(key), "memplug").ratio() >= 0.8
 
 
 def plain(key: str) -> str:
-    """Returns the small letters and digits of a key."""
+    """Return the letters and digits of a key, in lower case."""
     return re.sub(r"[^a-z0-9]", "", key.lower())

@@ -1,4 +1,4 @@
-"""Lines of a JSON's keys, of one with comments and unquoted strings (Hjson, as DeepSpeed reads it) too."""
+"""Finds the lines of a JSON's keys, also in one with comments and unquoted strings (Hjson, as DeepSpeed reads it)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Nothing may follow within the pattern: going back into it takes exponentially long.
+# The pattern must end here: backtracking into it would take exponential time.
 _BLANK = re.compile(r"(?:\s+|#[^\r\n]*|//[^\r\n]*|/\*.*?\*/)+", re.S)
 _QUOTED = r'"(?:[^"\\]|\\.)*"' + "|" + r"'(?:[^'\\]|\\.)*'"
 _KEY = re.compile(rf"{_QUOTED}|[^\s:{{}}\[\],]+", re.S)
@@ -22,8 +22,8 @@ class Place(NamedTuple):
     """A key of an object.
 
     Attributes:
-        path: From the top, as in "zero_optimization.stage" or "groups[1].lr".
-        line: From 1.
+        path: path from the top, as in "zero_optimization.stage" or "groups[1].lr".
+        line: line number, from 1.
     """
 
     path: str
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class _Open:
-    """An object or an array that has not ended; `count`: values of the array so far."""
+    """An object or an array that has not ended; `count` is the number of the array's values so far."""
 
     path: str
     is_object: bool
@@ -41,7 +41,7 @@ class _Open:
 
 
 def repeated(text: str) -> list[tuple[str, list[int]]]:
-    """Returns the path of each key that an object has more than once, with all of its lines."""
+    """Return the path of each key that an object has more than once, with all of its lines."""
     lines: dict[tuple[int, str], list[int]] = defaultdict(list)
     for number, place in _Walk(text).keys():
         lines[number, place.path].append(place.line)
@@ -49,22 +49,22 @@ def repeated(text: str) -> list[tuple[str, list[int]]]:
 
 
 def line_of(text: str, path: str) -> int | None:
-    """Returns the line of the last key with that path, or None."""
+    """Return the line of the last key with this path, or None."""
     return next((place.line for _, place in reversed(_Walk(text).keys()) if place.path == path), None)
 
 
 class _Walk:
-    """Goes through a text from key to key, and ends where the text is neither JSON nor Hjson."""
+    """Walks through a text from key to key, and stops where the text is neither JSON nor Hjson."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at, self._objects = text.removeprefix("\ufeff"), 0, 0
 
     def keys(self) -> list[tuple[int, Place]]:
-        """Returns every key in the order of the text, with the running number of its object."""
+        """Return every key in the order of the text, with the running number of its object."""
         found: list[tuple[int, Place]] = []
         line, counted = 1, 0
         self._skip(_BLANK)
-        # The outermost object may do without its braces.
+        # The outermost object may lack its braces.
         inside = [] if self._text[self._at : self._at + 1] in ("{", "[") else [_Open("", True, 0)]
         while self._at < len(self._text):
             character = self._text[self._at]
@@ -97,7 +97,7 @@ class _Walk:
         return found
 
     def _value(self, path: str, inside: list[_Open]) -> None:
-        """Enters an object or an array, or goes to the end of another value."""
+        """Enter an object or an array, or skip to the end of another value."""
         character = self._text[self._at : self._at + 1]
         if character in ("{", "["):
             self._objects += 1

@@ -1,5 +1,6 @@
-"""Reads the file that DeepSpeed's configuration is in, or one of Accelerate's or of training arguments that names it;
-remarks on what other readers of it take otherwise.
+"""Reads a DeepSpeed JSON, or the file of Accelerate or of training arguments that names it.
+
+It remarks on contents that other readers of the file interpret differently:
 
 | reader | comments, trailing commas, missing quotes | a key twice | NaN | byte order mark |
 |---|---|---|---|---|
@@ -26,19 +27,19 @@ _log = logging.getLogger("memplug")
 _NAN = re.compile(r'"(?:[^"\\]|\\.)*"|(-?Infinity|NaN)')
 _MARK = "\ufeff"
 _YAML = (".yaml", ".yml")
-_ACCELERATE = ("compute_environment", "distributed_type", "deepspeed_config")  # none of them is a key of DeepSpeed's
-# Accelerate takes a file of any name for YAML that is not called .json.
+_ACCELERATE = ("compute_environment", "distributed_type", "deepspeed_config")  # none of these is a key of DeepSpeed
+# Accelerate reads any file as YAML whose name does not end in .json.
 _LIKE_YAML = re.compile(rf"(?!\s*{{).*^(?:{'|'.join(_ACCELERATE)}):", re.M | re.S)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DsJson:
-    """DeepSpeed's configuration, as it is in a file.
+    """DeepSpeed's configuration, as read from a file.
 
     Attributes:
-        path: Of the file that it is in, which another file may name.
-        content: All of it.
-        remarks: On what DeepSpeed, or Trainer and Accelerate, read otherwise or refuse.
+        path: the file that holds it, which another file may name.
+        content: the whole configuration.
+        remarks: on contents that DeepSpeed, or Trainer and Accelerate, interpret differently or refuse.
     """
 
     path: Path
@@ -47,18 +48,21 @@ class DsJson:
 
 
 def read_json(source: str | Path) -> dict[str, Any]:
-    """Returns the content of `read`."""
+    """Return the content of a DeepSpeed JSON, as `read` does."""
     return read(source).content
 
 
 def read(source: str | Path) -> DsJson:
-    """Reads a whole DeepSpeed JSON; comments and trailing commas pass where DeepSpeed's own reader takes them.
+    """Read a whole DeepSpeed JSON; comments and trailing commas are accepted if DeepSpeed's own reader accepts them.
 
-    In its place a file of Accelerate may be given (YAML or JSON; its `deepspeed_config_file` is read), or one of
-    training arguments (its `deepspeed`). A "memplug" block in such a file is a logged warning.
+    Instead, `source` may be a file of Accelerate (YAML or JSON; its `deepspeed_config_file` is read) or one of training
+    arguments (its `deepspeed`). A "memplug" block in such a file logs a warning.
+
+    Args:
+        source: path of the file.
 
     Raises:
-        ConfigError: A file cannot be read, is not a JSON object, has a key twice, or names no DeepSpeed JSON.
+        ConfigError: a file cannot be read, is not a JSON object, has a key twice, or names no DeepSpeed JSON.
     """
     path = Path(source)
     text = _text(path)
@@ -75,7 +79,7 @@ def read(source: str | Path) -> DsJson:
 
 
 def shown(value: object) -> str:
-    """Returns a value as the user wrote it, with JSON's true and null, in at most 80 characters."""
+    """Return a value as the user wrote it, with JSON's true and null, in at most 80 characters."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -83,16 +87,16 @@ def shown(value: object) -> str:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # a path with a null byte
+    except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
         problem = "no such file" if isinstance(error, FileNotFoundError) else f"unreadable: {error}"
         raise ConfigError([f"{path}: {problem}"], "Give the path of your DeepSpeed JSON.") from None
 
 
 def _json(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
-    """Returns the object that a text is, and remarks.
+    """Return the object in a text, and remarks.
 
     Raises:
-        ConfigError: The text is none, or has a key twice.
+        ConfigError: the text is no object, or has a key twice.
     """
     remarks: list[str] = []
     twice: list[str] = []
@@ -124,17 +128,17 @@ def _json(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
         advice = 'Make the file one JSON object: {"train_batch_size": ..., "memplug": {"enabled": true}}.'
         raise ConfigError([f"{path}: holds {shown(content)}, not a JSON object"], advice)
     if twice:
-        # A key that the walk through the text misses is named without its lines.
+        # If the walk through the text misses a key, the message has no lines for it.
         found = places.repeated(text) or [(key, []) for key in dict.fromkeys(twice)]
         raise _given_twice(path, found)
     return content, remarks
 
 
 def _hjson(path: Path, text: str, error: ValueError, objects: Callable[[list], dict]) -> Any:
-    """Returns what DeepSpeed's reader makes of a text that is not JSON.
+    """Return the object that DeepSpeed's reader (hjson) finds in a text that is not JSON.
 
     Raises:
-        ConfigError: It takes it neither, or is not installed.
+        ConfigError: hjson refuses it too, or is not installed.
     """
     place, hint = "the first place that is not JSON", ""
     if isinstance(error, json.JSONDecodeError):
@@ -147,7 +151,7 @@ def _hjson(path: Path, text: str, error: ValueError, objects: Callable[[list], d
             return content
     except RecursionError:
         raise
-    except Exception as other:  # besides its own error, hjson lets an IndexError out
+    except Exception as other:  # hjson raises IndexError besides its own error
         line = getattr(other, "lineno", None)
         if line not in (None, getattr(error, "lineno", None)):
             hint = f"; DeepSpeed's reader, which takes more, stops at line {line}: {other.msg}"
@@ -156,7 +160,7 @@ def _hjson(path: Path, text: str, error: ValueError, objects: Callable[[list], d
 
 
 def _spot(text: str, error: ValueError) -> str:
-    """Returns the first place that is not JSON, and the line that it is in."""
+    """Return the first place that is not JSON, and its line, in words."""
     if not isinstance(error, json.JSONDecodeError):
         return f"not JSON ({error})"
     line = text.splitlines()[error.lineno - 1].strip() if text.splitlines()[error.lineno - 1 :] else ""
@@ -175,10 +179,10 @@ def _given_twice(path: Path, found: list[tuple[str, list[int]]]) -> ConfigError:
 
 
 def _yaml(path: Path, text: str) -> tuple[Any, dict[str, int]]:
-    """Returns what a YAML holds, and the line of each of its keys.
+    """Return the content of a YAML, and the line of each of its keys.
 
     Raises:
-        ConfigError: It is none, has a key twice, or PyYAML is not installed.
+        ConfigError: the text is not YAML, has a key twice, or PyYAML is not installed.
     """
     try:
         import yaml
@@ -188,7 +192,7 @@ def _yaml(path: Path, text: str) -> tuple[Any, dict[str, int]]:
         ) from None
     try:
         root, content = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
-        json.dumps(content, default=repr, skipkeys=True)  # refuses an anchor inside of itself
+        json.dumps(content, default=repr, skipkeys=True)  # raises for an anchor inside itself
     except (yaml.YAMLError, ValueError) as error:
         said = " ".join(str(error).split())
         raise ConfigError([f"{path}: not YAML: {said}"], "Correct the file at that place.") from None
@@ -207,15 +211,20 @@ def _yaml(path: Path, text: str) -> tuple[Any, dict[str, int]]:
 
 
 def _names_another(content: Mapping[str, Any]) -> bool:
-    """Returns whether a JSON is Accelerate's, or holds training arguments."""
+    """Return whether a JSON is Accelerate's, or holds training arguments."""
     return any(key in content for key in _ACCELERATE) or isinstance(content.get("deepspeed"), (str, Mapping))
 
 
 def _named(path: Path, content: Any, line_of: Callable[[str], int | None]) -> DsJson:
-    """Reads the DeepSpeed JSON that a file of Accelerate's or of training arguments names, or holds.
+    """Read the DeepSpeed JSON that a file of Accelerate or of training arguments names or contains.
+
+    Args:
+        path: path of the file.
+        content: its content.
+        line_of: returns the line of a key, or None.
 
     Raises:
-        ConfigError: It names none, or one that cannot be read.
+        ConfigError: it names none, or one that cannot be read.
     """
     content = content if isinstance(content, Mapping) else {}
     inline = content.get("deepspeed") if isinstance(content.get("deepspeed"), Mapping) else None
@@ -239,7 +248,7 @@ def _named(path: Path, content: Any, line_of: Callable[[str], int | None]) -> Ds
         )
     key = "deepspeed" if section is None else "deepspeed_config.deepspeed_config_file"
     try:
-        # Readers of such files open what they name as DeepSpeed's JSON, whatever it is.
+        # Readers of such files open the named file as DeepSpeed's JSON, whatever it is.
         found, remarks = _json(Path(named), _text(Path(named)))
         return DsJson(path=Path(named), content=found, remarks=tuple(remarks))
     except ConfigError as error:

@@ -1,1 +1,1 @@
-"""What memplug changes in its hosts; all patching lives here."""
+"""All changes that memplug makes to frameworks; all patching lives here."""

@@ -1,4 +1,4 @@
-"""`memplug.attach`: from a target and a configuration to a running session."""
+"""`memplug.attach`: attaches to a model or engine, and returns a running session."""
 
 from __future__ import annotations
 
@@ -35,31 +35,32 @@ from memplug.tokenwise.engine.region import Region
 def attach(
     target: Any, config: MemplugConfig | dict[str, Any] | str | Path | None = None, *, group: Group | None = None
 ) -> Session:
-    """Run a model's layers token-wise, and its training from a planned arena.
+    """Swap and recompute a model's layers token-wise, and serve its training from a planned arena.
 
-    In a distributed run, all ranks that train the model attach; a rank that waits for others longer than 30 s says so.
+    In a distributed run, all ranks that train the model attach; a rank that waits for others longer than 30 s warns.
 
     Args:
         target: a DeepSpeed engine, a Megatron-Core model or the list of its chunks, or any `nn.Module`; on one device.
-            Hugging Face's and Megatron-Core's layers are found by class, those of other models by the block's
+            Layers of Hugging Face and Megatron-Core are found by class; those of other models are named by the block's
             `tokenwise.regions` (patterns of module names).
-        config: the "memplug" block as a dict, the path of a DeepSpeed JSON, or None for the engine's own. Without one,
-            a model that has no engine is taken as `{"enabled": true}`.
-        group: the ranks that train the model, as a process group or a list; without it those of
-            DistributedDataParallel's group, of FSDP's or a device mesh, of a DeepSpeed engine's, and else all.
+        config: the "memplug" block as a dict, the path of a DeepSpeed JSON, or None for the engine's own. A model
+            without an engine has `{"enabled": true}` by default.
+        group: the ranks that train the model, as a process group or a list. By default the ranks of
+            DistributedDataParallel's group, of FSDP's or a device mesh, or of a DeepSpeed engine's; else all ranks.
 
     Returns:
-        The session; `step()` marks the end of a training step (a DeepSpeed engine calls it itself), `report()` gives
+        The session. `step()` marks the end of a training step (a DeepSpeed engine calls it itself), `report()` returns
         counters, `detach()` undoes everything. Attaching to a target again returns the session that it has.
 
     Raises:
-        ConfigError: the block cannot be used, or is not the same on all ranks of a Megatron-Core model.
+        ConfigError: the block is invalid, or not the same on all ranks of a Megatron-Core model.
         RegionError: no decoder layers were found, a pattern matches nothing, the chunks are not those of one model, or
             the model is not on one device.
         ConflictError: another checkpointing is on, or the model is attached to another session.
-        RanksError: this rank is not in the group, or another one of it did not attach within the time limit of
+        RanksError: this rank is not in the group, or another rank of it did not attach within the time limit of
             `init_process_group`.
-        UnsupportedVersionError: torch is too old, or lacks what memplug uses; or Megatron-Core is older than 0.16.
+        UnsupportedVersionError: torch is too old or lacks a feature that memplug uses, or Megatron-Core is older than
+            0.16.
     """
     target = _target_of(target)
     used = frameworks.frameworks_in(target)
@@ -97,7 +98,7 @@ def _begin(target: Target, config: MemplugConfig, ranks: Ranks) -> Session:
 
 
 def _tensors_of(model: weakref.ref[nn.Module]) -> Iterator[torch.Tensor]:
-    """Parameters and buffers, of a model that lives."""
+    """Return the parameters and buffers of a model; none if the model is gone."""
     alive = model()
     return iter(()) if alive is None else itertools.chain(alive.parameters(), alive.buffers())
 
@@ -159,7 +160,14 @@ def _attach(target: Target, config: MemplugConfig, device: Device, ranks: Ranks)
 
 
 def find_layers(model: nn.Module, config: MemplugConfig) -> Layers:
-    """The layers that the block names, or a framework knows: none where token-wise is off and there are none.
+    """Return the layers that the block names, or else those that a framework recognises.
+
+    Args:
+        model: the model.
+        config: the block.
+
+    Returns:
+        Names and modules; empty if none are recognised and "tokenwise" is off.
 
     Raises:
         RegionError: a pattern matches nothing, or no decoder layers were recognised.
@@ -172,7 +180,7 @@ def find_layers(model: nn.Module, config: MemplugConfig) -> Layers:
         name, lists = type(model).__name__, ", ".join(f'"{pattern}"' for pattern in region_hooks.lists_of_layers(model))
         raise RegionError(
             f"no decoder layers were recognised in {name}",
-            f'Set "tokenwise.regions" to those of its lists of modules that are its layers: [{lists}].'
+            f'Set "tokenwise.regions" to the patterns of its layers, of these lists of modules: [{lists}].'
             if lists
             else None,
             code="MP001",

@@ -1,10 +1,10 @@
-"""Key-value caches, and states of other layers, that a region is given: in training every run of it has a copy.
+"""Key-value caches, and states of other layers, among a region's arguments: in training each run has its own copy.
 
-A cache is state: a layer reads what is in its slot and adds to it. A region may run again, and must find the cache as
-its forward did; and keys and values that lasted until the model's output goes would take the memory that the region
-released. So each run has a copy of the cache as the forward found it. Afterwards the cache knows how many tokens it was
-given, and tensors that the forward made are withheld: they are made again, with their place in the graph, once they are
-used, as a recurrence over segments does. From then on the region leaves them where they are.
+A cache is state: a layer reads its slot and appends to it. If a region runs again, it must find the cache as its
+forward did. And keys and values that lasted as long as the model's output would take the memory that the region
+released. So each run has a copy of the cache as the forward found it. Afterwards the cache knows its number of tokens,
+but tensors that the forward made are withheld: they are made again, with their place in the graph, once they are used,
+as in a recurrence over segments. From then on the region leaves them in the cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from memplug.tokenwise.engine.core import paused
 
 
 def is_cache(value: Any) -> bool:
-    """Returns whether an argument is a cache."""
+    """Return whether an argument is a cache."""
     if isinstance(value, (torch.Tensor, nn.Module, type)):
         return False
     return hasattr(value, "get_seq_length") and hasattr(value, "__dict__")
@@ -42,12 +42,12 @@ class Found:
     """A cache as one forward of a region found it; stands for the cache among that forward's arguments.
 
     Args:
-        cache: the model's.
+        cache: the model's cache.
         region: the region's name.
-        uses: the model's.
+        uses: the model's uses of caches.
 
     Raises:
-        ConflictError: the region was given this cache before, and what it put there itself, in no layer, is gone.
+        ConflictError: the region put tensors into this cache before, outside its layers, and they are gone.
     """
 
     def __init__(self, cache: Any, region: str, uses: Uses):
@@ -60,11 +60,11 @@ class Found:
         self._is_first = True
 
     def enter(self) -> Any:
-        """Returns the copy for a run that begins."""
+        """Return the copy for a run that begins."""
         return copied(self._cache, _Layers)
 
     def leave(self, used: Any) -> None:
-        """Give the cache the state of the copy that a forward used, and keep what the forward found."""
+        """Give the cache the state of the copy that a forward used, and keep the state that the forward found."""
         if self._is_first:
             self._is_first = False
             before = copied(self._cache, list)
@@ -77,7 +77,7 @@ class Found:
         for name, value in list(vars(used).items()):
             if isinstance(value, _Layers):
                 value.put_into(cache.layers, self._region, self._uses)
-                # none of the others: what they get later may lead back here, through its graph
+                # keep no other layers: tensors that they get later may lead back here through their graph
                 before.layers = [value.found.get(at) for at in range(len(before.layers))]
             elif is_cache(value) and is_cache(getattr(cache, name, None)):
                 self._put(getattr(cache, name), value, getattr(before, name))
@@ -88,7 +88,7 @@ class Found:
 
 
 def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a region's forward on a copy of each cache that was `Found`."""
+    """Run a region's forward on a copy of each `Found` cache."""
     entered: list[tuple[Found, Any]] = []
 
     def own(value: Any) -> Any:
@@ -105,11 +105,11 @@ def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Layers(list):
-    """A cache's layers, each of which is copied once a run asks for it.
+    """A cache's layers; each is copied once a run asks for it.
 
     Attributes:
-        found: by index, copies of those as the run found them.
-        leaves: by `id`, their tensors that were no part of a graph.
+        found: copies of the layers as the run found them, by index.
+        leaves: the `id` of their tensors that were no part of a graph.
     """
 
     def __init__(self, layers: list[Any]):
@@ -119,6 +119,7 @@ class _Layers(list):
         self._given = tuple(layers)
 
     def __getitem__(self, at: Any) -> Any:
+        """Return the layer at an index, as a copy of the cache's layer."""
         if isinstance(at, slice):
             return [self[index] for index in range(*at.indices(len(self)))]
         index = range(len(self))[operator.index(at)]
@@ -130,12 +131,14 @@ class _Layers(list):
         return layer
 
     def __iter__(self) -> Iterator[Any]:
+        """Iterate over the layers, each as a copy."""
         return (self[index] for index in range(len(self)))
 
     def put_into(self, layers: list[Any], region: str, uses: Uses) -> None:
-        """Give the cache's own layers the state of those that a run asked for, made or put in their place."""
+        """Give the cache's own layers the state of the copies that the run used, made or replaced."""
         for at, used in enumerate(super().__iter__()):
-            if (at < len(self._given) and used is self._given[at]) or WITHHELD in vars(used):  # or looked at
+            # the run did not use the layer, or only its sizes
+            if (at < len(self._given) and used is self._given[at]) or WITHHELD in vars(used):
                 continue
             found = self.found.get(at)
             if found is not None and WITHHELD in vars(found):
@@ -147,7 +150,7 @@ class _Layers(list):
             if type(layers[at]) is not type(used):
                 layers[at] = used
             _put_layer(layers[at], used, found, region, uses)
-        for found in self.found.values():  # a tensor that the run wrote to leads to the run's graph, which has `found`
+        for found in self.found.values():  # alias leaves that the run wrote to: their graph references `found`
             for name, value in vars(found).items():
                 vars(found)[name] = mapped(value, lambda x: alias_of(x) if id(x) in self.leaves else x)
 

@@ -4,11 +4,11 @@
 |---|---|---|
 | `deepspeed.initialize` | the module, by `install` | to attach to the engine that it returns |
 | `step`, `train_batch` | the engine instance (the latter: a pipeline engine's) | the end of a training step |
-| `allreduce_gradients` | the engine instance | how many ranks there are is no part of the program |
+| `allreduce_gradients` | the engine instance | the number of ranks is no part of the program |
 | `destroy` | the engine instance | the session ends with the engine |
 | `backward` | the engine instance | a note on an out-of-memory error |
 | `pre_` and `post_sub_module_forward_function` | ZeRO 3's `parameter_offload` | gathering is no part of a region |
-| `pre_` and `post_sub_module_backward_function` | the same | a recompute pass must not release what backward gathered |
+| `pre_` and `post_sub_module_backward_function` | the same | a recompute pass must not release parameters of backward |
 | `_all_gather`, `_partition` | `zero.partition_parameters.Init` | gathering of external parameters likewise |
 
 An engine without an optimizer, such as a reference or a teacher, trains nothing: `install` leaves it alone.
@@ -47,34 +47,41 @@ VERSIONS = "deepspeed 0.16.5 to 0.19"
 
 
 class DeepSpeed(Framework):
-    """See `Framework`."""
+    """DeepSpeed's engines, their configuration and their steps."""
 
     def claim(self, given: Any) -> Target | None:
+        """Return the target for a DeepSpeed engine, else None."""
         if not is_engine(given):
             return None
         return Target(given.module, (given.module,), given, torch.device(given.device))
 
     def is_in(self, target: Target) -> bool:
+        """Return whether a DeepSpeed engine drives the target."""
         return is_engine(target.engine)
 
     def is_expert(self, module: nn.Module) -> bool:
+        """Return whether a module is DeepSpeed's `Experts`."""
         return type(module).__name__ == "Experts"
 
     def block(self, target: Target) -> MemplugConfig:
+        """Return the block of the engine's configuration."""
         return read_block(target.engine)
 
     def explain_off(self, target: Target) -> None:
+        """Warn if the engine's configuration has no block."""
         if not has_block(target.engine):
             log.warning('memplug: off: the engine\'s configuration has no "memplug" block; pass {"enabled": true}')
 
     def check_attached(self, target: Target) -> None:
+        """Raise `ConflictError` if the session was attached to the model alone, and does not see the engine's steps."""
         if not is_patched(target.engine, "step"):
             raise ConflictError(
-                "the engine's model was attached by itself, so that the session does not see the engine's steps",
+                "a session is attached to the engine's model alone, and does not see the engine's steps",
                 "Detach that session and attach to the engine, or leave it to `memplug.install()`.",
             )
 
     def check(self, target: Target, modules: Layers) -> None:
+        """Raise `ConflictError` if DeepSpeed's activation checkpointing is configured."""
         checkpointing = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
         if checkpointing is not None and checkpointing.is_configured():
             raise ConflictError(
@@ -85,15 +92,16 @@ class DeepSpeed(Framework):
             )
 
     def check_states(self, target: Target) -> None:
+        """Raise `ConflictError` if DeepSpeed offloads optimizer states or parameters."""
         offloads = " and ".join(offloads_of(_configuration(target.engine)))
         if offloads:
             raise ConflictError(
                 f'DeepSpeed offloads itself ({offloads}), and "swap": {{"states": true}} would move the same tensors',
-                "Remove one of the two; only DeepSpeed's helps where the device has no room while the optimizer runs.",
+                "Remove one of the two; only DeepSpeed's helps if device memory runs out in the optimizer.",
             )
 
     def groups(self, target: Target) -> Sequence[Any]:
-        """All that share the engine's parameters; where it splits layers too, all ranks of the job."""
+        """Return the group that shares the engine's parameters; if it splits layers too, all ranks of the job."""
         engine = target.engine
         group = getattr(engine, "seq_data_parallel_group", None) or getattr(engine, "data_parallel_group", None)
         if getattr(engine, "mpu", None) is None and group is not None:
@@ -101,9 +109,11 @@ class DeepSpeed(Framework):
         return [list(range(dist.get_world_size()))] if dist.is_initialized() else []
 
     def regathers(self, target: Target) -> bool:
+        """Return whether the engine uses ZeRO 3."""
         return target.engine.zero_optimization_stage() == 3
 
     def layout(self, target: Target) -> Mapping[str, int]:
+        """Return the ZeRO stage and the number of micro-batches."""
         engine = target.engine
         return {
             "zero_stage": engine.zero_optimization_stage(),
@@ -111,11 +121,11 @@ class DeepSpeed(Framework):
         }
 
     def hook(self, target: Target, modules: Layers, attached: AttachedModel) -> None:
-        """Let the engine mark steps, explain out-of-memory errors, and keep parameter gathering out of the regions."""
+        """Patch the engine to mark steps, explain out-of-memory errors, and keep gathering out of the regions."""
         engine = target.engine
 
         def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            steps = engine.global_steps  # of the optimizer: the engine may be told where accumulation ends
+            steps = engine.global_steps  # optimizer steps: only the engine knows where accumulation ends
             with attached.explaining("step"), attached.in_optimizer():
                 result = original(*args, **kwargs)
             if engine.global_steps != steps:
@@ -152,10 +162,13 @@ class DeepSpeed(Framework):
 
 
 def install(attach: Callable[..., Session]) -> None:
-    """Patch `deepspeed.initialize` to attach to the engine it returns. A second call does nothing.
+    """Patch `deepspeed.initialize` to attach to the engine that it returns; a second call does nothing.
 
-    An engine without the block, or without an optimizer, is left alone. Where a block says `"enabled": false`, the
-    patch is taken away again.
+    An engine without the block, or without an optimizer, is left alone. If a block says `"enabled": false`, the patch
+    is removed again.
+
+    Args:
+        attach: called with the engine and its block.
 
     Raises:
         UnsupportedVersionError: DeepSpeed is not installed.
@@ -194,27 +207,27 @@ def install(attach: Callable[..., Session]) -> None:
 
 
 def uninstall() -> None:
-    """Put the original `deepspeed.initialize` back. Sessions stay attached."""
+    """Restore the original `deepspeed.initialize`; sessions stay attached."""
     put_back(sys.modules.get("deepspeed"), "initialize")
 
 
 def is_engine(target: Any) -> bool:
-    """Whether the target is a DeepSpeed engine, without importing DeepSpeed."""
+    """Return whether the target is a DeepSpeed engine, without importing DeepSpeed."""
     engine = sys.modules.get("deepspeed.runtime.engine")
     return engine is not None and isinstance(target, engine.DeepSpeedEngine)
 
 
 def read_block(engine: Any) -> MemplugConfig:
-    """The "memplug" block of an engine's own configuration.
+    """Return the "memplug" block of an engine's own configuration.
 
     Raises:
-        PatchError: the engine was given a path, and keeps what it read from there elsewhere than known.
+        PatchError: the engine read its configuration from a file, and keeps it in an unknown place.
     """
     return read_ds_config(_configuration(engine))
 
 
 def has_block(engine: Any) -> bool:
-    """Whether an engine's own configuration has the block at all."""
+    """Return whether an engine's own configuration has the block."""
     return "memplug" in _configuration(engine)
 
 
@@ -228,19 +241,19 @@ def _configuration(engine: Any) -> Mapping[str, Any]:
 
 
 def trains(engine: Any) -> bool:
-    """Whether an engine has an optimizer; without one, DeepSpeed may put something else in its place."""
+    """Return whether an engine has an optimizer; without one, DeepSpeed may use a placeholder."""
     optimizer = getattr(engine, "basic_optimizer", engine.optimizer)
     return type(optimizer).__name__ not in ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
 
 
 def _hook_gathering(engine: Any, attached: AttachedModel, modules: Mapping[str, nn.Module]) -> None:
-    """ZeRO 3: keep gathering out of the regions, gather a region's parameters once for its recompute pass, and let what
-    backward has gathered stay on the device.
+    """Adapt regions to ZeRO 3, which gathers parameters around every module.
 
-    The module whose backward asks for the first saved tensor of a region has its parameters gathered by then; releasing
-    them after the recompute pass would leave its backward with empty ones.
+    Gathering stays out of the regions. A region's parameters are gathered once for its recompute pass. Parameters that
+    backward has gathered stay on the device: the module whose backward asks for a region's first saved tensor has its
+    parameters gathered by then, and releasing them after the recompute pass would leave that backward with empty ones.
     """
-    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)  # the latter where nothing is trained
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)  # the latter if nothing is trained
     if not hasattr(offload, "pre_sub_module_forward_function"):
         raise PatchError("engine.optimizer.parameter_offload", VERSIONS)
     in_backward: set[int] = set()
@@ -262,7 +275,7 @@ def _hook_gathering(engine: Any, attached: AttachedModel, modules: Mapping[str, 
 
     @contextlib.contextmanager
     def gathered(region: Region) -> Iterator[None]:
-        """As if every module of the region ran: DeepSpeed gathers, in the same order on all ranks."""
+        """Gather as if every module of the region ran: DeepSpeed gathers in the same order on all ranks."""
         owners = list(_owners(modules[region.name]))
         for module in owners:
             offload.pre_sub_module_forward_function(module)
@@ -281,7 +294,7 @@ def _hook_gathering(engine: Any, attached: AttachedModel, modules: Mapping[str, 
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that DeepSpeed gathers parameters for, one by one; a leaf of its with all that is inside."""
+    """Yield the modules that DeepSpeed gathers parameters for one by one; it gathers a leaf as a whole."""
     yield module
     if not getattr(module, "_z3_leaf", False):
         for child in module.children():
@@ -289,11 +302,11 @@ def _owners(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _hook_external_parameters(attached: AttachedModel, modules: Mapping[str, nn.Module]) -> None:
-    """ZeRO 3: the same for parameters that a module reads of another one, or returns, wherever they are gathered.
+    """Adapt regions to external parameters of ZeRO 3, which a module reads from another one, or returns.
 
-    DeepSpeed finds those in the first forward, as they are read, and lets the module that runs gather them beforehand
-    from then on. A recompute pass does not enter its region, so the region is put where DeepSpeed looks for the
-    module that runs.
+    DeepSpeed finds such parameters when the first forward reads them; from then on it gathers them before the module
+    that runs. A recompute pass does not enter its region's module, so the module is put on DeepSpeed's stack of running
+    modules.
     """
     partitioning = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
     patch(partitioning.Init, "_all_gather", unnoticed, attached, VERSIONS)

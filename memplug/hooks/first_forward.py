@@ -1,4 +1,4 @@
-"""The first forward of a run that goes on from an earlier one's plan: its step is served from there on."""
+"""The first forward of a resumed run: the arena serves its step from there on."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from memplug.session.attached import AttachedModel
 
 
 def watch(chunks: Sequence[nn.Module], attached: AttachedModel) -> None:
-    """Have the session begin its run as the first of these is called with gradients."""
+    """Make the session begin its run when the first of these chunks is called with gradients."""
     removals: list[Callable[[], None]] = []
 
     def begin(chunk: nn.Module, args: Any, kwargs: Any) -> None:
-        if not (removals and torch.is_grad_enabled()):  # compiled code calls hooks that are gone
+        if not (removals and torch.is_grad_enabled()):  # compiled code still calls removed hooks
             return
         while removals:
             removals.pop()()

@@ -1,18 +1,18 @@
-"""FlexAttention that a program has compiled: a call of it inside of a region runs compiled, as a unit.
+"""FlexAttention that a program has compiled: inside a region, a call of it runs compiled, as a unit.
 
-All other functions that are compiled inside of a region run as they are written, so that their operators are observed
-(as_written.h). FlexAttention written out has a score for each pair of tokens, which is what it is
-compiled for. So where `torch.compile(flex_attention)` is called there, with whatever backend, the compiler is called,
-and a call of each graph that it makes is a unit (memplug.tokenwise.engine.units): all tensors that it reads, those in
-the closures of masks and scores among them, are its arguments, and it runs again without asking the compiler.
+All other compiled functions inside a region run uncompiled, so that their operators are observed (as_written.h).
+Uncompiled FlexAttention would store a score for each pair of tokens, which compiling it avoids. So where
+`torch.compile(flex_attention)` is called there, with any backend, the compiler is called, and each call of a graph that
+it makes is a unit (memplug.tokenwise.engine.units). All tensors that the graph reads are its arguments, also those in
+the closures of masks and scores, and it runs again without the compiler.
 
 | patched | on | why |
 |---|---|---|
-| `_callback_from_stance` | `torch._dynamo.eval_frame` | asked by what a compiled function is compiled |
-| `setup_compilation_env` | `torch.nn.attention.flex_attention` | tells, once, of compiled ones that run as written |
+| `_callback_from_stance` | `torch._dynamo.eval_frame` | chooses the compiler of a compiled function |
+| `setup_compilation_env` | `torch.nn.attention.flex_attention` | warns, once, if a compiled call runs uncompiled |
 
-Left as they are written: a compiled function that calls FlexAttention among other things, and one with CUDA graphs,
-which overwrite what they returned. Where no caller has compiled it, torch itself warns.
+Two kinds still run uncompiled: a compiled function that calls FlexAttention among other things, and one with CUDA
+graphs, which overwrite the tensors that they returned. If no caller has compiled it, torch itself warns.
 """
 
 from __future__ import annotations
@@ -50,29 +50,31 @@ _unobserved: ContextVar[bool] = ContextVar("memplug: a compiled call is under wa
 
 
 def hook(attached: AttachedModel) -> None:
-    """Let compiled calls be units, and warn once where they cannot, until the session is detached."""
+    """Run compiled calls as units, and warn once if that is not possible, until the session detaches."""
     if attached.executor.device.torch_device.type not in ("cpu", "cuda"):
         return
     compiler = flex_compiler()
-    if compiler is not None:  # else calls run as they are written
+    if compiler is not None:  # without it, calls run uncompiled
         patch(compiler, "_callback_from_stance", _Callbacks(compiler).choose, attached, KNOWN)
     module = sys.modules.get(FLEX_ATTENTION)
-    if hasattr(module, "setup_compilation_env"):  # else there is only a warning to lose
+    if hasattr(module, "setup_compilation_env"):  # without it, only the warning is lost
         patch(module, "setup_compilation_env", _Warning(attached).environment, attached, KNOWN)
 
 
 class _Backend:
-    """Compiles as another backend does; each call of what it makes is a unit of the region that runs."""
+    """A backend that compiles as another one does; each call of its result is a unit of the running region."""
 
     def __init__(self, compile_graph: Callable[..., Any]):
         self.compile_graph = compile_graph
 
     def __eq__(self, other: object) -> bool:
+        """Return whether both compile by the same backend."""
         return isinstance(other, _Backend) and bool(self.compile_graph == other.compile_graph)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __call__(self, graph: Any, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        """Compile a graph with the inner backend; return a function that runs it as a unit inside regions."""
         call = self.compile_graph(graph, inputs, **options)
 
         def run(*args: Any) -> Any:
@@ -81,7 +83,7 @@ class _Backend:
             core().resume()
             try:
                 executor = core().observing_executor()
-                if executor is None or not all(map(_is_plain, args)):  # in a recompute pass, or inside of another unit
+                if executor is None or not all(map(_is_plain, args)):  # in a recompute pass, or inside another unit
                     return call(*args)
                 unit = Unit(executor, "flex_attention", Kind.ATTENTION, puts_back=False)
                 return unit.run(call, args, {})
@@ -92,10 +94,10 @@ class _Backend:
 
 
 class _Callbacks:
-    """By what calls of FlexAttention are compiled, in place of what their program says.
+    """Chooses the compiler callback for `flex_attention` calls inside a region.
 
     Args:
-        compiler: torch._dynamo.eval_frame.
+        compiler: the module torch._dynamo.eval_frame.
     """
 
     def __init__(self, compiler: Any):
@@ -104,30 +106,30 @@ class _Callbacks:
         self._everywhere: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def choose(self, original: Callable[[Any], Any], callback: Any) -> Any:
-        """Of a compiled function that is being called."""
+        """Return the compiler callback of a compiled function that is being called."""
         if not callable(callback):
             return original(callback)
         before = core().stance_before()
         if before is None and callback not in self._everywhere:
             return original(callback)
-        call = compiled_call(sys._getframe(2))  # behind the patch
-        if call is None:  # it is another session's patch that asks
+        call = compiled_call(sys._getframe(2))  # the frame behind the patch
+        if call is None:  # another session's patch calls this one
             return original(callback)
         function, cleanups = call
         if not _is_flex_attention(function) or not isinstance(cleanups, list):
             return original(callback)
         if before is None:
-            return original(self._own[callback])  # what a region has compiled already, such as one that runs plain now
+            return original(self._own[callback])  # compiled by a region earlier, which now runs plain, for example
         if before != self._compiler.DynamoStance() or self._compiler._stance.stance != "force_eager":
-            return original(callback)  # the program wants it otherwise
+            return original(callback)  # the program has set a stance of its own
         own = self._own_of(callback, function)
         if own is None:
             return original(callback)
-        cleanups.append(_leave_region())  # they are called behind the call, whatever becomes of it
+        cleanups.append(_leave_region())  # cleanups run after the call, even if it raises
         return own
 
     def _own_of(self, callback: Any, function: Any) -> Any:
-        """Ours in its place; None: it stays."""
+        """Return memplug's callback for a program's callback; None to leave that in place."""
         if callback not in self._own:
             backend = self._compiler.innermost_backend(callback)
             if _has_cuda_graphs(backend):
@@ -138,44 +140,45 @@ class _Callbacks:
         return self._own[callback]
 
     def _has_compiled(self, backend: Any, function: Any) -> bool:
-        """Whether the program's own calls have been compiled, outside of regions."""
+        """Return whether the program's own calls, outside regions, have compiled the function."""
         entries = self._compiler._debug_get_cache_entry_list(function.__code__)
         return any(entry.backend == backend for entry in entries)
 
 
 class _Warning:
-    """Of calls that run as they are written, and were compiled."""
+    """Warns once if compiled calls run uncompiled inside regions."""
 
     def __init__(self, attached: AttachedModel):
-        self._executor = weakref.ref(attached.executor)  # a session that is dropped without detaching is not kept
+        self._executor = weakref.ref(attached.executor)  # weak, for a session that is dropped without detaching
         self._told = False
 
     def environment(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What FlexAttention as it is written enters."""
+        """Warn once if a compiled call runs uncompiled; wraps the environment that FlexAttention then enters."""
         if not self._told and self._is_of_a_region() and _is_compiled_by_a_caller(sys._getframe()):
             self._told = True
             text = (
-                "memplug: FlexAttention is not compiled inside of regions here: it runs as it is written, with a score "
-                "for each pair of tokens. Compile it by itself, `torch.compile(flex_attention)`, without CUDA graphs, "
-                "let the model use another attention, or leave its layers out of "
-                '"tokenwise.regions".'
+                "memplug: FlexAttention is not compiled inside of regions here, and stores a score for each pair of "
+                "tokens. Compile it alone, with `torch.compile(flex_attention)` and without CUDA graphs, let the model "
+                'use another attention, or leave its layers out of "tokenwise.regions".'
             )
             log.warning(coded("MP023", text))
         return original(*args, **kwargs)
 
     def _is_of_a_region(self) -> bool:
-        """Whether one is why nothing is compiled."""
+        """Return whether a region is the reason that nothing is compiled."""
         executor = self._executor()
         return executor is not None and executor.core.observes() and core().stance_before().stance == "default"
 
 
 def _leave_region() -> Callable[[], None]:
-    """Compiling and its checks are no part of a region, and meet the same state in all of its forwards; returns the way
-    back.
+    """Leave the region for compiling and its checks, so that they meet the same state in all of its forwards.
+
+    Returns:
+        A function that enters the region again.
     """
     modes = [pop_function_mode() for _ in get_function_modes()]
     for mode in reversed(modes):
-        if not isinstance(mode, AddressMode):  # the first forwards have it, later ones do not
+        if not isinstance(mode, AddressMode):  # only the first forwards have this mode
             push_function_mode(mode)
     core().pause()
     token = _unobserved.set(True)
@@ -192,7 +195,7 @@ def _leave_region() -> Callable[[], None]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Not of a subclass, which no tape can name."""
+    """Return whether a value is a plain tensor or no tensor at all; a tape cannot name tensor subclasses."""
     return not isinstance(value, torch.Tensor) or type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
@@ -212,7 +215,7 @@ def _has_cuda_graphs(backend: Any) -> bool:
 
 
 def _is_compiled_by_a_caller(frame: FrameType | None) -> bool:
-    """Whether a function that calls `flex_attention`, or it itself, was compiled; what it compiles does not count."""
+    """Return whether `flex_attention` or one of its callers was compiled; the frames below it do not count."""
     is_inside = True
     while frame is not None:
         code = frame.f_code

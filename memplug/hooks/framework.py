@@ -1,5 +1,7 @@
-"""What memplug asks of a framework. Each is one file of this folder with a subclass of `Framework`, and one entry in
-`memplug.hooks.frameworks`; several can be in one target, such as Hugging Face's layers in a DeepSpeed engine.
+"""The interface of a framework to memplug.
+
+Each framework is one file of this folder with a subclass of `Framework`, and one entry in `memplug.hooks.frameworks`.
+A target can have several, such as Hugging Face's layers in a DeepSpeed engine.
 """
 
 from __future__ import annotations
@@ -23,32 +25,37 @@ Layers = Sequence[tuple[str, nn.Module]]
 
 
 def outermost(found: Layers) -> Layers:
-    """Those modules that lie in no other one of them."""
+    """Return the modules that lie in no other module of the list."""
     return [(name, module) for name, module in found if not any(lies_in(name, outer) for outer, _ in found)]
 
 
 def instances(model: nn.Module, path: str) -> Layers:
-    """A model's modules of a class, given by its dotted path, in the model's order; none before its import."""
+    """Return a model's modules of a class, in the model's order; none if the class was not imported.
+
+    Args:
+        model: the model.
+        path: dotted path of the class.
+    """
     package, _, name = path.rpartition(".")
     kind = getattr(sys.modules.get(package), name, ())  # nothing is an instance of the empty tuple
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
 
 
 def lies_in(name: str, outer: str) -> bool:
-    """Whether the module of one qualified name is a part of another one's; "" is the model's."""
+    """Return whether the module called `name` is a part of the one called `outer`; "" is the model itself."""
     return name != outer and (not outer or name.startswith(f"{outer}."))
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What `memplug.attach` was given.
+    """The target of `memplug.attach`.
 
     Attributes:
-        model: all of it.
-        chunks: the parts of it that are called.
-        engine: what drives it, an object of a framework; None where the user's own loop does.
-        device: where the engine puts it; None: where its parameters are.
-        cache_uses: what its forwards do with key-value caches.
+        model: the whole model.
+        chunks: the parts of the model that are called.
+        engine: the framework's object that drives the model; None if the user's own loop does.
+        device: the device that the engine uses; None for the device of the parameters.
+        cache_uses: how the model's forwards use key-value caches.
     """
 
     model: nn.Module
@@ -59,68 +66,75 @@ class Target:
 
 
 class Framework:
-    """One framework, which by default asks for nothing.
+    """One framework; by default it requires nothing.
 
-    `claim`, `layers` and `is_expert` are asked of all frameworks, the rest only of those that are in the target.
+    `claim`, `layers` and `is_expert` are called for all frameworks, the other methods only for those in the target.
     """
 
     def claim(self, given: Any) -> Target | None:
-        """The target, where memplug was given an engine or a list of modules of this framework's; else None.
+        """Return the target if `given` is an engine or a list of modules of this framework, else None.
+
+        Args:
+            given: the object passed to `memplug.attach`.
 
         Raises:
-            RegionError: it is the framework's, and cannot be attached to.
+            RegionError: it belongs to the framework, but memplug cannot attach to it.
         """
 
     def is_in(self, target: Target) -> bool:
-        """Whether the target is driven by, or made of, this framework; without importing it."""
+        """Return whether this framework drives the target or defines its modules, without importing the framework."""
         raise NotImplementedError
 
     def layers(self, model: nn.Module) -> Layers:
-        """The model's layers, outermost ones only, in the model's order: the regions, unless the block names others."""
+        """Return the model's outermost layers in its order; they are the regions unless the block names others."""
         return ()
 
     def is_expert(self, module: nn.Module) -> bool:
-        """Whether it holds experts of a mixture, whose memory depends on where the router sends the tokens."""
+        """Return whether a module holds experts of a mixture, whose memory depends on the router's choices."""
         return False
 
     def block(self, target: Target) -> MemplugConfig | None:
-        """The block of the engine's own configuration; None where there is no engine of this framework's."""
+        """Return the block of the engine's own configuration; None without an engine of this framework."""
 
     def explain_off(self, target: Target) -> None:
-        """Attached without a block, and memplug is off: log why, if this framework knows."""
+        """Log why memplug is off after an attach without a block, if this framework knows."""
 
     def groups(self, target: Target) -> Sequence[Any]:
-        """Process groups, or lists of ranks, that train the target together, where this framework knows."""
+        """Return the process groups, or lists of ranks, that train the target together, if this framework knows."""
         return ()
 
     def check_block(self, config: MemplugConfig, ranks: Ranks) -> None:
-        """Called by all ranks that attach. Raises `ConfigError` where the block cannot be used with this framework."""
+        """Raise `ConfigError` if the block cannot be used with this framework; called by all ranks that attach."""
 
     def check_attached(self, target: Target) -> None:
-        """Raises `ConflictError` where the session that the model has is not one of this target."""
+        """Raise `ConflictError` if the model's existing session was not attached to this target."""
 
     def check(self, target: Target, modules: Layers) -> None:
-        """Raises `ConflictError`, `RegionError` or `UnsupportedVersionError` where modules cannot run as regions."""
+        """Raise `ConflictError`, `RegionError` or `UnsupportedVersionError` if the modules cannot run as regions."""
 
     def check_states(self, target: Target) -> None:
-        """Raises `ConflictError` where this framework moves optimizer states or parameters by itself."""
+        """Raise `ConflictError` if this framework moves optimizer states or parameters itself."""
 
     def regathers(self, target: Target) -> bool:
-        """Whether parameters are gathered in every forward (ZeRO 3)."""
+        """Return whether parameters are gathered in every forward (ZeRO 3)."""
         return False
 
     def layout(self, target: Target) -> Mapping[str, int]:
-        """How the job is split over its ranks, such as {"zero_stage": 2}: a plan is good for no other."""
+        """Return how the job is split over its ranks, such as {"zero_stage": 2}; a plan is valid for one layout."""
         return {}
 
     def prepare(self, target: Target, name: str) -> Prepare | None:
-        """What changes or checks the arguments of a region before each forward; of several frameworks, the first's."""
+        """Return a function that changes or checks a region's arguments; the first framework that has one is asked."""
 
     def hook(self, target: Target, modules: Layers, attached: AttachedModel) -> None:
-        """Mark steps and micro-batches, and keep out of the regions what is not theirs; `attached.at_detach` undoes it.
+        """Mark steps and micro-batches, and keep the framework's own work out of the regions.
+
+        Register each change with `attached.at_detach`, so that detaching undoes it.
 
         Args:
-            modules: of the session's regions, in their order.
+            target: the target of `memplug.attach`.
+            modules: the modules of the session's regions, in the regions' order.
+            attached: the session.
 
         Raises:
             PatchError: a symbol of the framework is missing.

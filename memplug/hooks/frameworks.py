@@ -1,4 +1,4 @@
-"""The frameworks that memplug knows, each with its file beside this one. What comes first is asked first."""
+"""The frameworks that memplug knows, each with a file beside this one, in the order in which they are asked."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ FRAMEWORKS: tuple[Framework, ...] = (DeepSpeed(), Megatron(), Transformers())
 
 
 def frameworks_in(target: Target) -> list[Framework]:
-    """Those that drive the target, or that it is made of."""
+    """Return the frameworks that drive the target or define its modules."""
     return [framework for framework in FRAMEWORKS if framework.is_in(target)]
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether it holds experts of a mixture, by any framework."""
+    """Return whether a module holds experts of a mixture, according to any framework."""
     return any(framework.is_expert(module) for framework in FRAMEWORKS)

@@ -1,4 +1,4 @@
-"""Which ranks of a job train a model: those that were named, those that its wrappers talk to, or all."""
+"""Finds the ranks of a job that train a model: the named group, the group of the model's wrappers, or all ranks."""
 
 from __future__ import annotations
 
@@ -17,24 +17,28 @@ from memplug.hooks.patching import patch
 from memplug.session.attached import AttachedModel
 from memplug.torch_private import KNOWN
 
-COUNT_OTHERS = "_get_num_nonjoined_procs"  # method that a rank calls again and again where it has no more batches
+COUNT_OTHERS = "_get_num_nonjoined_procs"  # the method that a rank without more batches calls repeatedly
 
 Group = Any
 """A process group, or a list of ranks of the world."""
 
 
 def members_of(target: Target, group: Group | None, found: Sequence[Group]) -> list[int] | None:
-    """Ranks of the world that train a model together, the same list on each of them; None: all there are.
+    """Return the ranks of the world that train a model together, the same list on each of them.
 
-    Without a group they are those of the largest one that the model's wrappers and parameters have, if it has all that
-    the smaller ones have: DistributedDataParallel's, FSDP's, a device mesh's.
+    Without a group, these are the ranks of the largest group that the model's wrappers and parameters have
+    (DistributedDataParallel, FSDP, device meshes), provided that it contains the smaller ones.
 
     Args:
-        group: that the user named.
-        found: that a framework names.
+        target: the target of `memplug.attach`.
+        group: the group that the user named, or None.
+        found: the groups that frameworks name.
+
+    Returns:
+        The ranks in order; None for all ranks.
 
     Raises:
-        RanksError: this rank is not in the group that was named, or there are no groups yet.
+        RanksError: this rank is not in the named group, or torch.distributed is not initialized.
     """
     if group is not None:
         return _named(group)
@@ -46,8 +50,9 @@ def members_of(target: Target, group: Group | None, found: Sequence[Group]) -> l
 
 
 def watch_joins(attached: AttachedModel) -> None:
-    """Have the session's ranks know while this one has no more batches in torch's `join`, whichever wrapper of the
-    model, made before or after it was attached, has others that go on.
+    """Note on the session's ranks when this rank has no more batches in torch's `join`, and when it has joined again.
+
+    It does not matter which wrapper of the model joins, or whether it was made before or after attaching.
     """
     ranks = weakref.ref(attached.ranks)
 
@@ -58,7 +63,7 @@ def watch_joins(attached: AttachedModel) -> None:
             tell()
         return others
 
-    # a torch without it: the others wait for this rank as for any that ends no steps
+    # without the method in this torch, the other ranks wait for this one as for any that ends no steps
     if hasattr(Join, COUNT_OTHERS) and not (attached.ranks.are_known and len(attached.ranks.members) == 1):
         patch(Join, COUNT_OTHERS, count_others, attached, KNOWN)
 
@@ -75,7 +80,7 @@ def _named(group: Group) -> list[int]:
     if dist.get_rank() not in ranks or not all(rank in known for rank in ranks):
         raise RanksError(
             f"`memplug.attach` was given the group of ranks {ranks} on rank {dist.get_rank()} of {len(known)}",
-            "Attach only on the ranks of the group; it is a process group that this rank is in, or the list of the "
+            "Attach only on the ranks of the group. Pass a process group that contains this rank, or a list of the "
             "ranks that train the model.",
             code="MP004",
         )
@@ -91,7 +96,7 @@ def _groups(target: Target) -> Iterator[Group]:
         yield sharded.process_group
         yield from filter(None, [getattr(sharded, "_inter_node_pg", None)])
     for parameter in target.model.parameters():
-        mesh = getattr(parameter, "device_mesh", None)  # a DTensor's: FSDP2, tensor parallelism
+        mesh = getattr(parameter, "device_mesh", None)  # a DTensor, of FSDP2 or tensor parallelism
         if mesh is not None:
             yield mesh.mesh.flatten().tolist()
 
@@ -99,4 +104,4 @@ def _groups(target: Target) -> Iterator[Group]:
 def _ranks(group: Group) -> list[int]:
     if isinstance(group, list):
         return group
-    return [] if isinstance(group, int) else dist.get_process_group_ranks(group)  # an int: of a group of other ranks
+    return [] if isinstance(group, int) else dist.get_process_group_ranks(group)  # an int stands for a group without us

@@ -1,4 +1,4 @@
-"""What a training job is: the model, its layers, the block, where it runs and how it is split over ranks."""
+"""The fingerprint of a training job: the model, its layers, the block, where it runs and its split over ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memplug.config import MemplugConfig
 from memplug.packages import FRAMEWORKS
 from memplug.profile.records import Fingerprint
 
-OF_NO_CONSEQUENCE = {"plan_dir": True, "report": True, "profiler": {"wait_for_plans"}}  # of the block
+OF_NO_CONSEQUENCE = {"plan_dir": True, "report": True, "profiler": {"wait_for_plans"}}  # fields that change no plan
 
 
 def job_of(
@@ -29,12 +29,15 @@ def job_of(
     config: MemplugConfig | None = None,
     layout: Mapping[str, int] | None = None,
 ) -> Fingerprint:
-    """The fingerprint of all steps, without their inputs.
+    """Return the fingerprint of all steps of a job, without their inputs.
 
     Args:
-        root: what is called.
-        model: all of it.
-        layout: see `Framework.layout`.
+        root: the module that is called.
+        model: the whole model.
+        layers: names and modules of the layers.
+        device: the device that trains.
+        config: the block, or None.
+        layout: the job's split over ranks; see `Framework.layout`.
     """
     named = ";".join(f"{name}:{type(module).__name__}" for name, module in layers)
     distributed = dist.is_initialized()
@@ -42,7 +45,7 @@ def job_of(
     block = None if config is None else config.model_dump(mode="json", exclude=OF_NO_CONSEQUENCE)
     return Fingerprint(
         model=type(root).__name__,
-        # ZeRO 3 leaves empty tensors, which say how many elements they had
+        # ZeRO 3 leaves empty tensors, whose `ds_numel` is the original number of elements
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
         layers=_digest(named),
         rank=dist.get_rank() if distributed else 0,
@@ -60,10 +63,10 @@ def _digest(text: str) -> str:
 
 @functools.cache
 def _versions() -> tuple[tuple[str, str], ...]:
-    """Of the installed packages; they stay as they are while a process runs, and reading them takes milliseconds."""
+    """Return the versions of the installed packages; cached, since reading them takes milliseconds."""
     versions = []
     for package in sorted(("memplug", "torch", *(each.name for each in FRAMEWORKS))):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            version, _, _ = metadata.version(package).partition("+")  # "+cpu", "+cu130": builds of one program
+            version, _, _ = metadata.version(package).partition("+")  # "+cpu" and "+cu130" are builds of one version
             versions.append((package, version))
     return tuple(versions)

@@ -1,18 +1,18 @@
-"""Megatron-Core: which modules are layers, what must not run beside them, and what of their forward is not theirs.
+"""Megatron-Core: finds its layers, refuses what conflicts with memplug, keeps gathering and losses out of regions.
 
 | patched | on | why |
 |---|---|---|
 | `forward_step`, `backward_step` | `pipeline_parallel.schedules` | micro-batches; a note on an out-of-memory error |
-| `get_tensor` | the global memory buffer | scratch memory, made once and cut anew: no operators of a region |
+| `get_tensor` | the global memory buffer | scratch memory, allocated once and sliced anew: no operators of a region |
 | `start_param_sync`, `finish_param_sync` | DDP's class of bucket groups | gathering parameters is no part of a region |
 | `save_to_aux_losses_tracker` | `moe.router`, up to 0.17 | a recompute pass must not log a loss twice |
 | `MoEMetricsTracker.record` | `moe.moe_logging`, from 0.18 | the same |
 
 Known in megatron-core 0.16 to 0.20. Each patch is marked, keeps the original, and is undone by `Session.detach`.
 
-What a layer is made of decides what memplug can do with it:
+The components of a layer decide how memplug can handle it:
 
-| made of | swapped, recomputed | run on |
+| component | swapped, recomputed | tested on |
 |---|---|---|
 | Megatron-Core's linear layers, SDPA or unfused attention | row by row | CPU |
 | SequentialMLP, all-gather and all-to-all dispatchers | row by row, in permuted order; collectives captured | CPU |
@@ -21,7 +21,7 @@ What a layer is made of decides what memplug can do with it:
 | grouped matmul (`torch._grouped_mm`) | row by row | CPU, outside of Megatron-Core |
 | modules of Transformer Engine, FP8 or not | tensor by tensor of what they saved (transformer_engine.py) | H200 |
 | fused kernels of other functions, GroupedMLP | likewise (memplug/tokenwise/engine/hidden.py) | stand-ins |
-| DeepEP and HybridEP (flex dispatcher) | what they exchanged is captured, never exchanged again | stand-ins |
+| DeepEP and HybridEP (flex dispatcher) | exchanged tensors are captured, and not exchanged again | stand-ins |
 """
 
 from __future__ import annotations
@@ -57,42 +57,45 @@ _CONFLICTS = {
     "recompute_granularity": "memplug recomputes the same layers: leave out --recompute-granularity",
     "cpu_offloading": "memplug takes its place: leave out --cpu-offloading-num-layers",
     "fine_grained_activation_offloading": "memplug takes its place: leave out --fine-grained-activation-offloading",
-    "enable_cuda_graph": "a layer that was captured in a graph has no operators to see: leave out --enable-cuda-graph",
-    "external_cuda_graph": "a layer that was captured in a graph has no operators to see: leave out "
-    "--external-cuda-graph",
-    "cuda_graph_impl": 'a layer that was captured in a graph has no operators to see: set it to "none"',
-    "moe_paged_stash": "it moves what experts save for backward by hooks of its own: leave out --moe-paged-stash",
-    "overlap_moe_expert_parallel_comm": "its schedule runs the parts of two layers in turns, and no layer's own "
-    "forward: leave out --overlap-moe-expert-parallel-comm",
+    "enable_cuda_graph": "memplug cannot observe operators in a captured graph: leave out --enable-cuda-graph",
+    "external_cuda_graph": "memplug cannot observe operators in a captured graph: leave out --external-cuda-graph",
+    "cuda_graph_impl": 'memplug cannot observe operators in a captured graph: set it to "none"',
+    "moe_paged_stash": "its own hooks move the tensors that experts save for backward: leave out --moe-paged-stash",
+    "overlap_moe_expert_parallel_comm": "its schedule interleaves parts of two layers, and calls no layer's forward: "
+    "leave out --overlap-moe-expert-parallel-comm",
     "hybrid_context_parallel": "the ranks that share a sequence change with every micro-batch, and each would "
     "recompute by a plan of its own: leave out --hybrid-context-parallel",
 }
 
 
 class Megatron(Framework):
-    """See `Framework`."""
+    """Megatron-Core's layers, schedules and parallel groups."""
 
     def claim(self, given: Any) -> Target | None:
+        """Return the target for a list of the chunks of one Megatron-Core model, else None."""
         if not isinstance(given, (list, tuple)) or not given or not all(isinstance(part, nn.Module) for part in given):
             return None
         check_chunks(given)
         return Target(nn.ModuleList(given), tuple(given))
 
     def is_in(self, target: Target) -> bool:
+        """Return whether the target has Megatron-Core layers."""
         return bool(self.layers(target.model))
 
     def layers(self, model: nn.Module) -> Layers:
+        """Return the model's outermost transformer layers."""
         return outermost(instances(model, LAYER_CLASS))
 
     def is_expert(self, module: nn.Module) -> bool:
+        """Return whether a module is one of Megatron-Core's expert MLPs."""
         return type(module).__name__ in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")
 
     def groups(self, target: Target) -> Sequence[Any]:
-        """Its parallel groups are made of all ranks of the job, whichever of them a model's part talks to."""
+        """Return all ranks of the job, since Megatron-Core makes its parallel groups from all of them."""
         return [list(range(dist.get_world_size()))] if dist.is_initialized() else []
 
     def check_block(self, config: MemplugConfig, ranks: Ranks) -> None:
-        """All ranks must have the same: layers would run other collectives on one rank than on another."""
+        """Raise `ConfigError` unless all ranks have the same block: layers would run different collectives."""
         blocks = ranks.gather(config.model_dump(mode="json"), patient=True)
         others = [index for index, block in enumerate(blocks) if block != blocks[0]]
         if others:
@@ -104,7 +107,7 @@ class Megatron(Framework):
             )
 
     def layout(self, target: Target) -> Mapping[str, int]:
-        """Stages of a pipeline differ in how many micro-batches are in flight."""
+        """Return the sizes of the parallel groups, and the pipeline rank: it decides the micro-batches in flight."""
         state = _module("megatron.core.parallel_state")
         if not state.model_parallel_is_initialized():
             return {}
@@ -117,7 +120,7 @@ class Megatron(Framework):
         }
 
     def check(self, target: Target, modules: Layers) -> None:
-        """The model's configuration must not recompute, offload or capture the same layers."""
+        """Raise an error if the model's configuration recomputes, offloads or captures the layers itself."""
         check_version()
         for name, layer in self.layers(target.model):
             config = layer.config
@@ -142,9 +145,11 @@ class Megatron(Framework):
                 )
 
     def prepare(self, target: Target, name: str) -> Prepare:
+        """Return the check of a layer's arguments."""
         return arguments
 
     def hook(self, target: Target, modules: Layers, attached: AttachedModel) -> None:
+        """Patch the schedules, the memory buffer, the losses and the gathering of parameters."""
         _hook_schedules(attached)
         _hook_memory_buffer(attached)
         _hook_losses(attached)
@@ -155,10 +160,13 @@ class Megatron(Framework):
 
 
 def check_chunks(chunks: Sequence[nn.Module]) -> None:
-    """Whether these are the chunks of one Megatron-Core model.
+    """Check that these are the chunks of one Megatron-Core model.
+
+    Args:
+        chunks: the modules in the list that `memplug.attach` was given.
 
     Raises:
-        RegionError: one of them is given twice, has no layers, or belongs to another model.
+        RegionError: a chunk is in the list twice, has no layers, or belongs to another model.
     """
     if len({id(chunk) for chunk in chunks}) < len(chunks):
         raise RegionError("the same model chunk is in the list twice", "Pass each chunk of the model once.")
@@ -181,23 +189,22 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
 
 
 def _check_kernels(name: str, config: Any) -> None:
-    """Refuses kernels of which neither operators nor what autograd saves tell enough."""
+    """Raise `ConflictError` for kernels that neither operators nor saved tensors describe well enough."""
     if getattr(config, "multi_latent_attention", False) and getattr(config, "apply_rope_fusion", False):
         raise ConflictError(
-            f"the rotary embedding of layer {name} is a kernel that writes to queries in place, which no operator "
-            "shows",
+            f"the rotary embedding of layer {name} writes to queries in place, in a kernel that memplug cannot observe",
             "Leave out --apply-rope-fusion with multi-latent attention.",
         )
     if getattr(config, "moe_flex_dispatcher_backend", None) == "ncclep":
         raise ConflictError(
-            f"the experts of layer {name} exchange tokens by kernels that nothing shows: a recompute pass could "
-            "exchange on one rank alone",
+            f"the experts of layer {name} exchange tokens in kernels that memplug cannot observe: a recompute pass "
+            "could exchange on one rank alone",
             "Use --moe-flex-dispatcher-backend deepep or hybridep, or the all-to-all dispatcher.",
         )
 
 
 def check_version() -> None:
-    """Raises `UnsupportedVersionError` where Megatron-Core is older than is known; warns where it is newer."""
+    """Raise `UnsupportedVersionError` if Megatron-Core is too old; warn if it is newer than the known versions."""
     text = str(getattr(sys.modules.get("megatron.core"), "__version__", "0.16"))
     version = tuple(int(part) for part in text.split(".")[:2])
     if version < OLDEST:
@@ -214,10 +221,16 @@ def check_version() -> None:
 def arguments(
     module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
-    """Forward and arguments of a layer in training, as they are.
+    """Return a layer's forward and arguments unchanged, after checking that they are for training.
+
+    Args:
+        module: the layer.
+        call: its forward.
+        args: its arguments.
+        kwargs: its keyword arguments.
 
     Raises:
-        ConflictError: an inference context, whose cache a recompute pass would fill again.
+        ConflictError: there is an inference context, whose cache a recompute pass would fill again.
     """
     if kwargs.get("inference_context") is not None or kwargs.get("inference_params") is not None:
         raise ConflictError(
@@ -232,7 +245,7 @@ def _hook_schedules(attached: AttachedModel) -> None:
     executor = attached.executor
 
     def forward_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # backward takes micro-batches in the schedule's order: what ran forward before is not what it asks for next
+        # backward takes micro-batches in the schedule's order, so the latest forward is not the next to be asked for
         executor.flow.begin_micro_batch()
         with attached.explaining("forward of a micro-batch"):
             return original(*args, **kwargs)
@@ -246,10 +259,10 @@ def _hook_schedules(attached: AttachedModel) -> None:
 
 
 def _hook_memory_buffer(attached: AttachedModel) -> None:
-    """Scratch memory that all layers share: sequence parallelism gathers into it, unfused attention scores in it."""
+    """Exclude scratch memory that layers share, such as gathered sequences and unfused attention scores."""
     state = _module("megatron.core.parallel_state")
     if getattr(state, "_GLOBAL_MEMORY_BUFFER", None) is None:
-        return  # model parallelism was not initialized: nothing asks for it
+        return  # model parallelism was not initialized, so no layer asks for the buffer
     buffer, executor = state.get_global_memory_buffer(), attached.executor
     patch(buffer, "get_tensor", unnoticed, attached, VERSIONS)
 
@@ -274,7 +287,7 @@ def _hook_losses(attached: AttachedModel) -> None:
 
 
 def _hook_gathering(attached: AttachedModel) -> None:
-    """The distributed optimizer's parameters, gathered by hooks of the modules that are about to use them."""
+    """Keep the gathering of the distributed optimizer's parameters out of the regions; hooks of modules do it."""
     groups = _module("megatron.core.distributed.param_and_grad_buffer")._ParamAndGradBucketGroup
     patch(groups, "start_param_sync", unnoticed, attached, VERSIONS)
     patch(groups, "finish_param_sync", unnoticed, attached, VERSIONS)

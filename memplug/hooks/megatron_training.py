@@ -29,10 +29,11 @@ _NAMES = ("setup_model_and_optimizer", "train_step")
 
 
 def install(attach: Callable[..., Session], config: MemplugConfig) -> None:
-    """Patch the training loop to attach to its model, and to mark its steps. A second call does nothing.
+    """Patch the training loop to attach to its model and to mark its steps; a second call does nothing.
 
     Args:
-        config: the "memplug" block; where it is off, nothing is patched.
+        attach: called with the model chunks and the block.
+        config: the "memplug" block; if it is off, nothing is patched.
 
     Raises:
         PatchError: Megatron-LM's repository is not on the path, or lacks one of the functions.
@@ -72,5 +73,5 @@ def install(attach: Callable[..., Session], config: MemplugConfig) -> None:
 
 
 def uninstall() -> None:
-    """Put the originals back. Sessions stay attached."""
+    """Restore the original functions; sessions stay attached."""
     put_back(sys.modules.get(MODULE), *_NAMES)

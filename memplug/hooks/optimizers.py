@@ -1,4 +1,4 @@
-"""Notices a training loop that steps its optimizer and never tells the session."""
+"""Detects a training loop that steps its optimizer without calling `session.step()`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from torch.optim import optimizer as optimizers
 
 from memplug.session.attached import AttachedModel
 
-UNMARKED_STEPS = 3  # of one optimizer of the model, after which `session.step()` seems to have been forgotten
+UNMARKED_STEPS = 3  # steps of one optimizer after which `session.step()` seems to have been forgotten
 
 
 def watch(chunks: Sequence[nn.Module], attached: AttachedModel) -> None:
-    """Have the session warn once where an optimizer of these parts of its model steps and `session.step()` is never
-    called.
+    """Make the session warn once if an optimizer of its model steps and `session.step()` is not called.
 
-    The hook is torch's own, for all optimizers: it keeps neither model nor session alive, and goes with the session.
+    The hook is torch's own, for all optimizers. It keeps neither model nor session alive, and is removed with the
+    session.
+
+    Args:
+        chunks: the parts of the model.
+        attached: the session.
     """
     parts = [weakref.ref(chunk) for chunk in chunks]
     reference = weakref.ref(attached)

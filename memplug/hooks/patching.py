@@ -1,4 +1,4 @@
-"""How a hook replaces a framework's function: marked, with the original kept, undone when the session detaches."""
+"""Replaces a framework's function: the patch is marked, keeps the original, and is undone when the session detaches."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ ORIGINAL = "__memplug_original__"
 
 
 def patch(target: Any, name: str, wrapper: Callable[..., Any], attached: AttachedModel, versions: str) -> None:
-    """Replace an attribute of one instance, class or module by `wrapper(original, ...)`, until the session detaches.
+    """Replace an attribute of an instance, class or module by `wrapper(original, ...)`, until the session detaches.
 
     Args:
-        versions: in which the attribute is known, as in "deepspeed 0.16 to 0.19".
+        target: the instance, class or module.
+        name: name of the attribute.
+        wrapper: called with the original and the arguments.
+        attached: the session.
+        versions: the versions that have the attribute, as in "deepspeed 0.16 to 0.19".
 
     Raises:
         PatchError: there is no such attribute.
@@ -28,28 +32,28 @@ def patch(target: Any, name: str, wrapper: Callable[..., Any], attached: Attache
         raise PatchError(f"{owner}.{name}", versions)
 
     patched = wrapped(original, wrapper)
-    # past the `__setattr__` of modules, which sorts what it is given
+    # bypass the `__setattr__` of modules, which registers parameters and submodules
     put = type.__setattr__ if isinstance(target, type) else object.__setattr__
     put(target, name, patched)
 
     def undo() -> None:
         below, top = getattr(patched, ORIGINAL), vars(target).get(name)
-        while top is not patched and hasattr(top, ORIGINAL):  # patched again since, by another session
+        while top is not patched and hasattr(top, ORIGINAL):  # another session has patched it since
             if getattr(top, ORIGINAL) is patched:
                 _put_original(top, below)
                 return
             top = getattr(top, ORIGINAL)
         if top is not patched:
-            return  # by someone else, who goes through `patched`, which a detached session ignores
+            return  # other code patched it since, and calls `patched`, which is inert once the session is detached
         delattr(target, name)
-        if getattr(target, name, None) != below:  # it was not inherited
+        if getattr(target, name, None) != below:  # the original was the target's own, not inherited
             put(target, name, below)
 
     attached.at_detach(undo)
 
 
 def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """`wrapper(original, ...)`, marked as ours."""
+    """Return a function that calls `wrapper(original, ...)`, marked as memplug's."""
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
@@ -60,19 +64,19 @@ def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callab
 
 
 def unnoticed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A wrapper for `patch`, of what is no part of a region: operators are neither noted nor replayed, nor compared."""
+    """Call a function that belongs to no region: its operators are not noted, replayed or compared; for `patch`."""
     with paused(), in_framework():
         return original(*args, **kwargs)
 
 
 def uncompared(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A wrapper for `patch`, of what a framework does beside the model: steps are not compared by its operators."""
+    """Call a function that a framework runs beside the model: steps are not compared by it; for `patch`."""
     with in_framework():
         return original(*args, **kwargs)
 
 
 def put_back(module: Any, *names: str) -> None:
-    """Put the originals of a module's functions back where `wrapped` ones are in their places."""
+    """Restore the originals of a module's functions where `wrapped` ones have replaced them."""
     for name in names:
         original = getattr(getattr(module, name, None), ORIGINAL, None)
         if original is not None:
@@ -85,5 +89,5 @@ def _put_original(patched: Any, original: Callable[..., Any]) -> None:
 
 
 def is_patched(target: Any, name: str) -> bool:
-    """Whether the attribute is a patch of ours."""
+    """Return whether the attribute is one of memplug's patches."""
     return hasattr(vars(target).get(name), ORIGINAL)

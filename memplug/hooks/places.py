@@ -1,7 +1,7 @@
-"""Tells a recorder where training is: which forward of which micro-batch, which layer, the optimizer.
+"""Reports to a recorder where training is: which forward of which micro-batch, which layer, the optimizer.
 
-Put on while steps are recorded or served by the arena: other steps pay nothing. A backward needs no
-hooks; the recorder knows the nodes of its graph by the forward that made them.
+The hooks are installed while steps are recorded or served by the arena; other steps pay nothing. A backward needs no
+hooks: the recorder knows the nodes of its graph from the forward that made them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from memplug.torch_private import current_graph_task_id
 
 
 class Places:
-    """The hooks of one model.
+    """The hooks that report one model's places.
 
     Args:
-        layers: qualified names and modules that memory is accounted to; experts of mixtures inside of them are found
-            and become layers of their own, dynamic ones.
-        chunks: of a pipeline stage, each forward of which is a micro-batch; None: the forwards of the root are.
-        job: what trains; None: what the model and its layers say.
+        model: the whole model.
+        layers: names and modules that memory is accounted to. Experts of mixtures inside them are found and become
+            layers of their own, which are dynamic.
+        recorder: the recorder that receives the reports.
+        chunks: the parts of a pipeline stage; each forward of one is a micro-batch. None for the model itself.
+        job: fingerprint of the job; None to make it from the model and its layers.
 
     Attributes:
-        layers: names, and whether they are dynamic; in the order of the recorder's indices.
-        inputs: shapes and dtypes of the tensors that the model's forwards were given, one text a forward.
-        gradients_stay: parameters had gradients as the last step that was recorded began.
+        layers: names of the layers, and whether they are dynamic, in the order of the recorder's indices.
+        inputs: shapes and dtypes of the inputs of the model's forwards, one text for each forward.
+        gradients_stay: True if parameters had gradients when the last recorded step began.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Places:
         self._removals: list[Callable[[], Any]] = []
 
     def install(self) -> None:
-        """A step begins, whose forwards are counted from 0."""
+        """Install the hooks at the beginning of a step, whose micro-batches are counted from 0."""
         self._micro_batch = 0
         self.inputs.clear()
         self._hooks.clear()
@@ -75,7 +77,7 @@ class Places:
             enter, leave = (outside(hook, nothing) for hook in self._hooks.layer_hooks(index))
             self._removals.append(module.register_forward_pre_hook(enter).remove)
             self._removals.append(module.register_forward_hook(leave, always_call=True).remove)
-        # torch's own for all optimizers: they keep neither model nor session alive, and go with them
+        # torch's hooks for all optimizers: they keep neither model nor session alive, and are removed with them
         for handle in (
             optimizers.register_optimizer_step_pre_hook(_weakly(self._begin_optimizer)),
             optimizers.register_optimizer_step_post_hook(_weakly(self._leave_optimizer)),
@@ -83,16 +85,16 @@ class Places:
             self._removals.append(weakref.finalize(self, handle.remove))
 
     def remove(self) -> None:
-        """Leaves nothing behind; a second call does nothing."""
+        """Remove all hooks; a second call does nothing."""
         while self._removals:
             self._removals.pop()()
 
     def fingerprint(self) -> Fingerprint:
-        """Of the job, and of what the model's forwards were given since `install`."""
+        """Return the fingerprint of the job and of the inputs of the model's forwards since `install`."""
         return replace(self._job, inputs=tuple(self.inputs))
 
     def begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A chunk's forward begins."""
+        """Report that a chunk's forward begins."""
         recomputes = current_graph_task_id() != -1
         if torch.is_grad_enabled() and not recomputes:
             if self._micro_batch == 0 and self._recorder.recording:
@@ -100,14 +102,14 @@ class Places:
             self._hooks.enter_forward(self._micro_batch)
             self._micro_batch += 1
             self.inputs.append(shapes((*args, *kwargs.values())))
-        elif recomputes:  # a checkpoint around the model: no micro-batch
+        elif recomputes:  # a checkpoint around the model runs it again: no micro-batch
             self._hooks.enter_recompute()
         else:
             self._hooks.enter_no_grad()
 
     @contextlib.contextmanager
     def in_optimizer(self) -> Iterator[None]:
-        """An engine's step runs inside: all of it belongs to the optimizer, not only its optimizer's own `step`."""
+        """Attribute an engine's whole step to the optimizer, not only its optimizer's own `step`."""
         self._hooks.enter_engine_step()
         try:
             yield
@@ -125,7 +127,7 @@ class Places:
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Returns a function that calls the method as long as its object lives."""
+    """Return a function that calls the method as long as its object exists."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:
@@ -142,13 +144,13 @@ def _with_experts(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn
         found.append((name, layer, holds_experts(layer)))
         for inner, module in outermost([each for each in layer.named_modules() if holds_experts(each[1])]):
             if inner:
-                # a list of experts is never called itself, its members are
+                # a list of experts is never called itself, but its members are
                 members = module.named_children() if isinstance(module, nn.ModuleList) else [("", module)]
                 found += [(".".join(filter(None, (name, inner, part))), member, True) for part, member in members]
     return found
 
 
 def shapes(values: Sequence[Any]) -> str:
-    """Of the tensors among a forward's arguments: "int64[4, 512]"."""
+    """Return shapes and dtypes of the tensors among a forward's arguments, such as "int64[4, 512]"."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)

@@ -1,4 +1,4 @@
-"""The generator states that Megatron-Core keeps by name, with which a region runs again."""
+"""The generator states that Megatron-Core keeps by name; a region runs again with those of its forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def kept(tracker: Any) -> Callable[[], AbstractContextManager[None]]:
-    """The states of a tracker as they are now; returns what brings them back for a while.
+    """Copy the states of a tracker; return a function that makes a context in which the tracker has them again.
 
     Args:
         tracker: Megatron-Core's `CudaRNGStatesTracker`, or Transformer Engine's.
@@ -33,7 +33,7 @@ def kept(tracker: Any) -> Callable[[], AbstractContextManager[None]]:
 
 
 def _copied(tracker: Any) -> dict[str, Any]:
-    """Its states by name; what generators hold, which are the states that graphs can capture (`--te-rng-tracker`)."""
+    """Return the states by name, and the contents of generators, which graphs can capture (`--te-rng-tracker`)."""
     return {
         name: state.get_state() if isinstance(state, torch.Generator) else state
         for name, state in tracker.get_states().items()

@@ -1,7 +1,7 @@
-"""Makes modules run as regions: swaps their class for a subclass whose forward goes through the executor.
+"""Runs modules as regions: replaces a module's class by a subclass whose forward goes through the executor.
 
-A class swap (as FSDP2's `fully_shard` does) rather than an instance's `forward`: copies and pickles of the module stay
-plain modules, `isinstance` holds, and putting the class back undoes it.
+The class is replaced (as FSDP2's `fully_shard` does), not the instance's `forward`: copies and pickles of the module
+stay plain modules, `isinstance` holds, and restoring the class undoes it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from memplug.session.attached import AttachedModel
 from memplug.tokenwise.engine.region import Region
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""What DistributedDataParallel and engines, torch.compile, FSDP and checkpoint wrappers call the module they wrap."""
+"""Attribute names of a wrapped module in DistributedDataParallel, engines, torch.compile, FSDP and checkpointing."""
 
 _REGION, UNIT = "_memplug_region", "_memplug_unit"
 Call = Callable[..., Any]
 Prepare = Callable[[nn.Module, Call, tuple[Any, ...], dict[str, Any]], tuple[Call, tuple[Any, ...], dict[str, Any]]]
-"""Of a region's module, its forward, and the arguments: what to call, with which arguments."""
+"""Maps a region's module, its forward and the arguments to the function to call and its arguments."""
 
 
 class _Bound:
-    """A module that knows of its session, under a subclass of its own class: a region's, with what the framework wants
-    done to the arguments, or the root of a model without regions.
+    """The binding of a module to its session, under a subclass of the module's own class.
+
+    The module is a region, with the framework's changes to its arguments, or the root of a model without regions.
     """
 
     def __init__(
@@ -52,15 +53,18 @@ class _Bound:
         object.__setattr__(module, _REGION, self)
 
     def enter(self) -> bool:
-        """Put the subclass in the place of the module's own class; False where something else stands there by now."""
+        """Replace the module's class by the subclass; return False if the forward was replaced or compiled since."""
         if any(name in self._module.__dict__ for name in (_REGION, "forward")) or _is_compiled(self._module):
             return False
         self._bind()
         return True
 
     def leave(self) -> bool:
-        """Put the module's own class back; False, and nothing is changed, where a class was derived from the subclass,
-        or the forward needs its arguments changed.
+        """Restore the module's own class.
+
+        Returns:
+            False, with nothing changed, if another class was derived from the subclass, or the forward needs its
+            arguments changed.
         """
         if self.changes_arguments or type(self._module) is not self._subclass:
             return False
@@ -68,7 +72,7 @@ class _Bound:
         return True
 
     def undo(self) -> None:
-        """Put the module's own class back for good, as far as possible."""
+        """Restore the module's own class for good, as far as possible."""
         module = self._module
         if module.__dict__.get(_REGION) is self:
             if type(module) is self._subclass:
@@ -77,11 +81,11 @@ class _Bound:
 
 
 def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Modules whose qualified name matches a glob pattern, in the model's order.
+    """Return the modules whose qualified name matches a glob pattern, in the model's order.
 
     A `*` stays within one part of a name: "model.layers.*" is every layer, and nothing inside of one. Names are those
-    of the model as it was written: the parts that wrappers put in (`WRAPPERS`) may be left out of a pattern, and
-    a wrapper and what it wraps count as one module, the latter.
+    of the model as it was written: a pattern may leave out the parts that wrappers add (`WRAPPERS`), and a wrapper and
+    its module count as one module, the inner one.
 
     Raises:
         RegionError: a pattern matches no module, or a match lies inside another.
@@ -89,14 +93,14 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[st
     """
     named = dict(model.named_modules())
     written = {name: as_written(name, named) for name in named}
-    wrapped = {written[name]: name for name in named}  # of several, the innermost
+    wrapped = {written[name]: name for name in named}  # of several with one name, the innermost
     modules = {name: named[name] for name in wrapped.values() if written[name]}
     for pattern in patterns:
         if not any(_matches(pattern, name, written[name]) for name in modules):
             raise RegionError(
                 f'the pattern "{pattern}" in "tokenwise.regions" matches no module of {type(model).__name__}; '
-                f"patterns that match some, the nearest first: {_nearest(pattern, modules, written)}",
-                "Patterns are globs, no regular expressions, over whole names as `model.named_modules()` has them; "
+                f"patterns that match, the nearest first: {_nearest(pattern, modules, written)}",
+                "Patterns are globs, not regular expressions, for whole names in `model.named_modules()`; "
                 '`*`, `?` and `[0-3]` stay within one part, between dots: "model.layers.*" is every layer, '
                 '"model.layers.*.mlp" the MLP of each.',
                 code="MP001",
@@ -111,14 +115,14 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[st
         if type(module).forward is nn.Module.forward:
             raise RegionError(
                 f"module {name}, a {type(module).__name__}, is never called itself",
-                f'Name what it contains, for example ["{name}.*"] in "tokenwise.regions".',
+                f'Name the modules in it, for example ["{name}.*"] in "tokenwise.regions".',
                 code="MP001",
             )
     return found
 
 
 def lists_of_layers(model: nn.Module) -> list[str]:
-    """Returns patterns of the modules in lists: those of one class that are called; of nested lists the outermost."""
+    """Return patterns for the model's lists of callable modules of one class; of nested lists, the outermost."""
     found: list[str] = []
     for name, module in model.named_modules():
         kinds = {type(member) for member in module} if isinstance(module, (nn.ModuleList, nn.Sequential)) else set()
@@ -129,7 +133,7 @@ def lists_of_layers(model: nn.Module) -> list[str]:
 
 
 def check_not_nested(names: Sequence[str]) -> None:
-    """Raises `RegionError` where one region contains another."""
+    """Raise `RegionError` if one region contains another."""
     for name in names:
         outer = next((other for other in names if name.startswith(f"{other}.")), None)
         if outer is not None:
@@ -139,10 +143,13 @@ def check_not_nested(names: Sequence[str]) -> None:
 def make_region(
     module: nn.Module, region: Region, attached: AttachedModel, prepare: Prepare | None = None
 ) -> Callable[[], None]:
-    """Let a module's forward run as a region; returns how to undo it.
+    """Make a module's forward run as a region; return how to undo it.
 
     Args:
-        prepare: called before a forward with gradients.
+        module: the module.
+        region: the region that its forward runs as.
+        attached: the session.
+        prepare: called before each forward with gradients.
 
     Raises:
         ConflictError: the module is a region of another session already, or its forward was replaced.
@@ -155,7 +162,7 @@ def make_region(
         _refuse_compiled(region.name)
     if "forward" in module.__dict__:
         raise ConflictError(
-            f"the forward of module {region.name} was replaced on the instance, so that memplug's would never run",
+            f"the forward of module {region.name} was replaced on the instance, so memplug's would never run",
             "Attach memplug before the tool that replaces it, or undo that.",
             code="MP003",
         )
@@ -165,18 +172,18 @@ def make_region(
 
 
 def mark(model: nn.Module, attached: AttachedModel) -> Callable[[], None]:
-    """Remember that a model without regions is attached; returns how to undo it."""
+    """Bind the root of a model without regions to its session; return how to undo it."""
     return _Bound(model, attached).undo
 
 
 def attached_to(model: nn.Module) -> AttachedModel | None:
-    """Returns what the model, or a part of it, is attached to."""
+    """Return the session that the model or a part of it is attached to, or None."""
     return next((module.__dict__[_REGION].attached for module in model.modules() if _REGION in module.__dict__), None)
 
 
 @once_for_each_class
 def _region_class(original: type) -> type:
-    """A subclass of `original` that runs as a region."""
+    """Return a subclass of `original` that runs as a region."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound = self.__dict__.get(_REGION)
@@ -196,7 +203,7 @@ def _region_class(original: type) -> type:
 
 @once_for_each_class
 def _marked_class(original: type) -> type:
-    """A subclass of `original` that runs as it does, and tells the session of it."""
+    """Return a subclass of `original` that runs unchanged, and reports forwards with gradients to the session."""
 
     def begin(self: nn.Module) -> None:
         bound = self.__dict__.get(_REGION)
@@ -214,11 +221,11 @@ def _marked_class(original: type) -> type:
 
 
 def subclass(original: type, **members: Any) -> type:
-    """One that calls itself the same, and is copied and pickled as the original."""
+    """Return a subclass with the name of the original, whose instances are copied and pickled as the original's."""
 
     def reduce(self: nn.Module, protocol: int) -> Any:
         state = {key: value for key, value in self.__dict__.items() if key not in (_REGION, UNIT)}
-        # the state apart from the arguments, so that modules that refer to one another in a circle can be copied
+        # pass the state apart from the arguments, so that modules that refer to one another in a circle can be copied
         return copyreg._reconstructor, (original, object, None), state
 
     named = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
@@ -240,29 +247,29 @@ def _refuse_compiled(name: str) -> None:
 
 def _refuse_script(module: nn.Module) -> NoReturn:
     raise ConflictError(
-        f"torch.jit.script was given a {type(module).__name__} that memplug is attached to: it compiles what the class "
-        "of a module is written as",
+        f"torch.jit.script was given a {type(module).__name__} that memplug is attached to, and compiles the source of "
+        "its original class",
         "Call `session.detach()` before, or use `torch.export.export` or `torch.jit.trace`, which run the model.",
         code="MP003",
     )
 
 
 def _matches(pattern: str, *names: str) -> bool:
-    """Whether a pattern matches one of a module's names, part by part."""
+    """Return whether a pattern matches one of a module's names, part by part."""
     patterns = pattern.split(".")
     split = [name.split(".") for name in names]
     return any(len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns)) for parts in split)
 
 
 def _nearest(pattern: str, modules: Mapping[str, nn.Module], written: Mapping[str, str]) -> str:
-    """A few patterns that match modules which are called: those that look most like one that matches none."""
+    """Return, in words, the patterns most similar to `pattern` that match callable modules."""
     called = [name for name, module in modules.items() if type(module).forward is not nn.Module.forward]
     patterns = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", written[name]) for name in called)
     return ", ".join(f'"{each}"' for each in difflib.get_close_matches(pattern, patterns, cutoff=0)) or "none"
 
 
 def as_written(name: str, named: Mapping[str, nn.Module]) -> str:
-    """A module's name without the parts that wrappers put in; a wrapper has one child and no other."""
+    """Return a module's name without the parts that wrappers add; a wrapper has exactly one child."""
     parts = name.split(".") if name else []
     outer = [named[".".join(parts[:at])] for at in range(len(parts))]
     return ".".join(

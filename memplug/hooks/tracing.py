@@ -1,5 +1,6 @@
-"""Parts of an attached model's forward that torch.compile does not look into, and that are no part of a program that
-torch traces: torch.export, make_fx, torch.fx, torch.jit.trace.
+"""Keeps parts of an attached model's forward out of torch.compile, and out of programs that torch traces.
+
+Tracers are torch.export, make_fx, torch.fx and torch.jit.trace.
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 
 
 
 def outside(run: Call, traced: Call) -> Call:
-    """Returns what calls `run`, and `traced` in its place where torch traces a program.
+    """Return a function that calls `run`, or `traced` instead while torch traces a program.
 
-    Dynamo, which is asked for strict exports too, traces the choice; else it goes around `run`. Where Dynamo is not at
-    work, nothing keeps it away, which would take longer than a hook.
+    For a strict export Dynamo traces `traced`; otherwise Dynamo breaks the graph around `run`. If Dynamo is not
+    active, `run` is called without the wrapper that disables Dynamo, since that would cost more than a hook.
+
+    Args:
+        run: the function for ordinary calls.
+        traced: the function for traced programs.
     """
     is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
@@ -47,10 +52,10 @@ def outside(run: Call, traced: Call) -> Call:
             return (traced if is_traced() else run)(*args, **kwargs)
         return traced(*args, **kwargs) if _is_exporting() else around(*args, **kwargs)
 
-    # dynamo would try to compile each module's for itself, and give up after eight
+    # without this, dynamo would try to compile `choose` for each module anew, and give up after eight
     skip_code(choose.__code__)
     return functools.update_wrapper(choose, run)
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """Does nothing, in the place of what only counts."""
+    """Do nothing; stands in for a function that only counts."""

@@ -1,7 +1,7 @@
-"""Transformer Engine: its modules are units of a region, and run again in FP8 with the scales that they had.
+"""Transformer Engine: runs its modules as units of a region, in FP8 with the scales of their forward.
 
-They call kernels past torch's dispatcher. Each of them can be run again by itself, and what it saves for backward
-reaches memplug tensor by tensor (memplug.tokenwise.engine.units):
+They call kernels that torch's dispatcher does not see. Each module can be run again by itself, and the tensors that it
+saves for backward reach memplug one by one (memplug.tokenwise.engine.units):
 
 | class | made of | by rows |
 |---|---|---|
@@ -10,11 +10,11 @@ reaches memplug tensor by tensor (memplug.tokenwise.engine.units):
 | `LayerNorm`, `RMSNorm` | a norm of each token's features | yes |
 | `GroupedLinear` | a product for each expert: its tokens are counted in a list | whole |
 | `DotProductAttention` | attention | whole |
-| any other | taken whole, unless it is made of these | whole |
+| any other | one unit, unless it is made of these | whole |
 
-By rows, as long as nothing is quantized (a scale is of a tensor or of a block, and a transposed copy has no rows) and
-no other rank takes part. Where one does (a tensor-parallel or context-parallel group of more than one), all ranks of
-the group run the unit again, or none (memplug/tokenwise/agreement.py).
+They run by rows only if nothing is quantized (a scale belongs to a tensor or a block, and a transposed copy has no
+rows) and no other rank takes part. If another rank does (a tensor-parallel or context-parallel group of more than one),
+all ranks of the group run the unit again, or none (memplug/tokenwise/agreement.py).
 
 | patched | on | why |
 |---|---|---|
@@ -22,12 +22,14 @@ the group run the unit again, or none (memplug/tokenwise/agreement.py).
 | `get_cpu_offload_context` | `transformer_engine.pytorch`, its `cpu_offload` | refused: memplug offloads the same |
 
 Delayed scaling: in a forward with `activation_recompute_forward` each module puts a copy of its scales and amax
-histories into a queue, and runs with the first of them when it is in the recompute phase. memplug takes the copy with
-the forward's own unit and puts it in front of the queue when that runs again: micro-batches may be in flight, and some
-units never run again. Autocast is set as it was then, and not entered: leaving it would update the scales once more.
+histories into a queue, and in the recompute phase it runs with the first copy in the queue. memplug takes the copy when
+the unit's own forward ends, and puts it in front of the queue when the unit runs again: micro-batches may be in flight,
+and some units never run again. Autocast is set to the forward's state, not entered: leaving it would update the scales
+once more.
 
-Known in transformer-engine 1.13 to 2.20, by their sources. 2.20.2 ran on an H200, with flash-attn's attention and with
-its own unfused one, in bfloat16 and in FP8 by delayed, current and block scaling; cuDNN's could not be loaded there.
+Known in transformer-engine 1.13 to 2.20, from their sources. 2.20.2 ran on an H200, with flash-attn's attention and
+with its own unfused one, in bfloat16 and in FP8 by delayed, current and block scaling; cuDNN's could not be loaded
+there.
 """
 
 from __future__ import annotations
@@ -66,18 +68,20 @@ _NOTHING = contextlib.nullcontext()
 
 
 def is_loaded() -> bool:
-    """Whether the program has imported it."""
+    """Return whether the program has imported Transformer Engine."""
     return "transformer_engine.pytorch" in sys.modules
 
 
 def is_of_transformer_engine(module: nn.Module) -> bool:
-    """Whether a module is Transformer Engine's, or a framework's own class made of one."""
+    """Return whether a module is Transformer Engine's, or a framework's class derived from one."""
     return any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(module).__mro__)
 
 
 def parts_of(region: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """Modules inside of a region that are units, in the region's order: name, module, and the class of Transformer
-    Engine that it is made of, "" for one that is not known.
+    """Return the modules inside a region that are units, in the region's order.
+
+    Returns:
+        (name, module, Transformer Engine class that it derives from) for each; the class is "" if it is not known.
     """
     found: list[tuple[str, nn.Module, str]] = []
 
@@ -97,10 +101,14 @@ def parts_of(region: nn.Module) -> list[tuple[str, nn.Module, str]]:
 
 
 def hook(regions: Sequence[nn.Module], attached: AttachedModel) -> None:
-    """Let the modules of Transformer Engine in these regions run as units, until the session is detached.
+    """Run the modules of Transformer Engine in these regions as units, until the session detaches.
+
+    Args:
+        regions: the modules of the session's regions, in the regions' order.
+        attached: the session.
 
     Raises:
-        PatchError: this version does not have what memplug needs.
+        PatchError: this version lacks a feature that memplug needs.
         ConflictError: a module's forward was replaced.
     """
     if not is_loaded():
@@ -134,7 +142,7 @@ def _unit(executor: Executor, name: str, module: nn.Module, own: str, is_shared:
         _KINDS.get(own),
         is_row_wise=lambda state: own in _ROW_WISE and not state.is_quantized,
         is_shared=is_shared,
-        puts_back=own in ("", "DotProductAttention"),  # whose dropout may have a generator's state of its own
+        puts_back=own in ("", "DotProductAttention"),  # dropout in these may use a generator state of its own
         lasting=passes.kept_casts,
         reads=module.parameters,
         forward=passes.forward,
@@ -143,8 +151,9 @@ def _unit(executor: Executor, name: str, module: nn.Module, own: str, is_shared:
 
 
 def _partners(module: nn.Module, own: str) -> frozenset[int] | None:
-    """Ranks that a unit's forward may talk to: of its tensor-parallel group, of attention those of its context-parallel
-    one. None: not known.
+    """Return the ranks that a unit's forward may communicate with; None if they are not known.
+
+    These are the ranks of its tensor-parallel group; for attention, those of its context-parallel group.
     """
     found: set[int] = set()
     for part in module.modules():
@@ -162,13 +171,13 @@ def _partners(module: nn.Module, own: str) -> frozenset[int] | None:
 
 @dataclass
 class _State:
-    """What a unit ran with.
+    """The state that a unit's forward ran with.
 
     Attributes:
-        is_quantized: whether it may have had scales; else it runs again as it is, and `autocast` is all there is.
-        autocast: as Transformer Engine gives and takes it.
-        is_first: whether its first module was the first one of that.
-        scales: copies of scales and amax histories, by the number of their queue.
+        is_quantized: True if the forward may have used scales; otherwise `autocast` alone is restored.
+        autocast: autocast's state, as Transformer Engine returns and accepts it.
+        is_first: for each of the unit's modules, whether it was the first module of the autocast.
+        scales: copies of scales and amax histories, each with the number of its queue.
     """
 
     is_quantized: bool
@@ -178,11 +187,12 @@ class _State:
 
 
 class _Passes:
-    """The passes of one unit.
+    """The forward and the repeated runs of one unit.
 
     Args:
-        is_known: it enters an autocast of its own only where it says so, as Megatron-Core's classes do
-            (`will_execute_quantized`).
+        module: the unit's module.
+        is_known: True if the module enters an autocast of its own only if `will_execute_quantized` says so, as
+            Megatron-Core's classes do.
     """
 
     def __init__(self, module: nn.Module, is_known: bool):
@@ -192,12 +202,12 @@ class _Passes:
         self._asked = [ask for ask in asked if ask is not None]
 
     def forward(self) -> AbstractContextManager[_State]:
-        """Around a forward; the state is complete behind it."""
+        """Return a context for a forward; its state is complete once the context exits."""
         state = _State(self.is_quantized(), _autocast()[0]())
         return self._noting(state) if state.is_quantized else contextlib.nullcontext(state)
 
     def again(self, state: _State | None) -> AbstractContextManager[None]:
-        """Around a run with a forward's state."""
+        """Return a context that runs the unit again with a forward's state."""
         if state is None or not (state.is_quantized or _manager().is_fp8_enabled()):
             return _NOTHING
         return self._with(state)
@@ -237,20 +247,20 @@ class _Passes:
                 yield
         finally:
             put(now)
-            del firsts[: len(firsts) - before]  # what an error left there
+            del firsts[: len(firsts) - before]  # entries that an error has left there
             for number, length in lengths.items():
                 for _ in range(len(queues[number]) - length):
                     queues[number].popleft()
 
     def is_quantized(self) -> bool:
-        """Whether something of it may be, in a forward that begins now, or amaxes are collected."""
+        """Return whether a forward that begins now may quantize tensors, or collects amaxes."""
         manager = _manager()
         if not self._is_known or manager.is_fp8_enabled() or manager.is_fp8_calibration():
             return True
         return bool(self._asked) and any(ask(False) for ask in self._asked)
 
     def kept_casts(self) -> list[torch.Tensor]:
-        """Of weights, for all micro-batches of a step: plain tensors, and those that a quantized one is made of."""
+        """Return the casts of weights that are kept for all micro-batches of a step, and the tensors inside them."""
         found = []
         for part in self._modules:
             for cast in getattr(part, "_fp8_workspaces", {}).values():
@@ -258,7 +268,7 @@ class _Passes:
         return found
 
     def _queues(self) -> list[tuple[int, Any]]:
-        """Of copies of scales, of those modules that have one by now."""
+        """Return the queues of copies of scales, each with its number, for those modules that have one by now."""
         manager = _manager()
         queues = getattr(manager, "quantization_state", manager).fp8_tensors_recompute_buffer
         numbers = [part.fp8_meta[_QUEUE] for part in self._modules if _QUEUE in part.fp8_meta]
@@ -267,7 +277,7 @@ class _Passes:
 
 @contextlib.contextmanager
 def _inside_autocast() -> Iterator[None]:
-    """An autocast inside is not the outermost one, whose end updates the scales."""
+    """Make any autocast inside an inner one, since the outermost autocast updates the scales when it ends."""
     manager = _manager()
     owner = getattr(manager, "quantization_state", manager)
     name = next(name for name in ("autocast_depth", "AUTOCAST_DEPTH", "FP8_AUTOCAST_DEPTH") if hasattr(owner, name))
@@ -280,7 +290,7 @@ def _inside_autocast() -> Iterator[None]:
 
 @functools.cache
 def _autocast() -> tuple[Any, Any]:
-    """How to get the state of autocast, and to set it."""
+    """Return the functions that get and set the state of autocast."""
     manager = _manager()
     for prefix in ("", "fp8_"):  # before 2.9
         get = getattr(manager, f"get_{prefix}autocast_state", None)

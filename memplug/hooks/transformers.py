@@ -1,4 +1,4 @@
-"""Hugging Face models: which modules are decoder layers, and what training must not do at the same time."""
+"""Hugging Face models: finds their decoder layers, refuses gradient checkpointing, copies their caches."""
 
 from __future__ import annotations
 
@@ -17,28 +17,32 @@ LAYER_CLASS = "transformers.modeling_layers.GradientCheckpointingLayer"  # trans
 
 
 class Transformers(Framework):
-    """See `Framework`. Any model may be made of its layers: a class of one's own may take a key-value cache too."""
+    """Hugging Face's layers and caches. Counts as part of every target: a user's own class may take a cache too."""
 
     def is_in(self, target: Target) -> bool:
+        """Return True: any model may contain such layers."""
         return True
 
     def layers(self, model: nn.Module) -> Layers:
-        """The outermost modules of the class that transformers gives every checkpointable layer."""
+        """Return the outermost modules of the class that transformers gives every checkpointable layer."""
         return outermost(instances(model, LAYER_CLASS))
 
     def is_expert(self, module: nn.Module) -> bool:
+        """Return whether a module's class is named as one with experts."""
         return "Experts" in type(module).__name__
 
     def check(self, target: Target, modules: Layers) -> None:
+        """Raise `ConflictError` if gradient checkpointing is on in a layer that shares operators with a region."""
         for name, _ in modules:
             check_checkpointing_is_off(layers_around(target.model, name))
 
     def prepare(self, target: Target, name: str) -> Prepare:
+        """Return the function that gives a region copies of its caches."""
         return functools.partial(arguments, layers_around(target.model, name), name, target.cache_uses)
 
 
 def layers_around(model: nn.Module, region: str) -> Layers:
-    """The checkpointable layers that share operators with a region: it is one, lies in one or contains some."""
+    """Return the checkpointable layers that are the region, lie in it or contain it."""
     return [
         (name, layer)
         for name, layer in instances(model, LAYER_CLASS)
@@ -47,7 +51,7 @@ def layers_around(model: nn.Module, region: str) -> Layers:
 
 
 def check_checkpointing_is_off(layers: Layers) -> None:
-    """Raises `ConflictError` where a layer's own gradient checkpointing is on: it would recompute the same layer."""
+    """Raise `ConflictError` if gradient checkpointing is on in a layer: both would recompute it."""
     for name, layer in layers:
         if getattr(layer, "gradient_checkpointing", False):
             raise ConflictError(
@@ -67,14 +71,19 @@ def arguments(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
-    """A forward of a region in training, on copies of its key-value caches, which models make by default.
+    """Return a region's forward in training, on copies of its key-value caches, which models make by default.
 
     Args:
         layers: `layers_around` the region.
-        uses: what the model's forwards do with caches.
+        region: the region's name.
+        uses: the model's uses of caches.
+        module: the region's module.
+        call: its forward.
+        args: its arguments.
+        kwargs: its keyword arguments.
 
     Raises:
-        ConflictError: what a cache held is gone, or checkpointing was switched on since attaching.
+        ConflictError: tensors of a cache are gone, or checkpointing was switched on since attaching.
     """
     check_checkpointing_is_off(layers)
     if not any(map(caches.is_cache, (*args, *kwargs.values()))):

@@ -1,6 +1,4 @@
-"""Makes parts of a region run as units: modules, by their class, and custom autograd functions that turn out to launch
-kernels of their own.
-"""
+"""Runs parts of a region as units: modules by their class, and custom autograd functions that launch hidden kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +18,12 @@ from memplug.tokenwise.engine.units import Unit
 
 
 def make_unit(module: nn.Module, unit: Unit, attached: AttachedModel) -> None:
-    """Let a module's forward run as a unit, until the session is detached.
+    """Make a module's forward run as a unit, until the session detaches.
+
+    Args:
+        module: the module.
+        unit: the unit that its forward runs as.
+        attached: the session.
 
     Raises:
         ConflictError: the forward was replaced on the instance.
@@ -47,11 +50,11 @@ def make_unit(module: nn.Module, unit: Unit, attached: AttachedModel) -> None:
 
 @once_for_each_class
 def _unit_class(original: type) -> type:
-    """A subclass of `original` that runs as a unit."""
+    """Return a subclass of `original` that runs as a unit."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         unit = self.__dict__.get(UNIT)
-        if unit is None or torch.compiler.is_dynamo_compiling():  # it is in no region, which goes around compiled code
+        if unit is None or torch.compiler.is_dynamo_compiling():  # compiled code lies outside regions
             return original.forward(self, *args, **kwargs)
         return unit.run(functools.partial(original.forward, self), args, kwargs)
 
@@ -59,7 +62,7 @@ def _unit_class(original: type) -> type:
 
 
 def watch_functions(functions: HiddenFunctions, attached: AttachedModel) -> None:
-    """Let every call of a custom autograd function go through `functions`, until the session is detached."""
+    """Route every call of a custom autograd function through `functions`, until the session detaches."""
     base = torch.autograd.Function
     original, held = vars(base)["apply"], weakref.ref(functions)
 
@@ -67,12 +70,12 @@ def watch_functions(functions: HiddenFunctions, attached: AttachedModel) -> None
         call, watching = original.__get__(None, cls), held()
         return call(*args, **kwargs) if watching is None else watching.apply(cls, call, args, kwargs)
 
-    patched = classmethod(functools.update_wrapper(apply, base.apply))  # from torch 2.15 on the core's own
+    patched = classmethod(functools.update_wrapper(apply, base.apply))  # in torch's C++ core from 2.15 on
     base.apply = patched
 
     def undo() -> None:
         if vars(base).get("apply") is patched:
-            base.apply = original  # else it was patched again since, and goes through here
+            base.apply = original  # otherwise other code patched it since, and still calls `apply`
 
     def detach() -> None:
         stopped = held()
@@ -81,4 +84,4 @@ def watch_functions(functions: HiddenFunctions, attached: AttachedModel) -> None
         undo()
 
     attached.at_detach(detach)
-    weakref.finalize(functions, undo).atexit = False  # a session that is dropped without detaching
+    weakref.finalize(functions, undo).atexit = False  # for a session that is dropped without detaching

@@ -1,5 +1,6 @@
-"""Tensors that a region put into a key-value cache and that are not kept: they are made again once they are used, while
-their graph is there.
+"""Tensors that a region put into a key-value cache and that are withheld: not kept, but made again once they are used.
+
+They can be made again as long as their graph exists.
 """
 
 from __future__ import annotations
@@ -20,26 +21,27 @@ WITHHELD = "_memplug_withheld"
 
 @dataclass
 class Uses:
-    """What the forwards of a model do with caches.
+    """Records how the forwards of a model use caches.
 
     Attributes:
-        again: tensors that a region put into one were used in another forward: regions leave theirs where they are.
+        again: True once a tensor that a region put into a cache was used in another forward; from then on regions
+            leave their tensors in the caches.
     """
 
     again: bool = False
 
 
 class Withheld:
-    """Tensors that one run has put into a cache, or a layer of one, and that are not kept.
+    """Tensors that one run has put into a cache, or into a layer of one, and that are not kept.
 
     Args:
-        region: of the run, its name.
-        uses: the model's.
-        before: the state of the layer as the run found it; None: it is no layer, or that has tensors.
+        region: name of the region that ran.
+        uses: the model's uses of caches.
+        before: the state of the layer before the run; None for a cache itself, or for a layer that had tensors.
 
     Attributes:
-        look: the layer, with tensors without memory.
-        state: of it, by name, all in which something is withheld.
+        look: the layer with meta tensors in place of the withheld ones.
+        state: the attributes that contain withheld tensors, by name.
     """
 
     def __init__(self, region: str, uses: Uses, before: dict[str, Any] | None = None):
@@ -50,20 +52,24 @@ class Withheld:
         self._made: dict[int, torch.Tensor] | None = None
 
     def __bool__(self) -> bool:
+        """Return whether a tensor is withheld."""
         return bool(self._places)
 
     def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor without memory for one that is withheld."""
+        """Withhold a tensor; return a meta tensor that stands for it."""
         place = torch.empty_like(tensor, device="meta", requires_grad=False)
         self._places.append((place, core().Withheld(tensor)))
         return place
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor stands for one that is withheld."""
+        """Return whether a tensor stands for a withheld one."""
         return any(place is tensor for place, _ in self._places)
 
     def filled(self, value: Any) -> Any:
-        """Returns a value with the tensors that were withheld.
+        """Return a value with the withheld tensors in it, made again.
+
+        Args:
+            value: a part of the state, with meta tensors.
 
         Raises:
             ConflictError: they cannot be made again.
@@ -77,7 +83,7 @@ class Withheld:
         return mapped(value, lambda tensor: self._made.get(id(tensor), tensor))
 
     def used_again(self) -> ConflictError:
-        """Returns the error of a use that cannot be."""
+        """Return the error for using a cache whose tensors cannot be made again."""
         return ConflictError(
             f"a key-value cache that region {self._region} was given in a forward with gradients is used again, "
             "and the keys and values of that forward are gone with its graph",
@@ -88,7 +94,13 @@ class Withheld:
 
 
 def withhold(layer: Any, state: dict[str, Any], withheld: Withheld) -> None:
-    """Make a layer ask for what is withheld of its state."""
+    """Remove withheld tensors from a layer, and make it ask for them on first use.
+
+    Args:
+        layer: the layer to change.
+        state: its state, with meta tensors.
+        withheld: the withheld tensors.
+    """
     withheld.look = object.__new__(type(layer))
     vars(withheld.look).update(state)
     withheld.state = {name: value for name, value in state.items() if any(map(withheld.has, tensors_in(value)))}
@@ -99,7 +111,7 @@ def withhold(layer: Any, state: dict[str, Any], withheld: Withheld) -> None:
 
 
 def give_back(layer: Any) -> None:
-    """Give a layer what is withheld of its state, and its own class."""
+    """Restore a layer's withheld tensors, and its own class."""
     withheld = vars(layer)[WITHHELD]
     state = {name: withheld.filled(value) for name, value in withheld.state.items()}
     del vars(layer)[WITHHELD]
@@ -109,7 +121,7 @@ def give_back(layer: Any) -> None:
 
 @once_for_each_class
 def _withholding(own: type) -> type:
-    """Returns a subclass of a cache's layer that says its length, and asks for its tensors once one is used."""
+    """Return a subclass of a cache's layer that knows its length, and makes its tensors again once one is used."""
 
     def ask(self: Any, name: str) -> Any:
         if WITHHELD not in vars(self) or name not in vars(self)[WITHHELD].state:
@@ -132,7 +144,7 @@ def _withholding(own: type) -> type:
         vars(made).update(vars(self))
         return made
 
-    def reduced(self: Any, protocol: Any) -> Any:  # a deep copy or a pickle has the tensors
+    def reduced(self: Any, protocol: Any) -> Any:  # deep copies and pickles contain the tensors
         give_back(self)
         return self.__reduce_ex__(protocol)
 
@@ -143,7 +155,7 @@ def _withholding(own: type) -> type:
 
 
 def _looking(name: str) -> Callable[..., Any]:
-    """Returns a method that answers as the layer would, by the sizes of its tensors."""
+    """Return a method that answers as the layer would, from the sizes of its tensors."""
 
     def look(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(vars(self)[WITHHELD].look, name)(*args, **kwargs)
@@ -152,10 +164,11 @@ def _looking(name: str) -> Callable[..., Any]:
 
 
 def copied(value: Any, layers: type = list) -> Any:
-    """Returns a copy with the same tensors that can change without the original.
+    """Return a copy of a cache's state that shares the tensors, but can change without changing the original.
 
     Args:
-        layers: made of the layers of a cache, which are not copied themselves.
+        value: the state, or a part of it.
+        layers: makes the copy of a cache's list of layers; the layers in it are not copied.
     """
     if type(value) is dict:
         return {key: copied(each) for key, each in value.items()}
@@ -170,7 +183,7 @@ def copied(value: Any, layers: type = list) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors of a layer's state."""
+    """Yield the tensors of a layer's state."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
@@ -179,7 +192,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns the value with other tensors."""
+    """Return the value with each tensor replaced by `change(tensor)`."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) is dict:
@@ -190,5 +203,5 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def without_memory(value: Any, kept: set[int], withheld: Withheld) -> Any:
-    """Returns the value, with all tensors but some, given by their `id`, withheld."""
+    """Return the value with all tensors withheld, except those whose `id` is in `kept`."""
     return mapped(value, lambda tensor: tensor if id(tensor) in kept else withheld.place_of(tensor))

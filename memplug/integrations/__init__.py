@@ -1,1 +1,1 @@
-"""Callbacks for training loops that others wrote: attach, mark steps, detach. Imported by name, never by memplug."""
+"""Callbacks for the training loops of other libraries: attach, mark steps, detach. memplug itself imports none."""

@@ -1,4 +1,4 @@
-"""What the callbacks have in common: one session from begin to end of a training, or none beside DeepSpeed's."""
+"""The base of all callbacks: one session for each training, except under DeepSpeed, whose engine has its own."""
 
 from __future__ import annotations
 
@@ -21,34 +21,41 @@ Config = Mapping[str, Any] | str | Path | MemplugConfig | None
 
 
 class Attachment:
-    """Mixed into a framework's callback.
+    """A mix-in for a framework's callback: attaches, marks steps and detaches.
 
     Args:
-        config: the block as a dict, or the path of a JSON that has it; None: `{"enabled": true}`.
+        config: the block as a dict, or the path of a JSON that has it; None for `{"enabled": true}`.
 
     Attributes:
-        session: of the training that runs or ran last, for `report()`; under DeepSpeed the engine's, where it has one.
+        session: session of the present or the last training, for `report()`. Under DeepSpeed the engine's, if it has
+            one.
 
     Raises:
-        ConfigError: the block cannot be used.
+        ConfigError: the block is invalid.
     """
 
     def __init__(self, config: Config = None) -> None:
         super().__init__()
         self.config = load_config({"enabled": True} if config is None else config)
         self.session: Session | None = None
-        self._attached: AttachedModel | None = None  # by this callback
+        self._attached: AttachedModel | None = None  # if this callback attached it
         self._told = False
 
     def begin(self, model: nn.Module, deepspeed: bool) -> None:
         """Attach to the model, unless DeepSpeed drives it or it is attached already.
 
+        Args:
+            model: the model to attach to.
+            deepspeed: True if DeepSpeed drives the model.
+
         Raises:
-            ConflictError, RegionError, UnsupportedVersionError: as `memplug.attach`.
+            ConflictError: as in `memplug.attach`.
+            RegionError: as in `memplug.attach`.
+            UnsupportedVersionError: as in `memplug.attach`.
         """
-        self.end()  # of a training that an error broke off
+        self.end()  # for an earlier training that an error ended
         existing = attached_to(model)
-        if existing is not None and existing.owner is not None:  # another callback's, whose training broke off
+        if existing is not None and existing.owner is not None:  # attached by another callback whose training failed
             existing.owner.end()
             existing = None
         if deepspeed or existing is not None:
@@ -57,21 +64,21 @@ class Attachment:
             return
         self.session = attach(model, self.config)
         self._attached = attached_to(model)
-        if self._attached is not None:  # else the block is off
+        if self._attached is not None:  # None if the block is off
             self._attached.owner, self._attached.steps_are_marked = self, True
 
     def begin_batch(self) -> None:
-        """The model is about to run, maybe by another method than its forward, which memplug would see."""
+        """Note that the model is about to run, perhaps by another method than its forward, which memplug observes."""
         if self._attached is not None:
             self._attached.begin_forward()
 
     def end_step(self) -> None:
-        """The optimizer has stepped."""
+        """Mark the end of a step: the optimizer has stepped."""
         if self._attached is not None:
             self._attached.step()
 
     def end(self) -> None:
-        """Detach; the session stays for `report()`."""
+        """Detach; the session stays available for `report()`."""
         attached, self._attached = self._attached, None
         if attached is not None:
             attached.owner = None

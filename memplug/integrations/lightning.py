@@ -1,4 +1,4 @@
-"""A callback for Lightning's Trainer (`lightning` or `pytorch_lightning`), in training without DeepSpeed."""
+"""A callback for Lightning's Trainer (`lightning` or `pytorch_lightning`), for training without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _callback_class() -> type:
-    """Of the package that the script uses: one brings the other along, each with classes of its own."""
+    """Return `Callback` of the package that the script uses: both may be installed, each with classes of its own."""
     errors = []
     for package in sorted(PACKAGES, key=lambda name: name not in sys.modules):
         try:
@@ -28,7 +28,7 @@ def _callback_class() -> type:
 
 
 class MemplugCallback(Attachment, _callback_class()):
-    """Attaches when training starts, marks each optimizer step, detaches when training ends or an error ends it.
+    """Attaches when training starts, marks each optimizer step, and detaches when training ends or fails.
 
     Under DeepSpeed's strategy it does nothing, since `memplug.install()` attaches to the engine.
 
@@ -41,24 +41,24 @@ class MemplugCallback(Attachment, _callback_class()):
         self._steps = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """The module is on its device, and the strategy has wrapped it."""
+        """Attach: the module is on its device, and the strategy has wrapped it."""
         self._steps = trainer.global_step
         self.begin(pl_module, deepspeed=is_engine(trainer.strategy.model))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Lightning calls `training_step`, which need not call the module's forward."""
+        """Note that a batch begins: Lightning calls `training_step`, which may not call the module's forward."""
         self.begin_batch()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A step is a batch in which an optimizer stepped, however many of them did."""
+        """Mark the end of a step after a batch in which any number of optimizers stepped."""
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step
             self.end_step()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Undo everything."""
+        """Detach."""
         self.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Undo everything."""
+        """Detach."""
         self.end()

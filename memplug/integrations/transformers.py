@@ -1,4 +1,4 @@
-"""A callback for transformers' Trainer, and for those built on it (TRL's), in training without DeepSpeed."""
+"""A callback for transformers' Trainer and those built on it (TRL's), for training without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ except ImportError as error:
 
 
 class MemplugCallback(Attachment, TrainerCallback):
-    """Attaches when training begins, marks each optimizer step, detaches when training ends.
+    """Attaches when training begins, marks each optimizer step, and detaches when training ends.
 
-    Where training ends in an error there is no hook: the session stays attached until the next training begins, or
+    There is no hook for a training that fails: the session stays attached until the next training begins, or until
     `callback.end()`. Under DeepSpeed it does nothing, since `memplug.install()` attaches to the engine.
 
     Example:
@@ -31,15 +31,15 @@ class MemplugCallback(Attachment, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **others: Any
     ) -> None:
-        """The model is on its device, and whatever wraps it wraps it already."""
+        """Attach: the model is on its device, and all wrappers are in place."""
         self.begin(model, deepspeed=getattr(args, "deepspeed_plugin", None) is not None)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """After the optimizer; micro-batches before that end in `on_substep_end`."""
+        """Mark the end of a step: the optimizer has run. Earlier micro-batches end in `on_substep_end`."""
         self.end_step()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Undo everything."""
+        """Detach."""
         self.end()

@@ -1,7 +1,8 @@
 """The native core: the C++ of all rooms, built on first use as one library (`memplug.native.building`).
-Each folder that is there adds its part of the Python module by itself (registry.h).
 
-`memplug.predict.virtual.native` is apart from it, and so is what planners use, plain C++ that knows no torch
+Each folder that exists adds its part of the Python module by itself (registry.h).
+
+`memplug.predict.virtual.native` is a library of its own. So are those for planners, in plain C++ without torch
 (`memplug.native.plain`): `memplug.arena.native.packing` and `memplug.tokenwise.plan.rules`.
 """
 
@@ -25,8 +26,10 @@ _INCLUDES_TORCH = re.compile(r"^#include <(?:torch|ATen|c10)/", re.M).search
 
 
 def _folders() -> tuple[Path, ...]:
-    """Returns the folders of the core that are there: `native`, and in each room `native` and the folders in it, where
-    a file includes torch's headers. Others are libraries of their own.
+    """Return the folders of the core that exist.
+
+    They are `native`, and in each room `native` and its subfolders, if a file includes torch's headers. Other folders
+    are libraries of their own.
     """
     folders = [path for pattern in ("native", "*/native", "*/native/*") for path in sorted(_PACKAGE.glob(pattern))]
     sources = {folder: [*folder.glob("*.cpp"), *folder.glob("*.h")] for folder in folders}
@@ -38,11 +41,11 @@ CORE = Extension("memplug_native", "native core", _folders())
 
 @functools.cache
 def load() -> ModuleType:
-    """The core's Python module; built first where that was not done yet (a minute or two).
+    """Return the core's Python module; the first call builds it, in a minute or two.
 
     Raises:
-        NativeError: it cannot be built here: no compiler, no ninja, no folder to write to. Or it cannot be loaded. Or
-            Python runs without its lock.
+        NativeError: the core cannot be built here (no compiler, no ninja, no folder to write to) or loaded, or Python
+            runs without its lock.
     """
     is_new = not CORE.is_built()
     module = CORE.load()
@@ -52,7 +55,7 @@ def load() -> ModuleType:
             'them, set "arena": {"enabled": false}'
         )
         log.warning(text, "; ".join(calls))
-    # free-threaded Python takes the lock back as it loads the core, unless it was told not to
+    # free-threaded Python turns its lock on when it loads the core, unless it was told not to
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         raise NativeError(
             f"this Python runs without its lock (PYTHON_GIL=0), which guards memplug's {CORE.what}",

@@ -1,7 +1,7 @@
-"""C++ that is built on first use against the installed torch, and kept.
+"""C++ libraries that are built on first use against the installed torch, and kept.
 
 A build goes into torch's folder for extensions (`TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`), into a
-folder of its own for each version of torch, of CUDA, of Python and of the sources. Ranks that start at once build it
+separate folder for each version of torch, CUDA, Python and the sources. Ranks that start at the same time build it
 once.
 """
 
@@ -26,18 +26,18 @@ from memplug.errors import NativeError, coded
 
 log = logging.getLogger("memplug")
 
-LOT_BYTES = 80_000  # of sources, about a minute of compilation
+LOT_BYTES = 80_000  # bytes of sources that take about a minute to compile
 
 
 @dataclass(frozen=True)
 class Extension:
-    """One library.
+    """A Python module in C++ that is built on first use.
 
     Attributes:
-        name: of its Python module.
-        what: it is, as messages call it.
-        folders: of its sources and headers, whose names are apart.
-        included: folders of what these include besides.
+        name: name of its Python module.
+        what: its name in messages.
+        folders: folders of its sources and headers; no file name may occur twice.
+        included: folders of further headers that these include.
     """
 
     name: str
@@ -46,10 +46,10 @@ class Extension:
     included: tuple[Path, ...] = ()
 
     def load(self) -> ModuleType:
-        """Its Python module; built first where that was not done yet (a minute or two).
+        """Return the library's Python module; the first call builds it, in a minute or two.
 
         Raises:
-            NativeError: it cannot be built here: no compiler, no ninja, no folder to write to. Or it cannot be loaded.
+            NativeError: the library cannot be built here (no compiler, no ninja, no folder to write to) or loaded.
         """
         folder = self.build_folder()
         try:
@@ -79,11 +79,11 @@ class Extension:
             ) from error
 
     def is_built(self) -> bool:
-        """Whether `load` would find it built already."""
+        """Return whether the library is built already."""
         return self._done().exists() and self.library().exists()
 
     def build_folder(self) -> Path:
-        """Where this torch's build belongs; named by all that it depends on."""
+        """Return the folder of the build for this torch; its name depends on everything that affects the build."""
         import torch
         from torch.utils.cpp_extension import get_default_build_root
 
@@ -97,16 +97,18 @@ class Extension:
         return root / f"{self.name}_{key.hexdigest()[:16]}"
 
     def library(self) -> Path:
-        """What `load` builds."""
+        """Return the file that `load` builds."""
         return self.build_folder() / f"{self.name}.so"
 
     def sources(self) -> dict[str, Path]:
-        """Sources and headers, by name."""
+        """Return the sources and headers by name."""
         return _files(self.folders)
 
     def lots(self) -> list[list[str]]:
-        """Names of the sources that are compiled as one, for each lot: what a source includes of torch takes longer to
-        read than many a source. Lots are alike in size; names in them must be apart.
+        """Return the names of the sources that are compiled together, for each lot.
+
+        Reading torch's headers takes longer than compiling most sources, so lots save time. They have similar sizes.
+        Names inside a lot must not clash.
         """
         sizes = {path.name: path.stat().st_size for path in self.sources().values() if path.suffix == ".cpp"}
         count = -(-sum(sizes.values()) // LOT_BYTES)
@@ -134,7 +136,7 @@ class Extension:
         except RuntimeError:
             if not cuda_headers():
                 raise
-            self._compile(folder, sources, [*flags(), "-DMEMPLUG_WITHOUT_CUDA_ARENA"])  # raises again if it is not that
+            self._compile(folder, sources, [*flags(), "-DMEMPLUG_WITHOUT_CUDA_ARENA"])  # another cause raises again
             text = (
                 "memplug: torch %s has a CUDA allocator that memplug does not know: the %s is built without the arena. "
                 "Install another version of torch to have it"
@@ -145,7 +147,7 @@ class Extension:
     def _compile(self, folder: Path, sources: list[str], flags: list[str]) -> None:
         from torch.utils import cpp_extension
 
-        (folder / "lock").unlink(missing_ok=True)  # of a build that was killed: torch would wait for it for ever
+        (folder / "lock").unlink(missing_ok=True)  # left by a killed build: torch would wait for it forever
         cuda = cuda_headers()
         with _ninja_on_path():
             cpp_extension.load(
@@ -171,23 +173,23 @@ def _files(folders: tuple[Path, ...]) -> dict[str, Path]:
 
 
 def flags() -> list[str]:
-    """For the compiler."""
-    # NDEBUG is part of torch's ABI: at::RecordFunction has a member more without it
+    """Return the compiler's flags."""
+    # NDEBUG is part of torch's ABI: without it, at::RecordFunction has one more member
     return ["-O2", "-std=c++20", "-DNDEBUG", *(["-DMEMPLUG_CUDA"] if cuda_headers() else [])]
 
 
 def libraries() -> list[str]:
-    """For the linker: what torch's own does not name.
+    """Return the linker's flags for libraries that torch does not add itself.
 
-    The C++ runtime is the one that torch has loaded, even where the compiler links its own in (`-static-libstdc++`,
-    as wrappers of compilers do): a stream of one runtime that meets a locale of the other ends the process.
+    The C++ runtime is the one that torch has loaded, even if the compiler links its own (`-static-libstdc++`, as
+    wrappers of compilers do): the process ends when a stream of one runtime meets a locale of the other.
     """
     runtime = next(iter(sorted(set(_loaded("libstdc++.so")))), None)
     return [*(["-lc10_cuda"] if cuda_headers() else []), *([runtime] if runtime else [])]
 
 
 def _loaded(name: str) -> Iterator[str]:
-    """Paths of libraries in this process; none where the system does not tell."""
+    """Yield the paths of libraries of this process with this name; none if the system does not list them."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
             *_, path = line.split(maxsplit=5)
@@ -197,10 +199,13 @@ def _loaded(name: str) -> Iterator[str]:
 
 @functools.cache
 def cuda_headers() -> tuple[Path, ...]:
-    """Folders that together hold the headers of CUDA's runtime: of a toolkit, of NVIDIA's packages, or of Triton's,
-    which torch's wheels depend on; empty: torch is built without CUDA, or they are not installed.
+    """Return folders that together hold the headers of CUDA's runtime.
 
-    NVIDIA's runtime package alone is not enough: `crt` is in the compiler's (CUDA 12), or in one of its own (CUDA 13).
+    They belong to a toolkit, to NVIDIA's packages, or to Triton's package, which torch's wheels depend on. NVIDIA's
+    runtime package alone is not enough: `crt` is in the compiler's (CUDA 12), or in one of its own (CUDA 13).
+
+    Returns:
+        The folders; empty if torch is built without CUDA, or the headers are not installed.
     """
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
@@ -223,23 +228,23 @@ def _complete(folders: tuple[Path, ...]) -> bool:
 
 
 def _package_folders(name: str) -> list[Path]:
-    """Where an installed package lies, without importing it; a namespace such as nvidia's may lie in many places."""
+    """Return the folders of an installed package without importing it; a namespace such as nvidia's has several."""
     spec = importlib.util.find_spec(name)
     return [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One process of this machine at a time; the lock goes with the process, however that ends."""
+    """Let one process of this machine in at a time; the lock ends with the process, even if that is killed."""
     with open(folder / "build.lock", "w") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: torch's own lock has to do
+        with contextlib.suppress(OSError):  # a file system without locks: torch's own lock has to suffice
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextlib.contextmanager
 def _ninja_on_path() -> Iterator[None]:
-    """ninja is installed beside Python, which may have been started without its environment being activated."""
+    """Put ninja on the path: it is installed beside Python, whose environment may not be activated."""
     before = os.environ.get("PATH", "")
     os.environ["PATH"] = os.pathsep.join([before, str(Path(sys.executable).parent)])
     try:
@@ -249,7 +254,7 @@ def _ninja_on_path() -> Iterator[None]:
 
 
 def _moved(error: BaseException) -> str | None:
-    """Returns the compiler's first error in native/torch_private*.h, which have what torch may change, if any."""
+    """Return the compiler's first error in native/torch_private*.h, where torch's changes show, or None."""
     found = re.search(r"torch_private\w*\.h:\d+(?::\d+)?: (?:fatal )?error: (.*)", str(error))
     return found[1].removeprefix("static assertion failed: ") if found else None
 

@@ -1,7 +1,7 @@
-"""Calls of torch's CUDA allocator that the arena in front of it does not hand on, read in torch's header.
+"""Finds calls of torch's CUDA allocator that the arena in front of it does not forward, by reading torch's header.
 
-One that is pure keeps the arena from being built; another one is answered by the base class in place of torch's
-allocator, and nothing else shows that.
+If such a call is pure virtual, the arena cannot be built. Any other is answered by the base class instead of torch's
+allocator, without a sign of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FUNCTION = re.compile(
 
 
 def not_handed_on(include: Path | None = None) -> list[str]:
-    """Returns such calls, as "name, parameters: 2"; none where torch has no CUDA.
+    """Return the calls that are not forwarded, as "name, parameters: 2"; none if torch has no CUDA.
 
     Args:
         include: the folder of the headers, by default the installed torch's.
@@ -48,13 +48,13 @@ def not_handed_on(include: Path | None = None) -> list[str]:
 
 
 def _body(source: str, owner: str) -> str:
-    """Returns what is between the braces of a class."""
+    """Return the text between the braces of a class."""
     found = re.search(rf"\b(?:class|struct)\s+(?:\w+\s+)?{owner}\b[^;{{]*{{(.*?)^}};", source, re.M | re.S)
     return found[1] if found else ""
 
 
 def _functions(source: str) -> list[tuple[str, int, str]]:
-    """Returns name, number of parameters, and what is in front, of all that looks like a function."""
+    """Return name, number of parameters and preceding text of everything that looks like a function."""
     code = re.sub(
         r"//[^\n]*|/\*.*?\*/|^\s*#(?:[^\n]*\\\n)*[^\n]*|\b(?:public|private|protected):", "", source, flags=re.M | re.S
     )

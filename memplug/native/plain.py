@@ -1,5 +1,6 @@
-"""Plain C++ behind a C interface, for planners, which import no torch: compiled on first use (some seconds) and kept in
-the user's cache folder, or where `TORCH_EXTENSIONS_DIR` says.
+"""Plain C++ libraries behind a C interface, for planners, which import no torch.
+
+They are compiled on first use (some seconds), and kept in the user's cache folder or in `TORCH_EXTENSIONS_DIR`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
 
 @dataclass(frozen=True)
 class PlainLibrary:
-    """One library.
+    """A plain C++ library that is compiled on first use.
 
     Attributes:
-        name: of its file.
-        what: it is, as messages call it.
-        sources: that are compiled.
-        headers: of memplug's that they include.
+        name: name of its file.
+        what: its name in messages.
+        sources: the sources to compile.
+        headers: memplug's headers that they include.
     """
 
     name: str
@@ -38,10 +39,10 @@ class PlainLibrary:
     headers: tuple[Path, ...] = ()
 
     def load(self) -> ctypes.CDLL:
-        """Returns the library; compiled first where that was not done yet.
+        """Return the library; the first call compiles it.
 
         Raises:
-            NativeError: There is no compiler, or no folder to write to, or what it made cannot be loaded.
+            NativeError: there is no compiler or no folder to write to, or the library cannot be loaded.
         """
         library = self._file()
         try:
@@ -64,7 +65,7 @@ class PlainLibrary:
 
     def _compile(self, library: Path) -> None:
         library.parent.mkdir(parents=True, exist_ok=True)
-        # Processes that start at once may each compile it: under a name of their own, the last one stays.
+        # Processes that start at the same time may each compile it, each under its own name; the last one stays.
         partial = library.parent / f".{secrets.token_hex(8)}.partial"
         try:
             command = [*_command(), *_FLAGS, *map(str, self.sources), "-o", str(partial)]
@@ -75,7 +76,7 @@ class PlainLibrary:
 
 
 def pointer(array: np.ndarray) -> ctypes.c_void_p:
-    """Returns the address of an array's first element, as an argument."""
+    """Return the address of an array's first element, for a call."""
     return array.ctypes.data_as(ctypes.c_void_p)
 
 

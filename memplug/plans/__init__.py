@@ -1,1 +1,1 @@
-"""Plans as data, and as files."""
+"""Plans, as data and as files."""

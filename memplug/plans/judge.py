@@ -1,4 +1,4 @@
-"""The judge of a whole plan: of its program, and of its parts by the judges of their techniques."""
+"""The judge of a whole plan: checks its program, and each part with the judge of its technique."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from memplug.plans.schema import MemoryPlan, PlanPart
 
 Judges = Mapping[type[PlanPart], Callable[[Any], Iterator[str]]]
-"""The judge of each kind of part: yields what is wrong with one, in sentences."""
+"""The judge of each kind of part; a judge yields the mistakes of a part as sentences."""
 
 
 def mistakes_of(plan: MemoryPlan, judges: Judges) -> Iterator[str]:
-    """Yields what is wrong with a plan, in sentences; nothing: it is accepted.
+    """Yield the mistakes of a plan as sentences; a plan without any is accepted.
 
     Args:
-        plan: any, as loaded.
-        judges: of the parts that are looked at.
+        plan: any loaded plan.
+        judges: the judges of the parts to check.
 
     Raises:
-        LayoutError: a part is something else.
+        LayoutError: a part has the wrong type.
     """
     program = plan.training.program if plan.training is not None else None
     if program is not None and not all(0 <= each < len(program.names) for each in program.operators or ()):

@@ -1,4 +1,4 @@
-"""A training's plan on its way to disk: written once where ranks do the same. Knows no torch."""
+"""Writes a training's plan to disk, once for all ranks that do the same. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def keep(
     lower: Sequence[Path],
     higher: Sequence[Path] = (),
 ) -> None:
-    """Save a plan, or a link to the first of some files that has the same.
+    """Save a plan, or a link to the first lower rank's file that holds the same plan.
 
     Args:
-        plan: with its training.
-        kinds: of its parts.
-        file: of this rank; its folder is made.
-        lower: of the ranks below; they may be missing.
-        higher: of ranks above that are not there to save theirs; they become links to this rank's.
+        plan: the plan, with its `training` set.
+        kinds: the types of its parts.
+        file: this rank's file; its folder is created.
+        lower: files of the lower ranks; they may be missing.
+        higher: files of higher ranks whose processes do not exist; they become links to this rank's file.
 
     Raises:
         LayoutError: the file cannot be written.
-        OSError: nor its folder, or a link.
+        OSError: the folder or a link cannot be made.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     own = (each for each in lower if plan_file.is_plan(each) and not each.is_symlink())
@@ -43,14 +43,14 @@ def keep(
 
 
 def _link(file: Path, shared: Path) -> None:
-    """Files of one folder."""
+    """Make `file` a link to another file of its folder."""
     if not (file.exists() and file.samefile(shared)):
         file.unlink(missing_ok=True)
         file.symlink_to(shared.name)
 
 
 def _same(one: MemoryPlan, other: MemoryPlan, kinds: Collection[type[PlanPart]]) -> bool:
-    """Whether two ranks of one run do the same."""
+    """Return whether two ranks of one run do the same under their plans."""
     ours, theirs = one.training, other.training
     if theirs is None or (ours.run, ours.index, ours.program) != (theirs.run, theirs.index, theirs.program):
         return False

@@ -1,7 +1,7 @@
-"""Plans as files: one JSON object, written whole or not at all, refused with a reason when it was changed.
+"""Plans as files: one JSON object, written whole or not at all, and refused with a reason if it was changed.
 
-Its first line has the format and a digest of all that follows: the fingerprint, what a training goes on from, and the
-techniques' parts by name, which `memplug.plans.schema.PlanPart` reads.
+The first line has the format and a digest of everything after it: the fingerprint, the state that a training resumes
+from, and the techniques' parts by name, which `memplug.plans.schema.PlanPart` reads.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ _ANOTHER = "Give the path of a plan that `memplug plan` has written (.json)."
 
 @dataclass(frozen=True, kw_only=True)
 class _Head:
-    """All of a plan but its parts."""
+    """A plan without its parts."""
 
     fingerprint: Fingerprint
     training: Training | None
 
 
 def save(plan: MemoryPlan, path: str | Path) -> None:
-    """Writes a plan; the file at `path` is the old one or the whole new one at any moment. Equal plans, equal files.
+    """Write a plan; at any moment the file at `path` is either the old one or the whole new one.
+
+    Equal plans make equal files.
 
     Args:
-        plan: Any.
-        path: A file in a folder that exists; by convention *.json.
+        plan: any plan.
+        path: a file in an existing folder; by convention *.json.
 
     Raises:
-        LayoutError: The file cannot be written there.
+        LayoutError: the file cannot be written there.
     """
     training = asdict(plan.training) if plan.training is not None else None
     parts = {name: part.to_file() if isinstance(part, PlanPart) else part for name, part in sorted(plan.parts.items())}
@@ -57,17 +59,16 @@ def save(plan: MemoryPlan, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> MemoryPlan:
-    """Reads what `save` wrote. Whether it is a good plan, and one of this run, the judge says.
+    """Read a file that `save` wrote; the judge decides whether the plan is sound and fits this run.
 
     Args:
-        path: Of the file.
+        path: path of the file.
 
     Returns:
-        The very plan that was saved.
+        The plan, equal to the saved one.
 
     Raises:
-        LayoutError: There is no such file, it is something else, it was changed or cut short, or it was written by
-            another version of memplug.
+        LayoutError: the file is missing, is no plan, was changed or cut short, or another version of memplug wrote it.
     """
     path = path_of(path, "memory plan (.json)", LayoutError)
     with opened(path, "memory plan (.json)", LayoutError) as file:
@@ -77,16 +78,16 @@ def load(path: str | Path) -> MemoryPlan:
             advice = DAMAGED if error.advice == LayoutError.default_advice else error.advice
             raise LayoutError(f"{path}: {error.problem}", advice) from error
         except Exception as error:
-            # The digest is right, and may have been made so: the fields may hold anything.
+            # The digest matches, but a changed file may have a new digest: the fields may hold anything.
             reason = f"{type(error).__name__}: {error}"
             raise LayoutError(f"{path}: not a plan that memplug has written: {reason}", DAMAGED) from error
 
 
 def is_plan(path: str | Path) -> bool:
-    """Whether a file begins as a plan does, which a look at its first bytes says; False: it cannot be read, too."""
+    """Return whether a file's first bytes are those of a plan; False also if it cannot be read."""
     path = Path(path)
     try:
-        # A pipe might never end.
+        # Skip anything but files: a pipe might never end.
         if not path.is_file():
             return False
         with path.open("rb") as file:

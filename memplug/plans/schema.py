@@ -1,4 +1,4 @@
-"""A plan of one program on one rank: what it was made from, and a part of each technique."""
+"""A plan of one program on one rank: the data that it was made from, and a part for each technique."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ Part = TypeVar("Part", bound="PlanPart")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedProgram:
-    """The step that decisions were made from, which a later run's first step is compared with.
+    """The step that decisions were made from; a later run compares its first step with it.
 
     Attributes:
-        names: of operators.
-        operators: of the step, in order, as indices into `names`; None where they were not watched.
-        sizes, nodes, unseen: see `memplug.profile.similarity.Program`.
+        names: operator names.
+        operators: operators of the step in order, as indices into `names`; None if they were not watched.
+        sizes: see `memplug.profile.similarity.Program`.
+        nodes: see `memplug.profile.similarity.Program`.
+        unseen: see `memplug.profile.similarity.Program`.
     """
 
     names: tuple[str, ...]
@@ -38,15 +40,14 @@ class PlannedProgram:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """What a run goes on from, whatever its techniques are.
+    """The state that a run resumes from, apart from its techniques' parts.
 
     Attributes:
-        run: that made the plan; later ones sort behind earlier ones.
-        index: of the program among those of its run, in the order in which they came.
-        program: None where steps are not compared: there are no decisions then.
-        first: what the first step of a run is like, where that is another program: ZeRO 3 learns in it in which order
-            parameters are used.
-        gradients_stay: parameters keep their gradients' memory from step to step.
+        run: name of the run that made the plan; later runs sort behind earlier ones.
+        index: index of the program in that run, in the order in which programs came.
+        program: the planned program; None if steps are not compared, and there are no decisions.
+        first: the program of a run's first step, if it differs: ZeRO 3 learns the order of parameters in it.
+        gradients_stay: True if parameters keep the memory of their gradients from step to step.
     """
 
     run: str
@@ -58,14 +59,14 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryPlan:
-    """All that memplug does in one rank's step.
+    """All decisions and addresses for the steps of one rank.
 
     Attributes:
-        fingerprint: of the recorded step.
-        training: of a plan that was made while training; None: of `memplug plan`, which plans addresses alone.
-        parts: by the technique's name: as made here, or as JSON had them until `PlanPart.of` reads them. Parts of
-            techniques that are not there stay unread.
-        file: that it was loaded from; None: it was made here.
+        fingerprint: fingerprint of the recorded step.
+        training: the state to resume from; None for a plan of `memplug plan`, which has addresses alone.
+        parts: the parts by technique: as objects if they were made here, or as JSON values until `PlanPart.of` reads
+            them. Parts of techniques that are not there stay unread.
+        file: the file that the plan was loaded from; None if it was made here.
     """
 
     fingerprint: Fingerprint
@@ -74,35 +75,38 @@ class MemoryPlan:
     file: Path | None = None
 
     def with_part(self, part: PlanPart) -> MemoryPlan:
-        """Returns the plan with a part, in place of the one that the technique had."""
+        """Return the plan with a part added; it replaces an earlier part of the technique."""
         return replace(self, parts={**self.parts, part.name: part})
 
 
 class PlanPart:
-    """One technique's part of a plan: a dataclass in the technique's room, in `plan`, which knows no torch.
+    """One technique's part of a plan: a dataclass in the technique's folder `plan`, which imports no torch.
 
     Attributes:
-        name: of the technique.
+        name: name of the technique.
     """
 
     __slots__ = ()
     name: ClassVar[str]
 
     def to_file(self) -> dict[str, Any]:
-        """Returns the part as what JSON has, and numpy's numbers and frozen sets."""
+        """Return the part as JSON values, with numpy's numbers and frozen sets among them."""
         return asdict(self)
 
     @classmethod
     def from_file(cls: type[Part], values: dict[str, Any]) -> Part:
-        """Returns the part that a file has; raises ValueError, KeyError or the like for anything else."""
+        """Return the part that a file holds; raise ValueError, KeyError or the like for anything else."""
         return read(cls, values)
 
     @classmethod
     def of(cls: type[Part], plan: MemoryPlan) -> Part | None:
-        """Returns the technique's part of a plan; None: it has none.
+        """Return the technique's part of a plan; None if it has none.
+
+        Args:
+            plan: the plan.
 
         Raises:
-            LayoutError: it is something else.
+            LayoutError: the plan holds something else under the technique's name.
         """
         part = plan.parts.get(cls.name)
         if part is None or isinstance(part, cls):
@@ -110,10 +114,10 @@ class PlanPart:
         try:
             return cls.from_file(part)
         except Exception as error:
-            # The digest is right, and may have been made so: the fields may hold anything.
+            # The digest matches, but a changed file may have a new digest: the fields may hold anything.
             reason = f"in its part {cls.name}: {type(error).__name__}: {error}"
             raise LayoutError(f"{plan.file}: not a plan that memplug has written: {reason}", DAMAGED) from error
 
     def does_as(self: Part, other: Part) -> bool:
-        """Returns whether training does the same by another part, whatever was measured and predicted."""
+        """Return whether training does the same under another part, even if measurements and predictions differ."""
         return self == other

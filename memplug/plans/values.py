@@ -1,4 +1,4 @@
-"""JSON values of a plan: dataclasses as text, and back with every type and name checked."""
+"""JSON values of a plan: writes dataclasses as text, and reads them with every type and name checked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 Value = TypeVar("Value")
 
-_MOST_LINES_DEEP = 4  # of containers in each other, each with a line for every member
+_MOST_LINES_DEEP = 4  # depth of nested containers that have one line for each member
 
 
 class _Read(BaseModel, Generic[Value]):
@@ -20,10 +20,14 @@ class _Read(BaseModel, Generic[Value]):
 
 
 def read(kind: type[Value], values: dict[str, Any]) -> Value:
-    """Returns a dataclass of the values that JSON had for it, for fields with a default too.
+    """Return a dataclass made from JSON values, which must contain every field, also those with a default.
+
+    Args:
+        kind: the dataclass.
+        values: the values by field.
 
     Raises:
-        ValueError: a field is missing, of another type or not finite, or there is one more.
+        ValueError: a field is missing, of another type or not finite, or there is an unknown field.
     """
     if missing := {field.name for field in fields(kind)} - values.keys():
         raise ValueError(f"there is no {min(missing)}")
@@ -31,7 +35,7 @@ def read(kind: type[Value], values: dict[str, Any]) -> Value:
 
 
 def text_of(value: Any, depth: int = 0) -> str:
-    """Returns JSON for programs and people: a line for each member of a container that holds others."""
+    """Return JSON for programs and people: a container of containers has one line for each member."""
     members = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     if depth == _MOST_LINES_DEEP or not any(isinstance(each, dict | list | tuple) for each in members):
         return _line(value)
@@ -48,5 +52,5 @@ def _line(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Planners compute with numpy, whose numbers are as good; sets are lists in JSON."""
+    """Convert a value that JSON lacks: numpy's numbers to Python's, sets to sorted lists."""
     return sorted(value) if isinstance(value, frozenset) else value.item()

@@ -1,7 +1,7 @@
-"""One task of planning, in a process of its own: `python -m memplug.plans.worker TASK RESULT`.
+"""Runs one planning task in a process of its own: `python -m memplug.plans.worker TASK RESULT`.
 
-`TASK` is a pickle of (function, arguments), `RESULT` gets one of (what it returned, None) or (None, what it raised). No
-torch is imported, unless a task asks for it.
+`TASK` is a pickle of (function, arguments). `RESULT` receives (returned value, None) or (None, raised exception). torch
+is imported only if a task needs it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main(task: Path, result: Path) -> None:
-    """Run the task in the first file, and write what came of it to the second, whole or not at all."""
+    """Run the task in the first file, and write its outcome to the second, whole or not at all."""
     function, arguments = pickle.loads(task.read_bytes())
     try:
         outcome = function(*arguments), None

@@ -1,1 +1,1 @@
-"""Device to facts: what the machine can do."""
+"""Traces of training steps, recorded by memplug or read from snapshots of torch's allocator."""

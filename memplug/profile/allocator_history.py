@@ -1,9 +1,10 @@
-"""Reads memory snapshots of torch's CUDA allocator (`torch.cuda.memory._dump_snapshot`): what was asked for and given
-back on a device, and what torch reserved for it.
+"""Reads memory snapshots of torch's CUDA allocator (`torch.cuda.memory._dump_snapshot`).
 
-A snapshot has the last events of each device, in a ring that may have lost earlier ones, and the blocks in use at its
-end (torch/cuda/memory.py, `_snapshot`). So a block may have no beginning here, and is in use from the first event on;
-or no end, and is in use up to the last one.
+The result is the history of a device: the requests, the frees, and the memory that torch reserved for them.
+
+A snapshot holds the last events of each device, in a ring that may have lost earlier ones, and the blocks in use at its
+end (torch/cuda/memory.py, `_snapshot`). So a block may lack its malloc, and then counts as in use from the first event;
+or lack its free, and then counts as in use up to the last event.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from memplug.profile import plain_pickle
 from memplug.profile.trace import OPERATOR, REQUEST_EVENT, TENSOR, USE, Event, Fingerprint, Layer, Pass, Phase, Trace
 
 ADDRESSES, MADE_UP = "addresses", "made up by memplug"
-"""Key and value of a snapshot that was not torch's: see `show.snapshot`, which writes one of a trace."""
+"""Key and value in a snapshot that memplug made from a trace (see `show.snapshot`), and not torch."""
 
-_FREED = ("free_completed", "free_requested")  # by the first of them that there is; the memory is another's after it
+_FREED = ("free_completed", "free_requested")  # the first of these that occurs ends a block's life
 _RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _DAMAGED = "Copy it again from where it was written, or write it again with torch.cuda.memory._dump_snapshot."
-_MOST_BYTES = 1 << 56  # of one block, or an address: no machine has more
+_MOST_BYTES = 1 << 56  # largest size or address; no machine has more
 
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """What torch's allocator did on one device.
+    """The history of torch's allocator on one device.
 
     Attributes:
-        trace: Its requests, as asked for; layers are the places of the code that asked.
-        device: Its number.
-        devices: The numbers of all devices with events in the snapshot.
-        reserved_bytes: The most that torch had reserved of it; None where a snapshot does not say, or memplug made it.
-        missing: Events that the history must have lost between those that it has: recording was off for a while.
-        out_of_memory: How often a request failed.
+        trace: its requests, in requested sizes; layers are the places in the code that made the requests.
+        device: its number.
+        devices: numbers of all devices with events in the snapshot.
+        reserved_bytes: largest amount that torch reserved; None if the snapshot does not tell, or memplug made it.
+        missing: number of events that must have been lost, because recording was off for a while.
+        out_of_memory: number of requests that failed.
     """
 
     trace: Trace
@@ -52,24 +53,30 @@ class History:
 
 
 def is_snapshot(path: str | Path) -> bool:
-    """Returns whether a file is a pickle.
+    """Return whether a file is a pickle.
+
+    Args:
+        path: path of the file.
 
     Raises:
-        TraceError: It cannot be read.
+        TraceError: the file cannot be read.
     """
     with opened(path_of(path, "trace or snapshot", TraceError), "trace (.npz) or a snapshot", TraceError) as file:
         return plain_pickle.is_pickle(file.read(2))
 
 
 def load(path: str | Path, device: int | None = None) -> History:
-    """Reads a snapshot as data: nothing in it is run.
+    """Read a snapshot as data: nothing in it is run.
 
     Args:
-        path: Of the pickle.
-        device: Its number; None: the one with the most events.
+        path: path of the pickle.
+        device: number of the device; None for the one with the most events.
+
+    Returns:
+        The history of the device.
 
     Raises:
-        TraceError: The file cannot be read, is damaged or no snapshot, or has no events of that device.
+        TraceError: the file cannot be read, is damaged or no snapshot, or has no events of that device.
     """
     path = path_of(path, "snapshot of torch's allocator", TraceError)
     with opened(path, "snapshot of torch's allocator", TraceError) as file:
@@ -94,7 +101,7 @@ def _history(snapshot: Any, device: int | None, file_bytes: int) -> History:
     devices = tuple(number for number, events in enumerate(traces) if events)
     if not devices:
         raise TraceError(
-            "the snapshot has no history, only what was in use at its end",
+            "the snapshot has no history, only the blocks in use at its end",
             "Call torch.cuda.memory._record_memory_history() before the steps, and _dump_snapshot() after them.",
         )
     if device is None:
@@ -102,7 +109,7 @@ def _history(snapshot: Any, device: int | None, file_bytes: int) -> History:
     if device not in devices:
         raise TraceError(
             f"the snapshot has no events of device {device}",
-            f"Choose one with events, of {', '.join(map(str, devices))}, or none: the one with the most is taken.",
+            f"Choose a device with events ({', '.join(map(str, devices))}), or none to get the one with the most.",
         )
     segments = [segment for segment in snapshot.get("segments", ()) if segment.get("device", 0) == device]
     replay = _Replay(traces[device])
@@ -120,10 +127,10 @@ def _history(snapshot: Any, device: int | None, file_bytes: int) -> History:
 
 
 def _blocks(segments: Iterable[Mapping[str, Any]], file_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields address and requested size of the blocks in use at the end.
+    """Yield address and requested size of the blocks in use at the end.
 
     Raises:
-        TraceError: There are more of them than the file can hold: they refer to each other.
+        TraceError: there are more blocks than the file can hold, since they refer to each other.
     """
     seen = 0
     for segment in segments:
@@ -144,7 +151,7 @@ def _size(value: Any) -> int:
 
 
 class _Replay:
-    """Goes through the events of a device with what is in use, and makes the rows of a trace."""
+    """Replays the events of a device, tracks the blocks in use, and makes the rows of a trace."""
 
     def __init__(self, entries: Sequence[Mapping[str, Any]]) -> None:
         actions = {entry["action"] for entry in entries}
@@ -152,17 +159,18 @@ class _Replay:
         self._freed = next((each for each in _FREED if each in actions), _FREED[0])
         self._rows: list[tuple[int, int, int, int, int]] = []  # kind, request, bytes, stream, layer
         self._live: dict[int, tuple[int, int, int]] = {}  # request, bytes and stream, by address
-        self._order: list[int] = []  # those addresses, rising
+        self._order: list[int] = []  # those addresses, ascending
         self._seen: set[int] = set()
         self._streams: dict[Any, int] = {0: 0}
         self._sites: dict[str, int] = {}
         self._site_of: dict[int, int] = {}  # by the identity of a list of frames
-        self._changes: list[int] = []  # of reserved bytes
+        self._changes: list[int] = []  # changes of the reserved bytes
         self._requests = 0
         self.base_bytes = 0
         self.missing = 0
 
     def run(self) -> None:
+        """Replay all events."""
         for entry in self._entries:
             action = entry["action"]
             if action == "alloc":
@@ -176,7 +184,7 @@ class _Replay:
                     self._lose(_size(entry["addr"]), size)
 
     def end(self, blocks: Iterable[tuple[int, int]], *, known: bool) -> None:
-        """Takes what is in use at the end, where that is known: it was there all along if no event speaks of it."""
+        """Compare with the blocks in use at the end, if known; a block without events was in use all along."""
         at_end = set()
         for address, size in blocks:
             at_end.add(address)
@@ -191,7 +199,7 @@ class _Replay:
                 self._drop(address)
 
     def most_reserved(self, at_end: int) -> int:
-        """Returns the most bytes that were reserved, from those at the end and the changes before."""
+        """Return the largest number of reserved bytes, from those at the end and the changes before."""
         most = reserved = at_end
         for change in reversed(self._changes):
             reserved -= change
@@ -199,6 +207,7 @@ class _Replay:
         return most
 
     def trace(self) -> Trace:
+        """Return the replayed requests as a trace."""
         events = np.zeros(len(self._rows), REQUEST_EVENT)
         columns = np.array(self._rows, np.int64).reshape(-1, 5).T
         for name, column in zip(("kind", "request", "nbytes", "stream", "layer"), columns, strict=True):
@@ -233,14 +242,14 @@ class _Replay:
         if address in self._live:
             self._drop(address, missing=0)
         elif address in self._seen:
-            self.missing += 1  # its malloc, after an earlier block there
+            self.missing += 1  # the malloc is missing, after an earlier block at this address
         else:
             self._seen.add(address)
             self.base_bytes += size
             self._rows.append((Event.FREE, -1, size, self._stream(entry), -1))
 
     def _lose(self, address: int, size: int) -> None:
-        """Frees what is in use in a range: its own free is missing."""
+        """Free the blocks in use in a range, whose own frees are missing."""
         at = bisect.bisect_right(self._order, address)
         if at and self._order[at - 1] + self._live[self._order[at - 1]][1] > address:
             at -= 1
@@ -257,8 +266,8 @@ class _Replay:
         return self._streams.setdefault(entry.get("stream", 0), len(self._streams))
 
     def _site(self, frames: Sequence[Mapping[str, Any]]) -> int:
-        """Returns the number of the place in the code that asked: the innermost one outside of torch; -1: unknown."""
-        # Most events share their frames: a pickle has them once.
+        """Return the number of the place that made a request: the innermost frame outside torch; -1 if unknown."""
+        # Most events share their list of frames, which a pickle holds once.
         if (known := self._site_of.get(id(frames))) is not None:
             return known
         name = next(map(_named, filter(_is_users, frames)), "") or next(map(_named, filter(_is_python, frames)), "")
@@ -276,7 +285,7 @@ def _is_users(frame: Mapping[str, Any]) -> bool:
 
 
 def _named(frame: Mapping[str, Any]) -> str:
-    if frame["filename"] == "layer":  # in a snapshot of memplug's
+    if frame["filename"] == "layer":  # in a snapshot that memplug made
         return str(frame["name"])
     file = str(frame["filename"]).replace("\\", "/").rsplit("/", 1)[-1]
     return f"{file}:{frame['line']} {frame['name']}"

@@ -1,15 +1,15 @@
-"""Names of operators that several rooms tell apart."""
+"""Names of operators that several rooms distinguish."""
 
 from __future__ import annotations
 
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
-"""Of the operators in which other ranks take part, or that wait for such."""
+"""Namespaces of operators in which other ranks take part, or that wait for such operators."""
 
 COLLECTIVES = tuple(f"{namespace}::" for namespace in COLLECTIVE_NAMESPACES)
-"""What their names begin with."""
+"""Prefixes of the names of those operators."""
 
 SCALED_MATMULS = ("aten::_scaled_mm",)
-"""Matrix products whose factors come first, with scales behind them."""
+"""Matrix products whose first arguments are the factors, followed by scales."""
 
 MATMULS = (
     *("aten::mm", "aten::addmm", "aten::_addmm_activation", "aten::bmm", "aten::baddbmm", "aten::addbmm"),
@@ -17,4 +17,4 @@ MATMULS = (
 )
 
 CONVOLUTION = "convolution"
-"""What the virtual device calls every convolution."""
+"""The virtual device's name for every convolution."""

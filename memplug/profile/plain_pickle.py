@@ -1,7 +1,7 @@
 """Reads a pickle of plain data: numbers, text, bytes, lists, tuples and dicts; imports nothing and calls nothing.
 
-Not `pickle.Unpickler` with every global refused: numbers in a damaged or hostile file make that one allocate as much
-memory as they say. This one holds no more than a small multiple of the file.
+`pickle.Unpickler` with every global refused would not do: numbers in a damaged or hostile file can make it allocate any
+amount of memory. This reader holds no more than a small multiple of the file.
 """
 
 from __future__ import annotations
@@ -64,24 +64,27 @@ _CODE = (
     *(GLOBAL, STACK_GLOBAL, REDUCE, BUILD, INST, OBJ, NEWOBJ, NEWOBJ_EX),
     *(EXT1, EXT2, EXT4, PERSID, BINPERSID),
 )
-_NEWEST = 5  # protocol
+_NEWEST = 5  # the newest pickle protocol
 
 
 class NotPlainError(ValueError):
-    """The pickle asks to import or to call something."""
+    """The pickle tries to import or to call something."""
 
 
 def is_pickle(beginning: bytes) -> bool:
-    """Returns whether a file begins as a pickle of protocol 2 or newer."""
+    """Return whether a file begins as a pickle of protocol 2 or newer."""
     return len(beginning) >= 2 and beginning[:1] == PROTO and 2 <= beginning[1] <= _NEWEST
 
 
 def loads(content: bytes) -> Any:
-    """Returns the value of a pickle of protocol 2 or newer.
+    """Return the value of a pickle of protocol 2 or newer.
+
+    Args:
+        content: the whole pickle.
 
     Raises:
-        NotPlainError: It is not of plain data.
-        ValueError: It is damaged, or cut short.
+        NotPlainError: it contains more than plain data.
+        ValueError: it is damaged, or cut short.
     """
     reader = _Reader(content)
     try:
@@ -101,6 +104,7 @@ class _Reader:
         self._memo: dict[int, Any] = {}
 
     def read(self) -> Any:
+        """Run the machine up to the STOP opcode, and return the value on top of the stack."""
         content, stop = self._content, STOP[0]
         table: list[Callable[[], None] | None] = [None] * 256
         for opcode, does in self._opcodes().items():
@@ -197,12 +201,12 @@ class _Reader:
 
     def _extend(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not list:
-            raise TypeError("items of what is no list")
+            raise TypeError("items for a value that is no list")
         self._stack[-1].extend(values)
 
     def _update(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not dict or len(values) % 2:
-            raise TypeError("items of what is no dict")
+            raise TypeError("items for a value that is no dict")
         self._stack[-1].update(zip(values[::2], values[1::2], strict=True))
 
     def _dict(self) -> None:

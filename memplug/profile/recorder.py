@@ -1,9 +1,9 @@
-"""Watches the operators of training, and records whole steps: the façade over the native core (Chameleon, section 4;
-STWeaver, section 4).
+"""Watches the operators of training and records whole steps: the front end of the native core.
 
-Watching gives one integer an operator, at the price of a callback: enough to see that the program changed. Recording
-adds where each operator runs, the requests for memory and, in detail, the storages that operators use, and gives a
-`Trace`. There is one recorder in a process, since operators and allocators are the process's.
+See Chameleon, section 4, and STWeaver, section 4. Watching yields one integer for each operator, at the cost of a
+callback: enough to detect that the program changed. Recording adds the place of each operator, the requests for memory
+and, in full detail, the storages that operators use, and yields a `Trace`. A process has one recorder, since operators
+and allocators belong to the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memplug.profile.trace import OPERATOR, REQUEST_EVENT, TENSOR, USE, Fingerpr
 
 Place = tuple[int, int, int]  # pass, micro-batch, layer
 
-_DTYPES = {  # torch's names of scalar types that differ from those of its dtypes in more than case
+_DTYPES = {  # torch's scalar types whose names differ from the dtypes' in more than case
     "Float": "float32",
     "Double": "float64",
     "Half": "float16",
@@ -39,26 +39,26 @@ _DTYPES = {  # torch's names of scalar types that differ from those of its dtype
 
 
 class Detail(enum.IntEnum):
-    """How much a recording notes; each includes the ones before."""
+    """The detail of a recording; each level includes the ones before."""
 
     REQUESTS = 1  # operators with their places, and requests
-    TENSORS = 2  # besides: the storages that each operator reads and writes
+    TENSORS = 2  # also the storages that each operator reads and writes
 
 
 class Recorder:
-    """Watches from the moment it is made until `stop`, on the calling thread and autograd's.
+    """Watches operators from its construction until `stop`, on the calling thread and autograd's.
 
     Args:
-        device: whose memory is recorded, the CPU or a CUDA device.
+        device: the device whose memory is recorded, the CPU or a CUDA device.
 
     Attributes:
-        recording: between `begin` and `end`.
-        suspended: `with recorder.suspended:` around operators that are memplug's own: part of traces, not of the
-            sequence.
+        recording: True between `begin` and `end`.
+        suspended: `with recorder.suspended:` surrounds memplug's own operators: traces contain them, the sequence of
+            the program does not.
 
     Raises:
         NativeError: the native core cannot be built here.
-        RecorderError: there is a recorder in this process already.
+        RecorderError: this process has a recorder already.
     """
 
     def __init__(self, device: torch.device | str):
@@ -77,67 +77,73 @@ class Recorder:
         self._native.watch(True)
 
     def take(self) -> np.ndarray | None:
-        """Numbers of the program's operators since the last call, int32, in order; None where they are not watched.
+        """Return the numbers of the program's operators since the last call, in order; None if they are not watched.
 
-        Operators that run without gradients outside of a backward (a validation, the optimizer) are not among them. A
-        step of more than 4 million operators is cut there.
+        Operators that run without gradients outside a backward (a validation, the optimizer) are not among them. The
+        sequence is cut after 4 million operators.
+
+        Returns:
+            int32[operators].
         """
         buffer, _ = self._native.take_sequence()
         return np.frombuffer(buffer, np.int32) if self._watching or self.recording else None
 
     def take_nodes(self) -> int:
-        """How many autograd nodes the calling thread's program made since the last call; costs nothing to keep, watched
-        or not.
+        """Return the number of autograd nodes that the calling thread's program made since the last call.
+
+        Counting costs nothing, whether operators are watched or not.
         """
         before, self._nodes = self._nodes, self._native.nodes()
         return self._nodes - before
 
     def begin_program(self) -> None:
-        """A step's first forward with gradients begins: what ran since the step before is no part of its program."""
+        """Begin a step's program at its first forward with gradients; earlier operators are no part of it."""
         self.take()
         self.take_nodes()
         self._native.mark_peak()
 
     def watch(self, on: bool) -> None:
-        """Whether operators are watched from now on. Off, they cost nothing."""
+        """Start or stop watching operators; while stopped, they cost nothing."""
         if on != self._watching and not self.recording and self._release.alive:
             self._native.watch(on)
         self._watching = on
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Operator names by number."""
+        """Return the operator names by number."""
         return tuple(self._native.operator_names())
 
     def stop(self) -> None:
-        """See nothing any more; leaves no callback and no allocator behind. A second call does nothing."""
+        """Stop for good, and remove callback and allocator; a second call does nothing."""
         self.recording = False
         self._release()
 
     def place_hooks(self) -> Any:
-        """Returns what forwards, layers and the optimizer tell of their begin and end, so that the recorder knows where
-        the training thread is; a backward need not: the nodes of the graph tell.
+        """Return the hooks by which forwards, layers and the optimizer report where the training thread is.
 
-        `layer_hooks(index)` are two module hooks, for a layer of that index in the layers of the trace. `enter_forward`
-        is given the running number of the micro-batch in the step.
+        A backward needs none: the nodes of its graph identify it. `layer_hooks(index)` returns two module hooks for the
+        layer of that index in the trace. `enter_forward` takes the running number of the micro-batch in the step.
         """
         return self._native.PlaceHooks()
 
     def here(self) -> Place:
-        """Where the calling thread is."""
+        """Return the place of the calling thread."""
         return self._native.here()
 
     # -- recording -----------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """A step begins, and is not recorded: places of the last one mean nothing any more."""
+        """Forget the places of the last step; called when a step begins that is not recorded."""
         self._native.forget()
 
     def begin(self, detail: Detail) -> None:
         """Record from here, the beginning of a step, until `end`.
 
+        Args:
+            detail: the detail of the recording.
+
         Raises:
-            RecorderError: the requests of this device cannot be seen.
+            RecorderError: the requests of this device cannot be observed.
         """
         assert not self.recording, "one recording at a time"
         assert self._release.alive, "it was stopped"
@@ -148,15 +154,15 @@ class Recorder:
         self._begun = time.perf_counter()
 
     def end(self, fingerprint: Fingerprint, layers: Sequence[Layer]) -> Trace:
-        """What was recorded, as one step.
+        """End the recording, and return it as a trace of one step.
 
         Args:
-            fingerprint: what runs.
-            layers: those that `layer_hooks` were made for, by their indices.
+            fingerprint: the job and the inputs of the step.
+            layers: the layers that `layer_hooks` were made for, by their indices.
         """
         assert self.recording, "`begin` comes first"
         duration_s = time.perf_counter() - self._begun
-        self._native.end_requests()  # first: other threads may be asking for memory now
+        self._native.end_requests()  # first, since other threads may be requesting memory now
         operators, uses, tensors = self._native.end_records()
         base_bytes, _, peak_bytes, _ = self._native.usage()
         events = np.frombuffer(self._end_requests(), REQUEST_EVENT)
@@ -177,7 +183,7 @@ class Recorder:
         )
 
     def drop(self) -> None:
-        """End the recording without a trace."""
+        """End the recording without making a trace."""
         assert self.recording, "`begin` comes first"
         self._native.end_records()
         self._end_requests()
@@ -186,8 +192,9 @@ class Recorder:
 
     @property
     def peak_bytes(self) -> int:
-        """Largest memory in use since the program began, or the recording where that began later; on the CPU, of what
-        was allocated while one ran.
+        """Return the largest memory in use since the program began, or since the recording began if that was later.
+
+        On the CPU, only memory that was allocated during a recording counts.
         """
         assert self.recording, "`begin` comes first"
         _, _, _, peak_bytes = self._native.usage()
@@ -213,12 +220,12 @@ class Recorder:
         else:
             index = self._listen_to_cuda()
             stats = torch.cuda.memory_stats(index)
-            # a block that another stream still reads counts as requested until that is done, but its free has been seen
+            # a block that another stream still reads counts as requested until then, but its free has been observed
             pending = stats["active_bytes.all.current"] - stats["allocated_bytes.all.current"]
             self._native.begin_requests(max(0, stats["requested_bytes.all.current"] - pending))
 
     def _listen_to_cuda(self) -> int:
-        """Index of the device, whose allocator says from now on what it does."""
+        """Install the listener of torch's CUDA allocator; return the index of the device."""
         if not hasattr(self._native, "install_cuda"):
             raise RecorderError(
                 "requests for CUDA memory cannot be recorded: CUDA's headers were not there when the native core was "
@@ -226,15 +233,15 @@ class Recorder:
                 _header_advice(torch.version.cuda),
                 code="MP006",
             )
-        torch.cuda.init()  # before it, the allocator has no devices, and would attach the listener to none of them
+        torch.cuda.init()  # before this the allocator has no devices, and would attach the listener to none
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
         try:
             self._native.install_cuda(index)
         except RuntimeError as error:
             backend = torch.cuda.get_allocator_backend()
             raise RecorderError(
-                f"requests for CUDA memory cannot be recorded: torch's allocator is {backend}, which does not say what "
-                f"it does ({str(error).splitlines()[0]})",
+                f"requests for CUDA memory cannot be recorded: torch's allocator is {backend}, which does not report "
+                f"its requests ({str(error).splitlines()[0]})",
                 'Use torch\'s own allocator: take "backend:cudaMallocAsync" out of PYTORCH_ALLOC_CONF and '
                 "PYTORCH_CUDA_ALLOC_CONF, and do not change the allocator "
                 "(torch.cuda.memory.change_current_allocator).",
@@ -247,7 +254,7 @@ class Recorder:
 
 
 def dtype_numbers(core: Any) -> dict[str, int]:
-    """torch's numbers of scalar types, by the names that traces have."""
+    """Return torch's numbers of scalar types, by the dtype names in traces."""
     return {_DTYPES.get(name, name.lower()): number for number, name in enumerate(core.scalar_types())}
 
 
@@ -286,7 +293,7 @@ def _trace(
     events: np.ndarray,
     **rest: object,
 ) -> Trace:
-    """A trace in its own numbering: of the names, dtypes and phases that occur."""
+    """Return a trace with its own numbering of the names, dtypes and phases that occur."""
     used, name = np.unique(operators["name"], return_inverse=True)
     kinds, dtype = np.unique(tensors["dtype"], return_inverse=True)
     packed, phase = np.unique(np.concatenate([operators["phase"], events["phase"]]), return_inverse=True)
@@ -298,7 +305,7 @@ def _trace(
         dtypes=tuple(_DTYPES.get(scalar_types[kind], scalar_types[kind].lower()) for kind in kinds),
         phases=tuple(Phase(Pass(value % 8), int(value) // 8 - 1) for value in packed),
         operators=operators,
-        uses=uses[np.argsort(uses["operator"], kind="stable")],  # an operator writes after those inside of it
+        uses=uses[np.argsort(uses["operator"], kind="stable")],  # an operator writes after its inner ones
         tensors=tensors,
         events=events,
         **rest,

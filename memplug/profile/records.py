@@ -1,4 +1,4 @@
-"""Rows of a trace: what an operator, a storage, a use of it and a request for memory are, as numpy and as values."""
+"""The rows of a trace, as numpy dtypes and as values: operators, storages, their uses and requests for memory."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 
 
 class Pass(enum.IntEnum):
-    """What a training step is doing."""
+    """The part of a training step that runs."""
 
-    OTHER = 0  # between the others: data, logging
+    OTHER = 0  # between the others: data loading, logging
     FORWARD = 1
     BACKWARD = 2
     OPTIMIZER = 3
-    EITHER = 4  # a forward or a backward: the file does not say
-    NO_GRAD = 5  # a forward that no backward follows: validation, or a reference model
+    EITHER = 4  # a forward or a backward: the file does not distinguish
+    NO_GRAD = 5  # a forward without a backward: validation, or a reference model
 
 
 class Event(enum.IntEnum):
-    """What a request for memory asks."""
+    """The kind of a request for memory."""
 
     MALLOC = 0
     FREE = 1
@@ -30,34 +30,34 @@ class Event(enum.IntEnum):
 
 OPERATOR = np.dtype(
     [
-        ("name", "<i4"),  # into Trace.names
-        ("phase", "<i4"),  # into Trace.phases
-        ("layer", "<i4"),  # into Trace.layers, -1 outside of layers
-        ("time_ns", "<i8"),  # when the host dispatched it, from the beginning of the recording
-        ("in_use_bytes", "<i8"),  # device memory in use as it began
-        ("depth", "<i2"),  # how many operators it runs inside of; -1: it is no part of the program; -2: it is memplug's
+        ("name", "<i4"),  # index into Trace.names
+        ("phase", "<i4"),  # index into Trace.phases
+        ("layer", "<i4"),  # index into Trace.layers, -1 outside layers
+        ("time_ns", "<i8"),  # time at which the host dispatched it, since the recording began
+        ("in_use_bytes", "<i8"),  # device memory in use when it began
+        ("depth", "<i2"),  # number of operators that it runs inside; -1: not part of the program; -2: memplug's own
     ]
 )
-USE = np.dtype([("operator", "<i4"), ("tensor", "<i4"), ("output", "?")])  # by operator, in program order
-TENSOR = np.dtype([("nbytes", "<i8"), ("dtype", "<i4")])  # a storage; dtype into Trace.dtypes
+USE = np.dtype([("operator", "<i4"), ("tensor", "<i4"), ("output", "?")])  # sorted by operator, in program order
+TENSOR = np.dtype([("nbytes", "<i8"), ("dtype", "<i4")])  # a storage; dtype is an index into Trace.dtypes
 REQUEST_EVENT = np.dtype(
     [
         ("kind", "<i4"),  # Event
         ("request", "<i8"),  # running number of the malloc, from 0; -1: allocated before the recording
-        ("nbytes", "<i8"),  # as asked for, unrounded; on a free 0, or what a request of before gave back, if known
-        ("stream", "<i8"),  # running number of the stream in this trace; on the CPU 0
-        ("operator", "<i8"),  # that was running, or had run last; -1: none yet
+        ("nbytes", "<i8"),  # requested size, unrounded; 0 for a free, or the size of an earlier request, if known
+        ("stream", "<i8"),  # running number of the stream in this trace; 0 on the CPU
+        ("operator", "<i8"),  # the running operator, or the last one that ran; -1: none yet
         ("phase", "<i4"),
         ("layer", "<i4"),
-        ("thread", "<i4"),  # 0: the one that trains, and autograd's; others by running number
+        ("thread", "<i4"),  # 0: the training thread and autograd's; other threads by running number
     ]
 )
-REQUEST = np.dtype(  # a malloc and its free; still live when the recording ended: every free_ column is -1
+REQUEST = np.dtype(  # a malloc and its free; the free_ columns are -1 if it was live when the recording ended
     [
-        ("number", "<i8"),  # its index
+        ("number", "<i8"),  # index of the row
         ("nbytes", "<i8"),
-        ("stream", "<i8"),  # of the malloc
-        ("malloc_event", "<i8"),  # into Trace.events
+        ("stream", "<i8"),  # stream of the malloc
+        ("malloc_event", "<i8"),  # index into Trace.events
         ("free_event", "<i8"),
         ("malloc_operator", "<i8"),
         ("free_operator", "<i8"),
@@ -67,18 +67,18 @@ REQUEST = np.dtype(  # a malloc and its free; still live when the recording ende
         ("free_layer", "<i4"),
         ("malloc_thread", "<i4"),
         ("free_thread", "<i4"),
-        ("dynamic", "?"),  # asked for in a dynamic layer
+        ("dynamic", "?"),  # requested in a dynamic layer
     ]
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One forward or backward of one micro-batch, the optimizer, or what lies between.
+    """One forward or backward of one micro-batch, the optimizer, or an interval between them.
 
     Attributes:
-        kind: see `Pass`.
-        micro_batch: running number in the step (1F1B: in the order of their forwards), -1 where there is none.
+        kind: the kind of phase.
+        micro_batch: running number in the step (for 1F1B: in the order of the forwards), -1 if it has none.
     """
 
     kind: Pass
@@ -91,7 +91,7 @@ class Layer:
 
     Attributes:
         name: its qualified name.
-        dynamic: what it asks for depends on the data (experts of a mixture).
+        dynamic: True if its requests depend on the data (experts of a mixture).
     """
 
     name: str
@@ -100,18 +100,21 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """What was recorded. Two traces of equal fingerprints come from the same program on the same kind of machine.
+    """The job and the inputs of a recording.
+
+    Two traces with equal fingerprints come from the same program on the same kind of machine.
 
     Attributes:
         model: class of the model.
-        parameters: elements of all parameters.
-        layers: names and classes of its layers, in a digest.
-        inputs: shape and dtype of the inputs of each forward, for example "int64[4, 512]".
-        rank, world_size: of the process.
-        device: its name.
-        versions: package and version, sorted.
-        layout: how the job is split over its ranks, name and number, sorted: ("zero_stage", 2).
-        block: what the "memplug" block asks for, in a digest.
+        parameters: number of elements of all parameters.
+        layers: digest of the names and classes of its layers.
+        inputs: shapes and dtypes of the inputs of each forward, for example "int64[4, 512]".
+        rank: rank of the process.
+        world_size: number of ranks in the job.
+        device: name of the device.
+        versions: packages and versions, sorted.
+        layout: the job's split over its ranks, as sorted names and numbers such as ("zero_stage", 2).
+        block: digest of the "memplug" block.
     """
 
     model: str = ""
@@ -127,11 +130,11 @@ class Fingerprint:
 
     @property
     def job(self) -> Fingerprint:
-        """Without what only a step shows, and the rank: the same for ranks that run the same layers."""
+        """Return the fingerprint without inputs and rank; it is the same for ranks that run the same layers."""
         return replace(self, inputs=(), rank=0)
 
     def changes(self, later: Fingerprint) -> list[str]:
-        """How a later job differs, for people; ranks and inputs are not compared."""
+        """Return how a later job differs, in words; ranks and inputs are not compared."""
         found = [
             f"{name.replace('_', ' ')} {_shown(before)}, now {_shown(now)}"
             for name, before in asdict(self.job).items()
@@ -144,7 +147,7 @@ class Fingerprint:
         return found
 
     def digest(self) -> str:
-        """Twelve hexadecimal digits, the same in every process."""
+        """Return twelve hexadecimal digits, the same in every process."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
 

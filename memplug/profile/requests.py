@@ -1,4 +1,4 @@
-"""What the events of a trace say about requests for memory: each malloc with its free, and the bytes in use."""
+"""Requests for memory, derived from the events of a trace: each malloc with its free, and the bytes in use."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from memplug.profile.records import REQUEST, Event, Layer
 
 
 def requests(events: np.ndarray, layers: Sequence[Layer]) -> np.ndarray:
-    """Every malloc with its free; none is dropped.
+    """Return every malloc with its free; none is dropped.
 
     Args:
-        events: of dtype REQUEST_EVENT, see `Trace.events`.
-        layers: that they name.
+        events: REQUEST_EVENT[events]; see `Trace.events`.
+        layers: the layers that the events refer to.
 
     Returns:
-        Of dtype REQUEST, read-only, by running number. Frees of what was allocated before the recording belong to no
-        malloc here: see `earlier_frees`.
+        REQUEST[requests], read-only, by running number. Frees of memory that was allocated before the recording belong
+        to no malloc here: see `earlier_frees`.
     """
     mallocs = np.flatnonzero(events["kind"] == Event.MALLOC)
     frees = np.flatnonzero((events["kind"] == Event.FREE) & (events["request"] >= 0))
@@ -33,34 +33,38 @@ def requests(events: np.ndarray, layers: Sequence[Layer]) -> np.ndarray:
         table[f"malloc_{column}"] = events[column][mallocs]
         table[f"free_{column}"] = -1
         table[f"free_{column}"][freed] = events[column][frees]
-    # The last entry is what -1, outside of layers, refers to.
+    # The layer -1, outside layers, indexes the last entry.
     table["dynamic"] = np.array([*(layer.dynamic for layer in layers), False])[table["malloc_layer"]]
     table.flags.writeable = False
     return table
 
 
 def still_live(table: np.ndarray) -> np.ndarray:
-    """Which rows of a REQUEST array were not freed when the recording ended: of dtype bool."""
+    """Return which rows of a REQUEST array were not freed when the recording ended, bool[requests]."""
     return table["free_event"] < 0
 
 
 def freed_elsewhere(table: np.ndarray) -> np.ndarray:
-    """Which rows of a REQUEST array were freed by another thread than the one that asked: of dtype bool."""
+    """Return which rows of a REQUEST array were freed by another thread than the requesting one, bool[requests]."""
     return ~still_live(table) & (table["free_thread"] != table["malloc_thread"])
 
 
 def earlier_frees(events: np.ndarray) -> np.ndarray:
-    """Indices into `Trace.events` of the frees whose malloc was before the recording: int64, rising."""
+    """Return the ascending indices into `Trace.events` of frees whose malloc was before the recording, int64[frees]."""
     return np.flatnonzero((events["kind"] == Event.FREE) & (events["request"] < 0))
 
 
 def live_bytes(events: np.ndarray, base_bytes: int) -> np.ndarray:
-    """Bytes in use after each event, `base_bytes` included.
+    """Return the bytes in use after each event, including `base_bytes`.
 
-    Frees of what was allocated before the recording count with the size that the event has, which may be 0: unknown.
+    Frees of memory that was allocated before the recording count with the size in the event; it is 0 if unknown.
+
+    Args:
+        events: REQUEST_EVENT[events]; see `Trace.events`.
+        base_bytes: bytes in use before the first event.
 
     Returns:
-        int64, read-only, aligned with `Trace.events`.
+        int64[events], read-only, aligned with `Trace.events`.
     """
     malloc = events["kind"] == Event.MALLOC
     change = np.where(malloc, events["nbytes"], -events["nbytes"])

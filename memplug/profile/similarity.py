@@ -1,14 +1,14 @@
-"""Is this step the same program as that one? (Chameleon, section 4, lightweight mode and Algorithm 1)
+"""Compares the programs of two training steps (Chameleon, section 4, lightweight mode and Algorithm 1).
 
 Operators are numbers, one for each name. Chameleon takes the cosine of the two integer vectors, position by position.
-Here it is that of the counts of neighbouring pairs, by quarter of the step:
+memplug takes the cosine of the counts of neighbouring pairs, by quarter of the step:
 
-* One inserted operator shifts all that follow, which position by position are then strangers though the program is the
-  same; and numbers of names have no size, so that any two long vectors of them point in nearly the same direction
-  whatever ran. Counts of pairs change by as much as the program does.
-* Pairs alone do not see where a block of operators went: two forwards before two backwards has the pairs of forward,
-  backward, forward, backward, and needs twice the memory. Hence the quarters. A pair belongs to the two nearest ones,
-  each by how near it is, so that what moves a little, because of an insertion before it, counts a little.
+* One inserted operator shifts all later ones, so that position by position they differ although the program is the
+  same. And numbers of names have no magnitude: any two long vectors of them point in nearly the same direction. Counts
+  of pairs change by as much as the program does.
+* Pairs alone do not show where a block of operators went: two forwards before two backwards has the same pairs as
+  forward, backward, forward, backward, and needs twice the memory. Hence the quarters. A pair counts to the two nearest
+  quarters, in proportion to its distance from them, so that a small shift after an insertion counts little.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from functools import cached_property
 import numpy as np
 
 QUARTERS = 4
-EDGE = -1  # before the first operator and after the last, so that a single operator is a pair of something too
+EDGE = -1  # stands before the first operator and after the last, so that a single operator forms pairs too
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What one training step ran on one rank.
+    """The program of one training step on one rank.
 
     Attributes:
-        operators: their numbers in the order of the step, int32 of shape [operators]; None where they were not watched,
-            and two steps are then compared by what else is known of them.
-        sizes: of each region, bytes of the inputs of each of its forwards: another sequence length or batch runs the
-            same operators, and is another program for a plan that counts bytes.
-        nodes: of the autograd graphs that the step's forwards made; 0 where they are not counted.
-        unseen: numbers of the regions whose forwards ran as their modules' own, so that `sizes` may lack them.
+        operators: numbers of the operators in the order of the step, int32[operators]; None if they were not watched,
+            and then steps are compared by the other fields.
+        sizes: for each region, the bytes of the inputs of each of its forwards. Another sequence length or batch runs
+            the same operators, but is another program for a plan that counts bytes.
+        nodes: number of autograd nodes that the step's forwards made; 0 if they are not counted.
+        unseen: numbers of the regions that ran as without memplug, so that `sizes` may lack them.
     """
 
     operators: np.ndarray | None
@@ -43,11 +43,12 @@ class Program:
     unseen: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
+        """Convert the operators to little-endian int32, so that fingerprints agree everywhere."""
         if self.operators is not None:
             object.__setattr__(self, "operators", np.asarray(self.operators, dtype="<i4"))
 
     def same(self, other: Program) -> bool:
-        """Whether both ran the same, as far as is known: microseconds, and the answer in almost every step."""
+        """Return whether both ran the same, as far as is known; takes microseconds, and settles almost every step."""
         watched = self.operators is not None and other.operators is not None
         return (
             self.nodes == other.nodes
@@ -56,33 +57,33 @@ class Program:
         )
 
     def same_sizes(self, other: Program) -> bool:
-        """Whether the inputs of all region forwards that both saw are of the same sizes."""
+        """Return whether the inputs of all region forwards that both observed have the same sizes."""
         unseen = self.unseen | other.unseen
         return self.sizes == other.sizes or self.sizes_beside(unseen) == other.sizes_beside(unseen)
 
     def sizes_beside(self, unseen: frozenset[int]) -> tuple[tuple[int, ...], ...]:
-        """`sizes` without some regions."""
+        """Return `sizes` without the regions in `unseen`."""
         if not unseen:
             return self.sizes
         return tuple(own for number, own in enumerate(self.sizes) if number not in unseen)
 
     def bytes_beside(self, unseen: frozenset[int]) -> int:
-        """Of the inputs of all region forwards, without those of some regions."""
+        """Return the bytes of the inputs of all region forwards, without the regions in `unseen`."""
         return sum(map(sum, self.sizes_beside(unseen)))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Names the program; the same in every process that numbers operators alike."""
+        """Return the name of the program; the same in every process that numbers operators alike."""
         operators = b"" if self.operators is None else self.operators.tobytes()
         lengths = np.array([len(operators), self.nodes], "<i8").tobytes()
         return hashlib.sha256(lengths + operators + repr(self.sizes).encode()).hexdigest()[:12]
 
     @cached_property
     def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Distinct pairs of neighbours, sorted, and how often each occurs in which quarter, of shape [pairs, 4]."""
+        """Return the distinct pairs of neighbours, sorted, and their weight in each quarter, float64[pairs, 4]."""
         padded = np.concatenate(([EDGE], self.operators, [EDGE])).astype(np.int64)
         pairs, which = np.unique((padded[:-1] << 32) + padded[1:], return_inverse=True)
-        centres = (np.arange(len(which)) + 0.5) / len(which) * QUARTERS - 0.5  # 0: the middle of the first quarter
+        centres = (np.arange(len(which)) + 0.5) / len(which) * QUARTERS - 0.5  # 0 is the middle of the first quarter
         at = np.clip(centres, 0, QUARTERS - 1)
         before = np.minimum(at.astype(int), QUARTERS - 2)
         cells, size = which * QUARTERS + before, len(pairs) * QUARTERS
@@ -91,14 +92,16 @@ class Program:
 
 
 def similar(a: Program, b: Program, length_tolerance: float, cosine_similarity: float) -> bool:
-    """Whether two steps ran the same program, so that the plan of one is good for the other.
+    """Return whether two steps ran programs so similar that the plan of one serves the other.
 
-    The limits belong to what is similar: with 0 and 1 hardly anything but the same program is.
+    Both limits are inclusive. With 0 and 1, hardly any program but the same one is similar.
 
     Args:
-        length_tolerance: largest share by which the number of operators, of nodes, and the bytes of the regions' inputs
-            of the longer program may exceed those of the shorter, [0, 1].
-        cosine_similarity: least `cosine`, [0, 1].
+        a: a program.
+        b: another program.
+        length_tolerance: largest share, in [0, 1], of the longer program by which the two may differ in the number of
+            operators, the number of nodes and the bytes of the regions' inputs.
+        cosine_similarity: least value of `cosine`, in [0, 1].
     """
     if a.same(b):
         return True
@@ -114,7 +117,7 @@ def similar(a: Program, b: Program, length_tolerance: float, cosine_similarity: 
 
 
 def cosine(a: Program, b: Program) -> float:
-    """Cosine similarity of the counts of neighbouring operators, by quarter; in [0, 1], 1 for the same operators."""
+    """Return the cosine similarity of the counts of neighbours, by quarter; in [0, 1], 1 for the same operators."""
     (pairs_a, counts_a), (pairs_b, counts_b) = a._pairs, b._pairs
     _, at_a, at_b = np.intersect1d(pairs_a, pairs_b, assume_unique=True, return_indices=True)
     product = (counts_a[at_a] * counts_b[at_b]).sum()
@@ -122,7 +125,7 @@ def cosine(a: Program, b: Program) -> float:
 
 
 def difference(new: Program, old: Program) -> str:
-    """How a program differs from another, for people."""
+    """Return how a program differs from an earlier one, in words."""
     unseen = new.unseen | old.unseen
     change_bytes = _change(new.bytes_beside(unseen), old.bytes_beside(unseen))
     inputs = f"{sum(map(len, new.sizes_beside(unseen))):,} region inputs ({change_bytes} of bytes)"

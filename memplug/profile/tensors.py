@@ -1,8 +1,8 @@
-"""What a tensor looked like at each of its uses, so that the next iteration can recognise it (Chameleon, Detailed mode
-in section 4, and appendix A).
+"""Features of a tensor at each of its uses, by which the next iteration recognises it.
 
-Addresses change from one iteration to the next and tensors have no names. What stays is how often a tensor has been
-used, by which operators, its dtype and its size. All of these are integers, and compared as such.
+See Chameleon, Detailed mode in section 4, and appendix A. Addresses change from one iteration to the next, and tensors
+have no names. The number of uses, the operators that used the tensor, its dtype and its size stay the same. All of
+these are integers, and are compared as such.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import numpy as np
 from memplug.profile.trace import Pass, Trace
 
 TAGGED = 32
-"""So many of the most frequent operators have a bit in a tag."""
+"""Number of operators, the most frequent ones, that have a bit in a tag."""
 REMEMBERED = 8
-"""So many of the last uses are in a stack, eight bits each."""
+"""Number of last uses in a stack, eight bits each."""
 
 FEATURES = np.dtype(
     [
-        ("count", "<i4"),  # uses up to this one, itself included
+        ("count", "<i4"),  # number of uses up to and including this one
         ("tag", "<u4"),  # bit r: an operator of rank r < TAGGED has used it
         ("stack", "<u8"),  # ranks of the operators of the last uses, the latest in the lowest 8 bits, at most 255
-        ("dtype", "<i4"),  # into Trace.dtypes
+        ("dtype", "<i4"),  # index into Trace.dtypes
         ("nbytes", "<i8"),
     ]
 )
 LIFE = np.dtype(
     [
         ("nbytes", "<i8"),
-        ("dtype", "<i4"),  # into Trace.dtypes
-        ("first_operator", "<i4"),  # that used it; -1: none
+        ("dtype", "<i4"),  # index into Trace.dtypes
+        ("first_operator", "<i4"),  # first operator that used the tensor, or -1
         ("last_operator", "<i4"),
         ("uses", "<i4"),
-        ("use", "<i8"),  # into Trace.uses: the one that the next three are as of; -1: none
-        ("count", "<i4"),  # these three as in FEATURES
+        ("use", "<i8"),  # index into Trace.uses of the use that the next three columns belong to, or -1
+        ("count", "<i4"),  # this column and the next two as in FEATURES
         ("tag", "<u4"),
         ("stack", "<u8"),
     ]
@@ -43,28 +43,28 @@ LIFE = np.dtype(
 
 
 def ranking(trace: Trace) -> tuple[str, ...]:
-    """Names of the operators that ran, the most frequent first; those as frequent as each other by name."""
+    """Return the names of the operators that ran, the most frequent first; ties in order of the names."""
     counts = np.bincount(trace.operators["name"], minlength=len(trace.names)).tolist()
     ran = sorted((-count, name) for count, name in zip(counts, trace.names, strict=True) if count)
     return tuple(name for _, name in ran)
 
 
 def features(trace: Trace, ranks: Sequence[str] | None = None) -> np.ndarray:
-    """What every tensor looked like at each of its uses.
+    """Return the features of every tensor at each of its uses.
 
     An operator that uses a tensor twice, for example as input and as output, counts twice. A stack begins as 0, and is
-    0 too after uses by the operator of rank 0 alone: the count tells the two apart.
+    also 0 after uses by the operator of rank 0 alone: the count tells the two apart.
 
     Args:
-        trace: Any; without uses the result is empty.
-        ranks: Names of operators, the most frequent first; without it `ranking(trace)`. Features of two traces compare
+        trace: any trace; without uses the result is empty.
+        ranks: names of operators, the most frequent first; by default `ranking(trace)`. Features of two traces compare
             only under the same ranks and equal `Trace.dtypes`. An operator that is not among them sets no bit in tags
             and is 255 in stacks.
 
     Returns:
-        Of dtype FEATURES, aligned with `trace.uses`.
+        FEATURES[uses], aligned with `trace.uses`.
     """
-    # By tensor, and within a tensor in program order.
+    # Sorted by tensor, and for each tensor in program order.
     order = np.argsort(trace.uses["tensor"], kind="stable")
     tensor = trace.uses["tensor"][order]
     rank = _rank_of_uses(trace, ranking(trace) if ranks is None else ranks)[order]
@@ -81,18 +81,18 @@ def features(trace: Trace, ranks: Sequence[str] | None = None) -> np.ndarray:
 
 
 def lives(trace: Trace, ranks: Sequence[str] | None = None) -> np.ndarray:
-    """First and last use of every tensor, and what it looks like when a forward is done with it.
+    """Return the first and last use of every tensor, and its features when a forward has finished with it.
 
-    That is the place where a swap out begins (Chameleon, 5.3): the features are as of the last use in a phase of kind
-    `Pass.FORWARD`, or as of the last use where there is none. For one step of many, `cut` the trace first.
+    A swap-out begins there (Chameleon, 5.3): the features are those of the last use in a phase of kind
+    `Pass.FORWARD`, or of the last use if there is none. For one step of several, `cut` the trace first.
 
     Args:
-        trace: Any.
-        ranks: As in `features`.
+        trace: any trace.
+        ranks: as in `features`.
 
     Returns:
-        Of dtype LIFE, aligned with `trace.tensors`; of a tensor without uses the operators and the use are -1, and
-        the features 0.
+        LIFE[tensors], aligned with `trace.tensors`. For a tensor without uses, operators and use are -1, and the
+        features 0.
     """
     uses, tensors = trace.uses, trace.tensors
     operator, place = uses["operator"], np.arange(len(uses))
@@ -117,7 +117,7 @@ def lives(trace: Trace, ranks: Sequence[str] | None = None) -> np.ndarray:
 
 
 def _rank_of_uses(trace: Trace, ranks: Sequence[str]) -> np.ndarray:
-    """int64, by use; names that have no rank come after all that have one."""
+    """Return the rank of each use's operator, int64[uses]; names without a rank come after all others."""
     rank_of = {name: rank for rank, name in enumerate(ranks)}
     none = max(len(ranks), 255)
     of_name = np.array([rank_of.get(name, none) for name in trace.names], np.int64)
@@ -125,20 +125,20 @@ def _rank_of_uses(trace: Trace, ranks: Sequence[str]) -> np.ndarray:
 
 
 def _tags(tensor: np.ndarray, rank: np.ndarray, past: np.ndarray) -> np.ndarray:
-    """uint64; the uses are in the order of their tensors, and `past` counts from 0 for each."""
+    """Return the tag of each use, uint64[uses]; uses are sorted by tensor, and `past` counts from 0 for each tensor."""
     tagged = np.flatnonzero(rank < TAGGED)
     _, first = np.unique(tensor[tagged].astype(np.int64) * TAGGED + rank[tagged], return_index=True)
     added = np.zeros(len(rank), np.uint64)
     added[tagged[first]] = np.uint64(1) << rank[tagged[first]].astype(np.uint64)
-    # No bit is added twice to a tensor, so that sums are disjunctions; what wraps around in the running sum over all
-    # tensors wraps back in the difference.
+    # No bit is added twice for a tensor, so sums are disjunctions. The running sum over all tensors may wrap around,
+    # and the difference wraps back.
     total = np.cumsum(added)
     begin = np.arange(len(rank)) - past
     return total - (total[begin] - added[begin])
 
 
 def _stacks(rank: np.ndarray, past: np.ndarray) -> np.ndarray:
-    """uint64; arguments as of `_tags`."""
+    """Return the stack of each use, uint64[uses]; arguments as in `_tags`."""
     index = np.minimum(rank, 255).astype(np.uint64)
     stack = np.zeros(len(rank), np.uint64)
     for back in range(REMEMBERED):

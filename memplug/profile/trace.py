@@ -1,9 +1,8 @@
-"""What a recorded training step did: operators, the tensors they used, and every request for device memory, on one
-clock (Chameleon, section 4; STWeaver, section 4).
+"""A recorded training step: operators, the tensors that they used, and every request for device memory, on one clock.
 
-The clock is the running number of operators: an operator is named by its index in `Trace.operators`, and a request for
-memory by the operator that was running. Torch-free; a trace is a file that a person can open, see `memplug show`.
-This module is the whole API: rows come from `records`, what the events say of requests from `requests`.
+See Chameleon, section 4, and STWeaver, section 4. The clock is the running number of operators: an operator is named by
+its index in `Trace.operators`, and a request for memory by the operator that was running. No torch is imported;
+`memplug show` displays a trace file. This module is the whole API: rows come from `records`, requests from `requests`.
 """
 
 from __future__ import annotations
@@ -54,21 +53,22 @@ class Trace:
     """One or more recorded steps. Arrays are read-only and in program order; a writeable one is copied.
 
     Attributes:
-        fingerprint: what was recorded.
+        fingerprint: the job and inputs of the recording.
         names: operator names, such as "aten::mm".
         dtypes: names such as "bfloat16".
-        phases, layers: what the columns of those names refer to.
-        operators: of dtype OPERATOR.
-        uses: of dtype USE: which storages each operator read and wrote; empty in a trace of requests alone.
-        tensors: of dtype TENSOR: the storages.
-        events: of dtype REQUEST_EVENT.
-        steps: (first operator, first event, duration in seconds) of each step; a duration of 0: unknown.
+        phases: the phases that the columns called `phase` refer to.
+        layers: the layers that the columns called `layer` refer to.
+        operators: OPERATOR[operators].
+        uses: USE[uses]: the storages that each operator read and wrote; empty in a trace of requests alone.
+        tensors: TENSOR[tensors]: the storages.
+        events: REQUEST_EVENT[events].
+        steps: (first operator, first event, duration in seconds) of each step; a duration of 0 is unknown.
         base_bytes: device memory in use when the recording began, as far as the allocator knows.
-        peak_bytes: largest device memory in use, as the allocator itself counted while recording, unrounded like the
-            requests; 0: unknown.
+        peak_bytes: largest device memory in use, as the allocator itself counted it during the recording, unrounded
+            like the requests; 0 if unknown.
 
     Raises:
-        TraceError: What `memplug.profile.trace_checks.check` finds: a trace that exists is well formed.
+        TraceError: the trace is malformed, see `memplug.profile.trace_checks.check`; so each `Trace` is well formed.
     """
 
     fingerprint: Fingerprint
@@ -85,6 +85,7 @@ class Trace:
     peak_bytes: int = 0
 
     def __post_init__(self) -> None:
+        """Check the trace, and copy writeable arrays into read-only ones."""
         check(self)
         for name in ("operators", "uses", "tensors", "events"):
             array = getattr(self, name)
@@ -95,30 +96,30 @@ class Trace:
 
     @cached_property
     def requests(self) -> np.ndarray:
-        """See the function `requests`; made once."""
+        """Return the requests of the events, REQUEST[requests], read-only; computed once."""
         return requests(self.events, self.layers)
 
     @cached_property
     def live_bytes(self) -> np.ndarray:
-        """See the function `live_bytes`; made once."""
+        """Return the bytes in use after each event, int64[events], read-only; computed once."""
         return live_bytes(self.events, self.base_bytes)
 
     def replayed_peak(self) -> tuple[int, int]:
-        """The event that first reaches the most bytes in use, -1 if none exceeds the beginning; and those bytes."""
+        """Return the event that first reaches the peak, -1 if none exceeds the beginning, and the peak in bytes."""
         live = self.live_bytes
         event = int(live.argmax()) if live.size else -1
         return (event, int(live[event])) if event >= 0 and live[event] > self.base_bytes else (-1, self.base_bytes)
 
     def replays_exactly(self) -> bool | None:
-        """Whether the requests, replayed, reach the very peak that the allocator counted; None: it did not say."""
+        """Return whether the replayed requests reach exactly the allocator's peak; None if that is unknown."""
         return self.replayed_peak()[1] == self.peak_bytes if self.peak_bytes else None
 
     def step_operators(self, step: int) -> slice:
-        """The operators of a step, which reach to the next step's or to the end; IndexError: there is no such step."""
+        """Return the operators of a step, up to the next step or the end; raise IndexError without such a step."""
         return self._of_step(step, 0, len(self.operators))
 
     def step_events(self, step: int) -> slice:
-        """As `step_operators`, of `Trace.events`."""
+        """Return the events of a step, as `step_operators` does for operators."""
         return self._of_step(step, 1, len(self.events))
 
     @cached_property
@@ -132,20 +133,24 @@ class Trace:
 
 
 def cut(trace: Trace, step: int) -> Trace:
-    """One step of a trace, as a trace: what a recording of that step alone would hold.
+    """Return one step of a trace as a trace, as if that step alone had been recorded.
 
     Requests and tensors are numbered anew. Frees of requests from before the step become frees of request -1, with
-    their size; times still count from the beginning of the recording. The allocator's own peak is unknown.
+    their size. Times still count from the beginning of the recording. The allocator's own peak is unknown.
+
+    Args:
+        trace: the whole trace.
+        step: index of the step.
 
     Raises:
-        IndexError: There is no such step.
+        IndexError: there is no such step.
     """
     inside, during = trace.step_operators(step), trace.step_events(step)
     uses = trace.uses[trace._first_uses[inside.start] : trace._first_uses[inside.stop]].copy()
     uses["operator"] -= inside.start
     tensors, uses["tensor"] = np.unique(uses["tensor"], return_inverse=True)
     events = trace.events[during].copy()
-    # A thread of its own may still have been in an operator of the step before.
+    # Another thread may still have been in an operator of the step before.
     events["operator"] = np.clip(events["operator"] - inside.start, -1, inside.stop - inside.start - 1)
     before = int((trace.events["kind"][: during.start] == Event.MALLOC).sum())
     outliving = (events["kind"] == Event.FREE) & (events["request"] >= 0) & (events["request"] < before)

@@ -1,4 +1,4 @@
-"""Whether a trace is one: dtypes, indices in range, and every request made once and freed at most once, later."""
+"""Checks that a trace is well formed: dtypes, indices, and that each request is made once and freed at most once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TABLES = {"names": str, "dtypes": str, "phases": Phase, "layers": Layer}
 
 
 class Tables(Protocol):
-    """What `memplug.profile.trace.Trace` is made of; see there."""
+    """The fields of `memplug.profile.trace.Trace`; see there."""
 
     fingerprint: Fingerprint
     names: tuple[str, ...]
@@ -33,12 +33,15 @@ class Tables(Protocol):
 
 
 def check(trace: Tables) -> None:
-    """Refuses what cannot have been recorded.
+    """Raise an error unless the trace is well formed.
+
+    Args:
+        trace: the fields of the trace.
 
     Raises:
-        TraceError: Names the first array, row and value that cannot be.
+        TraceError: names the first array, row and value that is wrong.
     """
-    # Each looks only at what those before it have found in order.
+    # Each check relies on those before it.
     for problems in (_types, _indices, _sizes, _requests, _steps):
         for problem in problems(trace):
             raise TraceError(f"not a well-formed trace: {problem}")

@@ -1,7 +1,7 @@
-"""Traces as files: one .npz without pickle, written whole or not at all, refused with a reason when damaged.
+"""Traces as files: one .npz without pickle, written whole or not at all, and refused with a reason if damaged.
 
 A file holds the four arrays of a trace, its other fields as JSON in the uint8 array `meta`, and in `sha256` a digest of
-all of them. `numpy.load` opens it too. Files of format 0, recorded before there was a `Trace`, are read only: see
+all of them. `numpy.load` opens it too. Files of format 0, which are older than `Trace`, can only be read: see
 `_read_legacy`.
 """
 
@@ -24,17 +24,17 @@ from memplug.files import opened, path_of, write_whole
 from memplug.profile.trace import OPERATOR, REQUEST_EVENT, TENSOR, USE, Event, Fingerprint, Layer, Pass, Phase, Trace
 
 FORMAT = 2
-"""Version of the files that `save` writes; `load` reads them, and those of format 0."""
+"""Version of the files that `save` writes; `load` also reads format 0."""
 
 _ARRAYS = ("operators", "uses", "tensors", "events")
 _MEMBERS = ("meta", *_ARRAYS, "sha256")
-_DEFLATE_RATIO = 1032  # the most that deflate can do (zlib, "technical details")
+_DEFLATE_RATIO = 1032  # largest compression ratio of deflate (zlib, "technical details")
 _DAMAGED = "Copy it again from where it was recorded, or record it again."
 _LEGACY_COLUMNS = ("kind", "request", "nbytes", "phase", "layer", "stream")
 
 
 class _Meta(BaseModel):
-    """The fields of a trace that are no arrays."""
+    """The fields of a trace that are not arrays."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -50,14 +50,16 @@ class _Meta(BaseModel):
 
 
 def save(trace: Trace, path: str | Path) -> None:
-    """Writes a trace; the file at `path` is the old one or the whole new one at any moment. Equal traces, equal files.
+    """Write a trace; at any moment the file at `path` is either the old one or the whole new one.
+
+    Equal traces make equal files.
 
     Args:
-        trace: Any.
-        path: A file in a folder that exists; by convention *.npz.
+        trace: any trace.
+        path: a file in an existing folder; by convention *.npz.
 
     Raises:
-        TraceError: The file cannot be written there.
+        TraceError: the file cannot be written there.
     """
     path = path_of(path, "trace (.npz)", TraceError)
     fields = {name: getattr(trace, name) for name in _Meta.model_fields if name != "format"}
@@ -68,19 +70,18 @@ def save(trace: Trace, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Trace:
-    """Reads what `save` wrote, or a file of format 0.
+    """Read a file that `save` wrote, or one of format 0.
 
-    Never unpickles, and allocates no more than the file's bytes can unpack to.
+    It never unpickles, and allocates no more than the file's bytes can decompress to.
 
     Args:
-        path: Of the file.
+        path: path of the file.
 
     Returns:
-        The very trace that was saved.
+        The trace, equal to the saved one.
 
     Raises:
-        TraceError: There is no such file, it is something else, it is damaged or truncated, or it was written by
-            another version of memplug.
+        TraceError: the file is missing, is no trace, is damaged or truncated, or another version of memplug wrote it.
     """
     path = path_of(path, "trace (.npz)", TraceError)
     with opened(path, "trace (.npz)", TraceError) as file:
@@ -90,7 +91,7 @@ def load(path: str | Path) -> Trace:
         except TraceError as error:
             raise TraceError(f"{path}: {error.problem}", error.advice) from error
         except Exception as error:
-            # Readers of zip, npy and JSON raise whatever they stumble over in bytes that are none: a dozen types.
+            # Readers of zip, npy and JSON raise a dozen types of errors on arbitrary bytes.
             raise TraceError(f"{path}: damaged: {type(error).__name__}: {error}", _DAMAGED) from error
 
 
@@ -115,11 +116,11 @@ def _read(arrays: dict[str, np.ndarray]) -> Trace:
 
 
 def _read_legacy(rows: np.ndarray) -> Trace:
-    """Requests alone, from rows of int64: kind, running number or -1, bytes, phase, layer or -1, stream.
+    """Return a trace of requests alone, from int64 rows: kind, running number or -1, bytes, phase, layer or -1, stream.
 
-    Phases below 100 number the forwards and backwards of a step, and the file does not say which is which: they become
-    `Pass.EITHER` with that number as micro-batch. 100 is the optimizer, 200 what precedes the first forward. A step
-    begins with the recording, where an optimizer ends and where 200 begins. Layers are named "layers.NUMBER".
+    Phases below 100 number the forwards and backwards of a step. The file does not distinguish them: they become
+    `Pass.EITHER` with that number as micro-batch. 100 is the optimizer, 200 is the time before the first forward. A
+    step begins with the recording, where an optimizer ends and where 200 begins. Layers are named "layers.NUMBER".
     """
     if rows.dtype != np.int64 or rows.ndim != 2 or rows.shape[1] != len(_LEGACY_COLUMNS):
         raise TraceError(f"`events` is an array {rows.dtype}{list(rows.shape)}, not a recording of memory requests")
@@ -132,7 +133,7 @@ def _read_legacy(rows: np.ndarray) -> Trace:
     events["operator"] = -1
     numbers, events["phase"] = np.unique(columns["phase"], return_inverse=True)
     layers, events["layer"] = np.unique(columns["layer"], return_inverse=True)
-    # -1 comes first where it occurs, and stands for itself.
+    # If -1 occurs, it comes first, and stays -1.
     outside = int(layers.size > 0 and layers[0] == -1)
     events["layer"] -= outside
     previous = np.concatenate([[100], columns["phase"]])[:-1]
@@ -161,17 +162,17 @@ def _legacy_phase(number: int) -> Phase:
 
 
 def _digest(arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """uint8[32]."""
+    """Return the digest of the meta data and all arrays, uint8[32]."""
     digest = hashlib.sha256()
     for name in ("meta", *_ARRAYS):
-        # The length keeps bytes from moving between neighbours unseen; dtypes are fixed by the format.
+        # The length keeps bytes from moving between neighbours unnoticed; the format fixes the dtypes.
         digest.update(f"{name} {arrays[name].nbytes}\n".encode())
         digest.update(np.ascontiguousarray(arrays[name]).view(np.uint8))
     return np.frombuffer(digest.digest(), np.uint8)
 
 
 def _write_npz(file: BinaryIO, arrays: dict[str, np.ndarray]) -> None:
-    # Not numpy.savez: it stamps the time of writing, and equal traces would be different files.
+    # numpy.savez would add the time of writing, and equal traces would make different files.
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, array in arrays.items():
             entry = zipfile.ZipInfo(f"{name}.npy")
@@ -181,7 +182,7 @@ def _write_npz(file: BinaryIO, arrays: dict[str, np.ndarray]) -> None:
 
 
 def _read_npz(file: BinaryIO) -> dict[str, np.ndarray]:
-    """The known members of an .npz, read-only; others are left unread."""
+    """Return the known members of an .npz, read-only; others are not read."""
     size = os.fstat(file.fileno()).st_size
     if not zipfile.is_zipfile(file):
         raise TraceError("not a trace, or cut short: it is no .npz file")
@@ -195,7 +196,7 @@ def _read_npz(file: BinaryIO) -> dict[str, np.ndarray]:
 
 
 def _member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, size: int) -> np.ndarray:
-    # What the directory declares is believed only as far as the bytes of the file can go.
+    # Trust the sizes that the directory declares only as far as the file's bytes allow.
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"{entry.filename} is compressed by an unknown method")
     if entry.compress_size > size or entry.file_size > _DEFLATE_RATIO * (entry.compress_size + 1):

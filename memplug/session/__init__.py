@@ -1,1 +1,1 @@
-"""One attached model: what users and hooks call, and what happens between two of its training steps."""
+"""One attached model: the interface for users and hooks, and the actions between two training steps."""

@@ -1,4 +1,4 @@
-"""Moves a session along its stages, by what every step ran on all ranks (Chameleon, section 4: stage adjusting).
+"""Moves a session along its stages by the program that all ranks ran (Chameleon, section 4: stage adjusting).
 
 warm-up ──the same program, often enough──► gen-policy ──the best of some plans──► stable
    ▲                                            │                                    │
@@ -24,13 +24,13 @@ from memplug.session.technique import AgreedTechnique
 
 log = logging.getLogger("memplug")
 
-RESTLESS_CHANGES = 20  # in a row, after which no program seems to last long enough to be planned for
+RESTLESS_CHANGES = 20  # successive changes after which memplug concludes that no program lasts long enough for a plan
 LONGEST_HISTORY = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class _Ballot:
-    """A step that all ranks vote on, while the next one may run already."""
+    """A step that all ranks vote on; the next step may already run."""
 
     program: Program
     agreed: Callable[[], int]
@@ -38,32 +38,34 @@ class _Ballot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lasting:
-    """A program under decisions, equal only to the very same ones; None: nothing is compared, or planned."""
+    """A program under decisions; equal only to the very same pair. None as program: nothing is compared or planned."""
 
     program: Remembered | None
     decisions: Any
 
     def __eq__(self, other: object) -> bool:
+        """Return whether both hold the very same program and decisions."""
         return isinstance(other, Lasting) and self.program is other.program and self.decisions is other.decisions
 
     def __hash__(self) -> int:
+        """Return a hash of the two objects' identities."""
         return hash((id(self.program), id(self.decisions)))
 
 
 class Adjuster:
-    """See the module's text. Only a session whose alpha is to be planned tells it of steps.
+    """Changes the stage, program and decisions of a session. Used for steps only if the session plans its alpha.
 
     Args:
-        profiler: the block's section.
-        technique: whose parts programs run by; nothing of it is in force yet.
-        stage: to begin with.
-        ranks: who agree on every change.
+        profiler: the block's "profiler" section.
+        technique: the technique whose parts programs run under; none of them is in force yet.
+        stage: the stage to begin with.
+        ranks: the ranks, which agree on every change.
 
     Attributes:
-        decisions: in force; None while there is none, and while plans are tried.
-        history: (step, stage, index of the program, why) of each change, the latest at the end.
-        replans: how often a plan was made.
-        warmup_steps: of a program like the one before, after which it is planned for.
+        decisions: the decisions in force; None while there are none, and while plans are tried.
+        history: (step, stage, index of the program, reason) of each change, the latest at the end.
+        replans: number of plans made.
+        warmup_steps: a program is planned for after this many steps that are like the one before.
     """
 
     def __init__(
@@ -84,22 +86,27 @@ class Adjuster:
         self._proposed: Any = None
         self._ballot: _Ballot | None = None
         self._passing: tuple[Remembered, Any] | None = None
-        self._is_proven = False  # a watched step was of the program under the settings in force
-        self._turned: tuple[Remembered, Remembered] | None = None  # a program, and what it became by a plan
+        self._is_proven = False  # a watched step ran the program under the settings in force
+        self._turned: tuple[Remembered, Remembered] | None = None  # a program, and the one that a plan made of it
         self._step = 0
         self._similar_steps = 0  # Algorithm 1's StableStep
         self._changes = 0  # since the last stable stage
-        self._confirmed = True  # False: it goes on from an earlier run's plan, and no step has shown the program yet
-        self.first: Program | None = None  # what the run's first step was like
+        self._confirmed = True  # False: resumed from an earlier run's plan, and no step has shown its program yet
+        self.first: Program | None = None  # the program of the run's first step
 
     def resume(self, known: Sequence[tuple[Program, Any]], source: str, first: Program | None = None) -> list[Lasting]:
-        """Go on from what an earlier run kept, before the first step: stable from here on, as long as that step is of
-        the first of these programs. Called by all ranks, with as many.
+        """Resume from the plans of an earlier run, before the first step.
+
+        The session is stable from here on, provided that the first step runs the first of these programs. All ranks
+        call this, with the same number of programs.
 
         Args:
             known: programs, each with its decisions.
-            source: of the first one, for people.
-            first: what the first step may be like, too.
+            source: where the first plan was read from, for messages.
+            first: another program that the first step may resemble.
+
+        Returns:
+            Each program under its decisions, in the order of `known`.
         """
         self.first = first or known[0][0]
         for program, decisions in known:
@@ -111,12 +118,15 @@ class Adjuster:
         return [Lasting(each, each.decisions) for each in remembered]
 
     def end_step(self, step: int, program: Program) -> None:
-        """Step number `step`, from 1, is over on every rank; this is what it ran on this one.
+        """Vote on the program of the step that ended on every rank, and act on the votes.
 
-        In stable the vote on a step is read a step later, so that training never waits for it (with one process there
-        is nothing to wait for, and it is read as late); but at once on the first step of a run that goes on from an
-        earlier one's plan. Where it tells of another program, the latest step is voted on
-        at once: a program that came and went in a single step is gone before anything was changed for it.
+        In stable, the vote on a step is read one step later, so that training does not wait for it (a single process
+        reads it equally late). The first step of a resumed run is read at once. If a vote shows another program, the
+        latest step is voted on at once too: a program that lasted one step is gone before anything changed for it.
+
+        Args:
+            step: number of the step that ended, from 1.
+            program: the program that this rank ran in it.
         """
         self._step = step
         if self.first is None:
@@ -136,10 +146,10 @@ class Adjuster:
 
     @property
     def detail(self) -> Detail | None:
-        """How the next step is to be recorded.
+        """Return how the next step is to be recorded; None for not at all.
 
-        The step that plans are made from in full, and those that try them for their peaks; and the one before, so that
-        what is alive from step to step is known by then.
+        The step that plans are made from is recorded in full, and steps that try plans for their peaks. The step before
+        them is recorded too, so that memory that is alive from step to step is known by then.
         """
         if self.stage is Stage.GEN_POLICY:
             return self._technique.detail
@@ -148,11 +158,16 @@ class Adjuster:
 
     @property
     def lasting(self) -> Lasting | None:
-        """What runs from step to step while stable; else None."""
+        """Return the program under its decisions while stable, else None."""
         return self._lasting if self.stage is Stage.STABLE else None
 
     def stay(self, step: int, why: str) -> None:
-        """Nothing is voted on any more: what runs now does from now on."""
+        """Stop voting for good: the decisions in force stay.
+
+        Args:
+            step: number of the step that ended.
+            why: the reason, for the history.
+        """
         self._ballot = self._passing = None
         self._similar_steps = 0
         if self.stage is Stage.GEN_POLICY:
@@ -161,18 +176,23 @@ class Adjuster:
         self.history.append((step, self.stage, current.index if current else 0, f"planning stopped: {why}"))
 
     def close(self) -> None:
-        """The session is detached."""
+        """Enter the stage "detached"."""
         self.stage, self._ballot = Stage.DETACHED, None
 
     def tell(self, text: str, level: int = logging.INFO) -> None:
-        """One line, on rank 0."""
+        """Log one line, on rank 0 only.
+
+        Args:
+            text: the line, without the stage.
+            level: level of `logging`.
+        """
         if self._ranks.first:
             log.log(level, "memplug: %s: %s", self.stage.value, text)
 
     # -- along the table -----------------------------------------------------------------------------------------------
 
     def _confirm(self, program: Program) -> None:
-        """The first step of a run that goes on from a plan is over."""
+        """Check, on all ranks, that the first step of a resumed run ran the program of its plan."""
         self._confirmed = True
         mask = self.programs.vote(program)
         if similar(program, self.first, *self.programs.limits):
@@ -187,7 +207,7 @@ class Adjuster:
         return _Ballot(program, self._ranks.vote(mask))
 
     def _follow(self, ballot: _Ballot) -> Event:
-        """Take one step's program, as agreed by all ranks, along the table."""
+        """Apply the program that all ranks agreed on for a step: change stage, program and decisions."""
         mask = ballot.agreed()
         seen = self.programs.agreed(mask)
         if seen is None:
@@ -212,8 +232,10 @@ class Adjuster:
         return event
 
     def _note_turns(self, seen: Remembered, alike: bool) -> None:
-        """A step that is another program by its operators alone, as soon as a plan is tried or adopted, and is the
-        former one again as soon as that is withdrawn: the plan itself did that. It would do so for ever.
+        """Detect that a plan itself changes the program.
+
+        That is so if a step differs in its operators alone as soon as a plan is tried or adopted, and matches again as
+        soon as the plan is withdrawn. This would repeat forever, so the program stays at the safest setting.
         """
         current, turned = self.programs.current, self._turned
         if turned is not None and seen is turned[0]:
@@ -233,13 +255,14 @@ class Adjuster:
         if self.stage is Stage.GEN_POLICY:
             self._proposed = self._technique.propose(None)
             return Event.STEADY if self._proposed is None else Event.SETTLED
-        if self.stage is Stage.STABLE:  # a borrowed plan is for what is gone before one of its own could be made
+        if self.stage is Stage.STABLE:
+            # a borrowed plan is for programs that leave before a plan of their own is made
             stays = self._similar_steps > self.warmup_steps + self._tries
             return Event.CHANGED if seen.borrowed and stays else Event.STEADY
         return Event.SETTLED if self._similar_steps > self.warmup_steps else Event.STEADY
 
     def _propose(self) -> None:
-        """To gen-policy: the next step is observed."""
+        """Enter gen-policy: the next step is observed."""
         current, tries = self.programs.current, self._tries
         self._technique.may_keep = not self.programs.indifferent
         self._technique.propose(None)
@@ -250,7 +273,7 @@ class Adjuster:
         self._similar_steps = 0
 
     def _adopt(self) -> None:
-        """To stable, on the best plan that was found."""
+        """Enter stable, under the best plan that was found."""
         current, decisions = self.programs.current, self._proposed
         if wrong := self._technique.judge(decisions):
             raise LayoutError(f"the judge refuses the plan: {wrong}", "Please report it, with a trace.", code="MP016")
@@ -262,9 +285,9 @@ class Adjuster:
         self._note(Stage.GEN_POLICY, "; ".join(filter(None, [technique.in_words(decisions), technique.outcome])))
 
     def _resume(self, known: Remembered, before: Stage, passing: tuple[Remembered, Any] | None) -> None:
-        """To stable, on the plan that the program has already."""
+        """Enter stable, under the plan that the program already has."""
         if passing is not None and known.decisions is not None:
-            passed, decisions = passing  # it came and went under this plan, and did no harm
+            passed, decisions = passing  # the program came and went under this plan, without harm
             passed.decisions, passed.borrowed = decisions, True
         self._run(known, known.decisions)
         if known.decisions is None:
@@ -274,14 +297,14 @@ class Adjuster:
         self._note(before, f"{_named(known)} again, under {plan}")
 
     def _plan_anew(self, program: Program) -> None:
-        """To warm-up, at the safest setting: no plan may keep what it keeps any longer."""
+        """Return to warm-up at the safest setting: the device has less room than the plans rely on."""
         self._ballot, self._passing = None, None
         self.programs.forget_plans()
         self.stage = after(Stage.STABLE, Event.CHANGED)
         self._start_over(self.programs.current, program, Stage.STABLE, "the device has less room than its plan needs")
 
     def _start_over(self, seen: Remembered, program: Program, before: Stage, change: str) -> None:
-        """To warm-up, at the safest setting: another program, or one whose plan is good no longer."""
+        """Return to warm-up at the safest setting, for another program or for one whose plan is no longer valid."""
         seen.decisions, seen.borrowed = None, False
         self._changes += 1
         self._run(seen, None)
@@ -299,7 +322,7 @@ class Adjuster:
         return difference(program, current.baseline)
 
     def _run(self, program: Remembered, decisions: Any) -> None:
-        """Make a program the current one, which runs by these decisions."""
+        """Make a program the current one, and put its decisions into force."""
         if decisions is None:
             self._technique.withdraw()
         else:
@@ -309,10 +332,14 @@ class Adjuster:
         self._similar_steps, self._is_proven = 0, False
         self._changes = 0 if decisions is not None else self._changes
 
-    # -- what it says --------------------------------------------------------------------------------------------------
+    # -- log lines -----------------------------------------------------------------------------------------------------
 
     def _note(self, before: Stage, reason: str) -> None:
-        """Keep a change, and say it: what a program does for the first time is news, unless there are ever more."""
+        """Record a change in the history and log it.
+
+        A program's first change between two stages is logged at INFO. Repetitions and changes inside warm-up are
+        logged at DEBUG, and so is everything once more programs came than are remembered.
+        """
         current, passage = self.programs.current, (before, self.stage)
         self.history.append((self._step, self.stage, current.index, reason))
         flickers = before is self.stage is Stage.WARM_UP or self.programs.made > MOST_PROGRAMS
@@ -321,22 +348,22 @@ class Adjuster:
         self.tell(f"step {self._step}: {reason}", logging.INFO if news else logging.DEBUG)
 
     def _stop_comparing(self, change: str) -> None:
-        """Programs keep changing, with sequence lengths or experts: treat every step as the same one from now on."""
+        """Treat every step as the same program from now on: sequence lengths or experts keep changing."""
         self.programs.indifferent = True
         if self._ranks.first:
             text = (
-                "memplug: step %d: no program lasts long enough to be planned for, the last change was to %s. One plan "
-                "is made for all steps from now on, which keeps nothing on the device. To have plans for each: raise "
-                '"profiler": {"length_tolerance"}, or pad to fewer lengths'
+                "memplug: step %d: no program lasts long enough to be planned for; the last change was to %s. From now "
+                "on one plan serves all steps, and keeps nothing on the device. To plan for each program, raise "
+                '"profiler": {"length_tolerance"}, or pad sequences to fewer lengths'
             )
             log.warning(coded("MP009", text), self._step, change)
 
     def _stay_safest(self, program: Remembered) -> None:
         if self._ranks.first:
             text = (
-                "memplug: step %d: each plan for %s makes another program of it, whose operators differ though its "
-                "inputs do not. No more plans are made for it: it stays at the safest setting, which swaps the inputs "
-                'of regions and recomputes the rest. Raise "profiler": {"length_tolerance"}, or set '
+                "memplug: step %d: each plan for %s makes another program of it: its operators change although its "
+                "inputs do not. memplug makes no more plans for it, and keeps it at the safest setting, which swaps "
+                'the inputs of regions and recomputes the rest. Raise "profiler": {"length_tolerance"}, or set '
                 '"tokenwise": {"alpha"} to a number'
             )
             log.warning(coded("MP009", text), self._step, _named(program))

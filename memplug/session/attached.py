@@ -1,9 +1,10 @@
-"""One attached model: its regions, its executor, what tells where a step ends, and what it reports of itself. Its user
-has a `memplug.session.session.Session` in front of it.
+"""One attached model: its regions and executor, the ends of its steps, and its report.
 
-Until there is a plan, every region runs at the safest setting: inputs and attention outputs swapped, every matmul
-recomputed. With a number for alpha there is nothing to plan: the session is stable at once, and times one step only, to
-check the number.
+The user holds a `memplug.session.session.Session` in front of it.
+
+Until there is a plan, every region runs at the safest setting: inputs and attention outputs are swapped, every matmul
+is recomputed. With a number for alpha there is nothing to plan: the session is stable at once, and times a single step
+to check the number.
 """
 
 from __future__ import annotations
@@ -30,29 +31,29 @@ from memplug.torch_private import current_graph_task_id
 
 log = logging.getLogger("memplug")
 
-UNMARKED_FORWARDS = 100  # of the model, after which `step()` seems to have been forgotten
+UNMARKED_FORWARDS = 100  # forwards of the model after which `step()` seems to have been forgotten
 
 
 class AttachedModel:
-    """Held by hooks, regions and integrations.
+    """An attached model, as hooks, regions and integrations hold it.
 
     Args:
         config: the block.
-        regions: the modules' regions, in forward order.
-        device: where they run.
-        regathers: forward gathers parameters (ZeRO 3).
-        ranks: that train the model; by default all.
+        regions: the regions of the model, in forward order.
+        device: the device that they run on.
+        regathers: True if forward gathers parameters (ZeRO 3).
+        ranks: the ranks that train the model; by default all.
 
     Attributes:
         session: the user's `Session`; None while attaching.
-        boundary: where all that changes a step changes.
-        agreed: decides how regions run.
+        boundary: runs the actions between two steps.
+        agreed: the technique that decides how regions run.
         executor: runs the regions.
-        plain: of these, those that run as without memplug.
-        forwards: with gradients, of regions, or of a model that has none.
-        steps_are_marked: by a hook: the user need not call `Session.step`.
-        owner: a callback that attached, and detaches; None: the user does.
-        on_step: called once a step has ended.
+        plain: those of the regions that run as without memplug.
+        forwards: number of forwards with gradients, of regions, or of a model that has none.
+        steps_are_marked: True if a hook marks the ends of steps, so that the user need not call `Session.step`.
+        owner: the callback that attached and that will detach; None if the user does.
+        on_step: callbacks, each called after a step has ended.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class AttachedModel:
         self.regions = list(regions)
         self._unmarked_forwards = UNMARKED_FORWARDS * max(1, len(self.regions))
         self.device = device
-        request_failed = weakref.WeakMethod(self._request_failed)  # the native core keeps it
+        request_failed = weakref.WeakMethod(self._request_failed)  # weak, since the native core keeps the callback
         self.boundary = Boundary(
             config,
             self.regions,
@@ -92,7 +93,7 @@ class AttachedModel:
     # -- for hooks, and the user's session -----------------------------------------------------------------------------
 
     def step(self) -> None:
-        """See `Session.step`."""
+        """End a training step; see `Session.step`."""
         if self.stage is Stage.DETACHED:
             return
         self.boundary.end_step()
@@ -102,11 +103,11 @@ class AttachedModel:
 
     @property
     def steps(self) -> int:
-        """See `Session.steps`."""
+        """Return the number of steps that ended."""
         return self.boundary.steps
 
     def report(self) -> Report:
-        """See `Session.report`."""
+        """Return what the session did so far, holds now and predicts."""
         boundary = self.boundary
         claim, kept, recording, programs = boundary.claim, boundary.kept, boundary.recording, boundary.adjuster.programs
         return Report(
@@ -127,7 +128,7 @@ class AttachedModel:
         )
 
     def detach(self) -> None:
-        """See `Session.detach`."""
+        """Undo every patch and release all memory; see `Session.detach`."""
         if self.stage is Stage.DETACHED:
             return
         line = closing.line(self)
@@ -138,49 +139,53 @@ class AttachedModel:
         if claim is not None:
             claim.release("the session is detached")
         self.agreed.close()
-        if claim is not None:  # else attaching failed
+        if claim is not None:  # None if attaching failed
             self.tell(line)
 
     @property
     def stage(self) -> Stage:
-        """See `Session.stage`."""
+        """Return the current stage of the session."""
         return self.boundary.adjuster.stage
 
     @property
     def history(self) -> list[tuple[int, Stage, int, str]]:
-        """See `Session.history`."""
+        """Return the recent changes of stage or program; see `Session.history`."""
         return list(self.boundary.adjuster.history)
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of a program like the one before, after which it is planned for."""
+        """Return the number of similar steps after which their program is planned for."""
         return self.boundary.adjuster.warmup_steps
 
     # -- for hooks alone -----------------------------------------------------------------------------------------------
 
     def begin_run(self, inputs: str, *forward: Any) -> None:
-        """The first forward of a run that goes on from an earlier one's plan.
+        """Begin a run that resumes from an earlier run's plan, at its first forward.
 
         Args:
-            inputs: shapes and dtypes of what it is given.
-            forward: the module, its arguments and keyword arguments.
+            inputs: shapes and dtypes of the forward's inputs.
+            forward: the module, its arguments and its keyword arguments.
         """
         if self.stage is not Stage.DETACHED:
             self.boundary.begin_run(inputs, *forward)
 
     def begin_forward(self) -> None:
-        """The model, or a region of it, runs forward with gradients: the first time in a step, its program begins."""
+        """Note a forward with gradients of the model or of a region; the first of a step begins the step's program."""
         self.forwards += 1
         if self.forwards == self._unmarked_forwards and not self.steps:
             self.miss_steps(f"{self.forwards:,} forwards with gradients have run")
         if self.boundary.in_program:
             return
-        recomputes = current_graph_task_id() != -1  # in a backward, maybe on a thread of autograd's
+        recomputes = current_graph_task_id() != -1  # inside a backward, perhaps on one of autograd's threads
         if not recomputes and self.stage is not Stage.DETACHED:
             self.boundary.begin_program()
 
     def miss_steps(self, seen: str) -> None:
-        """Training goes on, and the ends of its steps are not marked: say so once."""
+        """Warn once that training goes on without marked ends of steps.
+
+        Args:
+            seen: the evidence, for the warning.
+        """
         if self._missed_steps or self.steps_are_marked:
             return
         self._missed_steps = True
@@ -188,17 +193,21 @@ class AttachedModel:
         log.warning(coded("MP008", text), seen)
 
     def in_optimizer(self) -> AbstractContextManager[None]:
-        """Returns a context whose operators belong to the optimizer, in a recording."""
+        """Return a context; a recording attributes the operators inside it to the optimizer."""
         recording = self.boundary.recording
         return contextlib.nullcontext() if recording is None else recording.in_optimizer()
 
     def at_detach(self, undo: Callable[[], None]) -> None:
-        """Register how to undo a patch; undone in reverse order."""
+        """Register a function that undoes a patch; `detach` calls them in reverse order."""
         self._undo.append(undo)
 
     @contextlib.contextmanager
     def explaining(self, phase: str) -> Iterator[None]:
-        """A device out-of-memory error that passes gets a note of what memplug knew."""
+        """Add memplug's note to a device out-of-memory error that leaves the context.
+
+        Args:
+            phase: "forward", "recompute", "backward" or "step".
+        """
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -210,7 +219,7 @@ class AttachedModel:
             out_of_memory.add_note(error, self._out_of_memory(phase, region.name if region else None))
 
     def _request_failed(self) -> str:
-        """A request for memory has failed for good, inside of an operator of a thread that trains."""
+        """Return the note for a request for memory that failed for good inside an operator of a training thread."""
         recording = self.boundary.recording
         phase, layer = recording.here if recording is not None else ("a step", None)
         return self._out_of_memory(phase, layer)
@@ -222,5 +231,5 @@ class AttachedModel:
         return out_of_memory.note(phase, region, self.report(), peak_bytes, asked_gib, is_bound) + snapshot
 
     def tell(self, text: str) -> None:
-        """One line, on rank 0."""
+        """Log one line, on rank 0 only."""
         self.boundary.adjuster.tell(text)

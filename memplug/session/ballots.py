@@ -1,10 +1,10 @@
-"""What several ranks decide together, in torch's own store: a numbered log of ballots, the same for all of them.
+"""Shared decisions of several ranks: a numbered log of ballots in torch's own store, the same for all of them.
 
-rank: its value ──► store ──the last one to come puts the values together──► verdict, which all ranks read
+rank: its value ──► store ──the last rank to vote combines the values──► verdict, which all ranks read
 
-A ballot has one verdict, and the store's compare-and-set keeps the first one: a rank that came too late, or died, finds
-or leaves "it ended here" where others found or left nothing else. So ranks never act on different verdicts, and none
-takes part in a collective that another one may be missing from. Everything is sent by a thread beside training.
+A ballot has one verdict: the store's compare-and-set keeps the first one. A rank that came too late or died reads or
+leaves the verdict "the log ends here", provided that no other verdict was there first. So ranks never act on different
+verdicts, and none enters a collective that another rank may miss. A thread beside training sends everything.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from memplug.errors import RanksError, coded
 
 log = logging.getLogger("memplug")
 
-PATIENCE_S = 30.0  # that a rank waits for others without a word
-ANSWER_S = 10.0  # in which the store has to answer
+PATIENCE_S = 30.0  # how long a rank waits for others before it warns
+ANSWER_S = 10.0  # how long the store may take to answer
 SHORTEST_POLL_S = 0.0002
 LONGEST_POLL_S = 0.005
-LONGEST_POLL_S_PER_RANK = 20e-6  # the store serves all ranks
+LONGEST_POLL_S_PER_RANK = 20e-6  # added for each rank, since one store serves all of them
 MEETING_POLL_S = 0.05
-KEPT_BALLOTS = 64  # in the store: far more than a rank has open at once
+KEPT_BALLOTS = 64  # ballots that stay in the store: far more than a rank has open at once
 
 Store = dist.Store
 _DECIDED, _ENDED = b"+", b"-"
@@ -55,12 +55,12 @@ class _Ballot:
 
 @dataclass(frozen=True, slots=True)
 class Voters:
-    """Ranks that have met.
+    """Ranks that have met in the store.
 
     Attributes:
-        store: their own part of torch's store.
+        store: their own section of torch's store.
         members: their ranks in the world.
-        own: index of this one among them.
+        own: index of this rank in `members`.
     """
 
     store: Store
@@ -68,25 +68,25 @@ class Voters:
     own: int
 
     def missing(self, place: object) -> list[int]:
-        """Ranks that have left nothing at a place of the store."""
+        """Return the ranks that have left nothing at a place of the store."""
         return [rank for index, rank in enumerate(self.members) if not self.store.check([f"{place}/{index}"])]
 
     def leave(self, place: object, value: bytes | str = "") -> bool:
-        """Leave something there; whether this rank is the last one."""
+        """Leave a value at a place of the store; return whether this rank is the last of all to do so."""
         self.store.set(f"{place}/{self.own}", value)
         return self.store.add(f"{place}/count", 1) == len(self.members)
 
     def is_first_to_say(self, place: object) -> bool:
-        """Whether no other rank has said yet what is to be said once."""
+        """Return whether this rank is the first to ask, so that one rank alone reports what happened at the place."""
         return self.store.add(f"{place}/said", 1) == 1
 
 
 class Ballots:
-    """The ballots of ranks that have met. All of them cast the same ones, in the same order.
+    """The ballots of ranks that have met. All ranks cast the same ballots in the same order.
 
     Attributes:
-        ended: why there are no more; "" while there are.
-        torn: other ranks may have a verdict that this one cannot read any more, since the store is gone.
+        ended: why there are no more ballots; "" while there are.
+        torn: True if other ranks may have a verdict that this one can no longer read, since the store is gone.
     """
 
     def __init__(self, voters: Voters):
@@ -95,34 +95,35 @@ class Ballots:
         thread = threading.Thread(target=self._sending.run, name="memplug ballots", daemon=True)
         thread.start()
         self.close = weakref.finalize(self, _close, self._sending.queue, thread)
-        """This rank casts no more ballots: those that others cast from now on have no verdict."""
+        """Ends this rank's ballots: later ballots of other ranks get no verdict."""
 
     @property
     def ended(self) -> str:
+        """Return why there are no more ballots; "" while there are."""
         return self._sending.ended
 
     @property
     def torn(self) -> bool:
+        """Return whether other ranks may have a verdict that this one can no longer read."""
         return self._sending.torn
 
     def part(self) -> None:
-        """This rank casts no ballots until `rejoin`: the first one that others cast meanwhile ends all of them."""
+        """Stop casting ballots until `rejoin`; if other ranks cast one meanwhile, all ballots end."""
         self._sending.queue.put(functools.partial(self._sending.part, True))
 
     def rejoin(self) -> None:
-        """This rank casts ballots again, from now on."""
+        """Cast ballots again, after `part`."""
         self._sending.queue.put(functools.partial(self._sending.part, False))
 
     def cast(self, value: Any, combine: Callable[[list[Any]], Any], limit_s: float) -> Callable[[], Any]:
-        """Returns what waits for the verdict, `limit_s` at most.
+        """Cast a ballot; return a function that waits for its verdict, for at most `limit_s`.
+
+        The returned function raises `RanksError` if the ballots have ended.
 
         Args:
-            value: this rank's, of any type that can be pickled.
-            combine: makes the verdict of all values, in the order of ranks; the same on all ranks.
-            limit_s: after which the ballots of all ranks end, where one is missing still.
-
-        Raises:
-            RanksError: by what is returned: the ballots have ended.
+            value: this rank's value, of any type that can be pickled.
+            combine: makes the verdict from all values, in the order of ranks; the same function on all ranks.
+            limit_s: seconds after which the ballots of all ranks end if one rank has not voted.
         """
         self._number += 1
         ballot = _Ballot(self._number, value, combine)
@@ -130,7 +131,7 @@ class Ballots:
         return lambda: self._wait(ballot, limit_s)
 
     def is_first_to_say(self) -> bool:
-        """Whether no other rank has said yet why the ballots have ended."""
+        """Return whether no other rank has reported yet why the ballots have ended."""
         return self._sending.is_first_to_say()
 
     def _wait(self, ballot: _Ballot, limit_s: float) -> Any:
@@ -155,7 +156,7 @@ def _close(asked: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
 
 
 class _Sending:
-    """What the thread does; it knows nothing that holds a session."""
+    """The work of the thread that sends ballots. It references nothing that holds a session alive."""
 
     def __init__(self, voters: Voters):
         self.queue: queue.SimpleQueue[_Ballot | Callable[[], None] | None] = queue.SimpleQueue()
@@ -163,11 +164,11 @@ class _Sending:
         self.torn = self._has_parted = False
         self._voters, self._store = voters, voters.store
         self._open: deque[_Ballot] = deque()
-        self._next = 1  # number of the next ballot to be cast
+        self._next = 1  # number of the ballot that this rank casts next
         self._longest_poll_s = LONGEST_POLL_S + LONGEST_POLL_S_PER_RANK * len(voters.members)
 
     def run(self) -> None:
-        """Until `close`, or the end of the process."""
+        """Send and read ballots until `Ballots.close`, or until the process ends."""
         poll_s = SHORTEST_POLL_S
         while True:
             try:
@@ -188,24 +189,29 @@ class _Sending:
         self._finish("the session is detached")
 
     def tell_missing(self, ballot: _Ballot, limit_s: float) -> None:
-        """One rank says for whom all wait."""
+        """Warn, on one of the waiting ranks, which ranks the others wait for.
+
+        Args:
+            ballot: the ballot that waits.
+            limit_s: seconds after which the wait ends.
+        """
         missing = self._voters.missing(ballot.number)
         if missing and self._voters.is_first_to_say(ballot.number):
             text = (
-                "memplug: at the end of a step, ranks wait for %s since %.0f s, and for %.0f s more at most; then they "
-                "stop planning and train on. Give all ranks as many batches"
+                "memplug: at the end of a step, ranks wait for %s: %.0f s so far, and %.0f s more at most; then they "
+                "stop planning, and training continues. Give all ranks the same number of batches"
             )
             log.warning(coded("MP010", text), named(missing), PATIENCE_S, limit_s - PATIENCE_S)
 
     def part(self, has_parted: bool) -> None:
-        """See `Ballots.part`."""
+        """Note that this rank has parted or rejoined; see `Ballots.part`."""
         self._has_parted = has_parted and not self.ended
 
     @contextlib.contextmanager
     def _lost(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # of the store's own, whose process has ended
+        except RuntimeError as error:  # raised by the store, whose process has ended
             self.torn = self.torn or bool(self._open)
             self._finish(f"torch's store is gone: {str(error).partition(chr(10))[0]}")
 
@@ -244,7 +250,7 @@ class _Sending:
             if ballot.is_given_up and not self._store.check([place]):
                 if late := self._voters.missing(ballot.number):
                     self._end(ballot.number, f"{named(late)} did not end the step that others had ended")
-                else:  # who voted last ended before it gave the verdict
+                else:  # the last rank to vote ended before it wrote the verdict
                     self._decide(ballot)
             if not self._store.check([place]):
                 return
@@ -271,23 +277,26 @@ class _Sending:
             self._open.popleft().decided.set_exception(RanksError(why))
 
     def is_first_to_say(self) -> bool:
-        """Whether no other rank has said yet why the ballots have ended."""
+        """Return whether no other rank has reported yet why the ballots have ended; True if the store is gone."""
         with contextlib.suppress(RuntimeError):
             return self._voters.is_first_to_say("end")
         return True
 
 
 def meet(store: Store, members: Sequence[int], rank: int, timeout_s: float) -> Voters:
-    """Wait until all these ranks call this, as often as this one has.
+    """Wait until all these ranks have called this function as many times as this one.
 
     Args:
-        store: torch's own; this rank's connection to it, which others of its threads may hold, is not used.
+        store: torch's own store. A clone of the connection is used, since other threads may hold this one.
         members: ranks of the world, in the same order on all of them.
-        rank: of this process in the world.
-        timeout_s: after which a rank gives up, and so do all others.
+        rank: rank of this process in the world.
+        timeout_s: seconds after which this rank gives up, and with it all others.
+
+    Returns:
+        The ranks that have met.
 
     Raises:
-        RanksError: it gave up, or another one did.
+        RanksError: this rank gave up, or another one did.
     """
     store = store.clone() if hasattr(store, "clone") else store
     store = dist.PrefixStore(f"memplug/{hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]}", store)
@@ -323,7 +332,7 @@ def _tell_absent(voters: Voters) -> None:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """For example "rank 3", "ranks 0, 1 and 5"."""
+    """Return ranks in words, for example "rank 3" or "ranks 0, 1 and 5"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     *most, last = ranks or ["?"]

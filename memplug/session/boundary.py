@@ -1,23 +1,23 @@
-"""Between two training steps, where all that changes a step changes.
+"""Runs the actions between two training steps, where everything that affects a step changes.
 
-A step ends, on every rank, in this order:
+When a step ends, every rank does the following, in this order:
 
-| what | why there |
+| action | reason for its place |
 |---|---|
-| techniques are told; the arena serves nothing | what memplug asks for in between is no part of the program |
-| forwards of the step are closed, its sizes, operators, nodes and time taken | before anything else runs operators |
-| the recording ends | its trace is of the step alone |
-| a shortage of host memory is voted on | by the regions' settings of this step, which new decisions replace |
-| what the step moved is compared with its plan; the link is checked for a fixed alpha | likewise |
-| the program is voted on; stage and decisions change | with the step's program, and before the next one's settings |
-| techniques that follow the program propose, install and withdraw | for the program and decisions of the next step |
-| plain regions get their own class back, or memplug's | by the next step's decisions |
-| rounding buffers are reserved | once it is known whether the arena takes their place |
-| the plan is kept on disk | once both halves of it are in force |
-| callbacks | they see the report of a settled session |
+| notify the techniques; the arena stops serving | memplug's own requests between steps are no part of the program |
+| close the step's forwards; take its sizes, operators, nodes and time | before anything else runs operators |
+| end the recording | the trace covers this step alone |
+| vote on a shortage of host memory | needs the regions' settings of this step, before new decisions replace them |
+| compare the bytes moved with the plan; check the link for a fixed alpha | likewise |
+| vote on the program; change stage and decisions | after the step's program is known, before the next step's settings |
+| let techniques that follow the program propose, install and withdraw | needs the next step's program and decisions |
+| switch the classes of plain regions | follows the next step's decisions |
+| reserve rounding buffers | once it is known whether the arena makes them unnecessary |
+| keep the plan on disk | once both halves of it are in force |
+| call the callbacks | they see the report of a settled session |
 
-Then the next one begins: the recorder and the arena are claimed where no forward did, the recording begins, and last of
-all the arena serves.
+Then the next step begins: the recorder and the arena are claimed if no forward did so, the recording begins, and last
+of all the arena starts to serve.
 """
 
 from __future__ import annotations
@@ -58,31 +58,31 @@ log = logging.getLogger("memplug")
 
 RECENT_STEPS = 50
 TIMELINE_FOLDER = "memplug_timeline"
-WATCHED_STEPS = 8  # one in so many is watched while stable; of the others, autograd's node count and sizes are compared
+WATCHED_STEPS = 8  # while stable, one step in 8 is watched; the others are compared by autograd's node count and sizes
 
 
 class Boundary:
-    """See the module's text.
+    """Ends and begins the steps of one session, in the order that the module's text gives.
 
     Args:
         config: the block.
-        regions: all of the session's, in forward order.
-        device: where they run.
-        regathers: forward gathers parameters (ZeRO 3).
-        ranks: that train the model.
-        explain: an error of the device's memory passes, in a phase of a region.
-        request_failed: what is known as a request for device memory fails for good; on any thread.
+        regions: all regions of the session, in forward order.
+        device: the device that the regions run on.
+        regathers: True if forward gathers parameters (ZeRO 3).
+        ranks: the ranks that train the model.
+        explain: called with (phase, region, error) when a device out-of-memory error passes through.
+        request_failed: returns the note for a request for device memory that failed for good; called on any thread.
 
     Attributes:
-        agreed: decides how regions run.
-        adjuster: moves along the stages.
-        claim: on the recorder, and on what needs it; None until `watch`.
-        kept: plans of earlier runs, and of this one; None until `resume`.
-        watches: operators of steps are compared, if the recorder can be had.
-        steps: that ended.
-        planned_steps: of these, those that ran by decisions from their beginning.
-        in_program: the step's first forward with gradients has begun.
-        apart: why the ranks decide nothing together any more; "" while they do.
+        agreed: the technique that decides how regions run.
+        adjuster: moves the session along its stages.
+        claim: the session's claim on the recorder and on the techniques that need it; None until `watch`.
+        kept: plans of earlier runs and of this one; None until `resume`.
+        watches: True if steps are compared by their operators, provided that the recorder can be claimed.
+        steps: number of steps that ended.
+        planned_steps: number of steps that ran under decisions from their beginning.
+        in_program: True once the step's first forward with gradients has begun.
+        apart: why the ranks no longer decide anything together; "" while they do.
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class Boundary:
     # -- before the first step -----------------------------------------------------------------------------------------
 
     def watch(self, make: Callable[[], Recording], tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Compare the operators of steps too, and have the techniques that the block asks for follow them.
+        """Compare steps by their operators too, and make the requested techniques follow them.
 
-        Where another session has the recorder, one warning says what is missing.
+        If another session has the recorder, one warning names the consequences.
 
         Args:
-            make: gives the session's recording, and with it the recorder; called once the model trains, or when a step
+            make: makes the session's recording, and with it the recorder; called once the model trains, or when a step
                 is to be recorded.
-            tensors: parameters and buffers of the model.
+            tensors: returns the parameters and buffers of the model.
         """
         self.claim = Claim(
             make,
@@ -163,15 +163,18 @@ class Boundary:
                 tensors=tensors,
             ),
             unwatched_because=self._unwatched_because,
-            # they plan for a program under its decisions, which come after steps enough
+            # techniques plan for a program under its decisions, and those come only after the warm-up
             warmup_steps=0 if self.agreed.plans else self.adjuster.warmup_steps,
             records=bool(self._timeline_folder),
         )
 
     def resume(self, job: Fingerprint) -> bool:
-        """Go on from the plans of an earlier run of the job, before the first step; False: there are none.
+        """Resume from the plans of an earlier run of the job, before the first step.
 
-        Called by all ranks, after `watch`.
+        All ranks call this, after `watch`.
+
+        Returns:
+            False if there are no plans to resume from.
         """
         store = PlanStore(self._folder if self._ranks.are_known else None, job, self._ranks, JUDGES)
         self.kept = KeptPlans(store, self._beside(), job, self.agreed, self.adjuster)
@@ -181,7 +184,12 @@ class Boundary:
         return resumed
 
     def begin_run(self, inputs: str, *forward: Any) -> None:
-        """See `AttachedModel.begin_run`."""
+        """Begin a resumed run at its first forward: claim the recorder, check the inputs, begin recording.
+
+        Args:
+            inputs: shapes and dtypes of the forward's inputs.
+            forward: the module, its arguments and its keyword arguments.
+        """
         if self.claim is None:
             return
         self._take_claim()
@@ -191,7 +199,7 @@ class Boundary:
             self.recording.begin_forward(*forward)
 
     def close(self) -> None:
-        """The session is being detached, and there are no more steps."""
+        """Stop voting and planning: the session is being detached, and no more steps follow."""
         if self.kept is not None:
             self.kept.close(self.followers, self._parts, self.recording)
         self.adjuster.close()
@@ -201,7 +209,7 @@ class Boundary:
     # -- in a step -----------------------------------------------------------------------------------------------------
 
     def begin_program(self) -> None:
-        """A step's first forward with gradients begins, and with it the step's program."""
+        """Start the step's program: its first forward with gradients begins."""
         self.in_program = True
         if self._take_claim():
             for follower in self.followers:
@@ -213,7 +221,7 @@ class Boundary:
     # -- between two steps ---------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """A step is over."""
+        """Carry out the actions at the end of a step, in the order of the module's table."""
         self.steps += 1
         if self._device.memory is not None:
             self._device.memory.note()
@@ -235,18 +243,20 @@ class Boundary:
         self._settle()
 
     def begin_step(self) -> None:
-        """Called just before the next step starts."""
+        """Claim the recorder if no forward did, and begin recording; called just before the next step starts."""
         if not self.in_program:
-            self._take_claim()  # it trains, in forwards that no hook sees
+            self._take_claim()  # the model trains in forwards that no hook sees
         self.in_program = False
         self._begin_recording()
 
     def _agree(self, program: Program) -> None:
-        """All that ranks decide together. Where one of them is missing, all others stop in the same place, with the
-        decisions that are in force: any later ones would not be the same everywhere.
+        """Make all decisions that the ranks share.
+
+        If a rank is missing, all others stop at the same place and keep the decisions in force: later decisions could
+        differ between ranks.
 
         Raises:
-            RanksError: others may run by later ones, as torch's store is gone, and collectives depend on them.
+            RanksError: torch's store is gone, and collectives depend on decisions: other ranks may have later ones.
         """
         adjuster, agreed = self.adjuster, self.agreed
         try:
@@ -263,19 +273,19 @@ class Boundary:
                     f"step {self.steps}: {self.apart}; other ranks may run by another plan from now on, and layers of "
                     "the model communicate",
                     "Start the job again from its last checkpoint: the process that holds torch's store (torchrun, "
-                    "else rank 0) has ended, or cannot be reached any more.",
+                    "else rank 0) has ended, or cannot be reached.",
                     code="MP010",
                 ) from error
             if self._ranks.is_first_to_say():
                 text = (
                     "memplug: step %d: planning ends, and all ranks keep the last plan: %s. Give all ranks that train "
-                    "a model as many batches, and ranks that do not train together a `group` each; attach again to "
-                    "plan again"
+                    "a model the same number of batches. If only some ranks train it together, pass them as `group`. "
+                    "Attach again to plan again"
                 )
                 log.warning(coded("MP010", text), self.steps, self.apart)
 
     def _settle(self) -> None:
-        """What the next step is to run by is in force."""
+        """Put the next step's decisions, buffers and plain regions into effect."""
         self.agreed.settle(self.adjuster.stage is Stage.STABLE, self._served().wanted)
         if self.steps and self.kept is not None:
             self.kept.end_step(self.followers, self._parts, self.recording)
@@ -294,12 +304,12 @@ class Boundary:
 
     @property
     def recording(self) -> Recording | None:
-        """None without the recorder."""
+        """Return the session's recording; None without the recorder."""
         return self.claim.recording if self.claim is not None else None
 
     @property
     def followers(self) -> Followers:
-        """None of them without the recorder."""
+        """Return the techniques that follow the program; empty without the recorder."""
         return self.claim.followers if self.claim is not None else Followers()
 
     @property
@@ -314,19 +324,23 @@ class Boundary:
         )
 
     def demand_recording(self) -> Recording:
-        """Claims the recorder, if that was not done yet; raises as `Claim.demand` does."""
+        """Claim the recorder if that was not done yet.
+
+        Raises:
+            RecorderError: another session of this process has the recorder.
+        """
         if self.recording is None:
             self.claim.demand()
             self._begin_claim()
         return self.recording
 
     def unrecorded(self) -> contextlib.AbstractContextManager[Any]:
-        """Operators inside are memplug's own."""
+        """Return a context for memplug's own operators, which are no part of the program."""
         recording = self.recording
         return contextlib.nullcontext() if recording is None else recording.recorder.suspended
 
     def _take_claim(self) -> bool:
-        """Returns whether the recorder was got by this call."""
+        """Claim the recorder if it is still wanted; return whether this call obtained it."""
         taken = self.claim is not None and self.claim.take()
         if taken:
             self._begin_claim()
@@ -338,14 +352,14 @@ class Boundary:
             self.kept.begin(self.followers)
 
     def _take(self) -> tuple[np.ndarray | None, int]:
-        """Operators and nodes of the step."""
+        """Return the step's operators (None if it was not watched) and its number of autograd nodes."""
         if self.recording is None:
             return None, 0
         recorder = self.recording.recorder
         return recorder.take(), recorder.take_nodes()
 
     def _want_timeline(self) -> None:
-        """`report.timeline`: the step after each plan; where nothing is planned, the third one."""
+        """Have the step after each plan recorded for `report.timeline`; without planning, the third step."""
         plans = self.adjuster.replans if self.agreed.plans else int(self.steps >= 2)
         folder = self._timeline_folder
         if folder and self.adjuster.stage is Stage.STABLE and plans > self._timelines:
@@ -363,7 +377,7 @@ class Boundary:
 
     @property
     def step_s(self) -> float | None:
-        """Median of the last steps, from one end to the next."""
+        """Return the median time from one step's end to the next, in seconds, over the recent steps; None at first."""
         return statistics.median(self._step_seconds) if self._step_seconds else None
 
     def _time_step(self) -> None:

@@ -1,8 +1,8 @@
-"""The recorder and the arena, of which a process has one each: which session gets them, and when.
+"""Claims the recorder and the arena, of which a process has one each, for one session.
 
 A session claims both when its model first runs forward with gradients, so that a model that never trains (a reference,
-a teacher) takes them from no other. Where another session has them, it claims again at each step, and gets them once
-that one is detached.
+a teacher) takes them from no other. While another session has them, it claims again at each step, and gets them once
+the other session is detached.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ TAKEN = "another model that trains in this process has it"
 
 
 class Claim:
-    """One session's hold on the recorder, and the techniques that need it.
+    """One session's claim on the recorder, and the techniques that need it.
 
     Args:
-        make_recording: gives the session's recording, and with it the recorder.
-        techniques: that the block asks for.
-        given: what they are made with.
-        unwatched_because: why operators are not to be compared; "": they are.
-        warmup_steps: of a program, before a technique proposes.
-        records: a step is to be recorded though no technique asks for it.
+        make_recording: makes the session's recording, and with it the recorder.
+        techniques: the techniques that the block asks for.
+        given: what the session provides to them.
+        unwatched_because: why steps are not compared by their operators; "" if they are.
+        warmup_steps: number of steps of a program before a technique proposes for it.
+        records: True if a step is to be recorded even if no technique asks for it.
 
     Attributes:
-        recording: None without the recorder.
-        followers: none of them before the recorder was got.
-        off_because: why there is no recorder; "" while there is, or before it was claimed.
+        recording: the session's recording; None without the recorder.
+        followers: the techniques; empty before the recorder was claimed.
+        off_because: why there is no recorder; "" while there is one, or before it was claimed.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Claim:
 
     @property
     def profiler_off_because(self) -> str:
-        """Why operators are not compared; "" while they are, or before anything was claimed."""
+        """Return why steps are not compared by operators; "" while they are, or before the recorder was claimed."""
         return self._unwatched_because or self.off_because
 
     def why_off(self, name: str) -> str:
-        """Why training goes on without a technique; "" while it may have a part in force."""
+        """Return why training goes on without the technique of a name; "" while it may have a part in force."""
         technique = self.followers.find(name)
         if technique is not None:
             return technique.off_because
@@ -74,12 +74,12 @@ class Claim:
 
     @property
     def parts(self) -> dict[str, Any] | None:
-        """What techniques have in force, by name; None: one of them has nothing yet."""
+        """Return the parts in force, by technique; None while a technique has no part yet."""
         is_waiting = bool(self._techniques) and self.recording is None and not self.off_because
         return None if is_waiting else self.followers.parts
 
     def take(self) -> bool:
-        """Claim what is wanted and not claimed yet; returns whether the recorder was got by this call."""
+        """Claim the recorder if it is wanted and not claimed yet; return whether this call obtained it."""
         if not self._pending:
             return False
         try:
@@ -93,7 +93,7 @@ class Claim:
         return True
 
     def demand(self) -> None:
-        """Claim the recorder, whatever the block says, and make the techniques that the block asks for.
+        """Claim the recorder, even if the block does not ask for it, and make the techniques that it asks for.
 
         Raises:
             RecorderError: another session of this process has the recorder.
@@ -105,12 +105,16 @@ class Claim:
             self.followers = Followers((each, self._warmup_steps) for each in self._made())
 
     def release(self, why: str) -> None:
-        """The session is detached."""
+        """Close the techniques and release the recorder: the session is detached.
+
+        Args:
+            why: the reason, for the techniques' reports.
+        """
         self._pending = False
         self.followers.close(why)
         if self.recording is not None:
             self.recording.stop()
-        self._make_recording = _detached  # the former holds the model
+        self._make_recording = _detached  # the former function references the model
 
     def _made(self) -> Iterator[Technique[Any]]:
         for technique in self._techniques:
@@ -131,8 +135,8 @@ class Claim:
             self._told = True
             text = (
                 "memplug: goes on without the profiler and the arena: another model that trains in this process has "
-                "them, and there is one of each. Plans tell programs apart by the sizes of inputs alone. Detach the "
-                "other session to have them here"
+                "them, and a process has one of each. Programs are told apart by the sizes of inputs alone. Detach the "
+                "other session to use them here"
             )
             log.warning(coded("MP007", text))
 

@@ -1,4 +1,4 @@
-"""The last line of a session: what it did, in figures; when it is detached, or else when the process ends."""
+"""The last line that a session logs: what it did, in figures; when it is detached, or else when the process ends."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from memplug.session.technique import AgreedTechnique
 
 
 class Attached(Protocol):
-    """What is asked of a session; see `memplug.session.attached.AttachedModel`."""
+    """The part of `memplug.session.attached.AttachedModel` that the last line needs."""
 
     steps_are_marked: bool
 
     @property
     def agreed(self) -> AgreedTechnique[Any]:
-        """The technique whose decisions all ranks agree on."""
+        """Return the technique whose decisions all ranks agree on."""
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of a program like the one before, after which it is planned for."""
+        """Return the number of similar steps after which their program is planned for."""
 
     @property
     def history(self) -> list[tuple[int, Any, int, str]]:
-        """Changes of stage or program."""
+        """Return the changes of stage or program."""
 
     def report(self) -> Report:
-        """What it did so far."""
+        """Return what the session did so far."""
 
     def tell(self, text: str) -> None:
-        """Say something to the user."""
+        """Log one line for the user."""
 
 
 def line(session: Attached) -> str:
-    """For example "after 40 steps; 33 of them planned; 1.21 GiB swapped; 99.8 % of requests served by the arena"."""
+    """Return the line, such as "after 40 steps; 33 of them planned; 1.21 GiB swapped"."""
     report = session.report()
     parts = [f"after {report.steps:,} steps", _planned(session, report)]
     parts += [each.closing() for each in report.techniques.values()]
@@ -44,7 +44,7 @@ def line(session: Attached) -> str:
 
 
 def at_exit(session: Attached) -> Callable[[], None]:
-    """Tell the line of a session that is still there, and attached, when the process ends; returns how to undo it."""
+    """Log the line of a session that is still attached when the process ends; return how to undo this."""
     reference = weakref.ref(session)
 
     def close() -> None:
@@ -73,4 +73,4 @@ def _why_unplanned(session: Attached, report: Report) -> str:
     if session.history:
         return session.history[-1][-1]
     earliest = session.warmup_steps + 2
-    return f"that takes {earliest} steps of one program at least"
+    return f"a plan takes at least {earliest} steps of one program"

@@ -1,11 +1,11 @@
-"""Techniques that follow the program: each has a part made for what lasts, and that part in force while it lasts.
+"""Techniques that follow the program: each gets a part made for a lasting program, in force while that lasts.
 
 waiting ──a program lasts──► proposing ──accepted──► in force
    ▲                                                     │
-   └────────── another program, or another part before it┘
+   └────── another program, or another part before it ───┘
 
-They are asked in order, and each plans for a step in which the parts of those before it are in force. Every rank does
-this by itself: nothing here changes a collective.
+They propose in order, and each plans for a step in which the parts of earlier techniques are in force. Each rank does
+this by itself: no collective depends on it.
 """
 
 from __future__ import annotations
@@ -27,32 +27,34 @@ log = logging.getLogger("memplug")
 Program = TypeVar("Program", bound=Hashable)
 
 MOST_PARTS = 8
-"""Remembered of a technique at a time, the latest: one for each sequence length, say."""
+"""Number of parts remembered of each technique, the latest ones; for example one for each sequence length."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _After:
-    """What lasts, with the part of one technique in force; equal only to the very same ones."""
+    """A lasting program, with the part of one technique in force; equal only to the very same pair."""
 
     key: Hashable
     part: Any
 
     def __eq__(self, other: object) -> bool:
+        """Return whether both hold the very same part after equal keys."""
         return isinstance(other, _After) and self.key == other.key and self.part is other.part
 
     def __hash__(self) -> int:
+        """Return a hash of the key and the part's identity."""
         return hash((self.key, id(self.part)))
 
 
 class Follower:
-    """When one technique proposes, and which of its parts is in force.
+    """Decides when one technique proposes, and which of its parts is in force.
 
     Args:
-        technique: that it asks.
-        warmup_steps: of a program, before anything is proposed.
+        technique: the technique to ask.
+        warmup_steps: number of steps of a program before the technique proposes for it.
 
     Attributes:
-        part: in force; None: none is.
+        part: the part in force, or None.
     """
 
     def __init__(self, technique: Technique[Any], warmup_steps: int):
@@ -61,16 +63,21 @@ class Follower:
         self._warmup_steps = warmup_steps
         self._parts: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
         self._key: Hashable = None
-        self._steps = 0  # of the program
+        self._steps = 0  # number of steps of the program so far
         self._begun = False
 
     def resume(self, parts: Mapping[Hashable, Any], key: Hashable) -> None:
-        """Go on from parts that an earlier run kept, from the next step on; `key` is what it begins with."""
+        """Resume from parts that an earlier run kept, from the next step on.
+
+        Args:
+            parts: the kept parts by program.
+            key: the program to begin with.
+        """
         self._parts.update(parts)
         self.enter(key)
 
     def enter(self, key: Hashable) -> None:
-        """The next step is of this program; None: of one that is not known, or does not last."""
+        """Switch to the program of the next step; None if it is unknown or does not last."""
         if key == self._key or self.technique.off_because:
             return
         was_begun = self._begun
@@ -85,13 +92,16 @@ class Follower:
             self.part = None
 
     def end_step(self, key: Hashable, trace: Trace | None) -> None:
-        """A step is over; the next one is to be of the program `key`. `trace` is of the one that is over, if it was
-        recorded.
+        """Let the technique propose, once the program has lasted long enough.
+
+        Args:
+            key: the program that the next step is to run.
+            trace: the trace of the step that ended; None if it was not recorded.
         """
         if key == self._key:
             self.technique.whole_steps += 1
         else:
-            trace = None  # of another program
+            trace = None  # the trace is of another program
         self.enter(key)
         self._steps += 1
         if self.technique.off_because or key is None or self._steps <= self._warmup_steps and not self._begun:
@@ -114,14 +124,18 @@ class Follower:
         self._install(part)
 
     def close(self, why: str) -> None:
-        """Nothing is in force or proposed any more."""
+        """Withdraw the part in force, and propose nothing more.
+
+        Args:
+            why: the reason, for the report.
+        """
         self.technique.off_because = why
         self.technique.withdraw()
         self.part = None
         self._parts.clear()
 
     def key_after(self, key: Hashable) -> Hashable:
-        """What the techniques behind this one plan for; None: it is not known yet."""
+        """Return the key that later techniques plan for; None if it is not known yet."""
         if self.technique.off_because:
             return key
         return _After(key, self.part) if self.part is not None else None
@@ -140,10 +154,10 @@ class Follower:
 
 
 class Followers:
-    """All of a session, in the order in which they take effect.
+    """All techniques of a session that follow the program, in the order in which they take effect.
 
     Args:
-        techniques: each with the steps of a program before it proposes.
+        techniques: each technique with the number of steps of a program before it proposes.
     """
 
     def __init__(self, techniques: Iterable[tuple[Technique[Any], int]] = ()):
@@ -151,14 +165,19 @@ class Followers:
         self._techniques = {each.technique.name: each.technique for each in self._all}
 
     def __iter__(self) -> Iterator[Follower]:
+        """Iterate over the followers, in the order in which they take effect."""
         return iter(self._all)
 
     def find(self, name: str) -> Technique[Any] | None:
-        """The technique of this name; None: the session has none."""
+        """Return the technique of this name; None if the session has none."""
         return self._techniques.get(name)
 
     def resume(self, plans: Mapping[Program, MemoryPlan], program: Program) -> dict[Program, dict[str, Any]]:
-        """Go on from what an earlier run kept of each program, and begin with `program`; returns the parts."""
+        """Resume from the plans that an earlier run kept for each program, beginning with `program`.
+
+        Returns:
+            The parts to resume from, by program and by technique.
+        """
         keys: dict[Program, Hashable] = {each: each for each in plans}
         found: dict[Program, dict[str, Any]] = {each: {} for each in plans}
         for follower in self._all:
@@ -175,35 +194,40 @@ class Followers:
         return found
 
     def enter(self, key: Hashable) -> None:
-        """The step that begins is of this program; None: of one that is not known."""
+        """Switch all techniques to the program of the step that begins; None if it is unknown."""
         for follower in self._all:
             follower.enter(key)
             key = follower.key_after(key)
 
     def end_step(self, key: Hashable, trace: Trace | None) -> None:
-        """A step is over; `key` is what lasts, None: nothing yet. `trace` is of the step, if it was recorded."""
+        """Let each technique propose for the lasting program.
+
+        Args:
+            key: the program that lasts under its decisions; None if nothing lasts yet.
+            trace: the trace of the step that ended; None if it was not recorded.
+        """
         for follower in self._all:
             follower.end_step(key, trace)
             key = follower.key_after(key)
 
     def close(self, why: str) -> None:
-        """The session is detached, or no step can be recorded any more."""
+        """Withdraw all parts: the session is detached, or steps can no longer be recorded."""
         for follower in self._all:
             follower.close(why)
 
     @property
     def detail(self) -> Detail | None:
-        """In which the next step is to be recorded for all of them; None: not at all."""
+        """Return the detail in which the next step is to be recorded for all techniques; None for not at all."""
         return max((each.technique.detail for each in self._all if each.technique.detail is not None), default=None)
 
     @property
     def need_places(self) -> bool:
-        """See `Technique.needs_places`."""
+        """Return whether a technique needs to know where in the program the next step is."""
         return any(each.technique.needs_places for each in self._all)
 
     @property
     def parts(self) -> dict[str, Any] | None:
-        """What is in force, by name; None: a technique has no part yet."""
+        """Return the parts in force, by technique; None while a technique has no part yet."""
         active = [each for each in self._all if not each.technique.off_because]
         if any(each.part is None for each in active):
             return None
@@ -211,7 +235,7 @@ class Followers:
 
 
 def _kept(technique: Technique[Any], plan: MemoryPlan) -> Any:
-    """The part of an earlier run; None: there is none, or the judge refuses it."""
+    """Return the technique's part of an earlier run; None if there is none, or the judge refuses it."""
     try:
         part = technique.kept(plan)
         wrong = technique.judge(part) if part is not None else ""

@@ -1,4 +1,4 @@
-"""What a session makes its techniques with."""
+"""The values and functions that a session provides to its techniques when it makes them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from memplug.session.ranks import Ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
-    """What every technique is made with.
+    """The values and functions that a session provides to every technique.
 
     Attributes:
-        config: the block, of which a technique reads its own section, and what stands in none.
-        device: that trains.
-        reserved: beside the tensors of a step.
-        beside: makes a place for work beside training, which waits for it where the block says so.
+        config: the block; a technique reads its own section, and fields outside sections.
+        device: the device that trains.
+        reserved: device memory that memplug holds beside the tensors of a step.
+        beside: makes a `Beside` for work beside training; training waits for it if the block says so.
     """
 
     config: MemplugConfig
@@ -37,16 +37,16 @@ class Common:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given(Common):
-    """What a technique is made with that each rank applies by itself.
+    """The values and functions that a session provides to a technique that each rank applies by itself.
 
     Attributes:
-        tell: the user, in one line of a level of logging.
-        folder: that plans are kept in; None: they are not.
-        host_bytes: host memory that nothing else of the session holds, within its budget.
-        explain: what is known as a request for device memory fails for good, for people; on any thread.
-        has_regions: layers are regions, whose tensors another technique swaps.
-        layer_bytes: that the last forward of each layer sent to the host, and its backward got back.
-        tensors: parameters and buffers of the model.
+        tell: logs one line for the user, at a level of `logging`.
+        folder: the folder of kept plans; None if none are kept.
+        host_bytes: returns the bytes of the host budget that nothing else of the session holds.
+        explain: returns memplug's note for a request for device memory that failed for good; called on any thread.
+        has_regions: True if layers are regions, so that another technique swaps their tensors.
+        layer_bytes: returns, by layer, the bytes that its last forward offloaded and its backward prefetched.
+        tensors: returns the parameters and buffers of the model.
     """
 
     tell: Callable[[str, int], None]
@@ -60,18 +60,18 @@ class Given(Common):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreedGiven(Common):
-    """What the technique is made with that all ranks agree on.
+    """The values and functions that a session provides to the technique that all ranks agree on.
 
     Attributes:
-        regions: the modules' regions, in forward order.
-        ranks: that train the model.
-        regathers: forward gathers parameters (ZeRO 3).
-        explain: an error of the device's memory passes, in a phase of a region.
-        own: `with own():` around operators that are no part of the program.
-        step_peak: returns the largest allocation total of the device since it was called last, in bytes; None: unknown.
-        step_trace: returns the last step that was recorded in detail, None where none was.
-        is_served: the block asks for a technique that serves requests for memory.
-        is_relieved: the block asks for a technique that makes steps fit where no plan for regions does.
+        regions: the regions of the model, in forward order.
+        ranks: the ranks that train the model.
+        regathers: True if forward gathers parameters (ZeRO 3).
+        explain: called with (phase, region, error) when a device out-of-memory error passes through.
+        own: `with own():` surrounds operators that are no part of the program.
+        step_peak: returns the largest memory in use during the last step, in bytes; None if it was not recorded.
+        step_trace: returns the last step recorded in detail; None if there is none.
+        is_served: True if the block asks for a technique that serves requests for memory.
+        is_relieved: True if the block asks for a technique that makes steps fit where no plan for regions does.
     """
 
     regions: Sequence[Any]

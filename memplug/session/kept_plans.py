@@ -1,4 +1,4 @@
-"""From run to run: begins with the plans that an earlier run of the same job kept, and keeps those of this one."""
+"""Plans across runs: resumes from those that an earlier run of the job kept, and keeps those of this run."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from memplug.session.technique import AgreedTechnique
 
 log = logging.getLogger("memplug")
 
-SETTLED_STEPS = 8  # that ran by other addresses than those kept, amended ones, before these are kept instead
+SETTLED_STEPS = 8  # steps that amended addresses have to serve before they replace the kept ones
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What ran, and the parts of the techniques that followed it: none of them while some are missing."""
+    """Decisions that ran, and the parts of the techniques that followed them; empty while a part is missing."""
 
     lasting: Lasting
     parts: tuple[tuple[str, Any], ...]
 
 
 class KeptPlans:
-    """Called at the beginning of a run, and at the end of every step.
+    """Resumes from kept plans when a run begins, and keeps new ones at the ends of its steps.
 
     Args:
-        store: of the job's plans.
-        beside: writes them.
-        job: what trains.
-        agreed: whose decisions are kept.
-        adjuster: which goes on from plans, and makes them.
+        store: the job's plans on disk.
+        beside: writes the files.
+        job: fingerprint of the job that trains.
+        agreed: the technique whose decisions are kept.
+        adjuster: resumes from plans, and makes new ones.
 
     Attributes:
-        file: that the run goes on from; None: it began as a first one.
-        refused: why there is none; "" where nothing was kept.
+        file: the plan that the run resumed from; None if it did not resume.
+        refused: why the run did not resume; "" if no plan was kept.
     """
 
     def __init__(
@@ -57,16 +57,18 @@ class KeptPlans:
         self.refused = ""
         self._store, self._beside, self._job = store, beside, job
         self._agreed, self._adjuster = agreed, adjuster
-        self._plans: dict[Lasting, MemoryPlan] = {}  # that the run began with
+        self._plans: dict[Lasting, MemoryPlan] = {}  # the plans that the run began with
         self._kept: dict[int, _Made] = {}  # by index of the program
-        self._is_first = True  # the step that ends next
-        self._is_turned_away = False  # it began with other inputs than were expected
+        self._is_first = True  # the next step to end is the run's first
+        self._is_turned_away = False  # the first step had other inputs than the plan was made for
         self._made: _Made | None = None
-        self._steps = 0  # that ran by it
+        self._steps = 0  # number of steps that ran under `_made`
 
     def resume(self) -> bool:
-        """Go on from the plans of an earlier run, before the first step; False: there are none for all ranks. Called by
-        all of them.
+        """Resume from the plans of an earlier run, before the first step; all ranks call this.
+
+        Returns:
+            False if there are no plans that serve all ranks.
         """
         plans = self._store.load(self._unfit)
         if not plans:
@@ -75,8 +77,8 @@ class KeptPlans:
         self.file = plans[0].file
         decided = [self._agreed.kept(plan) for plan in plans]
         if decided[0] is None:
-            lasting = [Lasting(None, None)]  # nothing tells programs apart
-            self._adjuster.tell(f"goes on from the plan that an earlier run kept in {self.file}")
+            lasting = [Lasting(None, None)]  # programs are not told apart
+            self._adjuster.tell(f"resumes from the plan that an earlier run kept in {self.file}")
         else:
             programs = [_program_of(plan.training.program) for plan in plans]
             first = plans[0].training.first
@@ -88,13 +90,13 @@ class KeptPlans:
         return True
 
     def begin(self, followers: Followers) -> None:
-        """The recorder was got: techniques go on from their parts of the plans."""
+        """Let the techniques resume from their parts of the plans; called once the recorder is claimed."""
         if self._adjuster.lasting in self._plans:
             for lasting, parts in followers.resume(self._plans, self._adjuster.lasting).items():
                 self._kept[_index_of(lasting)] = _Made(lasting, tuple(parts.items()))
 
     def check(self, inputs: str, followers: Followers) -> None:
-        """The first forward is given these inputs: for others than the plan was made for, it is not in force."""
+        """Take the plan out of force if the first forward has other inputs than the plan was made for."""
         plan = self._plans[self._adjuster.lasting]
         expected = plan.fingerprint.inputs[:1] or (inputs,)
         if inputs == expected[0]:
@@ -109,19 +111,20 @@ class KeptPlans:
         self._is_turned_away = True
 
     def end_step(self, followers: Followers, parts: dict[str, Any] | None, recording: Recording | None) -> None:
-        """A step is over: keep the plan that it ran by, once that serves; and where it was amended, once that lasts. A
-        rank above 0 waits a step longer, to find what lower ranks have kept.
+        """Keep the plan that the step ran under, once it has served; an amended one, once it has lasted.
+
+        Ranks above 0 wait one step longer, so that they find the plans that lower ranks kept.
 
         Args:
-            followers: whose parts these are.
-            parts: in force, by technique; None: one has none yet.
-            recording: of the steps that they were made of.
+            followers: the techniques that `parts` belong to.
+            parts: the parts in force, by technique; None while one of them is missing.
+            recording: the recording of the steps that the parts were made from.
         """
         lasting = self._adjuster.lasting
         if self.file is not None and self._is_first and lasting not in self._plans:
-            self._refuse(f"{self.file} is of another program than the first step's")
+            self._refuse(f"{self.file} is for another program than the first step ran")
         elif self._is_turned_away and lasting.decisions is not None:
-            self._agreed.install(lasting.decisions)  # the inputs were hardly others
+            self._agreed.install(lasting.decisions)  # the program proved to be the plan's after all
         self._is_first = self._is_turned_away = False
         self._finish(waits=False)
         if lasting is None or parts is None or (lasting.program and lasting.program.borrowed):
@@ -137,8 +140,14 @@ class KeptPlans:
             self._keep(made, followers, recording)
 
     def close(self, followers: Followers, parts: dict[str, Any] | None, recording: Recording | None) -> None:
-        """There are no more steps: keep what was amended since; or the decisions alone, where other parts had no time
-        to be made, or to show that they last.
+        """Keep what was amended since the last time, as the session ends.
+
+        If other parts had no time to be made, or to prove that they last, the decisions are kept alone.
+
+        Args:
+            followers: the techniques that `parts` belong to.
+            parts: the parts in force, by technique; None while one of them is missing.
+            recording: the recording of the steps that the parts were made from.
         """
         self._finish(waits=True)
         lasting = self._adjuster.lasting
@@ -150,13 +159,17 @@ class KeptPlans:
         self._finish(waits=True)
 
     def _finish(self, waits: bool) -> None:
-        """The file that is being written is there; or it is said why not, since a full disk must not end training."""
+        """Collect the result of writing a file, or warn if it failed: a full disk must not end training.
+
+        Args:
+            waits: True to wait for a file that is still being written.
+        """
         if not self._beside.is_busy or not (waits or self._beside.is_done):
             return
         try:
             self._beside.take()
         except (OSError, LayoutError) as error:
-            log.warning('memplug: the plan is not kept; set "plan_dir" to a folder that can be written: %s', error)
+            log.warning('memplug: the plan is not kept: %s. Set "plan_dir" to a writable folder', error)
 
     def _refuse(self, why: str) -> None:
         self.file, self.refused = None, why
@@ -167,7 +180,7 @@ class KeptPlans:
         lasting = made.lasting
         index = _index_of(lasting)
         former = self._kept.get(index)
-        # where a technique was off in this run, the part that was kept serves another time
+        # a technique that is off in this run has no part here; the kept part serves another run
         has_less = former is not None and former.lasting == lasting and len(made.parts) < len(former.parts)
         if former == made or has_less or not (made.parts or lasting.decisions):
             return
@@ -182,7 +195,7 @@ class KeptPlans:
         self._finish(waits=False)
 
     def _plan(self, index: int, lasting: Lasting, recording: Recording | None) -> MemoryPlan:
-        """Returns a plan for techniques to put their parts into, on top of those that an earlier run kept with it."""
+        """Return a plan without new parts, on top of the parts that an earlier run kept with it."""
         resumed, trace = self._plans.get(lasting), recording.trace if recording is not None else None
         made_from = resumed or trace
         return MemoryPlan(
@@ -193,7 +206,7 @@ class KeptPlans:
 
     def _training(self, index: int, lasting: Lasting, recording: Recording | None) -> Training:
         program, resumed = lasting.program, self._plans.get(lasting)
-        # a plan that was amended stays one of the run that made it: other ranks may have nothing to amend
+        # an amended plan keeps the name of the run that made it: other ranks may have nothing to amend
         run, index = (self._store.run, index) if resumed is None else (resumed.training.run, resumed.training.index)
         return Training(
             run=run,
@@ -209,7 +222,7 @@ class KeptPlans:
         return None if alike else _planned(first, recording)
 
     def _unfit(self, plan: MemoryPlan) -> str:
-        """Why nothing can go on from a plan on this machine; "" where it can."""
+        """Return why no run can resume from a plan on this machine; "" if it can."""
         decisions = self._agreed.kept(plan)
         if (decisions is None) != (plan.training.program is None):
             return "there are decisions without a program, or a program without decisions"
@@ -232,7 +245,7 @@ def _planned(program: Program, recording: Recording | None) -> PlannedProgram:
 
 
 def _program_of(planned: PlannedProgram) -> Program:
-    """With operators numbered as in this process."""
+    """Return a planned program with its operators numbered as in this process."""
     operators = None
     if planned.operators is not None:
         numbers = np.array(native.load().operator_numbers(list(planned.names)), np.int32)

@@ -1,4 +1,4 @@
-"""What memplug knew when the device ran out of memory: a note on the error, and a snapshot of the allocator."""
+"""The note and the allocator snapshot that memplug adds when the device runs out of memory."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def note(
     asked_gib: float | Literal["auto"] = "auto",
     is_bound: bool = False,
 ) -> str:
-    """What memplug knew when the device ran out of memory, and three things to change.
+    """Return the note for an out-of-memory error: the state of each technique, and three things to change.
 
     Args:
         phase: "forward", "recompute", "backward" or "step".
-        region: qualified name of the module, None outside regions.
-        report: of the session.
-        peak_bytes: largest allocation total of the device so far, None where the device does not count.
-        asked_gib: `device_budget_gib`.
-        is_bound: the device has no more than that: the CPU, which stands in for one.
+        region: qualified name of the module; None outside regions.
+        report: the session's report.
+        peak_bytes: largest allocation total of the device so far; None if the device does not count.
+        asked_gib: `device_budget_gib` of the block.
+        is_bound: True if the device has no more memory than `asked_gib`, as the CPU that stands in for one.
     """
     advice = filter(
         None, ['add host memory ("host_budget_gib")', *(each.advice for each in report.techniques.values())]
@@ -48,12 +48,12 @@ def note(
 
 
 def is_told(error: BaseException) -> bool:
-    """Whether an exception has a note already: from here, or by the native core, in its message."""
+    """Return whether an exception already has a note, from here or in the native core's message."""
     return getattr(error, "_memplug_note", False) or BEGINS in str(error)
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Attach a note to an exception; Python 3.10 gets it appended to the message."""
+    """Attach a note to an exception; on Python 3.10, append it to the message."""
     error._memplug_note = True
     if hasattr(error, "add_note"):
         error.add_note(text)
@@ -62,13 +62,15 @@ def add_note(error: BaseException, text: str) -> None:
 
 
 def save_snapshot(asked: bool | str, device: Device, step: int) -> str:
-    """Write what torch's allocator has, for pytorch.org/memory_viz, where the block asks for it.
+    """Save a snapshot of torch's allocator for pytorch.org/memory_viz, if the block asks for one.
 
     Args:
-        asked: `report.snapshot_on_oom`.
+        asked: `report.snapshot_on_oom`: True, or the folder to write to.
+        device: the device that ran out of memory.
+        step: number of the step, for the file's name.
 
     Returns:
-        A line more for the note; "": nothing was asked for.
+        An additional line for the note; "" if no snapshot was asked for.
     """
     if not asked:
         return ""
@@ -85,7 +87,7 @@ def save_snapshot(asked: bool | str, device: Device, step: int) -> str:
 
 def _of_budget(asked_gib: float | Literal["auto"], is_bound: bool) -> str:
     if asked_gib == "auto":
-        return 'set "device_budget_gib" below what the device has, so that the plan keeps less there'
+        return 'set "device_budget_gib" below the memory of the device, so that the plan keeps less there'
     if is_bound:
         return f'raise "device_budget_gib", which is {asked_gib:g}: the CPU has no more than that for a step'
     return f'lower "device_budget_gib", which is {asked_gib:g}, so that the plan keeps less on the device'

@@ -1,7 +1,7 @@
-"""Plans in a folder, one for each program of a job: a later run of the same job goes on from them at its first step.
+"""A folder of plans, one for each program of a job, from which a later run of the job resumes at its first step.
 
-A plan is of one rank's program; where ranks run the same, the file of the lowest of them serves all. All ranks go on
-from plans that were made in one run, of the same programs, or none does.
+A plan belongs to one rank's program. Ranks that run the same program share the file of the lowest of them. Either all
+ranks resume, from plans that one run made for the same programs, or none does.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from memplug.session.ranks import Ranks
 
 log = logging.getLogger("memplug")
 
-MOST_PLANS = 8  # of a job that a run goes on from, the latest
-MOST_COMPARED = 8  # plans of other jobs, of which the nearest is named
+MOST_PLANS = 8  # the latest plans of a job, which a run resumes from
+MOST_COMPARED = 8  # the latest plans of other jobs; the most similar job among them is named
 
-_Key = tuple[str, int]  # run and index of its program
+_Key = tuple[str, int]  # (run, index of the program in that run)
 
 
 class PlanStore:
     """The plans of one job.
 
     Args:
-        folder: that they are kept in; None: nothing is.
-        job: what trains on this rank.
-        ranks: who agree on what to go on from.
-        judges: of the parts that the run reads; others stay in the plans as they are.
+        folder: the folder of the plan files; None to keep no plans.
+        job: fingerprint of the job that trains on this rank.
+        ranks: the ranks, which agree on the plans to resume from.
+        judges: judges of the parts that this run reads; other parts stay in the plans unchanged.
 
     Attributes:
-        refused: why the run goes on from no plan, though there are some; "" where there are none.
+        refused: why the run resumes from no plan although there are some; "" if there are none.
     """
 
     def __init__(self, folder: Path | None, job: Fingerprint, ranks: Ranks, judges: Judges):
@@ -50,16 +50,16 @@ class PlanStore:
 
     @property
     def run(self) -> str:
-        """Names this run; the same on all ranks once `load` was called. Later runs sort behind earlier ones."""
+        """Return the name of this run: the same on all ranks after `load`, and greater than that of earlier runs."""
         return self._run
 
     def load(self, unfit: Callable[[MemoryPlan], str]) -> list[MemoryPlan]:
-        """The plans that all ranks go on from; the one to begin with first. Called by all ranks.
+        """Return the plans that all ranks resume from, the one to begin with first.
 
-        It begins with the first program of the latest run.
+        All ranks call this. The run begins with the first program of the latest run.
 
         Args:
-            unfit: why a plan cannot be used here; "": it can.
+            unfit: returns why a plan cannot be used here; "" if it can.
         """
         own, refused = self._own(unfit)
         everyone: list[tuple[str, list[_Key], str]] = self._ranks.gather(
@@ -75,12 +75,14 @@ class PlanStore:
         return [own[key] for key in order[:MOST_PLANS]]
 
     def keep(self, plan: MemoryPlan, beside: Beside) -> None:
-        """Keep a plan of this run, in place of an earlier one of the same inputs; where a lower rank has kept the same,
-        that is this rank's too. In an estimate it is the higher ranks' as well, of which none is there to keep its own.
+        """Keep a plan of this run; it replaces an earlier one for the same inputs.
+
+        If a lower rank has kept the same plan, its file serves this rank too. In an estimate the file also stands for
+        the higher ranks, since their processes do not exist.
 
         Args:
-            plan: with its training.
-            beside: writes it.
+            plan: the plan, with its `training` set.
+            beside: writes the file in a process of its own.
         """
         if self._folder is not None:
             files = [self._folder / self._name(plan, rank) for rank in range(self._job.world_size)]
@@ -99,8 +101,8 @@ class PlanStore:
         return f".rank{rank}.json" if self._job.world_size > 1 else ".json"
 
     def _own(self, unfit: Callable[[MemoryPlan], str]) -> tuple[dict[_Key, MemoryPlan], str]:
-        """Plans of this rank, and why there are none."""
-        if self._folder is None or not os.path.isdir(self._folder):  # which raises nothing
+        """Return the plans of this rank by run and program, and if there are none, why."""
+        if self._folder is None or not os.path.isdir(self._folder):  # `os.path.isdir` raises nothing
             return {}, ""
         refused, own = "", {}
         for file in self._folder.glob(f"{self._job.job.digest()}-*{self._suffix(self._job.rank)}"):
@@ -118,14 +120,14 @@ class PlanStore:
             own[plan.training.run, plan.training.index] = plan
             if unread := sorted(plan.parts.keys() - {each.name for each in self._judges}):
                 text = (
-                    "memplug: %s has parts that no technique here reads: %s. They stay in the file. There is nothing "
-                    "to do, unless such a technique was meant to be here"
+                    "memplug: %s has parts that no technique here reads: %s. They stay in the file. Ignore this, "
+                    "unless such a technique should be installed"
                 )
                 log.warning(text, file, ", ".join(unread))
         return own, "" if own else refused or self._nearest()
 
     def _unsound(self, plan: MemoryPlan) -> str:
-        """Why a plan is none of this job, or none at all; "" where it is."""
+        """Return why a plan does not belong to this job or is invalid; "" if it can be used."""
         if plan.training is None:
             return "it was made by `memplug plan`, and says nothing of training"
         if changes := plan.fingerprint.changes(self._job):
@@ -134,7 +136,7 @@ class PlanStore:
         return f"the judge refuses it: {mistake}" if mistake else ""
 
     def _nearest(self) -> str:
-        """How this job differs from the one of the nearest plan; "" where there are no plans."""
+        """Return how this job differs from the one with the most similar plan; "" if there are no plans."""
         files = [file for file in self._folder.glob("*.json") if plan_file.is_plan(file)]
         latest = sorted(files, key=_modified_s, reverse=True)[:MOST_COMPARED]
         differing = []
@@ -149,12 +151,12 @@ class PlanStore:
             return ""
         file, changes = min(differing, key=lambda each: len(each[1]))
         if not changes:
-            return f"{file} is of another rank than {self._job.rank}"
-        return f"{file} is of another job: {'; '.join(changes)}"
+            return f"{file} is for another rank than {self._job.rank}"
+        return f"{file} is for another job: {'; '.join(changes)}"
 
 
 def _modified_s(file: Path) -> float:
-    """Returns when a file was written last, in seconds; 0 where it is gone, as another run may remove it."""
+    """Return when a file was last written, in seconds; 0 if another run has removed it."""
     try:
         return file.stat().st_mtime
     except OSError:

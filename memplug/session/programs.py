@@ -1,9 +1,9 @@
-"""The programs that a run has shown so far, each with its decisions: what a rank votes on, and what all ranks agree on.
+"""The programs that a run has shown so far, with their decisions, and the rank's vote on the program of a step.
 
-A vote is a bit mask of the remembered programs that a step is similar to. Every rank compares its own step with its own
-baselines; programs are remembered and forgotten at the same steps on all ranks, so that a bit means the same program
-everywhere, and the programs that all ranks see are the bitwise and of all votes. A rank that sees a change takes the
-others with it: no program is left that all of them see.
+A vote is a bit mask of the remembered programs that a step is similar to. Each rank compares its own step with its own
+baselines. Programs are remembered and forgotten at the same steps on all ranks, so a bit means the same program
+everywhere, and the bitwise AND of all votes holds the programs that all ranks see. If one rank sees a change, no
+common program is left, and all ranks change with it.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from typing import Any
 from memplug.profile.similarity import Program, similar
 
 MOST_PROGRAMS = 32
-"""Remembered at a time, so that a vote is one number. More sequence lengths than that are not worth a plan each."""
+"""Number of programs remembered at a time, so that a vote is one number. More lengths are not worth a plan each."""
 
 ALIKE = 1 << MOST_PROGRAMS
-"""Of a vote: in its inputs and nodes the step is like the current program, whatever its operators are."""
+"""Bit of a vote: in inputs and nodes the step is like the current program, whatever its operators are."""
 
 MOST_TURNS = 2
-"""Of a program, after which it is planned for no more: a plan that turns it into another one would be made for ever."""
+"""Turns after which a program is not planned for: each plan turns it into another program, and would do so forever."""
 
 
 class Remembered:
-    """A program that was seen.
+    """A program that a step has shown.
 
     Attributes:
-        index: its bit in a vote.
-        baseline: a step of it on this rank, which others are compared with. While warming up it is the latest; from
-            planning on it stays, so that drift adds up to a change instead of creeping past every comparison.
-        decisions: how to run it; None until it was planned for.
-        borrowed: the decisions were made for another program, under which this one came and went in a single step.
-        told: what the log has said of it.
-        turns: how often a step under a plan for it looked like the same other program, until the plan was withdrawn.
+        index: the program's bit in a vote.
+        baseline: a step of the program on this rank, which later steps are compared with. During warm-up it is the
+            latest step; from planning on it stays, so that a slow drift adds up to a change.
+        decisions: how to run the program; None until it was planned for.
+        borrowed: True if the decisions were made for another program, under which this one came and went in a step.
+        told: changes of stage that the log has already reported for the program.
+        turns: how often in a row a step under a plan for it looked like the same other program, until the plan was
+            withdrawn.
     """
 
     def __init__(self, index: int, baseline: Program):
@@ -48,12 +49,17 @@ class Remembered:
 
     @property
     def is_settled(self) -> bool:
-        """It is known how to run it: by decisions, or at the safest setting for good."""
+        """Return whether the program has decisions, or stays at the safest setting for good."""
         return self.decisions is not None or self.turns >= MOST_TURNS
 
     def note_turn(self, other: Remembered) -> bool:
-        """It became another program by a plan, and is back without it. Returns whether it is to be planned for no
-        more.
+        """Count that the program became another one under a plan and is back without it.
+
+        Args:
+            other: the program that it became.
+
+        Returns:
+            True if no more plans are to be made for it.
         """
         self.turns = self.turns + 1 if self._became is other else 1
         self._became = other
@@ -67,12 +73,13 @@ class Programs:
     """All remembered programs, and the current one.
 
     Args:
-        length_tolerance, cosine_similarity: see `similarity.similar`.
+        length_tolerance: see `similarity.similar`.
+        cosine_similarity: see `similarity.similar`.
     """
 
     def __init__(self, length_tolerance: float, cosine_similarity: float):
         self.current: Remembered | None = None
-        self.made = 0  # also those that are forgotten
+        self.made = 0  # includes forgotten programs
         self.indifferent = False  # every step counts as the current program
         self.limits = (length_tolerance, cosine_similarity)
         self._all: list[Remembered] = []
@@ -80,20 +87,22 @@ class Programs:
         self._voted: tuple[Program, int] | None = None
 
     def __iter__(self) -> Iterator[Remembered]:
+        """Iterate over the remembered programs, in order of index."""
         return iter(self._all)
 
     def __len__(self) -> int:
+        """Return the number of remembered programs."""
         return len(self._all)
 
     def forget_plans(self) -> None:
-        """The programs stay, to be planned for anew."""
+        """Drop the decisions of all programs; the programs stay, to be planned for again."""
         for one in self._all:
             one.decisions = None
 
     def vote(self, program: Program) -> int:
-        """Mask of the remembered programs that a step of this rank is similar to; bit = index.
+        """Return the mask of the remembered programs that a step of this rank is similar to; bit number = index.
 
-        A step that is exactly the last one has the last one's vote.
+        A step that equals the previous one gets the same vote without a comparison.
         """
         if self.indifferent:
             return 1 << self.current.index
@@ -104,14 +113,14 @@ class Programs:
         return self._voted[1]
 
     def is_alike(self, program: Program) -> bool:
-        """Whether a step is like the current program but for its operators."""
+        """Return whether a step is like the current program in all but its operators."""
         return similar(replace(program, operators=None), self.current.baseline, *self.limits)
 
     def agreed(self, mask: int) -> Remembered | None:
-        """The program of a step, by the votes of all ranks; None: one that is not remembered.
+        """Return the program of a step by the votes of all ranks; None if it is not remembered.
 
-        The current one if it can be, so that similar programs do not take turns; but one that has decisions before one
-        that has none, since a step that was not watched may be either. Else the latest.
+        A program with decisions goes before one without, since a step that was not watched may be either. Then the
+        current program goes first, so that similar programs do not alternate; then the most recently current one.
         """
         seen = [one for one in self._all if mask >> one.index & 1]
         seen = [one for one in seen if one.is_settled] or seen
@@ -120,7 +129,7 @@ class Programs:
         return max(seen, key=self._by_age.index, default=None)
 
     def remember(self, program: Program) -> Remembered:
-        """Add a program. Where there is no room, the least recently current one is forgotten, never the current."""
+        """Add a program; if there is no room, forget the least recently current one, but not the current one."""
         index = len(self._all)
         if index == MOST_PROGRAMS:
             forgotten = next(one for one in self._by_age if one is not self.current)
@@ -134,13 +143,13 @@ class Programs:
         return new
 
     def enter(self, program: Remembered) -> None:
-        """It is the current one from now on."""
+        """Make a program the current one."""
         self.current = program
         self._by_age.remove(program)
         self._by_age.append(program)
 
     def renew(self, baseline: Program) -> None:
-        """The latest step of the current program is what the next ones are compared with."""
+        """Compare later steps with this latest step of the current program."""
         current = self.current.baseline
         knows_more = baseline.operators is not None and current.operators is None or baseline.unseen < current.unseen
         if knows_more or not baseline.same(current):
@@ -149,5 +158,5 @@ class Programs:
 
 
 def _as_well_known(one: Program, other: Program) -> bool:
-    """Whether as much was seen of the one step as of the other."""
+    """Return whether two steps were observed equally well."""
     return (one.operators is None) is (other.operators is None) and one.unseen == other.unseen

@@ -1,4 +1,4 @@
-"""How the ranks that train a model agree: votes, which training does not wait for, and objects."""
+"""Agreement of the ranks that train a model: votes, which training does not wait for, and gathered objects."""
 
 from __future__ import annotations
 
@@ -14,101 +14,104 @@ from memplug.errors import RanksError
 from memplug.session.ballots import Ballots, meet
 from memplug.torch_private import get_default_store
 
-MADE_UP: set[str] = set()  # backends of groups whose other ranks are not there
-LIMIT_S = 60.0  # that a rank waits at the end of a step for one that has not ended it
+MADE_UP: set[str] = set()  # backends whose other ranks do not exist
+LIMIT_S = 60.0  # how long a rank waits at the end of a step for one that has not ended it
 
 
 class Ranks:
-    """Every method but `close`, `part` and `rejoin` is called by all ranks, in the same order.
+    """The ranks that train a model.
 
-    A rank that waits too long for another one, or casts a vote that another one, which has detached or died, does not,
-    gets a `RanksError`, from then on in every call; the last votes that counted are the same ones on all ranks.
+    All ranks call every method but `close`, `part` and `rejoin`, in the same order. If a rank waits too long for
+    another, or votes while another has detached or died, this call and all later ones raise `RanksError`. The last
+    votes that counted are the same on all ranks.
 
     Args:
-        members: the ranks of the world that train the model; None: all of them.
+        members: the ranks of the world that train the model; None for all of them.
     """
 
     def __init__(self, members: Sequence[int] | None = None) -> None:
         self._given = members
         self._ballots: Ballots | None = None
         self._is_closed = False
-        self._timeout_s = 0.0  # of the default group, once they have met
+        self._timeout_s = 0.0  # timeout of the default group, once the ranks have met
 
     @property
     def members(self) -> Sequence[int]:
-        """Ranks of the world, in the order of what they `gather`."""
+        """Return the ranks of the world that train the model, in the order of the lists that `gather` returns."""
         if self._given is not None:
             return self._given
         return range(dist.get_world_size() if dist.is_initialized() else 1)
 
     @property
     def first(self) -> bool:
-        """Whether this is the first rank, or the only process; where no group is there (yet, or any more), as launchers
-        say.
+        """Return whether this is the first rank or the only process.
+
+        Without a process group, before or after training, the launcher's RANK decides.
         """
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         return rank == (0 if self._given is None else self._given[0])
 
     @property
     def are_known(self) -> bool:
-        """False: a launcher has started several processes, and they have not joined yet."""
+        """Return False if a launcher has started several processes that have not joined a group yet."""
         return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1
 
     @property
     def rank(self) -> int:
-        """Of this process, among those that `gather`."""
+        """Return the index of this process among `members`."""
         return 0 if self._alone else self.members.index(dist.get_rank())
 
     @property
     def are_made_up(self) -> bool:
-        """The others are not there: what they have is what this one has, in an estimate."""
+        """Return whether the other ranks do not exist, as in an estimate; they then count as copies of this one."""
         return dist.is_initialized() and dist.get_backend() in MADE_UP
 
     def vote(self, mask: int) -> Callable[[], int]:
-        """Start the bitwise and of a non-negative number over all ranks; returns what waits for the result."""
+        """Start the bitwise AND of a non-negative number over all ranks; return a function that waits for it."""
         return self._cast(mask, functools.partial(functools.reduce, operator.and_), mask)
 
     def least(self, value: float) -> Callable[[], float]:
-        """Start the minimum of a number over all ranks; returns what waits for the result."""
+        """Start the minimum of a number over all ranks; return a function that waits for it."""
         return self._cast(value, min, value)
 
     def gather(self, value: Any, patient: bool = False) -> list[Any]:
-        """What every rank passed, in rank order.
+        """Return the values that all ranks passed, in rank order.
 
         Args:
-            patient: a rank may have much to do before it passes something, and does so for certain.
+            value: this rank's value.
+            patient: True if a rank may have much to do before it calls this, but is certain to call it.
         """
         return self._cast(value, list, [value] * len(self.members), patient)()
 
     def close(self) -> None:
-        """This rank takes part in nothing any more."""
+        """End this rank's part in all votes, for good."""
         self._is_closed = True
         if self._ballots is not None:
             self._ballots.close()
 
     def part(self) -> None:
-        """This rank ends no steps until `rejoin`; that others do so meanwhile ends the votes of all, at once."""
+        """Stop ending steps until `rejoin`; if other ranks end one meanwhile, the votes of all ranks end at once."""
         if self._ballots is not None:
             self._ballots.part()
 
     def rejoin(self) -> None:
-        """This rank ends steps again."""
+        """End steps again, after `part`."""
         if self._ballots is not None:
             self._ballots.rejoin()
 
     @property
     def may_differ(self) -> bool:
-        """Whether others may act on a vote that this rank does not know of: torch's store is gone."""
+        """Return whether other ranks may act on a vote that this rank cannot read, since torch's store is gone."""
         return self._ballots is not None and self._ballots.torn
 
     def is_first_to_say(self) -> bool:
-        """Whether no other rank has said yet why there are no more votes."""
+        """Return whether no other rank has reported yet why there are no more votes."""
         return self._ballots is None or self._ballots.is_first_to_say()
 
     def _cast(
         self, value: Any, combine: Callable[[list[Any]], Any], alone: Any, patient: bool = False
     ) -> Callable[[], Any]:
-        """`alone`: the result where there are no others."""
+        """Cast a ballot, or return `alone` at once if there are no other ranks."""
         if self._ballots is None:
             if self._alone or self.are_made_up:
                 return lambda: alone

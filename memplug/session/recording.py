@@ -1,4 +1,4 @@
-"""Which steps of a session are recorded, and what becomes of the traces."""
+"""Records steps of a session, and saves or hands on their traces."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ log = logging.getLogger("memplug")
 
 
 class Places(Protocol):
-    """Tells the recorder where training is; see `memplug.hooks.places`."""
+    """Reports to the recorder where in the program training is; see `memplug.hooks.places`."""
 
     layers: Sequence[Layer]
     gradients_stay: bool
 
     def install(self) -> None:
-        """From now on."""
+        """Start reporting."""
 
     def remove(self) -> None:
-        """No more."""
+        """Stop reporting."""
 
     def fingerprint(self) -> Fingerprint:
-        """Of what ran since `install`."""
+        """Return the fingerprint of the job and of the inputs since `install`."""
 
     def begin_forward(self, module: Any, args: Any, kwargs: Any) -> None:
-        """A forward of the model begins."""
+        """Report that a forward of the model begins."""
 
     def in_optimizer(self) -> AbstractContextManager[None]:
-        """Returns a context whose operators belong to the optimizer."""
+        """Return a context whose operators belong to the optimizer."""
 
 
 class Recording:
-    """Begins and ends at the boundaries between steps; the session asks, and says where they are.
+    """Records whole steps: the session asks for them, and calls `begin_step` and `end_step` at the boundaries.
 
     Args:
-        recorder: that sees everything.
-        places: of the model.
+        recorder: the recorder of the process.
+        places: the model's places in the program.
 
     Attributes:
-        trace: of the last step that was recorded in detail; None so far.
-        step_trace: of the step that ended last, where a trace of it was asked for; else None.
-        peak_bytes: largest memory in use in the step that ended last; None where it was not recorded.
-        placed: the recorder is told where in the program training is.
-        able: steps can be recorded, as far as is known.
-        steps: how many were recorded.
+        trace: the last step recorded in detail; None until there is one.
+        step_trace: the trace of the step that ended last, if one was asked for; else None.
+        peak_bytes: largest memory in use during the step that ended last; None if it was not recorded.
+        placed: True while `places` reports to the recorder.
+        able: False once the recorder has refused to record.
+        steps: number of recorded steps.
     """
 
     def __init__(self, recorder: Recorder, places: Places):
@@ -75,31 +75,31 @@ class Recording:
 
     @property
     def gradients_stay(self) -> bool:
-        """Parameters had gradients as the last step that was recorded began."""
+        """Return whether parameters had gradients when the last recorded step began."""
         return self._places.gradients_stay
 
     @property
     def here(self) -> tuple[str, str | None]:
-        """Which pass the calling thread is in, for people; and in which layer, None where that is not known."""
+        """Return the pass that the calling thread is in, in words, and the layer's name; None if that is unknown."""
         which, _, layer = self.recorder.here()
         name = self._places.layers[layer].name if self.placed and 0 <= layer < len(self._places.layers) else None
         return Pass(which).name.lower().replace("_", " "), name
 
     def begin_forward(self, module: Any, args: Any, kwargs: Any) -> None:
-        """A forward of the model has begun, before the recorder was told where training is."""
+        """Report a forward of the model that began before `places` was installed."""
         if self.placed:
             self._places.begin_forward(module, args, kwargs)
 
     def in_optimizer(self) -> AbstractContextManager[None]:
-        """Returns a context whose operators belong to the optimizer, where the recorder is told where training is."""
+        """Return a context whose operators belong to the optimizer; it has no effect until `places` is installed."""
         return self._places.in_optimizer() if self.placed else contextlib.nullcontext()
 
     def want(self, file: Path | None) -> None:
-        """Record the next whole step in detail, and save it there unless that is None."""
+        """Record the next whole step in detail, and save it in `file` unless that is None."""
         self._wanted.append(file)
 
     def end_step(self) -> None:
-        """A step is over."""
+        """End the recording of the step, if it was recorded, and take its trace and peak."""
         detail, self._detail, self.peak_bytes, self.step_trace = self._detail, None, None, None
         if detail is None:
             return
@@ -120,12 +120,12 @@ class Recording:
             self._save(file)
 
     def begin_step(self, detail: Detail | None, *, traced: Detail | None = None, placed: bool = False) -> None:
-        """A step begins.
+        """Begin to record a step, if that is wanted.
 
         Args:
-            detail: to record it in, None: not at all, unless `want` was called.
-            traced: `step_trace` is wanted of it, in this detail at least; None: it is not.
-            placed: the recorder is told where in the program training is, recorded or not.
+            detail: the detail to record in; None to record only if `want` was called.
+            traced: the least detail of the step's `step_trace`; None if no trace is wanted.
+            placed: True to report the places in the program even if the step is not recorded.
         """
         self._files, self._wanted = self._wanted, []
         self._traced = traced is not None
@@ -152,21 +152,21 @@ class Recording:
         return self.able
 
     def refuse(self, error: TraceError) -> None:
-        """Go on without the record of a step that contradicts itself."""
+        """Continue without the record of a step that contradicts itself; warn the first time."""
         if not self._has_refused:
             self._has_refused = True
-            text = "memplug: the record of a step contradicts itself: %s. A later one is used; please report it"
+            text = "memplug: the record of a step contradicts itself: %s. memplug uses a later one; please report this"
             log.warning(coded("MP016", text), error.problem)
 
     def stop(self) -> None:
-        """The session is detached: nothing is left behind."""
+        """Stop recording and reporting for good: the session is detached."""
         self._places.remove()
         self.placed = False
         self._detail = None
         self.recorder.stop()
 
     def _save(self, file: Path) -> None:
-        # unlike Path's own `exists`, this one raises nothing where the folder cannot be looked into
+        # unlike `Path.exists`, `os.path.exists` raises nothing if the folder is not accessible
         replaced = ", in place of an earlier one" if os.path.exists(file) else ""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -178,13 +178,13 @@ class Recording:
 
 
 def of_rank(file: Path) -> Path:
-    """The file of this rank where there are several: "trace.npz" becomes "trace.rank0.npz"."""
+    """Return this rank's own name for a file if there are several ranks: "trace.rank0.npz" for "trace.npz"."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return file
     return file.with_name(f"{file.stem}.rank{dist.get_rank()}{file.suffix}")
 
 
 def unused(file: Path) -> Path:
-    """The file, or where an earlier run left one of that name, the first free one of "trace-2.npz", "trace-3.npz"."""
+    """Return `file`, or if an earlier run wrote it, the first free name of "trace-2.npz", "trace-3.npz" and so on."""
     others = (file.with_name(f"{file.stem}-{run}{file.suffix}") for run in itertools.count(2))
     return next(name for name in itertools.chain([file], others) if not os.path.exists(of_rank(name)))

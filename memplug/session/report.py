@@ -1,4 +1,4 @@
-"""The report of a session, with one for each technique; and its numbers as events for DeepSpeed's monitor."""
+"""The report of a session and its techniques, and its numbers as events for DeepSpeed's monitor."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from memplug.session.technique_report import TechniqueReport
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """One moment of a session. Each technique's report is an attribute by the technique's name, as in
-    `report.arena.served`.
+    """The state of a session at one moment.
+
+    Each technique's report is an attribute by the technique's name, as in `report.arena.served`.
 
     Attributes:
-        stage: "warm-up", "gen-policy", "stable", "detached", or "off" where the block switches memplug off.
-        steps: that ended.
-        program: index of the current program among those that are remembered; None before there is one.
-        programs: how many are remembered.
-        replans: how often a plan was made.
-        planned_steps: steps that ran by a plan from their beginning.
-        planning_stopped_because: which rank did not end as many steps as others; None while ranks agree.
-        step_s: median of the last steps, in seconds from one `step()` to the next; None before there are two.
-        resumed_from: file of the earlier run's plan that this run goes on from; None without one.
-        not_resumed_because: why an earlier run's plan is not used; None where there is nothing to say.
-        recorded_steps: steps that were recorded in detail.
-        profiler: "operators" where steps are compared by their operators, "sizes" by the sizes of inputs alone.
+        stage: "warm-up", "gen-policy", "stable", "detached", or "off" if the block switches memplug off.
+        steps: number of steps that ended.
+        program: index of the current program among the remembered ones; None until there is one.
+        programs: number of remembered programs.
+        replans: number of plans made.
+        planned_steps: number of steps that ran under a plan from their beginning.
+        planning_stopped_because: which rank did not end as many steps as the others; None while the ranks agree.
+        step_s: median duration of the recent steps, from one `step()` to the next; None until there are two. Seconds.
+        resumed_from: file of the earlier run's plan that this run resumed from; None without one.
+        not_resumed_because: why an earlier run's plan is not used; None if there is nothing to say.
+        recorded_steps: number of steps recorded in detail.
+        profiler: "operators" if steps are compared by their operators, "sizes" if by the sizes of inputs alone.
         profiler_off_because: why operators are not compared; None while they are.
-        techniques: the report of each, by name.
+        techniques: the report of each technique, by name.
     """
 
     stage: str
@@ -48,13 +49,15 @@ class Report:
     techniques: Mapping[str, TechniqueReport] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
+        """Return the report of the technique of this name."""
         if name != "techniques" and name in self.techniques:
             return self.techniques[name]
         raise AttributeError(f"a report has no {name!r}", name=name, obj=self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all facts in one flat dict of what JSON has, with the technique's prefix, as in `arena_served`; of a
-        session that is off, the stage alone.
+        """Return all facts as one flat dict of JSON values; a session that is off has its stage alone.
+
+        A technique's fields have its prefix, as in `arena_served`.
         """
         if self.stage == Stage.OFF.value:
             return {"stage": self.stage}
@@ -65,7 +68,15 @@ class Report:
 
 
 def monitor_events(report: Report, samples: int) -> list[tuple[str, float, int]]:
-    """Returns events for `engine.monitor.write_events`: each number of a report, as `Train/memplug/...`."""
+    """Return the report's numbers as `Train/memplug/...` events for `engine.monitor.write_events`.
+
+    Args:
+        report: the report to convert.
+        samples: number of samples trained so far, the events' position on the monitor's axis.
+
+    Returns:
+        (name, value, samples) for each number.
+    """
     numbers = {
         key: value
         for key, value in report.as_dict().items()

@@ -1,4 +1,4 @@
-"""What `memplug.attach` returns: a model's session, as its user sees it, or one that is off."""
+"""The session of an attached model, as `memplug.attach` returns it, and its stand-in where memplug is off."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ log = logging.getLogger("memplug")
 
 
 class Session:
-    """Made by `memplug.attach`. A context manager: leaving it detaches.
+    """An attached model, as its user sees it; made by `memplug.attach`.
+
+    Used as a context manager, it detaches on exit.
 
     Attributes:
         config: the block.
-        on_step: called with the session once a step has ended.
+        on_step: callbacks, each called with the session after a step has ended.
     """
 
     def __init__(self, attached: AttachedModel):
@@ -38,25 +40,25 @@ class Session:
     def step(self) -> None:
         """Mark the end of a training step (of the optimizer, not of a micro-batch), on every rank.
 
-        Frameworks with a hook call it themselves.
+        Integrations with a hook for this call it themselves.
         """
         self._attached.step()
 
     @property
     def steps(self) -> int:
-        """How many ended."""
+        """Return the number of steps that ended."""
         return self._attached.steps
 
     def record(self, file: str | Path | None = None) -> None:
-        """Record the next whole step, from the end of this one on: `trace` has it then.
+        """Record the next whole step, from the end of the current one on; afterwards `trace` returns it.
 
         Args:
-            file: also save it there, for `memplug show`; with several ranks each has its own, as in
-                "trace.rank0.npz" for "trace.npz".
+            file: path to save the trace to as well, for `memplug show`. With several ranks each saves its own file,
+                such as "trace.rank0.npz" for "trace.npz".
 
         Raises:
-            RecorderError: another session of this process has the recorder, or this one is detached; or `file` is no
-                path.
+            RecorderError: another session of this process has the recorder, this session is detached, or `file` is not
+                a valid path.
         """
         if self.stage is Stage.DETACHED:
             raise RecorderError("a session that is detached records nothing", "Attach again.")
@@ -64,40 +66,42 @@ class Session:
 
     @property
     def trace(self) -> Trace | None:
-        """Of the last step that was recorded in detail, because of `record` or to plan from; None so far."""
+        """Return the last step recorded in detail, for `record` or for planning; None until there is one."""
         recording = self._attached.boundary.recording
         return recording.trace if recording is not None else None
 
     def report(self) -> Report:
-        """Returns what the session did so far, holds now and predicts: see `Report`."""
+        """Return what the session did so far, holds now and predicts."""
         return self._attached.report()
 
     def detach(self) -> None:
-        """Undo every patch and give all memory back, on every rank; a second call does nothing.
+        """Undo every patch and release all memory, on every rank; a second call does nothing.
 
-        Run backward on graphs in flight first.
+        Run backward on all graphs in flight first.
         """
         self._attached.detach()
 
     def __enter__(self) -> Session:
+        """Return the session itself; leaving the context detaches it."""
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        """Detach, whether or not the block raised."""
         self.detach()
 
     @property
     def stage(self) -> Stage:
-        """Where the session stands."""
+        """Return the current stage of the session."""
         return self._attached.stage
 
     @property
     def history(self) -> list[tuple[int, Stage, int, str]]:
-        """(step, stage, index of the program, why) of each change of stage or program, the last thousand of them."""
+        """Return the last thousand changes of stage or program, each as (step, stage, program index, reason)."""
         return self._attached.history
 
     @property
     def solution(self) -> Any:
-        """The plan in force (`TokenwisePlan`); None without one, and while plans are tried."""
+        """Return the plan in force (`TokenwisePlan`); None without one, and while plans are tried."""
         decisions = self._attached.boundary.adjuster.decisions
         return decisions.solution if decisions else None
 
@@ -107,7 +111,7 @@ class Session:
 
 
 class Disabled(Session):
-    """Returned where the block is absent or switched off: nothing is hooked, patched or allocated."""
+    """A session where the block is absent or switched off: nothing is hooked, patched or allocated."""
 
     def __init__(self, config: MemplugConfig):
         self.config = config
@@ -115,30 +119,33 @@ class Disabled(Session):
         self._steps = 0
 
     def step(self) -> None:
-        """Call what was to be called at the end of steps."""
+        """Count the step, and call the callbacks in `on_step`."""
         self._steps += 1
         self._call()
 
     @property
     def steps(self) -> int:
-        """How many ended."""
+        """Return the number of steps that ended."""
         return self._steps
 
     def record(self, file: str | Path | None = None) -> None:
-        """Say that no step is recorded.
+        """Warn that no step is recorded, because memplug is off.
+
+        Args:
+            file: checked as in `Session.record`; nothing is written.
 
         Raises:
-            RecorderError: `file` is no path.
+            RecorderError: `file` is not a valid path.
         """
         _trace_file(file)
         log.warning('memplug is off, so no step is recorded; set "memplug": {"enabled": true}')
 
     @property
     def trace(self) -> None:
-        """None: no step is recorded."""
+        """Return None: no step is recorded."""
 
     def report(self) -> Report:
-        """Says that memplug is off."""
+        """Return a report that says that memplug is off."""
         why = "memplug is off"
         return Report(stage=self.stage.value, profiler_off_because=why, techniques=reports(None, (), lambda name: why))
 
@@ -147,17 +154,17 @@ class Disabled(Session):
 
     @property
     def stage(self) -> Stage:
-        """Off, also once it is detached."""
+        """Return `Stage.OFF`, also after `detach`."""
         return Stage.OFF
 
     @property
     def history(self) -> list[tuple[int, Stage, int, str]]:
-        """Empty: the stage never changes."""
+        """Return an empty list: the stage never changes."""
         return []
 
     @property
     def solution(self) -> None:
-        """None: nothing is planned."""
+        """Return None: nothing is planned."""
 
 
 def _trace_file(file: str | Path | None) -> Path | None:

@@ -6,7 +6,7 @@ import enum
 
 
 class Stage(enum.Enum):
-    """Where a session stands."""
+    """The stage that a session is in."""
 
     OFF = "off"
     WARM_UP = "warm-up"
@@ -16,12 +16,12 @@ class Stage(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What the end of a step tells, once all ranks agree on the program that the step ran."""
+    """The outcome of a step, once all ranks agree on the program that it ran."""
 
-    STEADY = "the program of before, for too few steps yet"
-    SETTLED = "the program of before, for enough steps"
-    KNOWN = "another program, which has decisions"
-    CHANGED = "another program, which has none"
+    STEADY = "the same program, for too few steps yet"
+    SETTLED = "the same program, for enough steps"
+    KNOWN = "another program, with decisions"
+    CHANGED = "another program, without decisions"
 
 
 TABLE = {
@@ -41,7 +41,7 @@ TABLE = {
 
 
 def after(stage: Stage, event: Event) -> Stage:
-    """The stage that follows. A session that is off or detached has no steps, and no stage after it."""
+    """Return the stage that follows `stage` on `event`; sessions that are off or detached have none."""
     following = TABLE.get((stage, event))
     assert following is not None, f"a session that is {stage.value} has no steps: {event.value}"
     return following

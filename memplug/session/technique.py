@@ -1,5 +1,6 @@
-"""What a technique is: a way to save memory, in a room of its own, that answers four verbs. The session says when;
-techniques do not know each other.
+"""The interface of a technique: a way to save memory, in a room of its own, with four verbs.
+
+The session calls them; techniques do not know each other.
 
 propose ──a part of the plan──► judge ──accepted──► install ──► withdraw
 """
@@ -21,22 +22,22 @@ from memplug.session.given import AgreedGiven, Given
 from memplug.session.technique_report import TechniqueReport
 
 Part = TypeVar("Part")
-"""Of a plan, one technique's, in force or to be; two parts are the same only if they are one object."""
+"""One technique's part of a plan, in force or proposed; two parts are the same only if they are one object."""
 
 
 class Technique(abc.ABC, Generic[Part]):
-    """Of one session. Parts are made for one program each, and installed again when that program comes again.
+    """One technique of one session. Each part is made for one program, and installed again when that returns.
 
     Attributes:
-        part_type: of its parts, as plans keep them from run to run.
-        mistakes_of: the judge of such parts: what is wrong with one, in sentences. Shares no code with what proposes.
-        name: of its parts in plans, and of its report.
-        report_type: of its reports.
-        off_because: training goes on without it; "" while it may have a part in force.
-        whole_steps: that were of the program that lasts, from their beginning on; counted by who asks.
-        serves: requests for memory, from memory of its own.
-        relieves: makes a step fit that takes more of the device than its budget, or says why none can.
-        has_served_whole: it served the step that ended last, and was withheld from no part of it.
+        part_type: type of its parts, as plans keep them from run to run.
+        mistakes_of: the judge: yields the mistakes of a part, as sentences. Shares no code with the planner.
+        name: name of its part in plans, and of its report.
+        report_type: type of its reports.
+        off_because: why training goes on without it; "" while it may have a part in force.
+        whole_steps: number of whole steps of the lasting program so far; the follower counts them.
+        serves: True if it serves requests for memory, from memory of its own.
+        relieves: True if it makes steps fit that exceed the device budget, or reports why none can.
+        has_served_whole: True if it served the whole of the step that ended last.
     """
 
     name: ClassVar[str]
@@ -51,15 +52,18 @@ class Technique(abc.ABC, Generic[Part]):
 
     @classmethod
     def is_wanted(cls, config: MemplugConfig) -> bool:
-        """Whether the block asks for it, in the section of its name."""
+        """Return whether the block asks for the technique, in the section of its name."""
         return config.asks_for(cls.name)
 
     @classmethod
     def make(cls, given: Given) -> Technique[Part]:
-        """One for a session that has the recorder.
+        """Make the technique for a session that has the recorder.
+
+        Args:
+            given: what the session provides.
 
         Raises:
-            MemplugError: there can be none here.
+            MemplugError: the technique cannot work here.
         """
         return cls()
 
@@ -67,83 +71,93 @@ class Technique(abc.ABC, Generic[Part]):
 
     @abc.abstractmethod
     def propose(self, trace: Trace | None) -> Part | None:
-        """A step of a program that lasts is over: a part for it; None: ask again after the next step.
+        """Return a part for the program whose step ended, or None to be asked again after the next step.
 
-        The first call begins, and those after it go on, also while a part is in force, which the next one replaces.
-        Whatever takes long runs beside training: no step waits for it.
+        The first call begins the work and later calls continue it, also while a part is in force; a new part then
+        replaces it. Long work runs beside training: no step waits for it.
 
         Args:
-            trace: of the step, where it was recorded as `detail` asks.
+            trace: the trace of the step, if it was recorded as `detail` asks.
 
         Raises:
-            MemplugError: there will be none.
+            MemplugError: there will be no part.
         """
 
     def judge(self, part: Part) -> str:
-        """What is wrong with a part, proposed now or kept by an earlier run; "": it may be installed."""
+        """Return the first mistake of a part, proposed now or kept by an earlier run; "" if it may be installed."""
         return next(self.mistakes_of(part), "")
 
     @abc.abstractmethod
     def install(self, part: Part) -> None:
-        """In force from the next step on, in place of any other.
+        """Put a part into force from the next step on; it replaces any other.
+
+        Args:
+            part: the part to install.
 
         Raises:
-            MemplugError: the machine does not allow it; nothing is in force then.
+            MemplugError: this machine does not allow it; then nothing is in force.
         """
 
     @abc.abstractmethod
     def withdraw(self) -> None:
-        """From the next step on nothing is in force, and nothing is proposed."""
+        """Take the part out of force from the next step on, and stop proposing."""
 
-    # -- what it may need ----------------------------------------------------------------------------------------------
+    # -- requirements during a step ------------------------------------------------------------------------------------
 
     @property
     def detail(self) -> Detail | None:
-        """How the next step is to be recorded for it; None: not at all."""
+        """Return the detail in which the next step is to be recorded for the technique; None for not at all."""
         return None
 
     @property
     def needs_places(self) -> bool:
-        """Whether the next step has to say where in the program it is, recorded or not."""
+        """Return whether the next step has to report its place in the program, recorded or not."""
         return False
 
     def begin_step(self) -> None:
-        """Called just before the next step starts."""
+        """Prepare for the next step; called just before it starts."""
 
     def end_step(self) -> None:
-        """A step is over, and nothing else was done since."""
+        """Stop serving the step; called first of all when it ends."""
 
     def report(self) -> TechniqueReport:
-        """Returns what it did, holds and promises. Called on any thread, also where a request for memory fails."""
+        """Return what the technique did, holds and predicts.
+
+        Called on any thread, also where a request for memory fails.
+        """
         return self.report_type.absent(self.off_because)
 
     # -- from run to run -----------------------------------------------------------------------------------------------
 
     def kept(self, plan: MemoryPlan) -> Part | None:
-        """The part that an earlier run has put into a plan; None: it has none.
+        """Return the part that an earlier run put into a plan; None if it has none.
+
+        Args:
+            plan: the plan of the earlier run.
 
         Raises:
-            LayoutError: it is something else.
+            LayoutError: the plan has something else under the technique's name.
         """
         return self.part_type.of(plan)
 
     def keep(self, part: Part, plan: MemoryPlan) -> MemoryPlan:
-        """The plan with this part."""
+        """Return the plan with this part added."""
         return plan.with_part(part)
 
 
 class AgreedTechnique(Technique[Part]):
-    """One by which ranks do differently what all have to do alike: all of them propose, install and withdraw at the
-    same steps, as `memplug.session.adjuster` has them agree. A session has one, from its beginning on, which decides
-    how regions run.
+    """A technique whose parts change which collectives run, so all ranks have to switch together.
+
+    All ranks propose, install and withdraw at the same steps, which `memplug.session.adjuster` has them agree on. A
+    session has one such technique from its beginning, and it decides how regions run.
 
     Attributes:
-        plans: it proposes; else regions run by fixed decisions, or there are none.
-        unwatched_because: operators of steps need not be compared for it; "": they have to be.
-        executor: runs the regions, as hooks ask it to.
-        plain: of these, those that run as without memplug.
-        may_keep: parts may rely on the next step being no larger than the one that they are made of.
-        outcome: how proposing ended, for people.
+        plans: True if it proposes; else regions run under fixed decisions, or there are none.
+        unwatched_because: why it does not need steps compared by their operators; "" if it does.
+        executor: runs the regions, as hooks request.
+        plain: those of the regions that run as without memplug.
+        may_keep: True if parts may rely on the next step being no larger than the one that they were made from.
+        outcome: how proposing ended, in words for the log.
     """
 
     plans: bool
@@ -159,30 +173,31 @@ class AgreedTechnique(Technique[Part]):
 
     @abc.abstractmethod
     def beginning(self) -> str:
-        """How it begins, for people."""
+        """Return how the technique begins, in words for the log."""
 
     # -- in a step, and once it is over --------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def begin_program(self) -> None:
-        """The step's first forward with gradients begins."""
+        """Prepare for the step's first forward with gradients."""
 
     @abc.abstractmethod
     def program(self, operators: np.ndarray | None, nodes: int) -> Program:
-        """Returns what the step that ended ran.
+        """Return the program of the step that ended.
 
         Args:
-            operators: in order, as numbers; None: the step was not watched.
-            nodes: that autograd made.
+            operators: the operators in order, as numbers; None if the step was not watched.
+            nodes: number of autograd nodes that the step made.
         """
 
     @abc.abstractmethod
     def agree(self, program: Program, planned_from: Program | None, is_stable: bool) -> None:
-        """Decide together what is no matter of parts; called on all ranks, before they vote on the program.
+        """Make the decisions that ranks share and that are not in parts; all ranks call it before they vote.
 
         Args:
-            program: of the step that ended.
-            planned_from: the one that the part in force is made for; None: there is none.
+            program: the program of the step that ended.
+            planned_from: the program that the part in force was made for; None without one.
+            is_stable: True in the stage stable.
 
         Raises:
             RanksError: another rank is missing.
@@ -190,62 +205,63 @@ class AgreedTechnique(Technique[Part]):
 
     @abc.abstractmethod
     def settle(self, is_stable: bool, is_served: bool) -> None:
-        """Put into force what the next step is to run by.
+        """Put the next step's decisions into effect.
 
         Args:
-            is_served: another technique serves requests for memory, or will.
+            is_stable: True in the stage stable.
+            is_served: True if another technique serves requests for memory, or will.
         """
 
     @abc.abstractmethod
     def turn_away(self) -> None:
-        """The step that begins has other inputs than the part in force was made for, which it does without."""
+        """Run the step that begins without the part in force, which was made for other inputs."""
 
     @property
     @abc.abstractmethod
     def may_talk(self) -> bool:
-        """Whether collectives depend on the part in force."""
+        """Return whether collectives depend on the part in force."""
 
     @abc.abstractmethod
     def stay(self) -> None:
-        """Ranks decide nothing together any more: regions run on as they do."""
+        """Stop sharing decisions between ranks: regions keep their present settings."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
 
-    # -- what others plan with -----------------------------------------------------------------------------------------
+    # -- values for other techniques -----------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def layer_bytes(self) -> dict[str, int]:
-        """See `memplug.session.given.Given`."""
+        """Return the bytes that the last forward of each layer offloaded; see `memplug.session.given.Given`."""
 
     @abc.abstractmethod
     def free_host_bytes(self) -> int:
-        """Returns what is left of the host's budget."""
+        """Return the bytes of the host budget that are still free."""
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     @property
     @abc.abstractmethod
     def has_run(self) -> bool:
-        """Whether anything that it decides on ran forward with gradients."""
+        """Return whether a region, or other module that it decides on, has run forward with gradients."""
 
     @abc.abstractmethod
     def has_lost_room(self) -> bool:
-        """A step is over, on all ranks: whether the part in force asks for more than one of them can give any more."""
+        """Return whether the part in force needs more than a rank can provide; called by all ranks after a step."""
 
     @abc.abstractmethod
     def retain(self, parts: Iterable[Part]) -> None:
-        """Only these may be installed again: what was held for others goes back."""
+        """Keep the resources of these parts alone; only they may be installed again."""
 
     @abc.abstractmethod
     def in_words(self, part: Part) -> str:
-        """A part, for people."""
+        """Return a part in words, for the log."""
 
     @abc.abstractmethod
     def lacks(self, part: Part) -> str:
-        """Why this machine has no room for a part of an earlier run; "" where it has."""
+        """Return why this machine has no room for a part of an earlier run; "" if it has."""
 
     @abc.abstractmethod
     def reserve(self, parts: Iterable[Part]) -> None:
-        """Get the host memory that the largest of them needs."""
+        """Reserve the host memory that the largest of the parts needs."""

@@ -1,6 +1,4 @@
-"""A technique's report: fields for `session.report()`, lines for the note on an out-of-memory error, and a part of the
-session's last line.
-"""
+"""The report of a technique: fields, lines for the note on an out-of-memory error, and words for the last line."""
 
 from __future__ import annotations
 
@@ -9,18 +7,19 @@ from typing import Any, ClassVar
 
 
 def keyed(key: str) -> Any:
-    """Returns a field of a report, None by default, that has this name in `as_dict` and no prefix."""
+    """Return a report's field, None by default, that is called `key` in `as_dict`, without the prefix."""
     return field(default=None, metadata={"key": key})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TechniqueReport:
-    """The facts of one technique at one moment. A subclass has a field for each, with the default that is true of a
-    technique that is not there.
+    """The facts of one technique at one moment.
+
+    A subclass has a field for each fact; its default is the value for a technique that is absent.
 
     Attributes:
-        prefix: in front of the fields' names in `as_dict`.
-        advice: to a user whose device ran out of memory; "": none.
+        prefix: prefix of the fields' names in `as_dict`.
+        advice: advice for a user whose device ran out of memory; "" for none.
     """
 
     prefix: ClassVar[str] = ""
@@ -28,26 +27,26 @@ class TechniqueReport:
 
     @classmethod
     def absent(cls, why: str) -> TechniqueReport:
-        """Returns the report of a technique that is off for a reason; "": of one that waits for the model to train."""
+        """Return the report of a technique that is off because of `why`; "" if it waits for the model to train."""
         return cls()
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all fields under names that are unique in the whole report: `arena_state` is `arena` there."""
+        """Return all fields, by names that are unique in the whole report: `arena_state` becomes `arena`."""
         return {
             each.metadata.get("key") or (self.prefix + each.name).removesuffix("_state"): getattr(self, each.name)
             for each in fields(self)
         }
 
     def explain(self, peak_bytes: int | None) -> tuple[str, ...]:
-        """Returns lines for the note on an out-of-memory error.
+        """Return the technique's lines for the note on an out-of-memory error.
 
         Args:
-            peak_bytes: largest allocation total of the device so far, None where the device does not count.
+            peak_bytes: largest allocation total of the device so far; None if the device does not count.
         """
         return ()
 
     def closing(self) -> str:
-        """Returns its part of the session's last logged line; "": nothing to say."""
+        """Return the technique's part of the session's last line; "" if there is nothing to say."""
         return ""
 
 
@@ -56,7 +55,7 @@ class FollowerReport(TechniqueReport):
     """The report of a technique that each rank applies by itself.
 
     Attributes:
-        state: what it is doing: "waiting" for a program that lasts, "off", or its own words.
+        state: "waiting" for a program that lasts, "off", or a state of the technique's own.
         off_because: why training goes on without it; None while it may have a part in force.
     """
 
@@ -65,4 +64,5 @@ class FollowerReport(TechniqueReport):
 
     @classmethod
     def absent(cls, why: str) -> FollowerReport:
+        """Return the report of a technique that is off because of `why`, or that waits if `why` is ""."""
         return cls(state="off" if why else "waiting", off_because=why or None)

@@ -1,7 +1,7 @@
-"""The techniques, which no other file of the session names.
+"""The list of techniques; no other file of the session names one.
 
-A new one that follows the program is one entry here, at its place in the order in which they take effect.
-Addresses come last: they are for the requests that are left under all others.
+To add a technique that follows the program, add one entry here, at its place in the order in which techniques take
+effect. Addresses come last: the arena plans for the requests that all other techniques leave.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ if has_technique("arena"):
     FOLLOWING += (PlannedAddresses,)
 
 JUDGES = {each.part_type: each.mistakes_of for each in (AGREED, *FOLLOWING)}
-"""The judge of each kind of part that a run reads."""
+"""The judge of each kind of plan part that a run can read."""
 
 
 def reports(
     agreed: AgreedTechnique[Any] | None, followers: Iterable[Follower], why_off: Callable[[str], str]
 ) -> dict[str, TechniqueReport]:
-    """Returns the report of each technique by name.
+    """Return the report of each technique by name.
 
     Args:
-        agreed: None: there is none.
-        why_off: says of a technique's name why training goes on without it; "": there may be one later.
+        agreed: the technique that ranks agree on; None if there is none.
+        followers: the techniques that follow the program.
+        why_off: returns why training goes on without the technique of a name; "" if it may still start.
     """
     made = {each.technique.name: each.technique for each in followers}
     if agreed is not None:

@@ -56,7 +56,7 @@ def test_where_one_rank_has_no_plan_all_begin_as_a_first_run(tmp_path: Path) -> 
     launch_forked(["tests.support.training_worker", tmp_path, json.dumps({"again": case})], module=True)
     for results in ranks_of(tmp_path):
         assert results["again"]["stages"][:3] == [each.value for each in FIRST]
-        assert "of another rank than 1" in results["again"]["report"]["not_resumed_because"]
+        assert "for another rank than 1" in results["again"]["report"]["not_resumed_because"]
 
 
 @pytest.mark.distributed

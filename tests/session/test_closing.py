@@ -50,7 +50,7 @@ def test_a_planned_run_says_what_was_planned_swapped_served_and_saved(caplog: py
     [
         (0, 1, {}, "nothing was planned: no step ended (`session.step()` marks its end)"),
         (5, 0, {}, "nothing was planned: no region ran forward with gradients"),
-        (3, 1, {"profiler": {"warmup_steps": 9}}, "nothing was planned: that takes 11 steps of one program at least"),
+        (3, 1, {"profiler": {"warmup_steps": 9}}, "nothing was planned: a plan takes at least 11 steps of one program"),
     ],
 )
 def test_a_run_without_a_plan_says_why(

@@ -228,8 +228,8 @@ def test_the_note_holds_predicted_and_measured_bytes() -> None:
 @pytest.mark.parametrize(
     ("asked_gib", "is_bound", "advice"),
     [
-        ("auto", False, 'set "device_budget_gib" below what the device has'),
-        ("auto", True, 'set "device_budget_gib" below what the device has'),
+        ("auto", False, 'set "device_budget_gib" below the memory of the device'),
+        ("auto", True, 'set "device_budget_gib" below the memory of the device'),
         (2.5, False, 'lower "device_budget_gib", which is 2.5'),
         (2.5, True, 'raise "device_budget_gib", which is 2.5'),
     ],
