@@ -117,7 +117,7 @@ class Tape:
         return form, False
 
     def _name(self, tensor: torch.Tensor) -> int:
-        """Return the number of a tensor's storage; one that no operator touched so far is given, and gets a new number."""
+        """Return the number of a tensor's storage; an untouched one is given, and gets a new number."""
         number = self._names.get(storage_of(tensor))
         if number is None:
             number = self._new(tensor)
