@@ -1,1 +1,1 @@
-"""What the planned arena serves, and when."""
+"""Tests of the planned arena: which requests it serves, and when."""

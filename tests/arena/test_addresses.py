@@ -1,4 +1,4 @@
-"""What the arena reads of a plan: every request where the plan has it, by place, and reusable space."""
+"""The arena's tables of a plan: each request at its planned address, by place, and reusable space."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def spaces_of(tables: Tables, group: int) -> list[tuple[int, int]]:
 
 
 def bytes_between(plan: AddressPlan, first: int, end: int, kept_bytes: int) -> np.ndarray:
-    """Which 512-byte units of the part that is used again some buffer uses from `first` up to `end`, one by one."""
+    """Return which 512-byte units of the reused part some buffer uses from `first` up to `end`, one by one."""
     used = np.zeros((plan.solution.height - kept_bytes) // 512, bool)
     for buffer, offset in zip(plan.problem.buffers, plan.solution.offsets, strict=True):
         if not buffer["outlives"] and buffer["lower"] < end and first < buffer["upper"]:

@@ -1,4 +1,4 @@
-"""Training is served from the planned arena, and its numbers are those of a run without memplug."""
+"""The planned arena serves training, whose numbers are those of a run without memplug."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ BLOCKS = {
 
 @pytest.fixture(scope="module")
 def without() -> Run:
-    """The dense model without memplug."""
+    """Train the dense model without memplug."""
     return train(OFF, steps=40, validate=10)
 
 
@@ -69,7 +69,8 @@ def test_a_dense_model_is_served_and_its_losses_are_those_of_a_run_without(name:
     assert run.served >= 0.999
     assert run.report["arena_step_served"] == 1.0
     assert run.report["arena_predicted_fragmentation"] <= 0.005
-    assert run.report["arena_peak_fragmentation"] <= 0.02  # of some 300 KiB: two of 512 bytes take turns at times
+    # of some 300 KiB: two requests of 512 bytes sometimes take turns
+    assert run.report["arena_peak_fragmentation"] <= 0.02
 
 
 def test_a_mixture_of_experts_is_partly_served_from_idle_space() -> None:
@@ -106,11 +107,11 @@ def test_fetched_outputs_land_at_planned_addresses(monkeypatch: pytest.MonkeyPat
     assert all(fetched[in_a_step * first :])
 
 
-# -- what outlives a step ----------------------------------------------------------------------------------------------
+# -- tensors that outlive a step ---------------------------------------------------------------------------------------
 
 
 def test_what_is_kept_from_step_to_step_is_never_overwritten() -> None:
-    """The outputs of every step, and copies that were taken of them at once."""
+    """Keep the outputs of every step, and copies made at once."""
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     torch.manual_seed(0)
     model = llama()
@@ -170,7 +171,7 @@ def test_a_recording_knows_nothing_of_what_a_former_arena_left() -> None:
 
 
 def test_optimizer_state_that_is_made_late_is_kept_out_of_what_is_used_again() -> None:
-    """Momentum begins in step 9, when there has been a plan for a while."""
+    """Begin momentum in step 9, when there has been a plan for a while."""
 
     def run(block: dict[str, Any]) -> list[float]:
         torch.manual_seed(0)
@@ -195,8 +196,9 @@ def test_optimizer_state_that_is_made_late_is_kept_out_of_what_is_used_again() -
 
 
 def test_every_program_has_a_plan_of_its_own() -> None:
-    """Two lengths that take turns for ten steps each, and each has its plan when it comes back. The longer one is the
-    first: how much may be fetched ahead follows the largest region that was seen.
+    """Alternate two lengths, ten steps each; each must have its plan when it returns.
+
+    The longer one is first: the prefetch limit follows the largest region seen.
     """
     block = {"enabled": True, "plan_dir": False, "tokenwise": SMALL, "profiler": {"policy_steps": 0}}
 
@@ -211,7 +213,7 @@ def test_every_program_has_a_plan_of_its_own() -> None:
 
 
 def test_a_program_that_changes_unseen_gets_a_new_plan() -> None:
-    """With a number for alpha nobody compares programs: the requests that the plan does not know tell."""
+    """Use a number for alpha, which compares no programs: requests that the plan does not know show the change."""
 
     def length(step: int) -> int:
         return 16 if step < 10 else 40
@@ -231,7 +233,7 @@ def test_requests_that_never_repeat_are_not_planned_for_again_and_again() -> Non
     assert run.report["arena_plans"] <= 6
 
 
-# -- what it tells -----------------------------------------------------------------------------------------------------
+# -- its messages ------------------------------------------------------------------------------------------------------
 
 
 def test_a_block_without_the_arena_says_so_and_has_none() -> None:

@@ -1,4 +1,4 @@
-"""The native core of the arena by itself, on simulated streams, under the sanitizers: tests/native."""
+"""Runs tests/native: the arena's native core by itself, on simulated streams, under the sanitizers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPILER = shutil.which("c++") or shutil.which("g++")
 
 
 def compiler(arguments: Sequence[str], *flags: str, source: str = "") -> subprocess.CompletedProcess[str]:
-    """What it says of these arguments, and of a program that it reads from standard input."""
+    """Run the compiler with these arguments, on a program from standard input if there is one."""
     command = [COMPILER, "-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread", INCLUDED, *flags, *arguments]
     return subprocess.run(command, cwd=ROOT, input=source, capture_output=True, text=True, timeout=300)
 

@@ -24,7 +24,7 @@ PLANNED = {
 
 
 def trained(folder: Path, cases: dict[str, Any], time_limit_s: float) -> dict[str, list[dict[str, Any]]]:
-    """What each rank wrote of each case."""
+    """Return each rank's results of each case."""
     launch_forked(["tests.support.arena_worker", folder, json.dumps(cases)], module=True, time_limit_s=time_limit_s)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     return {name: [rank[name] for rank in ranks] for name in cases}
@@ -37,8 +37,10 @@ def trained(folder: Path, cases: dict[str, Any], time_limit_s: float) -> dict[st
 def test_steps_at_every_stage_of_zero_are_served_and_no_loss_differs(
     stages: Sequence[int], steps: int, validate: int, share: float, tmp_path: Path
 ) -> None:
-    """`share`: of the requests from the first plan on. The first step of ZeRO 3 that is served is not like the next;
-    and what a collective's thread has is free a little sooner or later in each: on busy cores up to 4 in 1,000.
+    """Check that the arena serves at least `share` of the requests from the first plan on.
+
+    Under ZeRO 3 the first served step differs from the next. Memory of a collective's thread is freed sooner or later
+    in each step: on busy cores up to 4 requests in 1,000 differ.
     """
     case = {"model": "llama", "memplug": PLANNED, "steps": steps, "validate": validate}
     cases = {f"ZeRO {stage}": {"stage": stage, **case} for stage in stages}

@@ -1,4 +1,4 @@
-"""Whatever goes wrong with the arena, the numbers of training are those of a run without memplug, and nothing leaks."""
+"""After any fault of the arena, training has the numbers of a run without memplug, and no memory leaks."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ MODES = {"plain": ALONE, "checked": CHECKED}
 
 @pytest.fixture(params=MODES)
 def block(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """As users run it, and in the mode that checks."""
+    """Return the block as users have it, or in the mode that checks."""
     return MODES[request.param]
 
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Of any test here."""
+    """Assert that no test here leaks."""
     with nothing_leaks():
         yield
 
@@ -47,8 +47,9 @@ def no_leaks() -> Iterator[None]:
 
 
 class Wandering(nn.Module):
-    """Asks for scratch memory at sixty spots, of which it leaves some out, adds some, and makes some larger; what it
-    computes does not depend on that.
+    """A model that requests scratch memory at sixty spots, with some requests left out, added or enlarged.
+
+    Its results do not depend on them.
     """
 
     def __init__(self) -> None:
@@ -101,7 +102,7 @@ def test_a_program_that_departs_from_its_plan_loses_addresses_and_nothing_else(
 
 
 def test_blocks_that_other_threads_free_late_are_in_nobodys_way(block: dict[str, Any]) -> None:
-    """A thread lets go of each step's activations some time in the next step."""
+    """Free each step's activations from another thread, some time in the next step."""
     held: list[Any] = []
     done = threading.Event()
 
@@ -157,7 +158,7 @@ def test_a_child_process_has_its_parents_tensors_and_memory_of_its_own(block: di
         assert owned(out.logits)
         expected = out.logits.sum().item()
         child = os.fork()
-        if child == 0:  # the exit code tells; nothing of pytest must run here
+        if child == 0:  # reports by its exit code: pytest must not run on in the child
             fine = out.logits.sum().item() == expected and not owned(torch.ones(64))
             del out
             os._exit(0 if fine else 1)
@@ -197,7 +198,7 @@ def test_an_exception_in_the_middle_of_a_step_leaves_the_next_ones_right(block: 
 
 @contextlib.contextmanager
 def failing(module: nn.Module, where: str) -> Iterator[None]:
-    """The module raises in that pass."""
+    """Make the module raise in that pass."""
 
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
@@ -244,7 +245,7 @@ def test_a_folder_that_cannot_be_written_to_is_said_and_nothing_more(
     run = train({**ALONE, "plan_dir": str(tmp_path / "file")})
     assert run.report["arena_served"] > 0
     assert any("the plan is not kept" in record.getMessage() for record in caplog.records)
-    caplog.clear()  # an error that was logged holds what its callers had
+    caplog.clear()  # a logged error holds its callers' locals
 
 
 # -- writes that do not belong there -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The planned arena on a CUDA device: the numbers of training, and everything of torch's allocator that others use."""
+"""The planned arena on a CUDA device: the numbers of training, and the interface of torch's allocator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 SWAPPED = {"enabled": True, "plan_dir": False, "tokenwise": {"alpha": 1, "min_offload_bytes": 1}}
 
 WATCHING = {**ALONE, "arena": {"enabled": False}, "swap": {"enabled": True}}
-"""A swap list, before it is known whether the step fits without."""
+"""A swap list, before it is known whether the step fits without one."""
 
 
 def batch() -> torch.Tensor:
@@ -36,7 +36,7 @@ def step(model: nn.Module) -> float:
 
 @pytest.fixture
 def session() -> Iterator[memplug.Session]:
-    """One that serves; its model is `session.model`."""
+    """Yield a serving session; its model is `session.model`."""
     torch.manual_seed(0)
     model = llama().cuda()
     with nothing_leaks(), memplug.attach(model, ALONE) as session:
@@ -47,7 +47,7 @@ def session() -> Iterator[memplug.Session]:
         assert serving_of(session).state is State.SERVING
         session.model = model
         yield session
-        model.zero_grad()  # gradients would keep the arena
+        model.zero_grad()  # gradients would hold the arena
         del session.model
 
 

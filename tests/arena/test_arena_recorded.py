@@ -1,4 +1,4 @@
-"""Recordings of steps with an arena, and after one: never is more freed than was in use."""
+"""Recordings of steps with an arena, and after one, never free more than was in use."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.cpu("of its allocator")
 WAITS: dict[str, Any] = {**ALONE, "profiler": {"wait_for_plans": True}}
 
 LIMITED = {**WAITS, "device_budget_gib": 1}
-"""The CPU stands in for a device that has so much: what is asked for is counted."""
+"""The CPU stands in for a device of that size: requests are counted."""
 
 
 def trained(block: dict[str, Any], steps: int, recorded: range) -> tuple[list[Any], list[Trace]]:
-    """Returns what a training leaves in use, and the traces of those steps."""
+    """Train, and return the objects that stay in use, and the traces of the recorded steps."""
     torch.manual_seed(0)
     model, batch, traces = llama(), torch.randint(0, 64, (2, 16)), []
     with memplug.attach(model, block) as session:
@@ -41,7 +41,7 @@ def trained(block: dict[str, Any], steps: int, recorded: range) -> tuple[list[An
 
 
 def freed(kept: list[Any]) -> Trace:
-    """Returns the recording of a recorder that comes after them, in which they are freed."""
+    """Record with a new recorder while the objects are freed, and return the trace."""
     recorder = Recorder("cpu")
     try:
         recorder.begin(Detail.REQUESTS)
@@ -67,7 +67,7 @@ def test_memory_of_an_earlier_recorder_is_no_part_of_a_recording(
 
 
 def test_recordings_under_a_limit_count_what_the_arena_has_in_use() -> None:
-    """Steps with an arena are recorded one after another; gradients are freed in every second one."""
+    """Record steps with an arena one after another; gradients are freed in every second one."""
     _, limited = trained(LIMITED, 14, range(1, 13))
     _, others = trained(WAITS, 14, range(1, 13))
     for one, other in zip(limited[3:], others[3:], strict=True):

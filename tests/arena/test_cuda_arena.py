@@ -1,5 +1,6 @@
-"""The CUDA allocator that the arena stands in front of is compiled against the installed torch, without a GPU: every
-call that its interface has is handed on.
+"""The CUDA allocator in front of torch's is compiled against the installed torch, without a GPU.
+
+It passes on every call of the interface.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ InFront<Native>* const made = new InFront<Native>(nullptr, 0);
 
 @pytest.fixture
 def includes(tmp_path: Path) -> list[str]:
-    """Folders of headers, with the one that torch's builds for the CPU leave out."""
+    """Return folders of headers, including the one that torch's CPU builds leave out."""
     candidates = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
     toolkits = [folder for folder in candidates if folder and Path(folder, "include/cuda_runtime_api.h").exists()]
     if not toolkits:
@@ -44,7 +45,7 @@ def includes(tmp_path: Path) -> list[str]:
 
 
 def compiled(includes: list[str], source: str, *flags: str) -> str:
-    """What the compiler says of a program's syntax and types; fails where it is not one."""
+    """Compile a program's syntax and types, and return the compiler's output; fail on errors."""
     command = [COMPILER, "-std=c++20", "-fsyntax-only", "-DMEMPLUG_CUDA", "-DNDEBUG", "-DTORCH_EXTENSION_NAME=m"]
     done = subprocess.run(
         [*command, *flags, *includes, "-x", "c++", "-"], input=source, capture_output=True, text=True, timeout=300
@@ -60,7 +61,7 @@ def test_what_is_built_for_cuda_compiles(includes: list[str], source: str) -> No
 
 
 def test_every_call_of_the_allocators_interface_is_handed_on(includes: list[str]) -> None:
-    """The compiler suggests `override` for each call that is one without saying so."""
+    """Use the compiler's suggestion of `override` for each overriding call without it."""
     answer = compiled(includes, CONCRETE, "-Wsuggest-override")
     handed_on = set(re.findall(r"(?:InFront|HandsOn)<.*?>::(\w+)\(.*can be marked override", answer))
     for source in ("cuda_front.cpp", "hands_on.h"):

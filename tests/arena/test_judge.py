@@ -1,4 +1,4 @@
-"""The judge accepts what is a solution by definition and nothing else, and says what is wrong with the rest."""
+"""The judge accepts solutions by definition and nothing else, and names each fault."""
 
 from dataclasses import replace
 from functools import partial
@@ -196,7 +196,7 @@ def test_buffers_of_two_streams_in_use_at_once_overlap():
 
 
 def test_what_a_stream_has_not_waited_for_is_held_after_others_used_it_again():
-    """The second buffer of stream 0 takes only a part of the first's bytes: the rest is still held from stream 1."""
+    """Reuse only a part of the first buffer's bytes on stream 0: stream 1 still may not use the rest."""
     problem = problem_of((0, 2, 8, 0), (2, 4, 4, 0), (5, 6, 4, 1), orderings=[(1, 0, 1)])
     assert codes(judge(problem, at(problem, 0, 0, 4))) == [Fault.UNORDERED]
     assert codes(judge(problem, at(problem, 0, 4, 4))) == [Fault.UNORDERED]

@@ -30,7 +30,7 @@ def serves_all_that_ends_with_its_step(
     late: int = 100,
     length: Callable[[int], int] = lambda step: 16,
 ) -> Kept:
-    """Returns the run, whose memory must not grow once it has `settled`, and whose `late` last steps must be served."""
+    """Return the run; its memory must not grow after step `settled`, and its last `late` steps must be served."""
     gc.collect()
     before = reserved_bytes()
     run, plain = (train_keeping(keeper, each, steps, length) for each in (block, OFF))
@@ -61,14 +61,14 @@ def test_steps_are_served_in_memory_that_does_not_grow(name: str, block: dict[st
 
 @pytest.mark.parametrize("name", ["every_seventh", "evaluation_cleared", "sizes"])
 def test_no_byte_of_kept_tensors_is_written_to(name: str) -> None:
-    """In the mode that checks, a stray write ends the training."""
+    """Use the mode that checks, in which a stray write ends the training."""
     run, plain = (train_keeping(getattr(keeping, name), each, 120) for each in (CHECKED, OFF))
     assert run.losses == plain.losses
     assert all(torch.equal(*pair) for pair in zip(values(run.kept), values(plain.kept), strict=True))
 
 
 def test_programs_that_take_turns_leave_no_arena_behind() -> None:
-    """Each keeps a tensor of every step; the first step of its turn is another program's to the arena."""
+    """Keep a tensor of every step of each program; the arena sees each turn's first step as the other program."""
     block = {**SWAPPED, "tokenwise": REGIONS}
     length = lambda step: (24, 16)[step // 20 % 2]  # noqa: E731
     run = serves_all_that_ends_with_its_step(keeping.features, block, 400, 160, late=15, length=length)

@@ -1,4 +1,4 @@
-"""The map of a plan shows that plan: its rectangles, its curve, and what lies under the pointer."""
+"""The map of a plan shows that plan: its rectangles, its curve, and the texts under the pointer."""
 
 import base64
 import json
@@ -31,7 +31,7 @@ def recorded() -> AddressPlan:
 
 
 def named(**fields) -> AddressPlan:
-    """Two phases, two layers with names that are markup, and text ids."""
+    """Return a plan with two phases, two layers whose names are markup, and text ids."""
     problem = problem_of((0, 6, 512), (1, 3, 1024), (3, 9, 1024))
     table = problem.buffers.copy()
     table["lower_phase"], table["upper_phase"] = [0, 0, 1], [1, 0, 1]

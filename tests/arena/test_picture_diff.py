@@ -1,4 +1,4 @@
-"""Two plans side by side: what moved, grew, came and went, and nothing that did not."""
+"""Two plans side by side: changes that moved, grew, came or went, and nothing else."""
 
 import json
 from dataclasses import replace
@@ -19,7 +19,7 @@ REQUESTS = ("same", "moved", "resized", "only_in_a", "only_in_b")
 
 
 def plan_of(*rows_of_it, offsets=None, **fields):
-    """Of (phase, layer, size), each in use until the end."""
+    """Return a plan of (phase, layer, size), each in use until the end."""
     count = len(rows_of_it)
     made = [
         Buffer(lower=i, upper=count + 1, size=size, lower_phase=phase, lower_layer=layer)
@@ -31,7 +31,7 @@ def plan_of(*rows_of_it, offsets=None, **fields):
 
 
 def diff(a: AddressPlan, b: AddressPlan):
-    """Of plans of these addresses alone."""
+    """Compare plans of these addresses alone."""
     return plan_diff.diff(a.alone(), b.alone())
 
 

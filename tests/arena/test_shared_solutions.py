@@ -1,4 +1,4 @@
-"""Ranks that have the same problem solve it once; none depends on another one."""
+"""Ranks with the same problem solve it once; none depends on another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def problem() -> Problem:
 
 @pytest.fixture
 def solves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The planner of each solve, as it happens."""
+    """Record the planner of each solve."""
     calls: list[str] = []
     plan = auto.plan
 
@@ -73,7 +73,7 @@ def test_a_rank_whose_first_one_died_solves_after_a_while(
 ) -> None:
     shared.solve_once(problem, "auto", 10.0, tmp_path)
     (file,) = (tmp_path / shared.FOLDER).glob("*.addresses")
-    file.unlink()  # what it had begun is still said
+    file.unlink()  # its note that it had begun remains
     monkeypatch.setattr(shared, "GRACE_S", 0.1)
     assert not judge(problem, shared.solve_once(problem, "auto", 0.1, tmp_path))
     assert len(solves) == 2 and file.exists()

@@ -1,1 +1,1 @@
-"""What attaching changes in frameworks and models."""
+"""Tests of the changes that attaching makes to frameworks and models."""

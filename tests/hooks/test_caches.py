@@ -1,4 +1,4 @@
-"""Key-value caches that layers are given in training: as without memplug, and the memory goes with the region."""
+"""Key-value caches that layers get in training: as without memplug, and their memory is released with the region's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ regions = pytest.mark.parametrize("regions", REGIONS.values(), ids=list(REGIONS)
 
 
 class Prefixed(nn.Module):
-    """Prefix tuning: each layer's cache begins with keys and values that are trained."""
+    """Prefix tuning: each layer's cache begins with trained keys and values."""
 
     def __init__(self, **fields: Any):
         super().__init__()
@@ -97,7 +97,7 @@ def test_a_prefix_that_is_trained_is_an_input(alpha: Any, regions: Any, is_opaqu
 
 @alphas
 def test_a_layer_is_given_a_cache_where_the_model_makes_one(alpha: Any) -> None:
-    """Keys of a cache are contiguous, and a matmul may round otherwise."""
+    """Use the layer's rounding: keys of a cache are contiguous, for which a matmul may round differently."""
     seen = []
 
     class Seeing(DynamicCache):

@@ -1,4 +1,4 @@
-"""A cache of one forward with gradients is used in another one, as in recurrence over segments: as without memplug."""
+"""A cache that a later forward uses again, as in recurrence over segments: gradients are as without memplug."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def read_without_gradients(model: nn.Module) -> Found:
 
 
 def one_segment_forks(model: nn.Module) -> Found:
-    """Two continuations of one cache, whose layers grow by new tensors."""
+    """Continue one cache twice, with layers that grow by new tensors."""
     loss, cache = segment(model, 0)
     fork = copy.copy(cache)
     fork.layers = [copy.copy(layer) for layer in cache.layers]

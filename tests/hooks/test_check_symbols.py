@@ -1,5 +1,6 @@
-"""The script that looks in other packages' sources for what memplug relies on: it finds what is there and misses what
-is not; it is asked for everything; and installed packages have everything.
+"""The script that looks in other packages' sources for the names that memplug relies on.
+
+It finds existing names and reports missing ones; it asks for every name; installed packages have all of them.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ SOURCES = {
 
 
 def folder_with(root: Path, files: dict[str, str]) -> Path:
-    """The folder with these files in it."""
+    """Write these files to a folder, and return it."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +97,7 @@ def tree(tmp_path: Path) -> SourceTree:
         "pack.engine:Engine(model, config)",
         "pack.engine:Engine.second",
         "pack.engine:Engine.count",  # of the object
-        "pack.engine:Engine.closed",  # of a base's object
+        "pack.engine:Engine.closed",  # of an object of a base
         "pack.engine:Engine.close",
         "pack.engine:Engine.advance(closure)",
         "pack.engine:Settings(rate, size)",
@@ -135,7 +136,7 @@ def test_a_symbol_that_is_nowhere_is_gone(symbol: str, tree: SourceTree) -> None
     [
         ("pack.engine:moved_here(a)", "pack.folder.inner"),
         ("pack.nowhere:Worker.run", "pack.folder.inner"),
-        ("pack.engine:Hint", "pack.base"),  # imported for annotations alone
+        ("pack.engine:Hint", "pack.base"),  # imported only for annotations
     ],
 )
 def test_a_symbol_that_moved_is_found_and_its_place_named(symbol: str, place: str, tree: SourceTree) -> None:
@@ -195,7 +196,7 @@ def test_sources_come_from_the_package_index_and_nothing_of_them_runs(tmp_path: 
             archive.add(folder_with(tmp_path / version, files), f"flash_attn-{version}")
 
     def run(*arguments: str) -> tuple[int, list[str]]:
-        # pip in a process of its own: it brings its distutils along
+        # pip in a process of its own: it brings its own distutils
         command = [sys.executable, "-m", "tests.support.check_symbols", *arguments]
         index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, **index}, capture_output=True, text=True)
@@ -219,7 +220,7 @@ def test_a_package_that_is_on_no_index_asks_for_a_folder(capsys: pytest.CaptureF
 
 
 def names_of(*packages: Package) -> set[str]:
-    """All symbols of packages, without parameters."""
+    """Return all symbols of packages, without parameters."""
 
     def each(use: Use) -> Iterator[str]:
         for one in use if isinstance(use, tuple) else (use,):
@@ -239,7 +240,7 @@ def test_every_symbol_in_the_tables_of_the_hooks_is_asked_for(hooks: ModuleType,
     told = [name.rpartition(".")[2] for cell in cells for name in re.findall("`([^`]+)`", cell)]
     assert len(told) >= 2
     known = " ".join(names_of(*PACKAGES.values()))
-    # "`pre_` and `post_sub_module_forward_function`" are two with one ending
+    # "`pre_` and `post_sub_module_forward_function`" are two names with one ending
     patterns = {name: rf"[.:]{name}" if name.endswith("_") else rf"[.:]{name}\b" for name in told}
     missing = [name for name, pattern in patterns.items() if not re.search(pattern, known)]
     assert not missing
@@ -247,7 +248,7 @@ def test_every_symbol_in_the_tables_of_the_hooks_is_asked_for(hooks: ModuleType,
 
 def test_every_import_of_a_checked_package_is_asked_for() -> None:
     known = names_of(*PACKAGES.values())
-    # but torch, most of which is public
+    # except for torch, most of which is public
     folders = tuple(f"{package.folder.partition('/')[0]}." for package in PACKAGES.values() if package is not TORCH)
     imported = {
         f"{node.module}:{alias.name}"
@@ -291,7 +292,7 @@ def test_the_installed_package_has_all_that_memplug_relies_on(name: str, package
     root = Path(next(iter(spec.submodule_search_locations))).parent
     found = check(root, package)
     assert [str(each) for _, each in found if each.status != THERE] == []
-    tree = SourceTree(root, package.folder)  # and would miss each of them
+    tree = SourceTree(root, package.folder)  # the script would report each of them if it were missing
     for symbol in (name for name in names_of(package) if ":" in name and "(" not in name):
         assert tree.find(*f"{symbol}_is_not_there".split(":")) is None, symbol
 
@@ -300,5 +301,5 @@ def test_the_installed_package_has_all_that_memplug_relies_on(name: str, package
 def test_stand_ins_have_what_memplug_relies_on_and_what_they_imitate(package: Package) -> None:
     found = check(ROOT / "tests/support/stand_ins", package, stand_ins=True)
     lacking = [each.symbol for _, each in found if each.status != THERE]
-    # its metaclass answers for that, by the version that the stand-in is told to be
+    # its metaclass supplies it, depending on the version that the stand-in reports
     assert [symbol for symbol in lacking if not symbol.endswith("FP8GlobalStateManager.quantization_state")] == []

@@ -1,4 +1,4 @@
-"""DeepEP's functions, of Megatron-Core: what they exchanged is captured, and they never run again."""
+"""Megatron-Core's DeepEP functions: the exchanged tensors are captured, and the functions never run again."""
 
 from __future__ import annotations
 

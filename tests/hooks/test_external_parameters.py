@@ -16,7 +16,7 @@ WIDTH, STEPS = 8, 4
 
 
 class Reads(nn.Module):
-    """Reads a child's parameter before the child runs, as PEFT's LoRA does."""
+    """A layer that reads a child's parameter before the child runs, as PEFT's LoRA does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,21 +27,21 @@ class Reads(nn.Module):
 
 
 class Multiplies(Reads):
-    """Multiplies by a child's weight without calling the child."""
+    """A layer that multiplies by a child's weight without calling the child."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.b(functional.gelu(functional.linear(x, self.a.weight, self.a.bias)))
 
 
 class WithBias(nn.Linear):
-    """Leaves its bias to the caller, as Megatron's linear layers do."""
+    """A linear layer that leaves its bias to the caller, as Megatron's do."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return functional.linear(x, self.weight), self.bias
 
 
 class Returns(nn.Module):
-    """A child returns a parameter."""
+    """A layer of which a child returns a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,18 +53,18 @@ class Returns(nn.Module):
 
 
 class Borrows(Reads):
-    """Multiplies by the weight of a module that lies outside of the region."""
+    """A layer that multiplies by the weight of a module outside of the region."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lender: list[nn.Linear] = []  # a list, so that it is no child
+        self.lender: list[nn.Linear] = []  # in a list, so that it is no child
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(functional.linear(x, self.lender[0].weight))
 
 
 class Net(nn.Module):
-    """Same weights at every call."""
+    """A network with the same weights at every call."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         torch.manual_seed(0)
@@ -83,7 +83,7 @@ class Net(nn.Module):
 
 
 def trained(kind: type[nn.Module], memplug_block: dict[str, Any] | None) -> tuple[list[float], list[torch.Tensor], Any]:
-    """Losses, weights after the last step, and the external parameters that each module has then, by its name."""
+    """Return losses, final weights, and the number of external parameters of each module, by name."""
     import deepspeed
 
     memplug.install()

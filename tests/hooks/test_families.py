@@ -1,4 +1,4 @@
-"""Every family of transformers trains as without memplug, called as it is by default (`use_cache` included)."""
+"""Every family of transformers trains as without memplug, with default arguments (`use_cache` included)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.families import Cannot, Family
 
 FAMILIES = families.families()
 STATEFUL = ("gemma3n_text", "gemma4_text", "qwen3_next", "nemotron_h", "jamba", "zamba2", "minimax", "mt5", "bart")
-"""Of which caches hold more than keys and values, or whose layers share them or round otherwise without."""
+"""Families with caches of more than keys and values, with shared caches, or with other rounding without them."""
 Steps = list[tuple[torch.Tensor, dict[str, torch.Tensor | None]]]
 
 
 def cases() -> list[Any]:
-    """Returns all families; those that are neither named above nor each sixteenth are long."""
+    """Return all families; those that are neither named above nor every sixteenth are long."""
     chosen = {str(family) for family in FAMILIES[::16]} | {str(each) for each in FAMILIES if each.name in STATEFUL}
     return [
         pytest.param(family, id=str(family), marks=[] if str(family) in chosen else pytest.mark.long)
@@ -31,13 +31,17 @@ def cases() -> list[Any]:
 
 
 def block(alpha: float | str, regions: Any = "auto") -> dict[str, Any]:
-    """Returns a block that swaps the smallest tensors."""
+    """Return a block that swaps even the smallest tensors."""
     tokenwise = {"alpha": alpha, "min_offload_bytes": 1, "regions": regions}
     return {"enabled": True, "plan_dir": False, "arena": {"enabled": False}, "tokenwise": tokenwise}
 
 
 def plain(family: Family) -> Steps:
-    """Returns what comes without memplug. Raises `Cannot` where the family does not train then."""
+    """Return losses and gradients without memplug.
+
+    Raises:
+        Cannot: the family does not train.
+    """
     model = family.make()
     try:
         return list(families.steps(model))
@@ -46,7 +50,7 @@ def plain(family: Family) -> Steps:
 
 
 def attach(model: torch.nn.Module, alpha: float | str) -> Any:
-    """Returns a session; where memplug finds no layers, one of the lists of modules that its error names."""
+    """Return a session; if memplug finds no layers, use one of the lists of modules that its error names."""
     try:
         return memplug.attach(model, block(alpha))
     except RegionError as error:
@@ -54,7 +58,7 @@ def attach(model: torch.nn.Module, alpha: float | str) -> Any:
 
 
 def difference(found: Steps, expected: Steps) -> str:
-    """Returns where losses or gradients of two trainings first differ in a bit; "" where they do not."""
+    """Return where losses or gradients of two trainings first differ in a bit; "" if they do not."""
     for step, ((loss, gradients), (other, others)) in enumerate(zip(found, expected, strict=True)):
         if not torch.equal(loss.nan_to_num(), other.nan_to_num()):
             return f"step {step}: loss {loss.item()}, expected {other.item()}"
@@ -88,7 +92,7 @@ def test_a_family_trains_as_without_memplug(family: Family, caplog: pytest.LogCa
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_most_families_can_be_made_tiny() -> None:
-    """So that those which cannot, and are skipped, stay few with another transformers."""
+    """Limit how many families are skipped because they cannot be made tiny, for other versions of transformers."""
     reasons = {}
     for family in FAMILIES:
         try:

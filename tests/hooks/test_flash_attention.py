@@ -1,5 +1,6 @@
-"""Hugging Face's models with flash-attn under memplug: attention runs once in a step, gradients are to the bit, packed
-sequences included.
+"""Hugging Face's models with flash-attn: attention runs once in a step, and gradients are equal to the bit.
+
+Packed sequences are included.
 """
 
 from __future__ import annotations

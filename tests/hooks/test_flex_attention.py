@@ -36,7 +36,7 @@ from tests.support.flex_layers import (
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Torch refuses its backward there, for want of a fused kernel."""
+    """Let FlexAttention's backward run on the CPU, where torch refuses it for want of a fused kernel."""
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
     with contextlib.ExitStack() as stack:
         stack.callback(torch.compiler.reset)
@@ -44,7 +44,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> int:
-    """How often memplug told of it."""
+    """Return how often memplug warned that FlexAttention is not compiled."""
     return sum("FlexAttention is not compiled" in record.message for record in caplog.records)
 
 
@@ -120,7 +120,7 @@ def test_in_an_opaque_region_it_runs_again_with_the_module_and_compiled(
 
 
 def test_kernels_that_no_operator_shows_are_a_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor's; it has none for the backward on a CPU."""
+    """Compile with Inductor, whose kernels no operator shows; it has none for the backward on a CPU."""
     counted = Counted("inductor")
     compile_with(counted, monkeypatch)
     report = trained(0.0, Frozen, counted=counted)
@@ -140,7 +140,7 @@ def test_where_it_saves_another_number_of_tensors_that_is_another_program(
 
 
 def recomputed(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps, of which the second captures nothing, so that attention has to run again."""
+    """Run two steps, the second of which captures nothing, so that attention has to run again."""
     compile_with(counted, monkeypatch)
     torch.manual_seed(0)
     model = Model(Biased)
@@ -276,7 +276,7 @@ def test_attention_that_transformers_has_compiled(alpha: float, monkeypatch: pyt
             reference(**given).loss.backward()
             before = counted.graphs, counted.calls
             model(**given).loss.backward()
-            the_mask = 1  # is made by a compiled function too, outside of the regions
+            the_mask = 1  # a compiled function makes it too, outside of the regions
             expected = 0 if step else 1, LAYER_COUNT + the_mask
             assert (counted.graphs - before[0], counted.calls - before[1]) == expected
             assert_same(gradients(model), gradients(reference))

@@ -1,4 +1,4 @@
-"""A framework is one class in one file and one entry in a list; and a session that is off can be used like another."""
+"""A framework is one class in one file and one entry in a list; a session that is off has the same interface."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.hosts import DISABLED, block, fingerprint, tiny_llama
 
 
 class Network(nn.Module):
-    """Of layers that no framework of memplug's own knows."""
+    """A network whose layers none of memplug's frameworks knows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Network(nn.Module):
 
 
 class Trainer:
-    """The toy's engine."""
+    """The engine of the toy framework."""
 
     def __init__(self, network: nn.Module, shards: bool = False):
         self.network, self.shards, self.after_step = network, shards, []
@@ -48,7 +48,7 @@ class Trainer:
 
 
 class Toy(Framework):
-    """What a newcomer writes."""
+    """A framework as a newcomer would write it."""
 
     def claim(self, given: Any) -> Target | None:
         return Target(given.network, (given.network,), given) if isinstance(given, Trainer) else None

@@ -1,5 +1,6 @@
-"""Layers of fused kernels like Liger's, which Hugging Face's models have with `use_liger_kernel`: none is an operator,
-the rotary embedding writes to what it is given, and backward writes gradients over what was saved.
+"""Layers of fused kernels like Liger's, which Hugging Face's models have with `use_liger_kernel`.
+
+No operator shows them, the rotary embedding writes to its arguments, and backward writes gradients over saved tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.device
 
 
 class Norm(torch.autograd.Function):
-    """RMS norm. Its gradient lies where that of its output did."""
+    """RMS norm whose backward writes its gradient over that of the output."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -42,7 +43,7 @@ class Norm(torch.autograd.Function):
 
 
 class Rotary(torch.autograd.Function):
-    """Of queries and keys, in place."""
+    """A rotary embedding of queries and keys, in place."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
@@ -51,7 +52,7 @@ class Rotary(torch.autograd.Function):
 
     @staticmethod
     def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x.transpose(1, 2).contiguous()  # as projections made it: no copy
+        x = x.transpose(1, 2).contiguous()  # the layout in which projections made it, so no copy
         with hidden():
             first, second = x.chunk(2, -1)
             values = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
@@ -64,7 +65,7 @@ class Rotary(torch.autograd.Function):
 
 
 class Decoder(nn.Module):
-    """Attention and a gated MLP."""
+    """A decoder layer with attention and a gated MLP."""
 
     def __init__(self, width: int = 16, heads: int = 2) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Custom autograd functions whose kernels choose by values, as a fused router does: with rounding, they could choose
-differently.
+"""Custom autograd functions whose kernels choose by values, as a fused router does.
+
+Run again after rounding, they could choose differently.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.device
 
 
 class Router(torch.autograd.Function):
-    """The larger half of each row: its values, and where they are."""
+    """Returns the values and the mask of the larger half of each row."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +38,7 @@ class Router(torch.autograd.Function):
 
 
 class Sorted(torch.autograd.Function):
-    """Rows in an order that it is given, and the order back."""
+    """Puts rows in a given order, and returns the order back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +58,7 @@ class Sorted(torch.autograd.Function):
 
 
 class Routed(Layer):
-    """Rows that its router chose are kept, in an order of theirs."""
+    """A layer that keeps the rows that its router chose, in another order."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values, chosen = Router.apply(self.inner(x).flatten(0, 1))

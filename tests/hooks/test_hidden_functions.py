@@ -1,4 +1,4 @@
-"""Custom autograd functions that launch kernels of their own: from a region's second forward on they are units."""
+"""Custom autograd functions that launch kernels of their own are units from a region's second forward on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.hidden_functions import BLOCK, ran, train
 
 
 class Doubled(torch.autograd.Function):
-    """Memory from the allocator, filled past the dispatcher."""
+    """A function whose memory comes from the allocator, and is filled past the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Doubled(torch.autograd.Function):
 
 
 class ReadsTwice(Doubled):
-    """Its backward asks for what it saved twice."""
+    """A function whose backward asks for its saved tensors twice."""
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ class ReadsTwice(Doubled):
 
 
 class Seen(torch.autograd.Function):
-    """The same by operators."""
+    """The same function by operators."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Seen(torch.autograd.Function):
 
 
 class Drops(torch.autograd.Function):
-    """Kernels of its own, and a mask that it draws."""
+    """A function with its own kernels and a mask that it draws."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ class Drops(torch.autograd.Function):
 
 
 class ForksAndDrops(Drops):
-    """Draws from a generator whose state it puts back."""
+    """A function that draws from a generator, and restores the generator's state."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class ForksAndDrops(Drops):
 
 
 class DropsAndForks(Layer):
-    """Uses both; what stands before and behind draws too."""
+    """A layer that uses both functions, and draws before and after them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.nn.functional.dropout(self.inner(x), 0.3)
@@ -97,14 +97,14 @@ class DropsAndForks(Layer):
 
 
 class Both(Layer):
-    """Calls either between two products."""
+    """A layer that calls either function between two products."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(Doubled.apply(self.inner(x)) + Seen.apply(self.inner(x)))
 
 
 class Chosen(Layer):
-    """Some of the rows go through the one, the others through the other."""
+    """A layer in which some rows go through one function and the rest through the other."""
 
     first = 0
 
@@ -115,7 +115,7 @@ class Chosen(Layer):
 
 
 class Nested(torch.autograd.Function):
-    """Calls another in its forward."""
+    """A function that calls another in its forward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -130,7 +130,7 @@ class Nested(torch.autograd.Function):
 
 @torch.library.custom_op("memplug_tests::doubled", mutates_args=())
 def _doubled(x: torch.Tensor) -> torch.Tensor:
-    """What an operator does inside, functions with kernels of their own included, its schema answers for."""
+    """Run hidden functions inside of an operator, whose schema covers all that it does."""
     ran.append("operator")
     out = Doubled.apply(x)
     out.data_ptr()
@@ -144,14 +144,14 @@ _doubled.register_autograd(
 
 
 class WithOperator(Layer):
-    """Calls an operator that has a backward of its own."""
+    """A layer that calls an operator with its own backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(_doubled(self.inner(x)))
 
 
 class Inside(Layer):
-    """Its hidden function calls another, and it takes an address besides."""
+    """A layer whose hidden function calls another; it may take an address as well."""
 
     takes_address = False
 
@@ -172,7 +172,7 @@ def test_a_function_with_kernels_of_its_own_is_a_unit_and_the_region_is_not_opaq
 def test_a_call_without_elements_tells_nothing_of_a_function(
     alpha: float | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of an expert that gets no tokens at first."""
+    """Give a function no elements at first, like an expert that gets no tokens."""
     torch.manual_seed(0)
     model = Stack(3, Chosen)
     reference = twin(model)
@@ -281,7 +281,7 @@ def test_a_forward_that_was_replaced_on_the_instance_is_refused() -> None:
 
 
 class Checkpointed(Layer):
-    """Its function runs in a checkpoint of its own, whose hooks take all that it saves."""
+    """A layer whose function runs in its own checkpoint, whose hooks take all saved tensors."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(checkpoint(Doubled.apply, self.inner(x), use_reentrant=False).sigmoid())
@@ -293,7 +293,7 @@ def test_a_function_in_a_checkpoint_of_the_models_own_runs_again(alpha: float | 
 
 
 class Adds(torch.autograd.Function):
-    """Reads a parameter that it does not save."""
+    """A function that reads a parameter without saving it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -307,7 +307,7 @@ class Adds(torch.autograd.Function):
 
 
 class Added(Layer):
-    """Uses it, with a parameter that no operator reads."""
+    """A layer that uses such a function, with a parameter that no operator reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ def test_a_parameter_that_changes_between_forward_and_backward_is_an_error_as_it
 
 
 class Uncounted(Layer):
-    """Calls a unit without gradients first; takes an address, so that all of it runs again."""
+    """A layer that calls a unit without gradients first, and takes an address, so that all of it runs again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,7 +369,7 @@ def test_a_call_without_gradients_takes_no_state_of_another_where_a_region_runs_
 
 
 class Passes(torch.autograd.Function):
-    """Returns what it is given, as functions of tensor parallelism do."""
+    """A function that returns its argument, as functions of tensor parallelism do."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -381,7 +381,7 @@ class Passes(torch.autograd.Function):
 
 
 class Biased(Layer):
-    """The function comes before any operator has seen its argument; a module returns a bias for later."""
+    """A layer whose function runs before any operator has seen its argument; a module returns a bias for later."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = Passes.apply(self.out.bias)

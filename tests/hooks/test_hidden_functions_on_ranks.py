@@ -1,4 +1,4 @@
-"""Ranks that exchange tokens, and that do not see alike what an expert hides: one without tokens sees nothing of it."""
+"""Ranks that exchange tokens and see different parts of a hidden expert: one without tokens sees nothing of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS, ALPHAS = 6, (0.0, 1.0, "auto")
 
 
 def ranks(folder: Path, layer: str, *routings: str, layers: int = 3) -> list[dict[str, Any]]:
-    """What all ranks found, of every case."""
+    """Return all ranks' results of every case."""
     cases = json.dumps([(layer, layers, routing, alpha) for routing in routings for alpha in ALPHAS])
     launch_forked(["tests.support.hidden_worker", folder, cases], module=True, time_limit_s=120)
     found = [case for rank in (0, 1) for case in json.loads((folder / f"{rank}.json").read_text())]
@@ -25,8 +25,9 @@ def ranks(folder: Path, layer: str, *routings: str, layers: int = 3) -> list[dic
 
 
 def assert_right(case: dict[str, Any], layers: int = 3, without: tuple[int, ...] = ()) -> None:
-    """Gradients are those without memplug, and no rank exchanges again by itself: each layer exchanges there and back,
-    in forward and in backward, but for some steps.
+    """Assert gradients as without memplug, and that no rank exchanges again by itself.
+
+    Each layer exchanges there and back, in forward and in backward, except for the steps in `without`.
     """
     assert case["differ"] == []
     assert case["exchanges"] == [0 if step in without else layers * 2 * 2 for step in range(STEPS)]
@@ -47,7 +48,7 @@ def test_a_region_that_is_opaque_keeps_what_it_saves(layer: str, tmp_path: Path)
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_region_that_is_opaque_on_one_rank_keeps_what_it_saves(layers: int, tmp_path: Path) -> None:
-    """Also one of a class of which a region before it, in the same step, was as it is."""
+    """Include a region of a class of which an earlier region, in the same step, was not yet opaque."""
     found = ranks(tmp_path, "NoFunction", "all, then half", layers=layers)
     for case in found:
         assert_right(case, layers=layers)
@@ -72,7 +73,7 @@ def test_so_does_one_that_becomes_opaque_behind_forwards_that_were_not_alike(
 
 
 def test_a_region_that_becomes_opaque_after_forwards_that_were_alike_is_an_error(tmp_path: Path) -> None:
-    """And not a rank that waits for ever: nothing of that forward was kept."""
+    """Raise an error rather than let a rank wait forever: nothing of that forward was kept."""
     with pytest.raises(RuntimeError, match="communicates, and a forward was opaque .* would leave the others waiting"):
         ranks(tmp_path, "Late", "half")
 

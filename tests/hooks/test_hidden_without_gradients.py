@@ -1,4 +1,4 @@
-"""Custom autograd functions with kernels of their own, called where no gradients are wanted inside of a region."""
+"""Custom autograd functions with kernels of their own, called without gradients inside of a region."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALPHAS = [0.0, 1.0, "auto"]
 
 
 class Scales(Layer):
-    """What an operator has made is written to, and read again for backward."""
+    """A layer that writes to an operator's output, and reads it again for backward."""
 
     mode = torch.no_grad
 
@@ -31,13 +31,13 @@ class Scales(Layer):
 
 
 class ScalesInInference(Scales):
-    """No version tells of anything."""
+    """The same in inference mode, where no version counts the write."""
 
     mode = torch.inference_mode
 
 
 class OperatorScales(Layer):
-    """The same by an operator."""
+    """The same write by an operator."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
@@ -47,7 +47,7 @@ class OperatorScales(Layer):
 
 
 class ScalesInput(Layer):
-    """The region's input."""
+    """A layer that writes to the region's input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -56,7 +56,7 @@ class ScalesInput(Layer):
 
 
 class Factor(Layer):
-    """Computed without gradients, by a product that saves what it is given where it has any."""
+    """A factor computed without gradients, by a product that saves its input if there are gradients."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
@@ -66,7 +66,7 @@ class Factor(Layer):
 
 
 class WithAndWithout(Layer):
-    """The same function both ways."""
+    """A layer that calls the same function with and without gradients."""
 
     first: bool = False
 
@@ -80,13 +80,13 @@ class WithAndWithout(Layer):
 
 
 class WithThenWithout(WithAndWithout):
-    """In the other order."""
+    """The same calls in the other order."""
 
     first = True
 
 
 class Around(torch.autograd.Function):
-    """Shows its operators, but for those of another function that it calls."""
+    """A function that shows its operators, except for those of another function that it calls."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -100,21 +100,21 @@ class Around(torch.autograd.Function):
 
 
 class CallsAround(Layer):
-    """Uses it."""
+    """A layer that uses such a function."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(Around.apply(self.inner(x)))
 
 
 class CheckpointsAround(Layer):
-    """Inside of torch's own checkpoint, whose forward is without gradients."""
+    """The same inside of torch's own checkpoint, whose forward runs without gradients."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(checkpoint(Around.apply, self.inner(x), use_reentrant=True))
 
 
 class Inner(torch.autograd.Function):
-    """Hidden, and saves what it has made."""
+    """A hidden function that saves its output."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -129,14 +129,14 @@ class Inner(torch.autograd.Function):
 
 
 class CheckpointsHidden(Layer):
-    """The same, of a function of no unit but this."""
+    """A layer whose only unit is such a function, inside of a reentrant checkpoint."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(checkpoint(Inner.apply, self.inner(x), use_reentrant=True).sigmoid())
 
 
 class ScalesWhatInferenceMade(Layer):
-    """Memory that has no versions."""
+    """A layer that scales memory without versions."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
@@ -147,7 +147,7 @@ class ScalesWhatInferenceMade(Layer):
 
 
 class Choose(torch.autograd.Function):
-    """Of a router: counts what it chooses."""
+    """A router's choice, which counts the chosen experts."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ class Choose(torch.autograd.Function):
 
 
 class ChoosesAndCounts(Layer):
-    """Uses it."""
+    """A layer that uses such a router."""
 
     gradients = False
 
@@ -178,13 +178,13 @@ class ChoosesAndCounts(Layer):
 
 
 class ChoosesAndCountsWithGradients(ChoosesAndCounts):
-    """With gradients."""
+    """The same router with gradients."""
 
     gradients = True
 
 
 class Average(torch.autograd.Function):
-    """An average of weights that is a parameter too, updated by operators; its sum is a kernel's."""
+    """An average of weights that is a parameter too, updated by operators; a hidden kernel sums it."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
@@ -198,7 +198,7 @@ class Average(torch.autograd.Function):
 
 
 class Averages(Layer):
-    """Uses it."""
+    """A layer that uses such an average."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class Averages(Layer):
 
 
 class ByState(torch.autograd.Function):
-    """Reads, and then updates, what it is not given itself."""
+    """A function that reads and then updates state that is no argument of its."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, holder: Any) -> torch.Tensor:
@@ -227,7 +227,7 @@ class ByState(torch.autograd.Function):
 
 
 class ScalesByState(Layer):
-    """Uses it."""
+    """A layer that uses such a function."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Custom autograd functions that write to what they are given, past operators: from the second forward on they are
-units that work in place.
+"""Custom autograd functions that write to their arguments, past operators.
+
+From the second forward on they are units that work in place.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.device
 
 
 class InPlace(torch.autograd.Function):
-    """Says that it does."""
+    """A function that marks its argument as written."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -33,14 +34,14 @@ class InPlace(torch.autograd.Function):
 
 
 class WritesInPlace(Layer):
-    """Its function does, to memory that an operator has made."""
+    """A layer whose function writes to an operator's output."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(InPlace.apply(self.inner(x)).sigmoid())
 
 
 class WritesInUnit(torch.autograd.Function):
-    """Both: memory of its own, and its argument."""
+    """A function that makes memory and writes to its argument."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,7 +57,7 @@ class WritesInUnit(torch.autograd.Function):
 
 
 class WritesBoth(Layer):
-    """Uses it."""
+    """A layer that uses such a function."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y, z = WritesInUnit.apply(self.inner(x) * 1.0)
@@ -64,7 +65,7 @@ class WritesBoth(Layer):
 
 
 class WritesUnsaid(Layer):
-    """Uses it, and what it gives twice."""
+    """A layer that uses an unmarked write, and uses its output twice."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = Unsaid.apply(self.inner(x))
@@ -72,7 +73,7 @@ class WritesUnsaid(Layer):
 
 
 class WritesInput(Layer):
-    """The region's input is written to."""
+    """A layer that writes to the region's input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = Unsaid.apply(x)
@@ -80,7 +81,7 @@ class WritesInput(Layer):
 
 
 class WritesTwice(Layer):
-    """The same memory, with operators that read it before, between and behind."""
+    """A layer that writes twice to the same memory, with operators that read it before, between and after."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
@@ -91,7 +92,7 @@ class WritesTwice(Layer):
 
 
 class Rotary(torch.autograd.Function):
-    """Of queries and keys, like Liger's: they are rotated where projections put them, and seen by heads."""
+    """A rotary embedding like Liger's: it rotates queries and keys where projections put them, seen by heads."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +111,7 @@ class Rotary(torch.autograd.Function):
 
 
 class Attends(Layer):
-    """Uses it, on memory of its own for queries and on a part of some for keys, which is copied."""
+    """A layer that rotates queries in their own memory, and keys in a part of shared memory, which is copied."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         cos = torch.linspace(0.5, 1.5, 4)
@@ -142,7 +143,7 @@ def test_a_product_that_a_unit_writes_to_is_swapped_as_it_was_before() -> None:
 
 
 class AtTimes(torch.autograd.Function):
-    """Writes to what it is given, where it is told to."""
+    """A function that writes to its argument on demand."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, writes: bool) -> torch.Tensor:
@@ -158,7 +159,7 @@ class AtTimes(torch.autograd.Function):
 
 
 class WritesAtTimes(Layer):
-    """From the second step on."""
+    """A layer whose function writes from the second step on."""
 
     takes_input = False
 
@@ -174,7 +175,7 @@ class WritesAtTimes(Layer):
 
 
 class WritesInputAtTimes(WritesAtTimes):
-    """To the region's input."""
+    """The same write to the region's input."""
 
     takes_input = True
 

@@ -1,4 +1,4 @@
-"""Custom autograd functions whose kernels write to what others need: buffers, what another region made or holds."""
+"""Custom autograd functions whose kernels write to memory in other use: buffers, or another region's tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALPHAS = [0.0, 1.0, "auto"]
 
 
 class Statistic(torch.autograd.Function):
-    """Scales by a running mean, which it updates: by an operator in place, or by a kernel that gives it back."""
+    """Scales by a running mean and updates it, by an operator in place or by a kernel that returns it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, running: torch.Tensor, holder: Any, by_kernel: bool) -> Any:
@@ -44,7 +44,7 @@ class Statistic(torch.autograd.Function):
 
 
 class Updates(Layer):
-    """A buffer of its own, that the function is given."""
+    """A layer that passes a buffer of its own to the function."""
 
     by_kernel, is_given, is_parameter = False, True, False
 
@@ -62,25 +62,25 @@ class Updates(Layer):
 
 
 class KernelUpdates(Updates):
-    """By the kernel."""
+    """The same update by a kernel."""
 
     by_kernel = True
 
 
 class FindsBuffer(Updates):
-    """The function has it from elsewhere."""
+    """A function that finds the buffer elsewhere."""
 
     is_given = False
 
 
 class UpdatesParameter(Updates):
-    """A parameter."""
+    """The same update of a parameter."""
 
     is_parameter = True
 
 
 class KernelUpdatesParameter(UpdatesParameter):
-    """By the kernel."""
+    """The same update by a kernel."""
 
     by_kernel = True
 
@@ -103,7 +103,7 @@ def test_one_that_a_functions_operators_write_to_is_written_to_once_a_step(alpha
 
 
 class Makes(Layer):
-    """Gives what it has computed twice, with something of which backward needs it as it was."""
+    """A region that returns its result in two forms; its backward needs one of them unchanged."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = self.out(self.inner(x).sigmoid())
@@ -111,33 +111,33 @@ class Makes(Layer):
 
 
 class Writes(Layer):
-    """To what another region made."""
+    """A region that writes to another region's output."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x + self.out(self.inner(Unsaid.apply(y)).sigmoid())
 
 
 class Squashes(nn.Module):
-    """Its backward needs its input, which it does not save. Gives the input too."""
+    """A region whose backward needs its input, without saving it; it returns the input too."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return (x * 2.0).sigmoid(), x
 
 
 class WritesToMade(Pairs):
-    """A region writes to what another one made."""
+    """A region writes to another region's output."""
 
     first, second = Makes, Writes
 
 
 class SharedInput(Pairs):
-    """Two regions are given the same, and the second writes to it."""
+    """Two regions get the same tensor, and the second writes to it."""
 
     first, second = Squashes, Writes
 
 
 class SharedByMany(nn.Module):
-    """Several regions are given the same, and the last writes to it, when the first have been released."""
+    """Several regions get the same tensor, and the last writes to it once the first have been released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def test_what_another_region_still_needs_is_as_it_was(
 
 
 class Same(torch.autograd.Function):
-    """A kernel that scales, and gives back what it was given where there is nothing to do."""
+    """A kernel that scales, or returns its argument if the factor is 1."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -176,7 +176,7 @@ class Same(torch.autograd.Function):
 
 
 class TwoCalls(Layer):
-    """The second gives the region's input back."""
+    """A layer with two calls, the second of which returns the region's input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = Same.apply(self.inner(x), 0.5)
@@ -184,7 +184,7 @@ class TwoCalls(Layer):
 
 
 class Fill(torch.autograd.Function):
-    """A kernel fills memory that an operator left blank."""
+    """A kernel that fills memory that an operator left blank."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -200,7 +200,7 @@ class Fill(torch.autograd.Function):
 
 
 class Fills(Layer):
-    """Uses it."""
+    """A layer that uses such a kernel."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
@@ -216,8 +216,9 @@ def test_what_a_function_gives_back_or_fills_is_no_reason_to_run_the_module_agai
 
 
 class Keeps(torch.autograd.Function):
-    """Writes to both that it is given, of which it gives one back or none. Nothing shows its kernels: as those of an
-    extension, which takes addresses in C++.
+    """A function that writes to both arguments, and returns one of them or none.
+
+    Nothing shows its kernels, like those of an extension that takes addresses in C++.
     """
 
     @staticmethod
@@ -235,7 +236,7 @@ class Keeps(torch.autograd.Function):
 
 
 class KeepsOne(Layer):
-    """Uses it, on what operators have made."""
+    """A layer that uses such a function on operators' outputs."""
 
     gives = True
 
@@ -247,7 +248,7 @@ class KeepsOne(Layer):
 
 
 class KeepsBoth(KeepsOne):
-    """None comes back."""
+    """The same function, which returns neither argument."""
 
     gives = False
 
@@ -261,14 +262,14 @@ def test_what_a_first_call_has_changed_is_known_without_its_being_told(
 
 
 class Residual(nn.Module):
-    """Norm and, as Transformer Engine's fused operations give it, the input itself."""
+    """A norm that also returns its input, like Transformer Engine's fused operations."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return Normalized.apply(x)
 
 
 class Normalized(torch.autograd.Function):
-    """Of the last dimension."""
+    """Normalizes the last dimension."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -285,7 +286,7 @@ class Normalized(torch.autograd.Function):
 
 
 class WithResidual(Layer):
-    """Uses it."""
+    """A layer that uses such a norm."""
 
     def __init__(self) -> None:
         super().__init__()

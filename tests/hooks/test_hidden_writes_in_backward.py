@@ -1,5 +1,6 @@
-"""Custom autograd functions whose backward kernels write over what was saved, as those of fused gated MLPs do, where
-others still need it as it was.
+"""Custom autograd functions whose backward kernels write over saved tensors that others still need.
+
+Fused gated MLPs do this.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ALPHAS = [0.0, 1.0, "auto"]
 
 
 class GatedBeside(nn.Module):
-    """What a unit's backward writes over was made by products of which others need the values too."""
+    """A unit's backward writes over outputs of products whose values others need too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class GatedBeside(nn.Module):
 
 
 class Sine(torch.autograd.Function):
-    """Its gradient lies where its argument was saved."""
+    """A function whose backward writes its gradient over its saved argument."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -50,7 +51,10 @@ class Sine(torch.autograd.Function):
 
 
 class SineOfInput(nn.Module):
-    """Of the region's input, of which others save nothing but what they have made of it. Its backward comes last."""
+    """A layer with the sine of the region's input, whose backward runs last.
+
+    Other operators on that input save only their outputs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +66,7 @@ class SineOfInput(nn.Module):
 
 
 class SineOfInputFirst(SineOfInput):
-    """Its backward comes first."""
+    """The same layer, with the sine's backward first."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.inner((x * 2.0).sigmoid() * (x - 1.0).tanh())
@@ -70,14 +74,14 @@ class SineOfInputFirst(SineOfInput):
 
 
 class Beside(nn.Module):
-    """Its backward needs its input, which it does not save."""
+    """A region whose backward needs its input, without saving it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x * 2.0).sigmoid() * (x - 1.0).tanh()
 
 
 class Shares(nn.Module):
-    """Regions with one input, before and behind the one whose function writes over it in backward."""
+    """Regions with one input, before and after the region whose function writes over it in backward."""
 
     layer: type[nn.Module] = SineOfInput
 
@@ -94,13 +98,13 @@ class Shares(nn.Module):
 
 
 class SharesFirst(Shares):
-    """The same."""
+    """The same regions, with the sine's backward first."""
 
     layer = SineOfInputFirst
 
 
 class Makes(nn.Module):
-    """Gives a product, and what it makes of that: backward needs the product for what it has not saved."""
+    """A region that returns a product and a result of it; backward needs the product to recompute others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,14 +116,14 @@ class Makes(nn.Module):
 
 
 class SineOfSecond(nn.Module):
-    """Of what the region before made."""
+    """A region with the sine of the previous region's output."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x + Sine.apply(y)
 
 
 class MadeAndWritten(Pairs):
-    """One region's output is another's input."""
+    """One region's output is another region's input."""
 
     first, second = Makes, SineOfSecond
 

@@ -1,4 +1,4 @@
-"""What memplug changes in a DeepSpeed engine and in DeepSpeed itself: nothing when off, nothing for good when on."""
+"""The changes to a DeepSpeed engine and to DeepSpeed itself: none when memplug is off, none that stays when on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_engine_whose_block_is_off_trains_untouched(
         memplug.install()
         assert deepspeed.initialize is not original
     engine = make_engine(ds_config(memplug=off))
-    if off is None and way == "install":  # an engine to come may have the block
+    if off is None and way == "install":  # a later engine may have the block
         assert deepspeed.initialize is not original
         memplug.uninstall()
     assert deepspeed.initialize is original

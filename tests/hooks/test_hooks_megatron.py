@@ -1,4 +1,4 @@
-"""What attaching to Megatron-Core's layers refuses, patches and puts back; one process, layers of the tests' own."""
+"""The checks, patches and their removal on Megatron-Core's layers, in one process with the tests' own layers."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ else:  # from 0.18 on
 
 
 def config(**fields: Any) -> types.SimpleNamespace:
-    """What the hook asks of a TransformerConfig."""
+    """Return the fields of a TransformerConfig that the hook reads."""
     common = {"num_layers": 2, "hidden_size": 16, "pipeline_model_parallel_size": 1, "context_parallel_size": 1}
     return types.SimpleNamespace(**{**common, **fields})
 
 
 class Decoder(TransformerLayer):
-    """Called and returning as Megatron-Core's own, built of torch's modules."""
+    """A layer with the call and results of Megatron-Core's own, built of torch's modules."""
 
     def __init__(self, settings: types.SimpleNamespace):
         nn.Module.__init__(self)
@@ -59,7 +59,7 @@ class Decoder(TransformerLayer):
 
 
 class Model(nn.Module):
-    """Calls its layers with keywords only, as TransformerBlock does."""
+    """A model that calls its layers with keywords only, as TransformerBlock does."""
 
     def __init__(self, settings: types.SimpleNamespace | None = None, layer: type[nn.Module] = Decoder):
         super().__init__()
@@ -257,7 +257,7 @@ def test_an_auxiliary_loss_is_recorded_once():
             return super().forward(hidden_states, **others)
 
     def save(_: Any, loss: torch.Tensor, *others: Any) -> None:
-        recorded.append(torch.zeros(3).add_(loss))  # makes memory in the first step alone, as Megatron-Core's
+        recorded.append(torch.zeros(3).add_(loss))  # makes memory in the first step only, as Megatron-Core does
 
     with mock.patch.object(owner, name, save):
         model = Model(layer=Routes)
@@ -269,7 +269,7 @@ def test_an_auxiliary_loss_is_recorded_once():
 
 
 def test_states_that_are_generators_are_brought_back_too():
-    """As of `--te-rng-tracker`: `get_states` gives the generators themselves."""
+    """Return the generators themselves from `get_states`, as with `--te-rng-tracker`."""
     generator = torch.Generator().manual_seed(1)
 
     class Tracker:

@@ -1,4 +1,4 @@
-"""What users try by mistake, or out of order, is told to them in words and never ignored."""
+"""Mistakes of users, and calls out of order, are explained in words and never ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What memplug changes in a model: nothing when off, nothing for good when on, clear words where it cannot work."""
+"""The changes to a model: none when memplug is off, none that stays when on, clear errors where it cannot work."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_two_models_have_sessions_of_their_own() -> None:
         assert_same(gradients(one), gradients(other))
 
 
-# -- what cannot be attached -------------------------------------------------------------------------------------------
+# -- models that cannot be attached ------------------------------------------------------------------------------------
 
 
 def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_checkpointing_that_is_switched_on_later_is_refused(regions: Any, reentr
         with pytest.raises(ConflictError, match="model.layers.*is on") as error:
             train(model)
         assert "gradient_checkpointing_disable" in error.value.advice
-        del error  # before transformers 5.24 its frames are of torch's checkpoint, whose hooks go with them
+        del error  # before transformers 5.24 its frames hold torch's checkpoint and its hooks
         model.gradient_checkpointing_disable()
         model.zero_grad()
         train(model)

@@ -1,4 +1,4 @@
-"""Regions that are given the same memory more than once, and write to it."""
+"""Regions that get the same memory more than once, and write to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.device
 
 
 class WritesSecond(Layer):
-    """By a kernel, to the last of its arguments; what it reads of that memory is the first."""
+    """A layer whose kernel writes to its last argument, and reads that memory through the first."""
 
     def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         Unsaid.apply(others[-1])
@@ -21,7 +21,7 @@ class WritesSecond(Layer):
 
 
 class OperatorWritesSecond(Layer):
-    """By an operator, and a kernel may read what it likes: the layer is opaque in every step."""
+    """A layer whose operator writes to its last argument; it is opaque in every step, as a kernel may read anything."""
 
     def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         others[-1].mul_(2.0)
@@ -30,7 +30,7 @@ class OperatorWritesSecond(Layer):
 
 
 class Twice(nn.Module):
-    """Regions that are given their input twice."""
+    """Regions that get their input twice."""
 
     layer: type[nn.Module] = WritesSecond
     scales = True
@@ -51,27 +51,27 @@ class Twice(nn.Module):
 
 
 class TwiceItself(Twice):
-    """The same tensor."""
+    """Regions that get the same tensor twice."""
 
     def given(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x, x
 
 
 class TwiceWithoutGradients(Twice):
-    """The first region's has none."""
+    """Regions of which the first one's input has no gradient."""
 
     scales = False
 
 
 class TwiceInParts(Twice):
-    """Two views, the second of which overlaps the first."""
+    """Regions that get two views, the second of which overlaps the first."""
 
     def given(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x, x.view(-1, 16)[:3]
 
 
 class Thrice(Twice):
-    """The last is contiguous, and not of the tensor's shape."""
+    """Regions that get three arguments; the last is contiguous, and of another shape."""
 
     def given(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x, x.transpose(0, 1), x.detach().flatten()[8:40]

@@ -1,4 +1,4 @@
-"""Transformer Engine and flash-attn themselves under memplug, on a GPU: to the bit, and attention runs once in a step.
+"""The real Transformer Engine and flash-attn on a GPU: equal to the bit, and attention runs once in a step.
 
 Their stand-ins are held to the same by test_opaque_layers.py and test_flash_attention.py.
 """
@@ -40,9 +40,9 @@ BATCHES = ["whole", "padded", "packed", "lengths"]
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Transformer Engine takes cuDNN's attention, or where that cannot be had, its own unfused one.
+    """Run Transformer Engine with cuDNN's attention or, if there is none, its own unfused one.
 
-    What it compiles runs as it is written in a region, and rounds more often: so it does without memplug too.
+    Functions that it compiles run uncompiled in a region, and round more often; so do they here without memplug.
     """
     programs = {name: {"device": "cuda", **case} for name, case in PROGRAMS.items()}
     cases = cases_of(programs, ALPHAS, **REGIONS) | {"checkpoint": {**programs["Parts"], "checkpoint": True}}
@@ -52,7 +52,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def by_flash(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Transformer Engine takes flash-attn."""
+    """Run Transformer Engine with flash-attn."""
     programs = {name: {"device": "cuda", **PROGRAMS[name]} for name in RUNS["by_flash"]}
     cases, chosen = cases_of(programs, ALPHAS, **REGIONS), {**DETERMINISTIC, "NVTE_FUSED_ATTN": "0"}
     return run("opaque_layers_worker", tmp_path_factory.mktemp("by_flash"), cases, "--installed", **chosen)
@@ -60,7 +60,7 @@ def by_flash(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def llamas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Hugging Face's Llama takes flash-attn."""
+    """Run Hugging Face's Llama with flash-attn."""
     programs = {kind: {"implementation": "flash_attention_2", "batch": kind} for kind in BATCHES}
     cases = cases_of(programs, ALPHAS)
     return run("flash_attention_worker", tmp_path_factory.mktemp("llamas"), cases, "--installed", **DETERMINISTIC)

@@ -1,4 +1,4 @@
-"""What tells one training job from another."""
+"""The properties that tell training jobs apart."""
 
 from __future__ import annotations
 

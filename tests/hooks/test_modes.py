@@ -1,4 +1,4 @@
-"""Modes of torch and of the script's own around an attached model: as without memplug."""
+"""Modes of torch and of the script around an attached model: as without memplug."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ alphas = pytest.mark.parametrize("alpha", [0, 1, "auto"])
 
 
 class HandsOn(TorchDispatchMode):
-    """Looks at what operators return, by operators of its own."""
+    """Looks at operators' outputs, by operators of its own."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -34,7 +34,7 @@ class HandsOn(TorchDispatchMode):
 
 
 class Scales(TorchDispatchMode):
-    """Returns other values than a matmul."""
+    """Changes the values that a matmul returns."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -42,7 +42,7 @@ class Scales(TorchDispatchMode):
 
 
 class ScalesInPlace(TorchDispatchMode):
-    """Writes to what a matmul returns."""
+    """Writes to a matmul's output."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -59,7 +59,7 @@ class GivesMore(TorchDispatchMode):
 
 
 class Both(contextlib.ExitStack):
-    """One that changes nothing inside of one that does."""
+    """A mode that changes nothing inside of one that does."""
 
     def __enter__(self) -> Any:
         super().__enter__()
@@ -84,7 +84,7 @@ modes = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
 
 
 class ScalesFunctions(TorchFunctionMode):
-    """Returns other values than a linear layer's function."""
+    """Changes the values that a linear layer's function returns."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -92,7 +92,7 @@ class ScalesFunctions(TorchFunctionMode):
 
 
 class Addressed(nn.Sequential):
-    """Opaque: asks for the address of a tensor."""
+    """An opaque layer: it takes the address of a tensor."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x.data_ptr()
@@ -111,7 +111,7 @@ def step(model: nn.Module, seed: int, forward: Any, backward: Any) -> tuple[torc
 @alphas
 def test_training_holds_to_the_bit_inside_of_modes(mode: Callable[[], Any], alpha: Any) -> None:
     def train(model: nn.Module) -> list[Any]:
-        """Around all of a step, around its forward, around its backward, and not at all."""
+        """Run steps with the mode around all of a step, around its forward, around its backward, and without it."""
         found, none = [], contextlib.nullcontext()
         for seed in range(2):
             found.append(step(model, seed, none, none))

@@ -1,5 +1,6 @@
-"""Layers of Transformer Engine under memplug: to the bit, with scales that do not move, and with attention that never
-runs again where the link carries what it saved.
+"""Layers of Transformer Engine: equal to the bit, with the scales of the forward.
+
+Attention never runs again where the link carries its saved tensors.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def test_scales_and_histories_are_those_without_memplug(program: str, alpha: str
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_no_scales_are_left_over(program: str, alpha: str, results: dict[str, Any]) -> None:
-    """As of units that never run again: another run would take them for its own."""
+    """Assert that units which never run again leave no queued scales, which another run would take."""
     assert results[f"{program} {alpha}"]["queued"] == 0
 
 
@@ -107,7 +108,7 @@ def test_a_plan_moves_what_it_said(results: dict[str, Any]) -> None:
 
 
 def test_half_of_the_rows_take_half_of_the_recomputed_operations(results: dict[str, Any]) -> None:
-    """Of all layers but the last, whose tensors never leave the device."""
+    """Count all layers but the last, whose tensors never leave the device."""
     plain, none, half = (sum(results[f"Parts {case}"]["flops"].values()) for case in ("none", "0", "half"))
     assert none > plain
     assert half - plain == pytest.approx((none - plain) / 2 * (LAYERS - 1) / LAYERS, rel=0.01)

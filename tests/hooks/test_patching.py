@@ -1,4 +1,4 @@
-"""Patches of several sessions on one thing: undone in any order, nothing is left of them."""
+"""Patches of several sessions on one object: undone in any order, they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.hosts import block, ds_config, make_engine, train_engine
 
 
 class Owner:
-    """Stands for a session, which undoes in reverse order."""
+    """Stands in for a session, which undoes its patches in reverse order."""
 
     def __init__(self) -> None:
         self.undo: list[Any] = []

@@ -1,4 +1,4 @@
-"""Each operator of a recording is in the pass, micro-batch and layer that the program was in, backward with no hook."""
+"""Each operator of a recording has its pass, micro-batch and layer, without a hook in backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHECKPOINTS = {  # True: reentrant
     "inside of each layer, reentrant": {"inside": True},
 }
 checkpoints = pytest.mark.parametrize("network", CHECKPOINTS.values(), ids=CHECKPOINTS)
-SCHEDULES = {  # of two forwards and their backwards
+SCHEDULES = {  # orders of forwards and backwards
     "one after the other": "f0 b0 f1 b1",
     "in order": "f0 f1 b0 b1",
     "the last first": "f0 f1 b1 b0",
@@ -223,11 +223,11 @@ def test_an_interrupt_in_a_step_is_over_with_the_next_recording(recorder: Record
     told.truth.check(told.end())
 
 
-# -- what is left ------------------------------------------------------------------------------------------------------
+# -- leftovers ---------------------------------------------------------------------------------------------------------
 
 
 def hooks(model: nn.Module) -> list[object]:
-    """All hooks of all modules, and the global ones of optimizers."""
+    """Return all hooks of all modules, and the global ones of optimizers."""
     found = []
     for module in model.modules():
         for name, value in vars(module).items():

@@ -18,7 +18,7 @@ __all__ = ["nothing_left", "recorder"]
 
 
 class Expert(nn.Module):
-    """One whose operators no other module runs."""
+    """An expert whose operators no other module runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Expert(nn.Module):
 
 
 class ManyExperts(nn.Module):
-    """Calls its experts itself."""
+    """A layer that calls its experts itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class ManyExperts(nn.Module):
 
 
 class ListOfExperts(nn.ModuleList):
-    """Never called itself."""
+    """A list of experts that is never called itself."""
 
 
 class Mixture(nn.Module):
@@ -67,7 +67,7 @@ def record_training(
 
 
 def layers_of(trace: Trace, name: str) -> set[tuple[Pass, str]]:
-    """Passes and layers that an operator ran in."""
+    """Return the passes and layers that an operator ran in."""
     found = [index for index, number in enumerate(trace.operators["name"]) if trace.names[number] == name]
     assert found, name
     places = [where(trace, index) for index in found]

@@ -15,7 +15,7 @@ from tests.support.hosts import block
 
 
 class Wraps(nn.Module):
-    """What wraps a module as DistributedDataParallel and Megatron-Core's Float16Module do."""
+    """A wrapper like DistributedDataParallel and Megatron-Core's Float16Module."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -26,7 +26,7 @@ class Wraps(nn.Module):
 
 
 class FullySharded(nn.Module):
-    """What wraps a layer as FullyShardedDataParallel does."""
+    """A wrapper like FullyShardedDataParallel."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -37,7 +37,7 @@ class FullySharded(nn.Module):
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The stack's own layers, under whatever wraps them."""
+    """Return the stack's own layers, under any wrappers."""
     return [module for name, module in model.named_modules() if type(module).__name__ == "Block"]
 
 

@@ -1,5 +1,6 @@
-"""The stand-ins of Transformer Engine and flash-attn (tests/support/stand_ins) compute what torch's operators do, and
-have the state that the real ones have.
+"""The stand-ins of Transformer Engine and flash-attn compute the results of torch's operators.
+
+They have the state of the real packages (tests/support/stand_ins).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def test_torch_sees_allocations_alone_and_backward_frees_what_it_unpacked(result
     assert found["operators"] <= {"empty", "view", "detach"}
     hidden, ffn = (4, 32), (4, 128)
     assert found["saved"][0] == found["saved"][2] == hidden and ffn in found["saved"]
-    assert found["freed"] == 5  # the norm's output, means and deviations, and both sides of the activation
+    assert found["freed"] == 5  # the norm's output, means and deviations, and the activation's input and output
 
 
 def test_a_careless_second_forward_in_fp8_changes_losses_and_one_in_the_recompute_contexts_does_not(
@@ -74,7 +75,7 @@ def test_recipes_without_state_give_the_same_losses_however_often_a_layer_runs(
 def test_micro_batches_share_a_cast_weight_and_add_to_one_gradient(results: dict[str, Any]) -> None:
     found = results["micro_batches"]
     assert found["main_grad"] < 1e-5 and found["grad"]
-    assert found["casts"] == 10  # inputs and gradients of both, each twice, and the weight twice, once
+    assert found["casts"] == 10  # inputs and gradients of both twice each, and the weight's two forms once
     assert "Float8Tensor" in found["saved"]
 
 
@@ -107,7 +108,7 @@ def test_ranks_that_share_tokens_or_weights_compute_what_one_rank_does(ranks: li
 def test_ranks_have_the_scales_of_the_largest_magnitude_of_both(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["reduced_scales"] for rank in ranks)
     assert first == second
-    assert first[0] == pytest.approx(448 / 5)  # the input of the second rank's second step
+    assert first[0] == pytest.approx(448 / 5)  # from the input of the second rank's second step
 
 
 @pytest.mark.distributed

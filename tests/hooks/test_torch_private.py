@@ -1,4 +1,4 @@
-"""A torch that lacks what memplug uses of it is refused at attach, with the name that it lacks."""
+"""A torch that lacks a name that memplug uses is refused at attach, with that name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that torch traces of an attached model, and compiles of it: those of the model without memplug."""
+"""Programs that torch traces or compiles of an attached model equal those of the model without memplug."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def nothing_is_compiled_yet() -> Iterator[None]:
 
 
 def step(call: Callable[..., Any], model: nn.Module) -> list[torch.Tensor | None]:
-    """The output, and the gradients of a step: None for parameters that the program holds copies of."""
+    """Return a step's output and gradients; None for parameters of which the program holds copies."""
     out = call(x())
     out.square().sum().backward()
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -125,7 +125,7 @@ def test_a_compiled_model_compiles_no_frames_of_memplug() -> None:
         for _ in range(4):
             step(call, model)
             session.step()
-    assert 0 < counters["frames"]["total"] < 8  # which is as often as torch compiles one anew
+    assert 0 < counters["frames"]["total"] < 8  # torch compiles one anew that often
 
 
 @pytest.mark.parametrize("tokenwise", [{"regions": ["[0-1]"]}, {"enabled": False}], ids=["regions", "arena"])

@@ -138,7 +138,7 @@ def losses_and_gradients(model: nn.Module, steps: int) -> Iterator[torch.Tensor]
 
 
 def train_alike(block: type[Layer], alpha: float | str) -> Any:
-    """Returns the session of a training that is the same, to the bit, with memplug and without."""
+    """Train with memplug and without, compare to the bit, and return the session."""
     torch.manual_seed(0)
     model = Stack(2, block)
     reference = copy.deepcopy(model)
@@ -178,7 +178,7 @@ def test_where_torch_refuses_its_error_has_memplugs_advice() -> None:
 
 @pytest.mark.parametrize("opaque", [False, True])
 def test_a_thread_without_transforms_gets_no_state_of_them(opaque: bool) -> None:
-    # torch would copy it for every node that autograd makes on the thread, as long as the thread lives
+    # torch would copy the state for every node that autograd makes on the thread, as long as the thread lives
     found = []
 
     def train() -> None:

@@ -1,4 +1,4 @@
-"""Two real processes: the recipe's losses with memplug and without, ranks that differ, and a run that is killed.
+"""Two real processes: the recipe's losses with and without memplug, ranks that differ, and a run that is killed.
 
 `python -m tests.bench.convergence` runs all launchers, stages, ways in and alphas over 50 steps.
 """
@@ -25,20 +25,20 @@ Losses = dict[int, float]
 
 
 def read_losses(log: Path) -> Losses:
-    """Returns the loss of each step; the last line may have been cut off by a kill."""
+    """Return the loss of each step; a kill may have cut off the last line."""
     text = log.read_text() if log.exists() else ""
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return {line["step"]: line["loss"] for line in lines if "step" in line}
 
 
 def read_report(log: Path) -> dict[str, Any]:
-    """Returns memplug's part of the recipe's report."""
+    """Return memplug's part of the recipe's report."""
     return json.loads(log.read_text().splitlines()[-1])["report"]["memplug"]
 
 
 @pytest.fixture(scope="session")
 def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Losses]:
-    """The losses of a ZeRO stage without memplug; each stage runs once."""
+    """Return a function that gives the losses of a ZeRO stage without memplug; each stage runs once."""
     known: dict[int, Losses] = {}
 
     def get(stage: int) -> Losses:
@@ -52,7 +52,7 @@ def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Lo
 
 
 def recipe(stage: int, log: Path) -> list[Any]:
-    """The recipe with a plan after two steps."""
+    """Return the arguments of the recipe with a plan after two steps."""
     config = json.loads((ROOT / "configs/ds_tiny.json").read_text())
     config["memplug"]["profiler"] = QUICK
     quick = log.with_name("ds_quick.json")
@@ -67,7 +67,7 @@ def recipe(stage: int, log: Path) -> list[Any]:
 def test_losses_are_those_without_memplug(
     stage: int, alpha: str, tmp_path: Path, plain_losses: Callable[[int], Losses]
 ) -> None:
-    """The run that is killed and resumed has them under torchrun too."""
+    """Start the ranks by a fork; the test that kills and resumes a run covers torchrun."""
     log = tmp_path / "log.jsonl"
     launch_forked([*recipe(stage, log), "--memplug", "install", "--alpha", alpha])
     losses, expected = read_losses(log), plain_losses(stage)
@@ -92,7 +92,7 @@ def test_an_unchanged_script_under_the_deepspeed_launcher_has_the_losses_without
 
 
 def test_ranks_that_differ_in_host_memory_train_without_a_deadlock_and_partition_again(tmp_path: Path) -> None:
-    """Rank 1 has no room at all. Under ZeRO 3 a rank that left out a recompute pass would leave the other waiting."""
+    """Give rank 1 no host memory: under ZeRO 3 a rank that left out a recompute pass would leave the other waiting."""
     unequal = {"host_budget_gib": [1.0, 1e-6]}
     cases = {
         "plain": {"stage": 3, "memplug": None},
@@ -116,7 +116,7 @@ def test_ranks_that_differ_in_host_memory_train_without_a_deadlock_and_partition
 
 
 def test_a_device_budget_that_is_impossible_on_one_rank_is_refused_on_both_in_the_same_words(tmp_path: Path) -> None:
-    """Under ZeRO 3 a rank that raised alone would leave the other waiting."""
+    """Refuse on both ranks: under ZeRO 3 a rank that raised alone would leave the other waiting."""
     cases = {
         "impossible": {
             "stage": 3,
@@ -138,11 +138,12 @@ ADAPTING = {**block(), "profiler": {"warmup_steps": 1, "policy_steps": 2}}
 
 
 def adapt(folder: Path, stage: int, **cases: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs cases on two ranks under a stage of ZeRO, with memplug and without; all losses agree, and so do the
-    ranks' stages and programs. Returns what the first rank knows of the cases with memplug.
+    """Run cases on two ranks under a stage of ZeRO, with memplug and without, and compare them.
+
+    All losses must agree, and so must the ranks' stages and programs. Return the first rank's results with memplug.
     """
     lengths = {name: json.dumps(case["lengths"]) for name, case in cases.items()}
-    # without memplug, all that matters of a case is its lengths
+    # without memplug, only the lengths of a case matter
     every = {off: {"stage": stage, "memplug": None, "lengths": json.loads(off)} for off in lengths.values()}
     every |= {name: {"stage": stage, "memplug": ADAPTING, **case} for name, case in cases.items()}
     launch_forked(["tests.support.training_worker", folder, json.dumps(every)], module=True)
@@ -159,7 +160,7 @@ def adapt(folder: Path, stage: int, **cases: dict[str, Any]) -> list[dict[str, A
 
 @STAGES
 def test_a_change_that_one_rank_alone_sees_moves_all_ranks_at_the_same_step(stage: int, tmp_path: Path) -> None:
-    """Rank 1 gets longer sequences for a while, or runs something else beside them; rank 0 goes on as before."""
+    """Give rank 1 longer sequences, or other operators, for a while; rank 0 goes on as before."""
     steady, short, long = [12] * 20, [12] * 8, [20] * 7
     found = adapt(
         tmp_path,
@@ -176,7 +177,7 @@ def test_a_change_that_one_rank_alone_sees_moves_all_ranks_at_the_same_step(stag
 
 
 def test_every_rank_compares_what_its_own_recorder_saw(tmp_path: Path) -> None:
-    """ZeRO 3 learns in its first steps what to fetch, which is no part of the program."""
+    """Compare programs, although ZeRO 3 learns in its first steps which parameters to fetch."""
     profiler = {**block(), "profiler": {"warmup_steps": 1, "policy_steps": 2}}
     cases = {
         f"{stage} {way}": {"stage": stage, "lengths": [[12] * 12] * 2, "memplug": profiler if way == "on" else None}
@@ -195,7 +196,7 @@ def test_every_rank_compares_what_its_own_recorder_saw(tmp_path: Path) -> None:
 
 @STAGES
 def test_a_step_that_differs_on_one_rank_alone_changes_no_plan_on_any(stage: int, tmp_path: Path) -> None:
-    """A validation by rank 1."""
+    """Let rank 1 run a validation."""
     operators = [1] * 8 + [2] + [1] * 4 + [2] + [1] * 4
     case = {"lengths": [[12] * 18] * 2, "operators": [[1] * 18, operators]}
     for result in adapt(tmp_path, stage, default=case, own={**case, "ways": ["by alpha"]}):
@@ -205,7 +206,7 @@ def test_a_step_that_differs_on_one_rank_alone_changes_no_plan_on_any(stage: int
 
 @pytest.mark.long
 def test_a_run_with_memplug_that_is_killed_resumes_with_the_losses_it_would_have_had(tmp_path: Path) -> None:
-    """The killed run is its own reference: it trains past its checkpoint, and dies in the middle of a step."""
+    """Use the killed run as the reference: it trains past its checkpoint, and dies in the middle of a step."""
     killed_log, resumed_log = tmp_path / "killed.jsonl", tmp_path / "resumed.jsonl"
     common = [TRAIN, "--memplug", "install", "--alpha", "1", "--seq-len", "64"]
     common += ["--save-dir", tmp_path / "saves", "--save-every", "6"]

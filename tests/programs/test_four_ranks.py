@@ -1,4 +1,4 @@
-"""Megatron-Core on four processes, two ways of splitting a model combined: all numbers are those without memplug."""
+"""Megatron-Core on four processes, combining two ways of splitting a model: all numbers are those without memplug."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SELECTION = [
 
 @pytest.mark.parametrize(("layout", "names"), SELECTION)
 def test_losses_and_gradients_of_four_ranks_are_those_without_memplug(layout, names, tmp_path):
-    """Also where one rank runs short of host memory in the middle: no rank waits for ever for another."""
+    """Include ranks that run short of host memory in the middle: no rank may wait forever for another."""
     cases = {name: CASES[name] for name in names}
     ranks = train(tmp_path, {"steps": STEPS, **LAYOUTS[layout]}, {"without": None, **cases}, processes=4)
     assert len(set(ranks[0]["without"]["digests"])) == STEPS, "it trains: each step is another"
@@ -48,7 +48,7 @@ def test_losses_and_gradients_of_four_ranks_are_those_without_memplug(layout, na
         assert_sound([rank[name] for rank in ranks])
         refused = [rank[name]["report"]["host_refusals"] > 0 for rank in ranks]
         assert refused == [number == SHORT_RANK and "short" in name for number in range(4)]
-    for rank in ranks if "experts" not in LAYOUTS[layout] else ():  # the sizes of an expert's tokens never repeat
+    for rank in ranks if "experts" not in LAYOUTS[layout] else ():  # the number of tokens of an expert never repeats
         if "1" in names:
             assert rank["1"]["report"]["arena_served"] > 0
         if "auto" in names:

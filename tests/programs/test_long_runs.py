@@ -1,4 +1,4 @@
-"""Thousands of steps, awkward ones among them, leave nothing behind: counts, not times or bytes of the process."""
+"""Thousands of steps, some of them awkward, leave nothing behind: counted, not timed or measured in process memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memplug.session.table import Stage
 from tests.support.awkward import LENGTHS, STEPS, Fails, awkward_steps, left_behind, plain
 from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
 
-ROUND = len(STEPS) * len(LENGTHS)  # of steps, after which they come by again
+ROUND = len(STEPS) * len(LENGTHS)  # steps until all kinds and lengths have come by
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
@@ -31,7 +31,7 @@ def test_awkward_steps_leave_nothing_behind(alpha: float | str, rounds: int) -> 
             for _ in islice(steps, count):
                 session.step()
 
-        run(2 * ROUND)  # until all memory has been asked for
+        run(2 * ROUND)  # until all memory has been requested
         before = left_behind(session._attached.executor)
         for _ in range(rounds):
             run(ROUND)

@@ -34,7 +34,7 @@ SELECTION = [
     ("pipeline", ("auto",), 6),
     ("interleaved", ("1",), 6),
     ("all-to-all", ("auto",), 6),
-    # the arena needs more steps where the choice of experts makes each unlike the last
+    # the arena needs more steps if the choice of experts makes each step unlike the last
     *(
         pytest.param(name, tuple(CASES), 14 if "experts" in LAYOUTS[name] else 10, marks=pytest.mark.long)
         for name in LAYOUTS
@@ -63,7 +63,7 @@ def test_gradients_and_losses_are_those_without_memplug(layout, alphas, steps, t
             assert rank[alpha]["report"]["offloaded_bytes"] > 0, f"alpha {alpha}"
         if "auto" in alphas:
             assert "stable" in dict((stage, step) for step, stage in rank["auto"]["history"])
-            if "experts" not in LAYOUTS[layout]:  # where tokens go to differs from step to step
+            if "experts" not in LAYOUTS[layout]:  # the experts of tokens differ from step to step
                 assert_sent_as_expected(rank)
         if "1" in alphas:
             assert rank["1"]["report"]["arena_served"] > 0
@@ -73,7 +73,7 @@ def test_gradients_and_losses_are_those_without_memplug(layout, alphas, steps, t
 
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_a_swap_list_keeps_every_rank_to_its_budget_with_the_same_numbers(layout, tmp_path):
-    """A pipeline has graphs of several micro-batches in flight."""
+    """Include a pipeline, which has graphs of several micro-batches in flight."""
     alone = {
         "enabled": True,
         "plan_dir": False,

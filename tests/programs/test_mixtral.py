@@ -1,4 +1,4 @@
-"""Hugging Face's Mixtral, top-2 of 8 experts: the same steps with memplug, while tokens go elsewhere each time."""
+"""Hugging Face's Mixtral, top-2 of 8 experts: the same steps with memplug, although tokens go elsewhere each time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = 20
 
 
 def train(block: dict[str, Any] | None) -> tuple[list[float], list[list[torch.Tensor]], dict[str, Any], set[Any]]:
-    """Losses and gradients of each step, the report, and how many tokens each expert of a layer got, step by step."""
+    """Return losses and gradients of each step, the report, and the token counts per expert of a layer, by step."""
     model = mixtral()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session = memplug.attach(model, block) if block is not None else None

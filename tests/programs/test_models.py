@@ -1,4 +1,4 @@
-"""Decoder layers of real models give the gradients that they give without memplug, from the first step on."""
+"""Decoder layers of real models have the same gradients as without memplug, from the first step on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.device
 
 
 EXACT = (0.0, 1.0)
-# each batch and each dtype once; the long tests run the rest
+# each batch and each dtype once; long tests run the rest
 SOME = [
     pytest.param(1, torch.float32, id="1-float32"),
     pytest.param(3, torch.bfloat16, id="3-bfloat16"),
@@ -34,7 +34,7 @@ OTHERS = [
 
 
 def train_alike(model: Causal, alpha: float, batch: int = 1, steps: int = 2, **settings: Any) -> None:
-    """Gradients and losses equal those of the untouched twin: to the bit, but for matmuls that are split."""
+    """Assert gradients and losses equal to the untouched twin's: to the bit, except where matmuls are split."""
     reference = twin(model)
     executor = tokenwise(model, alpha, **settings)
     generator = torch.Generator().manual_seed(1)

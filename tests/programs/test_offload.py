@@ -1,4 +1,4 @@
-"""DeepSpeed's own offloading to the CPU, and its Ulysses attention, on two processes beside memplug and its arena."""
+"""DeepSpeed's own offloading to the CPU and its Ulysses attention, on two processes with memplug and its arena."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OFFLOADED = {
 
 
 def block(setup: str, alpha: float) -> dict[str, Any]:
-    """Swaps even the smallest tensor, and plans addresses early."""
+    """Return a block that swaps even the smallest tensor, and plans addresses early."""
     regions = {"regions": ["blocks.*"]} if setup == "Ulysses" else {}
     return {
         "enabled": True,
@@ -41,7 +41,7 @@ def block(setup: str, alpha: float) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank wrote: every setup without memplug, and with it."""
+    """Return each rank's results: every setup without memplug, and with it."""
     folder = tmp_path_factory.mktemp("offload")
     cases = {}
     for setup, case in SETUPS.items():

@@ -101,7 +101,7 @@ def test_model_shapes_are_those_of_llama_2(size, parameters):
 
 
 class FileEngine:
-    """Saves and loads only the script's own state, in real files, as DeepSpeed's engine lays them out."""
+    """An engine that saves and loads only the script's own state, in real files in DeepSpeed's layout."""
 
     def save_checkpoint(self, save_dir: str, tag: str, client_state: dict, save_latest: bool) -> None:
         assert not save_latest, "DeepSpeed would overwrite the pointer, and not atomically"
@@ -120,7 +120,7 @@ def single_rank(tmp_path):
 
 
 class Killed(BaseException):
-    """Stands for the moment at which a process is killed: nothing handles it."""
+    """The moment at which a process is killed: nothing handles it."""
 
 
 def die(*args, **kwargs):
@@ -180,7 +180,7 @@ def test_nothing_to_resume_from_is_refused(tmp_path, single_rank):
 
 
 def read_losses(log: Path) -> dict[int, float]:
-    """Returns the loss of each step; the last line may have been cut off by the kill."""
+    """Return the loss of each step; the kill may have cut off the last line."""
     text = log.read_text() if log.exists() else ""
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return {line["step"]: line["loss"] for line in lines if "step" in line}
@@ -189,7 +189,7 @@ def read_losses(log: Path) -> dict[int, float]:
 @pytest.mark.distributed
 @pytest.mark.long  # tests/programs/test_distributed.py kills and resumes a run with memplug
 def test_run_that_is_killed_resumes_with_the_losses_it_would_have_had(tmp_path):
-    """The killed run is its own reference: it trains well past its checkpoint before it dies."""
+    """Use the killed run as the reference: it trains well past its checkpoint before it dies."""
     config = json.loads((ROOT / "configs/ds_tiny.json").read_text())
     config.update(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=2)
     (tmp_path / "ds.json").write_text(json.dumps(config))
@@ -202,7 +202,7 @@ def test_run_that_is_killed_resumes_with_the_losses_it_would_have_had(tmp_path):
         kill_tree(process)
     assert checkpoint.latest(saves) == "step-00000010"
     expected = read_losses(killed_log)
-    shutil.copytree(saves / "step-00000010", saves / "saving")  # what a kill in the middle of a save leaves
+    shutil.copytree(saves / "step-00000010", saves / "saving")  # a kill in the middle of a save leaves this
 
     output = launch_forked([*common, "--steps", "13", "--loss-log", resumed_log, "--resume"])
     assert read_losses(resumed_log) == {step: expected[step] for step in (11, 12, 13)}

@@ -1,4 +1,4 @@
-"""Both recipes with each attention, ranks that share sequences, 8 bits, and a Qwen3: trained as without memplug.
+"""Both recipes with each attention, ranks that share sequences, 8 bits, and a Qwen3: the same as without memplug.
 
 Transformer Engine and flash-attn are their stand-ins (tests/support/stand_ins); on a GPU that has them, themselves.
 """
@@ -45,7 +45,7 @@ MEGATRON = pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="
 
 
 def ds_config(bf16: bool = False, stage: int = 1) -> dict[str, Any]:
-    """The optimizer is SGD: unlike Adam's, its steps are as long as the gradients."""
+    """Return a configuration with SGD: unlike Adam's, its steps are as long as the gradients."""
     return {
         "train_batch_size": 4,
         "gradient_accumulation_steps": 2,
@@ -67,11 +67,17 @@ def run(
     installed: bool = False,
     **config: Any,
 ) -> list[dict[str, Any]]:
-    """The lines of a run's log, a step each, and the report as the last one.
+    """Run a recipe, and return the lines of its log, one per step, with the report as the last one.
 
     Args:
-        installed: on a GPU, by the packages that are installed.
-        config: as for `ds_config`.
+        folder: gets the configurations and the log.
+        recipe: the folder of the recipe.
+        model: a name of `SHAPES`.
+        *options: further arguments of the recipe.
+        memplug: train with memplug.
+        processes: how many ranks.
+        installed: run on a GPU with the packages that are installed.
+        **config: as for `ds_config`.
     """
     for name, shape in SHAPES.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(shape))
@@ -106,7 +112,7 @@ CASES: dict[str, tuple[str, str, list[str], int]] = {
     "Megatron-Core, fp8": ("megatron_llama2", "llama", [*TE, "--fp8"], 1),
     "Megatron-Core, context": ("megatron_llama2", "llama", [*TE, *SHARING], 2),
     "Megatron-Core, Qwen3": ("megatron_llama2", "qwen3", [], 1),
-    # longer
+    # long tests
     "flash, context": ("llama2", "llama", ["--attention", "flash", *SHARING], 2),
     "mixture, context": ("llama2", "mixtral", SHARING, 2),
     "Qwen3, ZeRO 3": ("llama2", "qwen3", ["--zero-stage", "3"], 2),
@@ -141,7 +147,7 @@ def test_so_it_has_with_the_packages_themselves(case: str, tmp_path: Path) -> No
 
 
 def compare(folder: Path, recipe: str, model: str, *options: str, **where: Any) -> None:
-    """A run with memplug beside one without."""
+    """Compare a run with memplug with one without."""
     *plain, without = run(folder, recipe, model, *options, **where)
     *ours, report = run(folder, recipe, model, *options, memplug=True, **where)
     assert ours == plain and len(plain) == STEPS
@@ -153,7 +159,7 @@ def compare(folder: Path, recipe: str, model: str, *options: str, **where: Any) 
 
 
 def assert_same_training(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    """To rounding; both read the same sequences."""
+    """Assert equality to rounding; both runs read the same sequences."""
     for name in ("loss", *(["gradient_norm"] if "gradient_norm" in ours[0] else [])):
         assert [line[name] for line in ours[:-1]] == pytest.approx([line[name] for line in theirs[:-1]], rel=1e-3)
     ours, theirs = ours[-1]["report"], theirs[-1]["report"]
@@ -176,7 +182,7 @@ def test_two_ranks_that_share_sequences_train_with_deepspeed_as_one_rank_does(st
 def test_four_ranks_of_which_two_share_a_sequence_train_as_two_ranks_do(tmp_path: Path) -> None:
     alone = run(tmp_path, "llama2", "mixtral", processes=2)
     together = run(tmp_path, "llama2", "mixtral", *SHARING, processes=4)
-    # the loss that balances experts is of the tokens that a rank has
+    # the loss that balances experts counts only the rank's own tokens
     assert [line["loss"] for line in together[:-1]] == pytest.approx([line["loss"] for line in alone[:-1]], rel=5e-3)
 
 
@@ -202,7 +208,7 @@ def test_a_rank_has_the_part_of_a_sequence_that_deepspeeds_own_adapter_deals_it(
     from deepspeed.runtime.sequence_parallel import ulysses_sp
 
     class Same:
-        """Every rank of the group reads the same sequences."""
+        """A group all of whose ranks read the same sequences."""
 
         def all_gather(self, found: list[torch.Tensor], own: torch.Tensor, group: Any) -> None:
             for one in found:

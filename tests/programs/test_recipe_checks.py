@@ -1,4 +1,4 @@
-"""What the recipes find wrong before they build a model."""
+"""The problems that the recipes find before they build a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "confi
 
 
 def problems(recipe: Any, ranks: int, *argv: str | Path) -> str:
-    """All problems, a line each."""
+    """Return all problems, one per line."""
     args = recipe.parse_args([*map(str, argv), "--check"])
     return "\n".join(recipe.read(args, checks.Ranks(count=ranks)).problems)
 
@@ -68,7 +68,7 @@ def test_a_shape_that_no_model_of_the_recipes_has_is_refused(
         (2, ["--context", "2", "--seq-len", "255"], "--seq-len"),
         (2, ["--context", "2", "--seq-len", "2"], "--seq-len has to be at least twice --context"),
         (2, ["--context", "0"], "--context is 0: at least 1"),
-        (4, ["--context", "4"], ""),  # more than the two key heads, which are repeated
+        (4, ["--context", "4"], ""),  # more than the two key heads, which are then repeated
         (4, ["--context", "2"], ""),
     ],
 )
@@ -108,7 +108,7 @@ def test_an_attention_that_this_machine_or_these_weights_cannot_have_is_refused(
     recipe: Any, argv: list[str], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package in checks.ATTENTION_PACKAGES.values():
-        monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+        monkeypatch.setitem(sys.modules, package, None)  # as if the package were not installed
     assert complaint in problems(recipe, 1, *argv)
 
 
@@ -142,7 +142,7 @@ def test_an_argument_that_would_fail_later_is_refused(argv: list[str], complaint
 def test_text_for_one_micro_batch_of_all_ranks_twice_over_is_enough_and_a_token_less_is_not(tmp_path: Path) -> None:
     needed = 2 * 2 * 4 * 64  # to train and to validate, 2 ranks, 4 sequences of 64
     for missing, complaint in ((0, ""), (1, "--data")):
-        (tmp_path / "text").write_bytes(b"a" * (needed - 1 - missing))  # one more ends the text
+        (tmp_path / "text").write_bytes(b"a" * (needed - 1 - missing))  # an end-of-text token follows the text
         found = problems(settings, 2, "--data", tmp_path / "text", "--seq-len", "64")
         assert complaint in found and bool(found) == bool(complaint)
         args = settings.parse_args(["--data", str(tmp_path / "text"), "--seq-len", "64", "--check"])
@@ -240,7 +240,7 @@ def test_a_layout_of_transformer_engine_that_would_be_refused_is_found(
 
 
 @pytest.mark.distributed
-@pytest.mark.long  # test_readmes.py has the same verdicts in one process
+@pytest.mark.long  # test_readmes.py tests the same verdicts in one process
 @pytest.mark.parametrize(("ranks", "status", "said"), [(1, 1, "too few"), (8, 0, "the run can start")])
 def test_a_check_ends_with_status_one_where_the_run_would_not_fit_and_zero_where_it_would(
     ranks: int, status: int, said: str

@@ -18,7 +18,7 @@ MEGATRON = pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="
 
 
 def run(script: str, *arguments: str) -> str:
-    """Two processes; returns the report on standard output."""
+    """Run a script with two processes, and return the report on standard output."""
     command = ["env", "NPROC=2", "MASTER_PORT=0", str(ROOT / "launch" / script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -26,7 +26,7 @@ def run(script: str, *arguments: str) -> str:
 
 
 def loss(report: str, which: str) -> str:
-    """As printed."""
+    """Return a loss as printed."""
     return re.search(rf"^{which} loss +(.*)$", report, re.MULTILINE).group(1)
 
 

@@ -1,4 +1,4 @@
-"""How much memory the recipes say that a model will need, and how many parameters it has."""
+"""The memory that the recipes estimate for a model, and its number of parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "confi
 
 
 def build(shape: dict[str, Any]) -> torch.nn.Module:
-    """Hugging Face's model."""
+    """Build Hugging Face's model."""
     if "num_local_experts" in shape:
         return MixtralForCausalLM(MixtralConfig(**shape))
     if shape.get("model_type") == "qwen3":

@@ -1,4 +1,4 @@
-"""The DeepSpeed recipe on two processes: weights and tokenizers of Hugging Face's, offloading, logits in tiles."""
+"""The DeepSpeed recipe on two processes: Hugging Face weights and tokenizers, offloading, logits in tiles."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-BUCKETS = {"reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000}  # not for models larger than this machine
+# DeepSpeed's defaults are for models larger than this machine
+BUCKETS = {"reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000}
 WORDS = 40_000  # more ids than int16 has
 
 
 def save_tokenizer(folder: Path, words: int = WORDS) -> Path:
-    """A tokenizer of Hugging Face's format, by words."""
+    """Save a word tokenizer in Hugging Face's format."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -44,7 +45,7 @@ def save_tokenizer(folder: Path, words: int = WORDS) -> Path:
 
 
 def save_model(folder: Path, mixture: bool = False, **sizes: int) -> Path:
-    """A model of Hugging Face's format, with weights that no seed of the recipe's makes."""
+    """Save a model in Hugging Face's format, with weights that no seed of the recipe makes."""
     torch.manual_seed(12345)
     fields = {**SIZES, **sizes, "initializer_range": 0.2}
     model = (
@@ -55,14 +56,14 @@ def save_model(folder: Path, mixture: bool = False, **sizes: int) -> Path:
 
 
 def save_text(path: Path, lines: int = 200) -> Path:
-    """JSON lines of words whose ids are above 32,767."""
+    """Save JSON lines of words whose ids are above 32,767."""
     texts = [" ".join(f"w{WORDS - 1 - (line * 7 + word) % 5000}" for word in range(20)) for line in range(lines)]
     path.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
     return path
 
 
 def write_config(path: Path, source: str = "ds_tiny.json", **fields: Any) -> Path:
-    """A shipped configuration with other fields; the optimizer is torch's, which needs no compiler."""
+    """Write a shipped configuration with other fields; the optimizer is torch's, which needs no compiler."""
     config = json.loads((ROOT / "configs" / source).read_text())
     zero = {**config["zero_optimization"], **BUCKETS, **fields.pop("zero_optimization", {})}
     config |= {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, **fields}
@@ -77,7 +78,7 @@ TILED = {"stage 2": 2, "stage 3": 3}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models, a tokenizer, text and configurations, all small."""
+    """Return a folder of models, a tokenizer, text and configurations, all small."""
     folder = tmp_path_factory.mktemp("recipe")
     save_tokenizer(folder / "tokenizer")
     save_model(folder / "llama", vocab_size=WORDS)
@@ -88,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What each rank wrote of each case."""
+    """Return each rank's results of each case."""
     short = ["--steps", "2", "--seq-len", "32", "--memplug", "none"]
     words = ["--tokenizer", f"{folder}/tokenizer", "--data", f"{folder}/text.jsonl"]
     cases = {}
@@ -119,7 +120,7 @@ def runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def first_loss(folder: Path, name: str, stage: int) -> float:
-    """Of the saved model, on the recipe's first batches of both ranks, without DeepSpeed."""
+    """Return the saved model's loss on the recipe's first batches of both ranks, without DeepSpeed."""
     model = (MixtralForCausalLM if name == "mixtral" else LlamaForCausalLM).from_pretrained(folder / name)
     words = ["--tokenizer", f"{folder}/tokenizer", "--data", f"{folder}/text.jsonl"] if name == "llama" else []
     where = ["--deepspeed_config", f"{folder}/ds{stage}.json", "--seq-len", "32", "--check"]
@@ -140,7 +141,7 @@ def first_loss(folder: Path, name: str, stage: int) -> float:
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_training_goes_on_from_the_weights_in_a_folder(name: str, stage: int, folder: Path, runs: Any) -> None:
     expected = first_loss(folder, name, stage)
-    # kernels round by the machine, and a token near a tie of two experts then goes to the other one
+    # rounding depends on the machine, and a token near a tie of two experts can then go to the other one
     tolerance = 1e-3 if name == "mixtral" else 1e-4
     for result in runs[f"{name} {stage}"]:
         assert result["losses"][0] == pytest.approx(expected, rel=tolerance)
@@ -159,7 +160,7 @@ def test_a_shipped_configuration_with_offloading_trains_on_two_processes(name: s
 @pytest.mark.parametrize("name", TILED)
 def test_steps_with_a_tiled_loss_are_those_of_the_whole_one_under_zero_and_accumulation(name: str, runs: Any) -> None:
     whole, tiled = (runs[f"{name}, {tiles}"][0]["losses"] for tiles in (1, 3))
-    assert tiled == pytest.approx(whole, rel=1e-4)  # kernels of other shapes round otherwise
+    assert tiled == pytest.approx(whole, rel=1e-4)  # kernels of other shapes round differently
     assert whole[-1] < whole[0] - 0.1, "a gradient of another size would be seen"
 
 
@@ -177,7 +178,7 @@ def test_a_tiled_loss_has_the_gradients_of_the_whole_one(mixture: bool, with_mem
         block = {"enabled": True, "tokenwise": {"min_offload_bytes": 1, "alpha": 1.0}, "plan_dir": False}
         session = memplug.attach(model, block) if with_memplug else None
         outputs = model(input_ids=tokens, labels=labels)
-        (outputs.loss / 2).backward()  # as DeepSpeed does with two micro-batches in a step
+        (outputs.loss / 2).backward()  # like DeepSpeed with two micro-batches per step
         if session is not None:
             assert session.report().tokenwise.forwards == 2
             session.detach()
@@ -191,7 +192,7 @@ def test_a_tiled_loss_has_the_gradients_of_the_whole_one(mixture: bool, with_mem
 
 
 class Memory(TorchDispatchMode):
-    """The most bytes that tensors made within have held at once."""
+    """Counts the most bytes that tensors made within hold at once."""
 
     live_bytes = peak_bytes = 0
 

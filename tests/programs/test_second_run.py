@@ -1,4 +1,4 @@
-"""A second run of a job is planned for, and served by the arena, at its first step."""
+"""A second run of a job is planned from its first step, and the arena serves that step."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_run_that_ends_before_it_has_addresses_leaves_its_decisions(tmp_path: 
 
 
 def with_unknown_part(file: Path) -> dict[str, Any]:
-    """Adds the part of a technique that is not there."""
+    """Add the part of an unknown technique, and return it."""
     plan, part = plan_file.load(file), {"rows": [1, 2, 3]}
     plan_file.save(replace(plan, parts={**plan.parts, "later": part}), file)
     return part
@@ -105,18 +105,18 @@ def test_a_part_of_an_unknown_technique_is_left_alone_and_said_to_be_there(
 
 
 def test_a_part_of_an_unknown_technique_outlasts_new_addresses_and_no_new_decisions(tmp_path: Path) -> None:
-    train(tmp_path, steps=4)  # decisions alone
+    train(tmp_path, steps=4)  # decisions only
     part = with_unknown_part(only_plan(tmp_path))
     train(tmp_path)
     plan = plan_file.load(only_plan(tmp_path))
     assert sorted(plan.parts) == ["arena", "later", "tokenwise"] and plan.parts["later"] == part
     plan_file.save(replace(plan, fingerprint=replace(plan.fingerprint, device="other")), only_plan(tmp_path))
-    train(tmp_path)  # as a first run
+    train(tmp_path)  # runs like a first run
     assert sorted(plan_file.load(only_plan(tmp_path)).parts) == ["arena", "tokenwise"]
 
 
 def test_every_program_of_the_first_run_is_known_in_the_second(tmp_path: Path) -> None:
-    """Lengths change for good halfway."""
+    """Change lengths for good halfway."""
     halves = {"length": lambda step: 16 if step < 14 else 24, "steps": 28}
     first, second = (train(tmp_path, **halves) for _ in range(2))
     assert first.report["replans"] == first.report["arena_plans"] == 2 and len(list(tmp_path.glob("*.json"))) == 2

@@ -1,4 +1,4 @@
-"""What a run does with a kept plan that is damaged or forged, or was made for another job or other inputs."""
+"""The behaviour of a run whose kept plan is damaged, forged, or made for another job or other inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["folder", "kept"]
 
 
 def wider() -> nn.Module:
-    """Another model."""
+    """Return another model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -29,7 +29,7 @@ def wider() -> nn.Module:
 
 
 def change(file: Path, **fields: Any) -> None:
-    """As if the plan had been made by another job; it stays where this one looks for its own."""
+    """Make a plan look like another job's, in the place where this job looks for its own."""
     plan = plan_file.load(file)
     plan_file.save(replace(plan, fingerprint=replace(plan.fingerprint, **fields)), file)
 

@@ -1,4 +1,4 @@
-"""Ranks go on together from their plans, or begin as a first run together."""
+"""Ranks resume from their plans together, or all begin as a first run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ranks_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.distributed
 def test_ranks_of_every_zero_stage_go_on_together(tmp_path: Path) -> None:
-    """Each run in processes of its own."""
+    """Start each run in new processes."""
     block = {"enabled": True, **SMALL}
     cases = {
         str(stage): {

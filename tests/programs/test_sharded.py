@@ -1,5 +1,6 @@
-"""Parameters that others shard or reduce, DistributedDataParallel and FSDP2 with one unit a layer; and sequences whose
-parts go round from rank to rank inside of attention, torch's context parallelism.
+"""Parameters that DistributedDataParallel reduces or FSDP2 shards, and torch's context parallelism.
+
+FSDP2 has one unit per layer. In context parallelism, parts of sequences go from rank to rank inside of attention.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def test_losses_and_gradients_are_those_without_memplug_under_ddp_and_fsdp2(tmp_
 def test_losses_and_gradients_are_those_without_memplug_where_keys_and_values_go_round_four_ranks(
     tmp_path: Path,
 ) -> None:
-    """Each rank of the unbalanced ring runs other operators; in the cases that are short one has no host memory."""
+    """Include an unbalanced ring, whose ranks run different operators, and a rank without host memory."""
     launch_forked(["tests.support.sharded_worker", tmp_path, "RING"], module=True, processes=4)
     for rank in range(4):
         results = json.loads((tmp_path / f"{rank}.json").read_text())

@@ -1,4 +1,4 @@
-"""The scripts of launch/ for Slurm start, on each machine that it gives, the script for several machines."""
+"""The Slurm scripts of launch/ start the multi-machine script on each machine of the job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.folders import ROOT
 def test_a_job_starts_the_recipe_on_all_its_machines_where_the_first_of_them_listens(
     recipe: str, tmp_path: Path
 ) -> None:
-    """Slurm's own commands are stand-ins; the job is a copy of the script in another folder, as Slurm has it."""
+    """Replace Slurm's commands by stand-ins, and copy the script to another folder, as Slurm does."""
     script, copy = ROOT / "launch" / f"{recipe}_slurm.sh", tmp_path / "slurm_script"
     copy.write_bytes(script.read_bytes())
     for name, body in {

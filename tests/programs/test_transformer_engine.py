@@ -1,5 +1,6 @@
-"""Megatron-Core with layers of Transformer Engine (its stand-in), tensor and context parallel: all numbers are those
-without memplug, and units that communicate run again on all ranks or on none.
+"""Megatron-Core with the stand-in of Transformer Engine's layers, tensor and context parallel.
+
+All numbers are those without memplug, and units that communicate run again on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def test_losses_and_gradients_of_two_ranks_are_those_without_memplug(layout: str
 def test_ranks_that_observed_other_operators_run_no_unit_again_alone_where_they_swap_less_than_half(
     tmp_path: Any,
 ) -> None:
-    """Each rank has a plan of its own then, by which units that communicate never run again."""
+    """Give each rank a plan of its own, under which units that communicate never run again."""
     check({**LAYOUTS["tensor and sequence"], "steps": 12}, ("auto, short",), tmp_path, 2)
 
 

@@ -1,5 +1,6 @@
-"""DeepSpeed's Ulysses on four processes, two of which share each sequence, under ZeRO 3: with memplug all numbers are
-those without it.
+"""DeepSpeed's Ulysses on four processes, two of which share each sequence, under ZeRO 3.
+
+With memplug all numbers are those without it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SHORT_RANK, SHORT_STEP = 1, 6
 
 
 def block(model: str, alpha: float | str) -> dict[str, Any]:
-    """Swaps even the smallest tensor, and plans early."""
+    """Return a block that swaps even the smallest tensor, and plans early."""
     regions = {"regions": ["blocks.*"]} if model == "ulysses" else {}
     return {
         "enabled": True,
@@ -29,7 +30,7 @@ def block(model: str, alpha: float | str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank wrote."""
+    """Return each rank's results."""
     folder = tmp_path_factory.mktemp("ulysses")
     cases = {}
     for model in ("ulysses", "alst"):
@@ -48,13 +49,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_losses_gradients_and_weights_of_four_ranks_are_those_without_memplug(
     model: str, case: str, ranks: list[dict[str, Any]]
 ) -> None:
-    """Where the host memory of one rank runs short, it must not launch an exchange that the others do not."""
+    """Include a rank that runs short of host memory: it must not launch an exchange that the others do not."""
     for rank, results in enumerate(ranks):
         plain, ours = results[f"{model}: plain"], results[f"{model}: {case}"]
         if case in ("0.0", "1.0"):
             assert ours["losses"] == plain["losses"] and ours["digests"] == plain["digests"]
             assert ours["digest"] == plain["digest"]
-        else:  # rows that are recomputed apart from the others round otherwise
+        else:  # rows that are recomputed apart from the others round differently
             assert ours["losses"] == pytest.approx(plain["losses"], abs=1e-4)
         report = ours["report"]
         assert report["opaque_regions"] == report["recomputed_in_full"] == 0

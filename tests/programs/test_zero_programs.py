@@ -1,5 +1,6 @@
-"""Under DeepSpeed a plan changes what ZeRO does around regions, and no program: whatever is planned, on any number of
-ranks, each step runs the model's own operators.
+"""Under DeepSpeed a plan changes ZeRO's work around regions, but no program.
+
+Under any plan and on any number of ranks, each step runs the model's own operators.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tests.support.forking import launch_forked
 WORKER = "tests.support.zero_programs_worker"
 KINDS = ("kept", "swapped", "recomputed", "mixed")
 PLAIN = {"kept": 3, "swapped": 0, "recomputed": 0, "mixed": 2}
-"""Of four regions those that have their modules' own class back: not the first of a kind, which sees its inputs."""
+"""How many of four regions have their modules' own class back: not the first of a kind, which checks its inputs."""
 SOME = [(2, 8), (3, 64)]
 REST = [(0, 2), (1, 64), (2, 4096), (3, 2), (3, 4096)]
 

@@ -1,1 +1,1 @@
-"""One attached model."""
+"""Tests of one attached model."""

@@ -1,4 +1,4 @@
-"""The log of ballots is the same on all ranks, however late they are; here ranks are threads with one store."""
+"""The log of ballots is the same on all ranks, however late they are; ranks are threads with one store here."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_all_ranks_have_one_verdict_of_all_values(make: Callable[[Path], dist.St
 
     def act(index: int) -> Any:
         found = []
-        for begin in range(0, 100, 20):  # some at once
+        for begin in range(0, 100, 20):  # several at once
             waiting = [logs[index].cast((index, number), list, 20.0) for number in range(begin, begin + 20)]
             found += [verdict() for verdict in waiting]
         return found
@@ -83,7 +83,7 @@ def test_few_keys_of_old_ballots_stay_in_the_store() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_late_vote_counts_on_all_ranks_or_on_none(seed: int) -> None:
-    """One rank stops waiting at about the time at which the last one votes."""
+    """Stop waiting on one rank at about the time at which the last one votes."""
     random_s = random.Random(seed).uniform
     limit_s = 0.05
     for _ in range(8):
@@ -171,8 +171,7 @@ def test_ranks_that_rejoin_vote_on() -> None:
 
 
 def test_a_verdict_that_one_rank_cannot_read_any_more_may_count_elsewhere() -> None:
-    """The store is gone after one rank has read the verdict, and before another one has."""
-
+    """Close the store after one rank has read the verdict, and before another one has."""
     first, second = voters(dist.HashStore(), [0, 1])
 
     class Cut:

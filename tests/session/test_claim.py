@@ -1,4 +1,4 @@
-"""The recorder and the arena, of which a process has one each: they go to what trains, and to whoever trains first."""
+"""The recorder and the arena, one each per process, go to the first model that trains."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_other_model_gets_both_once_the_first_is_detached() -> None:
 
 
 def test_a_session_that_is_dropped_without_detaching_leaves_both_to_the_next() -> None:
-    gc.collect()  # what an earlier test dropped goes now; what DeepSpeed keeps of its engines stays
+    gc.collect()  # frees objects of earlier tests; DeepSpeed keeps parts of its engines
     before = reserved_bytes()
     model = Stack(2)
     session = memplug.attach(model, BLOCK)
@@ -125,7 +125,7 @@ def test_why_operators_are_not_compared_is_what_the_block_says(fields: dict[str,
 def test_an_engine_without_an_optimizer_is_left_alone_beside_one_that_trains(
     cpu_engine: None, stage: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A reference or a teacher, as TRL's DPO has one."""
+    """Use a reference or teacher model, such as TRL's DPO has."""
     import deepspeed
 
     config = ds_config(stage, block())
@@ -158,7 +158,7 @@ def test_an_engine_without_an_optimizer_is_left_alone_beside_one_that_trains(
 
 
 def test_an_engine_without_an_optimizer_can_be_attached_to_by_hand(cpu_engine: None) -> None:
-    """Somebody may train it with an optimizer of his own."""
+    """Attach to an engine that may be trained with the user's own optimizer."""
     import deepspeed
 
     config = {key: value for key, value in ds_config(3).items() if key != "optimizer"}

@@ -1,4 +1,4 @@
-"""The last line of a session: what it did, or why it did nothing; when it is detached, or else as the process ends."""
+"""The last line of a session says what it did, or why it did nothing, at detaching or as the process ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUICK = {"profiler": {"warmup_steps": 0, "policy_steps": 0}}
 
 
 def last_line(caplog: pytest.LogCaptureFixture, steps: int, forwards: int = 1, **fields: Any) -> str:
-    """What a session of so many steps, with so many forwards each, says when it is detached."""
+    """Return the last line of a session of so many steps, with so many forwards each, after detaching."""
     model = Stack(3)
     with caplog.at_level(logging.INFO, "memplug"):
         with memplug.attach(model, {**block(regions=LAYERS), **QUICK, **fields}) as session:
@@ -62,7 +62,7 @@ def test_a_run_without_a_plan_says_why(
 
 @pytest.mark.parametrize("is_marked", [False, True])
 def test_a_crash_within_the_first_step_is_not_said_to_be_a_forgotten_call(is_marked: bool) -> None:
-    """Where a hook marks the end of steps, the user has no call to make."""
+    """Name no call to make if a hook marks the end of steps."""
     model = Stack(2)
     with pytest.raises(ZeroDivisionError), memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
         session._attached.steps_are_marked = is_marked
@@ -121,7 +121,7 @@ GONE = "del session, model; import gc; gc.collect()"
     "end", ["", *(pytest.param(end, marks=pytest.mark.long) for end in ("session.detach()", GONE))]
 )
 def test_a_session_that_is_still_attached_says_its_line_when_the_process_ends(end: str, tmp_path: Path) -> None:
-    """On the first rank, and once."""
+    """Log the line on the first rank, and once."""
     config = {**block(regions=LAYERS), "arena": {"enabled": False}, "profiler": {"enabled": False}, "plan_dir": False}
     (tmp_path / "script.py").write_text(SCRIPT.format(block=config, end=end))
     output = launch_forked([tmp_path / "script.py"])

@@ -22,7 +22,7 @@ class Part:
 
 
 class Numbers(Technique[Part]):
-    """Proposes numbers, each in the step after the one that asked for it first."""
+    """Proposes numbers, each one step after the first request."""
 
     def __init__(self, name: str, log: list[str]):
         self.name, self.log = name, log
@@ -76,7 +76,7 @@ def following(said: list[str], *names: str, warmup_steps: int = 0) -> tuple[Foll
 
 
 def plan(**parts: int) -> MemoryPlan:
-    """With these parts."""
+    """Return a plan with these parts."""
     return MemoryPlan(fingerprint=Fingerprint(), parts=parts)
 
 
@@ -95,7 +95,7 @@ def test_nothing_is_proposed_before_a_program_lasts_and_its_warm_up_is_over(said
 def test_a_program_that_comes_again_has_its_part_back_without_another_proposal(said: list[str]) -> None:
     followers, _ = following(said, "a")
     for key in ("one", "one", "two", "two"):
-        followers.end_step(key, TRACE)  # a trace of the step before counts for no new program
+        followers.end_step(key, TRACE)  # a trace of the step before does not count for a new program
     assert said == ["a proposes 1", "a has 1", "a has none", "a proposes 2", "a has 2"]
     said.clear()
     for key in ("one", "two"):

@@ -1,4 +1,4 @@
-"""A training loop that never ends a step is told so once, with the line to add; one that does is not."""
+"""A training loop that never ends a step is warned once, with the line to add; one that does is not."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_steps_that_are_marked_are_not_told(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_steps_of_another_models_optimizer_are_not_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """A critic may train for a while before the generator does."""
+    """Train a critic for a while before the generator."""
     generator, critic = Stack(2), Stack(2)
     with caplog.at_level(logging.WARNING, "memplug"), memplug.attach(generator, block(regions=LAYERS)):
         generator(torch.randn(2, 6, 16)).backward()

@@ -1,4 +1,4 @@
-"""Which file of a plan each rank has, and when ranks go on from theirs."""
+"""The plan file of each rank, and when ranks resume from theirs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORLD_SIZE = 3
 
 
 class OtherRanks:
-    """Of this rank: the others answer a `gather` as they were told to."""
+    """The ranks as seen by this one: the others answer a `gather` with given answers."""
 
     def __init__(self, are_made_up: bool = False, answers: list[Any] | None = None):
         self.are_made_up = are_made_up

@@ -1,4 +1,4 @@
-"""Remembered programs: what a rank votes for, what all ranks take from the votes, and what is forgotten."""
+"""Remembered programs: a rank's vote, the result of all votes, and programs that are forgotten."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PLANNED = SimpleNamespace(solution="a plan")
 
 
 def step(length: int) -> Program:
-    """Steps of other lengths are other programs."""
+    """Return the program of steps of this length."""
     return Program(None, ((length,),))
 
 
 def remembered(lengths: Sequence[int]) -> Programs:
-    """Programs of these lengths, the last of them current."""
+    """Return remembered programs of these lengths, the last of them current."""
     known = Programs(0.05, 0.95)
     for length in lengths:
         known.enter(known.remember(step(length)))
@@ -57,7 +57,7 @@ def test_the_current_program_wins_then_one_with_a_policy_then_the_latest() -> No
 
 
 def test_a_rank_that_sees_a_change_takes_the_others_with_it() -> None:
-    """Only the second rank's step changes, for a while; the first rank's is the same all the time."""
+    """Change only the second rank's step, for a while; the first rank's stays the same."""
     ranks = [remembered([1000]), remembered([1000])]
 
     def boundary(*lengths: int) -> int:

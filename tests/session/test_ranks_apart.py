@@ -1,4 +1,4 @@
-"""Real ranks that do not all train, or do not end as many steps: nothing hangs, numbers are those without memplug."""
+"""Real ranks that do not all train, or take fewer steps: nothing hangs, numbers are those without memplug."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_ranks_without_a_store_train_on_by_what_was_decided(step: int, tmp_path:
 
 @pytest.mark.parametrize("step", [1, 7], ids=["in warm-up", "in stable"])
 def test_ranks_without_a_store_whose_layers_communicate_stop(step: int, tmp_path: Path) -> None:
-    """Collectives depend on the plan, and none may know a later one than another."""
+    """Stop, since collectives depend on the plan, and no rank may know a later one than another."""
     for rank in run(tmp_path, 2, kind="storeless", step=step, talks=True):
         assert "torch's store is gone" in rank["error"] and "from its last checkpoint" in rank["error"]
         assert len(rank["losses"]) <= step + 1 and rank["together"] == 2

@@ -1,4 +1,4 @@
-"""The report of a session as data: fields, their names in the flat dict, and techniques that are not there."""
+"""The report of a session as data: fields, their names in the flat dict, and missing techniques."""
 
 from __future__ import annotations
 

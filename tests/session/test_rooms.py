@@ -59,12 +59,12 @@ IN_FORCE = {"swap": "fits", "arena": "serving"}
 
 @pytest.fixture(params=["native", pytest.param("", marks=pytest.mark.long)], ids=["but its C++", "at all"])
 def left(request: pytest.FixtureRequest) -> str:
-    """The folder that is left of a room. Without its C++ the core is built anew, which takes minutes."""
+    """Return the folder that remains of a room; without its C++ the core is built anew, which takes minutes."""
     return request.param
 
 
 def trained_without(name: str, left: str, folder: Path, block: dict[str, Any]) -> dict[str, Any]:
-    """What training finds in a copy of the package without a technique's room."""
+    """Return the results of training in a copy of the package without a technique's room."""
     environment = copy_without(name, left, folder)
     command = [sys.executable, "-c", SCRIPT, json.dumps(block), name]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=3000)

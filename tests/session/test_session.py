@@ -1,4 +1,4 @@
-"""One attached model over its steps: the stages it goes through, what counts as a step, and what it plans from."""
+"""One attached model over its steps: its stages, which calls count as a step, and the basis of its plans."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_number_for_alpha_is_stable_at_once_and_times_one_step_at_most(alpha: 
 
 
 def test_a_step_without_forwards_postpones_the_plan() -> None:
-    """A session may be attached long before training starts, and see steps of something else."""
+    """Attach long before training starts, so that the session sees steps of something else."""
     model = Stack()
     reference = twin(model)
     with memplug.attach(model, block(regions=LAYERS)) as session:
@@ -77,7 +77,7 @@ def test_a_step_without_forwards_postpones_the_plan() -> None:
 
 
 class Drops(Stack):
-    """Leaves out the layers in `dropped`, as layer drop does."""
+    """A stack that leaves out the layers in `dropped`, as layer drop does."""
 
     dropped: frozenset[int] = frozenset()
 
@@ -91,7 +91,7 @@ class Drops(Stack):
 def test_a_region_that_did_not_run_in_the_observed_step_stays_at_the_safe_setting() -> None:
     model = Drops()
     reference = twin(model)
-    tolerant = {**block(regions=LAYERS), "profiler": {**QUICK, "length_tolerance": 1}}  # a layer less is no change
+    tolerant = {**block(regions=LAYERS), "profiler": {**QUICK, "length_tolerance": 1}}  # one layer less is no change
     with memplug.attach(model, tolerant) as session:
         train_stacks(model, reference, 0)
         session.step()
@@ -108,7 +108,7 @@ def test_a_region_that_did_not_run_in_the_observed_step_stays_at_the_safe_settin
 
 
 class Fickle(Block):
-    """Runs other operators where `odd`."""
+    """A block that runs other operators if `odd`."""
 
     odd = False
 
@@ -154,7 +154,7 @@ def test_a_host_budget_without_room_plans_and_trains_with_the_plain_gradients(al
 def test_processes_of_a_machine_share_its_memory(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, processes: int
 ) -> None:
-    """torchrun sets the one variable, DeepSpeed's launcher the other."""
+    """Read the process count from torchrun's variable or from that of DeepSpeed's launcher."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.delenv("LOCAL_SIZE", raising=False)
     monkeypatch.setattr("memplug.device.device.host_available_bytes", lambda: 80 << 30)
@@ -181,7 +181,7 @@ def test_gradient_accumulation_counts_optimizer_steps(cpu_engine: None) -> None:
 
 @pytest.mark.cpu("its engine is on the CPU")
 def test_the_caller_may_own_the_end_of_accumulation(cpu_engine: None) -> None:
-    """With `managed_gradient_accumulation` off, DeepSpeed knows of the boundary only while `step` runs."""
+    """Turn off `managed_gradient_accumulation`: DeepSpeed knows the boundary only while `step` runs."""
     engine = make_engine(ds_config(1, block(), managed_gradient_accumulation=False))
     session = memplug.attach(engine)
     for seed in range(6):
@@ -194,7 +194,7 @@ def test_the_caller_may_own_the_end_of_accumulation(cpu_engine: None) -> None:
 
 @pytest.mark.cpu("its engine is on the CPU")
 def test_plain_backward_calls_are_enough(cpu_engine: None) -> None:
-    """Newer DeepSpeed needs no `engine.backward`."""
+    """Call plain backward: newer DeepSpeed needs no `engine.backward`."""
     expected = train_engine(make_engine(ds_config(1)), 3)
     engine = make_engine(ds_config(1, block(alpha=1)))
     session = memplug.attach(engine)
@@ -212,7 +212,7 @@ def test_plain_backward_calls_are_enough(cpu_engine: None) -> None:
 def test_a_class_that_was_made_in_a_function_is_gone_with_its_model() -> None:
     def train() -> list[weakref.ref[Any]]:
         class Own(Layer):
-            """It leads to the model."""
+            """A class whose closure leads to the model."""
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return x + self.out(self.inner(x).sigmoid()) * len(model.layers)

@@ -1,4 +1,4 @@
-"""Recording steps of a session: what users ask for, what the block asks for, and what is left behind."""
+"""Recording steps of a session: by request, by the block, and what remains afterwards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train(model: torch.nn.Module, session: memplug.Session, steps: int = 1, leng
 
 
 def assert_nothing_left(model: torch.nn.Module) -> None:
-    """No hook on the model or the optimizers, and the recorder of this process is free."""
+    """Assert that there is no hook on the model or the optimizers, and that this process's recorder is free."""
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert not optimizers._global_optimizer_pre_hooks and not optimizers._global_optimizer_post_hooks
     recorder = Recorder("cpu")
@@ -87,7 +87,7 @@ def test_planning_leaves_the_trace_of_the_observed_step() -> None:
 
 
 def test_a_plan_is_made_for_the_same_program_whether_or_not_steps_are_recorded(tmp_path: Path) -> None:
-    """Hooks and callbacks of a recording are no part of the program."""
+    """Record steps; hooks and callbacks of a recording are no part of the program."""
     model = Stack(2)
     with memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
         for _ in range(3 * WATCHED_STEPS):
@@ -105,7 +105,7 @@ def test_operators_are_watched_at_every_step_until_stable_and_at_one_in_eight_th
         take = recorder.take
         recorder.take = lambda: watched.append(take()) or watched[-1]
         train(model, session, 5 * WATCHED_STEPS)
-        of_steps = watched[::2]  # every other call drops what ran before the step's first forward
+        of_steps = watched[::2]  # every other call drops operators from before the step's first forward
         stable = next(i for i, _ in enumerate(session.history) if session.history[i][1] is Stage.STABLE)
         first = session.history[stable][0]
         seen = [step for step, operators in enumerate(of_steps, 1) if operators is not None]
@@ -114,7 +114,7 @@ def test_operators_are_watched_at_every_step_until_stable_and_at_one_in_eight_th
 
 
 def test_fewer_gradients_are_another_program_at_the_next_step_though_nobody_watched_it() -> None:
-    """Frozen layers run the same forward; autograd's nodes tell."""
+    """Freeze layers: they run the same forward, and only the number of autograd's nodes changes."""
     model = Stack(3)
     with memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
         train(model, session, 10)

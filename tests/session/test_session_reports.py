@@ -1,4 +1,4 @@
-"""What a session says of itself: its report, DeepSpeed's monitor, and the note on an out-of-memory error."""
+"""A session's texts about itself: its report, DeepSpeed's monitor, and the note on an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_plan_predicts_the_host_bytes_that_the_next_step_needs() -> None:
 
 
 def test_host_memory_of_the_plan_is_there_before_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registering memory takes long: no step shall wait for it."""
+    """Register memory, which takes long, before the step that needs it."""
     monkeypatch.setattr("memplug.device.host_pool.SMALLEST_SLAB_BYTES", 1)
     model = tiny_llama()
     with memplug.attach(model, block()) as session:
@@ -103,7 +103,7 @@ def test_numbers_reach_the_monitor_that_deepspeed_writes(cpu_engine: None, tmp_p
 
 
 class RunsOut(nn.Module):
-    """A block that may run out of memory where `fails` is set: in its forward, or when it is recomputed."""
+    """A block that may run out of memory if `fails` is set: in its forward, or when it is recomputed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class RunsOut(nn.Module):
 
 
 def run_out(model: nn.Module, fails_at: int) -> None:
-    """The second layer does, at a call."""
+    """Make the second layer run out of memory at a call."""
     model.layers[1].fails = True
     Failing.arm(fails_at, lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
 

@@ -39,7 +39,7 @@ def test_m_and_one_steps_warm_up_then_one_is_observed_and_n_plans_are_tried(
 ) -> None:
     with led(warmup_steps=m, policy_steps=n) as run:
         run.step(times=m + n + 6)
-        tried = n if n > 1 else 0  # one plan alone has nothing to be compared with
+        tried = n if n > 1 else 0  # a single plan is not compared with others
         assert run.stages == [WARM_UP] * m + [GEN_POLICY] * (1 + tried) + [STABLE] * (5 + n - tried)
         assert run.session.report().replans == 1
 
@@ -159,7 +159,7 @@ def test_a_known_program_ends_warm_up_and_search_at_once(steps_of_the_other: int
 
 
 def test_a_program_that_comes_and_goes_in_one_step_changes_nothing() -> None:
-    """A validation every few steps."""
+    """Run a validation every few steps."""
     with led(warmup_steps=2) as run:
         run.reach_stable(operators=ONE)
         plan = settings(run.session)
@@ -214,7 +214,7 @@ def test_a_rank_is_taken_along_by_a_change_that_it_does_not_see(monkeypatch: pyt
 
 
 def test_what_runs_between_steps_is_no_part_of_a_program() -> None:
-    """Planning, gathers and the monitor run operators too."""
+    """Include operators of planning, gathers and the monitor."""
     with led() as run:
 
         def monitor(session: memplug.Session) -> None:
@@ -241,7 +241,7 @@ def test_with_a_number_for_alpha_nothing_is_watched() -> None:
         assert (report.program, report.programs, report.replans) == (None, 0, 0)
 
 
-# -- what is told ------------------------------------------------------------------------------------------------------
+# -- messages ----------------------------------------------------------------------------------------------------------
 
 
 def told(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
@@ -321,7 +321,7 @@ def test_new_programs_without_end_between_known_ones_do_not_fill_the_log(caplog:
 
 
 def test_a_watched_step_that_differs_costs_nothing_though_the_next_one_is_not_watched() -> None:
-    """A skipped optimizer step: as many nodes and bytes as ever, so an unwatched step may be either program."""
+    """Skip an optimizer step: nodes and bytes stay the same, so an unwatched step may be either program."""
     with led(policy_steps=2) as run:
         run.reach_stable(operators=ONE)
         decisions = settings(run.session)
@@ -338,7 +338,7 @@ def test_a_watched_step_that_differs_costs_nothing_though_the_next_one_is_not_wa
 
 
 def turns(run: Led, steps: int, where: Stage) -> None:
-    """Steps whose operators are others as soon as a plan is tried, or is in force, as `where` says."""
+    """Run steps whose operators change as soon as a plan is tried, or is in force, as `where` says."""
     for _ in range(steps):
         planned = not is_safest(run.session) and run.session.stage is where
         run.step(operators=OTHER if planned else ONE)

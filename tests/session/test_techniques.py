@@ -140,7 +140,7 @@ for _ in range(int(sys.argv[3])):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the package with one more technique, in front of the arena."""
+    """Return a copy of the package with one more technique, in front of the arena."""
     shutil.copytree(ROOT / "memplug", tmp_path / "memplug", ignore=shutil.ignore_patterns("__pycache__"))
     room = tmp_path / "memplug" / "toy"
     room.mkdir()
@@ -153,14 +153,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def put(file: Path, place: str, text: str) -> None:
-    """Writes text, which ends with the place, in front of it."""
+    """Write a text, which ends with `place`, in front of that place."""
     before = file.read_text()
     assert before.count(place) == 1 and text.endswith(place)
     file.write_text(before.replace(place, text))
 
 
 def trained(folder: Path, runs: int, **block: Any) -> tuple[list[dict[str, Any]], str]:
-    """Runs of the package in that folder, one after the other, which keep their plans there; and what they logged."""
+    """Run the package in that folder several times, with plans kept there; return the results and the log."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     command = [sys.executable, "-c", TRAIN, str(folder / "plans"), json.dumps(block), str(runs)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=300)

@@ -1,4 +1,4 @@
-"""What runs without gradients, in whichever step and wherever in it, changes neither stage nor plan."""
+"""Operators that run without gradients, in any step and at any point of it, change neither stage nor plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEEDED = 2 + 1 + 1 + 3  # the program is seen, repeats twice, is observed, and t
 
 
 def run(where: str, every: int, alpha: Any = "auto", micro_batches: int = 2, steps: int = 14) -> memplug.Session:
-    """Train a stack with validations; returns the session, still attached."""
+    """Train a stack with validations, and return the session, still attached."""
     model = Stack(3)
     session = memplug.attach(model, {**block(regions=LAYERS, alpha=alpha), "profiler": PROFILER})
     optimizer = torch.optim.AdamW(model.parameters())
@@ -91,13 +91,13 @@ def test_an_engine_with_a_validation_every_five_steps_is_planned(cpu_engine: Non
 
 
 class Clock:
-    """Seconds pass when a validation runs."""
+    """A clock on which seconds pass only when a validation runs."""
 
     now = 0.0
 
 
 def trials(validate: bool, monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
-    """Of the plans that a stack's session tries, one with a large validation before its step."""
+    """Return the trials of a stack's session, with a large validation before every second step."""
     clock, model = Clock(), Stack(3)
     monkeypatch.setattr("memplug.device.device.Device.now_s", lambda device: clock.now)
     config = {**block(regions=LAYERS), "profiler": PROFILER, "arena": {"enabled": False}, "plan_dir": False}
@@ -145,7 +145,7 @@ def test_losses_with_validations_between_are_those_without_memplug() -> None:
 
 
 def test_the_first_forward_with_gradients_is_not_told_as_a_change(caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing that reads like a fault is logged for a validation."""
+    """Log nothing for a validation that reads like a fault."""
     with caplog.at_level(logging.INFO, "memplug"):
         run("between steps", 3).detach()
     assert "plan of its own" not in caplog.text and "cosine" not in caplog.text

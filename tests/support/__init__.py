@@ -1,1 +1,1 @@
-"""What tests of several rooms share: models, workers, launchers, devices."""
+"""Support code shared by the tests of several rooms: models, workers, launchers, devices."""

@@ -21,7 +21,7 @@ def freed(addr: int, size: int, **fields: Any) -> list[dict[str, Any]]:
 
 
 def segment(address: int, size: int, blocks: dict[int, int], **fields: Any) -> dict[str, Any]:
-    """A segment with blocks in use: their requested sizes by address; the rest of it is inactive."""
+    """Return a segment with blocks in use, given as requested sizes by address; the rest of it is inactive."""
     found, at = [], address
     for start, nbytes in [*sorted(blocks.items()), (address + size, 0)]:
         if start > at:
@@ -37,7 +37,7 @@ def segment(address: int, size: int, blocks: dict[int, int], **fields: Any) -> d
 
 
 def snapshot(events: list[dict], segments: list[dict], devices: int = 1) -> dict[str, Any]:
-    """All events are of the last device."""
+    """Return a snapshot whose events all belong to the last device."""
     return {
         "segments": segments,
         "device_traces": [*([] for _ in range(devices - 1)), events],
@@ -51,8 +51,10 @@ def snapshot(events: list[dict], segments: list[dict], devices: int = 1) -> dict
 
 
 def steps(truncated: bool = False) -> dict[str, Any]:
-    """Two blocks from before, of which one is freed; three requests, one of them on another stream and freed late, one
-    in use at the end. 4 MiB are reserved before, 16 more for a time.
+    """Return the snapshot of a few steps.
+
+    Two blocks are older than the recording, and one of them is freed. Of three requests one is on another stream and
+    freed late, and one is in use at the end. 4 MiB are reserved at the start, and 16 more for a time.
     """
     start, later = 0x7F00_0000_0000, 0x7F10_0000_0000
     events = [
@@ -60,7 +62,7 @@ def steps(truncated: bool = False) -> dict[str, Any]:
         event("alloc", start + 2 * MIB, 1000),
         event("segment_alloc", later, 16 * MIB, stream=9),
         event("alloc", later, 3 * MIB, stream=9),
-        *freed(start, MIB),  # from before
+        *freed(start, MIB),  # older than the recording
         event("free_requested", later, 3 * MIB, stream=9),
         event("alloc", start, 700_000),
         event("free_completed", later, 3 * MIB, stream=9),

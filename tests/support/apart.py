@@ -1,4 +1,4 @@
-"""Runs ranks that do not all train, or do not end as many steps, and compares what they found."""
+"""Run ranks of which some do not train or take fewer steps, and compare their results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STOPS = "planning ends, and all ranks keep the last plan"
 
 
 def run(folder: Path, processes: int, launch: Callable[..., str] = launch_forked, **case: Any) -> list[dict[str, Any]]:
-    """What each rank has found; one that died has found nothing."""
+    """Return the results of each rank; an empty dictionary for a rank that died."""
     case = {"block": BLOCKS["auto"], "timeout_s": 40, **case}
     arguments = ["tests.support.apart_worker", folder, json.dumps(case)]
     launch(arguments, processes=processes, module=True, time_limit_s=100)
@@ -33,7 +33,7 @@ def warnings(ranks: list[dict[str, Any]], text: str) -> list[str]:
 
 
 def assert_equal(rank: dict[str, Any], exactly: bool = False) -> None:
-    """With memplug and without: to the bit, or where a plan may split matmuls, to their rounding."""
+    """Assert equal losses with and without memplug: to the bit, or to the rounding of split matmuls."""
     losses = rank["without"]["losses"]
     assert rank["with"]["losses"] == (losses if exactly else pytest.approx(losses, rel=1e-5))
     assert not exactly or rank["with"]["digest"] == rank["without"]["digest"]

@@ -1,4 +1,4 @@
-"""Ranks of one job that do not all train a model, or do not end as many steps, with memplug and without.
+"""Train a model, with memplug and without, on ranks of which some do not train or take fewer steps.
 
 Started by a launcher: `torchrun --nproc-per-node 3 -m tests.support.apart_worker FOLDER CASE`. `CASE` is a JSON object:
 
@@ -35,8 +35,8 @@ from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 Case = dict[str, Any]
-BATCHES = 9  # of rank 0, in an epoch
-MORE = 3  # of each rank than of the one before it
+BATCHES = 9  # of rank 0 in an epoch
+MORE = 3  # batches that each rank has on top of those of the rank before it
 
 
 def device(case: Case) -> torch.device:
@@ -50,12 +50,14 @@ def model_of(case: Case) -> nn.Module:
 
 
 def wrapped(case: Case, group: dist.ProcessGroup | None = None, model: nn.Module | None = None) -> nn.Module:
-    """A model, by default a new one, in DistributedDataParallel. On simulated CUDA a hook of Python's reduces, since
-    NCCL's stand-in has no futures, which the reducer's own asks for.
+    """Wrap a model, by default a new one, in DistributedDataParallel.
+
+    On simulated CUDA a Python hook reduces, since the stand-in of NCCL has no futures, which the reducer's own hook
+    needs.
     """
     model = DistributedDataParallel(model_of(case) if model is None else model, process_group=group)
 
-    def reduce(group, bucket):  # without types: torch compares them, and not as text
+    def reduce(group, bucket):  # untyped: torch compares annotations, and not as text
         total = bucket.buffer()
         dist.all_reduce(total, group=group)
         done = torch.futures.Future(devices=[total.device])
@@ -68,13 +70,13 @@ def wrapped(case: Case, group: dist.ProcessGroup | None = None, model: nn.Module
 
 
 class Training:
-    """One model, with memplug where the block is asked for."""
+    """One model in training, with memplug if a block is given."""
 
     def __init__(self, case: Case, model: nn.Module, block: dict[str, Any] | None, **attaching: Any):
         import memplug
 
         self.model, self.losses, self.device = model, [], device(case)
-        self.longest_s = 0.0  # that the end of a step took
+        self.longest_s = 0.0  # the longest that the end of a step took
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         config = {"enabled": False} if block is None else {"enabled": True, "plan_dir": False, **block}
         if block is not None:
@@ -117,7 +119,7 @@ class Training:
 
 
 def twice(case: Case, make: Callable[[dict[str, Any] | None], Training], train: Callable[[Training], None]) -> Case:
-    """Trained without memplug, then with it."""
+    """Train without memplug, then with it."""
     found = {}
     for name, block in {"without": None, "with": case["block"]}.items():
         training = make(block)
@@ -131,8 +133,10 @@ def twice(case: Case, make: Callable[[dict[str, Any] | None], Training], train: 
 
 
 def join(case: Case) -> Case:
-    """Epochs in `DistributedDataParallel.join`, of which each rank has more batches than the one before it, or in
-    "even" epochs as many. With "late", the model is wrapped after memplug was attached to it.
+    """Train in `DistributedDataParallel.join`, each rank with more batches than the one before it.
+
+    If the case is "even", all ranks have the same number of batches. If "late", the model is wrapped after memplug was
+    attached to it.
     """
 
     def make(block: dict[str, Any] | None) -> Training:
@@ -153,7 +157,7 @@ def join(case: Case) -> Case:
 
 
 def uneven(case: Case) -> Case:
-    """Each rank trains a model of its own, with more batches than the rank before it, and meets the others then."""
+    """Train a model of its own on each rank, with more batches than the rank before, and meet at the end."""
 
     def train(training: Training) -> None:
         for _ in range(BATCHES + MORE * dist.get_rank()):
@@ -164,7 +168,7 @@ def uneven(case: Case) -> Case:
 
 
 def late(case: Case) -> Case:
-    """The first rank is busy elsewhere for longer than others wait, in one of its steps, and goes on then."""
+    """Keep the first rank busy in one step for longer than the others wait, then let it go on."""
 
     def train(training: Training) -> None:
         for step in range(BATCHES):
@@ -177,7 +181,7 @@ def late(case: Case) -> Case:
 
 
 def leaves(case: Case) -> Case:
-    """The last rank detaches before the others, which attach anew with it then."""
+    """Detach the last rank before the others; then all ranks attach again."""
     model, last = model_of(case), dist.get_rank() == dist.get_world_size() - 1
     training = Training(case, model, case["block"])
     for _ in range(BATCHES - (2 if last else 0)):
@@ -191,7 +195,7 @@ def leaves(case: Case) -> Case:
 
 
 def dies(case: Case) -> Case:
-    """The last rank is gone between two steps."""
+    """End the last rank's process between two steps."""
     training = Training(case, model_of(case), case["block"])
     began = time.monotonic()
     for step in range(BATCHES):
@@ -202,7 +206,7 @@ def dies(case: Case) -> Case:
 
 
 class Talking(nn.Module):
-    """A layer whose halves are summed over all ranks."""
+    """A layer whose output is summed over all ranks."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -213,7 +217,7 @@ class Talking(nn.Module):
 
 
 def storeless(case: Case) -> Case:
-    """The process that holds torch's store is gone after some steps. With "talks", layers communicate."""
+    """Kill the process that holds torch's store after some steps; if the case "talks", layers communicate."""
     from memplug.errors import MemplugError
 
     model = model_of(case)
@@ -236,7 +240,7 @@ def storeless(case: Case) -> Case:
 
 
 def host_store() -> int | None:
-    """Start the process that has torch's store, as torchrun has; returns its number on the first rank."""
+    """Start the process that holds torch's store, as torchrun does, and return its number on the first rank."""
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     if os.environ["RANK"] != "0":
         return None
@@ -249,7 +253,7 @@ def host_store() -> int | None:
 
 
 def subset(case: Case) -> Case:
-    """Some ranks train, and the others wait for them."""
+    """Train on some ranks while the others wait for them."""
     group = dist.new_group(case["ranks"]) if case["by"] in ("group", "wrapper") else case["ranks"]
     found = {}
     if dist.get_rank() in case["ranks"]:
@@ -265,7 +269,7 @@ def subset(case: Case) -> Case:
 
 
 def roles(case: Case) -> Case:
-    """Each rank trains alone, by a group of its own, and one has far fewer steps."""
+    """Train each rank alone in a group of its own, one with far fewer steps."""
     training = Training(case, model_of(case), case["block"], group=[dist.get_rank()])
     for _ in range(BATCHES + 20 * dist.get_rank()):
         training.step()
@@ -273,7 +277,7 @@ def roles(case: Case) -> Case:
 
 
 def alone(case: Case) -> Case:
-    """Only the first rank attaches in time, and no group says that it is alone."""
+    """Attach in time on the first rank only, without a group that says that it is alone."""
     from memplug.errors import MemplugError
 
     if dist.get_rank() > 0:
@@ -289,7 +293,7 @@ def alone(case: Case) -> Case:
 
 
 def outsider(case: Case) -> Case:
-    """Every rank attaches with a group that the last one is not in."""
+    """Attach on every rank with a group that does not contain the last one."""
     from memplug.errors import MemplugError
 
     group = dist.new_group([0])
@@ -305,7 +309,7 @@ def outsider(case: Case) -> Case:
 
 @contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
-    """Within, warnings of memplug are collected."""
+    """Collect memplug's warnings within."""
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())
@@ -318,7 +322,7 @@ def logged() -> Iterator[list[str]]:
 
 
 def main() -> None:
-    """Runs the case, and writes what came of it."""
+    """Run the case and write its results."""
     case = json.loads(sys.argv[2])
     if case.get("backend") == "nccl":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -1,4 +1,4 @@
-"""Trains a tiny model with DeepSpeed on this rank, without memplug and with its arena, and writes what came of both.
+"""Train a tiny model with DeepSpeed on this rank, without memplug and with its arena, and write the results.
 
 Started by a launcher: `torchrun --nproc-per-node 2 -m tests.support.arena_worker FOLDER CASES`. `CASES` is a JSON
 object: name -> {"stage": of ZeRO, "model": "llama" or "mixtral", "memplug": the block, "steps", "validate": after so
@@ -16,11 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BUCKET = 50_000  # elements: DeepSpeed's own are for models that are larger than this machine
+BUCKET = 50_000  # elements; DeepSpeed's default is for models larger than this machine
 
 
 def run(case: dict[str, Any], block: dict[str, Any] | None, rank: int) -> tuple[list[float], dict[str, Any]]:
-    """Losses and the report."""
+    """Return the losses and the report."""
     import torch
 
     import memplug
@@ -52,7 +52,7 @@ def run(case: dict[str, Any], block: dict[str, Any] | None, rank: int) -> tuple[
 
 
 def main() -> None:
-    """Joins the other ranks and runs all cases."""
+    """Join the other ranks and run all cases."""
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     import deepspeed
     import torch.distributed as dist
@@ -67,11 +67,11 @@ def main() -> None:
         served, report = run(case, case["memplug"], rank)
         results[name] = {"without": without, "with": served, "report": report}
     (folder / f"{rank}.json").write_text(json.dumps(results))
-    gc.collect()  # no thread of a backend is to let go of a tensor while Python ends
+    gc.collect()  # no backend thread may release a tensor while Python ends
     dist.barrier()
     dist.destroy_process_group()
-    # DeepSpeed keeps the groups of all these engines, whose threads may trip over the end of Python; that a process
-    # with one engine ends well, the runs of the recipe show
+    # DeepSpeed keeps the groups of all these engines, whose threads may fail while Python ends; the recipe's runs show
+    # that a process with one engine ends well
     os._exit(0)
 
 

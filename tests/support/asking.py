@@ -12,7 +12,7 @@ from tests.support.blocks import Layer
 
 
 class Force(Layer):
-    """The gradient of an energy is a part of the output, with a graph."""
+    """A layer whose output contains the gradient of an energy, with a graph."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(self.norm(x))
@@ -21,7 +21,7 @@ class Force(Layer):
 
 
 class KeepsGraph(Layer):
-    """The gradient has no graph, and the graph that it was computed by is used again."""
+    """A layer whose gradient has no graph, but whose graph is used twice."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given = self.norm(x)
@@ -33,7 +33,7 @@ class KeepsGraph(Layer):
 
 
 class LearnsInside(Layer):
-    """Test-time training: steps of gradient descent on a weight, through which backward goes."""
+    """A layer that trains at test time: backward goes through steps of gradient descent on a weight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.inner.weight
@@ -44,7 +44,7 @@ class LearnsInside(Layer):
 
 
 class Accumulates(Layer):
-    """Its own backward leaves gradients of its parameters."""
+    """A layer whose forward runs a backward of its own, which accumulates gradients of its parameters."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
@@ -54,7 +54,7 @@ class Accumulates(Layer):
 
 
 class Checkpoints(Layer):
-    """What it asks for has to be recomputed."""
+    """A layer that asks for the gradient of a checkpointed part, which has to be recomputed."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given = self.norm(x)
@@ -80,14 +80,14 @@ class ByTiles(torch.autograd.Function):
 
 
 class Tiles(Layer):
-    """Uses such a loss as a factor."""
+    """A layer that uses such a loss as a factor."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * ByTiles.apply(self.norm(x), self.inner.weight)
 
 
 class Jacobian(Layer):
-    """By torch's own function, with a graph."""
+    """A layer that uses torch's own Jacobian, with a graph."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = torch.autograd.functional.jacobian(lambda y: self.inner(y).tanh().sum((0, 1)), x, create_graph=True)
@@ -95,7 +95,7 @@ class Jacobian(Layer):
 
 
 class BatchedJacobian(Layer):
-    """All rows at once, under vmap."""
+    """A layer whose Jacobian is computed for all rows at once, under vmap."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = torch.autograd.functional.jacobian(
@@ -105,7 +105,7 @@ class BatchedJacobian(Layer):
 
 
 class Hessian(Layer):
-    """A product of a Hessian and a vector."""
+    """A layer that uses the product of a Hessian and a vector."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.autograd.functional.hvp(lambda y: self.inner(y).tanh().sum(), x, x, create_graph=True)[1]
@@ -115,7 +115,7 @@ ASKING = [Force, KeepsGraph, LearnsInside, Accumulates, Checkpoints, Tiles, Jaco
 
 
 class Sometimes(Layer):
-    """Asks in forwards that are told to."""
+    """A layer that asks for a gradient only while `asks` is set."""
 
     asks = False
 
@@ -127,7 +127,7 @@ class Sometimes(Layer):
 
 
 class Draws(Sometimes):
-    """Draws, writes in place and to a buffer, and asks twice, the first time with a graph."""
+    """A layer that draws, writes in place and to a buffer, and asks twice, the first time with a graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Draws(Sometimes):
 
 
 class Forks(Sometimes):
-    """Saves halves of a tensor, writes in place, and asks for gradients of parameters."""
+    """A layer that saves halves of a tensor, writes in place, and asks for gradients of parameters."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * 1.0
@@ -161,7 +161,7 @@ class Forks(Sometimes):
 
 
 class Tells(Sometimes):
-    """Takes an address, so that no operator shows all that it does."""
+    """A layer that takes an address, so that operators do not show all that it does."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x.data_ptr()
@@ -169,7 +169,7 @@ class Tells(Sometimes):
 
 
 class Accumulating(Sometimes):
-    """Its own backward leaves gradients of its parameters."""
+    """A layer whose forward runs a backward that accumulates its parameters' gradients while `asks` is set."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x).tanh()

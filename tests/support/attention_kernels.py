@@ -1,5 +1,6 @@
-"""Attention on a GPU, flash-attn's, and cuDNN's behind Transformer Engine: how often it ran, by the names of its
-kernels, and how to make it add in the same order each time.
+"""Counts and settings of attention kernels on a GPU: flash-attn's, and cuDNN's behind Transformer Engine.
+
+Kernels are counted by name; the settings make attention add in the same order each time.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ DETERMINISTIC = {
     "FLASH_ATTENTION_DETERMINISTIC": "1",  # transformers
     "DS_ACCELERATOR": "cuda",
 }
-"""Environment variables."""
+"""Environment variables that make attention deterministic."""
 _FORWARD = re.compile(r"flash_fwd|fprop|softmax\w*forward")  # flash-attn's, cuDNN's, unfused
 
 
 class Calls:
-    """What the stand-ins' `calls` counts of themselves, since `clear`."""
+    """The calls since `clear`, with the interface of the stand-ins' `calls`."""
 
     def __init__(self) -> None:
         self._profile: profile | None = None
         self.flops: dict[str, float] = {}
 
     def clear(self) -> None:
-        """Counts anew."""
+        """Start to count anew."""
         self._stopped()
         self._profile = profile(activities=[ProfilerActivity.CUDA])
         self._profile.start()
 
     @property
     def functions(self) -> dict[str, int]:
-        """Ends the counting: kernels by their names, and those of attention's forward by FORWARD."""
+        """Stop counting and return the kernels by name, and all of attention's forward under FORWARD."""
         stopped = self._stopped()
         names = collections.Counter(event.name for event in stopped.events()) if stopped is not None else {}
         return {**names, FORWARD: sum(count for name, count in names.items() if _FORWARD.search(name))}

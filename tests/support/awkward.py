@@ -1,4 +1,4 @@
-"""Steps that go wrong or are unusual in every way, one after another, and what they leave behind."""
+"""Steps that fail or are unusual, one after another, and a count of what they leave behind."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ LENGTHS = (6, 9, 6, 4)
 
 
 class Stop(BaseException):
-    """As `KeyboardInterrupt`: no `except Exception` catches it."""
+    """An error that no `except Exception` catches, like `KeyboardInterrupt`."""
 
 
 class Fails(Block):
-    """Raises in the middle, in a forward or in a recompute pass, when `Failing` is armed."""
+    """A block that raises in the middle of a forward or a recompute pass once `Failing` is armed."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return MayFail.apply(super().forward(x).sigmoid())
 
 
 def awkward_steps(model: Stack) -> Iterator[None]:
-    """One step after another, without end. Every kind comes by with every sequence length."""
+    """Run one step after another, without end; each kind of step meets each sequence length."""
     for number in itertools.count():
         step = STEPS[number % len(STEPS)]
         length = LENGTHS[number // len(STEPS) % len(LENGTHS)]
@@ -111,7 +111,7 @@ def _stop(gradient: torch.Tensor) -> None:
 
 
 def left_behind(executor: Any) -> dict[str, int]:
-    """Counts that a step must not change, with no graph alive."""
+    """Return counts that a step must not change, taken while no graph is alive."""
     gc.collect()
     executor.transfer.drain()
     flow, transfer = executor.flow, executor.transfer

@@ -1,4 +1,4 @@
-"""A small training with a swap list, and the same one without memplug beside it."""
+"""A small training with a swap list, beside the same training without memplug."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.support.swapped import GIB, block
 
 LAYERS, WIDTH, ROWS = 12, 32, 256
 PEAK_BYTES = LAYERS * ROWS * WIDTH * 4 * 8 // 5
-"""Of what a step takes, some two thirds."""
+"""A budget of some two thirds of the memory that a step takes."""
 
 
 class Deep(nn.Module):
-    """Linear layers and activations; `noise`: the share of places at which operators come in."""
+    """Linear layers and activations; `noise` is the chance, between layers, of extra operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class Deep(nn.Module):
 
 
 def budget_gib(nbytes: int = PEAK_BYTES) -> float:
-    """For that on top of what is in use, where the device counts what was there before."""
+    """Return a budget for these bytes on top of those in use, where the device counts earlier allocations."""
     gc.collect()
     there_bytes = torch.cuda.memory_allocated() if torch.get_default_device().type == "cuda" else 0
     return (there_bytes + nbytes) / GIB
 
 
 class Training:
-    """With memplug and without, side by side."""
+    """Trains with memplug and without, and compares the parameters after each step."""
 
     def __init__(self, asked_gib: float | None = None, **parts: Any):
         self.model, self.plain = Deep(), Deep()
@@ -86,7 +86,7 @@ class Training:
         self.began = self.steps
 
     def until_it_repeats(self) -> None:
-        """From here on a step is followed by its requests alone."""
+        """Train until the swap list follows a step by its requests alone."""
         before = self.report["swap_repeated"]
         for _ in range(8):
             self.step()

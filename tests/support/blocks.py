@@ -1,4 +1,4 @@
-"""Small models of the tests' own, and how to run them with and without the executor."""
+"""Small models of the tests, and functions that run them with and without the executor."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from memplug.device.device import Device, device_of
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.region import Region
 
-ALPHAS = [0.4, 1.0]  # some of the rows of a matmul are swapped, and all of them
+ALPHAS = [0.4, 1.0]  # one swaps some rows of a matmul, the other all
 alphas = pytest.mark.parametrize("alpha", ALPHAS)
 LAYERS = ["layers.*"]  # the regions of a `Stack`
 
 
 class Block(nn.Module):
-    """A decoder-like layer: norm, attention, gated MLP. `in_place`: it writes to a matmul's output, which the executor
-    has captured by then.
+    """A decoder-like layer: norm, attention, gated MLP.
+
+    With `in_place`, it writes to a matmul's output that the executor has captured already.
     """
 
     def __init__(self, width: int = 16, heads: int = 2, bias: bool = True, in_place: bool = False):
@@ -53,7 +54,7 @@ class Block(nn.Module):
 
 
 class Layer(nn.Module):
-    """The parameters that one small forward needs."""
+    """The parameters that a small forward needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,8 +82,9 @@ def tokenwise(
     host_budget_bytes: int = 1 << 30,
     **settings: Any,
 ) -> Executor:
-    """Make every entry of `model.layers` a region of a new executor, without any hook of the package; `model.regions`
-    has them.
+    """Make every entry of `model.layers` a region of a new executor, without any of the package's hooks.
+
+    `model.regions` has the regions.
     """
     executor = Executor(
         device or device_of(torch.get_default_device()), host_budget_bytes, **{"min_offload_bytes": 1, **settings}
@@ -101,7 +103,7 @@ def _through(executor: Executor, region: Region, call: Callable[..., Any]) -> Ca
 def functional(
     call: Callable[..., Any], alpha: float, device: Device | None = None, **settings: Any
 ) -> tuple[Callable[..., Any], Any]:
-    """A region of one function, and its executor."""
+    """Make a region of one function, and return it with its executor."""
     model = nn.Module()
     model.layers = [nn.Module()]
     model.layers[0].forward = call
@@ -110,19 +112,19 @@ def functional(
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A copy with the same parameters, to be the reference."""
+    """Return a copy with the same parameters, to serve as the reference."""
     return copy.deepcopy(model)
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The gradients by parameter name; they are taken away from the model."""
+    """Return the gradients by parameter name, and remove them from the model."""
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return grads
 
 
 def assert_same(measured: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], exact: bool = True) -> None:
-    """Gradients are equal: to the bit, or within the rounding of a matmul of their dtype."""
+    """Assert that gradients are equal: to the bit, or within the rounding of a matmul of their dtype."""
     assert measured.keys() == expected.keys()
     for name, gradient in measured.items():
         if exact:
@@ -134,8 +136,8 @@ def assert_same(measured: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 
 
 def assert_clean(executor: Executor) -> None:
-    """No graph is alive: nothing of any is left on either side."""
-    for _ in range(100):  # after an error on a device, autograd's own thread is the last to let go of the graph
+    """Assert that no graph is alive and that none left memory on the device or the host."""
+    for _ in range(100):  # after an error on a device, autograd's own thread is the last to release the graph
         if executor.flow.live == 0 or executor.device.kind == "cpu":
             break
         time.sleep(0.02)
@@ -151,7 +153,7 @@ def assert_clean(executor: Executor) -> None:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """What is freed inside is freed by reference counts alone."""
+    """Disable garbage collection within, so that reference counts alone free memory."""
     gc.collect()
     gc.disable()
     try:
@@ -169,12 +171,19 @@ def train_alike(
     exact: bool | None = None,
     **settings: Any,
 ) -> Executor:
-    """Train a stack of blocks and its twin on the same data and seeds; losses, gradients and buffers are equal after
-    every step.
+    """Train a stack of blocks and its twin on the same data and seeds, and compare them after every step.
+
+    Losses, gradients and buffers must be equal.
 
     Args:
-        exact: to the bit; by default where no row of a matmul is computed in another shape than in forward (`alpha` 0
-            or 1).
+        block: makes one block.
+        alpha: the fraction of rows that the regions swap.
+        device: the device to train on, by default torch's own.
+        steps: how many steps.
+        layers: how many blocks.
+        exact: compare to the bit; by default if no row of a matmul is computed in another shape than in forward
+            (`alpha` 0 or 1).
+        **settings: of the executor.
     """
     torch.manual_seed(0)
     model = Stack(layers, block)
@@ -197,7 +206,7 @@ def train_alike(
 
 
 def train_stacks(model: nn.Module, reference: nn.Module, seed: int, exact: bool = True) -> None:
-    """One step of both on the same data; raises AssertionError where gradients differ."""
+    """Run one step of both on the same data; raise AssertionError where gradients differ."""
     x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(seed))
     model(x).backward()
     reference(x).backward()
@@ -210,7 +219,7 @@ class Drops(Layer):
 
 
 class DropsAttention(Block):
-    """A captured operator that draws random numbers, and another draw behind it."""
+    """A block with a captured operator that draws random numbers, and another draw after it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm1(x)).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)

@@ -1,4 +1,4 @@
-"""What workers of cases have in common: a rank joins the other, trains in all cases and writes what came of them."""
+"""The common part of case workers: a rank joins the others, trains in all cases and writes the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def run_all(run: Callable[[Any, int], Any]) -> None:
-    """Runs `run(case, rank)` for each of the command line FOLDER CASES into `FOLDER/RANK.json`; ends the process."""
+    """Run `run(case, rank)` for each case, write `FOLDER/RANK.json` and end the process.
+
+    The command line is `FOLDER CASES`.
+    """
     import deepspeed
     import torch.distributed as dist
 
@@ -30,7 +33,7 @@ def run_all(run: Callable[[Any, int], Any]) -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # DeepSpeed keeps the groups of all these engines, whose threads may trip over the end of Python
+    os._exit(0)  # DeepSpeed keeps the groups of all these engines, whose threads may fail while Python ends
 
 
 def train_engine(
@@ -41,19 +44,20 @@ def train_engine(
     short: list[int] | None = None,
     gradients: bool = False,
 ) -> dict[str, Any]:
-    """Trains a DeepSpeed engine, and destroys it.
+    """Train a DeepSpeed engine, and destroy it.
 
     Args:
-        engine: it steps where its own accumulation says.
+        engine: steps where its own accumulation says.
         loss_of: runs the forward of a micro-batch, by its number.
         micro_batches: how many.
-        with_memplug: attaches memplug, by the engine's own block.
-        short: see `run_short`; of engines that step after each micro-batch.
-        gradients: whether to digest those of each micro-batch.
+        with_memplug: attach memplug, with the engine's own block.
+        short: see `run_short`; only for engines that step after each micro-batch.
+        gradients: whether to return digests of each micro-batch's gradients.
 
     Returns:
-        "losses" of each micro-batch, "digest" of the weights at the end, "report" of memplug, empty without it,
-        "shares" of the rows that it swapped, and where asked for "digests" of all gradients, by micro-batch.
+        "losses" of each micro-batch, "digest" of the weights at the end, memplug's "report" (empty without it),
+            "shares" of the rows that it swapped, and "digests" of all gradients by micro-batch (empty unless asked
+            for).
     """
     import memplug
 
@@ -80,25 +84,25 @@ def train_engine(
 
 
 def run_short(session: Any, step: int, short: list[int]) -> None:
-    """Called before each step: the pool of one rank gets room for half of the host memory that a step takes.
+    """Limit one rank's pool to half of the host memory that a step takes; called before each step.
 
     Args:
-        session: of memplug.
-        step: the one that begins, from 0.
-        short: the rank, and the step from which on it is short.
+        session: memplug's.
+        step: the step that begins, from 0.
+        short: the rank, and the first step that is short of memory.
     """
     import torch.distributed as dist
 
     pool = session._attached.executor.pool
     if short[1] == step + 1:
-        pool.rows.peak_bytes = 0  # of that step alone
+        pool.rows.peak_bytes = 0  # so that the peak is that step's alone
     if short == [dist.get_rank(), step]:
         pool.close()
         pool.budget_bytes = pool.peak_bytes // 2
 
 
 def _digest_gradients(module: torch.nn.Module) -> str:
-    """Of all parameters, between backward and the optimizer."""
+    """Return a digest of all parameters' gradients, between backward and the optimizer."""
     from deepspeed.utils import safe_get_full_grad
 
     total = hashlib.sha256()
@@ -108,7 +112,7 @@ def _digest_gradients(module: torch.nn.Module) -> str:
 
 
 def _digest(module: torch.nn.Module) -> str:
-    """Of all parameters, those that ZeRO 3 has shards of gathered."""
+    """Return a digest of all parameters, after gathering those that ZeRO 3 has sharded."""
     import deepspeed
 
     total = hashlib.sha256()

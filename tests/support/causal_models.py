@@ -60,7 +60,7 @@ class Causal(nn.Module):
 
 
 def mixtral() -> nn.Module:
-    """Returns a Mixtral of two layers, top-2 of 8 experts; the same weights at every call."""
+    """Return a Mixtral of two layers, top-2 of 8 experts, with the same weights at every call."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}

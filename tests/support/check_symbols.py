@@ -39,12 +39,12 @@ _SYMBOL = re.compile(r"(?P<module>[\w.]+)(:(?P<name>[\w.]+)(\((?P<parameters>[^)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a symbol.
+    """The state of a symbol in a package's sources.
 
     Attributes:
         status: THERE, MOVED or GONE.
-        symbol: as the sources have it; where none of several is there, the first of them.
-        note: where it is now, what is missing of it, or that text was looked for.
+        symbol: as the sources have it; if none of several alternatives is there, the first of them.
+        note: where it is now, which parameters are missing, or that text was looked for.
     """
 
     status: str
@@ -56,7 +56,7 @@ class Verdict:
 
 
 def verdict(tree: SourceTree, use: Use) -> Verdict:
-    """Of a symbol, or of the best of its alternatives."""
+    """Return the verdict on a symbol, or on the best of its alternatives."""
     each = [_verdict_of(tree, symbol) for symbol in (use if isinstance(use, tuple) else (use,))]
     for status in (THERE, MOVED):
         for found in each:
@@ -67,11 +67,12 @@ def verdict(tree: SourceTree, use: Use) -> Verdict:
 
 
 def check(root: Path, package: Package, *, stand_ins: bool = False) -> list[tuple[str, Verdict]]:
-    """Of each symbol of a package the file that relies on it, and what became of it.
+    """Return each file that relies on a symbol of the package, with the verdict on that symbol.
 
     Args:
-        root: the folder that the package's folder is in.
-        stand_ins: also what the stand-ins imitate.
+        root: the folder that contains the package's folder.
+        package: the package to check.
+        stand_ins: also check the symbols that the stand-ins imitate.
     """
     tree = SourceTree(root, package.folder)
     uses = {**package.uses, **({"tests/support/stand_ins": package.imitated} if stand_ins else {})}
@@ -79,7 +80,7 @@ def check(root: Path, package: Package, *, stand_ins: bool = False) -> list[tupl
 
 
 def root_of(folder: Path, package: Package) -> Path | None:
-    """Where in a folder, or right below it, the package's folder is."""
+    """Return the folder itself or the subfolder that contains the package's folder, or None."""
     below = sorted(path for path in folder.iterdir() if path.is_dir())
     return next((each for each in (folder, *below) if (each / package.folder).is_dir()), None)
 
@@ -118,7 +119,7 @@ def _verdict_of_text(tree: SourceTree, symbol: Text) -> Verdict:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the lines; returns the exit status."""
+    """Write the lines and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.support.check_symbols", description=__doc__.partition("\n")[0]
     )
@@ -152,7 +153,7 @@ def _all(source: Path | None) -> Iterator[str]:
 
 
 def _check_one(asked: str, folder: Path, is_fetched: bool, stand_ins: bool) -> int | None:
-    """Writes the lines of one package; returns how many of its symbols are not there, None without sources."""
+    """Write the lines of one package, and return how many of its symbols are missing; None without sources."""
     name, _, version = asked.partition("==")
     package, title = PACKAGES[name], asked.replace("==", " ")
     try:

@@ -14,7 +14,7 @@ from tests.support.native_forward import Keeps
 
 
 class _Filled(torch.autograd.Function):
-    """Fills new memory, or memory that is there already."""
+    """Fills new memory, or memory that is there already, by a collective."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, collective: Any, memory: torch.Tensor | None) -> torch.Tensor:
@@ -28,7 +28,7 @@ class _Filled(torch.autograd.Function):
 
 
 def filling(collective: Any, memory: torch.Tensor | None = None) -> type[Layer]:
-    """Layers whose tokens go through a collective."""
+    """Return a class of layers whose tokens go through a collective."""
 
     class Fills(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ def filling(collective: Any, memory: torch.Tensor | None = None) -> type[Layer]:
 
 @torch.library.custom_op("memplug_tests::exchange", mutates_args=())
 def _exchange(x: torch.Tensor) -> torch.Tensor:
-    """As DeepSpeed's Ulysses attention for Hugging Face models: an operator of its own, a collective inside."""
+    """Run a collective inside one operator, as DeepSpeed's Ulysses attention for Hugging Face models does."""
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x)
     return out
@@ -50,7 +50,7 @@ _exchange.register_autograd(lambda ctx, gradient: gradient)
 
 
 class Exchanges(Layer):
-    """One result that backward needs, and one at the end that it does not."""
+    """A layer that exchanges twice: backward needs the first result, but not the second."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = _exchange(self.norm(x))
@@ -76,6 +76,6 @@ COLLECTIVES: dict[str, Collective] = {
 
 
 def saving(collective: Collective, group: Any) -> torch.Tensor:
-    """Backward needs the collective's result, not its input."""
+    """Run a collective of which backward needs the result, but not the input."""
     y = collective(torch.full((4,), 3.0), group)
     return Keeps.apply(torch.ones(4, requires_grad=True), y * 2)

@@ -17,7 +17,7 @@ from tests.support.reducing import WHOLE, ReducesMemoryThatWasThere, broadcast_i
 
 
 def receiving(broadcast: Callable[[torch.Tensor], Any]) -> type[Layer]:
-    """Layers whose first rank sends its tokens to blank memory of the others."""
+    """Return a class of layers whose first rank sends its tokens to blank memory of the others."""
 
     class Receives(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ LAYERS = {
 
 
 def main() -> None:
-    """Writes where this rank's gradients differ into the folder that it is given."""
+    """Write the cases in which this rank's gradients differ into the folder on the command line."""
     dist.init_process_group("gloo")
     differ = []
     for name, layer in LAYERS.items():

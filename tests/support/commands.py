@@ -1,5 +1,6 @@
-"""Commands of memplug that need the virtual device, each in a process of its own, which is forked: see
-`tests.support.forking`. That a user's own process runs them as well is tested by `tests/cli`.
+"""Runs memplug's commands that need the virtual device, each in a forked process (`tests.support.forking`).
+
+`tests/cli` tests that a user's own process runs them as well.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from tests.support.forking import launch_forked
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """A command that has run.
+    """The result of a command.
 
     Attributes:
         exit_code: of its process.
-        stdout, stderr: all that it wrote there.
+        stdout: all that it wrote there.
+        stderr: all that it wrote there.
     """
 
     exit_code: int
@@ -31,7 +33,11 @@ class Ended:
 
 
 def run_command(folder: Path, words: Sequence[object]) -> Ended:
-    """Runs `memplug WORDS`; `folder` is for what comes of it.
+    """Run `memplug WORDS`.
+
+    Args:
+        folder: gets the result's file.
+        words: the command line.
 
     Raises:
         RuntimeError: an exception that the command did not handle; the message ends with its traceback.
@@ -42,7 +48,7 @@ def run_command(folder: Path, words: Sequence[object]) -> Ended:
 
 
 def main() -> None:
-    """Runs the command of the command line `FILE WORDS...`, and writes how it ended to the file."""
+    """Run the command of the command line `FILE WORDS...`, and write its result to the file."""
     done = CliRunner().invoke(app, sys.argv[2:], catch_exceptions=False)
     ended = Ended(exit_code=done.exit_code, stdout=done.stdout, stderr=done.stderr)
     Path(sys.argv[1]).write_text(json.dumps(asdict(ended)))

@@ -1,4 +1,4 @@
-"""Native tapes beside the reference tapes of the same forwards, operator by operator."""
+"""Compares native tapes with reference tapes of the same forwards, operator by operator."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.support.native_forward import Run
 from tests.support.reference_tape import Recording, Tape
 
 AUTOGRADS_OWN = {"aten::detach", "aten::clone"}
-# what gloo does to hand out a result: take this rank's part of a sum, and copy it to where it was asked for
+# operators that gloo runs to return a result: it takes this rank's part of a sum, and copies it to the output
 BACK_ENDS_OWN = {"c10d::_reduce_scatter_base_": ["aten::chunk", "aten::copy_"]}
 (UNFILLED,) = (bit for bit, reason in REASONS.items() if reason == "memory that no operator was seen to fill")
 
 
 def both(core: Any, call: Callable[[], Any]) -> tuple[Run, Tape]:
-    """One native forward, and the reference tape of it."""
+    """Run one native forward, and return it with its reference tape."""
     with Recording() as reference:
         run = Run(core, call)
     for tensor in run.saved:
@@ -31,16 +31,17 @@ def both(core: Any, call: Callable[[], Any]) -> tuple[Run, Tape]:
 
 
 def compare(tape: Any, reference: Tape) -> None:
-    """Records are equal one by one and in every field, and so are their storages up to the numbers. torch's own
-    operators inside of another one are left out: a view of a saved tensor, a copy of memory that is about to be
-    overwritten, or of a conjugated view.
+    """Assert that records are equal in every field, and their storages up to renumbering.
+
+    Operators that torch runs inside of another one are left out: a view of a saved tensor, a copy of memory that is
+    about to be overwritten, or of a conjugated view.
 
     Raises:
-        AssertionError: with the operator and the field that differ.
+        AssertionError: names the operator and the field that differ.
     """
     found, at = records_of(tape), 0
     called: dict[int, int] = {}
-    copied: dict[int, int] = {}  # by torch itself: the storage that a copy stands for
+    copied: dict[int, int] = {}  # by torch itself: the storage that each copy stands for
     theirs = _without_back_ends_own(reference.records)
     for record in theirs:
         name = record.func._schema.name
@@ -84,8 +85,10 @@ def _without_back_ends_own(records: list[Record]) -> Iterable[Record]:
 
 
 def compare_layers(core: Any, layers: Iterable[nn.Module], call: Callable[[], Any]) -> list[Any]:
-    """The native tapes of all forwards of layers in a call, each compared with the reference. Each forward runs twice
-    more without the dispatch mode, under which torch runs a few other operators, and the second time follows the first.
+    """Return the native tapes of all forwards that layers run in a call, each compared with the reference.
+
+    Each forward runs twice more without the dispatch mode, under which torch runs a few other operators; the last run
+    must follow the first of the two.
     """
     tapes: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Counts operators, also those of recompute passes, which a dispatch mode around backward alone does not see."""
+"""Counts operators, including those of recompute passes, which a dispatch mode around backward does not see."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd import profiler
 
 
 class Operators:
-    """Counts operators that run within, by name, without its namespace."""
+    """Counts the operators that run within, by name without namespace."""
 
     def __init__(self) -> None:
         self.calls: collections.Counter[str] = collections.Counter()
@@ -30,12 +30,12 @@ class Operators:
         return name.count("::") == 1
 
     def _is_inside(self, event: Any) -> bool:
-        """Whether an operator runs inside of another one that is counted."""
+        """Return whether an operator runs inside of another one that is counted."""
         return False
 
 
 class Launches(Operators):
-    """Counts collectives that reach the process group, of those that `counted` says."""
+    """Counts collectives that reach the process group, if `counted` holds for them."""
 
     def __init__(self, counted: Callable[[Any], bool]) -> None:
         super().__init__()

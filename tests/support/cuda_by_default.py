@@ -1,4 +1,4 @@
-"""CUDA, a GPU's or simulated, in the place of the CPU for tests that run on torch's default device."""
+"""Makes CUDA, real or simulated, the default device of tests that otherwise run on the CPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.overrides import TorchFunctionMode
 
 @contextlib.contextmanager
 def cuda_by_default() -> Iterator[None]:
-    """It is torch's default device within; what a generator of the CPU draws is drawn there, and moved."""
+    """Make CUDA torch's default device within; tensors drawn by a generator of the CPU are drawn there and moved."""
     torch.cuda.init()
     with torch.device("cuda"), SeededOnTheHost():
         yield
 
 
 def skip_those_of_the_cpu(items: list[pytest.Item]) -> None:
-    """Tests marked `cpu`, with the mark's reason."""
+    """Skip tests marked `cpu`, with the mark's reason."""
     for item in items:
         mark = item.get_closest_marker("cpu")
         if mark is not None:
@@ -28,7 +28,7 @@ def skip_those_of_the_cpu(items: list[pytest.Item]) -> None:
 
 
 class SeededOnTheHost(TorchFunctionMode):
-    """Random tensors that a test draws by a generator of the CPU are made there, and moved to the default device."""
+    """Draws a test's random tensors on the CPU if their generator is there, and moves them to the default device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

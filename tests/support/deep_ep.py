@@ -1,7 +1,7 @@
-"""A stand-in of DeepEP, on which Megatron-Core's own functions (megatron.core.transformer.moe.fused_a2a) run: its
-kernels talk to other ranks, and fill memory of torch's allocator, past torch's dispatcher. On the CPU, by gloo.
+"""A stand-in for DeepEP on the CPU, by gloo, for Megatron-Core's own functions (`fused_a2a`).
 
-Written from what those functions ask for, without DeepEP's code.
+Its kernels talk to other ranks and fill memory of torch's allocator without torch's dispatcher. It was written from the
+calls in `megatron.core.transformer.moe.fused_a2a`, without DeepEP's code.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch.distributed as dist
 from tests.support.hidden import hidden
 
 calls: collections.Counter[str] = collections.Counter()
-"""Kernels that talked to other ranks, by name."""
+"""Counts of the kernels that talked to other ranks, by name."""
 
 
 def install() -> Any:
-    """Put the package in its place, for the rest of the process; returns Megatron-Core's module of functions."""
+    """Install the stand-in for the rest of the process, and return Megatron-Core's module of functions."""
     package, utils = types.ModuleType("deep_ep"), types.ModuleType("deep_ep.utils")
     package.Buffer, package.HybridEPBuffer, package.utils = Buffer, HybridEPBuffer, utils
     utils.EventHandle = utils.EventOverlap = _Event
@@ -32,16 +32,16 @@ def install() -> Any:
 
 
 class _Event:
-    """Of a stream; there is none."""
+    """An event of a stream; nothing is asynchronous here."""
 
     def __init__(self, *handles: Any) -> None: ...
 
     def current_stream_wait(self) -> None:
-        """Nothing is under way."""
+        """Return at once: nothing is under way."""
 
 
 def _everyone(group: Any, *values: Any) -> list[tuple[np.ndarray, ...]]:
-    """What each rank passes, in rank order."""
+    """Return the values that each rank passed, in rank order."""
     found: list[Any] = [None] * group.size()
     with hidden():
         dist.all_gather_object(found, [None if x is None else x.detach().numpy() for x in values], group=group)
@@ -49,7 +49,7 @@ def _everyone(group: Any, *values: Any) -> list[tuple[np.ndarray, ...]]:
 
 
 def _filled(values: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Memory from the allocator, filled by no operator."""
+    """Return memory from the allocator, filled by no operator."""
     values = np.asarray(values)
     made = torch.empty(values.shape, dtype=dtype)
     made.numpy()[...] = values
@@ -57,7 +57,7 @@ def _filled(values: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Buffer:
-    """Each token goes once to each rank that has one of its experts; the sum of what these make of it comes back."""
+    """Sends each token once to each rank that has one of its experts, and returns the sum of the experts' outputs."""
 
     num_nvl_bytes = num_rdma_bytes = 1 << 60
 
@@ -66,14 +66,18 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(ranks: int) -> Any:
-        """Sizes of buffers, of no meaning here."""
+        """Return buffer sizes, which have no meaning here."""
         hint = lambda hidden_bytes, ranks: 0  # noqa: E731
         return types.SimpleNamespace(get_nvl_buffer_size_hint=hint, get_rdma_buffer_size_hint=hint)
 
     get_combine_config = get_dispatch_config
 
     def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int, **options: Any) -> Any:
-        """Counts of tokens by rank, none by node, by expert; bool[tokens, ranks]; an event."""
+        """Count tokens by rank and by expert.
+
+        Returns:
+            Tokens by rank, None (by node), tokens by expert, bool[tokens, ranks] and an event.
+        """
         chosen, ranks = topk_idx.numpy(), self.group.size()
         here = np.stack([(chosen // (num_experts // ranks) == rank).any(-1) for rank in range(ranks)], -1)
         experts = np.bincount(chosen.flatten(), minlength=num_experts)
@@ -90,8 +94,11 @@ class Buffer:
         is_token_in_rank: torch.Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Tokens, their experts counted from this rank's first (-1: another rank's) and weights, a count for each of
-        this rank's experts, a handle, an event.
+        """Send tokens to the ranks of their experts.
+
+        Returns:
+            The received tokens, their experts counted from this rank's first (-1: another rank's), their weights, a
+                count for each of this rank's experts, a handle and an event.
         """
         calls["dispatch"] += 1
         me = self.group.rank()
@@ -112,7 +119,7 @@ class Buffer:
         return *received, counts, (everywhere,), _Event()
 
     def combine(self, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None = None, **options: Any) -> Any:
-        """Sums for this rank's tokens, those of their weights, an event."""
+        """Return sums for this rank's tokens, sums of their weights, and an event."""
         calls["combine"] += 1
         (everywhere,), me = handle, self.group.rank()
         sent = _everyone(self.group, x, topk_weights)
@@ -129,13 +136,13 @@ class Buffer:
 
 
 class HybridEPBuffer:
-    """Each token goes to each of its experts, and lies there by expert, then by rank."""
+    """Sends each token to each of its experts, where tokens lie by expert, then by rank."""
 
     def __init__(self, group: Any, num_local_experts: int, **sizes: Any) -> None:
         self.group, self.own = group, num_local_experts
 
     def _mine(self, everywhere: torch.Tensor, rank: int) -> list[tuple[int, np.ndarray]]:
-        """Of what lies on a rank: whose tokens, and which, piece by piece."""
+        """Return the pieces that lie on a rank, in order: the source rank and its tokens."""
         experts = range(rank * self.own, (rank + 1) * self.own)
         return [
             (source, each[:, expert].nonzero()[0])
@@ -152,7 +159,7 @@ class HybridEPBuffer:
         handle: Any = None,
         **options: Any,
     ) -> Any:
-        """Tokens, a probability of each, nothing, a count for each of this rank's experts, a handle."""
+        """Return received tokens, their probabilities, None, a count for each of this rank's experts, and a handle."""
         calls["dispatch"] += 1
         me = self.group.rank()
         sent = _everyone(self.group, hidden, routing_map, probs)
@@ -169,7 +176,7 @@ class HybridEPBuffer:
     def combine_with_unpermute(
         self, hidden: torch.Tensor, handle: Any, probs: torch.Tensor | None = None, **options: Any
     ) -> Any:
-        """Sums for this rank's tokens, and their probabilities [tokens, experts]."""
+        """Return sums for this rank's tokens, and their probabilities [tokens, experts]."""
         calls["combine"] += 1
         (everywhere,), me = handle, self.group.rank()
         sent = _everyone(self.group, hidden, probs)

@@ -1,10 +1,10 @@
-"""Trains layers whose tokens go to experts of both ranks by DeepEP's functions (its stand-in: deep_ep.py), with memplug
-and without, and writes what came of it to `FOLDER/RANK.json`.
+"""Trains layers whose tokens go to experts of both ranks by DeepEP's functions, with memplug and without.
 
-`-m tests.support.deep_ep_worker FOLDER CASES`, on ranks. `CASES`: a JSON object, name -> {"layer": a class of this
-module, "memplug": a block, or null}.
+`-m tests.support.deep_ep_worker FOLDER CASES`, on ranks; the stand-in of DeepEP is deep_ep.py. `CASES`: a JSON object,
+name -> {"layer": a class of this module, "memplug": a block, or null}.
 
-Of each case: {"losses", "gradients": digests of each step's, "calls": kernels of DeepEP in the last step, "report"}.
+`FOLDER/RANK.json` gets for each case {"losses", "gradients": digests of each step's, "calls": kernels of DeepEP in the
+last step, "report"}.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Experts(nn.Module):
         return x + self.exchanged(y, *self.router(y).softmax(-1).topk(CHOSEN))
 
     def expert(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """Of this rank's."""
+        """Run one of this rank's experts."""
         return nn.functional.silu(x @ self.up[number]) @ self.down[number]
 
 
 class DeepEP(Experts):
-    """Each rank gets a token once, and adds up what its experts make of it."""
+    """A layer in which each rank gets a token once, and adds up the outputs of its experts."""
 
     def exchanged(self, y: torch.Tensor, chances: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """There and back."""
+        """Send tokens to their experts and back."""
         group = dist.group.WORLD
         tokens, experts, weights, _, handle = fused_a2a.fused_dispatch(y, chosen, chances, EXPERTS, group)
         shares = [(weights * (experts == number)).sum(-1, keepdim=True) for number in range(EXPERTS // 2)]
@@ -60,10 +60,10 @@ class DeepEP(Experts):
 
 
 class HybridEP(Experts):
-    """Each expert gets its tokens side by side."""
+    """A layer in which each expert gets its tokens side by side."""
 
     def exchanged(self, y: torch.Tensor, chances: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """There and back."""
+        """Send tokens to their experts and back."""
         routing = torch.zeros(len(y), EXPERTS, dtype=torch.bool).scatter(1, chosen, True)
         probs = torch.zeros(len(y), EXPERTS).scatter(1, chosen, chances)
         tokens, weights, _, counts, handle = fused_a2a.hybrid_ep_dispatch(
@@ -75,7 +75,7 @@ class HybridEP(Experts):
 
 
 class Model(nn.Module):
-    """Layers in a row and a loss."""
+    """Layers in a row, and a loss."""
 
     def __init__(self, layer: type[nn.Module]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Model(nn.Module):
 
 
 def trained(case: dict[str, Any]) -> dict[str, Any]:
-    """One case; each rank has weights and tokens of its own."""
+    """Train one case; each rank has its own weights and tokens."""
     rank, block = dist.get_rank(), case.get("memplug")
     torch.manual_seed(rank)
     model = Model(globals()[case["layer"]])
@@ -114,7 +114,7 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """All cases on this rank."""
+    """Run all cases on this rank."""
     dist.init_process_group("gloo")
     results = {name: trained(case) for name, case in json.loads(sys.argv[2]).items()}
     (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(results))

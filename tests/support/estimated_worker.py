@@ -1,4 +1,4 @@
-"""Estimates a plan for a GPU: `python -m tests.support.estimated_worker FOLDER GPU BUDGET_GIB`.
+"""Estimate a plan for a GPU: `python -m tests.support.estimated_worker FOLDER GPU BUDGET_GIB`.
 
 The GPU is an H200 of another name and memory; its plan is that of `workload()` on a GPU of that name.
 """
@@ -26,12 +26,12 @@ SHAPE = {
 
 
 def workload() -> Workload:
-    """A Llama of which a step takes a hundred MiB."""
+    """Return a Llama whose step takes a hundred MiB."""
     return Workload(shape=Shape(SHAPE), layers=4, seq_len=256, micro_batch=64)
 
 
 def block(budget_gib: float, plan_dir: Path | bool) -> dict[str, Any]:
-    """For it."""
+    """Return the block for that workload."""
     return {
         "enabled": True,
         "plan_dir": str(plan_dir) if plan_dir is not False else False,
@@ -42,7 +42,7 @@ def block(budget_gib: float, plan_dir: Path | bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Writes the plan."""
+    """Write the plan."""
     folder, gpu, budget_gib = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     hardware = dataclasses.replace(Hardware.named("h200"), name=gpu)
     job = workload()

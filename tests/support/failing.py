@@ -1,4 +1,4 @@
-"""An operator that raises when it is told to: a recompute pass runs operators, and no code of a module's own."""
+"""An operator that raises on demand, for recompute passes, which run operators and no code of a module."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 
 class Failing:
-    """Of all calls of the operator.
+    """The state of the operator, over all of its calls.
 
     Attributes:
         calls: how many there were.
-        fails_at: which of them raises, counted from 1; 0 for none.
-        error: makes what it raises.
+        fails_at: the call that raises, counted from 1; 0 for none.
+        error: makes the error that it raises.
     """
 
     calls = 0
@@ -23,11 +23,11 @@ class Failing:
 
     @classmethod
     def arm(cls, fails_at: int, error: Callable[[], BaseException] = RuntimeError) -> None:
-        """Count from now on, and raise in that call."""
+        """Count calls from now on, and raise in that one."""
         cls.calls, cls.fails_at, cls.error = 0, fails_at, error
 
 
-Failing.__module__ = torch.__name__  # else a pass that runs a module again puts its state back
+Failing.__module__ = torch.__name__  # else a pass that runs a module again would restore its state
 
 
 def _call(x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ _LIBRARY.impl("may_fail", _call, "CompositeExplicitAutograd")
 
 
 class MayFail(torch.autograd.Function):
-    """The same tensor, by that operator, whose result backward asks for."""
+    """Returns the same tensor by that operator, whose result backward asks for."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

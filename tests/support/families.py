@@ -1,7 +1,7 @@
 """Every causal, masked and encoder-decoder family of the installed transformers, made tiny from its config class.
 
-Families are found in transformers' own tables. Fields of a config are shrunk by what their names say, so that a family
-of a newer transformers needs no entry here; one that cannot be made so says why.
+Families are found in transformers' own tables. Fields of a config are shrunk according to their names, so a family
+of a newer transformers needs no entry here; `Cannot` says why a family cannot be made tiny.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 LARGEST = 6_000_000  # elements of all parameters
 VOCABULARY, LENGTH, BATCH = 64, 8, 2
-FIRST_TOKEN = 24  # those below are left to padding, images and the like
+FIRST_TOKEN = 24  # smaller ones are left to padding, images and the like
 
 SIZES: tuple[tuple[str, int], ...] = (
     (r".*vocab_size\w*|\w*vocab_size|unpadded_vocab_size|codebook_size|pooler_hidden_size_vocab", VOCABULARY),
@@ -57,8 +57,8 @@ MISSING = (
     "num_experts_per_tok",
     "n_routed_experts",
     "mask_token_id",
-)  # that some configs want and have not
-HINTS: dict[str, dict[str, Any]] = {  # fields that follow from others in a way that no name tells
+)  # some configs need these fields and lack them
+HINTS: dict[str, dict[str, Any]] = {  # fields that depend on others, which no pattern of names tells
     "BambaConfig": {"attn_layer_indices": [1]},
     "DoryConfig": {"num_hidden_layers": 6, "layer_types": None},
     "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"]},
@@ -74,7 +74,7 @@ TOKEN = re.compile(r"\w+_token_(id|index)")
 
 
 class Cannot(Exception):
-    """Says why a family cannot be made tiny, or does not train without memplug."""
+    """An error that says why a family cannot be made tiny, or does not train without memplug."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,11 @@ class Family:
         return f"{self.name}-{TABLES[self.table]}"
 
     def make(self) -> nn.Module:
-        """Returns the model, with the same weights in every call. Raises `Cannot` where it cannot be made tiny."""
+        """Return the model, with the same weights in every call.
+
+        Raises:
+            Cannot: the model cannot be made tiny.
+        """
         try:
             kind = model_class(self)
             config = tiny(config_class(self.name))
@@ -121,7 +125,7 @@ TABLES = {
 
 
 def families() -> list[Family]:
-    """Returns all of the installed transformers', each model class once."""
+    """Return all families of the installed transformers, each model class once."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, Family] = {}
@@ -132,14 +136,14 @@ def families() -> list[Family]:
 
 
 def config_class(name: str) -> type:
-    """Returns the config class of a model type."""
+    """Return the config class of a model type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return CONFIG_MAPPING[name]
 
 
 def model_class(family: Family) -> type:
-    """Returns the model class of a family."""
+    """Return the model class of a family."""
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -148,7 +152,7 @@ def model_class(family: Family) -> type:
 
 
 def tiny(kind: type) -> Any:
-    """Returns a config of the class with small sizes."""
+    """Return a config of the class with small sizes."""
     config = kind(**_fields(kind()))
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 1
@@ -188,13 +192,13 @@ def _size(name: str) -> int | None:
 
 
 def _layers_field(config: Any) -> str | None:
-    """Returns the name of the field that has the number of layers, if any has."""
+    """Return the name of the field with the number of layers, or None."""
     known = (config.attribute_map or {}).get("num_hidden_layers", "num_hidden_layers")
     return known if isinstance(vars(config).get(known), int) else None
 
 
 def _layers(config: Any) -> tuple[list[int], int]:
-    """Returns the indices of layers to keep: two at least, and one of each kind; and how many there were."""
+    """Return the indices of the layers to keep (two at least, one of each kind), and how many there were."""
     name = _layers_field(config)
     if name is None:
         return [], 0
@@ -214,14 +218,14 @@ def _chosen(values: Any, layers: list[int]) -> list[Any]:
 
 
 def _token(name: str, value: Any) -> Any:
-    """Returns a token that is in the vocabulary and in no batch."""
+    """Return a token that is in the vocabulary but in no batch."""
     if isinstance(value, (list, tuple)):
         return [min(each, 2) for each in value]
     return value if value is not None and value < 3 else 3 + sum(map(ord, name)) % (FIRST_TOKEN - 3)
 
 
 def batch(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
-    """Returns inputs of one step, as `forward` names them."""
+    """Return the inputs of one step, named as in `forward`."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(FIRST_TOKEN, VOCABULARY, (BATCH, LENGTH), generator=generator)
     names = inspect.signature(model.forward).parameters
@@ -230,7 +234,7 @@ def batch(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Returns the loss that a model gives, or one of its first output."""
+    """Return the model's loss, or a loss of its first output."""
     loss = getattr(output, "loss", None)
     if loss is not None:
         return loss
@@ -239,7 +243,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def steps(model: nn.Module, session: Any = None, count: int = 3) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-    """Yields each step's loss and gradients, called as by default, with plain SGD."""
+    """Yield each step's loss and gradients; the model trains with plain SGD and is called with its defaults."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(count):
         torch.manual_seed(step)

@@ -1,13 +1,12 @@
-"""Trains a tiny Llama of Hugging Face's with flash-attn, with memplug and without, and writes what came of it to
-`FOLDER/results.pt`.
+"""Trains a tiny Hugging Face Llama with flash-attn, with memplug and without, and writes `FOLDER/results.pt`.
 
-`python -m tests.support.flash_attention_worker FOLDER CASES [--installed]`: by the stand-ins of flash-attn, or on a GPU
-by itself, in bfloat16. `CASES`: a JSON object, name -> {"implementation": of
-attention, "batch": "whole", "padded", "packed" (sequences in a row, which position_ids tell) or "lengths" (the same,
-and their starts besides, as a collator gives them), "memplug": a block, or null}.
+`python -m tests.support.flash_attention_worker FOLDER CASES [--installed]` uses the stand-ins of flash-attn, or
+flash-attn itself on a GPU, in bfloat16. `CASES`: a JSON object, name -> {"implementation": of attention, "batch":
+"whole", "padded", "packed" (sequences in a row, separated by position_ids) or "lengths" (the same with the sequences'
+starts, as a collator passes them), "memplug": a block, or null}.
 
-Of each case: {"losses", "gradients": digests of each step's, "functions": forwards of each Function in the last step
-(of flash-attn itself, see tests/support/attention_kernels.py), "report"}.
+The results of each case: {"losses", "gradients": digests of each step's, "functions": forwards of each Function in the
+last step (for flash-attn itself, see tests/support/attention_kernels.py), "report"}.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ else:
     from stand_in_kernels import calls
 
 LAYERS, TOKENS, WORDS, STEPS = 3, 24, 64, 14
-PACKED = [[10, 14], [5, 12, 7]]  # tokens of each sequence, by step in turn
+PACKED = [[10, 14], [5, 12, 7]]  # tokens of each sequence; the steps take the two lists in turn
 
 
 def llama(implementation: str) -> transformers.LlamaForCausalLM:
-    """With grouped queries; the same weights at every call."""
+    """Return a Llama with grouped queries, and the same weights at every call."""
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": LAYERS, "vocab_size": WORDS}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -49,7 +48,7 @@ def llama(implementation: str) -> transformers.LlamaForCausalLM:
 
 
 def batch(kind: str, step: int) -> dict[str, Any]:
-    """What the model is called with."""
+    """Return the arguments of the model's forward."""
     if kind in ("whole", "padded"):
         tokens = torch.randint(0, WORDS, (2, TOKENS))
         mask = torch.ones_like(tokens)
@@ -66,7 +65,7 @@ def batch(kind: str, step: int) -> dict[str, Any]:
 
 
 def trained(case: dict[str, Any]) -> dict[str, Any]:
-    """One case."""
+    """Train one case and return its results."""
     model = llama(case["implementation"])
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     block = case.get("memplug")

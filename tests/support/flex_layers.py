@@ -1,4 +1,4 @@
-"""Layers with FlexAttention, compilers that count, and trainings beside the same without memplug."""
+"""Layers with FlexAttention, compilers that count, and a training that is compared with one without memplug."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, HEADS, TOKENS, LAYER_COUNT = 32, 4, 128, 3
 
 
 class Counted:
-    """A compiler that counts the graphs it is given, and the calls of what it made of them."""
+    """A compiler that counts its graphs, and the calls of the functions that it made of them."""
 
     def __init__(self, backend: str = "aot_eager"):
         self.backend, self.graphs, self.calls = lookup_backend(backend), 0, 0
@@ -37,7 +37,7 @@ class Counted:
 
 
 class SavesMore(Counted):
-    """In some calls another tensor is saved for backward, with the same result."""
+    """A compiler whose function saves one more tensor for backward in some calls, with the same result."""
 
     def __init__(self, when: Callable[[int], bool]):
         super().__init__()
@@ -55,18 +55,18 @@ class SavesMore(Counted):
 
 
 def causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    """A mask."""
+    """Return the causal mask."""
     return query >= key
 
 
 @functools.cache
 def mask_of(tokens: int, device: torch.device) -> flex.BlockMask:
-    """For sequences of that length."""
+    """Return the causal mask for sequences of that length."""
     return flex.create_block_mask(causal, None, None, tokens, tokens, device=device)
 
 
 class Attends(nn.Module):
-    """With a residual."""
+    """FlexAttention with a residual around it."""
 
     attention = staticmethod(flex.flex_attention)
 
@@ -79,12 +79,12 @@ class Attends(nn.Module):
         return x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(-2))
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Of heads."""
+        """Run attention on tensors that are split into heads."""
         return self.attention(q, k, v, block_mask=mask_of(q.shape[-2], q.device))
 
 
 class Biased(Attends):
-    """Its scores depend on a parameter, and on what the region has computed before, by their closure alone."""
+    """A layer whose scores depend, by closure alone, on a parameter and on an earlier result of the region."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,14 +100,14 @@ class Biased(Attends):
 
 
 class Frozen(Attends):
-    """No gradient flows through its attention."""
+    """A layer without a gradient through its attention."""
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return super().attend(q.detach(), k.detach(), v.detach()) * v
 
 
 class Opaque(Attends):
-    """Something else of it is not to be seen."""
+    """A layer that is opaque, since it takes an address outside of its attention."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = super().forward(x)
@@ -116,7 +116,7 @@ class Opaque(Attends):
 
 
 class Model(nn.Module):
-    """Layers in a row and a loss."""
+    """Layers in a row, and a loss."""
 
     def __init__(self, layer: type[nn.Module] = Attends) -> None:
         super().__init__()
@@ -130,13 +130,13 @@ class Model(nn.Module):
 
 
 def block(alpha: float | str, **others: Any) -> dict[str, Any]:
-    """Of the configuration."""
+    """Return a memplug block that swaps the layers with this alpha."""
     tokenwise = {"regions": LAYERS, "alpha": alpha, "min_offload_bytes": 256}
     return {"enabled": True, "plan_dir": False, "arena": {"enabled": False}, "tokenwise": tokenwise, **others}
 
 
 def compile_with(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the layers, of a model and of its reference, call one function that is compiled so."""
+    """Make the layers, of a model and of its reference, call one function that this back end compiles."""
     monkeypatch.setattr(Attends, "attention", staticmethod(torch.compile(flex.flex_attention, backend=backend)))
 
 
@@ -148,8 +148,9 @@ def trained(
     around: Callable[[], Any] = contextlib.nullcontext,
     **others: Any,
 ) -> dict[str, Any]:
-    """The report of a training whose gradients are those without memplug; of each step, what was compiled for memplug's
-    model, and how often its attention ran.
+    """Train with memplug, compare the gradients with those without it, and return the report.
+
+    "compiled" has, for each step, the graphs that were compiled for memplug's model, and how often its attention ran.
     """
     torch.manual_seed(0)
     model = Model(layer)

@@ -1,8 +1,8 @@
-"""Ranks that start at once: forked from a process that has imported the libraries, which no rank does then by itself.
+"""Starts ranks at once, by forking a process that has imported the libraries already.
 
-To start Python twice and to import torch, DeepSpeed and transformers takes far longer than to train a tiny model. The
-ranks are processes of their own, with the environment that torchrun gives them; what the launchers themselves add is
-tested with `tests.support.launching.launch`.
+Starting Python twice and importing torch, DeepSpeed and transformers takes far longer than training a tiny model. The
+ranks are processes of their own, with the environment that torchrun sets; `tests.support.launching.launch` tests the
+launchers themselves.
 
 `python -m tests.support.forking LIBRARIES` is the process that forks: it reads a request per line, and answers with a
 status.
@@ -44,19 +44,19 @@ def launch_forked(
     time_limit_s: float = 300,
     status: int = 0,
 ) -> str:
-    """Runs a script on forked ranks until it ends; the first rank that fails ends the others.
+    """Run a script on forked ranks until it ends; the first rank that fails ends the others.
 
     Args:
         arguments: the script and its arguments.
-        libraries: what is imported before the ranks are forked; "megatron" pretends that the CPU is a CUDA device,
-            and "transformer_engine" has the stand-in of that besides.
+        libraries: imported before the ranks are forked; "megatron" pretends that the CPU is a CUDA device, and
+            "transformer_engine" adds the stand-in of Transformer Engine.
         processes: how many ranks.
-        module: the first argument is the name of a module, of which `main` is called, not a file.
+        module: the first argument is not a file, but the name of a module whose `main` is called.
         time_limit_s: all processes are killed after this time.
-        status: what the ranks are to end with.
+        status: the exit status that the ranks must have.
 
     Returns:
-        What all processes wrote to stdout and stderr.
+        The output of all processes, stdout and stderr.
 
     Raises:
         TimeoutError: the time limit passed; the message ends with the output.
@@ -82,7 +82,7 @@ def launch_forked(
 
 @functools.cache
 def _forker(libraries: Libraries) -> _Forker:
-    """One of this test process, for all of its tests."""
+    """Return the one `_Forker` of this test process."""
     return _Forker(libraries)
 
 
@@ -95,7 +95,7 @@ class _Forker:
         atexit.register(self.stop)
 
     def run(self, request: dict[str, Any], time_limit_s: float) -> str:
-        """The exit status of the ranks, as text, or "time is over"."""
+        """Return the exit status of the ranks, as text, or "time is over"."""
         if self.process is None:
             pipe = subprocess.PIPE
             self.process = subprocess.Popen(
@@ -129,7 +129,7 @@ DEEPSPEED = (
     "tests.support.stepping",
     "yaml",
 )
-# what an engine imports when it is made: the compiler too, which one of its optimizers brings along
+# imported when an engine is made; one of DeepSpeed's optimizers imports the compiler as well
 LATE = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "transformers.models.llama.modeling_llama",
@@ -138,26 +138,26 @@ LATE = (
 
 
 def import_deepspeed() -> None:
-    """All that a script that trains a Llama or a Mixtral with DeepSpeed and memplug imports."""
+    """Import all that a script that trains a Llama or a Mixtral with DeepSpeed and memplug imports."""
     for name in DEEPSPEED:
         importlib.import_module(name)
     for name in LATE:
-        with contextlib.suppress(ImportError):  # of other versions
+        with contextlib.suppress(ImportError):  # of other versions of transformers or DeepSpeed
             importlib.import_module(name)
 
 
 def import_megatron() -> None:
-    """All that tests.support.megatron_worker imports."""
+    """Import all that tests.support.megatron_worker imports."""
     importlib.import_module("tests.support.megatron_worker").prepare()
     for name in ("memplug.session", "memplug.hooks.attach", "memplug.tokenwise.planning", "scipy.optimize"):
         importlib.import_module(name)
 
 
 def serve(libraries: str) -> int | None:
-    """Fork ranks for every request on standard input. Returns the exit status in a rank, None at the end of input."""
+    """Fork ranks for every request on standard input; return the exit status in a rank, None at the end of input."""
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries print to stdout, which is for answers
     if libraries == "transformer_engine":
         stand_in.use()
     (import_deepspeed if libraries == "deepspeed" else import_megatron)()
@@ -177,7 +177,7 @@ def serve(libraries: str) -> int | None:
 
 
 def _wait(ranks: set[int]) -> int:
-    """The exit status of the first rank that fails, at which all others are killed; 0 where none does."""
+    """Wait for all ranks, and kill the others once one fails; return that one's exit status, 0 if none fails."""
     failed = 0
     while ranks:
         process, status = os.wait()
@@ -190,7 +190,7 @@ def _wait(ranks: set[int]) -> int:
 
 
 def _be_rank(request: Mapping[str, Any], rank: int) -> int:
-    """Runs the script as torchrun would have started it; returns the exit status."""
+    """Run the script as torchrun would have started it, and return the exit status."""
     output = os.open(request["output"], os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

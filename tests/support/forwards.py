@@ -1,4 +1,4 @@
-"""Forwards of every kind, as regions to train: what they call, read, write and return."""
+"""Layers whose forwards call, read, write and return in every way that a region must support."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Selects(Layer):
 
 
 class Routes(Layer):
-    """A mixture of experts: which expert a token goes to must not depend on rounding."""
+    """A mixture of experts in which rounding cannot change a token's expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Routes(Layer):
 
 
 class RoutesByCounts(Routes):
-    """Routing as models do that hand the host a list of token counts."""
+    """A mixture of experts that routes by a list of token counts on the host, as many models do."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.reshape(-1, 16)
@@ -118,7 +118,7 @@ class WritesOutput(Layer):
 class WritesAfterUse(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
-        z = y * 1.5  # reads the value of before, saves nothing of it
+        z = y * 1.5  # reads the earlier value, and saves nothing of it
         y += 1
         y *= z
         return x + self.out(torch.sigmoid(y) * z)
@@ -157,7 +157,7 @@ class Accumulates(Layer):
 
 
 class Statistics(Layer):
-    """Updates a buffer of its own in place, and reads it."""
+    """A layer that updates a buffer in place, and reads it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Statistics(Layer):
 
 
 class Normalizes(Layer):
-    """By its batch, whose statistics go into buffers, although no schema says that an operator writes to them."""
+    """A layer with batch norm, which writes statistics to buffers although no operator's schema says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Normalizes(Layer):
 
 
 class NormalizesAlike(Normalizes):
-    """By what was seen before."""
+    """A layer with batch norm in evaluation mode, which uses the running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class NormalizesAlike(Normalizes):
 
 
 class Counts(Layer):
-    """A buffer that only counts, as load balancing of experts does."""
+    """A layer whose buffer only counts, as load balancing of experts does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Counts(Layer):
 
 
 class TwoReads(torch.autograd.Function):
-    """Asks for its saved tensors once for each of them, as many hand-written functions do."""
+    """Asks for its saved tensors several times, as many hand-written functions do."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -226,7 +226,7 @@ class ReadsTwice(Layer):
 
 
 class Invisible(torch.autograd.Function):
-    """Its kernel is no operator of torch: it works on addresses, as Triton and pybind kernels do."""
+    """A function whose kernel is no operator of torch: it works on addresses, as Triton and pybind kernels do."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -273,7 +273,7 @@ class Expands(Layer):
 
 
 class MultiplyAdds(Layer):
-    """Batched products with every kind of bias."""
+    """A layer with batched products and every kind of bias."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)

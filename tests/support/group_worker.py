@@ -1,4 +1,4 @@
-"""Ends a process group of whose collectives a tape tells, and counts its threads before, meanwhile and after."""
+"""Ends a process group that tapes have recorded collectives of, and counts its threads before, during and after."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.support.native_forward import Run
 
 
 def threads() -> int:
-    """Of all process groups of this process."""
+    """Return the number of threads of this process's process groups."""
     return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")].count("pt_gloo_runloop")
 
 
 def main() -> None:
-    """Writes this rank's counts, and what a recompute pass without the group says, into the folder that it is given."""
+    """Write this rank's thread counts, and the errors of recompute passes without the group, to FOLDER/RANK.json."""
     counts = [threads()]
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -37,7 +37,7 @@ def main() -> None:
         except core().GroupGone as gone:
             errors.append(str(gone).partition(" ")[0])
         except RuntimeError:
-            pass  # torch's own: no group has that name
+            pass  # torch's own error: no group has that name
     (Path(sys.argv[1]) / f"{rank}.json").write_text(json.dumps([*counts, *errors]))
 
 

@@ -8,7 +8,7 @@ from tests.support.logical_layers import group_edges
 
 
 def group_variation(operator_s: np.ndarray, groups: int) -> float:
-    """How far the times of groups spread: their coefficient of variation, the solid line of Fig. 4.
+    """Return how far the times of groups spread: their coefficient of variation, the solid line of Fig. 4.
 
     Args:
         operator_s: Measured seconds of each operator of one forward or backward, in execution order; float[operators].
@@ -25,7 +25,7 @@ def group_variation(operator_s: np.ndarray, groups: int) -> float:
 
 
 def estimate_error(operator_s: np.ndarray, groups: int, seconds_per_operator: float | None = None) -> float:
-    """How far Eq. 1 is from the measured times of groups: the mean relative error, the dashed line of Fig. 4.
+    """Return how far Eq. 1 is from the measured times of groups: the mean relative error, the dashed line of Fig. 4.
 
     Args:
         operator_s: As in `group_variation`.

@@ -1,4 +1,4 @@
-"""Steps that were measured on an H200 (tests/data/h200.csv), and the same ones on the virtual device."""
+"""Steps that were measured on an H200 (tests/data/h200.csv), and their predictions by the virtual device."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.support.virtual_devices import H200, HIDDEN, TOKEN_HEADS, DecoderLaye
 
 GIGABYTE = 1e9
 OWN, LLAMA = "layers.py", "HF Llama, no head"
-"""Layers that were measured: `DecoderLayer`, and those of Hugging Face's Llama."""
+"""The kinds of layers that were measured: `DecoderLayer`, and those of Hugging Face's Llama."""
 BY_DEFAULT = "sdpa default"
-"""As the back end of attention: whichever torch took, which was not noted."""
+"""The attention back end of rows that did not record it: the one that torch chose."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One step, forward and backward; `is_calibrated`: the profile was fitted to it."""
+    """One measured step, forward and backward; `is_calibrated`: the hardware profile was fitted to it."""
 
     layer: str
     """`OWN` or `LLAMA`."""
@@ -38,7 +38,7 @@ class Measured:
     layers: int
     attention: str
     mode: str
-    """All is kept, recomputed in full, or, "selective", all but attention is recomputed."""
+    """"keep" keeps all, "full" recomputes all, "selective" recomputes all but attention."""
     step_s: float
     peak_allocated_bytes: float | None
     peak_reserved_bytes: float | None
@@ -51,7 +51,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Predicted:
-    """The same, of the virtual device."""
+    """The same step as the virtual device predicts it."""
 
     step_s: float
     peak_allocated_bytes: int
@@ -59,7 +59,7 @@ class Predicted:
 
 
 def measured() -> list[Measured]:
-    """All steps of plain PyTorch, of layers that are here too."""
+    """Return all measured steps of plain PyTorch whose layers can be built here."""
 
     def gigabytes(value: str) -> float | None:
         return float(value) * GIGABYTE if value else None
@@ -84,7 +84,7 @@ def measured() -> list[Measured]:
 
 
 def predicted(row: Measured) -> Predicted:
-    """Of the second step, as it was measured: gradients are there."""
+    """Predict a second step, when gradients exist already, as it was measured."""
     gc.collect()
     device = VirtualDevice(Hardware.read(H200), attention="cudnn" if row.attention == BY_DEFAULT else row.attention)
     step = _llama(row) if row.layer == LLAMA else _own(row)

@@ -1,5 +1,6 @@
-"""A decoder-like layer whose parts launch kernels that no operator shows, as those of Transformer Engine do: what they
-save for backward reaches memplug through saved-tensor hooks alone.
+"""A decoder-like layer whose kernels no operator shows, like those of Transformer Engine.
+
+memplug learns of what they save for backward by saved-tensor hooks alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from memplug.tokenwise.engine.units import Unit
 
 @contextlib.contextmanager
 def hidden() -> Iterator[None]:
-    """Operators inside are seen by no observer."""
+    """Hide the operators inside from every observer."""
     torch.autograd._enable_record_function(False)
     try:
         yield
@@ -63,8 +64,9 @@ class Product(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """Causal attention; saves what it reads, its result, and the logarithms of the sums, which are small. Backward
-    sets the memory of what it has read free, as Transformer Engine's does.
+    """Causal attention; saves its inputs, its result, and the logarithms of the sums, which are small.
+
+    Backward frees the memory of the saved tensors, as Transformer Engine's does.
     """
 
     @staticmethod
@@ -94,7 +96,7 @@ class Attention(torch.autograd.Function):
 
 
 class Part(nn.Module):
-    """Runs a hidden function, and counts how often."""
+    """Runs a hidden function, and counts its runs."""
 
     def __init__(self, function: type[torch.autograd.Function], *size: int):
         super().__init__()
@@ -108,7 +110,7 @@ class Part(nn.Module):
 
 
 class HiddenBlock(nn.Module):
-    """Norm and qkv, core attention, projection, gated MLP: four hidden parts and a visible one between two of them."""
+    """Norm and qkv, attention, projection and gated MLP: hidden parts with visible operators between them."""
 
     kinds = {"qkv": Kind.ROWS, "attention": Kind.ATTENTION, "projection": Kind.ROWS, "up": Kind.ROWS, "down": Kind.ROWS}
 
@@ -129,20 +131,20 @@ class HiddenBlock(nn.Module):
 
 
 def make_units(model: nn.Module, executor: Executor) -> None:
-    """The hidden parts of every layer of a `Stack` become units, without any hook of the package."""
+    """Make the hidden parts of every layer of a `Stack` units, without any of the package's hooks."""
     for layer in model.layers:
         for name, kind in layer.kinds.items():
             run_as_unit(getattr(layer, name), Unit(executor, name, kind))
 
 
 def run_as_unit(module: nn.Module, unit: Unit) -> None:
-    """Let a module's forward run as a unit."""
+    """Make a module's forward run as a unit."""
     call = module.forward
     module.forward = lambda *args, **kwargs: unit.run(call, args, kwargs)
 
 
 def runs(model: nn.Module) -> collections.Counter[str]:
-    """How often each part ran, by name, in all layers; counts begin anew."""
+    """Return how often each part ran in all layers, by name, and reset the counts."""
     counted: collections.Counter[str] = collections.Counter()
     for layer in model.layers:
         for name in layer.kinds:

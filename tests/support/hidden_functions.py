@@ -1,4 +1,4 @@
-"""Trains layers that call custom autograd functions with kernels of their own, beside the same without memplug."""
+"""Trains layers that call custom autograd functions with hidden kernels, and compares them with plain torch."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ ran: list[str] = []
 def train(
     layer: type[nn.Module] = Layer, steps: int = 4, network: type[nn.Module] | None = None, **tokenwise: Any
 ) -> dict[str, Any]:
-    """The report of a training whose gradients and buffers are those without memplug, from the first step on.
+    """Train with memplug, compare gradients and buffers with plain torch in every step, and return the report.
 
     Args:
-        layer: of which a `Stack` has three.
-        network: in place of that.
+        layer: the class of the three layers of a `Stack`.
+        steps: how many steps.
+        network: makes the model instead of that `Stack`.
+        **tokenwise: settings of the block's "tokenwise" section.
     """
     torch.manual_seed(0)
     model = Stack(3, layer) if network is None else network()
@@ -48,13 +50,13 @@ def train(
 
 
 def launch(*tensors: torch.Tensor) -> None:
-    """A kernel is given the addresses of tensors, as Triton's are."""
+    """Take the addresses of tensors, as a launch of a Triton kernel does."""
     for tensor in tensors:
         tensor.data_ptr()
 
 
 def over(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A kernel that was given the tensor's address wrote values there."""
+    """Overwrite a tensor as a kernel does that was given its address."""
     launch(tensor)
     with hidden():
         tensor.data.copy_(values)
@@ -62,7 +64,7 @@ def over(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 class Gated(torch.autograd.Function):
-    """SiLU of one times the other. Their gradients lie where they were saved."""
+    """SiLU of one tensor times the other; backward writes their gradients over the saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -83,7 +85,7 @@ class Gated(torch.autograd.Function):
 
 
 def written(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
-    """A kernel that was given the tensor's address multiplied its memory, and no version tells of that."""
+    """Multiply a tensor's memory as a kernel does that was given its address: its version stays the same."""
     ran.append("written")
     x.data_ptr()
     with hidden():
@@ -92,11 +94,11 @@ def written(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
 
 
 class Unsaid(torch.autograd.Function):
-    """Tells nobody."""
+    """A function that writes to its input without marking it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return written(x.contiguous()).view_as(x)  # contiguous it is
+        return written(x.contiguous()).view_as(x)  # it is contiguous already
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -104,7 +106,7 @@ class Unsaid(torch.autograd.Function):
 
 
 class Pairs(nn.Module):
-    """Runs two kinds of regions by turns, the second on the two tensors that the first gives."""
+    """Runs two kinds of regions in turn, the second on the two tensors that the first returns."""
 
     first: type[nn.Module]
     second: type[nn.Module]

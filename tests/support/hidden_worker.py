@@ -1,9 +1,11 @@
-"""Trains layers that exchange tokens with another rank around an expert whose kernels no operator shows, with memplug
-and without. The ranks are not alike: in the first steps one of them has no tokens at times.
+"""Trains layers that exchange tokens with another rank around an expert whose kernels no operator shows.
+
+The ranks differ: in the first steps one of them has no tokens at times.
 
 `-m tests.support.hidden_worker FOLDER CASES`, on two ranks. `CASES`: a JSON list of [layer, how many, routing, alpha].
+
 Writes to `FOLDER/RANK.json`, for each case, {"differ": steps whose gradients are not those without memplug,
-"exchanges": of each step, "opaque": regions, behind each step}.
+"exchanges": of each step, "opaque": opaque regions after each step}.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import memplug
 from tests.support.blocks import LAYERS, Layer, Stack, gradients, twin
 
 TOKENS, STEPS = 12, 6
-ROUTINGS = {  # how many tokens of each rank the first one gets, by step
+ROUTINGS = {  # by step: how many tokens of each rank go to the first one
     "all, then half": [TOKENS, 6, 6, 6, 6, 6],
     "all for long": [TOKENS, TOKENS, TOKENS, TOKENS, 7, 5],
     "in turn": [TOKENS, 0, TOKENS, 0, 5, 6],
@@ -31,7 +33,7 @@ exchanges, step, routing = [0], [0], [""]
 
 
 class Exchange(torch.autograd.Function):
-    """There, and its gradient back."""
+    """Exchanges tokens, and their gradients in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, given: list[int], sent: list[int]) -> torch.Tensor:
@@ -52,7 +54,7 @@ def _exchanged(x: torch.Tensor, given: list[int], sent: list[int]) -> torch.Tens
 
 
 class Squared(torch.autograd.Function):
-    """Memory from the allocator, filled past the dispatcher."""
+    """Squares a tensor into new memory, past the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -71,7 +73,7 @@ def _squared(x: torch.Tensor) -> torch.Tensor:
 
 
 class HidingExchange(Exchange):
-    """Its result is filled past the dispatcher."""
+    """An exchange whose result is filled past the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, given: list[int], sent: list[int]) -> torch.Tensor:
@@ -82,7 +84,7 @@ class HidingExchange(Exchange):
 
 
 class Function(Layer):
-    """The expert is an autograd function."""
+    """A layer whose expert is an autograd function."""
 
     exchange = Exchange
 
@@ -95,28 +97,28 @@ class Function(Layer):
         return x + self.out(back.sigmoid()).view_as(x)
 
     def expert(self, x: torch.Tensor) -> torch.Tensor:
-        """Of this rank."""
+        """Run this rank's expert."""
         return Squared.apply(x.tanh()).sin()
 
 
 class NoFunction(Function):
-    """It is none: the region is opaque on a rank that has tokens."""
+    """A layer whose expert is no function, so the region is opaque on a rank that has tokens."""
 
     def expert(self, x: torch.Tensor) -> torch.Tensor:
-        """Of this rank."""
+        """Run this rank's expert."""
         return (x.tanh() * (_squared(x) if len(x) else x.square())).sin()
 
 
 class Late(NoFunction):
-    """It hides nothing at first."""
+    """A layer whose expert hides nothing in the first steps."""
 
     def expert(self, x: torch.Tensor) -> torch.Tensor:
-        """Of this rank."""
+        """Run this rank's expert."""
         return super().expert(x) if step[0] > 3 else x.tanh().sin()
 
 
 class LateAtTimes(Late):
-    """In two of its first steps it does not exchange, and no two of its forwards are alike."""
+    """A layer that does not exchange in two of its first steps; no two of its forwards are alike."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if step[0] in (0, 3):
@@ -125,20 +127,20 @@ class LateAtTimes(Late):
 
 
 class ExchangeUnit(NoFunction):
-    """Nor is its exchange seen, which is a unit."""
+    """A layer whose exchange is hidden too, and becomes a unit."""
 
     exchange = HidingExchange
 
 
 class Sigmoid(NoFunction):
-    """Saves what it returns, which is written to before backward."""
+    """A layer that saves its output, which is written to before backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).sigmoid()
 
 
 def trained(layer: type[Layer], layers: int, alpha: float | str) -> dict[str, Any]:
-    """One case."""
+    """Train one case and return its results."""
     torch.manual_seed(0)
     model = Stack(layers, layer)
     reference = twin(model)
@@ -168,7 +170,7 @@ def trained(layer: type[Layer], layers: int, alpha: float | str) -> dict[str, An
 
 
 def main() -> None:
-    """All cases on this rank."""
+    """Run all cases on this rank."""
     dist.init_process_group("gloo")
     found = []
     for layer, layers, name, alpha in json.loads(sys.argv[2]):

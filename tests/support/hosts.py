@@ -1,4 +1,4 @@
-"""Hosts for memplug in one process: a tiny Llama, a DeepSpeed engine on the CPU, and what a test compares of them."""
+"""A tiny Llama, a DeepSpeed engine on the CPU, and functions that train and compare them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from memplug.block import TECHNIQUES
 
 VOCABULARY = 64
-# one step seen, one observed, the third on the plan
+# the first step is seen, the second observed, the third runs by the plan
 QUICK: dict[str, Any] = {"warmup_steps": 0, "policy_steps": 0, "wait_for_plans": True}
 DISABLED: list[dict[str, Any]] = [
     {},
@@ -28,7 +28,7 @@ DISABLED: list[dict[str, Any]] = [
 
 
 def tiny_llama(layers: int = 3, **fields: Any) -> LlamaForCausalLM:
-    """Same weights at every call."""
+    """Return a Llama with the same weights at every call."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -44,12 +44,12 @@ def tiny_llama(layers: int = 3, **fields: Any) -> LlamaForCausalLM:
 
 
 def tokens(seed: int = 0, batch: int = 2, length: int = 12) -> torch.Tensor:
-    """Shape [batch, length]."""
+    """Return random tokens, int64[batch, length]."""
     return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def train(model: nn.Module, seed: int = 0) -> torch.Tensor:
-    """One forward and backward of a Hugging Face model; returns the loss."""
+    """Run one forward and backward of a Hugging Face model, and return the loss."""
     x = tokens(seed)
     loss = model(input_ids=x, labels=x).loss
     loss.backward()
@@ -57,14 +57,15 @@ def train(model: nn.Module, seed: int = 0) -> torch.Tensor:
 
 
 def block(**tokenwise: Any) -> dict[str, Any]:
-    """An enabled "memplug" block that swaps even the smallest tensor, and plans after two steps. Where the device has
-    room for everything, which on the CPU it never has, tests take the fixture `keeps_nothing`.
+    """Return an enabled "memplug" block that swaps even the smallest tensor, and plans after two steps.
+
+    On a GPU, where everything may fit, tests also need the fixture `keeps_nothing`; the CPU keeps nothing anyway.
     """
     return {"enabled": True, "profiler": QUICK, "tokenwise": {"min_offload_bytes": 1, **tokenwise}}
 
 
 def ds_config(stage: int = 0, memplug: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-    """A DeepSpeed configuration; without a "memplug" block where `memplug` is None."""
+    """Return a DeepSpeed configuration, without a "memplug" block if `memplug` is None."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,
@@ -76,7 +77,7 @@ def ds_config(stage: int = 0, memplug: dict[str, Any] | None = None, **fields: A
 
 
 def make_engine(config: dict[str, Any] | str, model: nn.Module | None = None, mpu: Any = None) -> Any:
-    """Calls `deepspeed.initialize` as it is now, patched or not."""
+    """Call `deepspeed.initialize` as it is now, patched or not."""
     import deepspeed
 
     model = tiny_llama() if model is None else model
@@ -84,7 +85,7 @@ def make_engine(config: dict[str, Any] | str, model: nn.Module | None = None, mp
 
 
 def train_engine(engine: Any, steps: int, first: int = 0) -> list[float]:
-    """Runs optimizer steps, each of all its micro-batches; returns the losses of the micro-batches."""
+    """Run optimizer steps, each over all its micro-batches, and return the losses of the micro-batches."""
     losses = []
     for index in range(steps * engine.gradient_accumulation_steps()):
         x = tokens(first + index)
@@ -97,7 +98,7 @@ def train_engine(engine: Any, steps: int, first: int = 0) -> list[float]:
 
 @contextlib.contextmanager
 def process_group(folder: Path) -> Iterator[None]:
-    """A group of this process alone, for DeepSpeed on the CPU."""
+    """Make a group of this process alone, for DeepSpeed on the CPU."""
     environment = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
     with mock.patch.dict(os.environ, environment):
         yield from _joined(folder)
@@ -116,13 +117,13 @@ def _joined(folder: Path) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        deepspeed.comm.comm.cdb = None  # DeepSpeed keeps groups that are gone, here and there
+        deepspeed.comm.comm.cdb = None  # DeepSpeed keeps references to groups that are gone
         vars(groups).update(before)
-        nn.functional.linear = linear  # ZeRO 3 puts its own there, for good
+        nn.functional.linear = linear  # ZeRO 3 replaces it for good
 
 
 def fingerprint(target: Any) -> dict[str, Any]:
-    """Types and attributes of an object, and of all modules in it: what a hook would have to change."""
+    """Return the types and attributes of an object and of all modules in it, to detect changes by a hook."""
     objects = {"": target} if not isinstance(target, nn.Module) else dict(target.named_modules())
     seen: dict[str, Any] = {}
     for name, one in objects.items():
@@ -131,7 +132,7 @@ def fingerprint(target: Any) -> dict[str, Any]:
 
 
 def _identity(value: Any) -> Any:
-    """What must not change of an attribute: which object it is, and what a container holds."""
+    """Return the identity of an attribute's value and, for a container, of its items."""
     if isinstance(value, dict):
         return id(value), {key: id(item) for key, item in value.items()}
     return id(value) if not isinstance(value, (int, float, str, bool, type(None))) else value

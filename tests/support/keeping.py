@@ -1,4 +1,4 @@
-"""Scripts that keep tensors: a small model that trains, and what a script may keep of each step, and for how long."""
+"""Scripts that keep tensors: a small model that trains, and functions that keep tensors of its steps."""
 
 from __future__ import annotations
 
@@ -34,9 +34,14 @@ class Training:
     """One training step, as a script sees it.
 
     Attributes:
+        model: the model.
+        optimizer: its optimizer.
         step: its number.
-        kept: by the script.
-        inside: kept while the step runs, by hooks; emptied by the script.
+        tokens: the step's input.
+        out: the model's output.
+        loss: the step's loss.
+        kept: tensors that the script keeps.
+        inside: tensors that hooks keep while the step runs; emptied before each step.
     """
 
     model: nn.Sequential
@@ -53,28 +58,28 @@ class Training:
 
 
 def features(t: Training) -> None:
-    """A copy of a few numbers of every step."""
+    """Keep a copy of a few numbers of every step."""
     t.kept.append(t.out[:, -1].detach().clone())
 
 
 def gradients(t: Training) -> None:
-    """The gradients of every step of one layer."""
+    """Keep the gradients of one layer of every step."""
     t.kept.append([p.grad for p in t.model[1].parameters()])
 
 
 def losses(t: Training) -> None:
-    """The losses of all steps, as tensors."""
+    """Keep the losses of all steps, as tensors."""
     t.kept.append(t.loss.detach())
 
 
 def graphs_of_late(t: Training) -> None:
-    """The last three losses, with their graphs."""
+    """Keep the last three losses, with their graphs."""
     t.kept = collections.deque(t.kept, 3)
     t.kept.append(t.loss)
 
 
 def graphs_at_times(t: Training) -> None:
-    """Each fortieth loss with its graph, for three steps."""
+    """Keep each fortieth loss with its graph, for three steps."""
     if t.step % 40 == 0:
         t.kept.append(t.loss)
     if t.step % 40 == 3:
@@ -82,30 +87,30 @@ def graphs_at_times(t: Training) -> None:
 
 
 def window(t: Training) -> None:
-    """A replay buffer of twenty steps' outputs."""
+    """Keep a replay buffer of twenty steps' outputs."""
     t.kept = collections.deque(t.kept, 20)
     t.kept.append(t.out.detach())
 
 
 def every_seventh(t: Training) -> None:
-    """A copy of each seventh step's output."""
+    """Keep a copy of each seventh step's output."""
     if t.step % 7 == 0:
         t.kept.append(t.out.detach().clone())
 
 
 def activation_at_times(t: Training) -> None:
-    """The memory of an activation itself, of each fiftieth step."""
+    """Keep the memory of an activation itself, of each fiftieth step."""
     if t.step % 50 == 20:
         t.kept.append(t.inside[0])
 
 
 def activation_view(t: Training) -> None:
-    """A view of an activation of every step, which holds all of it."""
+    """Keep a view of an activation of every step, which holds all of the activation."""
     t.kept.append(t.inside[0][0, 0])
 
 
 def evaluation(t: Training) -> None:
-    """Predictions and losses of each evaluation, a batch after another."""
+    """Keep predictions and losses of each evaluation, batch by batch."""
     if t.step % 25 == 24:
         with torch.no_grad():
             for _ in range(6):
@@ -114,19 +119,19 @@ def evaluation(t: Training) -> None:
 
 
 def evaluation_cleared(t: Training) -> None:
-    """The same, until the next evaluation."""
+    """Keep predictions and losses of an evaluation until the next one."""
     if t.step % 25 == 24:
         t.kept.clear()
         evaluation(t)
 
 
 def sizes(t: Training) -> None:
-    """Copies of ever other sizes."""
+    """Keep copies whose sizes keep changing."""
     t.kept.append(t.out.detach().flatten()[: 64 + 37 * (t.step * 7 % 23)].clone())
 
 
 def freed_at_once(t: Training) -> None:
-    """Copies of all steps, until every hundredth step frees them."""
+    """Keep copies of all steps, until every hundredth step frees them."""
     features(t)
     every_seventh(t)
     if t.step % 100 == 99:
@@ -134,18 +139,18 @@ def freed_at_once(t: Training) -> None:
 
 
 def later(t: Training) -> None:
-    """An activation and a copy of every step from the fiftieth on."""
+    """Keep an activation and a copy of every step from the fiftieth on."""
     if t.step >= 50:
         t.kept += [t.inside[0], t.out.detach().clone()]
 
 
 def backward_hooks(t: Training) -> None:
-    """Tensors that hooks make in backward; of each ninth step all, of the others one."""
+    """Keep tensors that hooks make in backward: all of each ninth step, one of the others."""
     t.kept += t.inside[1:] if t.step % 9 == 0 else t.inside[1:2]
 
 
 def averages(t: Training) -> None:
-    """Averages of the weights, anew in each step, and the last five of them."""
+    """Keep the last five averages of the weights; each step makes a new one."""
     t.kept = collections.deque(t.kept, 5)
     former = t.kept[-1] if t.kept else [p.detach() for p in t.model.parameters()]
     with torch.no_grad():
@@ -153,7 +158,7 @@ def averages(t: Training) -> None:
 
 
 def optimizer_state(t: Training) -> None:
-    """A copy of the optimizer's state of each thirtieth step."""
+    """Keep a copy of the optimizer's state of each thirtieth step."""
     if t.step % 30 == 11:
         t.kept.append([{name: v.clone() for name, v in state.items()} for state in t.optimizer.state.values()])
 
@@ -184,14 +189,14 @@ KEEPERS: tuple[Keeper, ...] = (
 
 @dataclass
 class Kept:
-    """Of a training whose script keeps tensors.
+    """The results of a training whose script keeps tensors.
 
     Attributes:
         losses: of all steps.
-        served: bytes that the arena served in each step, of those it was to serve.
+        served: for each step, the bytes that the arena served, and those that it was to serve.
         reserved: bytes of all arenas of the process after each step.
-        report: of the session, after the last one.
-        kept: by the script, after the last one.
+        report: of the session, after the last step.
+        kept: tensors that the script holds after the last step.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -201,7 +206,7 @@ class Kept:
     kept: Any = None
 
     def share(self, steps: int) -> float:
-        """Of the bytes of the last so many steps, that the arena served."""
+        """Return the fraction of the last steps' bytes that the arena served."""
         last = self.served[-steps:]
         return sum(served for served, _ in last) / sum(asked for _, asked in last)
 
@@ -209,12 +214,13 @@ class Kept:
 def train_keeping(
     keeper: Keeper, block: dict[str, Any], steps: int, length: Callable[[int], int] = lambda step: 16
 ) -> Kept:
-    """Train on random tokens with a script that keeps tensors; the same for the same arguments.
+    """Train on random tokens with a script that keeps tensors; equal arguments give equal results.
 
     Args:
         keeper: called after backward and before the optimizer.
-        block: of the session.
-        length: of the sequences of a step.
+        block: the session's block.
+        steps: how many steps.
+        length: returns the length of a step's sequences.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(64, 32), Block(), Block())
@@ -239,7 +245,7 @@ def train_keeping(
                 before = sums
             run.reserved.append(reserved_bytes())
     run.kept = t.kept
-    t.out = t.loss = t.tokens  # the hooks in their graph hold this training
+    t.out = t.loss = t.tokens  # hooks in their graph hold this training
     t.inside.clear()
     return run
 
@@ -251,10 +257,10 @@ def _sums(report: dict[str, Any]) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _hooks(t: Training) -> Iterator[None]:
-    """Put an activation of the first block into `inside`, and tensors that are made in backward."""
+    """Append an activation of the first block, and tensors that are made in backward, to `inside`."""
 
     def forward(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-        if out.requires_grad:  # it trains
+        if out.requires_grad:  # false in an evaluation
             t.inside.append(out.detach())
             out.register_hook(lambda gradient: t.inside.extend([gradient * 2, gradient.sum(-1)]))
 
@@ -267,7 +273,7 @@ def _hooks(t: Training) -> Iterator[None]:
 
 
 def values(kept: Any) -> Iterator[torch.Tensor]:
-    """All tensors of what a script kept."""
+    """Yield all tensors among the kept objects."""
     if isinstance(kept, torch.Tensor):
         yield kept
     elif isinstance(kept, dict):

@@ -1,4 +1,4 @@
-"""Runs scripts on several processes of this machine, the way a user starts them, and leaves none of them behind."""
+"""Runs scripts on several processes of this machine, as a user would start them, and ends all of them afterwards."""
 
 import contextlib
 import os
@@ -28,19 +28,19 @@ def launch(
     env: Mapping[str, str] | None = None,
     check: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script under a launcher until it ends.
+    """Run a script under a launcher until it ends.
 
     Args:
         arguments: the script and its arguments.
-        launcher: what starts the processes; "python" starts one.
+        launcher: starts the processes; "python" starts one.
         processes: how many ranks.
         module: the first argument is the name of a module, not a file.
         time_limit_s: all processes are killed after this time.
         env: environment variables to set on top of the usual ones.
-        check: whether to raise where the exit status is not 0.
+        check: whether to raise if the exit status is not 0.
 
     Returns:
-        The exit status, and in `stdout` what all processes wrote to stdout and stderr.
+        The exit status, and in `stdout` the output of all processes, stdout and stderr.
 
     Raises:
         TimeoutError: the time limit passed; the message ends with the output.
@@ -66,12 +66,14 @@ def started(
     module: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[subprocess.Popen, Callable[[], str]]]:
-    """Starts a script under a launcher, arguments as for `launch`; what still runs at the end of the block is killed.
+    """Start a script under a launcher; at the end of the block, kill the processes that still run.
+
+    The arguments are those of `launch`.
 
     Yields:
         The launcher's process, and a function that returns the output so far.
     """
-    # Output goes to a file: a pipe that nobody reads would stop the processes, and one that an orphan holds, the test.
+    # Output goes to a file: an unread pipe would block the processes, and a pipe that an orphan holds the test.
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             _command(arguments, launcher, processes, module),
@@ -92,14 +94,14 @@ def started(
 
 
 def kill_tree(process: subprocess.Popen) -> None:
-    """Kills a launcher and all that it started, at once and without a chance to clean up.
+    """Kill a launcher and all that it started, at once and without a chance to clean up.
 
     A signal to the launcher's process group would miss the ranks: torchrun gives each of them a session of its own.
     """
     tree = []
     with contextlib.suppress(psutil.NoSuchProcess):
         parent = psutil.Process(process.pid)
-        parent.suspend()  # so that it starts no more while its children are listed
+        parent.suspend()  # so that it starts no more processes while its children are listed
         tree = [*parent.children(recursive=True), parent]
     for one in tree:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -109,7 +111,7 @@ def kill_tree(process: subprocess.Popen) -> None:
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen, time_limit_s: float = 300) -> bool:
-    """Waits until `condition` holds; returns whether it did before the process ended or the time was over."""
+    """Wait until `condition` holds; return whether it did before the process ended or the time was over."""
     end = time.monotonic() + time_limit_s
     while not condition():
         if process.poll() is not None or time.monotonic() > end:
@@ -119,7 +121,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen, time_li
 
 
 def free_port() -> int:
-    """Returns a TCP port that was free a moment ago."""
+    """Return a TCP port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -136,8 +138,8 @@ def _command(arguments: Sequence[str | Path], launcher: Launcher, processes: int
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Of this process, with what a script on the CPU needs, and `extra` on top."""
-    binaries = str(Path(sys.executable).parent)  # ninja is there, which DeepSpeed looks for on PATH
+    """Return this process's environment with the variables that a script on the CPU needs, and `extra` on top."""
+    binaries = str(Path(sys.executable).parent)  # ninja is there; DeepSpeed looks for it on PATH
     return {
         **os.environ,
         "PATH": os.pathsep.join([binaries, os.environ.get("PATH", "")]),

@@ -1,4 +1,4 @@
-"""Layout problems and plans at random, solutions that always work, and the slow word on whether one is right."""
+"""Random layout problems and plans, solutions that are always valid, and slow checks of their validity."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def problems(
     largest: int = 12,
     alignments: tuple[int, ...] = (1, 1, 1, 2, 4, 3),
 ) -> Problem:
-    """From `fewest` to `most` buffers in [0, latest) of at most `largest` bytes, on up to `streams` streams.
+    """Draw `fewest` to `most` buffers in [0, latest) of at most `largest` bytes, on up to `streams` streams.
 
-    Small numbers, so that lifetimes, sizes and instants meet. With several streams there are orderings as well; some
-    of them are between streams that no buffer is on, at the same instants, or after all is over. Phases and layers
-    are known for about half of the problems, at random and in no order. What outlives the step is in use all of it.
+    Numbers are small, so that lifetimes, sizes and instants coincide. With several streams there are orderings as well;
+    some are between streams without buffers, at the same instants, or after the end. Phases and layers are known for
+    about half of the problems, at random and in no order. A buffer that outlives the step is in use for all of it.
     """
-    count = draw(st.integers(fewest, most))  # drawn first: lists of unknown length come out short
+    count = draw(st.integers(fewest, most))  # drawn first: lists of unknown length turn out short
     named = draw(st.booleans())
     rows = [
         _row(draw, named, streams=streams, latest=latest, largest=largest, alignments=alignments) for _ in range(count)
@@ -52,18 +52,18 @@ def problems(
 
 
 def problem_of(*rows: tuple[int, ...], orderings=(), **fields) -> Problem:
-    """Of buffers (lower, upper, size) or (lower, upper, size, stream)."""
+    """Return a problem of buffers (lower, upper, size) or (lower, upper, size, stream)."""
     made = [Buffer(lower=row[0], upper=row[1], size=row[2], stream=(*row, 0)[3]) for row in rows]
     return Problem(buffers=buffers(made), orderings=np.array(list(orderings), ORDERING), **fields)
 
 
 def at(problem: Problem, *offsets: int) -> Solution:
-    """A solution of these offsets, valid or not."""
+    """Return a solution of these offsets, valid or not."""
     return solved(problem, np.array(offsets, np.int64), "test")
 
 
 def stacked(problem: Problem) -> Solution:
-    """Every buffer above the one before it: valid for any problem."""
+    """Return a solution with every buffer above the one before it, which is valid for any problem."""
     offsets, end = [], 0
     for size, alignment in problem.buffers[["size", "alignment"]].tolist():
         offsets.append(-(-end // alignment) * alignment)
@@ -72,7 +72,7 @@ def stacked(problem: Problem) -> Solution:
 
 
 def first_fit(problem: Problem, order: list[int]) -> Solution:
-    """Each buffer, in some order of the rows, at the lowest offset where it may be: valid, and dense."""
+    """Place each buffer, in the given order of rows, at the lowest free offset: valid, and dense."""
     offsets = [-1] * len(problem)
     for row in order:
         buffer, taken = problem.buffer(row), []
@@ -91,7 +91,7 @@ def first_fit(problem: Problem, order: list[int]) -> Solution:
 def address_plans(
     draw: st.DrawFn, most: int = 8, streams: int = 1, *, fewest: int = 0, fewest_groups: int = 0
 ) -> AddressPlan:
-    """A plan that holds, of random buffers, with up to three dynamic groups that have all the room there is."""
+    """Draw a valid plan of random buffers, with up to three dynamic groups that get all the free space."""
     problem = draw(problems(most, streams, fewest=fewest))
     problem = Problem(
         buffers=problem.buffers,
@@ -109,7 +109,7 @@ def address_plans(
 
 
 def is_valid(problem: Problem, solution: Solution) -> bool:
-    """Whether a solution is one: by definition, pair by pair, without a thought of speed."""
+    """Return whether a solution is valid: by its definition, pair by pair, however slow."""
     offsets = solution.offsets
     if not isinstance(offsets, np.ndarray) or offsets.dtype != np.int64 or offsets.shape != (len(problem),):
         return False
@@ -128,18 +128,18 @@ def is_valid(problem: Problem, solution: Solution) -> bool:
 
 
 def is_over_before(problem: Problem, first: Buffer, second: Buffer) -> bool:
-    """Whether the `second` buffer is asked for once the `first` is free, for certain on both of their streams."""
+    """Return whether `first` is certainly free, on both streams, before `second` is requested."""
     if first.stream == second.stream:
         return first.upper <= second.lower
-    reached = {first.stream}  # by what follows the free
-    for time, before, after in problem.orderings.tolist():  # one after the other, also at the same instant
+    reached = {first.stream}  # streams that are ordered after the free
+    for time, before, after in problem.orderings.tolist():  # in order, also at the same instant
         if first.upper <= time <= second.lower and before in reached:
             reached.add(after)
     return second.stream in reached
 
 
 def is_valid_plan(plan: AddressPlan) -> bool:
-    """As `is_valid`, of all that a plan says."""
+    """Return whether everything in a plan is valid, by definition like `is_valid`."""
     problem, solution, promised = plan.problem, plan.solution, plan.predictions
     placed = [problem.buffer(row) for row in range(len(problem))]
     peak = max((sum(b.size for b in placed if b.lower <= a.lower < b.upper) for a in placed), default=0)
@@ -222,12 +222,12 @@ def _row(draw, named, *, streams, latest, largest, alignments) -> tuple:
 
 
 def _orderings(streams: int, latest: int) -> st.SearchStrategy:
-    stream = st.integers(0, streams)  # one more than there are
+    stream = st.integers(0, streams)  # one more than there are buffers on
     rows = st.lists(st.tuples(st.integers(0, latest), stream, stream), max_size=3 * streams)
     return rows.map(lambda drawn: sorted(drawn, key=lambda row: row[0]))
 
 
 def recorded_plan() -> AddressPlan:
-    """Of the last step of a trace of Llama 7B."""
+    """Return a plan for the last step of a trace of Llama 7B."""
     problem = problem_of_trace(last_step(load(DATA / "llama7b_long_ckpt.npz")))
     return address_plan(problem, search.solve(problem, improve=False))

@@ -18,11 +18,11 @@ from memplug.profile.trace import Trace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogicalLayer:
-    """Operators of one forward, backward or optimizer in a row.
+    """Consecutive operators of one forward, backward or optimizer.
 
     Attributes:
         first_operator: index into `Trace.operators`.
-        operators: how many of its phase it has, from that one on; at least 1.
+        operators: how many operators of its phase it has, from the first one on; at least 1.
         kind: of its phase.
         micro_batch: of its phase, see `Phase`.
         seconds: estimated, by Eq. 1.
@@ -36,21 +36,22 @@ class LogicalLayer:
 
 
 def logical_layers(trace: Trace, step: int, groups: int) -> tuple[LogicalLayer, ...]:
-    """Divides the forwards and the backwards of a step evenly into groups of operators.
+    """Divide the forwards and the backwards of a step evenly into groups of operators.
 
     Args:
-        trace: A trace with operators.
-        step: Index into `trace.steps`.
-        groups: Of each forward, and of each backward, of a micro-batch; one with fewer operators has a group for each.
-            The paper finds the estimates good up to the number of layers of the model. The optimizer is one group.
+        trace: a trace with operators.
+        step: index into `trace.steps`.
+        groups: number of groups of each forward and each backward of a micro-batch; if it has fewer operators, each is
+            a group. The paper finds the estimates good up to the number of layers of the model. The optimizer is one
+            group.
 
     Returns:
-        In execution order. Operators between passes, and of forwards without gradients, are in none of them, but count
-        in Eq. 1.
+        The groups in execution order. Operators between passes, and of forwards without gradients, are in no group, but
+            count in Eq. 1.
 
     Raises:
-        IndexError: There is no such step.
-        TraceError: The step has operators, and its duration is unknown.
+        IndexError: there is no such step.
+        TraceError: the step has operators, and its duration is unknown.
         ValueError: `groups` is below 1.
     """
     inside = trace.step_operators(step)
@@ -79,10 +80,10 @@ def logical_layers(trace: Trace, step: int, groups: int) -> tuple[LogicalLayer, 
 
 
 def group_edges(operators: int, groups: int) -> np.ndarray:
-    """Divides operators evenly, sizes differ by 1 at most: group i is [edges[i], edges[i + 1]), none is empty.
+    """Divide operators into groups whose sizes differ by at most 1: group i is [edges[i], edges[i + 1]), none is empty.
 
     Returns:
-        int64, one more than there are groups; with fewer operators than `groups` there is one group for each.
+        The edges, int64[groups + 1]; with fewer operators than `groups`, each operator is a group.
 
     Raises:
         ValueError: `groups` is below 1.

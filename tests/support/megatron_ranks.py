@@ -1,4 +1,4 @@
-"""Trainings of Megatron-Core on several processes, and how their numbers compare."""
+"""Trains Megatron-Core on several processes, and compares their numbers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
 
 MEMPLUG = {"enabled": True, "profiler": {"warmup_steps": 1, "policy_steps": 2}}
-# the choice of experts turns the smallest rounding into another step: small ones, so that few choices are close calls
+# a rounding error can change the choice of experts, and so the step: a small learning rate makes close calls rare
 MIXTURE = {"experts": 8, "learning_rate": 1e-3}
 
 
 def block(alpha: float | str, arena: bool) -> dict[str, Any]:
-    """That swaps even the smallest tensor."""
+    """Return a block that swaps even the smallest tensor."""
     return {**MEMPLUG, "tokenwise": {"alpha": alpha, "min_offload_bytes": 1}, "arena": {"enabled": arena}}
 
 
 def train(folder: Path, layout: dict[str, Any], cases: dict[str, Any], processes: int = 2) -> list[dict[str, Any]]:
-    """What came of each case, of every rank."""
+    """Return the results of each case, by rank."""
     launch_forked(
         ["tests.support.megatron_worker", folder, json.dumps(layout), json.dumps(cases)],
         libraries="transformer_engine" if layout.get("transformer_engine") else "megatron",
@@ -42,20 +42,20 @@ def relative_error(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> floa
 
 
 AGREED = ("stage", "alpha_by_link", "alpha_by_host", "program", "programs", "replans", "swapped_share")
-"""What all ranks have the same of, in their reports."""
+"""Fields of the report that are equal on all ranks."""
 
 
 def assert_same(ours: dict[str, Any], plain: dict[str, Any], exactly: bool) -> None:
-    """Losses of all micro-batches and gradients of all steps are those of the run without memplug."""
+    """Assert that losses of all micro-batches and gradients of all steps equal those of the run without memplug."""
     if exactly:
         assert ours["losses"] == plain["losses"] and ours["digests"] == plain["digests"]
-    else:  # rows of a matmul that are recomputed apart from the others round otherwise
+    else:  # rows of a matmul that are recomputed apart from the others round differently
         assert relative_error(ours["gradients"], plain["gradients"]) < 1e-5
         assert ours["losses"] == pytest.approx(plain["losses"], abs=2e-3)
 
 
 def assert_sound(ranks: list[dict[str, Any]]) -> None:
-    """What the reports of one case say."""
+    """Assert that the reports of one case are sound and agree between ranks."""
     for rank in ranks:
         report = rank["report"]
         assert report["opaque_regions"] == report["recomputed_in_full"] == 0

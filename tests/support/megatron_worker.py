@@ -1,4 +1,4 @@
-"""Trains a tiny Megatron-Core model on this rank, once for every case, and writes what came of it to a file per rank.
+"""Train a tiny Megatron-Core model on this rank, once for every case, and write the results to a file per rank.
 
 Started by a launcher: `torchrun --nproc-per-node N -m tests.support.megatron_worker FOLDER LAYOUT CASES`. `LAYOUT` is a
 JSON object of `Parallel`'s fields (examples/megatron_llama2/model.py) and of
@@ -10,9 +10,9 @@ JSON object of `Parallel`'s fields (examples/megatron_llama2/model.py) and of
   TransformerConfig's.
 
 `CASES`: name -> the "memplug" block, or null to train without; a block may hold "short_of_host_memory": [rank, step],
-where the pool of that rank has room for half of what it took in the step before, from that step on;
-or "alpha_of_rank": a number for each, and what is written is the "error" of attaching; or "budget_share": the device
-budget, of what the case "roomy" took on the rank that took the most.
+from which step on that rank's pool has room for half of the memory that it took in the step before;
+or "alpha_of_rank": a number for each, in which case the "error" of attaching is written; or "budget_share": the device
+budget, as a share of the most that the case "roomy" took on any rank.
 
 `FOLDER/RANK.pt` gets name -> {"losses": of each micro-batch, on the last pipeline stage, "gradients": of the first
 step, "digests": of all gradients in each step, "report", "shares", "served": requests that the arena had bytes for,
@@ -46,7 +46,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "rms_norm_eps": 1e-5,
 }
-TOKENS, SEQUENCES = 32, 2  # of a micro-batch
+TOKENS, SEQUENCES = 32, 2  # per micro-batch
 
 
 def _loss_function(losses: list[float], output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -78,7 +78,7 @@ def _digest(tensors: list[torch.Tensor]) -> str:
 
 
 def _given(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A model's tokens, their positions and its labels: of each sequence, what this rank has of it."""
+    """Return the tokens, their positions and the labels that this rank has of each sequence."""
     import model as recipe
 
     positions = torch.arange(tokens.shape[1] - 1)[None].expand(SEQUENCES, -1)
@@ -87,7 +87,7 @@ def _given(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def _report(session: Any) -> dict[str, Any]:
-    """And the session's end."""
+    """Return the session's report, and detach it."""
     found = {
         "report": session.report().as_dict(),
         "history": [(step, stage.value) for step, stage, _, _ in session.history],
@@ -99,7 +99,7 @@ def _report(session: Any) -> dict[str, Any]:
 
 
 def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
-    """Trains a new model under a block and returns what came of it."""
+    """Train a new model under a block, and return the results."""
     import model as recipe
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -169,7 +169,7 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
 
 @functools.cache
 def prepare() -> None:
-    """Pretends that the CPU is a CUDA device, and imports what trains; once a process."""
+    """Pretend that the CPU is a CUDA device, and import the recipe; once per process."""
     sys.path.insert(0, str(RECIPE))
     import cpu
 
@@ -178,7 +178,7 @@ def prepare() -> None:
 
 
 def main() -> None:
-    """Runs all cases on this rank."""
+    """Run all cases on this rank."""
     folder, layout, cases = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
     if layout.get("transformer_engine"):
         stand_in.use()

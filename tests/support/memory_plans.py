@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 def small_plan(**solution: Any) -> AddressPlan:
-    """Of four requests and one dynamic group."""
+    """Return a plan of four requests and one dynamic group."""
     rows = [Buffer(lower=i, upper=i + 2, size=512, alignment=512, lower_phase=0, lower_layer=i % 3) for i in range(4)]
     problem = Problem(
         buffers=buffers(rows),
@@ -46,7 +46,7 @@ def small_plan(**solution: Any) -> AddressPlan:
 
 
 def decisions() -> Decisions:
-    """Of two regions."""
+    """Return decisions for two regions."""
     group = Group(
         instances=2,
         fractions={3: 0.5},
@@ -87,7 +87,7 @@ def decisions() -> Decisions:
 
 
 def decided_plan() -> MemoryPlan:
-    """With decisions, as a training keeps it."""
+    """Return a plan with decisions, as a training keeps it."""
     program = PlannedProgram(
         names=("aten::mm", "aten::t"), operators=(1, 0, 0), sizes=((1, 2), ()), nodes=3, unseen=(1,)
     )
@@ -96,15 +96,16 @@ def decided_plan() -> MemoryPlan:
 
 
 def target(operator: str, mib: int, **fields: Any) -> Target:
-    """One tensor between two uses, behind that operator."""
+    """Return a swap-list target: one tensor between two uses, after that operator."""
     look = {"dtype": "float32", "output": True, "slot": 0, "uses": 1, "kinds": 1, "recent": 1, "tolerance": 4}
     places = {"last_use": 1, "release": 2, "prefetch": 5, "next_use": 6}
     return Target(nbytes=mib * MIB, operator=operator, **{**look, **places, **fields})
 
 
 def assert_same(loaded: MemoryPlan, saved: AddressPlan) -> None:
-    """Every field of the addresses, and the dtype and every row of every array, are equal; but texts may be of another
-    width.
+    """Assert that all fields of the addresses are equal, with dtypes and all rows of arrays.
+
+    Only the width of texts may differ.
     """
     one, other = AddressPlan.of(loaded), saved
     assert loaded.fingerprint == saved.problem.fingerprint

@@ -1,4 +1,4 @@
-"""One forward under the native core's observer, without a frame or an executor."""
+"""Runs one forward under the native core's observer, without a frame or an executor."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from memplug.tokenwise.engine.core import watching
 
 
 class Watcher:
-    """What a native frame asks its executor for, when its forward writes in place."""
+    """Stands in for the executor that a native frame asks when its forward writes in place."""
 
     def is_scratch(self, tensor: torch.Tensor) -> bool:
-        """Nobody needs the former value here."""
+        """Return True: no test here needs the former value."""
         return True
 
 
 class Run:
-    """One forward under a native observer, and what it saved."""
+    """One forward under a native observer, and the tensors that it saved."""
 
     def __init__(self, core: Any, call: Callable[[], Any], known: tuple[Any, ...] = ()):
         self.saved: list[torch.Tensor] = []
@@ -55,14 +55,14 @@ class Run:
         self.forward.close(False)
 
     def restored(self, captured: dict[int, bool], substitute: Callable[[int], Any]) -> dict[int, torch.Tensor]:
-        """What a recompute pass gives."""
+        """Run a recompute pass and return the tensors that it restores."""
         self.forward.decide(captured, [])
         self.forward.replay_with(substitute)
         return self.forward.restored()
 
 
 class Keeps(torch.autograd.Function):
-    """Keeps tensors for backward as they are; returns its first argument, which needs a gradient, again."""
+    """Saves tensors for backward as they are, and returns its first argument, which needs a gradient, times 1."""
 
     @staticmethod
     def forward(ctx: Any, one: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Trains a tiny model with DeepSpeed on this rank, offloaded to the CPU or with Ulysses attention, and writes losses.
+"""Train a tiny model with DeepSpeed on this rank, offloaded to the CPU or with Ulysses attention, and write losses.
 
 Started by a launcher: `torchrun --nproc-per-node N -m tests.support.offload_worker FOLDER CASES`. `CASES` is a JSON
 object: name -> {"zero": of DeepSpeed's configuration, "model": "llama", "ulysses" or "alst", "memplug": the block or
@@ -26,7 +26,7 @@ STEPS = 10
 
 
 def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Runs a case."""
+    """Run a case."""
     from tests.support.hosts import ds_config, make_engine, tiny_llama
 
     mpu = ulysses.groups(case["sequence"]) if "sequence" in case else None
@@ -55,7 +55,7 @@ def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def _part(step: int, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's tokens and labels, of sequences that the ranks of its group share; every other step has the same."""
+    """Return this rank's part of the tokens and labels that its group shares; every other step has the same."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     generator = torch.Generator().manual_seed(1000 * (dist.get_rank() // size) + step % 2)
     tokens = torch.randint(0, 64, (ulysses.SEQUENCES, ulysses.TOKENS + 1), generator=generator)
@@ -64,11 +64,11 @@ def _part(step: int, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _has(engine: Any, name: str) -> bool:
-    return bool(getattr(engine.optimizer, name, False))  # of ZeRO's optimizers, named differently by stage
+    return bool(getattr(engine.optimizer, name, False))  # of ZeRO's optimizers, which name it differently by stage
 
 
 def main() -> None:
-    """Joins the other rank and runs all cases."""
+    """Join the other rank and run all cases."""
     run_all(train)
 
 

@@ -1,18 +1,18 @@
-"""Trains small models whose layers launch kernels of their own, with memplug and without, and writes what came of it to
-`FOLDER/results.pt`.
+"""Trains small models whose layers launch kernels of their own, with memplug and without, for `FOLDER/results.pt`.
 
-`python -m tests.support.opaque_layers_worker FOLDER CASES [--installed]`: by the stand-ins of Transformer Engine and
-flash-attn, or on a GPU by these packages themselves, in bfloat16. `CASES`: a JSON object, name -> {"layer": a class of
-this module, "recipe": of FP8, or null, "around_backward": one that is on around backward alone, "steps",
-"micro_batches": of a step, the forwards of all of which run before the first backward, "dropped": how many of these
-have no backward, "memplug": a block, or null, "device": "cpu" by default, "schedules": of simulated CUDA, [policy,
-seed], one for each step in turn, "missing": the name of a `Wait` that is left out, "checkpoint": torch's around
-each layer}; beside them "refusals" and "errors" -> a block.
+`python -m tests.support.opaque_layers_worker FOLDER CASES [--installed]` uses the stand-ins of Transformer Engine and
+flash-attn, or these packages themselves on a GPU, in bfloat16. `CASES`: a JSON object, name -> {"layer": a class of
+this module, "recipe": of FP8, or null, "around_backward": a recipe that is on around backward alone, "steps",
+"micro_batches": of a step, all of whose forwards run before the first backward, "dropped": how many of these have no
+backward, "memplug": a block, or null, "device": "cpu" by default, "schedules": of simulated CUDA, [policy, seed], one
+for each step in turn, "missing": the name of a `Wait` to leave out, "checkpoint": whether torch's is around each
+layer}; besides, "refusals" and "errors" -> a block.
 
-Of each case: {"losses": of each micro-batch, "gradients": digests of each step's, "scales": of FP8, in the end,
-"report", "functions": forwards of each Function in the last step (of the packages themselves, see
+The results of each case: {"losses": of each micro-batch, "gradients": digests of each step's, "scales": of FP8 at the
+end, "report", "functions": forwards of each Function in the last step (for the packages themselves, see
 tests/support/attention_kernels.py), "flops": of its kernels, "violations": of simulated CUDA's order, "queued": scales
-that are left over in the end, "histories": see `TwiceLinear`, of the last step}; of "refusals" and "errors", see there.
+that are left over at the end, "histories": of the last step, see `TwiceLinear`}; the functions `refusals` and `errors`
+describe their own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from flash_attn import flash_attn_func  # noqa: E402
 from transformer_engine.common import recipe as recipes  # noqa: E402
 
 if INSTALLED:
-    # kernels of attention take no float32, and those of FP8 no fewer features
+    # attention kernels do not support float32, and FP8 kernels need this many features
     calls, WIDTH, TOKENS = attention_kernels.Calls(), 256, 64
     torch.set_default_dtype(torch.bfloat16)
 else:
@@ -56,9 +56,7 @@ HEADS, SEQUENCES, LAYERS = 4, 2, 3
 
 
 class Parts(nn.Module):
-    """A decoder layer of Transformer Engine's modules, with residuals and dropout between them; [tokens, sequences,
-    width].
-    """
+    """A decoder layer of Transformer Engine's modules, with residuals and dropout; [tokens, sequences, width]."""
 
     def __init__(self, dropout: float = 0.0, width: int = WIDTH) -> None:
         super().__init__()
@@ -77,14 +75,14 @@ class Parts(nn.Module):
 
 
 class Drops(Parts):
-    """Draws random numbers inside of attention and outside."""
+    """A layer that draws random numbers inside of attention and outside."""
 
     def __init__(self) -> None:
         super().__init__(0.1)
 
 
 class Flash(Parts):
-    """Calls flash-attn itself."""
+    """A layer that calls flash-attn itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +98,7 @@ class FlashAttention(nn.Module):
 
 
 class QuantizedLinear(te.Linear):
-    """Enters an autocast of its own, as Megatron-Core's classes do by a recipe for each module."""
+    """A module with an autocast of its own, as Megatron-Core's classes have by a recipe for each module."""
 
     def will_execute_quantized(self, is_context_quantized: bool) -> bool:
         return True
@@ -111,7 +109,7 @@ class QuantizedLinear(te.Linear):
 
 
 class Mixed(Parts):
-    """One of its modules is quantized by itself."""
+    """A layer of which one module is quantized by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,8 +117,9 @@ class Mixed(Parts):
 
 
 class TwiceLinear(te.Linear):
-    """Runs twice where it is called once, and tells with what histories of amaxes; fails in between where that is asked
-    for, in a forward or where it runs again.
+    """A module that runs twice per call and records its amax histories.
+
+    It can fail between the two runs, in a forward or in a recompute pass (`fails`).
     """
 
     histories: ClassVar[dict[str, list[list[float]]]] = {"forward": [], "again": []}
@@ -136,7 +135,7 @@ class TwiceLinear(te.Linear):
 
     @contextlib.contextmanager
     def prepare_forward(self, *args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
-        """As of 2.10."""
+        """Record the amax history; Transformer Engine calls this since 2.10."""
         with super().prepare_forward(*args, **kwargs) as x:
             phase = "again" if te.distributed.in_fp8_activation_recompute_phase() else "forward"
             self.histories[phase][-1] += self.fp8_meta["scaling_fwd"].amax_history[0].tolist()
@@ -144,7 +143,7 @@ class TwiceLinear(te.Linear):
 
 
 class Twice(Parts):
-    """One of its modules does."""
+    """A layer of which one module runs twice per call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +162,7 @@ class Whole(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers in a row and a loss."""
+    """Layers in a row, and a loss."""
 
     def __init__(self, layer: type[nn.Module], recomputes: bool = False) -> None:
         super().__init__()
@@ -178,7 +177,7 @@ class Model(nn.Module):
 
 
 def scales(model: nn.Module) -> list[torch.Tensor]:
-    """Scales and amax histories of all modules, of forward and of backward."""
+    """Return scales and amax histories of all modules, of forward and of backward."""
     metas = [part.fp8_meta for part in model.modules() if getattr(part, "fp8_meta", None)]
     states = [meta[key] for meta in metas for key in ("scaling_fwd", "scaling_bwd") if key in meta]
     fields = [getattr(state, name, None) for state in states for name in ("scale", "amax_history")]
@@ -186,7 +185,7 @@ def scales(model: nn.Module) -> list[torch.Tensor]:
 
 
 def queued() -> int:
-    """What waits for a module of Transformer Engine to run again, of all modules that there have been."""
+    """Count the FP8 states that wait for a module of Transformer Engine to run again, over all modules so far."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
 
     queues = getattr(manager, "quantization_state", manager).fp8_tensors_recompute_buffer
@@ -194,7 +193,10 @@ def queued() -> int:
 
 
 def losses_of(model: Model, micro_batches: int, recipe: Any, around: Any, dropped: int = 0) -> list[float]:
-    """Of one step's forwards and backwards, with a recipe each; the first ones have no backward."""
+    """Run one step's forwards and backwards, each under its recipe, and return the losses.
+
+    The first `dropped` micro-batches have no backward.
+    """
     losses = []
     for number, x in enumerate(torch.randn(micro_batches, TOKENS, SEQUENCES, WIDTH)):
         with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
@@ -206,7 +208,7 @@ def losses_of(model: Model, micro_batches: int, recipe: Any, around: Any, droppe
 
 
 def schedules(case: dict[str, Any]) -> Callable[[int], AbstractContextManager[None]]:
-    """By step: what is entered around it."""
+    """Return a function that makes the context of a step, by its number."""
     if "schedules" not in case:
         return lambda step: contextlib.nullcontext()
     from tests.cudasim.device import Schedule, scheduled
@@ -216,14 +218,14 @@ def schedules(case: dict[str, Any]) -> Callable[[int], AbstractContextManager[No
 
 
 def waits(case: dict[str, Any]) -> AbstractContextManager[Any]:
-    """Around a session: its streams leave out what the case says."""
+    """Return the context of a session, in which streams leave out the kind of wait that the case names."""
     if "missing" not in case:
         return contextlib.nullcontext()
     return mock.patch.object(CudaDevice, "streams", leaving_out_of(CudaDevice, Wait[case["missing"]]))
 
 
 def violations(case: dict[str, Any]) -> int:
-    """Of the whole process so far."""
+    """Return the violations of order in the whole process so far."""
     if "schedules" not in case:
         return 0
     from tests.cudasim import device
@@ -232,7 +234,7 @@ def violations(case: dict[str, Any]) -> int:
 
 
 def trained(case: dict[str, Any]) -> dict[str, Any]:
-    """One case."""
+    """Run one case, and return its results."""
     before = violations(case)
     with torch.device(case.get("device", "cpu")), waits(case):
         found = _trained(case)
@@ -271,7 +273,7 @@ def _trained(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def errors(block: dict[str, Any]) -> dict[str, Any]:
-    """Of a module that runs twice and fails at times, in between: {"raised": in each step, "queued": behind them}."""
+    """Train a module that runs twice and fails at times; return {"raised": by step, "queued": after all steps}."""
     model, raised, before = Model(Twice), [], queued()
     with memplug.attach(model, block) as session:
         for fails in ("", "again", "forward", ""):
@@ -287,8 +289,9 @@ def errors(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusals(block: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Of Transformer Engine's own recomputation and offloading, "during" a session and "behind" it: what each call
-    raised, by its class and message, "" for nothing.
+    """Return what Transformer Engine's own recomputation and offloading raise, "during" a session and "behind" it.
+
+    The values are class and message of each call's error, "" if it raised none.
     """
     model, x = Model(Parts), torch.randn(TOKENS, SEQUENCES, WIDTH, requires_grad=True)
     calls_by_name: dict[str, Callable[[], Any]] = {

@@ -1,7 +1,7 @@
-"""The sources of a package from the package index, unpacked: nothing is installed, and nothing of the package runs.
+"""The sources of a package from the package index, unpacked; nothing is installed and no code of the package runs.
 
-`pip download` runs what a source distribution builds itself with, which needs a GPU's tools for some of these packages.
-So pip is asked for the archive alone, through its own modules: `pip` has no command for that.
+`pip download` would run a source distribution's build code, which needs a GPU's tools for some of these packages. So
+pip's own modules fetch the archive alone: `pip` has no command for that.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from typing import Any
 
 
 class NoSources(Exception):
-    """Why they could not be had."""
+    """An error that says why the sources could not be had."""
 
 
 def unpacked(name: str, version: str | None, into: Path) -> Path:
-    """The folder that a package was unpacked to, by its name and version.
+    """Download a package and return the folder, named by package and version, that it was unpacked to.
 
     Args:
-        version: None: the newest.
+        name: the package.
+        version: None for the newest.
+        into: the folder that gets the archive and the unpacked folder.
 
     Raises:
-        NoSources: the index cannot be reached, or has no such archive; or pip is not as known.
+        NoSources: the index cannot be reached or has no such archive, or this pip works differently.
     """
     try:
         archive, version = _download(name, version, into)
@@ -38,17 +40,17 @@ def unpacked(name: str, version: str | None, into: Path) -> Path:
                 source.extractall(folder, filter="data")
     except NoSources:
         raise
-    except Exception as error:  # of pip, of the network, of archives
+    except Exception as error:  # of pip, the network or the archive
         raise NoSources(f"{type(error).__name__}: {error}") from error
     return folder
 
 
 def _download(name: str, version: str | None, into: Path) -> tuple[Path, str]:
-    """An archive and its version: a source distribution; where the index has none, a wheel for this machine."""
+    """Download an archive and return it with its version; prefer a source distribution to a wheel for this machine."""
     from pip._internal.commands import create_command
     from pip._vendor.packaging.specifiers import SpecifierSet
 
-    logging.getLogger("pip").addHandler(logging.NullHandler())  # an index's own remarks
+    logging.getLogger("pip").addHandler(logging.NullHandler())  # drops the index's remarks
     command: Any = create_command("download")
     with command.main_context():
         options, _ = command.parse_args([name, "--no-deps", "--retries", "1", "--timeout", "10"])

@@ -12,7 +12,7 @@ from tests.support.blocks import Layer
 
 
 class Reduce(torch.autograd.Function):
-    """Tensor-parallel exit: reduce in forward, nothing in backward."""
+    """A tensor-parallel exit: reduces in forward, and does nothing in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -24,7 +24,7 @@ class Reduce(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """Sequence-parallel entry, in a world of one."""
+    """A sequence-parallel entry, in a world of one."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -36,9 +36,7 @@ class Gather(torch.autograd.Function):
 
 
 class Parallel(Layer):
-    """A tensor-parallel MLP: one collective whose result backward needs, and one at the end whose result it does
-    not.
-    """
+    """A tensor-parallel MLP with two collectives, of which backward needs the first one's result only."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gathered = Gather.apply(self.norm(x), dist.group.WORLD)

@@ -14,7 +14,10 @@ from memplug.show.picture import write_picture
 
 @pytest.fixture(scope="session")
 def chrome() -> Iterator[None]:
-    """One Chrome for all pictures of a worker, each of which would start its own; skips where there is none."""
+    """Start one Chrome for all pictures of a test process, and skip the test if there is none.
+
+    Without it each picture would start its own.
+    """
     kaleido = pytest.importorskip("kaleido", reason="pictures need kaleido, which is not installed")
     from choreographer.browsers.chromium import Chromium
 
@@ -26,7 +29,7 @@ def chrome() -> Iterator[None]:
 
 
 def pixels_of(figure: Figure, path: Path) -> np.ndarray:
-    """Returns the picture of a figure: uint8[height, width, 3]."""
+    """Return the picture of a figure: uint8[height, width, 3]."""
     from PIL import Image
 
     write_picture(figure, path)

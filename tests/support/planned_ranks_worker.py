@@ -1,4 +1,4 @@
-"""Trains a Llama with DeepSpeed on this rank by a DeepSpeed JSON, without its "memplug" block, with it, and again.
+"""Train a Llama with DeepSpeed on this rank by a DeepSpeed JSON, without its "memplug" block, with it, and again.
 
 Started by a launcher: `torchrun --nproc-per-node 2 -m tests.support.planned_ranks_worker FOLDER DS_JSON MODEL SEQ_LEN`.
 `MODEL` is the file of a shape; `FOLDER/RANK.json` gets, by "without", "with" and "again", "losses", memplug's "report",
@@ -20,7 +20,10 @@ STEPS = 2
 
 
 def train(settings: dict[str, Any], model: str, seq_len: int, rank: int) -> dict[str, Any]:
-    """Losses of all micro-batches; memplug attaches as `memplug.install` does."""
+    """Train under settings and return losses of all micro-batches, the report and the simulator's violations.
+
+    memplug attaches through `memplug.install`.
+    """
     import deepspeed
 
     import memplug
@@ -30,7 +33,7 @@ def train(settings: dict[str, Any], model: str, seq_len: int, rank: int) -> dict
 
     before = device.violations()
     shape = Shape.read(Path(model))
-    job = Workload(shape=shape, layers=shape.layers, seq_len=seq_len, dtype="fp32")  # which the engine makes bf16
+    job = Workload(shape=shape, layers=shape.layers, seq_len=seq_len, dtype="fp32")  # the engine converts it to bf16
     torch.manual_seed(0)
     partitioned = settings["zero_optimization"]["stage"] == 3
     with deepspeed.zero.Init(config_dict_or_path=settings) if partitioned else contextlib.nullcontext():
@@ -56,12 +59,12 @@ def train(settings: dict[str, Any], model: str, seq_len: int, rank: int) -> dict
 
 
 def main() -> None:
-    """Joins the other ranks and trains in all ways."""
+    """Join the other ranks and train in all ways."""
     folder, settings = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
     import deepspeed
     import torch.distributed as dist
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile first
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # DeepSpeed would compile it first
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed("nccl")
     plain = {key: value for key, value in settings.items() if key != "memplug"}

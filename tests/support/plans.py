@@ -8,7 +8,7 @@ from memplug.tokenwise.plan.linear_program import GAP as SOLVER_GAP
 from memplug.tokenwise.plan.solver import Budget, Operator, Region
 
 GAP = 1.0 + 2 * SOLVER_GAP
-"""Two plans may each be this share off their optimum."""
+"""The ratio by which two optimal plans may differ: each may be off by the solver's tolerance."""
 AMPLE = 10**15
 
 
@@ -34,12 +34,12 @@ def budget(d2h=1e12, h2d=1e12, host=AMPLE, device=0):
     return Budget(d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d, host_bytes=host, device_bytes=device)
 
 
-MIB = 2**20  # as large as what is swapped: a plan counts whole bytes
+MIB = 2**20  # about as large as the tensors that are swapped: a plan counts whole bytes
 
 
 @st.composite
 def layers(draw, key="layer", most=6):
-    """A random region; storage 0 is its input, storage 1 + i the output of operator i."""
+    """Draw a random region; storage 0 is its input, storage 1 + i the output of operator i."""
     operators = []
     for index in range(draw(st.integers(1, most))):
         reads = tuple(draw(st.sets(st.integers(0, index), min_size=1, max_size=3)))

@@ -1,4 +1,4 @@
-"""Layers whose forward changes Python state, and that state in a form that can be compared."""
+"""Layers whose forward changes Python state, and functions that make that state comparable."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEMPLUG = {"forward", "_memplug_region"}
 
 
 def described(value: Any) -> Any:
-    """Returns a value as something that `==` compares to the bit, attributes and containers included."""
+    """Return a value in a form that `==` compares to the bit, attributes and containers included."""
     for cls, describe in _DESCRIBED.items():
         if isinstance(value, cls):
             return describe(value)
@@ -48,7 +48,7 @@ def _values(tensor: torch.Tensor) -> Any:
 
 
 _DESCRIBED: dict[Any, Callable[[Any], Any]] = {
-    float: repr,  # as which even no numbers are equal
+    float: repr,  # as text, so that NaNs are equal too
     torch.Tensor: lambda value: (value.dtype, value.requires_grad, _values(value)),
     nn.Module: _module,
     dict: lambda value: [(key, described(each)) for key, each in value.items()],
@@ -84,7 +84,7 @@ _DESCRIBED[Slotted] = lambda value: (value.scale, getattr(value, "last", None))
 
 
 def counter() -> Callable[[], int]:
-    """Returns a function that counts its calls in a variable of its closure."""
+    """Return a function that counts its calls in a variable of its closure."""
     calls = 0
 
     def count() -> int:
@@ -96,9 +96,9 @@ def counter() -> Callable[[], int]:
 
 
 class Stateful(Layer):
-    """Scales what it makes by what `moves` returns, a number or a tensor, which also changes state.
+    """A layer that scales its output by the number or tensor that `moves` returns, which also changes state.
 
-    Args:
+    Attributes:
         opaque: whether its forward takes an address, which makes it opaque.
     """
 
@@ -109,10 +109,10 @@ class Stateful(Layer):
         self.begin()
 
     def begin(self) -> None:
-        """Make the state."""
+        """Create the initial state."""
 
     def moves(self, y: torch.Tensor) -> Any:
-        """Returns the factor of this forward; `y`: without its graph."""
+        """Return the factor of this forward; `y` has no graph."""
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -143,11 +143,11 @@ class ThenInPlace(Buffer):
 class Data(Buffer):
     def moves(self, y: torch.Tensor) -> Any:
         self.mean.data = 0.5 * self.mean + y.mean((0, 1))
-        return self.mean.clone()  # what autograd saved would be the next forward's
+        return self.mean.clone()  # a reference would hold the next forward's value by the time of backward
 
 
 class DataOfInference(Data):
-    """Has memory made in inference mode, before and in its forward."""
+    """A buffer with memory made in inference mode, before its forward and in it."""
 
     def begin(self) -> None:
         super().begin()
@@ -221,7 +221,7 @@ class OfClass(Stateful):
 
 
 class Shared:
-    """A class of the model's own, of which there is no object."""
+    """A class of the model's own that has no object."""
 
     calls = 0
 

@@ -1,4 +1,4 @@
-"""A grammar of layers: small steps of every kind, from which a layer is made."""
+"""A grammar of layers: small steps of every kind, and a layer that runs some of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STATEFUL = {*_named(random_state.STEPS), "spectral", "accumulates", "vmapped wri
     "drops",
     "fails",
 }
-"""Steps that do something else each time."""
+"""Steps that act differently each time."""
 
 
 def _adds(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -53,18 +53,19 @@ def _returns_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 ENDS = _named((_adds, _adds_in_place, _returns_input, _returns_view, _returns_product))
-"""How a layer ends, given its input and what its steps made."""
+"""How a layer ends, given its input and the output of its steps."""
 
 
 class Layer(nn.Module):
-    """Runs some steps.
+    """A layer that runs some steps.
 
     Args:
-        steps: names of `STEPS`, and one of `ENDS` at most, by default "adds". With "later " in front a step runs from
-            the training's step `turn` on, with "once " in that step alone, with "sometimes " as values decide.
+        steps: names of `STEPS`, and at most one of `ENDS`, by default "adds". With the prefix "later " a step runs from
+            the training's step `turn` on, with "once " in that step only, with "sometimes " depending on values.
 
     Attributes:
-        step, turn: of the training.
+        step: number of the training's step.
+        turn: the step from which "later " steps run, and in which "once " steps run.
     """
 
     step, turn = 0, 1

@@ -1,4 +1,4 @@
-"""Steps of random layers in modes of every kind, with gradients and transforms inside, and functions of their own."""
+"""Steps of random layers in modes of every kind, with inner gradients, with transforms, and with custom functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Cubes(torch.autograd.Function):
-    """A function of the model's own."""
+    """A custom autograd function of the model."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ class Cubes(torch.autograd.Function):
 
 
 class Squares(torch.autograd.Function):
-    """Computes past torch's operators."""
+    """Computes without torch's operators."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ class Squares(torch.autograd.Function):
 
 
 class Doubles(torch.autograd.Function):
-    """Writes to what it is given, and keeps a tensor past autograd."""
+    """Writes to its input, and keeps a tensor without autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -62,14 +62,14 @@ class Doubles(torch.autograd.Function):
 
 
 class FunctionMode(TorchFunctionMode):
-    """Calls what it sees."""
+    """Calls each function unchanged."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 class DispatchMode(TorchDispatchMode):
-    """Calls what it sees."""
+    """Calls each operator unchanged."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Programs at random: layers of a grammar, what they are given, how they are trained, and what that gives."""
+"""Random programs: layers of a grammar, their arguments, how they are trained, and the results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPE = (2, 4, WIDTH)
 
 @dataclass(frozen=True)
 class Given:
-    """What each layer is given besides its input: a value for each forward, and what the layer does with it."""
+    """The argument of each layer besides its input: how a forward makes it, and how the layer uses it."""
 
     make: Callable[[torch.Tensor], Any]
     use: Callable[[torch.Tensor, Any], torch.Tensor]
@@ -101,11 +101,11 @@ ENTRIES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "leaf": _leaf,
     "view": lambda x, scale: (x * scale).transpose(0, 1).contiguous().transpose(0, 1),
 }
-"""What the first layer is given, from the batch and a weight."""
+"""How the first layer's input is made from the batch and a weight."""
 
 
 class Model(nn.Module):
-    """Some layers in a row, all of which are given the same."""
+    """Some layers in a row, all of which get the same argument."""
 
     def __init__(self, layers: tuple[tuple[str, ...], ...], given: str, entry: str):
         super().__init__()
@@ -142,7 +142,7 @@ KINDS: dict[str, Callable[[Model], Any]] = {
     "bfloat16": lambda model: model.bfloat16(),
     "meta": lambda model: model.to("meta"),
 }
-"""What is done to a model before it trains."""
+"""Changes to a model before it trains."""
 
 
 @contextlib.contextmanager
@@ -159,7 +159,7 @@ def _saving_copies() -> AbstractContextManager[Any]:
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    # regions cast a weight for each use of it
+    # a region casts a weight for each use of it
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
     "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=False),
     "deterministic": _deterministic,
@@ -174,16 +174,18 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @dataclass(frozen=True)
 class Program:
-    """A training.
+    """A random training.
 
     Attributes:
         layers: names of each layer's steps.
         given: a name of `GIVEN`.
         modes: names of `MODES`, the outermost first.
         schedule: a name of `SCHEDULES` for each step.
-        entry, kind: names of `ENTRIES` and `KINDS`.
+        entry: a name of `ENTRIES`.
+        kind: a name of `KINDS`.
         turn: see `Layer`.
-        roomy, arena: under a plan, everything may stay on the device; the arena serves.
+        roomy: everything may stay on the device under a plan.
+        arena: the arena serves.
     """
 
     layers: tuple[tuple[str, ...], ...]
@@ -197,11 +199,11 @@ class Program:
     arena: bool = False
 
     def trained(self, alpha: float | str | None, copies: bool = False) -> Any:
-        """Returns what the training gives, for `==`: losses, gradients and state of each step, and the error that ended
-        it; with memplug where `alpha` is one.
+        """Train, and return losses, gradients and state of each step, and the error that ended it, for `==`.
 
         Args:
-            copies: autograd saves copies, so that writing to what it saved is no error, and changes no gradient.
+            alpha: trains with memplug if not None.
+            copies: make autograd save copies, so that writing to a saved tensor is no error and changes no gradient.
         """
         torch.manual_seed(0)
         random.seed(0)
@@ -263,7 +265,7 @@ def _layers(draw: st.DrawFn) -> tuple[str, ...]:
 
 @st.composite
 def _schedules(draw: st.DrawFn, most_steps: int) -> tuple[str, ...]:
-    """Steps at random, or one again and again, with some others in between."""
+    """Draw random steps, or one step repeated with a few others in between."""
     names = st.sampled_from(list(SCHEDULES))
     if draw(st.booleans()):
         return tuple(draw(st.lists(names, min_size=1, max_size=most_steps)))
@@ -275,14 +277,14 @@ def _schedules(draw: st.DrawFn, most_steps: int) -> tuple[str, ...]:
 
 
 def _is_stateful(layers: tuple[tuple[str, ...], ...], given: str) -> bool:
-    """Returns whether torch's own checkpoint would run the layers again from another state, with wrong gradients."""
+    """Return whether torch's own checkpoint would run the layers again from another state, with wrong gradients."""
     words = {name for layer in layers for step in layer for name in (step, step.partition(" ")[2])}
     return not words.isdisjoint(STATEFUL) or given in ("list that grows", "written to")
 
 
 @st.composite
 def programs(draw: st.DrawFn, most_steps: int = 3) -> Program:
-    """Programs of one to three layers; a half of those have a step that makes them opaque."""
+    """Draw programs of one to three layers, half of which have a step that makes them opaque."""
     program = draw(_programs(most_steps))
     if not _is_stateful(program.layers, program.given):
         return program

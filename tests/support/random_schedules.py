@@ -1,4 +1,4 @@
-"""Steps of a training, each of forwards and backwards in another order."""
+"""Steps of a training, each with forwards and backwards in another order."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _in_thread(model: nn.Module, x: torch.Tensor) -> Losses:
 
 
 class _Interrupted(Exception):
-    """Ends a backward."""
+    """An error that ends a backward."""
 
 
 def _interrupted(model: nn.Module, x: torch.Tensor) -> Losses:

@@ -23,7 +23,7 @@ SHARED = {"calls": 0}
 
 
 class State:
-    """The state of a layer that is no module's: what its steps count, keep and draw from."""
+    """The state of a layer outside of its module: counters, histories and generators that its steps use."""
 
     shared = 0
 
@@ -38,7 +38,7 @@ class State:
 
 
 def begin() -> None:
-    """Make the state anew that all layers share."""
+    """Reset the state that all layers share."""
     SHARED["calls"] = State.shared = shared_state.calls = 0
 
 
@@ -75,7 +75,7 @@ def moves_in_place(layer: Layer, y: torch.Tensor) -> torch.Tensor:
 
 def sets_data(layer: Layer, y: torch.Tensor) -> torch.Tensor:
     if torch._C._functorch.is_functorch_wrapped_tensor(y):
-        return y  # whose memory ends with the transform
+        return y  # its memory ends with the transform
     layer.mean.data = 0.5 * layer.mean + y.detach().mean((0, 1))
     return y * layer.mean.clone()
 

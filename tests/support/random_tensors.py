@@ -17,11 +17,11 @@ WIDTH = 8
 
 
 class Named(torch.Tensor):
-    """A subclass that adds nothing."""
+    """A subclass without behaviour of its own."""
 
 
 class Wrapper(torch.Tensor):
-    """A subclass that dispatches for itself."""
+    """A subclass with its own dispatch."""
 
     inner: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""The commands in a README: found in its code, split into words, and checked by kind without being run."""
+"""Finds the commands in a README's code, splits them into words, and checks each kind without running it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ GPUS = re.compile(
     r"(?P<count>\d+) GPUs? of (?P<gb>\d+) GB(?: on (?P<machines>\d+) machines)?"
     r"(?:, (?P<host_gb>\d+) GB of host memory)?"
 )
-FOREIGN = {"train.py", "pretrain_gpt.py"}  # the reader's own, and Megatron-LM's
-PLACEHOLDERS = {"FILE", "FOLDER"}  # the reader's, after an option
-LARGE_BYTES = 2**30  # states of a model that wants a GPU
+FOREIGN = {"train.py", "pretrain_gpt.py"}  # the reader's own script, and Megatron-LM's
+PLACEHOLDERS = {"FILE", "FOLDER"}  # values of options that the reader replaces
+LARGE_BYTES = 2**30  # states of a model that needs a GPU
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _SETTING = re.compile(r"[A-Z_]+=\S*$")
 _KINDS = r"(?:[A-Z_]+=\S+ )*(?:launch/\w+\.sh|sbatch |torchrun |deepspeed |python3? |pip |accelerate "
@@ -32,12 +32,12 @@ _COMMAND = re.compile(_KINDS + rf"|memplug (?:{'|'.join(_MEMPLUG)})\b)")  # "mem
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One command.
+    """One command of a README.
 
     Attributes:
-        words: without what sets the environment, and without "..." for what the reader adds.
-        environment: what is set before it.
-        comment: beside it, or in the lines above.
+        words: without the environment's settings, and without "..." (the reader's additions).
+        environment: variables that are set before the command.
+        comment: on its line, or on the lines above.
     """
 
     words: tuple[str, ...]
@@ -49,7 +49,7 @@ class Command:
 
 
 def commands_of(text: str) -> list[Command]:
-    """All commands of a README: of its blocks of bash, and in its prose and tables.
+    """Return all commands of a README: those in its blocks of bash, and those in its prose and tables.
 
     Raises:
         AssertionError: there are none, or one is in a block that is not called bash.
@@ -86,11 +86,12 @@ def _command(code: str, comment: str) -> Command:
 
 
 def check(command: Command) -> str:
-    """Checks a command as far as it can be without running it; returns what it estimates, where it trains.
+    """Check a command as far as possible without running it; return its estimate if it trains, else "".
 
     Raises:
-        AssertionError, SystemExit: it is of an unknown kind, has unknown arguments, names files that are not there,
-            or would end before it has built its model.
+        AssertionError: the command is of an unknown kind, names missing files, or would end before it has built its
+            model.
+        SystemExit: it has unknown arguments.
     """
     first, *rest = command.words
     if first.startswith("launch/"):
@@ -124,13 +125,13 @@ def _check_launch(command: Command, script: str, arguments: list[str]) -> str:
     if "NNODES HOST:PORT" in text:
         nodes, meeting, *arguments = arguments
         assert re.fullmatch(r"\w+:\w+", meeting), f"{command}: {meeting} is no HOST:PORT"
-        if script == command.words[0]:  # not of a Slurm job, which passes its own
+        if script == command.words[0]:  # a Slurm job passes its own
             _check_machines(command, nodes)
     return _check_recipe(command, targets[-1], arguments, int(command.environment.get("NPROC", 1)))
 
 
 def _check_machines(command: Command, nodes: str) -> None:
-    """As many machines as its comment names; "NNODES" leaves them to the reader."""
+    """Assert that the command uses as many machines as its comment names; "NNODES" leaves them to the reader."""
     named = GPUS.search(command.comment)
     if named and nodes != "NNODES":
         assert int(nodes) == int(named["machines"] or 1), f"{command}: on {nodes} machines, where {named[0]} are named"
@@ -232,7 +233,7 @@ def _check_pip(arguments: list[str]) -> None:
 
 
 def readmes() -> list[Path]:
-    """Every README of the repository."""
+    """Return every README of the repository."""
     found = [path.relative_to(ROOT) for path in ROOT.rglob("README.md")]
     return sorted(ROOT / path for path in found if not any(part.startswith(".") for part in path.parts))
 
@@ -244,7 +245,7 @@ def documents() -> list[Path]:
 
 
 def broken_links(text: str, folder: Path) -> list[str]:
-    """Links of a README in that folder to files, or to headings of Markdown files, that are not there."""
+    """Return the links of a README in that folder to missing files or to missing headings of Markdown files."""
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", _FENCE.sub("", text)):
         name, _, anchor = target.partition("#")
@@ -258,6 +259,6 @@ def broken_links(text: str, folder: Path) -> list[str]:
 
 
 def _anchors(text: str) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub makes of headings."""
     headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,4 +1,4 @@
-"""Runs the DeepSpeed recipe on this rank, once for every case, without starting anew, and writes what came of it.
+"""Run the DeepSpeed recipe on this rank, once for every case in one process, and write the results.
 
 Started by a launcher: `torchrun --nproc-per-node 2 -m tests.support.recipe_worker FOLDER CASES`. `CASES` is a JSON
 object: name -> arguments of examples/llama2/train.py.
@@ -17,7 +17,7 @@ from tests.support.cases_worker import run_all
 
 
 def run(argv: list[str], rank: int) -> dict[str, Any]:
-    """Trains by the recipe's own functions."""
+    """Train with the recipe's own functions, and return the results."""
     import memplug
     from tests.support.recipes import checks, load_train, settings
 
@@ -51,7 +51,7 @@ def run(argv: list[str], rank: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Joins the other rank and runs all cases."""
+    """Join the other rank and run all cases."""
     run_all(run)
 
 

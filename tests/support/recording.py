@@ -1,4 +1,4 @@
-"""What tests of the recorder share: recorded steps, what torch's profiler says of them, other processes."""
+"""Support for tests of the recorder: recorded steps, the same from torch's profiler, other processes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ LIBRARIES = Path(torch.__file__).parent / "lib"
 def record(
     recorder: Recorder, step: Callable[[], Any], detail: Detail = Detail.REQUESTS, layers: Sequence[Layer] = ()
 ) -> Trace:
-    """The trace of one call."""
+    """Return the trace of one call."""
     recorder.begin(detail)
     step()
     return recorder.end(Fingerprint(), layers)
 
 
 def sequence(recorder: Recorder, step: Callable[[], Any]) -> list[str]:
-    """Names of the operators of one call."""
+    """Return the names of one call's operators."""
     recorder.take()
     step()
     names = recorder.names
@@ -45,22 +45,22 @@ def sequence(recorder: Recorder, step: Callable[[], Any]) -> list[str]:
 
 
 def operator_names(trace: Trace) -> list[str]:
-    """In program order."""
+    """Return the names of a trace's operators in program order."""
     return [trace.names[name] for name in trace.operators["name"]]
 
 
 def without_accumulation(names: list[str]) -> list[str]:
-    """Returns the operators by which steps of `trainer` are compared; its parameters have no gradients before it."""
+    """Return the operators by which steps of `trainer` are compared; its parameters have no gradients before a step."""
     return [name for name in names if name != "aten::detach"]
 
 
 def request_sizes(trace: Trace) -> list[int]:
-    """Bytes of every malloc, and negative ones of every free."""
+    """Return the bytes of every malloc, and negative bytes of every free."""
     return np.diff(trace.live_bytes, prepend=trace.base_bytes).tolist()
 
 
 def profiled(step: Callable[[], Any]) -> torch.profiler.profile:
-    """What torch's profiler says of one call."""
+    """Run a call under torch's profiler, and return the profile."""
     config = _ExperimentalConfig(capture_overload_names=True)
     with torch.profiler.profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=config
@@ -70,7 +70,10 @@ def profiled(step: Callable[[], Any]) -> torch.profiler.profile:
 
 
 def profiled_operators(step: Callable[[], Any]) -> list[str]:
-    """As `sequence`, by torch's profiler; operators are in namespaces, labels such as the engine's are not."""
+    """Return the same as `sequence`, from torch's profiler.
+
+    Operators are in namespaces; labels such as the engine's are not.
+    """
     events = [event for event in _events(profiled(step)) if event.tag == _EventType.TorchOp and "::" in event.name]
     events = [event for event in events if event.typed[1].scope == RecordScope.FUNCTION]
     events = [event for event in events if not event.name.startswith("autograd::")]
@@ -78,12 +81,12 @@ def profiled_operators(step: Callable[[], Any]) -> list[str]:
 
 
 def profiled_requests(step: Callable[[], Any]) -> list[int]:
-    """As `request_sizes`, by torch's profiler."""
+    """Return the same as `request_sizes`, from torch's profiler."""
     return [event.typed[1].alloc_size for event in _events(profiled(step)) if event.tag == _EventType.Allocation]
 
 
 def _events(profile: torch.profiler.profile) -> list[Any]:
-    """Of one thread, by their beginning."""
+    """Return the events of one thread, ordered by their start."""
     found, ahead = [], list(reversed(profile.profiler.kineto_results.experimental_event_tree()))
     while ahead:
         event = ahead.pop()
@@ -93,7 +96,7 @@ def _events(profile: torch.profiler.profile) -> list[Any]:
 
 
 def trainer(layers: int = 2, rows: int = 4, optimizes: bool = True) -> Callable[[], None]:
-    """A training step of a small stack, with its optimizer, which has its state already, or without."""
+    """Return a training step of a small stack, with or without its optimizer, whose state exists already."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU()) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -110,7 +113,7 @@ def trainer(layers: int = 2, rows: int = 4, optimizes: bool = True) -> Callable[
 
 
 def in_thread(call: Callable[[], Any]) -> None:
-    """Runs it to its end on another thread of Python's; raises what it raises."""
+    """Run a call to its end on another Python thread, and raise what it raises."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -127,7 +130,7 @@ def in_thread(call: Callable[[], Any]) -> None:
 
 
 class Nested(torch.autograd.Function):
-    """Its backward runs another one, and so on; the innermost calls something."""
+    """A function whose backward runs another such backward, and so on; the innermost one calls `innermost`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, depth: int, innermost: Callable[[], Any]) -> torch.Tensor:
@@ -148,18 +151,18 @@ def nested(depth: int, innermost: Callable[[], Any]) -> torch.Tensor:
         return Nested.apply(torch.ones(1, requires_grad=True), depth, innermost)
 
 
-# -- what a process has of the recorder's ------------------------------------------------------------------------------
+# -- the recorder's traces in a process --------------------------------------------------------------------------------
 
 
 def callbacks() -> bool:
-    """Whether torch has any callback around operators, for all threads; Python has no way to ask."""
+    """Return whether torch has any callback around operators on all threads; Python has no way to ask."""
     ask = ctypes.CDLL(str(LIBRARIES / "libtorch_cpu.so"))._ZN2at18hasGlobalCallbacksEv
     ask.restype = ctypes.c_bool
     return ask()
 
 
 def cpu_allocator() -> int:
-    """Address of the allocator that the CPU has now."""
+    """Return the address of the CPU's current allocator."""
     ask = ctypes.CDLL(str(LIBRARIES / "libc10.so"))._ZN3c1015GetCPUAllocatorEv
     ask.restype = ctypes.c_void_p
     return ask()
@@ -167,17 +170,17 @@ def cpu_allocator() -> int:
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """At the end torch has the callbacks and the allocator that it had at the beginning."""
+    """Assert that torch ends the test with the callbacks and the allocator that it began with."""
     before = callbacks(), cpu_allocator()
     yield
     after = callbacks(), cpu_allocator()
-    _release(native.load(), "cpu")  # where it failed: not the next test too
+    _release(native.load(), "cpu")  # if the test failed, the next one must not fail too
     assert after == before
 
 
 @pytest.fixture
 def recorder(nothing_left: None) -> Iterator[Recorder]:
-    """The process's, for the CPU; stopped after the test."""
+    """Yield the process's recorder, for the CPU, and stop it after the test."""
     made = Recorder("cpu")
     yield made
     made.stop()
@@ -198,10 +201,10 @@ allocator = cpu_allocator()
 
 
 def run_python(script: str, *, code: int = 0, env: dict[str, str] | None = None, time_limit_s: float = 900) -> str:
-    """Runs a script in a process of its own, after `PREAMBLE`; what it wrote.
+    """Run a script in a process of its own, after `PREAMBLE`, and return its output.
 
     Raises:
-        AssertionError: it ended with another exit code than `code`, or wrote of a crash.
+        AssertionError: the exit code is not `code`, or the output tells of a crash.
     """
     process = start_python(script, env)
     try:
@@ -215,7 +218,7 @@ def run_python(script: str, *, code: int = 0, env: dict[str, str] | None = None,
 
 
 def start_python(script: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """As `run_python`, not waited for."""
+    """Start a script as `run_python` does, without waiting for it."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         [sys.executable, "-X", "faulthandler", "-c", PREAMBLE + textwrap.dedent(script)],

@@ -1,4 +1,4 @@
-"""Layers that exchange with other ranks in place, by torch's functional collectives, whose wait is an operator too."""
+"""Layers that reduce in place over all ranks, by torch's functional collectives, whose wait is an operator too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.blocks import Layer
 
 
 class _Functional(torch.autograd.Function):
-    """A matmul's own output is reduced by a functional collective, or a part of it is, or both one by one."""
+    """Reduces a matmul's own output by functional collectives: the whole, a part, or several parts one by one."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, parts: tuple[slice, ...], factor: float) -> torch.Tensor:
@@ -28,19 +28,19 @@ class _Functional(torch.autograd.Function):
 
 
 def reduced_in_place(x: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, in the memory of `x`."""
+    """Return the sum over all ranks, in the memory of `x`."""
     functional = torch.ops._c10d_functional
     return functional.wait_tensor(functional.all_reduce_(x, "sum", dist.group.WORLD.group_name))
 
 
 def broadcast_in_place(x: torch.Tensor) -> torch.Tensor:
-    """What the first rank has, in the memory of `x`."""
+    """Return the first rank's values, in the memory of `x`."""
     functional = torch.ops._c10d_functional
     return functional.wait_tensor(functional.broadcast_(x, 0, dist.group.WORLD.group_name))
 
 
 def reducing(*parts: slice, reads_before: bool = False) -> type[Layer]:
-    """Layers that reduce the rows of a matmul's output in place, where its gradient needs the sums."""
+    """Return a class of layers that reduce rows of a matmul's output in place; its gradient needs the sums."""
 
     class InPlace(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ WHOLE = slice(None)
 
 
 class ReducesMemoryThatWasThere(Layer):
-    """A buffer gets the sum of what it has."""
+    """A layer that reduces a buffer in place."""
 
     def __init__(self) -> None:
         super().__init__()

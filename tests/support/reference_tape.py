@@ -1,8 +1,10 @@
-"""A tape that a dispatch mode notes in Python, which the native one is compared with: the operators of one forward, the
-storages that they read, write and make, and what a recompute pass must do with each of them.
+"""A reference tape, recorded in Python by a dispatch mode, that native tapes are compared with.
+
+It has the operators of one forward, the storages that they read, write and make, and what a recompute pass must do with
+each operator.
 
 The tape keeps names, not tensors. Storages are named by a running number; while the forward runs, by their address too,
-which is then kept from being reused.
+which cannot be reused meanwhile.
 """
 
 from __future__ import annotations
@@ -25,21 +27,21 @@ class Tape:
     """Operators of one forward in program order, as records of memplug's own kind.
 
     Storages that no operator on the tape made (region inputs, parameters, constants) are *given*: a recompute pass
-    finds them there.
+    finds them in place.
     """
 
     def __init__(self) -> None:
         self.records: list[Record] = []
         self.given: set[int] = set()
-        self.bytes: list[int] = []  # of every storage
-        self.blank: dict[int, np.ndarray] = {}  # of storages that were asked for: whether no operator wrote a byte
+        self.bytes: list[int] = []  # size of every storage
+        self.blank: dict[int, np.ndarray] = {}  # storages without initial values: which bytes no operator has written
         self.reads_blank = False  # an operator read such a byte
         self._names: dict[int, int] = {}
-        # while these are held, no other storage gets the address of one that is gone, seen or unseen
+        # while these are held, no new storage gets the address of a freed one, seen or unseen
         self._addresses: list[StorageWeakRef] = []
 
     def add(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Note one operator."""
+        """Record one operator."""
         tensors = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
         inputs = tuple(self._name(tensor) for tensor in tensors)
         written = tuple(map(self._name, written_arguments(func, args, kwargs))) if operators.is_mutable(func) else ()
@@ -59,11 +61,11 @@ class Tape:
         self.records.append(Record(func, form, root, drawn, rows, inputs, made, written, results, dimensions))
 
     def has_unfilled(self) -> bool:
-        """Whether memory that was asked for was read before it was filled, or never written to."""
+        """Return whether memory without initial values was read before it was filled, or never written to."""
         return self.reads_blank or any(bytes.all() for bytes in self.blank.values())
 
     def _touch(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> None:
-        """An operator reads and writes bytes."""
+        """Record the bytes that an operator reads and writes."""
         written = written_arguments(func, args, kwargs) if operators.is_mutable(func) else []
         adds = _argument(func, args, kwargs, "accumulate", False)
         in_part = operators.fills_in_part(func) and not adds
@@ -80,11 +82,11 @@ class Tape:
                 self._bytes_of(tensor)[...] = False
 
     def read(self, tensor: torch.Tensor) -> None:
-        """An operator reads a tensor, or it is saved."""
+        """Record that an operator reads a tensor, or that it is saved."""
         self.reads_blank = self.reads_blank or bool(self._bytes_of(tensor).any())
 
     def _bytes_of(self, tensor: torch.Tensor) -> np.ndarray:
-        """Of a tensor's bytes, whether they are blank; of any other memory none."""
+        """Return which of a tensor's bytes are blank; an empty array for memory that had values from the start."""
         blank = self.blank.get(self._names.get(storage_of(tensor), -1))
         if blank is None or not tensor.numel():
             return np.zeros(0, bool)
@@ -93,18 +95,18 @@ class Tape:
         return np.lib.stride_tricks.as_strided(blank[size * tensor.storage_offset() :], (*tensor.shape, size), strides)
 
     def close(self) -> None:
-        """The forward is over: addresses no longer name storages."""
+        """End the forward: addresses no longer name storages."""
         self._names.clear()
         self._addresses.clear()
 
     def _special(
         self, func: Any, args: Any, kwargs: dict[str, Any], written: tuple[int, ...], form: Form
     ) -> tuple[Form, bool]:
-        """Form and root of an operator that does more than read its inputs and make its outputs."""
+        """Return form and root of an operator that does more than read its inputs and make its outputs."""
         if operators.is_exchange(func):
             return Form.EXCHANGE, True
         if draws(func, args, kwargs):
-            # in-place draws (dropout masks) read nothing but the generator
+            # in-place draws (dropout masks) read only the generator
             return Form.FIXED, not operators.is_mutable(func)
         if operators.is_communication(func) or operators.has_effects(func):
             return Form.FIXED, True
@@ -115,7 +117,7 @@ class Tape:
         return form, False
 
     def _name(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's storage: a new one, of a given storage, where no operator touched it so far."""
+        """Return the number of a tensor's storage; an untouched one is given, and gets a new number."""
         number = self._names.get(storage_of(tensor))
         if number is None:
             number = self._new(tensor)
@@ -139,7 +141,7 @@ class Tape:
 
 @functools.cache
 def is_ordinary(func: Any) -> bool:
-    """Whether nothing is special about it: the operator reads its inputs and makes its outputs, like most."""
+    """Return whether an operator just reads its inputs and makes its outputs, like most."""
     special = (
         operators.is_communication,
         operators.is_random,
@@ -151,14 +153,15 @@ def is_ordinary(func: Any) -> bool:
 
 
 def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this call advances a random generator: an attention operator only does when its `dropout_p` is above
-    zero.
+    """Return whether this call advances a random generator.
+
+    An attention operator does so only if its `dropout_p` is above zero.
     """
     return operators.is_random(func) and bool(_argument(func, args, kwargs, "dropout_p", True))
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a mutable operator writes in place."""
+    """Return the tensors that a mutable operator writes in place."""
     if operators.is_exchange(func):
         return [] if func._schema.name in operators._WRITES_NOTHING else list(tensors_in(args[:1]))
     values = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
@@ -169,7 +172,7 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, absent: Any) -> Any:
-    """The value of an argument by name: its default where it was not given, `absent` where there is none."""
+    """Return an argument by name: its default if it was not passed, `absent` if the operator has no such argument."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
@@ -177,7 +180,7 @@ def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str,
 
 
 class Recording(TorchDispatchMode):
-    """Notes what runs inside."""
+    """Records the operators that run inside."""
 
     def __init__(self) -> None:
         super().__init__()

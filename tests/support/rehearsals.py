@@ -1,4 +1,4 @@
-"""A swap list and the steps that it is to be found in, without tensors: what the native core does at each operator."""
+"""A swap list and steps that match it, without tensors, to test the native core's actions at each operator."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ def recorded(kind: str) -> Trace:
 
 @cache
 def listed(kind: str) -> tuple[Any, tuple[int, ...], list[list[Operator]]]:
-    """Tables of a list of every gap of a step, the tensor of each target, and the step's outermost operators, each with
-    those inside of it.
+    """Return a swap list with every gap of a step, and that step.
+
+    Returns:
+        The list's tables, the tensor of each target, and the step's outermost operators, each with those inside of it.
     """
     step, core = recorded(kind), native.load()
     candidates = [each for each in gaps(step, 1) if each.nbytes >= 256]
@@ -68,7 +70,7 @@ def groups(step: Trace, numbers: list[int], dtypes: dict[str, int]) -> list[list
 
 @cache
 def rehearsal(kind: str) -> Any:
-    """A list in force, after a step that was the planned one."""
+    """Return a list in force, after a step that was the planned one."""
     tables, _, step = listed(kind)
     rehearsed = extension.load().Rehearsal(tables.program, tables.ranks, tables.targets, tables.anchors)
     for _ in range(2):

@@ -1,6 +1,6 @@
-"""Estimates requests one after the other: `tests.support.repeated_worker FOLDER`, whose names are in FOLDER/asked.json.
+"""Runs several estimates one after the other: `tests.support.repeated_worker FOLDER`.
 
-Their results, each as one line of JSON, are written to FOLDER/found.json.
+FOLDER/asked.json has their names; their results, each as one line of JSON, are written to FOLDER/found.json.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK = {"enabled": True, "tokenwise": {"regions": ["layers.*"]}, "swap": {"enab
 
 
 class Failing(Layers):
-    """Its backward fails, with tensors that a frame of it and autograd have."""
+    """A model whose backward fails while a frame and autograd hold tensors."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)
@@ -33,12 +33,12 @@ class Failing(Layers):
         return x * x
 
     def fail(self, gradient: torch.Tensor) -> None:
-        """A hook of autograd's."""
+        """Raise an error, as a hook in backward."""
         raise RuntimeError("a backward that fails")
 
 
 def make(name: str) -> Estimate:
-    """Estimates the request of that name."""
+    """Return the estimate of that name."""
     layers, gpu, modes, block = {
         "swapped": (3, "h200", ("memplug",), {"device_budget_gib": 5}),
         "all modes": (2, "a100", memplug.predict.estimator.MODES, {}),
@@ -56,7 +56,7 @@ def make(name: str) -> Estimate:
 
 
 def plain(make: Callable[[], Estimate], kept: list[Any]) -> dict[str, Any]:
-    """Values of a result or of its error, both of which are kept, as a program may do."""
+    """Return the values of a result or of its error, both of which are kept, as a program may keep them."""
     try:
         found = make()
     except EstimateError as error:
@@ -68,7 +68,7 @@ def plain(make: Callable[[], Estimate], kept: list[Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Reads the names, and writes the results."""
+    """Read the names, and write the results."""
     folder, kept = Path(sys.argv[1]), []
     found = [plain(lambda name=name: make(name), kept) for name in json.loads((folder / "asked.json").read_text())]
     (folder / "found.json").write_text("\n".join(json.dumps(each) for each in found))

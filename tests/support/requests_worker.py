@@ -1,12 +1,12 @@
-"""Trains tiny models on this rank, each for some steps of which one is recorded, and writes what memory they asked for.
+"""Train tiny models on this rank, record one step of each, and write its memory requests.
 
     torchrun --nproc-per-node 2 -m tests.support.requests_worker cpu FOLDER PROGRAM...
     python -m tests.support.requests_worker virtual FOLDER PROGRAM...
 
-On the CPU every rank is a process; on the virtual device this process is one of two ranks, and with Megatron-Core one
-after the other. `FOLDER/DEVICE-RANK.json` gets program -> [pass, bytes, operator] of each request of the thread that
-trains, in program order. A program is "llama" (one rank, by itself), "llama-sdpa", "zero-STAGE", or "megatron-" and a
-layout of `LAYOUTS`; those of a command are all of one framework.
+On the CPU every rank is a process; on the virtual device this process is one of two ranks, and with Megatron-Core first
+one and then the other. `FOLDER/DEVICE-RANK.json` gets program -> [pass, bytes, operator] of each request of the thread
+that trains, in program order. A program is "llama" (one rank, by itself), "llama-sdpa", "zero-STAGE", or "megatron-"
+and a layout of `LAYOUTS`; the programs of a command all use one framework.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import memplug
 from memplug.profile.trace import Event, Trace
 from tests.support import hosts
 
-RECORDS: dict[str, Any] = {  # what it watches with: nothing is swapped, as there is room for all
+RECORDS: dict[str, Any] = {  # a block that only records: everything fits, so nothing is swapped
     "enabled": True,
     "plan_dir": False,
     "device_budget_gib": 100,
@@ -48,12 +48,12 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 COLLECTIVES = """allreduce allreduce_coalesced allgather allgather_coalesced _allgather_base all_gather_single
 allgather_into_tensor_coalesced all_gather_single_coalesced reduce_scatter _reduce_scatter_base reduce_scatter_single
 reduce_scatter_tensor_coalesced reduce_scatter_single_coalesced broadcast reduce""".split()
-"""Methods of a process group, of which torch's versions have some, beside `send` and `recv`."""
+"""Methods of a process group besides `send` and `recv`; each version of torch has some of them."""
 Requests = list[tuple[str, int, str]]
 
 
 def llama(device: str, attention: str = "eager") -> Requests:
-    """Of one rank that is alone, with plain AdamW."""
+    """Return the requests of a single rank with plain AdamW."""
     model = hosts.tiny_llama(attn_implementation=attention).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     tokens = hosts.tokens().to(device)
@@ -67,7 +67,7 @@ def llama(device: str, attention: str = "eager") -> Requests:
 
 
 def zero(stage: int, device: str) -> Requests:
-    """Of a DeepSpeed engine."""
+    """Return the requests of a DeepSpeed engine."""
     model = hosts.tiny_llama(attn_implementation="eager")
     fields = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
     engine = hosts.make_engine(hosts.ds_config(stage, **fields), model)
@@ -82,7 +82,7 @@ def zero(stage: int, device: str) -> Requests:
 
 
 def megatron(layout: dict[str, Any], device: str) -> Requests:
-    """Of Megatron-Core, with its own schedule, data-parallel wrapper and optimizer."""
+    """Return the requests of Megatron-Core, with its own schedule, data-parallel wrapper and optimizer."""
     import model as recipe
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -127,7 +127,7 @@ def megatron(layout: dict[str, Any], device: str) -> Requests:
 
 @contextlib.contextmanager
 def _balanced(device: str) -> Iterator[None]:
-    """Within, all experts get as many tokens."""
+    """Route equally many tokens to all experts within."""
     if device == "virtual":
         from memplug.predict.virtual.experts import evenly
 
@@ -149,14 +149,14 @@ def _balanced(device: str) -> Iterator[None]:
 
 
 def _one_by_one(optimizer: Any) -> None:
-    """It steps a parameter at a time, as on the CPU; on a device it would take all of them at once."""
+    """Make the optimizer step one parameter at a time, as on the CPU; on a device it would step all of them at once."""
     for group in optimizer.param_groups:
         group["foreach"] = False
 
 
 def _compose(recipe: Any) -> None:
-    """Attention and norms are kernels of the device's own, which save other tensors; here they are common operators."""
-    import layers  # of the recipe
+    """Replace attention and norms, whose kernels on a device save other tensors, by common operators."""
+    import layers  # the recipe's
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
@@ -190,7 +190,7 @@ def _requests(trace: Trace) -> Requests:
 
 
 def _outermost(trace: Trace, operator: int) -> str:
-    """The name of the operator that this one runs inside of."""
+    """Return the name of the outermost operator that contains this one."""
     while operator > 0 and trace.operators["depth"][operator] > 0:
         operator -= 1
     return trace.names[trace.operators["name"][operator]] if operator >= 0 else ""
@@ -201,10 +201,10 @@ def _outermost(trace: Trace, operator: int) -> str:
 
 @contextlib.contextmanager
 def _staging_elsewhere() -> Iterator[None]:
-    """Within, collectives run on a thread of their own: what gloo asks for in them is not the program's.
+    """Run collectives on a thread of their own within, since gloo's requests in them are not the program's.
 
-    They are done when they return, and on copies: threads of gloo's hold what they were given for a moment longer, and
-    autograd does not add in place to a gradient that somebody holds.
+    They are done when they return, and run on copies: gloo's threads hold their arguments for a moment longer, and
+    autograd does not add in place to a gradient that is held elsewhere.
     """
 
     def moved(collective: Any) -> Any:
@@ -233,7 +233,7 @@ def _staging_elsewhere() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on(device: str, is_megatron: bool, rank: int) -> Iterator[None]:
-    """A rank of two, which programs run on."""
+    """Make this process a rank of two, on which programs run."""
     with contextlib.ExitStack() as stack:
         if device == "virtual":
             from memplug.predict.virtual.as_cuda import as_cuda
@@ -269,7 +269,7 @@ def _program(name: str, device: str) -> Callable[[], Requests]:
 
 
 def _prepare(device: str, framework: str) -> None:
-    """Before anything of the framework's runs."""
+    """Prepare the device and the framework before anything of the framework runs."""
     if device == "virtual":
         from memplug.predict.virtual import VirtualDevice
         from tests.support.virtual_devices import SIMPLE
@@ -290,7 +290,7 @@ def _prepare(device: str, framework: str) -> None:
 
 
 def main() -> None:
-    """Runs the programs."""
+    """Run the programs."""
     device, folder, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     framework = names[0].partition("-")[0]
     _prepare(device, framework)

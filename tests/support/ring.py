@@ -1,5 +1,7 @@
-"""torch's context parallelism on the CPU: its ring around the CPU's attention operator, which torch itself rings around
-on CUDA only (`torch.distributed.tensor.experimental.context_parallel`; 2.13 has no rule for that operator).
+"""torch's context parallelism on the CPU: its ring around the CPU's attention operator.
+
+torch itself has the ring on CUDA only (`torch.distributed.tensor.experimental.context_parallel`; 2.13 has no rule for
+the CPU's operator).
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-TOKENS = 2  # dimension of queries, keys and values
+TOKENS = 2  # the token dimension of queries, keys and values
 
 
 @functools.cache
 def enable() -> None:
-    """From now on, for the rest of the process; a context turns it on and off as it does for torch's own operators."""
+    """Enable the ring for the rest of the process.
+
+    A context turns it on and off as it does for torch's own operators.
+    """
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
@@ -38,8 +43,9 @@ def enable() -> None:
 
 
 def set_balanced(balanced: bool) -> None:
-    """Whether each rank has a part of a sequence's begin and one of its end, else one part: then the first ranks have
-    less to attend to, and leave out operators.
+    """Set whether each rank has two parts of a sequence, one from its start and one from its end, or one part.
+
+    With one part the first ranks have less to attend to, and leave out operators.
     """
     from torch.distributed.tensor.experimental._context_parallel import _attention
 

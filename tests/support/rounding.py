@@ -16,7 +16,7 @@ ENOUGH_BYTES = 1 << 20
 
 
 class Watched(SimulatedDevice):
-    """Notes what transfers ask the device for, and where copies in go."""
+    """A device that records the memory that transfers request, and the targets of copies in."""
 
     def __init__(self, schedule: str = "late", room_bytes: int = 1 << 40):
         super().__init__(schedule)
@@ -36,14 +36,14 @@ class Watched(SimulatedDevice):
         super().copy(stream, destination, source)
 
     def buffers_used(self) -> list[int]:
-        """Numbers of the buffers, which were made first, that copies went into, one after another."""
+        """Return the numbers of the buffers that copies went into, in order; buffers are the first two allocations."""
         first = [(begin, begin + nbytes) for begin, nbytes, _ in self.made[:2]]
         numbers = [n for at in self.copied_to for n, (begin, end) in enumerate(first) if begin <= at < end]
         return [number for number, _ in itertools.groupby(numbers)]
 
 
 class Keep(torch.autograd.Function):
-    """Backward shows its saved tensor to somebody."""
+    """A function whose backward passes its saved tensor to a callback."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, show: Callable[[torch.Tensor], None]) -> torch.Tensor:

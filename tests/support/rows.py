@@ -1,4 +1,4 @@
-"""Single rows of a trace, in words."""
+"""Single rows of a trace, as objects."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from memplug.profile.trace import REQUEST, Layer, Phase, Trace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpEvent:
-    """One operator.
+    """One operator of a trace.
 
     Attributes:
         index: into `Trace.operators`.
+        name: of the operator.
+        phase: that it ran in.
         layer: None outside of layers.
-        time_ns, in_use_bytes, depth: see `OPERATOR`.
-        reads, writes: its storages, as indices into `Trace.tensors`, in the order of its arguments and results.
+        time_ns: see `OPERATOR`.
+        in_use_bytes: see `OPERATOR`.
+        depth: see `OPERATOR`.
+        reads: storages that it reads, as indices into `Trace.tensors`, in the order of its arguments.
+        writes: storages of its results, as indices into `Trace.tensors`, in their order.
     """
 
     index: int
@@ -32,18 +37,21 @@ class OpEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One request for memory: its malloc and, where the recording has it, its free.
+    """One request for memory: its malloc and, if recorded, its free.
 
     Attributes:
         number: running number of the malloc.
-        nbytes: as asked for, unrounded.
-        stream: running number of the stream that it was asked for on.
-        malloc_event, free_event: indices into `Trace.events`, half open: in use from the one up to the other.
-        malloc_operator, free_operator: see `REQUEST_EVENT`; -1 also where it was not freed.
-        malloc_layer, free_layer: None outside of layers, and where it was not freed.
-        dynamic: asked for in a dynamic layer.
-        free_event, free_thread: -1 where it was not freed.
-        free_phase: None where it was not freed.
+        nbytes: as requested, unrounded.
+        stream: running number of the stream of the malloc.
+        malloc_event: index into `Trace.events`.
+        free_event: index into `Trace.events`; -1 if it was not freed.
+        malloc_operator: see `REQUEST_EVENT`.
+        free_operator: see `REQUEST_EVENT`; -1 if it was not freed.
+        free_phase: None if it was not freed.
+        malloc_layer: None outside of layers.
+        free_layer: None outside of layers, and if it was not freed.
+        free_thread: -1 if it was not freed.
+        dynamic: requested in a dynamic layer.
     """
 
     number: int
@@ -63,17 +71,17 @@ class Request:
 
     @property
     def still_live(self) -> bool:
-        """Not freed when the recording ended."""
+        """Return whether it was not freed when the recording ended."""
         return self.free_event < 0
 
     @property
     def freed_elsewhere(self) -> bool:
-        """Freed by another thread than the one that asked for it."""
+        """Return whether another thread freed it than the one that requested it."""
         return not self.still_live and self.free_thread != self.malloc_thread
 
 
 def operator(trace: Trace, index: int) -> OpEvent:
-    """One row of `trace.operators`; IndexError: there is no such row."""
+    """Return one row of `trace.operators`; raise IndexError if there is no such row."""
     name, phase, layer, time_ns, in_use_bytes, depth = trace.operators[index].item()
     index = range(len(trace.operators))[index]
     uses = trace.uses[trace.uses["operator"] == index]
@@ -91,7 +99,7 @@ def operator(trace: Trace, index: int) -> OpEvent:
 
 
 def request(trace: Trace, number: int) -> Request:
-    """One row of `trace.requests`; IndexError: there is no such row."""
+    """Return one row of `trace.requests`; raise IndexError if there is no such row."""
     values = dict(zip(REQUEST.names, trace.requests[number].item(), strict=True))
     values["malloc_phase"] = trace.phases[values["malloc_phase"]]
     values["free_phase"] = trace.phases[values["free_phase"]] if values["free_event"] >= 0 else None
@@ -101,12 +109,12 @@ def request(trace: Trace, number: int) -> Request:
 
 
 def operators(trace: Trace) -> Iterator[OpEvent]:
-    """Every row of `trace.operators`."""
+    """Return every row of `trace.operators`."""
     return (operator(trace, index) for index in range(len(trace.operators)))
 
 
 def requests(trace: Trace) -> Iterator[Request]:
-    """Every row of `trace.requests`."""
+    """Return every row of `trace.requests`."""
     return (request(trace, number) for number in range(len(trace.requests)))
 
 

@@ -1,8 +1,9 @@
-"""Runs tests on a native core that is compiled with more flags: `python -m tests.support.sanitized_worker FLAGS
-TESTS...`
+"""Runs tests on a native core that is compiled with more flags.
 
-Started with the sanitizers' libraries in `LD_PRELOAD`: they have to be in the process before Python is. What it starts
-itself is to do without: a shell can crash with them, and the compiler needs none.
+`python -m tests.support.sanitized_worker FLAGS TESTS...`
+
+Start it with the sanitizers' libraries in `LD_PRELOAD`: they have to be in the process before Python is. The processes
+that it starts do without them: a shell can crash with them, and the compiler does not need them.
 """
 
 from __future__ import annotations

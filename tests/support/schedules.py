@@ -1,7 +1,7 @@
 """Synthetic training steps: recorded layers, run by another schedule.
 
-What one decoder layer asks for and frees (a forward that keeps nothing, one that saves for backward, a backward) is
-taken from a recorded step, with what each frees of the others. `record` runs these scripts for the layers of one rank
+The requests and frees of one decoder layer (a forward that keeps nothing, one that saves for backward, a backward) are
+taken from a recorded step, with the frees of each other's requests. `record` runs these scripts for one rank's layers
 in the order of Megatron's interleaved 1F1B schedule, with or without recomputation, and adds temporaries of the
 optimizer. The sizes are those of the recording; in dynamic layers each micro-batch draws its own.
 """
@@ -32,22 +32,23 @@ from memplug.profile.trace_file import load
 from tests.support.folders import DATA
 
 EXPERT_BYTES = 120 * 2**20
-"""Requests of a recorded Mixtral layer from this size on are its experts'."""
+"""The size from which a request of a recorded Mixtral layer counts as its experts'."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What one rank does in a step.
+    """The actions of one rank in a step.
 
     Attributes:
         source: recorded trace in tests/data, with recomputation.
-        layers: of this rank; a multiple of `chunks`.
-        micro_batches: of a step; a multiple of `stages`.
-        stages, stage: of the pipeline; the first stage has the most micro-batches in flight.
-        chunks: of the virtual pipeline.
-        recompute: run forwards that keep their input alone, and run them again before their backward.
-        dynamic: the experts' requests have sizes of their own in each micro-batch.
-        requests: of the step in all: the optimizer's temporaries are as many as are missing.
+        layers: layers of this rank; a multiple of `chunks`.
+        micro_batches: micro-batches of a step; a multiple of `stages`.
+        stages: stages of the pipeline.
+        stage: this rank's; the first stage has the most micro-batches in flight.
+        chunks: chunks of the virtual pipeline.
+        recompute: run forwards that keep only their input, and run them again before their backward.
+        dynamic: the experts' requests have different sizes in each micro-batch.
+        requests: requests of the whole step; temporaries of the optimizer make up the difference.
     """
 
     source: str
@@ -79,13 +80,13 @@ SCHEDULES = {
 
 
 class Action(NamedTuple):
-    """One row of a script: a malloc of `nbytes`, or the free of what another layer's script, or this one, asked for.
+    """One row of a script: a malloc of `nbytes`, or the free of a malloc of this layer's or another layer's script.
 
     Attributes:
-        script: of the malloc: "forward", "saving" or "backward".
-        layer: of it, relative to this one.
+        script: the malloc's script: "forward", "saving" or "backward".
+        layer: the malloc's layer, relative to this one.
         slot: running number of the malloc in that script.
-        nbytes: 0: a free.
+        nbytes: 0 for a free.
     """
 
     script: str
@@ -96,7 +97,7 @@ class Action(NamedTuple):
 
 @cache
 def scripts(source: str) -> dict[str, tuple[Action, ...]]:
-    """The three scripts of a layer in the middle of a recorded model that recomputes."""
+    """Return the three scripts of a layer in the middle of a recorded model that recomputes."""
     step = cut(load(DATA / f"{source}.npz"), 1)
     events = step.events
     borders = np.flatnonzero(np.diff(events["layer"], prepend=-2) | np.diff(events["phase"], prepend=-2))
@@ -121,7 +122,10 @@ def scripts(source: str) -> dict[str, tuple[Action, ...]]:
 
 
 def _turn(events: np.ndarray, forward: tuple[int, int], again: tuple[int, int]) -> int:
-    """Where a layer's recompute ends and its backward begins: it asks for what the forward did, as long as it does."""
+    """Return the event at which a layer's recompute ends and its backward begins.
+
+    The recompute lasts as long as its requests equal those of the forward.
+    """
     mallocs = np.flatnonzero(events["kind"] == Event.MALLOC)
     first, second = (mallocs[(mallocs >= begin) & (mallocs < end)] for begin, end in (forward, again))
     count = min(len(first), len(second))
@@ -145,7 +149,7 @@ def _actions(
 
 @dataclass
 class _Recorder:
-    """Takes down a step. Scripts may free what is not there, at the borders of the model: that is passed over."""
+    """Records a step; frees of requests that do not exist, at the borders of the model, are ignored."""
 
     schedule: Schedule
     random: np.random.Generator
@@ -188,13 +192,13 @@ class _Recorder:
         self.live["forward", micro_batch, layer, output.slot] = self.malloc(nbytes, layer)
 
     def let_go(self, micro_batch: int, layers: range, scripts_of: tuple[str, ...]) -> None:
-        """What is left of a micro-batch when its last layer is through."""
+        """Free the remaining requests of a micro-batch after its last layer."""
         for key in [key for key in self.live if key[1] == micro_batch and key[2] in layers and key[0] in scripts_of]:
             self.free(self.live.pop(key), -1)
 
 
 def record(schedule: Schedule, seed: int = 0) -> Trace:
-    """One step of that schedule, as a recording of its requests."""
+    """Return one step of that schedule, as a recording of its requests."""
     recorder = _Recorder(schedule, np.random.default_rng(seed))
     for kind, micro_batch, chunk in order(schedule):
         recorder.enter(kind, micro_batch)
@@ -217,7 +221,7 @@ def record(schedule: Schedule, seed: int = 0) -> Trace:
 
 
 def order(schedule: Schedule) -> Iterator[tuple[Pass, int, int]]:
-    """(forward or backward, micro-batch, chunk) as Megatron's interleaved 1F1B runs them on one stage."""
+    """Yield (forward or backward, micro-batch, chunk) as Megatron's interleaved 1F1B runs them on one stage."""
     stages, chunks, total = schedule.stages, schedule.chunks, schedule.micro_batches * schedule.chunks
     ahead = (stages - schedule.stage - 1) * (2 if chunks > 1 else 1) + (chunks - 1) * stages
     warm_up = min(total, ahead)

@@ -1,4 +1,4 @@
-"""Trainings that keep their plan in a folder, and go on from it."""
+"""Trainings that keep their plan in a folder, and later runs that resume from it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.serving import llama
 
 STEPS = 14
 SMALL = {"tokenwise": {"min_offload_bytes": 1}, "profiler": {"warmup_steps": 1, "policy_steps": 0}}
-FIRST = [Stage.WARM_UP, Stage.GEN_POLICY, Stage.STABLE]  # after each of the first steps of a first run
+FIRST = [Stage.WARM_UP, Stage.GEN_POLICY, Stage.STABLE]  # stages after each of the first steps of a first run
 
 
 @dataclass
 class Run:
-    """Of a training: for each step its loss and where it left session and arena, and the report at the end."""
+    """The results of a training: for each step its loss and the states of session and arena, and the last report."""
 
     losses: list[float] = field(default_factory=list)
     before: tuple[Stage, State | None] = (Stage.OFF, None)
@@ -31,14 +31,14 @@ class Run:
     states: list[State | None] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict)
-    arena_bytes: int = 0  # of the plan that served last
+    arena_bytes: int = 0  # size of the last plan that served
 
     def is_first(self) -> bool:
-        """Whether it went through all stages, and made plans of its own."""
+        """Return whether the run went through all stages, and made its own plans."""
         return self.stages[: len(FIRST)] == FIRST and self.report["replans"] == self.report["arena_plans"] == 1
 
     def is_second(self) -> bool:
-        """Whether it had both plans from the first step on, and looked for none."""
+        """Return whether the run had both plans from the first step on, and planned nothing."""
         report = self.report
         made = report["replans"], report["arena_plans"], report["recorded_steps"]
         return (
@@ -60,7 +60,7 @@ def train(
     length: Callable[[int], int] = lambda step: 16,
     block: dict[str, Any] | None = None,
 ) -> Run:
-    """On tokens that are the same for the same arguments, with AdamW, which makes its state in the first step."""
+    """Train with AdamW, which makes its state in the first step; equal arguments give equal tokens."""
     torch.manual_seed(0)
     network, run = model(), Run()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
@@ -89,14 +89,14 @@ def train(
 
 
 def only_plan(folder: Path) -> Path:
-    """The file that there is."""
+    """Return the only plan file in the folder."""
     (file,) = folder.glob("*.json")
     return file
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """A plan that nobody writes to, and the run that kept it."""
+    """Return a plan that no test writes to, and the run that kept it."""
     folder = tmp_path_factory.mktemp("kept")
     first = train(folder)
     assert first.is_first() and first.report["resumed_from"] is None and first.report["not_resumed_because"] is None
@@ -105,7 +105,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
 
 @pytest.fixture
 def folder(kept: tuple[Path, Run], tmp_path: Path) -> Path:
-    """Of its own, with that plan."""
+    """Return a folder of the test's own that contains the kept plan."""
     mine = tmp_path / "plans"
     mine.mkdir()
     (mine / kept[0].name).write_bytes(kept[0].read_bytes())

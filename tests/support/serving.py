@@ -1,4 +1,4 @@
-"""What tests of the planned arena share: small models that train with and without it, on the same data."""
+"""Support for tests of the planned arena: small models that train with and without it, on the same data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memplug import native
 from memplug.arena.technique import PlannedAddresses, State
 
 ALONE = {"enabled": True, "tokenwise": {"enabled": False}, "plan_dir": False}
-"""The arena without token-wise recomputation."""
+"""A block with the arena, without token-wise recomputation."""
 
 CHECKED = {**ALONE, "arena": {"checks": True}}
 
@@ -24,7 +24,7 @@ Model = Callable[[], nn.Module]
 
 
 def llama() -> nn.Module:
-    """A dense model."""
+    """Return a dense model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -32,7 +32,7 @@ def llama() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    """A mixture of experts."""
+    """Return a mixture of experts."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -42,13 +42,13 @@ def mixtral() -> nn.Module:
 
 @dataclass
 class Run:
-    """Of a training.
+    """The results of a training.
 
     Attributes:
         losses: of every step and validation, and the sum of all parameters at the end.
-        report: of the session.
-        mismatched: requests that the plan had no bytes for in each step.
-        states: of the arena after each step.
+        report: the session's.
+        mismatched: for each step, the requests that the plan had no bytes for.
+        states: states of the arena after each step.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -58,13 +58,13 @@ class Run:
 
     @property
     def served(self) -> float:
-        """Share of all requests, from the first step with a plan on, that the arena had bytes for."""
+        """Return the share of all requests, from the first step with a plan on, that the arena served."""
         served = self.report["arena_served"] + self.report["arena_dynamic"] + self.report["arena_reusable"]
         return served / (served + self.report["arena_fallback"])
 
 
 def serving_of(session: memplug.Session) -> PlannedAddresses:
-    """What decides when the session's arena serves."""
+    """Return the technique that decides when the session's arena serves."""
     technique = session._attached.boundary.followers.find("arena")
     assert technique is not None, "it has an arena"
     return technique
@@ -81,13 +81,15 @@ def train(
         contextlib.nullcontext()
     ),
 ) -> Run:
-    """Train on random tokens, the same for the same arguments.
+    """Train on random tokens; equal arguments give equal tokens.
 
     Args:
-        block: of the session.
-        validate: after so many steps each; 0: never.
-        length: of the sequences of a step.
-        around: entered around each step's forward and backward.
+        block: the session's block.
+        model: makes the model.
+        steps: how many steps.
+        validate: validate after each so many steps; 0: never.
+        length: returns the length of a step's sequences.
+        around: makes a context around each step's forward and backward.
     """
     torch.manual_seed(0)
     network, run = model(), Run()
@@ -117,7 +119,7 @@ def train(
 
 @contextlib.contextmanager
 def nothing_leaks() -> Iterator[None]:
-    """What was reserved inside is given back by the end."""
+    """Assert that memory reserved within is released by the end."""
     before = reserved_bytes()
     yield
     gc.collect()
@@ -125,10 +127,10 @@ def nothing_leaks() -> Iterator[None]:
 
 
 def reserved_bytes() -> int:
-    """Of all arenas of this process."""
+    """Return the bytes that all arenas of this process have reserved."""
     return native.load().arenas_reserved_bytes()
 
 
 def owned(tensor: torch.Tensor) -> bool:
-    """Whether the arena's memory holds a tensor."""
+    """Return whether the arena's memory contains a tensor."""
     return native.load().arena_owns(tensor.data_ptr())

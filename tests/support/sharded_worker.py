@@ -1,8 +1,7 @@
-"""Trains a stack of blocks under DDP, FSDP2 or torch's context parallelism on this rank, with memplug and without, and
-compares the two.
+"""Trains blocks under DDP, FSDP2 or torch's context parallelism on this rank, with memplug and without.
 
 Started by a launcher: `torchrun --nproc-per-node N -m tests.support.sharded_worker FOLDER [RING]`. `FOLDER/RANK.json`
-gets, by way and alpha, whether gradients and losses are alike, and memplug's counters; with RING, of the ways of
+gets, by way and alpha, whether gradients and losses are equal, and memplug's counters; with RING, for the ways of
 `RINGS`, also whether the gradients are those of one rank that has all of each sequence.
 """
 
@@ -20,7 +19,7 @@ from torch import nn
 
 STEPS = 4
 TOKENS = 16
-RINGS = {  # how keys and values get round, and whether ranks have as much to do as each other
+RINGS = {  # how keys and values are passed on, and whether ranks have equal work
     "allgather": ("allgather", True),
     "alltoall": ("alltoall", True),
     "unbalanced": ("alltoall", False),
@@ -29,7 +28,7 @@ SHORT_RANK = 1
 
 
 def shard(way: str, model: nn.Module) -> nn.Module:
-    """The model as that way of training wants it."""
+    """Return the model, wrapped or sharded for that way of training."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -45,19 +44,19 @@ def shard(way: str, model: nn.Module) -> nn.Module:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient without its shards."""
+    """Return a gradient without its shards."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def run(way: str, model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    """Forward and backward of a step; the loss."""
+    """Run forward and backward of a step, and return the loss."""
     if way not in (*RINGS, "whole"):
         torch.manual_seed(10 * step + rank)
         loss = model(torch.randn(2, 6, 16))
         loss.backward()
         return loss
     torch.manual_seed(step)
-    x = torch.randn(2, TOKENS, 16)  # the same on all ranks: a context gives each its part
+    x = torch.randn(2, TOKENS, 16)  # the same on all ranks: a context splits it among them
     with _context(way, x):
         loss = model(x)
         loss.backward()
@@ -85,7 +84,7 @@ def _context(way: str, x: torch.Tensor) -> contextlib.AbstractContextManager[Non
 
 
 def train(way: str, alpha: float | None, rank: int, **fields: Any) -> tuple[list[Any], Any]:
-    """Losses and gradients of each step; the report. `fields` are of memplug's block."""
+    """Train, and return losses and gradients of each step, and the report; `fields` are fields of memplug's block."""
     import memplug
     from tests.support.blocks import Block, Stack
     from tests.support.hosts import block
@@ -111,14 +110,14 @@ def train(way: str, alpha: float | None, rank: int, **fields: Any) -> tuple[list
 
 
 def alike(one: Any, other: Any, exact: bool) -> bool:
-    """Whether two steps are, to the bit or within rounding."""
+    """Return whether two steps are equal, to the bit or within rounding."""
     if not isinstance(one, torch.Tensor):
         return one == other if exact else abs(one - other) < 1e-5
     return torch.equal(one, other) if exact else torch.allclose(one, other, atol=1e-6)
 
 
 def compare(way: str, name: str, alpha: float, expected: list[Any], rank: int, **fields: Any) -> dict[str, Any]:
-    """Trains as `train` does; whether all is as expected."""
+    """Train as `train` does, and return whether all is as expected."""
     found, report = train(way, alpha, rank, **fields)
     same = [
         alike(a, b, alpha != 0.4)
@@ -129,7 +128,7 @@ def compare(way: str, name: str, alpha: float, expected: list[Any], rank: int, *
 
 
 def run_rings(rank: int) -> dict[str, Any]:
-    """All rings; where "short", one rank has no host memory."""
+    """Run all rings; in the case "short", one rank has no host memory."""
     result: dict[str, Any] = {}
     gradients = [step[1:] for step in train("whole", None, rank)[0]]
     short = {"host_budget_gib": 1e-6 if rank == SHORT_RANK else 1.0}
@@ -148,7 +147,7 @@ def run_rings(rank: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Trains in all ways."""
+    """Train in all ways."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -1,3 +1,3 @@
-"""A Python module whose variable layers change."""
+"""A Python module with a variable that layers change."""
 
 calls = 0

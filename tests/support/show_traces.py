@@ -1,4 +1,4 @@
-"""Traces for the tests of `memplug.show`: a made-up training run, and one with all that is odd."""
+"""Traces for the tests of `memplug.show`: a made-up training run, and one with oddities."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MIB = 2**20
 def training_trace(
     *, layers: int = 4, micro_batches: int = 2, steps: int = 1, unit_bytes: int = 8 * MIB, base_bytes: int = 96 * MIB
 ) -> Trace:
-    """Its peak is in the backward of the last layer, for any micro-batch but the first, with all gradients there.
+    """Return a training run whose peak is in the backward of the last layer, in any micro-batch but the first.
 
-    A layer saves 6 units in 5 operators; of its gradients, 2 units, those of the first micro-batch stay until the
-    optimizer; the last layer is dynamic.
+    All gradients exist by then. A layer saves 6 units in 5 operators; of its gradients, 2 units, those of the first
+    micro-batch stay until the optimizer; the last layer is dynamic.
     """
     recording = Recording()
     for _ in range(steps):
@@ -78,7 +78,7 @@ def _backward(recording: Recording, saved: list[int], unit_bytes: int, *, first:
 
 
 def odd_trace() -> Trace:
-    """Names that mean something to HTML and TeX, two streams, threads, a request of no size, and frees from before."""
+    """Return a trace with names special to HTML and TeX, two streams, threads, an empty request, and earlier frees."""
     recording = Recording()
     recording.layer(r"_orig_mod.$\frac{$</script><b>&", dynamic=True)
     recording.op("aten::<mm>$_$")

@@ -2,16 +2,16 @@
 
 Operators of the test run at once, in program order: they are the compute stream. A copy is queued, and runs
 
-* `late`: only when someone waits for its event,
-* `early`: as soon as everything it waits for is done,
-* `random`: at any moment between the two; the seed also says how much it dawdles, from hardly ever to nearly always.
+* `late`: only when its event is waited for,
+* `early`: as soon as all that it waits for is done,
+* `random`: at any moment between the two; the seed also sets how late it tends to be.
 
-What real hardware would get wrong shows up as poison (all bits set: NaN in every float) or as an entry in `violations`:
+An error that real hardware could make shows up as poison (all bits set: NaN in every float) or in `violations`:
 
-* a copy queued without waiting for the compute stream's present could run before what precedes it: it delivers poison;
-* a copy whose source was let go before it ran reads memory that others use by then: it delivers poison;
-* a copy whose destination was let go before it ran writes into memory that others use by then: a violation;
-* new device memory and new host memory are poisoned, so that what a copy has not written yet is seen.
+* a copy queued without waiting for the compute stream's present could run before earlier operators: it delivers poison;
+* a copy whose source was released before it ran reads memory that is in other use by then: it delivers poison;
+* a copy whose destination was released before it ran writes into memory that is in other use by then: a violation;
+* new device memory and new host memory are poisoned, so that a read before the copy shows.
 
 `missing` leaves out one kind of wait, everywhere.
 """
@@ -41,7 +41,7 @@ COMPUTE = "compute"
 
 
 def adversarial_device(schedule: str, seed: int = 0, missing: Wait | None = None) -> Adversary:
-    """`SimulatedDevice`; on simulated CUDA that, with a schedule of the same name; a GPU as it is."""
+    """Return a `SimulatedDevice`; on simulated CUDA the device with that schedule, on a GPU the device as it is."""
     if torch.get_default_device().type == "cpu":
         return SimulatedDevice(schedule, seed, missing)
     if not cuda_is_simulated():
@@ -54,7 +54,7 @@ def adversarial_device(schedule: str, seed: int = 0, missing: Wait | None = None
 
 
 def cuda_is_simulated() -> bool:
-    """Whether the simulated runtime is in front (tests/cudasim/plugin.py)."""
+    """Return whether the simulated runtime is loaded (tests/cudasim/plugin.py)."""
     return "libcudasim" in os.environ.get("LD_PRELOAD", "")
 
 
@@ -69,14 +69,14 @@ class Event:
 
 @dataclass
 class Stream:
-    """A copy stream: its queue, and up to which compute time its next entry is ordered after."""
+    """A copy stream: its queue, and the compute time that its next entry is ordered after."""
 
     queue: collections.deque[Any] = field(default_factory=collections.deque)
     seen: int = -1
 
 
 class WeakTensor:
-    """A tensor's place in memory, which does not keep the memory alive, as a pointer in a queued copy does not."""
+    """A tensor's place in memory, which does not keep the memory alive, like a pointer in a queued copy."""
 
     def __init__(self, tensor: torch.Tensor):
         self.storage = torch.UntypedStorage._weak_ref(tensor.untyped_storage())
@@ -94,7 +94,7 @@ class WeakTensor:
 
 
 class ScriptedDevice(Device):
-    """The CPU, with streams, events and copies in Python: subclasses say what they do."""
+    """The CPU, with streams, events and copies in Python, which subclasses implement."""
 
     def streams(self, core: Any) -> Any:
         return python_streams(self)
@@ -119,7 +119,7 @@ class ScriptedDevice(Device):
 
 
 class LeavesOut(Device):
-    """In front of another device: its waits are counted, and those of a kind that is `missing` are left out."""
+    """A wrapper of another device's streams that counts its waits, and leaves out those of kind `missing`."""
 
     missing: Wait | None = None
     _native: Any = None
@@ -129,12 +129,12 @@ class LeavesOut(Device):
         return self._native
 
     def asked_for(self, why: Wait) -> int:
-        """Returns how often a kind of wait was asked for."""
+        """Return how often a kind of wait was asked for."""
         return waits(self._native, why)
 
 
 class UnscheduledDevice(LeavesOut, CudaDevice):
-    """A GPU: its copies run when they run, and nobody watches."""
+    """A GPU whose copies run at their own time, without checks."""
 
     violations: tuple[str, ...] = ()
 
@@ -246,7 +246,7 @@ class SimulatedDevice(LeavesOut, ScriptedDevice):
     def _copy(self, destination: WeakTensor, source: WeakTensor, ordered: bool) -> None:
         target, origin = destination.get(), source.get()
         if target is None:
-            self.violations.append("a copy wrote into memory that had been let go")
+            self.violations.append("a copy wrote into released memory")
         elif origin is None or not ordered:
             poison(target)
         else:
@@ -254,7 +254,7 @@ class SimulatedDevice(LeavesOut, ScriptedDevice):
 
 
 class _Ticker(TorchDispatchMode):
-    """Every operator that touches memory moves the compute clock on."""
+    """Moves the compute clock on at every operator that touches memory."""
 
     def __init__(self, device: SimulatedDevice):
         super().__init__()
@@ -274,7 +274,7 @@ def _is_view(args: Any, out: Any) -> bool:
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """All bits set: NaN for every floating dtype, -1 for integers."""
+    """Set all bits of a tensor: NaN for every floating dtype, -1 for integers."""
     if tensor.numel():
         span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         flat = tensor.detach().as_strided((span,), (1,), tensor.storage_offset())

@@ -1,7 +1,7 @@
-"""Names in the sources of a package, by their syntax alone: nothing is imported, nothing runs.
+"""Finds names in a package's sources by their syntax alone: nothing is imported, nothing runs.
 
-Follows imports within the package, also relative and starred ones, and base classes. What a module makes up while it
-runs (`setattr`, `globals()`) is not seen.
+Follows imports within the package, also relative and starred ones, and base classes. It does not see names that a
+module makes while it runs (`setattr`, `globals()`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SUFFIXES = (".py", ".cpp", ".cu", ".h", ".hpp")
-DEPTH = 20  # of imports of imports, and of bases of bases
+DEPTH = 20  # levels of imports of imports, and of bases of bases
 
 
 @dataclass(frozen=True)
 class Found:
-    """A definition and its module. No definition: it is another package's, which is not looked into."""
+    """A definition and its module; `node` is None if another package, which is not searched, defines it."""
 
     module: str
     node: ast.stmt | ast.Module | None
@@ -29,7 +29,7 @@ class SourceTree:
     """The sources of one package.
 
     Args:
-        root: the folder that the package's folder, or its modules, are in.
+        root: the folder that contains the package's folder, or its modules.
         package: the package's folder, the only one that is searched.
     """
 
@@ -38,16 +38,16 @@ class SourceTree:
         self._parse = functools.cache(self._parsed)
 
     def file_of(self, module: str) -> Path | None:
-        """Of a module, by its dotted name; the folder of one that has no `__init__.py`; None: there is none."""
+        """Return the file of a module, given by its dotted name, its folder if it has no `__init__.py`, or None."""
         path = self.root.joinpath(*module.split("."))
         candidates = (path.with_name(f"{path.name}.py"), path / "__init__.py", path)
         return next((each for each in candidates if each.is_file() or each is path and path.is_dir()), None)
 
     def find(self, module: str, name: str, depth: int = DEPTH) -> Found | None:
-        """What a dotted name stands for in a module: a function, a class, an attribute, a submodule.
+        """Return the definition of a dotted name in a module: a function, a class, an attribute or a submodule.
 
         Raises:
-            SyntaxError: a file on the way is not of this Python.
+            SyntaxError: this Python cannot parse a file on the way.
         """
         first, *members = name.split(".")
         found = self._in_module(module, first, depth)
@@ -58,9 +58,9 @@ class SourceTree:
         return found
 
     def parameters(self, found: Found) -> tuple[set[str], bool]:
-        """Of a function, or of what makes a class's objects; and whether it takes others too (`**kwargs`).
+        """Return the parameters of a function or constructor, and whether it takes others too (`**kwargs`).
 
-        Of a dataclass those are its fields, its bases' too. What is not known takes all.
+        A dataclass's parameters are its fields and its bases' fields. An unknown function takes all.
         """
         node = found.node
         if isinstance(node, ast.ClassDef):
@@ -74,7 +74,7 @@ class SourceTree:
         return set(), True
 
     def elsewhere(self, name: str, but: str) -> list[str]:
-        """Other modules of the package that define a dotted name themselves."""
+        """Return other modules of the package that define a dotted name themselves."""
         first = name.partition(".")[0]
         pattern = re.compile(
             rf"^\s*(class|def|async def) {re.escape(first)}\b|^\s*{re.escape(first)}\s*[:=]", re.MULTILINE
@@ -93,12 +93,12 @@ class SourceTree:
         return modules
 
     def contains(self, file: str, text: str) -> bool:
-        """Whether a file, by its path from the root, has a text in it; white space is as good as any other."""
+        """Return whether a file, given by its path from the root, contains a text, ignoring white space."""
         path = self.root / file
         return path.is_file() and _bare(text) in _bare(_text(path))
 
     def files_with(self, text: str) -> list[str]:
-        """Paths from the root of all of the package's files that have a text in them."""
+        """Return the paths, from the root, of the package's files that contain a text."""
         return [
             path.relative_to(self.root).as_posix()
             for path in self.files(*SUFFIXES)
@@ -106,7 +106,7 @@ class SourceTree:
         ]
 
     def files(self, *suffixes: str) -> list[Path]:
-        """Of the package, in order."""
+        """Return the package's files with these suffixes, sorted."""
         inside = (self.root / self.package).rglob("*")
         return sorted(path for path in inside if path.suffix in suffixes and path.is_file())
 
@@ -146,7 +146,7 @@ class SourceTree:
         return Found(module, self._parse(module)) if self.file_of(module) is not None else None
 
     def _source(self, module: str, node: ast.Import | ast.ImportFrom) -> str:
-        """The module that an import is from."""
+        """Return the module that an import is from."""
         if isinstance(node, ast.Import) or not node.level:
             return getattr(node, "module", None) or ""
         path = self.file_of(module)
@@ -164,7 +164,7 @@ class SourceTree:
         return self._in_module(source, alias.name, depth)
 
     def _aliased(self, module: str, name: str, node: ast.stmt, depth: int) -> Found:
-        """`name = other`: the other one, where that is a class or a function of this module."""
+        """Return the other definition in `name = other`, if that is a class or a function of this module."""
         value = getattr(node, "value", None)
         if isinstance(node, ast.Assign) and isinstance(value, ast.Name) and value.id != name:
             other = self._in_module(module, value.id, depth)
@@ -173,9 +173,9 @@ class SourceTree:
         return Found(module, node)
 
     def _in_class(self, owner: Found, name: str, depth: int) -> Found | None:
-        """A method, an attribute of the class, or one that a method of it sets on the object; its own or a base's.
+        """Return a method or attribute of a class, or the method that sets it on the object; its own or a base's.
 
-        A class of another package may have anything. Of a submodule, a name in it.
+        A class of another package may have any member. In a submodule, return the name's definition.
         """
         node = owner.node
         if isinstance(node, ast.Module):
@@ -195,7 +195,7 @@ class SourceTree:
         return None
 
     def _member(self, owner: Found, name: str, statement: ast.stmt) -> Found:
-        """`name = other` in a class's body: the other one."""
+        """Return the other definition in `name = other` in a class's body."""
         value = getattr(statement, "value", None)
         assert isinstance(owner.node, ast.ClassDef)
         if isinstance(statement, ast.Assign) and isinstance(value, ast.Name) and value.id != name:
@@ -205,7 +205,7 @@ class SourceTree:
         return Found(owner.module, statement)
 
     def _bases(self, owner: Found, depth: int) -> Iterator[Found]:
-        """Classes of the package alone."""
+        """Yield the bases that are classes of the package."""
         assert isinstance(owner.node, ast.ClassDef)
         for base in owner.node.bases:
             name = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
@@ -223,14 +223,14 @@ class SourceTree:
         return own.union(*(self._fields(base) for base in self._bases(owner, DEPTH)))
 
     def _has_unknown_base(self, owner: Found) -> bool:
-        """Of another package, whose objects may take anything."""
+        """Return whether a base is of another package, so that its objects may take any argument."""
         assert isinstance(owner.node, ast.ClassDef)
         known = list(self._bases(owner, DEPTH))
         return len(known) < len(owner.node.bases) or any(self._has_unknown_base(base) for base in known)
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Of a module or a class, those under `if`, `try`, `with` and loops too."""
+    """Yield the statements of a module or a class, also those under `if`, `try`, `with` and loops."""
     for node in body:
         yield node
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -243,7 +243,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _bound(node: ast.stmt) -> set[str]:
-    """Names that a statement gives a value."""
+    """Return the names that a statement binds."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return {node.name}
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -253,7 +253,7 @@ def _bound(node: ast.stmt) -> set[str]:
 
 
 def _set_on_object(method: ast.FunctionDef) -> set[str]:
-    """Attributes of its first argument that a method gives a value."""
+    """Return the attributes of its first argument that a method sets."""
     arguments = [*method.args.posonlyargs, *method.args.args]
     if not arguments:
         return set()

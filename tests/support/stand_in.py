@@ -1,4 +1,4 @@
-"""Puts the stand-ins of Transformer Engine and flash-attn (stand_ins/README.md) on a worker process's path."""
+"""Adds the stand-ins of Transformer Engine and flash-attn (stand_ins/README.md) to a worker process's path."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FOLDER = ROOT / "tests" / "support" / "stand_ins"
 
 
 def use(transformer_engine: str | None = None) -> None:
-    """From now on, for the rest of the process. Call it before anything is imported that asks for either.
+    """Use the stand-ins for the rest of the process; call it before anything that needs either is imported.
 
     Args:
-        transformer_engine: the version that it calls itself, by default "2.10.0"; stand_ins/README.md says which names
-            differ.
+        transformer_engine: the version that the stand-in reports, by default "2.10.0"; stand_ins/README.md says which
+            names differ.
     """
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
@@ -28,7 +28,7 @@ def use(transformer_engine: str | None = None) -> None:
 
 
 def let_transformers_use_flash_attention() -> None:
-    """Hugging Face's transformers refuses `attn_implementation="flash_attention_2"` on the CPU, and in float32."""
+    """Make transformers accept `attn_implementation="flash_attention_2"` on the CPU and in float32."""
     from transformers import PreTrainedModel, modeling_flash_attention_utils
 
     mock.patch.object(PreTrainedModel, "_flash_attn_can_dispatch", lambda *args, **kwargs: True).start()
@@ -36,7 +36,7 @@ def let_transformers_use_flash_attention() -> None:
 
 
 def transformer_engine_layers() -> None:
-    """The Megatron-Core recipe (examples/megatron_llama2/model.py) builds layers of Transformer Engine from now on."""
+    """Make the Megatron-Core recipe (examples/megatron_llama2/model.py) build layers of Transformer Engine."""
     import model
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -47,12 +47,12 @@ def transformer_engine_layers() -> None:
 
 
 class _Unpinned(TorchFunctionMode):
-    """Memory that is asked for pinned is not: without CUDA there is none."""
+    """Drops requests for pinned memory, which does not exist without CUDA."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
 
 
 def let_megatron_split_sequences() -> None:
-    """Megatron-Core's rotary embedding pins memory where context-parallel ranks have some tokens each."""
+    """Let Megatron-Core's rotary embedding, which pins memory under context parallelism, run without CUDA."""
     _Unpinned().__enter__()

@@ -1,7 +1,7 @@
-"""Runs the stand-in of Transformer Engine on two ranks, and under Megatron-Core, and writes what came of it to a file
-per rank, `FOLDER/RANK.pt`.
+"""Runs the stand-in of Transformer Engine on two ranks, and under Megatron-Core.
 
-`torchrun --nproc-per-node 2 -m tests.support.stand_in_ranks_worker FOLDER`.
+`torchrun --nproc-per-node 2 -m tests.support.stand_in_ranks_worker FOLDER` writes the results to a file per rank,
+`FOLDER/RANK.pt`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def context_parallel() -> dict[str, float]:
-    """Outputs and gradients of this rank's tokens: the largest difference from one rank with all of them."""
+    """Compare outputs and gradients of this rank's tokens with those of one rank that has all tokens.
+
+    Returns:
+        The largest difference of each case.
+    """
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import _of_rank
 
@@ -56,7 +60,11 @@ def _with_gradients(module: Any, inputs: Any, grad: torch.Tensor) -> list[torch.
 
 
 def tensor_parallel() -> dict[str, float]:
-    """Two linear layers, and a LayerNormMLP, that ranks share, some tokens each or all: differences from one rank."""
+    """Compare two linear layers and a LayerNormMLP, sharded by tensor parallelism, with those of one rank.
+
+    Returns:
+        The largest difference of each case; with sequence parallelism each rank has some of the tokens, else all.
+    """
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe
 
@@ -98,7 +106,7 @@ def _worst(results: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 
 
 def reduced_scales() -> list[float]:
-    """Scales after steps of FP8 with other inputs on each rank."""
+    """Return the scales after steps of FP8 with different inputs on each rank."""
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe
 
@@ -112,14 +120,14 @@ def reduced_scales() -> list[float]:
 
 
 def _fill(weight: torch.Tensor) -> None:
-    """By its shape alone: grouped experts draw random weights in another order."""
+    """Fill a weight by its shape alone, since grouped experts draw random weights in another order."""
     generator = torch.Generator().manual_seed(weight.shape[0] * 1000 + weight.shape[1])
     with torch.no_grad():
         weight.copy_(0.05 * torch.randn(weight.shape, generator=generator))
 
 
 def megatron() -> dict[str, Any]:
-    """Losses of a GPTModel of torch's operators and of one of Transformer Engine's layers."""
+    """Return the losses of a GPTModel of torch's operators and of one of Transformer Engine's layers."""
     from megatron.core import parallel_state
 
     found: dict[str, Any] = {}
@@ -139,14 +147,18 @@ def megatron() -> dict[str, Any]:
 
 
 def names() -> list[str]:
-    """Where the state of FP8 is."""
+    """Return the names under which this version keeps the state of FP8."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     return [name for name in ("AUTOCAST_DEPTH", "quantization_state") if hasattr(FP8GlobalStateManager, name)]
 
 
 def megatron_context() -> dict[str, float]:
-    """A GPTModel over the tokens of both ranks: losses of this rank's tokens, and gradients of all, from one rank's."""
+    """Compare a GPTModel that splits the tokens over both ranks with one on one rank.
+
+    Returns:
+        The largest differences of this rank's losses, and of all gradients.
+    """
     import model as recipe
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -186,8 +198,8 @@ def megatron_context() -> dict[str, float]:
 
 
 def main() -> None:
-    """All cases on this rank."""
-    stand_in.use(transformer_engine="2.18.0")  # `tests.support.stand_in_worker` has 2.10
+    """Run all cases on this rank."""
+    stand_in.use(transformer_engine="2.18.0")  # `tests.support.stand_in_worker` uses 2.10
     megatron_worker.prepare()
     from transformer_engine.stand_in import calls
 

@@ -1,4 +1,4 @@
-"""Runs a recipe on this rank with the stand-ins of Transformer Engine and flash-attn, as if there were a GPU.
+"""Run a recipe on this rank with the stand-ins of Transformer Engine and flash-attn, as if there were a GPU.
 
 Started by a launcher: `torchrun --nproc-per-node N -m tests.support.stand_in_recipe SCRIPT ARGUMENTS...`.
 """
@@ -16,7 +16,7 @@ from tests.support.folders import ROOT
 
 
 def main() -> None:
-    """Runs the script of the command line."""
+    """Run the script of the command line."""
     stand_in.use()
     del sys.argv[0]
     script = Path(sys.argv[0])

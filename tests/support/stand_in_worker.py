@@ -1,4 +1,4 @@
-"""Runs the stand-ins of Transformer Engine and flash-attn, and writes what came of it to `FOLDER/results.pt`.
+"""Run the stand-ins of Transformer Engine and flash-attn, and write the results to `FOLDER/results.pt`.
 
 `python -m tests.support.stand_in_worker FOLDER [VERSION]`; the version is Transformer Engine's. Results are by case.
 """
@@ -33,7 +33,7 @@ Run = Callable[..., Any]
 
 
 def difference(run: Run, reference: Run, inputs: Sequence[torch.Tensor], module: Any = None) -> float:
-    """The largest difference of outputs, and of gradients of inputs and parameters, over the largest value."""
+    """Return the largest difference of outputs and of gradients of inputs and parameters, over the largest value."""
     parameters = list(module.parameters()) if module is not None else []
     found = []
     for one in (run, reference):
@@ -46,7 +46,7 @@ def difference(run: Run, reference: Run, inputs: Sequence[torch.Tensor], module:
 
 
 def norm(x: torch.Tensor, module: Any, prefix: str = "") -> torch.Tensor:
-    """By torch's operators."""
+    """Normalize with torch's operators."""
     weight, bias = getattr(module, f"{prefix}weight"), getattr(module, f"{prefix}bias", None)
     if bias is not None:
         return functional.layer_norm(x, x.shape[-1:], weight, bias, module.eps)
@@ -54,12 +54,12 @@ def norm(x: torch.Tensor, module: Any, prefix: str = "") -> torch.Tensor:
 
 
 def random(*sizes: int) -> torch.Tensor:
-    """That asks for gradients."""
+    """Return a random tensor that requires a gradient."""
     return torch.randn(*sizes, requires_grad=True)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, left: int = -1) -> torch.Tensor:
-    """Causal, of [b, s, h, d]; by torch's operators."""
+    """Run causal attention of [b, s, h, d] with torch's operators."""
     share = q.shape[2] // k.shape[2]
     q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(share, 1) for x in (k, v))
     places = torch.arange(q.shape[2])
@@ -71,13 +71,13 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, left: int = -1)
 
 
 def packed(run: Run, starts: Sequence[int]) -> Run:
-    """Of [t, h, d], each sequence by itself."""
+    """Return a function of [t, h, d] that runs each sequence by itself."""
     pairs = list(zip(starts, starts[1:], strict=False))
     return lambda *tensors: torch.cat([run(*(x[None, a:b] for x in tensors))[0] for a, b in pairs])
 
 
 def linears() -> dict[str, float]:
-    """Differences from torch's operators."""
+    """Return the differences of linear layers, norms and activations from torch's operators."""
     found = {}
     linear, x = te.Linear(32, 48), random(5, 2, 32)
     found["Linear"] = difference(linear, lambda x: functional.linear(x, linear.weight, linear.bias), [x], linear)
@@ -116,7 +116,7 @@ def linears() -> dict[str, float]:
 
 
 def attentions() -> dict[str, float]:
-    """Differences from torch's operators."""
+    """Return the differences of attention from torch's operators."""
     q, k, v = random(2, 12, 4, 8), random(2, 12, 2, 8), random(2, 12, 2, 8)
     found = {}
     core = te.DotProductAttention(4, 8, num_gqa_groups=2, qkv_format="bshd")
@@ -160,7 +160,7 @@ def attentions() -> dict[str, float]:
 
 
 def movers() -> dict[str, float]:
-    """Rotary embeddings and rows of experts: differences from torch's operators."""
+    """Return the differences of rotary embeddings and of experts' permutations from torch's operators."""
     found = {}
     for interleaved in (False, True):
         freqs, x = RotaryPositionEmbedding(6, interleaved=interleaved)(7), random(7, 2, 3, 8)
@@ -192,21 +192,21 @@ def movers() -> dict[str, float]:
 
 
 def layer(**options: Any) -> te.TransformerLayer:
-    """The same one each time."""
+    """Return a layer with the same weights at every call."""
     torch.manual_seed(3)
     shape = {"normalization": "RMSNorm", "activation": "swiglu", "num_gqa_groups": 2}
     return te.TransformerLayer(32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, **shape, **options)
 
 
 def sixteen_bits() -> float:
-    """The difference of a layer in bfloat16 from one in float32."""
+    """Return the difference of a layer in bfloat16 from one in float32."""
     x = torch.randn(16, 2, 32)
     exact, rough = layer()(x), layer().bfloat16()(x.bfloat16())
     return float((exact - rough.float()).abs().max() / exact.abs().max())
 
 
 def repeats() -> dict[str, Any]:
-    """A layer forward and backward twice, and a linear layer over some of the rows."""
+    """Return whether two runs of a layer are equal, and whether a linear layer computes some of its rows alike."""
     module, x = layer(), torch.randn(16, 2, 32)
     results = []
     for _ in range(2):
@@ -221,7 +221,7 @@ def repeats() -> dict[str, Any]:
 
 
 class _Seen(TorchDispatchMode):
-    """Names of operators."""
+    """Collects the names of operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class _Seen(TorchDispatchMode):
 
 
 def dispatcher() -> dict[str, Any]:
-    """What torch sees of a layer's forward, and which memory its backward frees."""
+    """Return the operators that torch sees in a layer's forward, its saved tensors, and how many its backward frees."""
     module, x = te.LayerNormMLP(32, 64, activation="swiglu"), torch.randn(4, 32)
     given: list[torch.Tensor] = []
 
@@ -256,10 +256,12 @@ def _saved(out: torch.Tensor) -> list[torch.Tensor]:
 
 
 def eight_bits(which: recipe.Recipe, how: str) -> list[Any]:
-    """Losses, and scales of the first product, of a layer's training in FP8.
+    """Train a layer in FP8, and return the losses, and the scales of its first product.
 
     Args:
-        how: "plain"; "checkpoint"; "again", a careless second forward; "contexts", one in the recompute contexts.
+        which: the recipe.
+        how: "plain"; "checkpoint"; "again": a second forward without precautions; "contexts": a second forward in the
+            recompute contexts.
     """
     FP8GlobalStateManager.reset()
     module, losses = layer(), []
@@ -285,7 +287,7 @@ def eight_bits(which: recipe.Recipe, how: str) -> list[Any]:
 
 
 def recipes() -> dict[str, Any]:
-    """Training in FP8 by each recipe, and the state of delayed scaling where a layer runs again."""
+    """Train in FP8 by each recipe, and return losses and delayed-scaling state where a layer runs again."""
     delayed = recipe.DelayedScaling(amax_history_len=16)
     found = {how: eight_bits(delayed, how) for how in ("plain", "checkpoint", "again", "contexts")}
     for one in (recipe.Float8CurrentScaling(), recipe.MXFP8BlockScaling(), recipe.Float8BlockScaling()):
@@ -296,7 +298,7 @@ def recipes() -> dict[str, Any]:
 
 
 def micro_batches() -> dict[str, Any]:
-    """Weights that are cast once for two micro-batches, and gradients that go into `main_grad`."""
+    """Return whether weights are cast once for two micro-batches, and gradients accumulate in `main_grad`."""
     module = te.Linear(32, 16, bias=False, fuse_wgrad_accumulation=True)
     plain = te.Linear(32, 16, bias=False)
     plain.load_state_dict(module.state_dict(), strict=False)
@@ -321,7 +323,7 @@ def micro_batches() -> dict[str, Any]:
 
 
 def dropout() -> dict[str, bool]:
-    """Attention with dropout, again from the same state of the generator and from the next."""
+    """Return whether attention with dropout repeats from the same generator state, and from the next one."""
     core = te.DotProductAttention(2, 8, attention_dropout=0.5)
     q = torch.randn(10, 1, 2, 8)
     state = torch.get_rng_state()
@@ -331,7 +333,7 @@ def dropout() -> dict[str, bool]:
 
 
 def hugging_face() -> dict[str, list[float]]:
-    """Losses of a tiny Llama by torch's attention and by flash-attn's stand-in."""
+    """Return the losses of a tiny Llama with torch's attention and with flash-attn's stand-in."""
     import transformers
 
     stand_in.let_transformers_use_flash_attention()
@@ -355,13 +357,13 @@ def hugging_face() -> dict[str, list[float]]:
 
 
 def names() -> list[str]:
-    """Where the state of FP8 is."""
+    """Return the names under which this version keeps the state of FP8."""
     known = "get_fp8_autocast_state", "get_autocast_state", "AUTOCAST_DEPTH", "quantization_state"
     return [name for name in known if hasattr(FP8GlobalStateManager, name)]
 
 
 def main() -> None:
-    """All cases."""
+    """Run all cases."""
     torch.manual_seed(0)
     results: dict[str, Any] = {}
     for case in (

@@ -1,4 +1,4 @@
-"""A session that is led from step to step: models, a recorder and plans that do what a test says."""
+"""A session that a test leads from step to step, with models, a recorder and plans under the test's control."""
 
 from __future__ import annotations
 
@@ -43,61 +43,63 @@ class Played:
         self.stopped = False
 
     def take(self) -> np.ndarray | None:
-        """What was put there since the last call, watched or not; None where nothing was."""
+        """Return the operators added since the last call, watched or not; None if there were none."""
         taken, self.ran = np.array(self.ran, dtype=np.int32), []
         return taken if len(taken) else None
 
     def take_nodes(self) -> int:
-        """What was put there since the last call."""
+        """Return the nodes added since the last call."""
         taken, self.nodes = self.nodes, 0
         return taken
 
     def begin_program(self) -> None:
-        """What was put there before counts for nothing."""
+        """Forget the operators and nodes that were added before."""
         self.take()
         self.take_nodes()
 
     def watch(self, on: bool) -> None:
-        """Noted."""
+        """Record the call."""
         self.watches.append(on)
 
     def begin(self, detail: Detail) -> None:
-        """Operators that never ran ask for no memory."""
+        """Begin a recording; operators that never ran make no requests."""
         self.recording = True
 
     @property
     def peak_bytes(self) -> int | None:
-        """The peak of a recorded step that a test gave it."""
+        """Return the peak that a test set for this recorded step, or None."""
         return self.peaks.pop(0) if self.peaks else None
 
     def drop(self) -> None:
-        """Nothing is lost."""
+        """End a recording without a trace."""
         self.recording = False
 
     def end(self, fingerprint: Fingerprint, layers: Sequence[Layer]) -> None:
-        """There is no trace."""
+        """End a recording; there is no trace."""
         self.recording = False
 
     def stop(self) -> None:
-        """Nothing to stop."""
+        """Record the call; nothing runs."""
         self.stopped = True
 
 
 class Led:
-    """Trains a stack and its twin without memplug on the same data; every step's gradients must agree.
+    """Trains a stack and, without memplug, its twin on the same data; the gradients must agree in every step.
 
     Args:
-        recorder: of the session.
+        session: memplug's.
+        model: the stack.
+        recorder: the session's.
     """
 
     def __init__(self, session: Session, model: Stack, recorder: Played):
         self.session, self.model, self.reference = session, model, twin(model)
         self.recorder = recorder
         self.stages: list[Stage] = []
-        self.plans: list[Any] = []  # that the regions ran by in each step
+        self.plans: list[Any] = []  # settings of the regions in each step
 
     def step(self, length: int = 6, operators: Sequence[int] = (), times: int = 1, exact: bool = False) -> Stage:
-        """Train steps on sequences of this length that run these operators; returns the stage after the last."""
+        """Train steps on sequences of this length that run these operators; return the stage after the last."""
         for _ in range(times):
             self.plans.append(settings(self.session))
             x = torch.randn(2, length, 16, generator=torch.Generator().manual_seed(len(self.stages)))
@@ -112,7 +114,7 @@ class Led:
         return self.session.stage
 
     def reach_stable(self, length: int = 6, operators: Sequence[int] = ()) -> None:
-        """As many steps as it takes to plan for them."""
+        """Train until there is a plan, for 20 steps at most."""
         for _ in range(20):
             if self.step(length, operators) is Stage.STABLE:
                 return
@@ -121,7 +123,7 @@ class Led:
 
 @contextlib.contextmanager
 def led(layers: int = 3, model: Stack | None = None, **profiler: Any) -> Iterator[Led]:
-    """A session on a stack of blocks; by default it plans as soon as it can, for the first plan that comes."""
+    """Attach a session to a stack of blocks; by default it plans as soon as it can, and takes the first plan."""
     torch.manual_seed(0)
     model = Stack(layers) if model is None else model
     config = {**block(regions=LAYERS), "profiler": {"warmup_steps": 0, "policy_steps": 0, **profiler}}
@@ -132,27 +134,27 @@ def led(layers: int = 3, model: Stack | None = None, **profiler: Any) -> Iterato
 
 @contextlib.contextmanager
 def played(recorder: Played) -> Iterator[None]:
-    """Sessions that attach inside have this recorder."""
+    """Give sessions that attach within this recorder."""
     with mock.patch("memplug.hooks.attach.Recorder", return_value=recorder):
         yield
 
 
 def settings(session: Session) -> list[Setting]:
-    """What the regions run by."""
+    """Return the regions' settings."""
     return [region.setting for region in session._attached.regions]
 
 
 def is_safest(session: Session) -> bool:
-    """Whether every region swaps its input and attention alone."""
+    """Return whether every region swaps only its input and attention."""
     return settings(session) == [Setting(region.kind) for region in session._attached.regions]
 
 
 @pytest.fixture
 def plans_by_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans to choose from are those of `solve_by_alpha`."""
+    """Make `solve_by_alpha` solve the plans to choose from."""
     monkeypatch.setattr(candidates, "_solve_around", solve_by_alpha)
 
 
 def solve_by_alpha(regions: list[plan.Region], budget: plan.Budget, factor: float) -> plan.TokenwisePlan:
-    """A plan for each link factor that is another for certain: it swaps a fraction of its own, see `ALPHAS`."""
+    """Return a plan that certainly differs between link factors: each swaps its own fraction (`ALPHAS`)."""
     return plan.solve(regions, budget, ALPHAS[factor])

@@ -1,4 +1,4 @@
-"""Trainings that have to swap: models of several kinds, and what a step of them takes."""
+"""Trainings that have to swap: models of several kinds, and the memory of one step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Batch = Callable[[torch.Generator], dict[str, torch.Tensor]]
 
 
 class Convolutions(nn.Module):
-    """Convolutions with norms, an activation in place, dropout, and a classifier."""
+    """A model of convolutions with norms, an activation in place, dropout, and a classifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Convolutions(nn.Module):
 
 
 class Wide(nn.Module):
-    """Layers whose weights, with what an optimizer has of them, are as large as their outputs."""
+    """A model whose weights, with their optimizer state, are as large as its layers' outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Wide(nn.Module):
 
 
 class Adapted(nn.Module):
-    """Frozen weights that are most of the memory, each with an adapter of low rank beside it (LoRA)."""
+    """A model of frozen weights, which are most of its memory, each with a low-rank adapter (LoRA)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Adapted(nn.Module):
 
 
 class Hub(nn.Module):
-    """A model of Hugging Face's, which returns its loss."""
+    """A Hugging Face model that returns its loss."""
 
     def __init__(self, name: str, config: str, **fields: Any):
         super().__init__()
@@ -136,19 +136,19 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
 
 @dataclass
 class Trained:
-    """What came of a training."""
+    """The results of a training."""
 
     losses: list[float]
     parameters: list[torch.Tensor] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict)
     peak_bytes: int = 0
-    """In use at once in the last step, as recorded."""
+    """The most bytes in use at once in the last step, as recorded."""
     last_passive: int = 0
-    """Tensors that left for requests that failed, in the last step."""
+    """Tensors that were offloaded for failed requests in the last step."""
 
 
 def block(device_budget_gib: float, **parts: Any) -> dict[str, Any]:
-    """The swap list alone, in which any tensor may be; plans are waited for."""
+    """Return a block with the swap list alone, which accepts any tensor and waits for plans."""
     return {
         "enabled": True,
         "plan_dir": False,
@@ -162,9 +162,9 @@ def block(device_budget_gib: float, **parts: Any) -> dict[str, Any]:
 
 
 def train(kind: str, config: dict[str, Any] | None, steps: int = 12) -> Trained:
-    """Train a model of a kind; None: without memplug."""
+    """Train a model of a kind, without memplug if `config` is None."""
     make, batch = MODELS[kind]
-    gc.collect()  # what an earlier training left counts on a device
+    gc.collect()  # memory that an earlier training left counts on a device
     torch.manual_seed(0)
     model = make().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -191,12 +191,13 @@ def train(kind: str, config: dict[str, Any] | None, steps: int = 12) -> Trained:
         trained.report, trained.peak_bytes = session.report().as_dict(), int(session.trace.live_bytes.max())
         trained.last_passive = trained.report["swap_passive"] - passive
         session.detach()
-    trained.parameters = [parameter.detach().cpu().clone() for parameter in model.parameters()]  # its own memory goes
+    # copies, so that the model's own memory is freed
+    trained.parameters = [parameter.detach().cpu().clone() for parameter in model.parameters()]
     return trained
 
 
 def trace_of(kind: str, config: dict[str, Any]) -> Trace:
-    """One step of a training, recorded with its tensors."""
+    """Record one step of a training with its tensors."""
     make, batch = MODELS[kind]
     torch.manual_seed(0)
     model = make().train()

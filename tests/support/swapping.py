@@ -1,4 +1,4 @@
-"""Steps whose memory is to be swapped: by hand, at random, and the best swap list by trying all."""
+"""Swap problems made by hand or at random, and the best swap list by trying all."""
 
 import numpy as np
 from hypothesis import strategies as st
@@ -11,8 +11,10 @@ from tests.support.traces import Recording
 
 
 def step(candidates, *, other_bytes=0, operators=12, budget_bytes, seconds=1.0, rate=10.0, busy_s=0.0, **kwargs):
-    """Candidates (nbytes, last use, next use), live from the last use to the next one; `other_bytes` beside, one number
-    for all operators or one for each; operators of `seconds` each, a link of `rate` bytes a second.
+    """Return a problem whose candidates (nbytes, last use, next use) are live from the last use to the next one.
+
+    `other_bytes` are in use besides, one number for all operators or one for each. Operators take `seconds` each, and
+    the link copies `rate` bytes a second.
     """
     in_use = np.zeros(operators, np.int64) + np.asarray(other_bytes)
     for nbytes, last_use, next_use in candidates:
@@ -35,7 +37,7 @@ def step(candidates, *, other_bytes=0, operators=12, budget_bytes, seconds=1.0, 
 
 @st.composite
 def steps(draw, most=20):
-    """Budgets from the least possible one to what the step takes."""
+    """Draw problems with budgets from the least possible one to the memory that the step takes."""
     operators = draw(st.integers(6, 60))
     count = draw(st.integers(1, most))
     candidates = []
@@ -53,9 +55,9 @@ def steps(draw, most=20):
 
 
 def fewest_bytes(problem, *, longest_stall_s):
-    """Of all choices that keep to the budget and wait no longer, the fewest bytes; None: there is none.
+    """Return the fewest bytes of all choices that keep to the budget and stall no longer; None if there are none.
 
-    All subsets are tried, those that cannot do whatever waits left out first.
+    All subsets are tried, except those that cannot do however long they stall.
     """
     count = len(problem.candidates)
     sizes = np.array([each.nbytes for each in problem.candidates])
@@ -78,8 +80,9 @@ def fewest_bytes(problem, *, longest_stall_s):
 
 
 def with_an_optimizer():
-    """A step of three operators, of which the second one needs 100 bytes, and an optimizer that needs 80 and a state
-    that is there before, of 50.
+    """Return a step of three operators, the second of which needs 100 bytes, and an optimizer that needs 80.
+
+    The optimizer's state of 50 bytes exists beforehand.
     """
     recording = Recording()
     recording.step()
@@ -97,7 +100,7 @@ def with_an_optimizer():
 
 
 def three_tensors():
-    """A recorded step of twelve operators, a second each: tensors of 30, 20 and 10 bytes, and a parameter of 7."""
+    """Return a step of twelve operators, a second each: tensors of 30, 20 and 10 bytes, and a parameter of 7."""
     recording = Recording()
     recording.step(seconds=12.0)
     made = [recording.tensor(nbytes) for nbytes in (30, 20, 10)]

@@ -1,9 +1,9 @@
-"""What memplug relies on in packages that it does not install, or that it knows at several versions: stated once.
+"""Names in other packages, not installed or of several versions, that memplug relies on.
 
-`tests.support.check_symbols` compares it with their sources. A symbol is "module:name", where the name may have
-members ("module:Class.method"), and the parameters that memplug passes by name in brackets ("module:function(a, b)"; a
-class's are those that make its objects). Attributes of objects are members of their class. Where one of several will
-do, they are in a tuple, the newest first.
+`tests.support.check_symbols` compares them with those packages' sources. A symbol is "module:name". The name may have
+members ("module:Class.method"), and in brackets the parameters that memplug passes by name ("module:function(a, b)"; a
+class's are those of its constructor). Attributes of objects are members of their class. Alternatives are in a tuple,
+the newest first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Text:
-    """What only its text shows: a key of a dictionary, an operator's registered name, a decorator.
+    """A symbol that only text shows: a key of a dictionary, an operator's registered name, a decorator.
 
     Attributes:
         text: white space in it does not count.
@@ -33,10 +33,10 @@ class Package:
     """A package, and its symbols.
 
     Attributes:
-        folder: that its modules are in.
-        uses: by the file of memplug that relies on them.
-        imitated: what the stand-ins in tests/support/stand_ins imitate beyond that, and memplug does not ask for.
-        distribution: its name on the package index; "": it is on none.
+        folder: the folder of its modules.
+        uses: symbols by the file of memplug that relies on them.
+        imitated: further symbols that the stand-ins in tests/support/stand_ins imitate and memplug does not use.
+        distribution: its name on the package index; "" if it is not there.
     """
 
     folder: str
@@ -46,7 +46,7 @@ class Package:
 
 
 def members(owner: str, *names: str) -> tuple[str, ...]:
-    """Symbols of one module ("module:") or class ("module:Class.")."""
+    """Return symbols of one module ("module:") or class ("module:Class.")."""
     return tuple(f"{owner}{name}" for name in names)
 
 
@@ -67,7 +67,7 @@ TRANSFORMER_ENGINE = Package(
             (f"{_MANAGER[0]}.is_fp8_enabled", f"{_MANAGER[1]}.is_fp8_enabled"),
             (f"{_MANAGER[0]}.get_autocast_state", f"{_MANAGER[1]}.get_fp8_autocast_state"),
             (f"{_MANAGER[0]}.set_autocast_state", f"{_MANAGER[1]}.set_fp8_autocast_state"),
-            # what follows was the manager's own before 2.15
+            # the following were the manager's own before 2.15
             (f"{_MANAGER[0]}.quantization_state", *(f"{each}.fp8_tensors_recompute_buffer" for each in _MANAGER)),
             (
                 f"{_TE}.quantization:FP8GlobalState.fp8_tensors_recompute_buffer",
@@ -160,7 +160,7 @@ FLASH_ATTN_3 = Package(
             Text("TORCH_LIBRARY(flash_attn_3,", _FA3),
             Text('m.def("fwd(', _FA3),
             Text('m.def("bwd(', _FA3),
-            # that of C++ alone says that it writes to `out`: no attention for memplug, which captures no such operator
+            # C++ alone declares that it writes to `out`: no attention for memplug, which captures no such operator
             Text('"flash_attn_3::_flash_attn_forward", mutates_args=()', "hopper/flash_attn_interface.py"),
             Text('"flash_attn_3::_flash_attn_backward"', "hopper/flash_attn_interface.py"),
         ),
@@ -264,7 +264,8 @@ MEGATRON = Package(
             f"{_MC}.models.gpt.gpt_model:GPTModel.forward(input_ids, position_ids, attention_mask, labels)",
             f"{_MC}.transformer.module:Float16Module",
             f"{_SPECS}spec",
-            (f"{_SPECS}submodules{_OF_LAYER}", f"{_SPECS}spec{_OF_LAYER}"),  # the former behind the latter, from 0.17
+            # from 0.17 the former is behind the latter
+            (f"{_SPECS}submodules{_OF_LAYER}", f"{_SPECS}spec{_OF_LAYER}"),
             f"{_MC}.transformer.spec_utils:ModuleSpec.submodules",
             *members(
                 f"{_MC}.transformer.transformer_layer:TransformerLayerSubmodules.",
@@ -279,7 +280,7 @@ MEGATRON = Package(
 
 MEGATRON_LM = Package(
     "megatron/training",
-    distribution="megatron-core",  # which has Megatron-LM's training loop too, from 0.17
+    distribution="megatron-core",  # it has Megatron-LM's training loop too, from 0.17
     uses={
         "memplug/hooks/megatron_training.py": members(
             "megatron.training.training:", "setup_model_and_optimizer", "train_step"
@@ -345,7 +346,7 @@ TORCH = Package(
     distribution="torch",
     uses={
         "memplug/torch_private.py": (
-            # what extensions have is in stubs
+            # stubs declare the members of extensions
             *(
                 Text(f"def {name}(", _STUB)
                 for name in (
@@ -397,4 +398,4 @@ PACKAGES = {
     "deepspeed": DEEPSPEED,
     "torch": TORCH,
 }
-"""By the name that `tests.support.check_symbols` is given."""
+"""The packages by the name that `tests.support.check_symbols` takes."""

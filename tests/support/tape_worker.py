@@ -1,9 +1,8 @@
-"""Compares the tapes of Megatron-Core's layers on this rank with the reference, for every layout, and writes what came
-of it to a file per rank.
+"""Compares the tapes of Megatron-Core's layers on this rank with the reference tapes, for every layout.
 
 Started by a launcher: `torchrun --nproc-per-node 2 -m tests.support.tape_worker FOLDER LAYOUTS`. `LAYOUTS`: name -> a
-layout as tests.support.megatron_worker has it. `FOLDER/RANK.json` gets name -> for each forward of a layer
-{"operators": by name, in order, "drawing": of these, "opaque"}, or the text of the first difference.
+layout of tests.support.megatron_worker. `FOLDER/RANK.json` gets name -> for each forward of a layer {"operators": by
+name, in order, "drawing": those that draw, "opaque"}, or the text of the first difference.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tests.support.megatron_worker import SEQUENCES, SHAPE, TOKENS, prepare
 
 
 def run(core: Any, layout: dict[str, Any]) -> list[dict[str, Any]] | str:
-    """What came of a new model's layers in one forward."""
+    """Run one forward of a new model, and return the results of its layers."""
     import model as recipe
 
     fields = {"tensor", "sequence", "expert", "dispatcher"} & set(layout)
@@ -40,7 +39,7 @@ def run(core: Any, layout: dict[str, Any]) -> list[dict[str, Any]] | str:
     def forward() -> None:
         chunk(tokens, positions, None, labels=tokens)
 
-    forward()  # the first one makes buffers that later ones write to
+    forward()  # the first forward makes buffers that later ones write to
     try:
         tapes = compare_layers(core, chunk.module.decoder.layers, forward)
     except AssertionError as difference:
@@ -54,7 +53,7 @@ def run(core: Any, layout: dict[str, Any]) -> list[dict[str, Any]] | str:
 
 
 def main() -> None:
-    """Runs all layouts on this rank."""
+    """Run all layouts on this rank."""
     prepare()
     from megatron.core import parallel_state
 

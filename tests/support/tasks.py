@@ -1,4 +1,4 @@
-"""Tasks for tests of what plans beside training: imported by its process too, and so without torch."""
+"""Tasks for tests of planning beside training; the planning process imports them, so they need no torch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from memplug.errors import LayoutError
 
 
 def fails(problem: str) -> None:
-    """Raises an error of memplug's."""
+    """Raise an error of memplug's."""
     raise LayoutError(problem, "Do something else.")
 
 
 def ends_its_process() -> int:
-    """Returns 7 in any other process than a worker."""
+    """Return 7, or end the process if it is a worker."""
     if sys.argv[0].endswith("worker.py"):
         os._exit(3)
     return 7
 
 
 def imported_with(name: str) -> list[str]:
-    """Top-level packages that importing a module brings."""
+    """Return the top-level packages that importing a module brings."""
     code = f"import sys, {name}; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return sorted({each.partition(".")[0] for each in result.stdout.split()})

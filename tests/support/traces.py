@@ -1,4 +1,4 @@
-"""Small traces: written row by row, a training loop of two layers, and random ones."""
+"""Small traces: written row by row, of a training loop over two layers, and random ones."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from memplug.profile.trace import (
 from tests.support.folders import DATA
 
 LEGACY = (DATA / "llama7b_long_ckpt.npz", DATA / "mixtral_ckpt.npz")
-"""Recorded on one H200: columns kind, request, bytes, phase, layer, stream."""
+"""Traces recorded on one H200, with columns kind, request, bytes, phase, layer, stream."""
 
 
 class Recording:
-    """Takes down what happens, in the order of the calls, and gives it as a trace."""
+    """Records calls in their order, and returns them as a trace."""
 
     def __init__(self) -> None:
         self.names, self.dtypes, self.phases, self.layers = [], [], [], []
@@ -61,7 +61,7 @@ class Recording:
         self._event(Event.FREE, request, nbytes, stream, thread)
 
     def fields(self) -> dict:
-        """The arguments of `Trace`; its arrays may be written to."""
+        """Return the arguments of `Trace`; its arrays may be written to."""
         return {
             "fingerprint": Fingerprint(model="Sample", inputs=("int64[1, 8]",), versions=(("torch", "2.11.0"),)),
             "names": tuple(self.names),
@@ -84,9 +84,9 @@ class Recording:
 
 
 def training(steps: int = 2, micro_batches: int = 2) -> Recording:
-    """A loop over two layers, the second one dynamic; every activation is written, read in backward, and freed.
+    """Return a loop over two layers, the second one dynamic, that writes, reads in backward and frees each activation.
 
-    The weights (100 bytes a layer) are there before the recording; activations have 16 bytes more in each layer.
+    The weights (100 bytes a layer) exist before the recording; activations have 16 bytes more in each layer.
     """
     recording = Recording()
     weights = [recording.tensor(100, "bfloat16") for _ in range(2)]
@@ -125,13 +125,13 @@ def _backward(recording: Recording, layer: int, weight: int, activation: int, re
 
 @st.composite
 def recordings(draw: st.DrawFn, most: int = 60) -> Recording:
-    """Anything that can be recorded: requests and operators in any order, freed by any thread, or never."""
+    """Draw a recording of requests and operators in any order, freed by any thread, or never."""
     recording = Recording()
     for _ in range(draw(st.integers(0, 3))):
         recording.tensor(draw(st.integers(0, 2**40)), draw(st.sampled_from(("float32", "bfloat16", "int8"))))
     live = []
     happenings = ("step", "phase", "layer", "op", "op", "malloc", "malloc", "free", "free")
-    count = draw(st.integers(0, most))  # drawn first: lists of unknown length come out short
+    count = draw(st.integers(0, most))  # drawn first: lists of unknown length turn out short
     for happening in draw(st.lists(st.sampled_from(happenings), min_size=count, max_size=count)):
         thread = draw(st.integers(0, 2))
         if happening == "step":
@@ -155,7 +155,7 @@ def recordings(draw: st.DrawFn, most: int = 60) -> Recording:
 
 
 def assert_same(one: Trace, other: Trace) -> None:
-    """Every field, and the dtype and every row of every array, are equal."""
+    """Assert that all fields are equal, with dtypes and all rows of arrays."""
     for name in Trace.__dataclass_fields__:
         mine, its = getattr(one, name), getattr(other, name)
         if isinstance(mine, np.ndarray):

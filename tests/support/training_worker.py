@@ -1,20 +1,20 @@
-"""Trains a tiny Llama with DeepSpeed on this rank, once for every case, and writes what came of it to a file per rank.
+"""Train a tiny Llama with DeepSpeed on this rank, once for every case, and write the results to a file per rank.
 
 Started by a launcher: `torchrun --nproc-per-node 2 -m tests.support.training_worker FOLDER CASES`. `CASES` is a JSON
-object: name -> {"stage": of ZeRO, "memplug": the block or null}, and where wanted a list with one entry a rank of:
+object: name -> {"stage": of ZeRO, "memplug": the block or null}, and optionally a list with one entry per rank of:
 
 * "host_budget_gib": a number;
-* "lengths": the length of the sequence in each step; 12 in 5 steps where absent;
-* "operators": a number for each step: which operators a recorder is to have seen in it.
+* "lengths": the length of the sequence in each step; by default 12 in 5 steps;
+* "operators": a number for each step: the operators that a recorder shall have seen in it.
 
-Where wanted, "fields" are further ones of the DeepSpeed configuration, and "layers" how many the model has; on CUDA
-that is simulated, "schedules" are a policy and a seed for each micro-batch.
+Optionally, "fields" are further fields of the DeepSpeed configuration, and "layers" is their number; on simulated
+CUDA, "schedules" has a policy and a seed for each micro-batch.
 
-"ways" may name "by alpha", where plans to try are to be different for certain, and "keeps nothing", where there is no
-room on the device.
+"ways" may name "by alpha", so that the plans to try certainly differ, and "keeps nothing", so that nothing may stay
+on the device.
 
-`FOLDER/RANK.json` gets name -> {"losses", "gathered": parameters that are whole after training, "digest": of what the
-optimizer holds, "violations": that the simulator told, "report", "history", "stages": after each micro-batch,
+`FOLDER/RANK.json` gets name -> {"losses", "gathered": parameters that are whole after training, "digest": of the
+optimizer's state, "violations": of the simulator, "report", "history", "stages": after each micro-batch,
 "served": requests of it that the arena had bytes for}; the last four of memplug.
 """
 
@@ -33,7 +33,7 @@ STEPS = 5
 
 
 def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Runs a case in the ways that it names."""
+    """Run a case in the ways that it names."""
     from tests.support.stepping import solve_by_alpha
 
     ways = {
@@ -52,13 +52,14 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def run_engine(case: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Trains with the case's stage and block; attaches as `memplug.install` does."""
+    """Train with the case's stage and block; memplug attaches through `memplug.install`."""
     import memplug
     from memplug.errors import BudgetError
     from tests.support.hosts import ds_config, make_engine, tiny_llama
     from tests.support.stepping import Played, played
 
-    block = case["memplug"] and {"plan_dir": False, **case["memplug"]}  # cases share a folder, and go on from no other
+    # cases share a folder, and must not resume from each other
+    block = case["memplug"] and {"plan_dir": False, **case["memplug"]}
     for name in ("host_budget_gib", "device_budget_gib"):
         if name in case:
             block = {**block, name: case[name][rank]}
@@ -85,7 +86,7 @@ def run_engine(case: dict[str, Any], rank: int) -> dict[str, Any]:
         "stages": stages,
         "served": served,
     }
-    session.detach()  # the next case's session has the recorder of this process
+    session.detach()  # frees this process's recorder for the next case's session
     return result
 
 
@@ -98,7 +99,7 @@ def train(
     rank: int,
     schedules: list[tuple[str, int]] | None = None,
 ) -> tuple[list[float], list[str], list[int]]:
-    """Returns the loss of each step, the stage after it, and how many of its requests the arena served."""
+    """Train, and return the loss of each step, the stage after it, and how many of its requests the arena served."""
     from tests.support.hosts import tokens
 
     losses, stages, served, schedule = [], [], [], contextlib.ExitStack()
@@ -123,7 +124,7 @@ def train(
 
 
 def digest(optimizer: Any) -> str:
-    """Of this rank's parameters and moments, to the bit."""
+    """Return a digest of this rank's parameters and moments, to the bit."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
     total = hashlib.sha256()
     for parameter, moments in optimizer.state.items():
@@ -133,7 +134,7 @@ def digest(optimizer: Any) -> str:
 
 
 def main() -> None:
-    """Joins the other ranks and runs all cases."""
+    """Join the other ranks and run all cases."""
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     import deepspeed
     import torch

@@ -1,5 +1,6 @@
-"""Where operators are, by another way than the recorder's: a model that says in its forwards, and by hooks on every
-node of its graph, which layer runs.
+"""A model that reports itself which layer runs, to check the recorder's places of operators.
+
+It reports in its forwards, and by hooks on every node of its graph.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ Where = tuple[Pass, int, int]  # pass, micro-batch, layer
 
 
 class Truth:
-    """Counts the operators between two words of the model's.
+    """Counts the operators between two reports of the model.
 
     Attributes:
-        running: the pass and micro-batch, as the test says.
+        running: the pass and micro-batch, set by the test.
     """
 
     def __init__(self, recorder: Recorder):
@@ -32,21 +33,24 @@ class Truth:
         self.running = (Pass.OTHER, -1)
 
     def begin(self) -> None:
-        """With the recording."""
+        """Begin to count, together with the recording."""
         self._seen = self._recorded()
         self._spans.clear()
         self._now = None
 
     def at(self, layer: int | None) -> Where | None:
-        """What follows is of a layer of what runs, -1: outside of layers; None: unknown. Returns what it was before."""
+        """Report the layer of the operators that follow, and return the place before.
+
+        -1 is outside of layers, None is unknown.
+        """
         return self._to(None if layer is None else (*self.running, layer))
 
     def back(self, before: Where | None) -> None:
-        """To what `at` returned."""
+        """Return to a place that `at` returned."""
         self._to(before)
 
     def operators(self) -> int:
-        """How many there were since the beginning."""
+        """Return how many operators there were since the beginning."""
         self._to(self._now)
         return sum(count for _, count in self._spans)
 
@@ -58,11 +62,11 @@ class Truth:
         return before
 
     def _recorded(self) -> int:
-        """Operators of the recording so far, or of all of it once it is over."""
+        """Return the number of operators of the recording so far, or of all of it once it has ended."""
         return self._recorder._native.running_operator() + 1 if self._recorder.recording else self._seen
 
     def watch_nodes(self, end: torch.Tensor, begins: list[torch.Tensor], layer: int) -> None:
-        """All nodes from a tensor back to others are of a layer; parameters' are, too."""
+        """Report a layer for all nodes from a tensor back to others."""
         known, ahead = {x.grad_fn for x in begins}, [end.grad_fn]
         while ahead:
             node = ahead.pop()
@@ -74,16 +78,16 @@ class Truth:
             ahead += [following for following, _ in node.next_functions]
 
     def watch_parameters(self, module: nn.Module, layer: int) -> None:
-        """The nodes that accumulate their gradients."""
+        """Report a layer for the nodes that accumulate a module's gradients."""
         for parameter in module.parameters():
             parameter.register_hook(lambda *_: self.at(layer) and None)
             parameter.register_post_accumulate_grad_hook(lambda *_: self.at(None) and None)
 
     def check(self, trace: Trace) -> dict[Where, int]:
-        """Every operator of the trace is where the model said; how many there were of each place.
+        """Assert that every operator of the trace is where the model reported it, and return the counts by place.
 
         Raises:
-            AssertionError: names the first that is not.
+            AssertionError: names the first operator that is not.
         """
         names = [trace.names[name] for name in trace.operators["name"]]
         assert self.operators() == len(names)
@@ -100,14 +104,14 @@ class Truth:
 
 
 def where(trace: Trace, index: int) -> Where:
-    """Of an operator."""
+    """Return the place of an operator."""
     row = trace.operators[index]
     phase = trace.phases[row["phase"]]
     return phase.kind, phase.micro_batch, int(row["layer"])
 
 
 class Layer(nn.Module):
-    """Says what it does. `inside`: what it does is in a checkpoint; `fails`: raises in the middle."""
+    """A layer that reports what it runs; `inside`: it runs in a checkpoint; `fails`: it raises in the middle."""
 
     def __init__(self, truth: Truth, index: int, inside: bool | None):
         super().__init__()
@@ -134,7 +138,7 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    """A stack of such layers. `around`: each is in a checkpoint; both: reentrant or not, None: no checkpoint."""
+    """A stack of such layers; `around`: each is in a checkpoint, reentrant (True), not (False), or in none (None)."""
 
     def __init__(self, truth: Truth, layers: int = 3, around: bool | None = None, inside: bool | None = None):
         super().__init__()
@@ -185,7 +189,7 @@ class Told:
         return trace
 
     def forward(self, micro_batch: int) -> torch.Tensor:
-        """The loss is outside of the model; it belongs to the micro-batch all the same."""
+        """Run a forward and the loss, which is outside of the model but belongs to the micro-batch."""
         self.truth.running = (Pass.FORWARD, micro_batch)
         y = self.model(torch.ones(2, 4))
         self.truth.running = (Pass.OTHER, -1)

@@ -1,4 +1,4 @@
-"""Trains a tiny Llama by a tuned DeepSpeed JSON on this rank, with its memplug block and without.
+"""Train a tiny Llama by a tuned DeepSpeed JSON on this rank, with its memplug block and without.
 
 Started by a launcher: `torchrun --nproc-per-node 2 -m tests.support.tune_worker FOLDER CASES`. `CASES` is a JSON
 object: name -> the DeepSpeed JSON. `FOLDER/RANK.json` gets name -> {"losses": of each micro-batch, "digest": of the
@@ -17,7 +17,7 @@ STEPS = 8
 
 
 def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Runs a case."""
+    """Run a case."""
     from tests.support.hosts import make_engine, tiny_llama
 
     engine = make_engine(case, tiny_llama())
@@ -32,7 +32,7 @@ def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Joins the other rank and runs all cases."""
+    """Join the other rank and run all cases."""
     run_all(train)
 
 

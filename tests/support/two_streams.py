@@ -12,7 +12,7 @@ import memplug
 
 
 class Beside(nn.Module):
-    """A layer of which a part runs on another stream: `aside`, which subclasses may replace."""
+    """A layer that runs a part of its forward, `aside`, on another stream; subclasses may replace it."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()
@@ -36,7 +36,7 @@ class Beside(nn.Module):
 def train(
     make: Callable[[torch.cuda.Stream], nn.Module], block: dict[str, Any], steps: int
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Returns the losses and parameters of a model that is made with a second stream, and memplug's report."""
+    """Return the losses and parameters of a model that is made with a second stream, and memplug's report."""
     torch.manual_seed(0)
     model = make(torch.cuda.Stream()).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

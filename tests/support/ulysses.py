@@ -1,5 +1,7 @@
-"""Ulysses, DeepSpeed's sequence parallelism, in both of its forms: a language model of which each rank has a part of
-every sequence, and a Llama of Hugging Face's with ALST's attention and data.
+"""Ulysses, DeepSpeed's sequence parallelism, in both of its forms.
+
+One is a language model of which each rank has a part of every sequence; the other a Hugging Face Llama with ALST's
+attention and data.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ TOKENS, SEQUENCES, HIDDEN, HEADS = 16, 2, 32, 4
 
 
 class Attention(nn.Module):
-    """Causal, of [batch, tokens, heads, head size], as the local part of Ulysses attention."""
+    """Causal attention of [batch, tokens, heads, head size], the local part of Ulysses attention."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
@@ -29,7 +31,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A decoder layer that has its part of each sequence; heads and tokens change places around attention."""
+    """A decoder layer on a part of each sequence; around attention, heads are scattered and tokens gathered."""
 
     def __init__(self, group: Any) -> None:
         super().__init__()
@@ -45,7 +47,7 @@ class Block(nn.Module):
 
 
 class Ulysses(nn.Module):
-    """A language model of which each rank of a group has its part of every sequence."""
+    """A language model of which each rank of a group has a part of every sequence."""
 
     def __init__(self, group: Any) -> None:
         super().__init__()
@@ -62,11 +64,12 @@ class Ulysses(nn.Module):
 
 @functools.cache
 def groups(sequence: int) -> Any:
-    """The groups of ranks that share sequences, as DeepSpeed asks for them; from now on, for the rest of the process,
-    attention of Hugging Face's models goes through ALST's.
+    """Create the groups of ranks that share sequences, as DeepSpeed needs them.
+
+    For the rest of the process, attention of Hugging Face models goes through ALST's.
 
     Args:
-        sequence: how many ranks share one.
+        sequence: how many ranks share a sequence.
     """
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
@@ -79,12 +82,12 @@ def groups(sequence: int) -> Any:
 
 
 def llama() -> nn.Module:
-    """Whose attention ALST's takes the place of."""
+    """Return a Llama whose attention ALST's replaces."""
     return tiny_llama(attn_implementation="sdpa")
 
 
 class _Samples:
-    """Of one data-parallel rank: ALST's adapter deals the ranks that share sequences a part of each other's."""
+    """The samples of one data-parallel rank; ALST's adapter splits them among the ranks that share sequences."""
 
     def __init__(self, seed: int, count: int) -> None:
         self.seed, self.count = seed, count
@@ -101,7 +104,7 @@ class _Samples:
 
 
 def batches(mpu: Any, count: int) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's parts of micro-batches of the Llama."""
+    """Yield this rank's parts of the Llama's micro-batches."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
 
     size = mpu.get_sequence_parallel_world_size()
@@ -111,12 +114,12 @@ def batches(mpu: Any, count: int) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def loss_of(engine: Any, batch: dict[str, torch.Tensor], mpu: Any) -> torch.Tensor:
-    """The mean loss of a micro-batch's tokens, over all ranks that share its sequences."""
-    labels = batch["shift_labels"].contiguous()  # on the CPU the adapter gives a part of a larger tensor
+    """Return the mean loss of a micro-batch's tokens, over all ranks that share its sequences."""
+    labels = batch["shift_labels"].contiguous()  # on the CPU the adapter returns a part of a larger tensor
     logits = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
     own = engine.module.loss_function(logits=logits, labels=None, shift_labels=labels, vocab_size=VOCABULARY)
     count = (labels != -100).sum()
     total, group = count.clone(), mpu.get_sequence_parallel_group()
     dist.all_reduce(total, group=group)
-    # the recipe's all_gather is differentiated by a scatter that gloo's groups of some ranks do not have
+    # the recipe's all_gather is differentiated by a scatter, which gloo's groups of some ranks lack
     return dist.nn.functional.all_reduce(own * count, group=group) / total

@@ -1,9 +1,9 @@
-"""Trains a module that routes tokens by their values, and writes what memory one of its steps asks for.
+"""Train a module that routes tokens by their values, and write the memory requests of one step.
 
     python -m tests.support.values_worker cpu|virtual FOLDER MODE...
 
-On the CPU a first step's values are recorded, in `FOLDER/values.json`, and on the virtual device it has them. Modes are
-those of `memplug.estimate`; `FOLDER/DEVICE.json` gets mode -> bytes of each request of the thread that trains.
+On the CPU a first step's values are recorded in `FOLDER/values.json`; the virtual device reads them. Modes are those of
+`memplug.estimate`; `FOLDER/DEVICE.json` gets mode -> bytes of each request of the thread that trains.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from memplug.profile.trace import Event
 
 TOKENS, HIDDEN, EXPERTS, LAYERS = 96, 32, 4, 3
 SMALL_BYTES = 1024
-"""Up to this are numbers, and what kernels of the CPU count with."""
+"""Requests up to this size are ignored: they are numbers, and counters of the CPU's kernels."""
 OF_THE_CPU_BYTES = 8 * TOKENS * HIDDEN, torch.get_rng_state().nbytes
-"""Of what its `masked_select` counts with, and of a generator's state."""
+"""Sizes that are ignored too: the counters of the CPU's `masked_select`, and a generator's state."""
 
 
 class Router(nn.Module):
-    """Sends each token to one expert: which, and how sure it is."""
+    """Sends each token to one expert; returns the probability and the expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Router(nn.Module):
 
 
 class RoutedLayer(nn.Module):
-    """Reads how many tokens each expert gets, and which ones."""
+    """A layer that reads how many tokens each expert gets, and which ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class RoutedLayer(nn.Module):
 
 
 class Routed(nn.Module):
-    """A stack of them; the last one's large tokens alone have a loss."""
+    """A stack of routed layers, with a loss over the large values of the last one's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def _block(mode: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the modes."""
+    """Run the modes."""
     device, folder, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     if device == "virtual":
         from memplug.predict.virtual import VirtualDevice

@@ -1,4 +1,4 @@
-"""A device that is easy to count with, an H200, and the layers that were measured on one."""
+"""A device with simple rates, an H200, and the layers that were measured on an H200."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TOKEN_HEADS, HIDDEN, INTERMEDIATE = 32, 4096, 11008
 
 
 class DecoderLayer(nn.Module):
-    """The one that was measured: of a 7B Llama."""
+    """The decoder layer that was measured: that of a 7B Llama."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class DecoderLayer(nn.Module):
 
 
 class Layers(nn.Module):
-    """A stack of them."""
+    """A stack of these decoder layers."""
 
     def __init__(self, count: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trains a tiny Llama as a rank of DeepSpeed on the virtual device, by plans of each kind, and writes what steps ran.
+"""Train a tiny Llama as a rank of DeepSpeed on the virtual device, by plans of each kind, and write its steps.
 
     python -m tests.support.zero_programs_worker FOLDER STAGE RANKS KIND...
 
@@ -45,22 +45,22 @@ Regions = Sequence[tokenwise.Region]
 
 
 def kept(regions: Regions, budget: tokenwise.Budget) -> tokenwise.TokenwisePlan | None:
-    """All of it is kept: every region runs as without memplug."""
+    """Return a plan that keeps everything: every region runs as without memplug."""
     return plain.solve(regions, replace(budget, device_bytes=1 << 40))
 
 
 def swapped(regions: Regions, budget: tokenwise.Budget) -> tokenwise.TokenwisePlan | None:
-    """All rows are swapped."""
+    """Return a plan that swaps all rows."""
     return tokenwise.solve(regions, budget, 1.0)
 
 
 def recomputed(regions: Regions, budget: tokenwise.Budget) -> tokenwise.TokenwisePlan | None:
-    """All rows are recomputed."""
+    """Return a plan that recomputes all rows."""
     return tokenwise.solve(regions, budget, 0.0)
 
 
 def mixed(regions: Regions, budget: tokenwise.Budget) -> tokenwise.TokenwisePlan | None:
-    """The last two regions run as without memplug."""
+    """Return a plan under which the last two regions run as without memplug."""
     room_bytes = sum((2 + region.staying) * region.saved_bytes for region in regions)
     return plain.solve_partly(regions, replace(budget, device_bytes=room_bytes))
 
@@ -69,7 +69,7 @@ KINDS = {each.__name__: each for each in (kept, swapped, recomputed, mixed)}
 
 
 def trained(kind: str, stage: int, ranks: int) -> dict[str, Any]:
-    """What each step ran, under a plan of that kind as soon as there is one, and what the arena then took."""
+    """Train under a plan of that kind, and return the operators of each step and the bytes that the arena reserved."""
     steps: list[list[Any]] = []
 
     def end_step(original: Callable[..., None], adjuster: Adjuster, step: int, program: Program) -> None:
@@ -103,10 +103,10 @@ def trained(kind: str, stage: int, ranks: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """See the module's text."""
+    """Run the kinds of plans of the command line."""
     folder, stage, ranks, *kinds = sys.argv[1:]
-    needed("transformers.models.llama.modeling_llama")  # before ZeRO 3 changes what makes tensors
-    VirtualDevice(HARDWARE)  # that the ranks are of
+    needed("transformers.models.llama.modeling_llama")  # before ZeRO 3 replaces functions that make tensors
+    VirtualDevice(HARDWARE)  # the ranks' device
     with rank_of(int(ranks)):
         found = {kind: trained(kind, int(stage), int(ranks)) for kind in kinds}
     (Path(folder) / f"{stage}-{ranks}.json").write_text(json.dumps(found))

@@ -1,1 +1,1 @@
-"""The swap list: storages that leave and return, tensors that are found again, whole trainings."""
+"""Tests of the swap list: offloaded storages, tensors that are found again, whole trainings."""

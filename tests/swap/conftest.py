@@ -1,4 +1,4 @@
-"""These tests need a torch that says who writes to a tensor."""
+"""Skips tests of the swap list on a torch that does not report writes to tensors."""
 
 import pytest
 
@@ -7,6 +7,6 @@ from memplug import native
 
 @pytest.fixture(autouse=True)
 def writes_are_told() -> None:
-    """Skips them where it does not."""
+    """Skip the test if torch does not report writes."""
     if not native.load().StorageSwapper.is_possible():
         pytest.skip("a swap list needs torch 2.13")

@@ -1,4 +1,4 @@
-"""Tensors of a swap list are found again in steps that are not quite the planned one, and no other tensor is taken."""
+"""The swap list's tensors are found again in slightly different steps, and no other tensor is taken."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def found_in(kind: str, step: list[list[Operator]]) -> list[int]:
 
 
 def edited(step: list[list[Operator]], share: float, chance: random.Random) -> tuple[list[list[Operator]], set[int]]:
-    """With so many outermost operators inserted, left out, or in one another's place; and the tensors that those which
-    were left out used.
+    """Return a step with a share of its outermost operators inserted, left out or exchanged.
+
+    Return also the tensors that left-out operators used.
     """
     result: list[list[Operator]] = []
     touched: set[int] = set()
@@ -40,7 +41,7 @@ def edited(step: list[list[Operator]], share: float, chance: random.Random) -> t
 
 
 KINDS = {"llama": 0.99, "t5": 0.99, "vit": 0.99, "convolutions": 0.98}
-"""How many are found; convolutions of one size, four operators each, have others that look alike nearest."""
+"""The share that is found; convolutions of one size, four operators each, have near look-alikes."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,7 +90,7 @@ def test_a_target_of_another_size_or_dtype_is_not_taken() -> None:
 
 
 def test_the_clock_follows_what_is_inserted_and_left_out() -> None:
-    """Places are those of the planned step again after a few operators."""
+    """Return to the places of the planned step within a few operators."""
     program = [number % 17 for number in range(200)]
     places = extension.load().program_places
     assert places(program, program) == list(range(200))

@@ -1,4 +1,4 @@
-"""Steps under a swap list that are followed by their requests for memory."""
+"""Steps under a swap list that are followed by their requests for memory alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.device
 def test_steps_that_repeat_are_followed_until_one_departs() -> None:
     training = Training()
     training.until_it_swaps()
-    for repeated in (0, 0, 0, 0, 1, 2):  # three of them were as the one before
+    for repeated in (0, 0, 0, 0, 1, 2):  # three of them were like the one before
         training.step()
         assert training.report["swap_repeated"] == repeated
     tensors, found = training.report["swap_tensors"], training.report["swap_found"]
@@ -25,7 +25,7 @@ def test_steps_that_repeat_are_followed_until_one_departs() -> None:
     training.step(ROWS // 2)
     training.step(ROWS // 2)
     assert training.report["swap_repeated"] == 2
-    for repeated in (2, 2, 2, 2, 2, 2, 3, 4):  # now it takes six, of which the first is as the last one that was learnt
+    for repeated in (2, 2, 2, 2, 2, 2, 3, 4):  # now it takes six, the first of which is like the last one learnt
         training.step()
         assert training.report["swap_repeated"] == repeated
     assert training.report["swap_found"] == found + 8 * tensors and training.report["swap_demanded"] == 0
@@ -36,7 +36,7 @@ def test_what_is_prefetched_at_its_use_takes_no_memory_before_it_in_steps_that_r
     with memplug.attach(model, block(budget_gib())) as session:
 
         def requests() -> list[tuple[int, int]]:
-            """Of a step, in order: whether memory is given back, and bytes."""
+            """Return a step's requests in order: whether memory is freed, and bytes."""
             session.record()
             for _ in range(2):
                 step()
@@ -62,7 +62,7 @@ def test_what_is_prefetched_at_its_use_takes_no_memory_before_it_in_steps_that_r
 
 
 class Positions(torch.autograd.Function):
-    """Makes them in backward, where it takes the most, and needs them when that is over."""
+    """Makes positions in backward, where memory is at its peak, and needs them after the peak."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ def test_what_a_followed_step_has_made_cannot_leave_where_it_departs() -> None:
             loss = loss + training.plain(x)
     del loss
     training.session.step()
-    loss = training.model(x)  # and in the next one, it can
+    loss = training.model(x)  # and in the next step, it can
     for _ in range(8):
         loss = loss + training.plain(x)
     loss.backward()
@@ -108,14 +108,14 @@ def test_what_a_followed_step_has_made_cannot_leave_where_it_departs() -> None:
 
 @pytest.mark.cpu("a device has more than was asked for")
 def test_what_a_kernel_uses_stays_where_the_step_departs_inside_of_it() -> None:
-    """Nothing has shown that it began; the operators that it calls are over, and it may still have their addresses."""
+    """Depart inside of a kernel: its beginning was not seen, its operators are over, and it may hold addresses."""
     x, training = torch.ones(ROWS, 8), Training()
     training.until_it_swaps()
     training.until_it_repeats()
     left_inside: list[int] = []
 
     def short() -> int:
-        """Tensors that leave for a request that fails for all that."""
+        """Return how many tensors are offloaded for a request that fails anyway."""
         before = training.report["swap_passive"]
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(1 << 40)
@@ -123,7 +123,7 @@ def test_what_a_kernel_uses_stays_where_the_step_departs_inside_of_it() -> None:
 
     @torch.library.custom_op("memplug_tests::kernel", mutates_args=())
     def kernel(x: torch.Tensor) -> torch.Tensor:
-        torch.empty(12345)  # the step asks for something else
+        torch.empty(12345)  # a request that the followed step did not make
         copy = x.clone()
         left_inside.append(short())
         return copy
@@ -132,7 +132,7 @@ def test_what_a_kernel_uses_stays_where_the_step_departs_inside_of_it() -> None:
     assert training.away_bytes() > 0
     copy = kernel(x)
     assert left_inside == [0]
-    copy = copy + 1  # it is over
+    copy = copy + 1  # the kernel is over
     assert short() > 0
     assert torch.equal(copy, torch.full((ROWS, 8), 2.0))
     loss.backward()

@@ -1,4 +1,4 @@
-"""The judge of swap lists: it accepts those of the planner, and none that is broken."""
+"""The judge of swap lists accepts those of the planner, and no broken one."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def limits(**changes):
 def test_a_sound_list_is_accepted():
     assert list(mistakes_of_swaps(SOUND, three_tensors(), limits())) == []
     assert list(mistakes_of_swaps([], three_tensors(), limits())) == []
-    # Two gaps of one tensor.
+    # two gaps of one tensor
     twice = [JudgedSwap(2, 10, 2, 3, 4, 4)]
     assert list(mistakes_of_swaps(twice, three_tensors(), limits())) == []
 

@@ -1,4 +1,4 @@
-"""Steps that do not fit: they complete, slowly and with the same numbers, or end with an error that says why."""
+"""Steps that do not fit complete, slowly and with the same numbers, or end with an error that says why."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.support.swapped import GIB, block
 pytestmark = pytest.mark.device
 
 LAYERS, WIDTH = 8, 256
-ROWS = 10240 if torch.cuda.is_available() else 2048  # of CUDA so many that the allocator reserves what is asked for
+ROWS = 10240 if torch.cuda.is_available() else 2048  # on CUDA so many that the allocator reserves the requested size
 TENSOR_BYTES = ROWS * WIDTH * 4
-LIMIT_BYTES = 14 * TENSOR_BYTES  # a step that keeps all that it saves takes more than 24
+LIMIT_BYTES = 14 * TENSOR_BYTES  # a step that keeps all saved tensors takes more than 24
 
 
 class Deep(nn.Module):
-    """Residual layers."""
+    """A model of residual layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def batch(step: int, rows: int = ROWS) -> torch.Tensor:
 
 @contextlib.contextmanager
 def device_of(nbytes: int) -> Iterator[float]:
-    """A device with so much memory; gives the budget of the block, in GiB. On the CPU the budget is the device."""
+    """Limit the device to this much memory, and yield the block's budget in GiB, which on the CPU is the limit."""
     if torch.get_default_device().type == "cpu":
         yield nbytes / GIB
         return
@@ -89,7 +89,10 @@ def expected() -> list[float]:
 
 
 def assert_in_order(events: list[tuple[str, int]], may_release: bool) -> None:
-    """Algorithm 3: what is on its way out goes first, then tensors leave, and the request is tried again each time."""
+    """Assert the order of Algorithm 3.
+
+    Tensors on their way out are released first, then others are offloaded, and the request is tried again each time.
+    """
     requests = []
     for kind, nbytes in events:
         if kind == "failed" and (not requests or requests[-1][-1][0] == "served"):
@@ -120,7 +123,7 @@ def test_a_first_step_that_does_not_fit_completes_in_order(expected: list[float]
 
 @pytest.mark.cpu("its allocator rounds, and what it had before is in the way")
 def test_a_recorded_step_is_the_one_with_memory_enough() -> None:
-    """What left because a request failed, and came back, is in use all the time."""
+    """Count tensors that were offloaded for a failed request, and prefetched, as in use all the time."""
     traces = []
     for limit_bytes in (100 * TENSOR_BYTES, LIMIT_BYTES):
         with memplug.attach(model := Deep(), block(limit_bytes / GIB)) as session:
@@ -158,7 +161,7 @@ def test_a_longer_batch_than_planned_completes(expected: list[float]) -> None:
 
 
 def test_what_is_on_its_way_out_goes_first() -> None:
-    """A list that releases what it offloads too late; it is made anew then."""
+    """Install a list that releases offloaded tensors too late, and is then made anew."""
     model = Deep()
     with device_of(LIMIT_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
         losses_of(model, [ROWS] * 5, session)
@@ -210,7 +213,7 @@ def test_without_host_memory_it_fails_and_says_so() -> None:
 
 @pytest.mark.cpu("a device has more than was asked for, in what its allocator has reserved")
 def test_a_step_that_failed_is_not_planned_from() -> None:
-    """The rest of what was recorded of it fits."""
+    """Limit the device so that the recorded rest of the failed step fits."""
     model = Deep()
     with device_of(3 * TENSOR_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
         for _ in range(8):

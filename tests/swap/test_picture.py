@@ -1,4 +1,4 @@
-"""What `memplug show` says of a plan's swap list."""
+"""The texts of `memplug show` about a plan's swap list."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.memory_plans import MIB, decided_plan, target
 
 
 def said(part: SwapPart | None) -> tuple[Any, dict[str, str]]:
-    """The facts of the list, and all that is said of the plan."""
+    """Return the facts of the list, and all rows about the plan."""
     plan = decided_plan() if part is None else decided_plan().with_part(part)
     facts = summary(plan)
     return facts["swap_list"], dict(rows(facts))

@@ -1,4 +1,4 @@
-"""What a swap list promises, beside what is measured."""
+"""The predictions of a swap list, compared with measurements."""
 
 from __future__ import annotations
 

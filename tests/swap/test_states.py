@@ -1,4 +1,4 @@
-"""What lives from step to step, away until it is used: an optimizer's states, parameters, gradients."""
+"""Tensors that live from step to step, offloaded between uses: optimizer states, parameters, gradients."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ STEPS = 14
 
 @functools.cache
 def most_bytes(kind: str) -> int:
-    """Of a step with everything on the device, beside what was there before."""
+    """Return the memory of a step with everything on the device, on top of earlier memory."""
     before_bytes = in_use_bytes()
     return train(kind, block(1000.0, swap=SWAP), STEPS).peak_bytes - before_bytes
 
 
 def in_use_bytes() -> int:
-    """Returns the device memory that earlier tests have left in use."""
+    """Return the device memory that earlier tests have left in use."""
     gc.collect()
     return torch.cuda.memory_allocated() if torch.get_default_device().type == "cuda" else 0
 
 
 def budget_of(share: float, kind: str = "wide") -> int:
-    """Returns a budget of a share of the bytes that a step takes."""
+    """Return a budget of a share of the bytes that a step takes."""
     return int(share * most_bytes(kind)) + in_use_bytes()
 
 
@@ -69,17 +69,17 @@ def test_frozen_weights_are_away_between_forward_and_backward() -> None:
     assert report["swap_missed"] == report["swap_demanded"] == report["swap_cancelled"] == 0
     outputs_bytes, weights_bytes = 250 * 256 * 4, 256 * 256 * 4
     more_bytes = report["swap_planned_bytes"] - report["swap_tensors"] * outputs_bytes
-    assert more_bytes > 0 == more_bytes % (weights_bytes - outputs_bytes)  # of one kind or the other, and some weights'
+    assert more_bytes > 0 == more_bytes % (weights_bytes - outputs_bytes)  # of either kind, and some weights'
 
 
 Between = Callable[[nn.Module, torch.optim.Optimizer, Any], Any]
-"""Done after a backward, in place of the optimizer's step; with the session, or None."""
+"""Runs after a backward, in place of the optimizer's step, with the session or None."""
 
 
 def run(
     steps: list[Between], budget_gib: float | None, **optimizer: Any
 ) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
-    """Parameters and states after these steps, and a report after each; without a budget memplug is not there."""
+    """Return parameters and states after these steps, and a report after each; without a budget, without memplug."""
     gc.collect()
     torch.manual_seed(0)
     model = Wide()
@@ -105,7 +105,7 @@ def update(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
 
 
 def skip(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
-    """As where gradients are not finite."""
+    """Skip the optimizer, as for gradients that are not finite."""
 
 
 def clip(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
@@ -114,7 +114,7 @@ def clip(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
 
 
 def load(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
-    """Other tensors take the place of the states."""
+    """Replace the states by other tensors."""
     adam.load_state_dict(copy.deepcopy(adam.state_dict()))
     adam.step()
 

@@ -1,4 +1,4 @@
-"""Storages on their way to the host and back: whoever uses them, whenever, finds the values of the last write."""
+"""Offloaded and prefetched storages have the values of the last write, whoever uses them and whenever."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_it_stays_on_the_host_where_its_swapper_is_gone(pool: HostPool) -> None:
 
 
 def test_autograd_saves_storages_that_are_away(swapper: Any) -> None:
-    """Views, several graphs and a write that autograd itself refuses are as without."""
+    """Compare views, several graphs, and a write that autograd itself refuses."""
     weight = sample(2).requires_grad_()
     graphs = []
     for seed in range(3):
@@ -211,7 +211,7 @@ def test_another_stream_finds_the_values_too(swapper: Any) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        swapper.prefetch(1)  # not here
+        swapper.prefetch(1)  # not on this stream
         assert swapper.counters["prefetches"] == 0
         doubled = tensor * 2
         tensor.mul_(3)

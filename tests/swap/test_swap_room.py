@@ -1,4 +1,4 @@
-"""What a swap list leaves free of the budget."""
+"""The part of the budget that a swap list plans with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def room() -> Room:
 
 
 class Counted(DeviceMemory):
-    """1000 bytes, of which 920 are for plans; tensors had 500 of 625 that were reserved."""
+    """A device of 1000 bytes, 920 of them for plans; tensors had 500 of 625 that were reserved."""
 
     own_bytes, retries, reserved_bytes, holes_bytes = 1000, 0, 700, 70
 
@@ -30,7 +30,7 @@ class Counted(DeviceMemory):
 
 @pytest.fixture
 def step() -> Trace:
-    """A collective of 40 bytes, and operators of more."""
+    """Return a step with a collective of 40 bytes, and operators of more."""
     recording = Recording()
     recording.step()
     recording.op("aten::mm", writes=(recording.tensor(400),))
@@ -67,7 +67,7 @@ def test_a_step_without_failed_requests_fits() -> None:
 
 
 def test_a_list_plans_with_what_is_reserved_as_tokenwise_does() -> None:
-    """Torch's cache counts without the arena, and holes and what the arena was seen to take with it."""
+    """Count torch's cache without the arena; with it, count holes and the arena's measured memory."""
     memory = Counted()
     device = SimpleNamespace(kind="cuda", memory=memory)
     without, served = Reserved(memory), Reserved(memory, lambda: Served(wanted=True, whole=True))

@@ -1,4 +1,4 @@
-"""When the swap list is made, in force and gone; and that training is right whatever happens to it."""
+"""The life of the swap list: made, in force and gone; training is correct throughout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.device
 
 @pytest.fixture(params=["seen", "followed"])
 def training(request: pytest.FixtureRequest) -> Training:
-    """Under a list: all operators of its steps are seen, or its steps are known and are followed by their requests."""
+    """Train under a list, with all operators of its steps observed, or with known steps that requests follow."""
     training = Training()
     training.until_it_swaps()
     if request.param == "followed":
@@ -165,7 +165,7 @@ def test_a_validation_and_another_length_between_steps_change_nothing(training: 
 
 
 def test_saved_tensors_of_functions_that_no_operator_shows_are_right(training: Training) -> None:
-    """A custom function reads what it saved by its address, as Triton's kernels do."""
+    """Read a saved tensor by its address, as Triton's kernels do in a custom function."""
 
     class Scale(torch.autograd.Function):
         @staticmethod
@@ -211,7 +211,7 @@ print("both are right")
 
 @pytest.mark.cpu("a child has no device")
 def test_a_fork_with_tensors_away_is_right_in_both_processes() -> None:
-    """In a process of its own: of a large one there may be no second."""
+    """Fork a fresh process: a large one may not fork."""
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0 and "both are right" in done.stdout, done.stderr
 
@@ -232,7 +232,7 @@ def test_a_second_run_swaps_from_its_first_step_on(tmp_path: Path) -> None:
     report = second.report
     assert report["swap_planned_bytes"] == planned
     assert report["recorded_steps"] == 1 and report["swap_peak_bytes"] is not None, "to see what a step takes"
-    # What precedes the first forward of a run is not seen: until the clock is right, a few are not found.
+    # Operators before the first forward of a run are not seen: until the clock is right, a few are not found.
     assert report["swap_found"] + report["swap_missed"] == 3 * report["swap_tensors"]
     assert 2 * report["swap_tensors"] < report["swap_found"]
 

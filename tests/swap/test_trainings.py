@@ -1,4 +1,4 @@
-"""Whole trainings within less memory than a step takes: the same numbers to the bit, and never more than the budget."""
+"""Whole trainings with less memory than a step takes: the same numbers to the bit, and never above the budget."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SHARES = [
 
 
 def counts_parameters() -> bool:
-    """Whether what was there before the first step is part of the peak."""
+    """Return whether memory from before the first step is part of the peak."""
     return torch.get_default_device().type == "cuda"
 
 
 @functools.cache
 def plain(kind: str, steps: int) -> Trained:
-    """Without memplug, and what a step takes with all tensors on the device."""
+    """Train without memplug, and measure a step with all tensors on the device."""
     trained = train(kind, None, steps)
     roomy = train(kind, block(1000.0), steps)
     assert roomy.losses == trained.losses
@@ -58,7 +58,8 @@ def test_a_step_keeps_to_its_budget_with_the_same_numbers(kind: str, share: floa
     assert report["predicted_swap_peak_bytes"] <= budget_bytes
     assert report["swap_demanded"] == report["swap_cancelled"] == report["swap_refused"] == 0
     assert report["swap_repeated"] > 0 or kind == "mixtral"
-    assert report["swap_missed"] <= (2 if kind == "mixtral" else 0)  # what its experts get differs from step to step
+    # the tokens of a mixture's experts differ from step to step
+    assert report["swap_missed"] <= (2 if kind == "mixtral" else 0)
     assert (report["swap_found"] + report["swap_missed"]) % report["swap_tensors"] == 0
     assert report["swap_released_bytes"] == report["swap_prefetched_bytes"] > 0
 
@@ -68,7 +69,7 @@ def test_a_step_keeps_to_its_budget_with_the_same_numbers(kind: str, share: floa
     "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("t5", "vit", "mixtral"))]
 )
 def test_regions_that_swap_and_recompute_keep_a_step_to_its_budget(kind: str, share: float) -> None:
-    """Alone, but where parameters count, which take much of a small budget: the list may have to help then."""
+    """Need no list, except where parameters count, which take much of a small budget."""
     swapped = beside_regions(kind, share)
     report = swapped.report
     assert report["swap"] in ("fits", "swapping" if counts_parameters() and share == 0.5 else "fits")
@@ -76,7 +77,7 @@ def test_regions_that_swap_and_recompute_keep_a_step_to_its_budget(kind: str, sh
 
 
 def test_what_regions_cannot_free_the_list_swaps() -> None:
-    """The logits are most of what the step takes."""
+    """Use a model whose logits are most of the step's memory."""
     swapped = beside_regions("large vocabulary", 0.81 if counts_parameters() else 0.8)
     report = swapped.report
     assert report["swap"] == "swapping" and report["swap_tensors"] > 0 < report["swap_found"]
@@ -85,8 +86,9 @@ def test_what_regions_cannot_free_the_list_swaps() -> None:
 
 
 def beside_regions(kind: str, share: float) -> Trained:
-    """A training with both, within its budget; once planned, nothing leaves for requests that fail. To the rounding of
-    a matmul: where a plan splits its rows, which rows are computed together differs.
+    """Train with regions and list within the budget; once planned, no tensor is offloaded for a failed request.
+
+    Numbers are equal to the rounding of a matmul: a plan that splits rows changes which are computed together.
     """
     reference = plain(kind, 20)
     budget_bytes = int(share * reference.peak_bytes)

@@ -1,1 +1,1 @@
-"""Swap and recompute: what is decided for regions."""
+"""Tests of swapping and recomputing: decisions for regions."""

@@ -1,4 +1,4 @@
-"""Units that communicate run again by plan only where all ranks that they talk to have the same plan."""
+"""Units that communicate run again by plan only if all of their ranks have the same plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def region(name: str, key: str, partners: set[int] | None) -> Any:
 
 
 def answers(ranks: Sequence[Sequence[Any]]) -> list[bool]:
-    """Of every rank, each on a thread of its own."""
+    """Return the answers of all ranks, each on a thread of its own."""
     given: list[Any] = [None] * len(ranks)
     found: list[bool] = [False] * len(ranks)
     barrier = threading.Barrier(len(ranks))

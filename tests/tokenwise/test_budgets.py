@@ -1,4 +1,4 @@
-"""What a plan may use of the device, by what torch's allocator says; on a machine without one."""
+"""The device memory that a plan may use according to torch's allocator, on a machine without a device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CUDA = CudaDevice(0)
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """80 GiB, of which other processes hold 10; the run reserved up to 40 for up to 32 of tensors, and holds 20 now."""
+    """Fake 80 GiB, of which other processes hold 10; the run reserved up to 40 for up to 32 of tensors, and now 20."""
     said = {"free": 50 * GIB, "reserved": 20 * GIB, "most_reserved": 40 * GIB, "most_allocated": 32 * GIB}
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (said["free"], 80 * GIB))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: said["reserved"])
@@ -53,7 +53,7 @@ def test_a_budget_counts_all_that_the_rank_holds_and_is_never_more_than_there_is
 def test_the_peak_of_the_observed_step_counts_where_it_is_known_with_what_is_reserved_beside_it(
     allocator: dict[str, int],
 ) -> None:
-    """What an earlier plan kept, or loading the model took, is no part of the step that is planned from."""
+    """Exclude memory of an earlier plan, or of loading the model, from the observed step."""
     assert room_gib(32, 60.0) == pytest.approx(28)
     assert room_gib(32, 60.0, 8) == pytest.approx(room_gib(None, 60.0)) == pytest.approx(20)
     assert room_gib(32, 60.0, 40) == 0
@@ -91,7 +91,7 @@ def test_on_the_cpu_nothing_is_kept_unless_it_is_asked_for() -> None:
 
 
 def require(*ranks: tuple[float | None, float | str]) -> None:
-    """Of each rank the peak of its observed step and its budget, in GiB."""
+    """Check the budgets of ranks, given as the observed step's peak and the budget, in GiB."""
     everyone = [(int((peak_gib or 0) * GIB), budget_gib) for peak_gib, budget_gib in ranks]
 
     def gather(value: tuple[int, float | str]) -> list[tuple[int, float | str]]:

@@ -23,7 +23,7 @@ def chosen(
     alpha: Any = "auto",
     rank: int = 0,
 ) -> list[plan.TokenwisePlan]:
-    """What a rank chooses from; none where one has nothing to plan yet."""
+    """Return the plans that a rank chooses from; none if a rank has nothing to plan yet."""
     task = candidates.agree(own, gather, most, alpha)
     if task is None:
         return []
@@ -84,7 +84,7 @@ def test_equal_ranks_with_other_budgets_take_the_plan_of_the_smallest_of_each() 
 
 
 def test_memos_fraction_is_the_smallest_of_all_ranks_and_the_one_plan() -> None:
-    """Of 1000 bytes, beside the input's 100, 400 fit 10 s of forward at 50 bytes/s, and 200 at 30."""
+    """Find the fraction of 1000 bytes beside the input's 100: 400 fit 10 s of forward at 50 bytes/s, and 200 at 30."""
     ranks = Ranks([([layer()], budget(d2h=rate)) for rate in (50.0, 30.0)], alpha="memo")
     assert ranks.plans[0] == ranks.plans[1] == [plan.solve([layer()], budget(d2h=30.0), 0.2)]
     stages = [([layer("Block:a")], budget(d2h=50.0)), ([layer("Block:b")], budget(d2h=30.0))]
@@ -98,7 +98,7 @@ def test_the_times_of_the_lowest_rank_count_for_all() -> None:
 
 
 def test_ranks_with_other_regions_plan_for_themselves_with_as_many_collectives() -> None:
-    """Pipeline stages: ranks 0 and 2 hold one set of layers, 1 and 3 another."""
+    """Model pipeline stages: ranks 0 and 2 hold one set of layers, 1 and 3 another."""
     first, second = [layer("Block:a")], [layer("Block:b", instances=2), layer("Block:c")]
     budgets = [budget(host=2500), budget(host=700), budget(host=9000), budget(host=8000)]
     ranks = Ranks(list(zip([first, second, first, second], budgets, strict=True)))
@@ -145,7 +145,7 @@ def test_no_more_plans_than_there_are_link_rates_to_try() -> None:
 
 
 def test_ranks_with_other_regions_try_as_many_plans_though_some_of_them_are_the_same() -> None:
-    """The first rank's plan is one whatever the link gives; the second rank has several, and the first goes along."""
+    """Give the first rank one plan for any link, and the second rank several; the first tries as many."""
     ranks = Ranks([([layer("Block:a")], NOT_BY_LINK), ([layer("Block:b")], BY_LINK)], most=3)
     assert [len(plans) for plans in ranks.plans] == [3, 3]
     assert len({swapped(one) for one in ranks.plans[0]}) == 1

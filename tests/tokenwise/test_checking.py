@@ -26,7 +26,7 @@ from tests.support.simulated import ScriptedDevice
 
 MATMUL = operator("mm", (0,), (1,), time_s=4.0, size=1000)
 ATTENTION = operator("attention", (0,), (2,), time_s=5.0, size=50, capture="whole", always_swapped=True)
-RATE = 1e6  # of the slow link, in bytes a second
+RATE = 1e6  # rate of the slow link, bytes per second
 
 
 # -- which fractions fit -----------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def layer(**fields: Any) -> Any:
     ids=["some of both", "everything", "the input is too much for the link", "only inputs", "not even inputs"],
 )
 def test_the_largest_fractions_that_link_and_host_allow(d2h: float, host: int, fractions: tuple[float, float]) -> None:
-    """In 10 s of forward 550 bytes leave, 150 of them input and attention; four layers of 850 bytes take 3400."""
+    """Send 550 bytes in 10 s of forward, 150 of them input and attention; four layers of 850 bytes take 3400."""
     assert fitting([layer()], budget(d2h=d2h, host=host)) == pytest.approx(fractions)
 
 
@@ -68,7 +68,7 @@ MM, ADD, ADD_, GATHER = (
 
 
 def timed(*entries: tuple[Any, float, float], end: float) -> Any:
-    """A tape of (operator, begin, end); the forward begins at 0."""
+    """Return a tape of (operator, begin, end); the forward begins at 0."""
     forms = {MM: Form.PURE, ADD: Form.PURE, ADD_: Form.WRITE, GATHER: Form.EXCHANGE}
     records = [
         Record(func, forms[func], False, False, 0, (), (), (0,) if func is ADD_ else (), (), ()) for func, *_ in entries
@@ -111,8 +111,9 @@ def test_waits_for_copies_are_no_part_of_a_forward(tape: Any, expected: float) -
 
 
 class SlowLink(ScriptedDevice):
-    """Its own clock: from each point in time that is asked for to the next a tick passes, and each copy takes as long
-    as its bytes do at `RATE`, during which nothing else runs.
+    """A device with its own clock: a tick passes between two stamps, and a copy takes its bytes at `RATE`.
+
+    Nothing else runs during a copy.
     """
 
     def __init__(self) -> None:
@@ -129,15 +130,16 @@ class SlowLink(ScriptedDevice):
 
 
 TOKENS = 96
-ROW_BYTES = 4 * TOKENS * (48 + 16 + 32 + 32)  # of a block's matmuls, without the last one, which backward needs not
+ROW_BYTES = 4 * TOKENS * (48 + 16 + 32 + 32)  # of a block's matmuls, without the last one, which backward does not need
 INPUT_BYTES = 4 * TOKENS * 16
 WHOLE_BYTES = 4 * TOKENS * (16 + 16 + 2)  # its input, attention's output and the sums of its softmax
 HOST_TENSORS = 7
 
 
 class Run:
-    """Trains a stack beside its twin without memplug; gradients must agree. From the second step on, a forward takes
-    just as long as copies of the fraction `by_link` take.
+    """Trains a stack and, without memplug, its twin; gradients must agree.
+
+    From the second step on, a forward takes exactly as long as copies of the fraction `by_link`.
     """
 
     def __init__(self, session: Session, model: Stack, reference: Stack, by_link: float):
@@ -151,7 +153,8 @@ class Run:
             assert_same(gradients(self.model), gradients(self.reference), exact=False)
             self.session.step()
             tape = self.session._attached.regions[0].native.last
-            # the input's copy is made while the operator that reads it runs, and this clock's copies stop all else
+            # the input is copied while the operator that reads it runs, and on this clock nothing else runs during
+            # copies
             forward_s = (WHOLE_BYTES + self.by_link * ROW_BYTES - INPUT_BYTES) / RATE
             self.session._attached.device.tick_s = forward_s / (2 * len(tape) + 1)
         return self.session.report().as_dict()
@@ -161,7 +164,7 @@ class Run:
 def training(
     monkeypatch: pytest.MonkeyPatch, alpha: float | str, by_link: float, host_bytes: int | None = None
 ) -> Iterator[Run]:
-    """Of four blocks."""
+    """Train a stack of four blocks on the slow link."""
     monkeypatch.setattr("memplug.hooks.attach.device_of", lambda device: SlowLink())
     monkeypatch.setattr("memplug.device.device.Device.link_rates", lambda device: (RATE, RATE))
     torch.manual_seed(0)
@@ -178,7 +181,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def rows_bytes(alpha: float) -> int:
-    """That one forward sends of its matmuls' outputs."""
+    """Return the bytes of its matmuls' outputs that one forward sends."""
     return round(alpha * TOKENS) * ROW_BYTES // TOKENS
 
 
@@ -187,7 +190,7 @@ def figures(report: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def host_bytes_of(session: Session, alpha: float) -> int:
-    """What the layers that send anything need on the host."""
+    """Return the host bytes that the sending layers need."""
     sending = sum(not each.native.offloads_late for each in session._attached.regions)
     return int(sending * (WHOLE_BYTES + alpha * ROW_BYTES + HOST_TENSORS * (HOST_ROW_BYTES - 1)))
 
@@ -273,7 +276,7 @@ def test_only_the_second_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Ranks:
-    """Of two, this one and another that tells something else in each call."""
+    """Two ranks: this one, and another that gives a different answer in each call."""
 
     def __init__(self, *others: Any, first: bool = True):
         self.others, self.first, self.gathered = list(others), first, []
@@ -284,7 +287,7 @@ class Ranks:
 
 
 def checked(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, own: Any, steps: int, alpha: float = 0.5) -> AlphaCheck:
-    """After so many steps, in each of which this rank finds out `own`."""
+    """Return the check after so many steps, in each of which this rank finds `own`."""
     executor = Executor(Device(), 1 << 20, min_offload_bytes=1)
     monkeypatch.setattr(AlphaCheck, "_fitting", lambda self: own)
     check = AlphaCheck(alpha, DeviceBudget(executor.device), [], executor, ranks)

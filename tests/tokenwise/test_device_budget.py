@@ -1,4 +1,4 @@
-"""`device_budget_gib` is the most that a step takes of the device, and one that no plan keeps to is refused."""
+"""`device_budget_gib` is the most device memory that a step takes; a budget that no plan keeps is refused."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from tests.support.hosts import QUICK
 
 GIB = 1 << 30
 STEPS = 5
-ALONE: dict[str, Any] = {"swap": {"enabled": False}}  # regions have to do, or it is an error
+ALONE: dict[str, Any] = {"swap": {"enabled": False}}  # regions have to suffice, or it is an error
 
 pytestmark = pytest.mark.device
 
 
 def train(budget_gib: float | str, **block: Any) -> dict[str, Any]:
-    """Gradients are those without memplug, to the rounding of products that are made row by row; returns the report of
-    the plan in force.
+    """Train with memplug, compare the gradients to rounding, and return the report of the plan in force.
+
+    Products that are computed row by row round differently.
     """
-    gc.collect()  # memory of an earlier training counts
+    gc.collect()  # memory of an earlier training would count
     torch.manual_seed(0)
     model = Stack(4)
     reference = twin(model)
@@ -59,7 +60,7 @@ def test_the_least_that_is_named_trains_and_keeps_next_to_nothing(arena: bool) -
 
 @pytest.mark.parametrize("arena", [True, False])
 def test_every_budget_from_the_least_on_is_kept_to_and_more_of_it_is_used(arena: bool) -> None:
-    """With the arena for outputs that are kept; else for rounding buffers at first, through which more is swapped."""
+    """Keep more outputs with the arena; without it, rounding buffers come first, which allow more swapping."""
     block = {"arena": {"enabled": arena}}
     least, everything = least_gib(**block), train(1.0, **block)
     assert everything["plain_regions"] == 4
@@ -72,7 +73,7 @@ def test_every_budget_from_the_least_on_is_kept_to_and_more_of_it_is_used(arena:
         kept.append(report["predicted_kept_bytes"])
     assert kept[-1] < everything["predicted_kept_bytes"]
     assert kept == sorted(kept) or not arena
-    if torch.get_default_device().type == "cpu":  # rounding buffers, and what torch reserves, may take it all
+    if torch.get_default_device().type == "cpu":  # rounding buffers and torch's reserve may take all of it
         assert kept[0] < kept[-1] and (kept[1] > 0 or not arena)
 
 

@@ -1,4 +1,4 @@
-"""What memplug's own work costs is part of what a plan is predicted to take."""
+"""The cost of memplug's own work is part of a plan's predicted time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_it_is_measured_once_and_no_part_of_it_is_negative() -> None:
 
 
 def test_what_observing_and_timing_took_is_no_part_of_a_regions_forward() -> None:
-    """Of a step that timed a hundred operators."""
+    """Use a step that timed a hundred operators."""
     assert COSTS.forward_s(100, span_s=2000.0, busy_s=1200.0) == 2000 - 100 * 5 - 50
     assert COSTS.forward_s(100, span_s=2000.0, busy_s=1900.0) == 1900, "the device was busy all the time"
 
@@ -49,7 +49,7 @@ def test_a_plan_takes_longer_by_it_unless_it_is_plain() -> None:
 
 
 def test_the_programs_time_is_the_models() -> None:
-    """The optimum of a problem with host time is no worse than any fixed fraction's."""
+    """Compare the optimum of a problem with host time with the plans of fixed fractions."""
     costly = replace(REGION, overhead_forward_s=30.0, overhead_backward_s=10.0, input_bytes=20)
     best = plan.solve([costly], replace(BUDGET, device_bytes=0))
     assert all(

@@ -1,4 +1,4 @@
-"""What the recorded step says of the times at which swapped tensors are on the device besides what it needs."""
+"""The recorded step shows how much memory swapped tensors may use, by phase, without raising its peak."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.traces import Recording
 
 
 def step_of(before: int, forward: int, loss: int, backward: int) -> Trace:
-    """One that has so many bytes at most in each: 100 are there before it, a tensor of 10 stays from forward on."""
+    """Return a step with these peaks in bytes; 100 exist before it, and a tensor of 10 stays from forward on."""
     recording = Recording()
     recording.step()
     recording.malloc(10)
@@ -76,15 +76,13 @@ def test_without_events_it_counts_as_if_it_were_there_at_the_peak() -> None:
 
 @pytest.mark.parametrize("most_bytes", [480_000, 700_000])
 def test_regions_hold_no_more_than_a_plan_was_promised_and_prefetch_later(most_bytes: int) -> None:
-    """One region's saved tensors are there at once whatever was promised; without a promise it is what full
-    recomputation would hold.
-    """
+    """Hold one region's saved tensors at least; without a promise, hold as many as full recomputation would."""
     freely, least, kept_to = (most_held(promised) for promised in (None, 0, most_bytes))
     assert least <= kept_to <= max(least, most_bytes) < freely
 
 
 def most_held(promised_bytes: int | None) -> int:
-    """Of a stack whose inputs are most of what full recomputation would hold."""
+    """Return the most bytes held by a stack whose inputs are most of the memory of full recomputation."""
     torch.manual_seed(0)
     model = Stack(40)
     reference = twin(model)

@@ -42,7 +42,7 @@ def plain(mib: int = 7) -> Setting:
 
 
 def planned(settings: dict[str, Setting], plan: MemoryPlan | None = None, **solution) -> MemoryPlan:
-    """That plan, by default one with addresses, with these settings of its regions."""
+    """Return a plan, by default one with addresses, with these settings of its regions."""
     plan = plan or decided_plan()
     plan, decided = replace(plan, training=decided_plan().training), Decisions.of(decided_plan())
     return plan.with_part(replace(decided, settings=settings, solution=replace(decided.solution, **solution)))
@@ -53,7 +53,7 @@ def without_addresses(plan: MemoryPlan) -> MemoryPlan:
 
 
 def layers(count: int, plains: int = 0) -> dict[str, Setting]:
-    """The last ones plain."""
+    """Return settings of which the last ones are plain."""
     return {f"model.layers.{at}": plain() if at >= count - plains else swapping(3 + at % 2) for at in range(count)}
 
 
@@ -162,7 +162,7 @@ def test_show_prints_and_draws_decisions(addresses, chrome, tmp_path):
 
 
 def drawn(plan: MemoryPlan) -> tuple[tuple[Bars, ...], Axis, Axis]:
-    """The bars, a kind each, and their two axes."""
+    """Return the bars, one per kind, and their two axes."""
     column = its_bars.column(plan)
     (panel,) = column.panels
     return panel.content, column.x, panel.y
@@ -200,7 +200,7 @@ def test_labels_of_many_regions_do_not_touch(count):
 
 
 def area(image: np.ndarray, colour: str) -> tuple[int, float]:
-    """Pixels of a colour, and where their first one is: a share of the width."""
+    """Return the pixels of a colour, and the first one's position as a share of the width."""
     rgb = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
     found = (image == rgb).all(axis=2)
     return int(found.sum()), float(found.any(axis=0).argmax() / image.shape[1])
@@ -224,7 +224,7 @@ def test_a_picture_has_bars_as_long_as_their_bytes(count, addresses, chrome, tmp
 
 
 def figure_of(plan: MemoryPlan, path: Path) -> dict:
-    """What a page gives to plotly."""
+    """Return the data that a page gives to plotly."""
     write_page(plan_figure(plan), path / "page.html")
     text = (path / "page.html").read_text()
     data, end = json.JSONDecoder().raw_decode(text, text.index("[", text.rindex("Plotly.newPlot(")))

@@ -1,6 +1,4 @@
-"""Where the device has room for everything, regions run as they would without memplug; where it has no more, they do
-not.
-"""
+"""If the device has room for everything, regions run as without memplug; if it no longer has, they do not."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ def test_no_part_of_a_plan_is_plain_without_room_for_one_region_or_with_saved_by
 
 
 class Training:
-    """A model with a session, and its twin without."""
+    """A model with a session, and its twin without one."""
 
     def __init__(self, layer: type[Layer] | Any = Block, layers: int = 4, **block: Any):
         torch.manual_seed(0)
@@ -72,7 +70,7 @@ class Training:
         self.session = memplug.attach(self.model, config)
 
     def step(self, tokens: int = 6) -> int:
-        """One step, whose gradients are the twin's; how many region forwards memplug ran."""
+        """Run one step, compare gradients with the twin's, and return how many region forwards memplug ran."""
         before = self.session._attached.executor.flow.forwards
         x = torch.randn(2, tokens, 16)
         self.model(x).backward()
@@ -109,7 +107,7 @@ def test_pinned_memory_that_was_there_for_other_plans_is_given_back() -> None:
 
 
 def test_the_forward_of_a_plain_region_is_its_modules_own() -> None:
-    """But for the first of each kind, which sees the size of what a step is given."""
+    """Exclude the first region of each kind, which checks the size of its inputs."""
     training = Training(device_budget_gib=1)
     with training.session as session:
         assert all(type(layer) is not Block for layer in training.model.layers)
@@ -127,8 +125,9 @@ def test_the_forward_of_a_plain_region_is_its_modules_own() -> None:
 
 
 def test_steps_of_a_plain_program_are_told_from_those_of_another() -> None:
-    """Without operators to compare, the sizes that the first region is given are all there is. Nor is the step's peak
-    known then: on CUDA the process's counts, with that of earlier tests.
+    """Compare only the sizes of the first region's inputs, as there are no operators to compare.
+
+    The step's peak is unknown then too: on CUDA only the process's counts, which include earlier tests.
     """
     training = Training(device_budget_gib=64, profiler={"policy_steps": 1, "enabled": False})
     with training.session as session:
@@ -146,7 +145,7 @@ def test_steps_of_a_plain_program_are_told_from_those_of_another() -> None:
 
 
 class Branches(Block):
-    """Takes another branch where it is told to, with as many nodes."""
+    """A block that takes another branch on demand, with the same number of nodes."""
 
     tanh = False
 
@@ -181,7 +180,7 @@ def test_a_step_that_really_differs_is_noticed_while_regions_are_plain(change: A
 
 
 def test_a_region_whose_arguments_have_to_be_changed_keeps_its_class() -> None:
-    """Hugging Face's models make a key-value cache by default, of which each run of a region has a copy."""
+    """Use Hugging Face's key-value cache, the default, of which each run of a region gets a copy."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, vocab_size=32
@@ -211,7 +210,7 @@ def test_a_module_that_was_changed_meanwhile_stays_as_it_is(caplog: pytest.LogCa
 
 
 def test_a_module_that_another_wraps_by_its_class_keeps_it() -> None:
-    """As FSDP2's `fully_shard` does after attaching."""
+    """Change the class after attaching, as FSDP2's `fully_shard` does."""
     training = Training(device_budget_gib=1)
     with training.session as session:
         layer = training.model.layers[2]
@@ -222,7 +221,7 @@ def test_a_module_that_another_wraps_by_its_class_keeps_it() -> None:
 
 
 def test_some_regions_run_as_without_memplug_and_others_by_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device has room for the saved tensors of half of them."""
+    """Give the device room for the saved tensors of half of the regions."""
 
     def solve(task: candidates.Task) -> list[plan.TokenwisePlan | None]:
         everything = sum((region.instances + region.staying) * region.saved_bytes for region in task.regions)
@@ -296,7 +295,7 @@ def test_ranks_that_are_given_more_launch_the_collectives_of_those_that_are_not(
     with training.session as session:
         training.reach_stable()
         for region in session._attached.regions:
-            region.native.communicates = True  # its recompute pass would: the others have none
+            region.native.communicates = True  # its recompute pass would communicate; the other ranks have none
         assert training.step(tokens=18) == 0
 
 
@@ -308,7 +307,7 @@ def test_without_room_regions_are_not_plain(keeps_nothing: None) -> None:
 
 
 def test_tensors_that_were_kept_by_an_earlier_plan_are_found_by_their_backward() -> None:
-    """A graph from before the regions were plain, and its backward after."""
+    """Run the backward of a graph from before the regions were plain."""
     training = Training(device_budget_gib=1)
     with training.session as session:
         x = torch.randn(2, 6, 16)

@@ -1,4 +1,4 @@
-"""From observed steps to plans and back: what the planner is told, and what regions get."""
+"""From observed steps to plans and back: the planner's input, and the regions' settings."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_layers_that_run_other_operators_are_regions_of_their_own() -> None:
 
 
 def test_keys_are_the_same_in_another_process_with_other_shapes() -> None:
-    """Ranks with other sequence lengths share a plan: the key names operators, not shapes."""
+    """Share a plan between ranks with other sequence lengths: the key names operators, not shapes."""
     keys = {
         next(iter(Observed(Stack(2)).groups)),
         next(iter(Observed(Stack(2, lambda: Block(width=32)), width=32).groups)),
@@ -117,7 +117,7 @@ def test_the_planner_is_told_bytes_times_and_what_may_be_swapped() -> None:
     assert 3 * region.input_bytes == 2 * 4 * tokens * width, "the first one's is the batch, which stays; it is the mean"
     assert 0 < sum(operator.time_s for operator in region.operators) <= region.forward_s
     assert region.backward_s > 0
-    plan.solve([region], ROOMY)  # accepts it
+    plan.solve([region], ROOMY)  # it is accepted
 
 
 def test_a_forward_without_backward_is_described_all_the_same() -> None:
@@ -132,7 +132,7 @@ def test_small_tensors_are_never_offered_to_the_planner() -> None:
 
 
 class Draws(Layer):
-    """Backward asks for no random number."""
+    """A layer whose backward needs no random number."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.rand_like(x) + self.out(self.inner(self.norm(x)).sigmoid())
@@ -160,7 +160,7 @@ def test_planner_and_core_find_the_same_operators_to_run(layer: type[nn.Module])
 
 
 class Grouped(nn.Module):
-    """A product of each of two groups; their rows lie one behind the other, or each group is a matrix of a stack."""
+    """A layer with a product for each of two groups, whose rows follow each other or form a stack of matrices."""
 
     def __init__(self, stacked: bool):
         super().__init__()
@@ -211,7 +211,7 @@ def group(instances: int, fractions: dict[int, float], keep: tuple[int, ...] = (
 
 
 def decided(region: Region, index: int, func: Any) -> tuple[float, bool]:
-    """The fraction of operator `index` to swap, and whether it stays on the device."""
+    """Return the fraction of operator `index` to swap, and whether it stays on the device."""
     return region.native.decide(index, func._schema.name, func._schema.overload_name)
 
 
@@ -294,7 +294,7 @@ def test_what_backward_reads_itself_is_kept_in_every_forward_and_what_nothing_re
 
 
 class Doubled(Block):
-    """Backward asks for no output of its last two matmuls: what is kept of it is not what would be recomputed."""
+    """A layer whose backward needs no output of its last two matmuls: it keeps less than it would recompute."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)

@@ -1,4 +1,4 @@
-"""What a plan says that it moves, and what it moved; host budgets that bind are used up, and never exceeded."""
+"""Predicted and actual bytes of a plan; host budgets that bind are used up, and never exceeded."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.support.blocks import LAYERS, Block, Layer, Stack, assert_same, gradi
 from tests.support.forwards import WritesAfterUse, WritesInput
 from tests.support.parallel import Parallel
 
-WARN = predictions.Predictions.warn  # as users have it: in tests it is an error
+WARN = predictions.Predictions.warn  # as users have it: in tests it raises
 
 
 class ByNumpy(Layer):
-    """Work that no operator shows."""
+    """A layer with work that no operator shows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(self.norm(x))
@@ -33,7 +33,7 @@ class ByNumpy(Layer):
 
 
 class Sorts(Layer):
-    """A choice: it is always captured, so that a recompute pass makes the same one."""
+    """A layer with a choice, which is always captured, so that a recompute pass repeats it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(self.norm(x))
@@ -43,7 +43,7 @@ class Sorts(Layer):
 
 @pytest.fixture(autouse=True)
 def link(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets its rate, in bytes a second; at first it is so fast that a plan swaps all that it can, on any machine."""
+    """Return a function that sets the link's rate in bytes per second, at first too fast to limit a plan."""
 
     def of_rate(rate: float) -> None:
         monkeypatch.setattr("memplug.device.device.Device.link_rates", lambda device: (rate, rate))
@@ -55,7 +55,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def trained(
     layer: type[Layer] | Any, micro_batches: int = 1, tokens: int = 12, exact: bool = True, **block: Any
 ) -> dict[str, Any]:
-    """The report of a training whose gradients are those without memplug; refusals and peak of its last steps."""
+    """Train with memplug, compare gradients, and return the report with the last steps' refusals and peak."""
     torch.manual_seed(0)
     model = Stack(4, layer)
     reference = twin(model)
@@ -78,7 +78,7 @@ def trained(
         while session.stage is not Stage.STABLE:
             step()
         executor = session._attached.executor
-        refusals = executor.transfer.refused  # of steps before any plan
+        refusals = executor.transfer.refused  # in steps before any plan
         executor.pool.rows.peak_bytes = 0
         for _ in range(3):
             step()
@@ -123,7 +123,7 @@ def test_a_plan_that_moves_something_else_is_told_once(
     put = planning.put
 
     def untrue(decisions: Decisions | None, regions: Sequence[Region], executor: Executor) -> None:
-        """Regions are to send what they do not."""
+        """Make regions expect to send more than they do."""
         put(decisions, regions, executor)
         for region in regions:
             region.native.forward_bytes = region.native.forward_bytes and region.native.forward_bytes + 1000
@@ -137,7 +137,7 @@ def test_a_plan_that_moves_something_else_is_told_once(
 
 @pytest.fixture(scope="module")
 def endless_link() -> Iterator[None]:
-    """Nothing but the host's memory binds."""
+    """Make the link so fast that only host memory binds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("memplug.device.device.Device.link_rates", lambda device: (1e15, 1e15))
         yield
@@ -145,15 +145,14 @@ def endless_link() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def wanted_bytes(endless_link: None) -> int:
-    """Of host memory, where there is plenty."""
+    """Return the host memory that a plan uses if there is plenty."""
     return trained(Block, tokens=1024, exact=False)["predicted_host_bytes"]
 
 
 @pytest.mark.parametrize("percent", range(5, 101, 5))
 def test_a_binding_host_budget_is_used_up_and_nothing_is_refused(percent: int, wanted_bytes: int) -> None:
     budget = wanted_bytes * percent // 100
-    # a split may be anywhere, and some numbers of rows round otherwise; of several plans, the one that ran fastest may
-    # swap less
+    # a split may be anywhere, and some numbers of rows round differently; the fastest of several plans may swap less
     first = {"policy_steps": 0}
     report = trained(Block, tokens=1024, exact=False, host_budget_gib=budget / 2**30, profiler=first)
     assert report["host_refusals"] == 0 and report["swapped_share"] == 1.0

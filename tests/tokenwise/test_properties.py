@@ -1,4 +1,4 @@
-"""Whatever a layer does: it trains with memplug as without, to the bit, or an error says what to do."""
+"""For any layer: it trains with memplug as without, to the bit, or an error says what to do."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from memplug.tokenwise.engine.buffers import IN_PLACE
 from tests.support.random_programs import Program, programs
 
 FOUND = (
-    # graphs that live on in part, after all that they have on the device was used up
+    # graphs that live on in part, after all of their device memory was used up
     Program((("raises", "routed", "gradient inside"),) * 2, "same tensor", ("anomaly",), ("twice",) * 3),
     # an operator that raises in a dispatch mode, in a step with device times
     Program((("raises",),), modes=("dispatch mode",), schedule=("plain",) * 4),
     # a recompute pass that draws numbers, inside of the backward of batched gradients
     Program((("drops",), ("own kernel", "drops"), ("drops", "address")), schedule=("batched", "batched by function")),
-    # a weight that a forward meets inside of a transform first
+    # a weight that a forward first uses inside of a transform
     Program((("pushed forward",),), modes=("dispatch mode",), schedule=("batched",), kind="frozen layer"),
     # an argument without sizes that is written to
     Program((("adds in place",),), "nested argument"),
@@ -26,11 +26,11 @@ FOUND = (
     Program((("counts for all", "address"),) * 2, schedule=("plain", "twice")),
     # a buffer whose memory was made in inference mode
     Program((("sets data", "raises"),), schedule=("inferred", "plain")),
-    # outputs of an operator that is swapped which are too small for it
+    # outputs of a swapped operator that are too small to swap
     Program((("norm",), ()), schedule=("plain",) * 6, entry="scaled", arena=False),
-    # a choice in a region that is opaque
+    # a choice in an opaque region
     Program((("resizes", "sorts"), ()), schedule=("plain",) * 6, entry="scaled", arena=False),
-    # a sparse tensor that a module saves which runs again
+    # a sparse tensor that a module saves and makes again
     Program((("skips", "later sparse"),), schedule=("micro batches",) * 2, entry="scaled", turn=1, arena=False),
     # a bias that is written to before its region runs again
     Program((("address", "sin"),), schedule=("written between", "written between backwards")),
@@ -40,30 +40,30 @@ FOUND = (
     Program((("moves in place", "renames"),), schedule=("reversed",)),
     # a region that is opaque only once there is a plan
     Program((("later raises",), ()), schedule=("plain",) * 6, entry="scaled", turn=4, arena=False),
-    # forwards of one step of which one is given inputs that need a gradient
+    # forwards of one step, one of which gets inputs that need a gradient
     Program((("raises",),) * 2, "with gradient", schedule=("interrupted",) * 7),
     # a region where no hooks may be set
     Program((("sin",),), modes=("without hooks",)),
 )
-"""Programs that were right without memplug alone, once."""
+"""Programs that once were correct only without memplug."""
 EXAMPLES, PLANNED_EXAMPLES, LONG_EXAMPLES = 300, 120, 800
 REFUSALS = (InPlaceError, RecomputeError, RegionError)
-"""Errors that a training may end with; any other one of memplug's is a defect."""
+"""Errors that may end a training; any other error of memplug's is a defect."""
 UNDER_HOOKS = ("don't yet support saved tensor hooks", "no hooks here")
-"""Of torch, in a region that runs a transform or disables such hooks, by which memplug sees what autograd saves."""
+"""Errors of torch in a region that runs a transform or disables saved-tensor hooks, which memplug needs."""
 UNDER_OTHER_HOOKS = ("Cannot copy out of meta tensor", "NestedTensorImpl doesn't support sizes")
-"""Of torch, where hooks of torch's own save tensors, which memplug saves by its own in a region."""
+"""Errors of torch where its own hooks save tensors; in a region memplug's hooks save them."""
 
 
 def found(test: Callable[..., None]) -> Callable[..., None]:
-    """Returns a test of programs with those of `FOUND`."""
+    """Add the programs of `FOUND` to a test of programs."""
     for program in FOUND:
         test = example(program=program)(test)
     return test
 
 
 def check(program: Program, alpha: float | str) -> None:
-    """Raises AssertionError where a training with memplug differs from one without."""
+    """Raise AssertionError if a training with memplug differs from one without."""
     right, error = program.trained(None)
     ours, other = program.trained(alpha)
     if IN_PLACE in str(error) and len(ours) > len(right):

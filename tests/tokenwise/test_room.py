@@ -1,4 +1,4 @@
-"""Where the device has less room than a plan keeps, all ranks plan anew."""
+"""If the device has less room than a plan keeps, all ranks plan again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def decisions(kept_bytes: int, peak_bytes: int | None = 1000) -> SimpleNamespace
 
 
 class Counted(DeviceMemory):
-    """1000 bytes, of which `budgets.DEVICE_SHARE` is for plans."""
+    """A device of 1000 bytes; plans may use the share `budgets.DEVICE_SHARE`."""
 
     own_bytes = 1000
     retries = 3
@@ -153,14 +153,14 @@ def test_plans_are_forgotten_and_made_anew(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def other() -> Iterator[Other]:
-    """Something else that takes the device's memory, past torch's allocator."""
+    """Yield a holder of device memory outside of torch's allocator."""
     taken = Other()
     yield taken
     taken.give_back()
 
 
 class Other:
-    """Memory of the device, from the runtime itself."""
+    """Device memory from the runtime itself."""
 
     def __init__(self) -> None:
         names = (None, "libcudart.so.13", "libcudart.so.12")
@@ -168,14 +168,14 @@ class Other:
         self._memory: list[ctypes.c_void_p] = []
 
     def take_all_but(self, left_bytes: int) -> None:
-        """Until so much is free."""
+        """Take memory until only this much is free."""
         free_bytes, _ = torch.cuda.mem_get_info()
         address = ctypes.c_void_p()
         assert self._runtime.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(free_bytes - left_bytes)) == 0
         self._memory.append(address)
 
     def give_back(self) -> None:
-        """All of it."""
+        """Free all of it."""
         while self._memory:
             self._runtime.cudaFree(self._memory.pop())
 
@@ -189,7 +189,7 @@ def _library(name: str | None) -> ctypes.CDLL | None:
 
 @pytest.mark.gpu
 def test_a_device_that_another_fills_keeps_less(other: Other) -> None:
-    gc.collect()  # memory and peaks of tests that ran here before
+    gc.collect()  # memory and peaks of earlier tests
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
@@ -210,8 +210,8 @@ def test_a_device_that_another_fills_keeps_less(other: Other) -> None:
             step()
         assert session.stage is Stage.STABLE and session.report().tokenwise.plain_regions == 3
         torch.cuda.empty_cache()
-        torch.empty(192 * MIB, dtype=torch.uint8, device="cuda")  # the allocator's cache has it now
-        other.take_all_but(56 * MIB)  # short by more than what earlier tests may give back meanwhile
+        torch.empty(192 * MIB, dtype=torch.uint8, device="cuda")  # the allocator's cache holds it now
+        other.take_all_but(56 * MIB)  # short by more than earlier tests may free meanwhile
         step()
         step()
         assert session.stage is Stage.WARM_UP and session.report().tokenwise.plain_regions == 0

@@ -1,4 +1,4 @@
-"""When a session reserves rounding buffers, how large they are, and what its plans know of them."""
+"""When a session reserves rounding buffers, how large they are, and how plans count them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_buffers_are_there_before_the_first_step_under_a_plan_and_never_too_smal
 
 
 def test_the_recorder_sees_as_many_requests_less_as_transfers_count() -> None:
-    """The counter that other tests trust, against the allocator's own requests of one step."""
+    """Compare the counter that other tests trust with the allocator's own requests of one step."""
 
     def requests(buffered: bool) -> tuple[int, int]:
         model, reference = pair()
@@ -140,7 +140,7 @@ def test_a_longer_sequence_misses_once_and_has_larger_buffers_from_then_on() -> 
 
 
 def test_a_plan_leaves_room_for_the_buffers_of_the_region_that_swaps_the_most() -> None:
-    """At the safest setting: its input and its attention's output, with padding for whatever else it may swap."""
+    """Use the safest setting: its input and attention's output, with padding for any other tensor it may swap."""
     sizes = {"saved": frozenset({1}), "given": frozenset({0}), "forward_s": 1.0, "backward_s": 1.0}
     regions = [
         Region(
@@ -173,7 +173,7 @@ def test_a_plan_leaves_room_for_the_buffers_of_the_region_that_swaps_the_most() 
 
 
 def test_a_plan_with_buffers_swaps_what_one_without_would_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not where it keeps everything: nothing comes back then."""
+    """Exclude a plan that keeps everything, for which nothing is prefetched."""
 
     def kept(room_bytes: int, buffers: int) -> tuple[int, bool]:
         model, reference = pair()

@@ -1,4 +1,4 @@
-"""GenPolicy: which of the plans that were tried stays, and what is measured of each."""
+"""GenPolicy: which of the tried plans stays, and what is measured of each."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_is_chosen_fits_if_anything_does_and_nothing_that_fits_is_faster(tr
 
 
 class Clock:
-    """Seconds pass when a test says so."""
+    """A clock on which seconds pass only when a test says so."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -67,7 +67,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The only clock that a search knows."""
+    """Yield the only clock of a search."""
     made = Clock()
     monkeypatch.setattr("memplug.device.device.Device.now_s", lambda device: made.now)
     return made
@@ -75,8 +75,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @contextlib.contextmanager
 def paced(clock: Clock, tries: int = 4) -> Iterator[Led]:
-    """The more of a region's rows its plan swaps, the faster the step. The model's own choice, tried first, is alpha
-    0.5; alpha 1 is tried third.
+    """Run a session in which a step is faster the more rows a region's plan swaps.
+
+    The model's own choice, alpha 0.5, is tried first; alpha 1 is tried third.
     """
     with led(layers=2, policy_steps=tries) as run:
         region = run.session._attached.regions[0]
@@ -112,7 +113,7 @@ def test_what_runs_between_two_steps_is_no_part_of_their_time(plans_by_alpha: No
 def test_a_plan_that_the_host_had_no_room_for_does_not_stay(
     refused: int, stays: int, plans_by_alpha: None, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The third plan is the fastest, then the first."""
+    """Make the third plan the fastest, then the first."""
     with paced(clock) as run:
         run.step(times=1 + refused)
         transfer = type(run.session._attached.executor.transfer)
@@ -123,7 +124,7 @@ def test_a_plan_that_the_host_had_no_room_for_does_not_stay(
 
 
 def peaks(run: Led, *by_step: int | None) -> None:
-    """Of the device, in the observed step and in each that tries a plan."""
+    """Set the device's peaks: of the observed step, and of each step that tries a plan."""
     run.recorder.peaks = list(by_step)
 
 
@@ -131,7 +132,7 @@ def peaks(run: Led, *by_step: int | None) -> None:
 def test_a_plan_whose_peak_is_higher_than_it_promised_does_not_stay(
     third: int | None, stays: int, plans_by_alpha: None, clock: Clock
 ) -> None:
-    """Nothing is kept: each plan promised the peak of the observed step, within 2 %."""
+    """Keep nothing: each plan promises the peak of the observed step, within 2 %."""
     with paced(clock) as run:
         peaks(run, 1000, 1000, 900, third, 1000)
         run.reach_stable()
@@ -162,7 +163,7 @@ def test_host_memory_of_every_plan_is_there_before_the_first_is_tried(
 
 
 def test_a_plan_is_made_for_the_forwards_in_flight_of_its_own_program() -> None:
-    """The first program has two graphs in flight, the second one."""
+    """Give the first program two graphs in flight, and the second one."""
     with led() as run:
         model = run.model
         inner = model.forward
@@ -173,7 +174,7 @@ def test_a_plan_is_made_for_the_forwards_in_flight_of_its_own_program() -> None:
         del model.forward, run.reference.forward
         run.step(6, times=2)
         run.reach_stable(6)
-        # the last of the three layers still has its tensors when backward comes for them
+        # the last of the three layers still has its tensors when its backward needs them
         assert instances(run) == 2 and run.session.report().replans == 2
 
 

@@ -1,4 +1,4 @@
-"""Where the host memory runs out less is swapped, and where it has room again, more."""
+"""If host memory runs out, less is swapped; once there is room again, more."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Addresses: planners, problems, and what planners share."""
+"""Tests of addresses: planners, problems, and the planners' common code."""

@@ -31,7 +31,7 @@ def without_places(problem: Problem) -> Problem:
 
 
 def layers(count: int, inner: tuple[int, ...], *, odd: int = 0) -> Problem:
-    """`count` times the same transients one after another and one request that stays; then `odd` others."""
+    """Return `count` equal layers, each with transients and one request that stays; then `odd` other requests."""
     rows, clock = [], 0
     end = count * (2 * len(inner) + 1) + 2 * odd + 1
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""What dynamic requests may reuse is exactly what no planned buffer uses while they live."""
+"""Dynamic requests may reuse exactly the bytes that no planned buffer uses while they live."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def planned(step: Trace):
 
 
 def two_layers(*, frees: bool = True) -> Trace:
-    """Experts ask for 700 bytes in a forward and free them in the backward; static requests come and go meanwhile."""
+    """Return a step whose experts request memory in a forward and free it in the backward, among static requests."""
     recording = Recording()
     recording.step()
     recording.phase(Pass.FORWARD, 0)

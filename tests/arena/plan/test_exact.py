@@ -1,4 +1,4 @@
-"""Small problems are solved, and what is said of the solution is proven."""
+"""Small problems are solved, and claims about the solution are proven."""
 
 import itertools
 import time
@@ -37,7 +37,7 @@ def test_the_optimum_is_that_of_all_orders_and_said_to_be_it(backend, problem):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_agree_on_problems_whose_optimum_is_above_the_lower_bound(backend):
-    # Found by chance: nobody places these without a hole.
+    # Found by chance: no solution of these is without a hole.
     problem = problem_of((0, 5, 3), (4, 9, 4), (8, 12, 3), (2, 7, 4), (6, 10, 3), (0, 3, 4), (9, 12, 4), (5, 6, 1))
     assert solve(problem, backend).height == solve(problem, "native").height
     assert solve(problem, backend).optimal

@@ -1,4 +1,4 @@
-"""The layout problem of a step is what its events say of its static requests, and nothing else."""
+"""The layout problem of a step follows from its events of static requests, and nothing else."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from tests.support.traces import Recording, assert_same, recordings, training
 
 
 def replayed(trace, step, alignment):
-    """The rows that are due, from a walk over the events of one step of a trace, and their ids."""
+    """Return the expected rows and their ids, from a walk over the events of one step of a trace."""
     during = trace.step_events(step) if trace.steps else slice(0, len(trace.events))
     events = trace.events[during]
     rows, of_request = [], {}
@@ -49,7 +49,7 @@ def replayed(trace, step, alignment):
 
 
 def taking_turns(trace, step, alignment, rows, ids):
-    """How many more there have to be of each (size, stream) of `rows` that outlive the step, by counting them."""
+    """Return how many extra buffers each (size, stream) of `rows` that outlive the step needs, by counting."""
     during = trace.step_events(step) if trace.steps else slice(0, len(trace.events))
     events = trace.events[during]
     numbers = np.cumsum(events["kind"] == Event.MALLOC) - 1

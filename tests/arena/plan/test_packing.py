@@ -1,4 +1,4 @@
-"""The compiled placement and search: the same answers as slow ones in Python, and clear words without a compiler."""
+"""The compiled placement and search agree with slow ones in Python, and a missing compiler gives a clear error."""
 
 import itertools
 import os
@@ -30,9 +30,9 @@ def random_table(count: int, seed: int, *, longest: int = 40) -> np.ndarray:
 
 
 def placed_slowly(placer: Placer, order: list[int], tightest: bool) -> np.ndarray:
-    """`Placer.place`, without a limit, in Python."""
+    """Place as `Placer.place` does, without a limit, in Python."""
     offsets = np.zeros(len(placer.size), np.int64)
-    # Of what is placed, by offset; the arrays are full length, and `count` of them in use.
+    # of the placed buffers, by offset; the arrays have full length, and `count` entries are in use
     starts, ends = np.zeros(len(order), np.int64), np.zeros(len(order), np.int64)
     lowers, uppers = np.zeros(len(order), np.int32), np.zeros(len(order), np.int32)
     for count, row in enumerate(order):
@@ -84,7 +84,7 @@ def test_a_placement_that_reaches_the_limit_is_given_up(problem):
 @given(problems(most=6, fewest=1, latest=8, largest=6))
 @settings(max_examples=60)
 def test_the_search_says_yes_from_the_lowest_height_on_and_no_below(problem):
-    # Some first fit order gives an optimum: that of its rising offsets.
+    # Some first-fit order gives an optimum: the order of its rising offsets.
     orders = itertools.permutations(range(len(problem)))
     lowest = min(first_fit(problem, list(order)).height for order in orders)
     small = Small.of(problem)

@@ -33,7 +33,7 @@ STEPS = "id,lower,upper,size\na,0,2,5\nb,1,4,3\nc,3,6,5\n"
 
 
 def memplug(folder: Path, *arguments: str) -> str:
-    """What a command of the package in that folder prints."""
+    """Return the output of a command of the package in that folder."""
     code = "import sys; from memplug.cli import main; main()"
     command = [sys.executable, "-c", code, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "200"}
@@ -44,7 +44,7 @@ def memplug(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the package with one more planner."""
+    """Return a copy of the package with one more planner."""
     shutil.copytree(ROOT / "memplug", tmp_path / "memplug", ignore=shutil.ignore_patterns("__pycache__"))
     rooms = tmp_path / "memplug" / "arena" / "plan"
     (rooms / "toy.py").write_text(TOY)

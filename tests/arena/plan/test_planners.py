@@ -1,4 +1,4 @@
-"""Every planner, on anything: what it gives is a solution, at whatever moment it ends."""
+"""Every planner returns a valid solution for any problem, at any deadline."""
 
 import time
 
@@ -101,7 +101,7 @@ def test_auto_tries_a_planner_only_where_it_may_be_the_lowest(monkeypatch):
     tried = []
     auto.plan(problem, progress=tried.append)
     assert not {"bilevel", "spatiotemporal"} & set(tried)
-    for name in ("search", "exact"):  # the judge refuses theirs
+    for name in ("search", "exact"):  # the judge refuses their solutions
         flat = solved(problem, np.zeros(4, np.int64), name)
         monkeypatch.setattr(getattr(auto, name), "solve", lambda problem, flat=flat, **_: flat)
     assert auto.plan(problem, progress=tried.append, time_limit_s=1.0).planner == "spatiotemporal"
@@ -150,7 +150,7 @@ def test_on_several_streams_only_the_lower_bound_is_a_proof():
 def test_where_streams_wait_for_each_other_their_requests_share_bytes():
     rows = ((0, 2, 8), (2, 5, 8, 1), (6, 9, 8))
     assert auto.plan(problem_of(*rows)).height == 16
-    # The side stream's request comes after the first wait and is over before the second.
+    # The side stream's request begins after the first wait and ends before the second.
     waits = [(2, 0, 1), (5, 1, 0)]
     assert auto.plan(problem_of(*rows, orderings=[(1, 0, 1), (6, 1, 0)])).height == 16, "the first wait came too early"
     before = ((0, 2, 8), (3, 5, 8, 1), (6, 9, 8))

@@ -1,4 +1,4 @@
-"""STWeaver's groups: by phase, fused where that is denser, then by size in as few layers as there can be."""
+"""STWeaver's groups: by phase, fused if that is denser, then by size in as few layers as possible."""
 
 import numpy as np
 from hypothesis import given
@@ -37,7 +37,7 @@ def _group(problem: Problem, first: int, last: int):
 
 
 def grouped(problem: Problem) -> Solution:
-    """Before everything is lowered."""
+    """Return the groups' solution, before buffers are lowered."""
     return solved(problem, spatiotemporal.by_groups(problem), "by groups")
 
 

@@ -1,4 +1,4 @@
-"""What a step waits for, by its spans."""
+"""The resources that a step waits for, by its spans."""
 
 from __future__ import annotations
 

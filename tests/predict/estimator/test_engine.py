@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON as it is estimated: the run's own, but for what the virtual device does not run."""
+"""A DeepSpeed JSON for an estimate: the run's own, except for settings that the virtual device does not run."""
 
 from __future__ import annotations
 

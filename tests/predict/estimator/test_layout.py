@@ -1,4 +1,4 @@
-"""How Megatron-Core splits a model: what is refused, and what is left."""
+"""How Megatron-Core splits a model: refused layouts, and each rank's part."""
 
 from __future__ import annotations
 

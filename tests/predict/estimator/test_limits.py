@@ -1,4 +1,4 @@
-"""The search for the largest count that fits, on memory that is known."""
+"""The search for the largest count that fits, on known memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORKLOAD = Workload(shape=Shape({}), layers=32, seq_len=4096)
 
 
 def searched(bytes_of: Callable[[int], float], begin: int, limit_bytes: float, step: int = 0) -> tuple[int, list[int]]:
-    """The count that is found, and those that were tried."""
+    """Return the count that is found, and the counts that were tried."""
     tried: list[int] = []
 
     def noted(count: int) -> float:
@@ -85,7 +85,7 @@ def test_what_a_step_may_take_is_memplugs_budget_and_never_more_than_the_gpu_has
 
 
 def limits_of(mode: str, told: list[str], ran: list[Workload], monkeypatch: pytest.MonkeyPatch) -> Limits:
-    """The steps are noted, and take a MiB a token, whichever sequence it is of."""
+    """Return limits whose steps are recorded, and take a MiB per token of any sequence."""
 
     def least_bytes(workload: Workload, *args: object) -> float:
         ran.append(workload)

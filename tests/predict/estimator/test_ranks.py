@@ -1,4 +1,4 @@
-"""Which modes of a rank of DeepSpeed are estimated."""
+"""Which modes of a DeepSpeed rank are estimated."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ PAIRS = [
     *("swapped", "all modes", "swapped", "impossible", "swapped", "failing", "all modes", "impossible", "all modes"),
     *("failing", "impossible", "failing", "swapped"),
 ]
-"""Each request comes after each other one."""
+"""Each request follows each other one."""
 
 
 def estimated(names: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Their results, by one process."""
+    """Return their results, from one process."""
     folder.mkdir()
     (folder / "asked.json").write_text(json.dumps(names))
     launch_forked(["tests.support.repeated_worker", folder], processes=1, module=True)
@@ -27,7 +27,7 @@ def estimated(names: list[str], folder: Path) -> list[dict[str, Any]]:
 
 
 def differing(found: dict[str, Any], fresh: dict[str, Any]) -> list[tuple[str, str]]:
-    """Modes and the fields of them that differ."""
+    """Return the modes and fields that differ."""
     if found.keys() != fresh.keys():
         return [("modes", str(list(found)))]
     different = [mode for mode in fresh if found[mode] != fresh[mode]]

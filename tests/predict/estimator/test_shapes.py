@@ -1,4 +1,4 @@
-"""Shapes of models: the files that are there, and those that say what is wrong."""
+"""Shapes of models: the shipped files, and files with errors."""
 
 from __future__ import annotations
 

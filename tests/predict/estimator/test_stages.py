@@ -1,4 +1,4 @@
-"""A step of all stages of a pipeline, put together from what each takes by itself."""
+"""A step of all stages of a pipeline, composed of the stages' own estimates."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_is_impossible_on_one_stage_is_so_with_the_least_that_all_need() ->
 
 
 def _simulated_s(forward_s: list[float], micro_batches: int) -> float:
-    """1F1B, backward taking twice as long: each stage runs its passes in order, as soon as their input is there."""
+    """Simulate 1F1B, with backward twice as long: each stage runs its passes in order, once their input exists."""
     stages = len(forward_s)
     todo = []
     for stage in range(stages):

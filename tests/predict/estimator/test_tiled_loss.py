@@ -23,7 +23,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
-@pytest.mark.parametrize("tiles", [2, 7])  # of 62 tokens: parts that are alike, and a shorter last one
+@pytest.mark.parametrize("tiles", [2, 7])  # of 62 tokens: equal parts, and a shorter last one
 def test_loss_and_gradients_are_those_of_all_tokens_at_once(family: str, tiles: int) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES, use_cache=False)
@@ -41,7 +41,7 @@ def test_loss_and_gradients_are_those_of_all_tokens_at_once(family: str, tiles: 
 
 
 class _Operators(TorchDispatchMode):
-    """Of forward and backward: each with the sizes of what it is given."""
+    """Records the operators of forward and backward, with the sizes of their inputs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A trace of values: what is recorded of a real step, on the CPU, and that an estimate from it is of that step."""
+"""A trace of values: the record of a real step on the CPU, and the estimate of that step from it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the virtual device does, and memplug on it.
+"""Cases for the virtual device, and for memplug on it.
 
-Run by tests/predict/virtual/test_virtual.py in processes of their own: torch has one such device for good, and learns
-of it before the first backward.
+tests/predict/virtual/test_virtual.py runs them in processes of their own: torch has one such device for good, and must
+learn of it before the first backward.
 """

@@ -12,7 +12,7 @@ from tests.support.virtual_devices import SIMPLE
 
 @pytest.fixture
 def device() -> Iterator[VirtualDevice]:
-    """A megabyte takes a second to the host, half a one to the device, and a millisecond to be read."""
+    """Yield a device: a megabyte takes a second to the host, half a second back, and a millisecond to be read."""
     device = VirtualDevice(SIMPLE)
     device.restart()
     yield device

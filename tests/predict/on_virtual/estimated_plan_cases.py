@@ -28,9 +28,11 @@ NO_LIST = {"swap": {"enabled": False}}
 
 @pytest.mark.parametrize("budget_gib", [40.0, 41.7, 44.0])
 def test_no_kernel_waits_for_the_copies_of_a_gated_mlps_products(budget_gib: float) -> None:
-    """They are as large as all else that a layer swaps, and leave last: the next layer begins while they do, as what
-    left before them makes enough room. In backward they come while the attention of the layer after them runs, and
-    where a plan swaps more, they come into the room that it counts for what is on its way.
+    """Swap products that are as large as all other swapped tensors of a layer, and are offloaded last.
+
+    The next layer begins meanwhile, since the tensors offloaded before have made enough room. In backward they are
+    prefetched during the attention of the layer after them; if a plan swaps more, they use the room that it counts for
+    copies in flight.
     """
     pytest.importorskip("transformers")
     workload = Workload(shape=_shape(), layers=4, seq_len=131072, head=False, optimizer=False)
@@ -54,7 +56,7 @@ def _shape() -> Shape:
 
 
 def _trained(workload: Workload, block: dict[str, Any], capacity_bytes: float) -> tuple[dict[str, Any], int]:
-    """Two steps of a GPU that has no more memory than that: a report, and the most that was reserved."""
+    """Train two steps on a GPU of that capacity; return the report, and the most that was reserved."""
     device = VirtualDevice(dataclasses.replace(Hardware.read(H200), memory_bytes=capacity_bytes))
     device.restart()
     training = Training(workload.make_model, workload.inputs, workload.make_optimizer)
@@ -65,7 +67,7 @@ def _trained(workload: Workload, block: dict[str, Any], capacity_bytes: float) -
                 session.step()
             return session.report().as_dict(), device.usage().reserved_peak
     finally:
-        del training  # from the frame of an error that is kept
+        del training  # from the frame of a stored error
 
 
 def test_a_job_that_runs_out_of_memory_without_a_plan_finishes_from_an_estimated_one(tmp_path: Path) -> None:
@@ -88,7 +90,7 @@ def test_a_job_that_runs_out_of_memory_without_a_plan_finishes_from_an_estimated
 
 @pytest.mark.parametrize("budget_gib", [12.0, 14.0])
 def test_steps_reserve_what_the_budget_grants_once_the_arena_serves(budget_gib: float) -> None:
-    """Tensors, the holes in torch's segments beside them, and no more than a fiftieth less than there is."""
+    """Reserve for tensors and for the holes in torch's segments, at most a fiftieth less than the budget."""
     pytest.importorskip("transformers")
     found = _of_four_layers({"device_budget_gib": budget_gib}, Hardware.read(H200), "memplug")["memplug"]
     assert 0.98 * budget_gib * GIB < found.arena_reserved_bytes <= budget_gib * GIB

@@ -1,4 +1,4 @@
-"""`memplug.estimate` on the virtual device: what it says is what a step there takes, and what was measured."""
+"""`memplug.estimate` on the virtual device agrees with steps that run there, and with measurements."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class _NeedsValues(nn.Module):
 
 
 class _FailsLater(nn.Module):
-    """In the forward that is measured."""
+    """A model that fails in the forward that is measured."""
 
     forwards = 0
 
@@ -143,7 +143,7 @@ class _FailsLater(nn.Module):
 
 
 def test_a_step_that_failed_leaves_nothing_to_the_next_ones_chart() -> None:
-    """It fails as it is measured."""
+    """Let a step fail while it is measured."""
     block = {"enabled": True, "arena": {"enabled": False}}
     with pytest.raises(EstimateError, match="a forward that fails"):
         memplug.estimate(_FailsLater, lambda: torch.ones(8), block, modes=("keep",))

@@ -1,4 +1,4 @@
-"""What frameworks ask of a device, and programs of CUDA."""
+"""Cases of frameworks' requests to a device, and of programs written for CUDA."""
 
 from __future__ import annotations
 

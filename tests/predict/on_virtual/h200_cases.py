@@ -1,4 +1,4 @@
-"""What the virtual device says of steps that were measured on an H200."""
+"""The virtual device's predictions of steps that were measured on an H200."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pytest
 from tests.support.h200 import BY_DEFAULT, LLAMA, Measured, measured, predicted
 
 MOST_TOKENS = 32768
-"""Of Hugging Face's layers here; `tests.bench.against_h200` has the others."""
+"""The limit for Hugging Face's layers here; `tests.bench.against_h200` has the longer ones."""
 ROWS = [row for row in measured() if row.attention != BY_DEFAULT and (row.layer != LLAMA or row.tokens <= MOST_TOKENS)]
 BOUND_BY_PYTHON = (LLAMA, 8192, "selective")
-"""Torch's selective recomputation asks Python about each operator, which short ones on the device wait for."""
+"""A row of short operators: torch's selective recomputation asks Python about each, and the device waits."""
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)

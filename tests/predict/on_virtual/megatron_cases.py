@@ -1,4 +1,4 @@
-"""A rank of Megatron-Core on the virtual device: what each way to split a model leaves it to hold and to compute."""
+"""A Megatron-Core rank on the virtual device: its memory and work under each way to split a model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _estimated(
     block: dict[str, Any] | None = None,
     **fields: Any,
 ) -> tuple[Estimate, int]:
-    """What this rank takes, and how many parameters it has."""
+    """Return this rank's estimate, and its number of parameters."""
     shape = Shape(DENSE | (EXPERTS if fields.pop("mixture", False) else {}))
     workload = Workload(shape=shape, seq_len=TOKENS, **{"layers": 4, **fields})
     parameters = []
@@ -67,7 +67,7 @@ def test_tensor_parallel_ranks_share_parameters_activations_and_work() -> None:
         assert 2 * split[mode].flops == pytest.approx(alone[mode].flops)
         assert 0.5 <= split[mode].peak_allocated_bytes / alone[mode].peak_allocated_bytes < 0.6
     assert "c10d::_allgather_base_" in {span.name for span in split["keep"].spans}
-    attention = 4 * 2 * TOKENS * TOKENS * DENSE["hidden_size"]  # of four layers, forward
+    attention = 4 * 2 * TOKENS * TOKENS * DENSE["hidden_size"]  # of four layers' forwards
     assert alone["full"].flops - alone["selective"].flops == pytest.approx(attention)
 
 
@@ -118,7 +118,7 @@ def test_context_parallel_ranks_have_equal_shares_of_all_work() -> None:
 
 @pytest.mark.long
 def test_what_context_parallel_ranks_gather_leaves_the_device_with_the_rest_of_a_layer() -> None:
-    """Attention is captured, so that no recompute pass of this rank asks for keys and values: only others might."""
+    """Capture attention, so that no recompute pass of this rank needs keys and values; other ranks' might."""
     block = {**WITHOUT_ARENA, "swap": {"enabled": False}, "tokenwise": {"alpha": 0.0, "min_offload_bytes": 4096}}
     grown_bytes = {}
     for mode in ("full", "memplug"):

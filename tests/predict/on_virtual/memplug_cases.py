@@ -1,4 +1,4 @@
-"""memplug on the virtual device: budgets are kept, and a step takes what was predicted."""
+"""memplug on the virtual device: budgets are kept, and a step takes the predicted time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.virtual_devices import H200, HIDDEN, SIMPLE, Layers
 
 
 def _trained(device: VirtualDevice, config: dict[str, Any], steps: int = 12) -> tuple[dict[str, Any], int, float]:
-    """Four layers of 8,192 tokens: a report, and of the last step the peak and seconds."""
+    """Train four layers of 8,192 tokens; return a report, and the last step's peak and seconds."""
     device.restart()
     with torch.device("virtual"):
         model = Layers(4).to(torch.bfloat16)
@@ -38,7 +38,7 @@ PLAIN = {"arena": {"enabled": False}, "profiler": {"wait_for_plans": True}}
 
 @pytest.mark.long
 def test_a_swap_list_keeps_to_its_budget_and_waits_as_long_as_it_says_where_the_link_is_never_faster() -> None:
-    """It counts with the rates of a link whose directions both run."""
+    """Predict with the link's rates while both directions run."""
     hardware = Hardware.read(H200)
     both = {"to_host": hardware.to_host_both_bytes_per_s, "to_device": hardware.to_device_both_bytes_per_s}
     device = VirtualDevice(dataclasses.replace(hardware, **{f"{to}_bytes_per_s": both[to] for to in both}))
@@ -91,7 +91,7 @@ def test_a_first_step_that_does_not_fit_completes() -> None:
 
 
 class _Sines(nn.Module):
-    """A layer of so many operators."""
+    """A layer of `operators` sines."""
 
     operators = 5
 
@@ -102,7 +102,7 @@ class _Sines(nn.Module):
 
 
 def test_memplugs_own_work_takes_the_hosts_time() -> None:
-    """For each operator that a region runs, for the region, and for what its backward recomputes."""
+    """Charge for each operator of a region, for the region, and for recomputing in backward."""
     layers, least_s = 3, 1e-12
     own = ("observe_s", "region_s", "restore_s")
     config = {"tokenwise": {"alpha": 0, "regions": ["[0-2]"]}, "arena": {"enabled": False}, "plan_dir": False}
@@ -120,7 +120,7 @@ def test_memplugs_own_work_takes_the_hosts_time() -> None:
 
     alone_s = step_s()
     taken_s = [step_s(**{name: 1.0}) - alone_s for name in own]
-    hidden_s = 1e-3  # of kernels that the host waits for otherwise
+    hidden_s = 1e-3  # time of kernels that the host otherwise waits for
     assert taken_s == pytest.approx([layers * _Sines.operators, layers, layers], abs=hidden_s)
 
 

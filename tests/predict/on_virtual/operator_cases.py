@@ -1,4 +1,4 @@
-"""Operators, what they cost, and the files that say so."""
+"""Operators, their costs, and the profiles of the costs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_product_takes_what_it_computes_or_moves_by_its_dtype() -> None:
     for side, flops, element_bytes, expected_s in (
         (100, 2e6, 4, 2e6 / 1e9),
         (100, 2e6, 2, 2e6 / (1e9 + 2e9 * math.log(2) / math.log(100))),
-        (2, 16, 4, 3 * 4 * 4 / 1e9),  # its bytes take longer
+        (2, 16, 4, 3 * 4 * 4 / 1e9),  # its bytes take longer than its operations
     ):
         matrix = SimpleNamespace(sizes=(side, side), nbytes=side * side * element_bytes)
         work = SimpleNamespace(name="aten::mm", inputs=[matrix, matrix], outputs=[matrix], causal=False)
@@ -198,7 +198,7 @@ def test_a_profile_that_is_none_is_refused(tmp_path: Path, text: str, said: str)
 
 
 def test_what_a_program_waits_for_on_the_host_has_values_of_any_size(device: VirtualDevice) -> None:
-    """Not what was in that memory before."""
+    """Return ones, not the memory's earlier contents."""
     numbers = torch.ones(100_000, dtype=torch.long, device="virtual")
     for _ in range(2):
         there = numbers.cpu()

@@ -1,4 +1,4 @@
-"""A Qwen3 on the virtual device, of Hugging Face and of Megatron-Core: its own sizes of heads, and norms of each."""
+"""A Qwen3 on the virtual device, by Hugging Face and Megatron-Core: head sizes of its own, and head norms."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _count(model: nn.Module) -> int:
 
 
 def _parameters() -> int:
-    """Of Hugging Face's own class."""
+    """Return the number of parameters of Hugging Face's own class."""
     import transformers
 
     with torch.device("meta"):
@@ -55,7 +55,7 @@ def _of_hugging_face(shape: Shape) -> Estimate:
 
 
 def _of_megatron(shape: Shape, layout: Layout) -> tuple[Estimate, int]:
-    """And how many parameters this rank has."""
+    """Return Megatron-Core's estimate, and this rank's number of parameters."""
     job, parameters = _workload(shape), []
 
     def make_training() -> MegatronTraining:

@@ -1,4 +1,4 @@
-"""One rank of several: what collectives take, and what is waited for."""
+"""One rank of several: the costs of collectives, and waits for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LATENCY_S, BYTES_PER_S = SIMPLE.collective_s, SIMPLE.collective_bytes_per_s
 
 @pytest.fixture(autouse=True)
 def rank(device: VirtualDevice) -> Iterator[None]:
-    """This process is one of four."""
+    """Make this process one of four ranks."""
     with joined(RANK, RANKS):
         yield
 

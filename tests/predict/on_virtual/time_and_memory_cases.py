@@ -78,7 +78,7 @@ SHARED = dataclasses.replace(
 
 
 def _copy(to_host: bool, nbytes: int) -> torch.Event:
-    """On a stream of its own; an event of its end."""
+    """Copy on a stream of its own, and return an event of its end."""
     ends = (torch.empty(nbytes, dtype=torch.uint8), on_device(nbytes))
     with torch.Stream("virtual") as stream:
         ends[not to_host].copy_(ends[to_host], non_blocking=True)
@@ -86,7 +86,7 @@ def _copy(to_host: bool, nbytes: int) -> torch.Event:
 
 
 def _ends_s(device: VirtualDevice, *copies: tuple[bool, int]) -> list[float]:
-    """When copies are over that are queued at once, one after the other."""
+    """Return when copies end that are queued at once, one after the other."""
     device.synchronize()
     begin, ends = device.stamp(), [_copy(*each) for each in copies]
     device.synchronize()
@@ -98,7 +98,7 @@ def test_a_copy_is_slower_while_the_other_direction_is_busy(device: VirtualDevic
     assert _ends_s(device, (True, MIB)) == [pytest.approx(MIB / 1e6, rel=1e-3)]
     short_s = 0.25 * MIB / 2e6
     _, end_s = _ends_s(device, (False, MIB // 4), (True, MIB))
-    # The short one takes twice as long too, although its end was fixed before the other one came.
+    # The short one takes twice as long too, although its end was fixed before the other one was queued.
     assert end_s == pytest.approx(MIB / 1e6 + 2 * short_s / 2, rel=1e-3)
 
 
@@ -111,7 +111,7 @@ def test_what_a_copy_loses_to_a_later_one_of_the_other_direction_its_successor_w
 
 
 def _flowing_ends_s(queues: list[list[float]]) -> list[float]:
-    """When two queues are over, given what each copy takes alone, if each is half as fast while both have copies."""
+    """Return when two queues end, given their copies' times alone, if both slow down to half while both copy."""
     alone = [sum(queue) for queue in queues]
     both_s = 2 * min(alone)
     return [both_s + each - min(alone) for each in alone]

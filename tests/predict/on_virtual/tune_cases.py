@@ -1,4 +1,4 @@
-"""The estimators of `memplug tune` against whole models that train on the virtual device."""
+"""The estimators of `memplug tune`, compared with whole models that train on the virtual device."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def hardware_of(case: Case) -> Hardware:
 
 
 def predicted(case: Case) -> tuple[float, int]:
-    """Seconds and bytes of a step, by the equations: ZeRO 1 on one rank."""
+    """Return a step's predicted seconds and bytes under ZeRO 1 on one rank."""
     hardware = hardware_of(case)
     profiles = {case.micro_batch: profile(hardware, shape_of(case), case.micro_batch, case.seq_len)}
     layout = Layout(stage=1, offload="none", micro_batch=case.micro_batch, accumulation=case.accumulation)
@@ -80,7 +80,7 @@ def predicted(case: Case) -> tuple[float, int]:
 
 
 class MixedPrecision:
-    """Adam as ZeRO 1 has it on one rank: all master weights in one tensor, and of gradients a copy while it runs."""
+    """Adam as in ZeRO 1 on one rank: master weights in one tensor, and a copy of the gradients while it runs."""
 
     def __init__(self, model: nn.Module):
         self.parameters = list(model.parameters())
@@ -100,7 +100,7 @@ class MixedPrecision:
 
 
 def trained(case: Case) -> tuple[float, int]:
-    """Seconds and peak bytes of a whole model's step on the virtual device; blocks that swap, memplug swaps."""
+    """Return seconds and peak bytes of a whole model's step on the virtual device, with memplug if blocks swap."""
     device = VirtualDevice(hardware_of(case), expandable_segments=True, bounded=False)
     gc.collect()
     before = device.usage().allocated
@@ -126,12 +126,12 @@ def trained(case: Case) -> tuple[float, int]:
 
 
 def swapped(case: Case) -> list[int]:
-    """Blocks that swap: spread evenly, so that copies of one go on while others compute."""
+    """Return the blocks that swap, spread evenly, so that one block's copies run while others compute."""
     return [index * case.layers // case.swap for index in range(case.swap)]
 
 
 def checkpointed(case: Case) -> list[int]:
-    """Blocks that checkpoint: the first others."""
+    """Return the blocks that checkpoint: the first of the others."""
     return [index for index in range(case.layers) if index not in swapped(case)][: case.checkpoint]
 
 

@@ -1,4 +1,4 @@
-"""Answers of a trace of values: what reads them goes on as in the real step, and a trace of another one is refused.
+"""Answers from a trace of values: a model that reads them goes on as in the real step; other traces are refused.
 
 Each trace is of a forward alone: a backward on the CPU would come before the virtual device.
 """
@@ -25,7 +25,7 @@ REGIONS = {"enabled": True, "tokenwise": {"regions": ["layers.*"], "alpha": 0}, 
 
 
 class Reads(nn.Module):
-    """A forward that is given; `inner` is another module with one."""
+    """A module with a given forward; `inner` is another module with one."""
 
     def __init__(self, run: Callable[[Reads, torch.Tensor], torch.Tensor], inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def test_tokens_are_routed_as_in_the_trace_in_every_mode(tmp_path: Path) -> None
     x = torch.randn(TOKENS, HIDDEN)
     trace = _recorded(Routed(), x, tmp_path)
     found = _estimated(Routed, trace, x, config=REGIONS, modes=("keep", "full", "memplug"))
-    flops = 2 * TOKENS * HIDDEN * (HIDDEN + 4) * 3  # a token has one expert, whichever it is
+    flops = 2 * TOKENS * HIDDEN * (HIDDEN + 4) * 3  # each token has one expert
     assert flops * 2.5 < found["keep"].flops <= flops * 3 < found["full"].flops <= flops * 4
     with pytest.raises(EstimateError, match="bincount(.|\n)*memplug estimate --trace"):
         _estimated(Routed, None, x, config=REGIONS, modes=("keep",))

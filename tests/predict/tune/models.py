@@ -1,4 +1,4 @@
-"""A model's profile that is easy to count with, and configurations of it."""
+"""A model's profile with simple numbers, and configurations of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memplug.predict.virtual.hardware import Hardware, Rate
 
 
 def hardware(to_host: float = 1.0, to_device: float = 1.0, **fields: Any) -> Hardware:
-    """A GPU whose link and collectives move a byte a second, and its memory a hundred."""
+    """Return a GPU whose link and collectives move a byte a second, and its memory a hundred."""
     rate = {"bfloat16": Rate.always(1e9)}
     values = {
         "name": "counted",
@@ -38,18 +38,18 @@ def hardware(to_host: float = 1.0, to_device: float = 1.0, **fields: Any) -> Har
 
 
 def machine(gpus: int = 2, host_bytes_per_s: float = 50.0, **fields: Any) -> Machine:
-    """As many of these GPUs."""
+    """Return a machine of several such GPUs."""
     return Machine(hardware=hardware(**fields), gpus=gpus, host_bytes_per_s=host_bytes_per_s)
 
 
 def part(forward_s: float, parameters: tuple[int, ...], saved_bytes: int, **fields: int) -> Part:
-    """Its backward takes twice as long."""
+    """Return a part whose backward takes twice as long as its forward."""
     peaks = {"forward_peak_bytes": saved_bytes, "backward_peak_bytes": 0, **fields}
     return Part(forward_s=forward_s, backward_s=2 * forward_s, parameters=parameters, saved_bytes=saved_bytes, **peaks)
 
 
 def model(layers: int = 4, micro_batch: int = 1, forward_s: float = 10.0) -> ModelProfile:
-    """Ten parameters a layer; a layer saves 70 bytes of which 10 are its output, and 40 can be swapped."""
+    """Return a profile with ten parameters per layer; a layer saves 70 bytes: 10 are its output, 40 can be swapped."""
     return ModelProfile(
         embedding=part(1.0, (8,), 10 * micro_batch),
         layer=part(forward_s * micro_batch, (7, 3), 70 * micro_batch, backward_peak_bytes=5 * micro_batch),
@@ -64,7 +64,7 @@ def model(layers: int = 4, micro_batch: int = 1, forward_s: float = 10.0) -> Mod
 def configuration(
     stage: int = 3, offload: Offload = "none", micro_batch: int = 1, accumulation: int = 1, **numbers: int
 ) -> Configuration:
-    """Of that model, whose six parts are chunks; all of them persist and none is buffered unless said."""
+    """Return a configuration of that model, whose six parts are chunks; by default all persist and none is buffered."""
     layout = Layout(stage=stage, offload=offload, micro_batch=micro_batch, accumulation=accumulation)
     persist = 6 if offload == "none" else 0
     given = {"n_persist": persist, "n_buffer": 6 if stage < 3 else 0, "n_swap": 0, "n_checkpoint": 0, **numbers}

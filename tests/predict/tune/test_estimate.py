@@ -35,7 +35,7 @@ def test_one_gpu_without_offload_computes_and_updates_and_recomputes_forward_of_
 
 
 def test_forward_and_backward_at_zero_3_are_those_of_the_equations() -> None:
-    """Gathering a layer takes 10 s, half of 20 bytes, and so does reducing; of the embedding 8 s."""
+    """Count 10 s to gather a layer, half of 20 bytes, and 10 s to reduce; 8 s for the embedding."""
     at = configuration(n_buffer=2, n_checkpoint=1)
     chunks = [
         protrain.ChunkTimes(forward_s=f, backward_s=2 * f, recompute_s=r, gather_s=g, reduce_s=g)
@@ -57,7 +57,7 @@ def test_zero_1_reduces_gradients_once_a_step_and_zero_2_in_every_micro_batch() 
 
 
 def test_the_host_updates_beside_the_device_and_not_beside_backward() -> None:
-    """Three groups on the device: 28 parameters of two ranks; 30 on the host, of both ranks."""
+    """Put three groups on the device, 28 parameters of two ranks, and on the host 30, of both ranks."""
     everything = PAIR.predict(configuration(offload="optimizer"))
     half = PAIR.predict(configuration(offload="optimizer", n_persist=3))
     on_host_s = 58 * 30 / 50 + 58 * 2 / 2
@@ -66,7 +66,7 @@ def test_the_host_updates_beside_the_device_and_not_beside_backward() -> None:
 
 
 def test_states_shards_and_offloaded_parameters_are_where_zero_has_them() -> None:
-    """116 bytes of parameters, 696 of states; buckets of two times 20 bytes, chunks that are gathered of as many."""
+    """Count 116 bytes of parameters, 696 of states, buckets of two times 20 bytes, and as many for gathered chunks."""
     saved = 10 + 4 * 70 + 30 + 20
     device = {
         (stage, offload): PAIR.predict(configuration(stage, offload)).device_bytes for stage, offload in all_layouts()
@@ -87,7 +87,7 @@ def test_blocks_that_checkpoint_or_swap_leave_their_output_on_the_device() -> No
     kept, again = PAIR.predict(base), PAIR.predict(replace(base, n_checkpoint=2))
     assert kept.device_bytes - again.device_bytes == 2 * 60
     swapped = PAIR.predict(replace(base, n_swap=2))
-    assert swapped.device_bytes == again.device_bytes + 3 * 40  # buffers
+    assert swapped.device_bytes == again.device_bytes + 3 * 40  # for buffers
     assert swapped.host_bytes - kept.host_bytes == 2 * 2 * 40
     assert kept.step_s < swapped.step_s < again.step_s
 
@@ -139,6 +139,6 @@ def test_bounds_find_what_trying_all_finds(estimator: StepEstimator, device: int
 
 
 def test_no_more_blocks_swap_than_the_forward_hides() -> None:
-    assert most_swaps(machine(), model()) == 1  # 40 bytes are sent in 40 s, and four layers compute as long
+    assert most_swaps(machine(), model()) == 1  # 40 bytes are sent in 40 s, and four layers compute for that long
     assert most_swaps(machine(to_host=2.5, host_bytes_per_s=1000.0), model()) == 2
     assert most_swaps(machine(to_host=100.0, host_bytes_per_s=1000.0), model()) == 4

@@ -1,4 +1,4 @@
-"""What a DeepSpeed JSON fixes, and the space that it leaves."""
+"""The settings that a DeepSpeed JSON fixes, and the space that it leaves."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_ratio_and_reuse_distance_fix_what_persists_and_what_is_buffered() -> No
 
 
 def test_everything_that_is_not_searched_is_counted() -> None:
-    slow = machine(gpus=2)  # one block's copies are hidden
+    slow = machine(gpus=2)  # the copies of one block are hidden
     space = space_of(fixed({"stage": 2}), slow, PROFILES)
     assert space.ruled_out[NOT_HIDDEN] > 0
     chunks = len(chunks_of(model()))

@@ -29,7 +29,7 @@ CHUNKS = [
     ChunkTimes(forward_s=4, backward_s=8, recompute_s=r, gather_s=1, upload_s=u, reduce_s=2, offload_s=o)
     for r, u, o in ((0, 5, 1), (4, 5, 1), (0, 2, 9), (4, 3, 1))
 ]
-"""Four: the second and the last checkpoint; the second is slow to upload, the third to offload."""
+"""Four chunks: the second and the last checkpoint; the second is slow to upload, the third to offload."""
 
 
 def test_a_chunk_that_persists_is_only_gathered_and_the_one_beyond_the_last_is_none() -> None:
@@ -51,13 +51,13 @@ def test_chunks_that_are_buffered_or_persist_are_not_fetched_again() -> None:
 
 
 def test_in_forward_the_next_chunk_is_fetched_while_one_computes() -> None:
-    """Nothing computes while the first is fetched: 1; then 4 each, beside fetching 1, 3, 4; the last beside nothing."""
+    """Fetch the first alone: 1; then compute 4 each, while fetching 1, 3, 4; the last beside no fetch."""
     assert forward_s(CHUNKS, Placement(2, 0)) == 1 + 4 + 4 + 4 + 4
     assert forward_s(CHUNKS, Placement(0, 0)) == 6 + 6 + 4 + 4 + 4
 
 
 def test_in_backward_a_chunk_computes_beside_the_one_before_and_the_one_behind() -> None:
-    """Nothing but the fetch of 4; 12 beside 3 fetched; 8 beside 3 offloaded; 12 beside 11 reduced; 8 beside 2."""
+    """Fetch 4 alone; 12 beside 3 fetched; 8 beside 3 offloaded; 12 beside 11 reduced; 8 beside 2."""
     assert backward_s(CHUNKS, Placement(2, 0)) == 4 + 12 + 8 + 12 + 8
     slow = [ChunkTimes(forward_s=1, backward_s=1, gather_s=3, reduce_s=5, upload_s=1, offload_s=1)] * 2
     assert backward_s(slow, Placement(0, 1)) == 0 + 4 + 6  # buffered: 2 is there; 1 is fetched; 2 is reduced beside 1
@@ -71,7 +71,7 @@ def test_the_host_updates_while_backward_runs() -> None:
 
 
 def test_memory_in_use_is_followed_from_operator_to_operator() -> None:
-    """100 and 30 saved; the first operator takes 50 for itself and frees 20, the second begins with 60 more at most."""
+    """Save 100 and 30; the first operator takes 50 for itself and frees 20, the second begins with at most 60 more."""
     operators = [
         OperatorMemory(during_bytes=10, during_peak_bytes=50, activation_bytes=20),
         OperatorMemory(before_bytes=5, before_peak_bytes=60, during_peak_bytes=2, activation_bytes=10),

@@ -1,4 +1,4 @@
-"""The search against trying every configuration."""
+"""The search, compared with trying every configuration."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from memplug.predict.tune.search import (
 
 @dataclass(frozen=True)
 class Table:
-    """An estimator whose memory grows with what is on the device, by steps that may be 0, and whose optimizer is the
-    slower one of two, so that its time has its least in the middle.
+    """An estimator whose memory grows with the contents of the device, in steps that may be 0.
+
+    Its optimizer is the slower one of two, so its time is least in the middle.
     """
 
     blocks: int
-    persist: tuple[int, int, int]  # bytes; seconds on the device, and on the host of one that does not persist
-    buffer: tuple[int, int]  # bytes; seconds of one that is not buffered
-    swap: tuple[int, int, int]  # bytes of the device, of the host; seconds
+    persist: tuple[int, int, int]  # bytes; seconds on the device, and on the host if it does not persist
+    buffer: tuple[int, int]  # bytes; seconds if it is not buffered
+    swap: tuple[int, int, int]  # bytes on the device, on the host; seconds
     checkpoint: tuple[int, int]  # bytes; seconds
 
     def predict(self, at: Configuration) -> Prediction:
@@ -73,7 +74,7 @@ layouts = st.lists(
 
 @st.composite
 def spaces(draw: st.DrawFn) -> list[Box]:
-    """A few boxes, whose ranges may begin anywhere."""
+    """Draw a few boxes, whose ranges may begin anywhere."""
 
     def part(most: int) -> range:
         first = draw(st.integers(0, most))
@@ -86,7 +87,7 @@ def spaces(draw: st.DrawFn) -> list[Box]:
 
 
 def brute_force(boxes: list[Box], table: Table, limits: Limits, count: int) -> list[tuple[Configuration, Prediction]]:
-    """By trying all, with nothing of the search but its types."""
+    """Return the best configurations by trying all, using nothing of the search but its types."""
     every = [(at, table.predict(at)) for box in boxes for at in box]
     fitting = [
         (at, made)
@@ -129,7 +130,7 @@ def test_the_least_memory_is_that_of_trying_all(boxes: list[Box], table: Table, 
 
 @given(spaces(), estimators)
 def test_a_bound_is_not_above_what_it_bounds(boxes: list[Box], table: Table) -> None:
-    """Of the table above: what the search relies on."""
+    """Check the table above: the search relies on it."""
     for box in boxes:
         least = table.least(box)
         for at in box:

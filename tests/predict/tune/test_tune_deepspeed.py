@@ -1,4 +1,4 @@
-"""Configurations as DeepSpeed JSON: what is set, what stays, and what DeepSpeed makes of it."""
+"""Configurations as DeepSpeed JSON: new settings, unchanged settings, and DeepSpeed's reading of them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_reuse_distance_says_how_many_chunks_are_buffered(counts: list[int]) -
 
 @given(counts_of)
 def test_deepspeed_does_not_release_exactly_those_chunks(counts: list[int]) -> None:
-    """By its own rule: behind a module, is it used again before so many elements of others have been."""
+    """Apply DeepSpeed's own rule: a module stays if it is used again before so many elements of other modules."""
     order = [*range(len(counts)), *reversed(range(len(counts)))]
     for buffered in range(len(counts) + 1):
         stays = []

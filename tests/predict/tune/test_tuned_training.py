@@ -1,4 +1,4 @@
-"""A tuned JSON trains on two processes as DeepSpeed does by the same settings without memplug."""
+"""A tuned JSON trains on two processes like DeepSpeed with the same settings without memplug."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TORCH_ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 
 
 def chunks() -> list[Chunk]:
-    """Of the tiny Llama that trains: embedding, layers and head."""
+    """Return the chunks of the tiny Llama that trains: embedding, layers and head."""
     from tests.support.hosts import tiny_llama
 
     def part(*modules: torch.nn.Module) -> Part:
@@ -36,7 +36,7 @@ def chunks() -> list[Chunk]:
 
 
 def tuned(stage: int, offload: Offload) -> dict[str, Any]:
-    """For two ranks; the optimizer is torch's, as DeepSpeed's would have to be compiled."""
+    """Return a tuned JSON for two ranks; the optimizer is torch's, as DeepSpeed's would have to be compiled."""
     layout = Layout(stage=stage, offload=offload, micro_batch=2, accumulation=2)
     at = Configuration(layout=layout, n_persist=0, n_buffer=2, n_swap=1, n_checkpoint=1)
     return deepspeed_json(

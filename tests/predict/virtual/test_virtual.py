@@ -1,4 +1,4 @@
-"""The virtual device, in a process of its own, and where there is no place for it."""
+"""The virtual device in a process of its own, and programs that cannot have it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_further_layouts_of_megatron_leave_a_rank_its_share() -> None:
 
 
 def run(program: str, folder: Path, processes: int = 1) -> str:
-    """What a program writes, on processes of its own; that they end well is part of it."""
+    """Return a program's output, from processes of its own, which must end well."""
     file = folder / "program.py"
     file.write_text(program)
     return launch_forked([file], processes=processes)
@@ -92,7 +92,7 @@ def test_a_process_ends_well_with_its_memory_full_and_in_a_fork(program: str, tm
 
 
 def test_a_process_ends_well_right_behind_a_backward(tmp_path: Path) -> None:
-    """Autograd's thread still had Python's objects of it, such as a dispatch mode, in about every second one."""
+    """End the process right after a backward: autograd's thread could hold Python objects such as a dispatch mode."""
     run(ENDS, tmp_path, processes=3)
 
 

@@ -1,4 +1,4 @@
-"""One rank on the virtual device asks for the memory that a rank of real processes asks for."""
+"""One rank on the virtual device makes the memory requests of a rank of real processes."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from tests.support.launching import launch
 
 WORKER = "tests.support.requests_worker"
 NUMBER_BYTES = 8
-"""Numbers of a program, such as the 2 of `x * 2`, are tensors of the host, and so on the CPU alone of the device."""
+"""Bytes of a program's numbers, such as the 2 of `x * 2`: tensors of the host, so on the CPU in its own memory."""
 GENERATOR_BYTES = torch.get_rng_state().nbytes
-"""States of generators are there, too."""
+"""Bytes of a generator's state, which is in that memory too."""
 ATTENTION = "scaled_dot_product"
 
 
 Requests = list[tuple[str, int, str]]
-"""Pass, bytes and operator of each."""
+"""Pass, bytes and operator of each request."""
 
 
 def _requests(folder: Path, device: str, rank: int = 0) -> dict[str, Requests]:
-    """Of a rank, by program, once its programs have run."""
+    """Return a rank's requests by program, once its programs have run."""
     found = json.loads((folder / f"{device}-{rank}.json").read_text())
     return {name: [tuple(each) for each in requests] for name, requests in found.items()}
 
 
 def _compared(requests: Requests) -> list[tuple[str, int]]:
-    """Pass and bytes of those that both devices have, in order.
+    """Return pass and bytes of the requests that both devices make, in order.
 
-    The backward of an embedding asks for its gradient, laid out by rows, and for its output: on the CPU the other way
-    round than on CUDA, and on the virtual device.
+    The backward of an embedding requests its gradient, laid out by rows, and its output: on the CPU in the opposite
+    order of CUDA and the virtual device.
     """
     kept = _of_the_device(requests)
     both, at = [], 0
@@ -52,7 +52,7 @@ def test_a_llama_asks_for_what_it_asks_for_on_the_cpu(tmp_path: Path) -> None:
     cpu, virtual = _requests(tmp_path, "cpu"), _requests(tmp_path, "virtual")
     assert len(_compared(cpu["llama"])) > 400
     assert _compared(virtual["llama"]) == _compared(cpu["llama"])
-    # attention has kernels of its own on each device, which save other sums, and lay gradients out otherwise
+    # attention has different kernels on each device, which save different sums and lay out gradients differently
     assert _beside_attention(virtual["llama-sdpa"]) == _beside_attention(cpu["llama-sdpa"])
 
 
@@ -85,12 +85,12 @@ def test_a_rank_of_zero_asks_for_what_one_of_two_processes_asks_for(tmp_path: Pa
 
 
 FEWEST = {"megatron-tensor": 900, "megatron-sequence": 900, "megatron-pipeline": 400, "megatron-expert": 1000}
-"""Requests of each of Megatron-Core's programs."""
+"""The fewest requests of each Megatron-Core program."""
 
 
 @pytest.mark.long
 def test_both_ranks_of_megatron_ask_for_what_two_processes_ask_for(tmp_path: Path) -> None:
-    """Be they of a tensor, of a pipeline, or of experts that get as many tokens each."""
+    """Cover tensor and pipeline parallel ranks, and experts with equally many tokens."""
     pytest.importorskip("megatron.core")
     launch_forked([WORKER, "cpu", tmp_path, *FEWEST], libraries="megatron", module=True)
     launch([WORKER, "virtual", tmp_path, *FEWEST], launcher="python", module=True)
@@ -103,9 +103,9 @@ def test_both_ranks_of_megatron_ask_for_what_two_processes_ask_for(tmp_path: Pat
 
 
 def _beside_masks(requests: Requests) -> list[tuple[str, int]]:
-    """But for scratch of the CPU's kernels that choose by a mask or sum one up.
+    """Leave out scratch memory of the CPU's kernels that choose by a mask or sum one up.
 
-    Below 1 KiB are the tensors of the router that is balanced there, and of the numbers that it counts.
+    Requests below 1 KiB are the tensors of the balanced router, and of the numbers that it counts.
     """
     return [
         (kind, nbytes)

@@ -1,7 +1,7 @@
-"""The tests' own C++ around parts of the core: streams that leave out a kind of wait, streams of a device in
-Python, rows in a file, a swap list without tensors, and watchers of operators.
+"""The tests' own C++ around parts of the core, built on first use, as the core is.
 
-It is built on first use, as the core is.
+It has streams that leave out a kind of wait, streams of a device in Python, rows in a file, a swap list without
+tensors, and watchers of operators.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ Wait = enum.Enum(
     "OFFLOAD_FOR_COMPUTE RELEASE_FOR_OFFLOAD MUTATE_FOR_OFFLOAD PREFETCH_FOR_COMPUTE USE_FOR_PREFETCH "
     "DISCARD_FOR_PREFETCH USE_FOR_COMPUTE",
 )
-"""Why one stream waits for another: those of `memplug/device/native/streams.h`, whose text says what each orders."""
+"""The reasons for which one stream waits for another; `memplug/device/native/streams.h` says what each orders."""
 
 
 @functools.cache
 def load() -> ModuleType:
-    """Returns the extension's module; the core is loaded before it, whose types it uses."""
+    """Return the extension's module; load the core before it, whose types it uses."""
     native.load()
     return EXTENSION.load()
 
 
 def leaving_out(streams: Any, missing: Wait | None) -> Any:
-    """Returns streams of the core that leave out one kind of wait, or none, and count what was asked for."""
+    """Return streams of the core that leave out one kind of wait, or none, and count those asked for."""
     extension = load()
     return extension.LeavingOut(streams, missing and getattr(extension.Wait, missing.name))
 
 
 def python_streams(device: Any) -> Any:
-    """Returns streams of a device that Python implements (`tests.support.simulated.ScriptedDevice`)."""
+    """Return streams of a device that Python implements (`tests.support.simulated.ScriptedDevice`)."""
     return load().PythonStreams(device)
 
 
 def waits(streams: Any, why: Wait) -> int:
-    """Returns how often such streams were asked for a kind of wait."""
+    """Return how often such streams were asked for a kind of wait."""
     return streams.count(getattr(load().Wait, why.name))
 
 
 def leaving_out_of(kind: type[Device], missing: Wait) -> Callable[[Device, Any], Any]:
-    """Returns what stands in for a kind of device's `streams`, to leave out one kind of wait."""
+    """Return a replacement for a kind of device's `streams` that leaves out one kind of wait."""
     streams = kind.streams
     return lambda device, core: leaving_out(streams(device, core), missing)

@@ -1,10 +1,10 @@
-// What Python sees of the tests' own C++, which the core's headers are compiled into once more.
+// Python bindings of the tests' own C++, which compiles the core's headers again.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <utility>
 
-#include "bus.cpp" // copies: the core's library shows nothing but its module
+#include "bus.cpp" // compiled again: the core's library exports only its module
 #include "file_rows.h"
 #include "leaving_out.h"
 #include "python_streams.h"
@@ -26,7 +26,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .value("USE_FOR_PREFETCH", Wait::USE_FOR_PREFETCH)
       .value("DISCARD_FOR_PREFETCH", Wait::DISCARD_FOR_PREFETCH)
       .value("USE_FOR_COMPUTE", Wait::USE_FOR_COMPUTE);
-  py::class_<LeavingOut, Streams, std::shared_ptr<LeavingOut>>(module, "LeavingOut") // of the core, which is loaded already
+  py::class_<LeavingOut, Streams, std::shared_ptr<LeavingOut>>(module, "LeavingOut") // Streams is the core's, loaded before
       .def(py::init<std::shared_ptr<Streams>, std::optional<Wait>>())
       .def("count", [](const LeavingOut& streams, Wait why) { return streams.waits.at(static_cast<size_t>(why)); });
 
@@ -52,7 +52,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       }))
       .def("run", py::overload_cast<const Rehearsal::Step&, int>(&Rehearsal::run), py::arg("step"), py::arg("times") = 1);
 
-  py::class_<Watching>(module, "Watching") // of a bus of its own
+  py::class_<Watching>(module, "Watching") // watches a bus of its own
       .def(py::init([](size_t order, int need) {
         return std::make_unique<Watching>(static_cast<Order>(order), noting_watcher(order, need));
       }));

@@ -1,4 +1,4 @@
-// Rows in a file, for streams that are in program order: all that another store needs is a class like this.
+// Stores rows in a file, for streams in program order: another row store needs only a class like this.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>

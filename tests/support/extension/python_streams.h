@@ -1,4 +1,4 @@
-// A device that Python implements: its streams and events are Python's own objects.
+// A device that Python implements: its streams and events are Python objects.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -42,7 +42,7 @@ class __attribute__((visibility("hidden"))) PythonStreams final : public Streams
   }
 
  private:
-  // None is null, as on the CPU.
+  // Keeps an object alive; None becomes null, as on the CPU.
   static std::shared_ptr<void> kept(pybind11::object object) {
     if (object.is_none()) {
       return nullptr;

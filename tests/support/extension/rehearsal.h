@@ -1,4 +1,4 @@
-// A swap list and steps without tensors: what the core's finder does at each operator.
+// Runs the core's finder on a swap list and steps without tensors.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@ class Rehearsal {
  public:
   using Named = std::tuple<int64_t, int64_t, int32_t>;
 
-  // Number, depth, inputs and outputs as (identity, bytes, dtype).
+  // Operators: number, depth, inputs and outputs as (identity, bytes, dtype).
   using Step = std::vector<std::tuple<int32_t, int32_t, std::vector<Named>, std::vector<Named>>>;
 
   explicit Rehearsal(SwapListPlan plan) : plan_(std::move(plan)), finder_(plan_) {}
 
-  // The identity of the tensor that each target is taken for in a step, -1: of none. The step is run so often.
+  // Runs a step several times; returns the identity of the tensor found for each target in the last run, -1: none.
   std::vector<int64_t> run(const Step& step, int times) {
     std::vector<int64_t> found;
     for (int time = 0; time < times; ++time) {

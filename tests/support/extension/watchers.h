@@ -1,4 +1,4 @@
-// Watchers of operators that note what they are told of.
+// Watchers of operators that record each call.
 #pragma once
 
 #include <array>
@@ -11,10 +11,10 @@
 
 namespace memplug {
 
-// By order.
+// Behaviour of the watcher of each order.
 struct Noting {
-  bool throws = false; // at the beginning of an operator
-  bool declines = false; // to be told of its end
+  bool throws = false; // when an operator begins
+  bool declines = false; // does not ask for the operator's end
 };
 
 inline std::array<Noting, WATCHERS> noting;

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from stand_in_kernels import calls, draw_seeds, native
 
-_WHERE = ("cpu", "cuda")  # the real one's are for CUDA alone
+_WHERE = ("cpu", "cuda")  # the real operators exist on CUDA alone
 
 
 def _how(scale: float, causal: bool, left: int, right: int, starts: tuple[Any, Any]) -> Any:
@@ -62,7 +62,11 @@ def _flash_attn_forward(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Shapes [b, s, h, d] or [t, h, d]; returns out, logarithms of sums [b, h, s] or [h, t], and nothing twice."""
+    """Run attention of [b, s, h, d] or [t, h, d].
+
+    Returns:
+        Out, logarithms of sums [b, h, s] or [h, t], and two empty tensors.
+    """
     others = (k_new, v_new, qv, out_, seqused_q, seqused_k, page_table, leftpad_k, rotary_cos, q_descale)
     if attention_chunk or softcap or any(tensor is not None for tensor in others):
         raise NotImplementedError("the stand-in of flash-attn 3 does plain attention alone")
@@ -104,7 +108,7 @@ def _flash_attn_backward(
     deterministic: bool = False,
     sm_margin: int = 0,
 ) -> torch.Tensor:
-    """Fills dq, dk and dv; returns memory of no meaning, as large as the real one's sums."""
+    """Fill dq, dk and dv; return uninitialized memory, as large as the real operator's sums."""
     calls.ran("flash_3_backward", 10 * q.numel() * (max_seqlen_k or k.shape[-3]) // (2 if is_causal else 1))
     how = _how(softmax_scale, is_causal, window_size_left, window_size_right, (cu_seqlens_q, cu_seqlens_k))
     seeds = draw_seeds(q, False)
@@ -141,7 +145,7 @@ class FlashAttnFunc(torch.autograd.Function):
 
 
 class FlashAttnVarlenFunc(torch.autograd.Function):
-    """Of packed sequences; saves where they start, and two places of used tokens, too."""
+    """Runs attention of packed sequences; saves their starts too, and None twice in place of counts of used tokens."""
 
     @staticmethod
     def forward(
@@ -180,7 +184,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     **others: Any,
 ) -> Any:
-    """Shapes [b, s, h, d]; returns as q."""
+    """Run attention of [b, s, h, d]; the output has q's shape."""
     _refuse({name: value for name, value in others.items() if name != "deterministic"})
     return FlashAttnFunc.apply(q, k, v, softmax_scale, causal, tuple(window_size), return_attn_probs)
 
@@ -198,12 +202,12 @@ def flash_attn_varlen_func(
     window_size: tuple[int, int] = (-1, -1),
     **others: Any,
 ) -> torch.Tensor:
-    """Shapes [t, h, d] of packed sequences; returns as q."""
+    """Run attention of packed sequences [t, h, d]; the output has q's shape."""
     _refuse({name: value for name, value in others.items() if name != "deterministic"})
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     return FlashAttnVarlenFunc.apply(q, k, v, lengths, softmax_scale, causal, tuple(window_size))
 
 
 def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Any:
-    """Raises NotImplementedError: nothing is generated in training."""
+    """Raise NotImplementedError: training generates nothing."""
     raise NotImplementedError("the stand-in of flash-attn 3 has no cache of keys and values")

@@ -1,6 +1,7 @@
-"""The kernels that Transformer Engine's Python calls, by its names where it has one: each counts itself.
+"""The kernels that Transformer Engine's Python calls, under its names where it has one; each counts its runs.
 
-The real module is C++ (transformer_engine/pytorch/csrc); here C++ of the stand-ins computes, and Python passes on.
+The real module is C++ (transformer_engine/pytorch/csrc); here the stand-ins' C++ computes, and Python passes arguments
+on.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ class FP8BwdTensors(enum.IntEnum):
 
 
 def operand(tensor: Any, columnwise: bool = False) -> tuple[torch.Tensor, torch.Tensor | None, int, bool]:
-    """(elements, inverse scales or None, block, transposed) of a tensor or of quantized storage."""
+    """Return (elements, inverse scales or None, block, transposed) of a tensor or of quantized storage."""
     return tensor.operand(columnwise) if hasattr(tensor, "operand") else (tensor, None, 0, False)
 
 
 @functools.cache
 def get_cublas_workspace(device: torch.device) -> torch.Tensor:
-    """Memory that products keep from the first one on: as the real one's, but smaller, and nothing is ever in it."""
+    """Return memory that products keep from the first one on, like the real one's; it is smaller, and never used."""
     return torch.empty(65536, dtype=torch.uint8, device=device)
 
 
@@ -57,7 +58,7 @@ def gemm(
     accumulate: bool = False,
     with_bias_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A matrix product; `native.gemm` (matmul.h) says what the layouts are."""
+    """Multiply matrices; `native.gemm` (matmul.h) describes the layouts."""
     first, second = operand(a, columnwise=layout != "TN"), operand(b, columnwise=layout == "NT")
     rows, columns = first[0].numel() // (first[0].shape[-1] or 1), first[0].shape[-1]
     k = columns if (layout == "TN") != first[3] else rows
@@ -69,7 +70,7 @@ def gemm(
 def norm_fwd(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, zero_centered: bool, rms: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Returns the normalized rows, their means (None for RMS norm), their inverse deviations."""
+    """Return the normalized rows, their means (None for RMS norm), and their inverse deviations."""
     calls.ran("norm_forward")
     return native.norm_forward(x, weight, bias, eps, zero_centered, rms)
 
@@ -83,19 +84,19 @@ def norm_bwd(
     zero_centered: bool,
     rms: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Returns gradients of the rows, the weight, and the bias (None for RMS norm)."""
+    """Return gradients of the rows, the weight, and the bias (None for RMS norm)."""
     calls.ran("norm_backward")
     return native.norm_backward(dy, x, mu, rsigma, weight, zero_centered, rms)
 
 
 def activation_fwd(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """GELU, SwiGLU and so on, by TE's names."""
+    """Apply GELU, SwiGLU and so on, by TE's names."""
     calls.ran("activation_forward")
     return native.activation_forward(x, kind)
 
 
 def activation_bwd(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
-    """The gradient of `activation_fwd`'s input."""
+    """Return the gradient of `activation_fwd`'s input."""
     calls.ran("activation_backward")
     return native.activation_backward(dy, x, kind)
 
@@ -103,7 +104,7 @@ def activation_bwd(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor
 def attention_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Any, *, flops: int, dropout: float = 0.0, stats: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the output, the logarithms of the sums of exponentials, and the state of dropout."""
+    """Return the output, the logarithms of the sums of exponentials, and the state of dropout."""
     calls.ran("attention_forward", flops)
     seeds = draw_seeds(q, dropout > 0)
     out, sums = native.attention_forward(q, k, v, seeds, how, stats)
@@ -122,7 +123,7 @@ def attention_bwd(
     *,
     flops: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns gradients of q, k and v."""
+    """Return gradients of q, k and v."""
     calls.ran("attention_backward", 5 * flops // 2)
     return native.attention_backward(dout, q, k, v, out, sums, seeds, how, None)
 
@@ -130,13 +131,13 @@ def attention_bwd(
 def rope(
     x: torch.Tensor, freqs: torch.Tensor, tensor_format: str, interleaved: bool, turn: int, starts: torch.Tensor | None
 ) -> torch.Tensor:
-    """Rotary embedding; `turn` -1 for backward."""
+    """Apply a rotary embedding; `turn` is -1 for backward."""
     calls.ran("rope")
     return native.rotate(x, freqs, tensor_format, interleaved, turn, starts)
 
 
 def gather_rows(x: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-    """Row i is the sum of the rows `sources[i]`; -1 is none."""
+    """Return rows that are the sums of the rows `sources[i]`; -1 is none."""
     calls.ran("gather_rows")
     return native.gather_rows(x.contiguous(), sources)
 
@@ -151,19 +152,19 @@ def quantize(
     transposed: bool = False,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns elements in eight bits, and inverse scales; in the memory of `out`, where given."""
+    """Return elements in eight bits, and inverse scales; in the memory of `out`, if given."""
     calls.ran("quantize")
     return native.quantize(x, scale, amax, dtype, scaling, block, transposed, out)
 
 
 def dequantize(storage: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The values of quantized storage."""
+    """Return the values of quantized storage."""
     calls.ran("dequantize")
     return native.dequantize(operand(storage), dtype)
 
 
 def fp8_transpose(data: torch.Tensor) -> torch.Tensor:
-    """Of elements in eight bits."""
+    """Transpose elements in eight bits."""
     calls.ran("transpose")
     return native.transpose(data)
 
@@ -176,6 +177,6 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_max: float,
     margin: float,
 ) -> None:
-    """Ends a step of delayed scaling (the real one takes the format's name where this takes its largest number)."""
+    """End a step of delayed scaling; the real one takes the format's name, this one its largest number."""
     calls.ran("update_scales")
     native.update_scales(amax_reduction_buffer, amax_histories, scales, amax_compute_algo, fp8_max, int(margin))

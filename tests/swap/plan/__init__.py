@@ -1,1 +1,1 @@
-"""Addresses: planners, problems, and what planners share."""
+"""Tests of the swap list's planner."""

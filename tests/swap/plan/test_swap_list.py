@@ -1,4 +1,4 @@
-"""Swap lists: each equation and algorithm by hand, and as few bytes as trying all subsets finds."""
+"""Swap lists: each equation and algorithm by hand, and as few bytes as the best of all subsets."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from memplug.swap.plan.simulator import NOT_FORCED, place, simulate
 from tests.support.swapping import fewest_bytes, step, steps
 
 THREE = ((30, 0, 10), (20, 1, 9), (10, 2, 5))
-"""In use: 30 bytes at operator 0, 50 at 1, 60 from 2 to 5, 50 from 6 to 9, 30 at 10, none at 11."""
+"""Bytes in use: 30 at operator 0, 50 at 1, 60 from 2 to 5, 50 from 6 to 9, 30 at 10, none at 11."""
 
 
 def test_the_memory_reduction_list_has_what_each_operator_is_above_the_budget():
@@ -39,7 +39,7 @@ def test_the_candidate_list_leaves_out_gaps_without_entries_and_what_is_chosen()
     problem = step((*THREE, (40, 10, 11), (50, 0, 2)), other_bytes=0, budget_bytes=80)
     excess = reductions(problem)
     assert np.flatnonzero(excess).tolist() == [1, 2]
-    # The gap of the fourth is empty, that of the third lies behind; the last one is the largest.
+    # The gap of the fourth is empty, that of the third lies after the excess; the last one is the largest.
     assert candidate_list(problem, excess, {}) == [0, 4, 1]
     assert candidate_list(problem, excess, {0: NOT_FORCED}) == [4, 1]
 
@@ -49,7 +49,7 @@ def test_a_copy_takes_its_size_over_the_rate_of_what_others_leave():
     assert problem.out_link.seconds(30) == 3.0
     assert problem.out_link.finish_s(1.0, 30) == 7.0  # half of each second is left
     assert problem.in_link.start_s(10.0, 30) == 4.0
-    assert problem.out_link.finish_s(11.0, 30) == 14.5  # behind the step the link is free
+    assert problem.out_link.finish_s(11.0, 30) == 14.5  # after the step the link is free
     assert problem.in_link.start_s(1.0, 30) == -2.5
     assert problem.in_link.bytes_between(2.0, 6.0) == 20.0
 
@@ -97,7 +97,7 @@ def test_algorithm_2_takes_the_highest_score_that_nothing_waits_for():
 
 def test_algorithm_2_lets_the_step_wait_where_nothing_else_is_left():
     problem = step(THREE, budget_bytes=40)
-    # Of the three only the first helps without waiting, for operators 4 to 6; then it is needed for all of 1 to 9.
+    # Of the three only the first helps without a stall, for operators 4 to 6; then it is needed for all of 1 to 9.
     assert algorithm_2(problem) == {0: (1, 10)}
     assert swap_list(problem).swaps == (Swap(0, 1, 10),)
 
@@ -121,7 +121,7 @@ def test_the_redundant_are_left_out_the_largest_first():
 
 
 def test_a_choice_of_fewer_bytes_is_without_what_is_redundant(monkeypatch):
-    """The solver stops within a share of the fewest bytes, and small tensors are less than that."""
+    """Let the solver stop within a share of the fewest bytes, a share that exceeds small tensors."""
     problem = step(((50, 0, 10), (20, 1, 9), (1, 1, 10)), other_bytes=[0] * 5 + [9] + [0] * 6, budget_bytes=72)
     assert [swap.candidate for swap in swap_list(problem).swaps] == [1]
     monkeypatch.setattr(policy, "cover", lambda *_, **__: iter([(1, 2)]))
@@ -135,7 +135,7 @@ def test_what_fits_swaps_nothing():
 
 def test_an_impossible_budget_names_the_least_one_and_the_operator_that_needs_it():
     problem = step(THREE, other_bytes=7, budget_bytes=36)
-    # Operators 0 and 10 use the first tensor, and 1 needs the second one beside.
+    # Operators 0 and 10 use the first tensor, and 1 needs the second one as well.
     with pytest.raises(OverBudgetError) as refused:
         swap_list(problem)
     assert (refused.value.least, refused.value.host_limited) == (Least(37, 0), False)
@@ -160,11 +160,11 @@ def test_no_operator_is_above_the_budget_and_nothing_waits_where_nothing_has_to(
 
 
 @given(steps(most=20))
-@settings(max_examples=60, deadline=None, derandomize=True)  # one step in some thousands is an exception
+@settings(max_examples=60, deadline=None, derandomize=True)  # one step in several thousand is an exception
 def test_the_bytes_are_at_most_a_tenth_more_than_the_best_of_all_subsets_swaps(problem):
     found = swap_list(problem)
     best = fewest_bytes(problem, longest_stall_s=found.simulation.stall_s)
-    # None: every subset waits longer than the list that was found.
+    # None: every subset stalls longer than the list that was found.
     assert best is None or found.swapped_bytes <= 1.1 * best
 
 

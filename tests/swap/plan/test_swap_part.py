@@ -1,4 +1,4 @@
-"""A swap list as a part of a plan: what it says of a recorded step, what is impossible, what a file may hold."""
+"""A swap list as a part of a plan: its account of a recorded step, impossible budgets, and valid files."""
 
 import json
 import pickle
@@ -26,7 +26,7 @@ def budgets(device_bytes, host_bytes=99, rate=100.0):
 
 
 def distinct():
-    """The step of `three_tensors`, with operators that differ: every use is told apart."""
+    """Return the step of `three_tensors` with different operators, so that every use can be told apart."""
     step = three_tensors()
     operators = step.operators.copy()
     operators["name"] = range(len(operators))
@@ -64,8 +64,9 @@ def test_tensors_of_another_technique_are_left_alone():
 
 
 def test_copies_of_layers_have_the_link_from_a_forward_on_and_by_its_backward():
-    """Operators of a second each: forwards of the two layers begin at 0 and 2, and at 8 and 10 s; their backwards at 6
-    and 4, and at 14 and 12 s. Copies take 3 and 1 s to the host, 1.5 and 0.5 s back.
+    """Use operators of a second each, and copies of 3 and 1 s to the host, 1.5 and 0.5 s back.
+
+    Forwards of the two layers begin at 0 and 2 s, and at 8 and 10 s; their backwards at 6 and 4 s, and at 14 and 12 s.
     """
     step = training(steps=1).trace()
     out_s, back_s = busy_s(step, np.arange(19.0), {"layers.0": 30, "layers.1": 10}, 10.0, 20.0)
@@ -75,8 +76,9 @@ def test_copies_of_layers_have_the_link_from_a_forward_on_and_by_its_backward():
 
 
 def test_tensors_are_swapped_in_the_time_that_copies_of_layers_leave():
-    """20 bytes are used until 2 s, and have to be gone then: their copy takes 2 s, which the step waits for. A layer's
-    has the link from 1 to 4 s.
+    """Use 20 bytes until 2 s, when they must be released: their copy takes 2 s, for which the step stalls.
+
+    A layer's copy has the link from 1 to 4 s.
     """
     step = distinct()
     operators = step.operators.copy()
@@ -151,7 +153,10 @@ def test_outputs_are_seen_behind_what_runs_inside_of_an_operator():
 
 
 def doubles(anchored):
-    """Three tensors that are made alike and read alike, two of them three places apart; with an anchor in between."""
+    """Return the tolerances of three tensors that are made and read alike, two of them three places apart.
+
+    If `anchored`, an anchor lies in between.
+    """
     recording = Recording()
     recording.step()
     tensors, weight = [recording.tensor(100) for _ in range(3)], recording.tensor(64)
@@ -164,12 +169,12 @@ def doubles(anchored):
 
 
 def test_a_use_is_told_apart_by_how_far_the_nearest_double_is():
-    # As many operators more or less as lie between them make one of the other two the other.
+    # If as many operators come in or go as lie between them, one of the other two is taken for the other.
     assert doubles(anchored=False) == {0: 14}
 
 
 def test_an_operator_that_reads_a_parameter_tells_its_neighbours_apart():
-    # The last one is not: operators that come in before the second one would make that it.
+    # The last one is not: operators that come in before the second one would turn that into the last.
     assert doubles(anchored=True) == {0: 14, 1: 1}
 
 

@@ -18,7 +18,7 @@ def test_memory_in_use_is_the_most_while_an_operator_runs():
 
 
 def test_gaps_lie_between_two_uses_in_a_row_of_tensors_made_in_the_step():
-    # The third is used at 2, 4 and 5; the parameter was there before.
+    # The third is used at 2, 4 and 5; the parameter existed before.
     assert gaps(three_tensors(), 1) == [Candidate(0, 30, 0, 10), Candidate(1, 20, 1, 9), Candidate(2, 10, 2, 4)]
     assert gaps(three_tensors(), 20, others=(0,)) == [Candidate(1, 20, 1, 9)]
 
@@ -47,8 +47,9 @@ def test_memory_in_use_is_that_of_a_loop_over_the_events(recording):
 
 
 def test_with_states_what_the_optimizer_uses_has_gaps_from_the_beginning_and_until_it_runs():
-    """Two layers of 100 bytes, with a state of 50 each: forward at places 0 and 1, backward at 2 and 3. The optimizer
-    is no part of the program; a batch that nothing outside of the program uses is no state, a frozen weight is one.
+    """Use two layers of 100 bytes, with a state of 50 each: forward at places 0 and 1, backward at 2 and 3.
+
+    The optimizer is no part of the program. A batch that only the program uses is no state; a frozen weight is one.
     """
     recording = Recording()
     recording.step()

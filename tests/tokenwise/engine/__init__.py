@@ -1,1 +1,1 @@
-"""One forward of a region, and its recompute pass."""
+"""Tests of one forward of a region and its recompute pass."""

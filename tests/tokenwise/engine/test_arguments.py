@@ -1,4 +1,4 @@
-"""What a module that runs again is given: arguments of their classes, and one memory where they are one memory."""
+"""The arguments of a module that runs again keep their classes, and share memory as before."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ pytestmark = pytest.mark.device
 
 
 class Marked(torch.Tensor):
-    """A class of its own, whose operators are torch's."""
+    """A subclass that uses torch's operators."""
 
 
 class Dispatches(torch.Tensor):
-    """Runs its operators itself."""
+    """A subclass that runs its operators itself."""
 
     own: torch.Tensor
 
@@ -38,7 +38,7 @@ class Dispatches(torch.Tensor):
 
 
 class Looks(Layer):
-    """At the class of its second argument, which is the memory of the first."""
+    """A layer that depends on the class of its second argument, which shares the memory of the first."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         factor = 3.0 if type(y) in (Marked, Dispatches) else 1.0
@@ -68,7 +68,7 @@ def test_an_argument_is_of_its_class_when_the_module_runs_again(
 
 
 class WritesSecond(Layer):
-    """To the second of two arguments, which are one memory."""
+    """A layer that writes to the second of two arguments that share one memory."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         y.mul_(0.5)

@@ -1,4 +1,4 @@
-"""What goes into a region and comes out of it: containers, views, and tensors that several regions share."""
+"""Inputs and outputs of regions: containers, views, and tensors that several regions share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.device
 
 
 class Structured(Layer):
-    """Takes and gives tensors in every container."""
+    """A layer that takes and returns tensors in every container."""
 
     def forward(
         self, state: dict[str, Any], *, mask: torch.Tensor | None = None, scale: float = 1.0, extra: tuple = ()
@@ -59,7 +59,7 @@ def test_gradients_hold_for_nested_arguments_and_outputs(alpha: float) -> None:
 
 @alphas
 def test_views_of_one_tensor_are_separate_inputs(alpha: float) -> None:
-    """Neighbouring regions share the copy of an input; a transposed square one is another input."""
+    """Let neighbouring regions share the copy of an input; a transposed square view is another input."""
     torch.manual_seed(0)
     weight = torch.randn(8, 8, requires_grad=True)
 
@@ -80,7 +80,7 @@ def test_views_of_one_tensor_are_separate_inputs(alpha: float) -> None:
 
 
 def test_memory_is_let_go_after_the_last_of_its_copies_whatever_the_order_of_the_inputs() -> None:
-    """The second region shares an older copy of one input, and the region that began it is gone."""
+    """Share an older copy of one input in the second region, after the region that made it is gone."""
 
     def call(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         return new.sigmoid() * old.tanh()
@@ -133,7 +133,7 @@ def test_an_input_that_is_a_view_and_is_written_to_lies_in_memory_as_it_did(alph
 
     def call(view: torch.Tensor) -> torch.Tensor:
         y = ((view + 1) @ weight).sigmoid()
-        flat = view.as_strided((3,), (7,), view.storage_offset())  # past its rows
+        flat = view.as_strided((3,), (7,), view.storage_offset())  # beyond its rows
         view.mul_(0.5)
         return y * y * flat.sum()
 

@@ -1,4 +1,4 @@
-"""What the native core calls of Python is there, and where it is not, that shows before a step runs."""
+"""Python methods that the native core calls exist; if one is missing, that shows before a step runs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from memplug.tokenwise.engine.units import Unit
 
 
 class Noting:
-    """Stands for the core's module, and notes what it is given."""
+    """A stand-in for the core's module that records its calls."""
 
     names: dict[str, set[str]]
 
     def bind_calls(self, names: dict[str, set[str]], *functions: Callable[..., Any]) -> None:
-        """Takes note of them."""
+        """Record the names, and pass them on."""
         self.names = names
         core().bind_calls(names, *functions)
 
     def raise_failures_with(self, fail: Callable[..., Any]) -> None:
-        """Does nothing: the core's module has it already."""
+        """Do nothing: the core's module has the function already."""
 
 
 @pytest.fixture

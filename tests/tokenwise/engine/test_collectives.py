@@ -1,4 +1,4 @@
-"""Collectives that fill a tensor, as Megatron-Core calls them: captured or run again, on all ranks alike."""
+"""Collectives that fill a tensor, as Megatron-Core calls them, are captured or run again, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.support.forking import launch_forked
 
 @pytest.fixture(autouse=True)
 def group(tmp_path: Path) -> Iterator[None]:
-    """Of this process alone."""
+    """Make a group of this process alone."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 class _InPlace(torch.autograd.Function):
-    """A row-parallel layer's exit: the matmul's own output is reduced."""
+    """The exit of a row-parallel layer: reduces the matmul's own output."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ FILLS = {
 
 
 class Reduces(Layer):
-    """One result that backward needs, and one at the end that it does not."""
+    """A layer that reduces twice: backward needs the first result, but not the second."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = _InPlace.apply(self.inner(self.norm(x))).sigmoid()
@@ -57,12 +57,12 @@ class Reduces(Layer):
 
 
 def _is_launch(func: Any) -> bool:
-    """A mode does not see the collectives inside of an operator."""
+    """Return whether an operator launches a collective; a mode does not see collectives inside of an operator."""
     return operators.is_exchange(func) or func.namespace == "memplug_tests"
 
 
 def launched_again(layer: type[Layer], alpha: float, **settings: Any) -> list[int]:
-    """Collectives that backward launched in each of four steps, whose gradients were compared."""
+    """Return the collectives that backward launched in each of four steps, after comparing gradients."""
     torch.manual_seed(0)
     model = Stack(3, layer)
     reference = twin(model)
@@ -104,7 +104,7 @@ _BEGUN: list[Any] = []
 
 @torch.library.custom_op("memplug_tests::begin", mutates_args=())
 def _begin(x: torch.Tensor) -> torch.Tensor:
-    """What it returns may be what others are still to send."""
+    """Return a tensor while the collective that fills another one may still be under way."""
     _BEGUN.append((received := x.clone(), dist.all_reduce(received, async_op=True)))
     return x.clone()
 
@@ -198,12 +198,12 @@ def test_lists_of_tensors_are_exchanged_and_let_go():
 
 
 def test_storages_that_come_and_go_unseen_are_not_taken_for_others():
-    """Memory made while the region is paused may get the address of a tensor of the region's that is gone."""
+    """Make memory while the region is paused; it may get the address of a freed tensor of the region."""
     executors: list[Any] = []
 
     class Pauses(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(20):  # gone at once, their addresses free
+            for _ in range(20):  # freed at once, so their addresses are free
                 torch.empty_like(x)
             with paused() if executors else torch.enable_grad():
                 memory = torch.zeros_like(x)
@@ -223,7 +223,7 @@ def test_storages_that_come_and_go_unseen_are_not_taken_for_others():
 
 
 def reference_gradients(reference: Stack, x: torch.Tensor, executors: list[Any]) -> dict[str, torch.Tensor]:
-    """Without the executor."""
+    """Return the gradients without the executor."""
     held = executors.pop()
     try:
         reference(x).backward()
@@ -234,7 +234,7 @@ def reference_gradients(reference: Stack, x: torch.Tensor, executors: list[Any])
 
 def test_values_that_python_reads_are_those_of_the_forward_without_recomputing_everything():
     class Splits(Layer):
-        """As a token dispatcher: split sizes come from a tensor's values."""
+        """A layer like a token dispatcher, whose split sizes come from a tensor's values."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             chosen = (x.detach().sum(-1) > 0).sum(-1).clamp(1, 5)

@@ -1,4 +1,4 @@
-"""Functions that a model compiles inside of a region: compiled code has no operators to see."""
+"""Functions that a model compiles inside of a region; compiled code has no operators to observe."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_functions_compiled_inside_of_a_region_run_as_they_are_written(alpha):
 @pytest.mark.cpu("the kernels of Triton are not simulated")
 @pytest.mark.parametrize("tokenwise", [{"regions": ["layers.*"], "min_offload_bytes": 1}, {"enabled": False}])
 def test_a_compiled_model_is_recorded_and_served_without_a_warning_of_the_compilers(tokenwise, recwarn):
-    """Hooks that tell where training is are no part of what is compiled."""
+    """Keep the hooks that mark places in the program out of compiled code."""
     torch.manual_seed(0)
     model = Stack(3)
     reference = twin(model)

@@ -1,4 +1,4 @@
-"""Gradients are those of the model without memplug, whatever a region's forward and its parameters are."""
+"""Gradients are those of the model without memplug for every kind of forward and parameter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_gradients_hold_whatever_the_forward_does_while_copies_run_late(
     train_alike(block, alpha, device=adversarial_device("late"))
 
 
-@pytest.mark.parametrize("alpha", [0.0, 1.0])  # both to the bit: all products run again, and all stay on the device
+@pytest.mark.parametrize("alpha", [0.0, 1.0])  # both to the bit: all products run again, or all stay on the device
 @pytest.mark.parametrize("block", FORWARDS, ids=lambda block: block.__name__)
 def test_gradients_hold_where_small_tensors_stay_on_the_device(block: Callable[[], nn.Module], alpha: float) -> None:
     train_alike(block, alpha, min_offload_bytes=1 << 30)

@@ -1,4 +1,4 @@
-"""Functional collectives in place, as FSDP2 and Megatron-Core's newer layers call them: the wait is an operator too."""
+"""Functional collectives in place, as FSDP2 and Megatron-Core's newer layers call them; the wait is an operator too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.reducing import WHOLE, ReducesMemoryThatWasThere, reducing
 
 @pytest.fixture(autouse=True)
 def group(tmp_path: Path) -> Iterator[None]:
-    """Of this process alone."""
+    """Make a group of this process alone."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -58,7 +58,7 @@ def _is_reduction(func: Any) -> bool:
 
 
 def functional_launches(layer: type[Layer], alpha: float) -> int:
-    """Reductions in place that the backward passes of four steps launched; gradients were compared."""
+    """Return the in-place reductions that backward launched in four steps, after comparing gradients."""
     torch.manual_seed(0)
     model = Stack(3, layer)
     reference = twin(model)

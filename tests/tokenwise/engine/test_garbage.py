@@ -1,4 +1,4 @@
-"""What garbage collection runs in the middle of a region is no part of it."""
+"""Garbage collection in the middle of a region is no part of the region."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.device
 
 
 class Dies:
-    """Garbage in a circle, whose end runs operators."""
+    """Cyclic garbage whose destructor runs operators."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -26,7 +26,7 @@ class Dies:
 
 
 class Collects(Layer):
-    """Garbage is collected in the middle of its forward, and none is there in the recompute pass."""
+    """A layer that collects garbage in its forward; in the recompute pass there is none."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.inner(self.norm(x))

@@ -1,4 +1,4 @@
-"""Memory that a region reads and that is written to between its forward and its backward."""
+"""Memory that a region reads, and that is written to between its forward and its backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Read = Callable[["Reads", torch.Tensor], torch.Tensor]
 
 
 class Adds(torch.autograd.Function):
-    """Adds a vector by a kernel that no operator shows, and does not save it."""
+    """Adds a vector by a kernel that no operator shows, without saving it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Adds(torch.autograd.Function):
 
 
 class Reads(nn.Module):
-    """Reads a vector that autograd does not save, in front of a product or behind all that is saved."""
+    """A layer that reads a vector that autograd does not save, before a product or after all saved tensors."""
 
     def __init__(self, read: str, last: bool, address: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Reads(nn.Module):
         return self.read(self, y) if self.last else y
 
     def written(self) -> torch.Tensor:
-        """Returns what `read` reads."""
+        """Return the tensor that `read` reads."""
         return {_buffer: self.mean, _values: self.mean, _attribute: self.vectors[0], _global: NAMED}.get(
             self.read, self.shift
         )
@@ -121,7 +121,7 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def trained(model: Stack, write: Callable[[Reads], Any], steps: int = 2) -> dict[str, torch.Tensor]:
-    """Returns gradients of the last of some steps, between whose forward and backward `write` writes to a layer."""
+    """Return the last step's gradients, after `write` wrote to a layer between its forward and backward."""
     for step in range(steps):
         torch.manual_seed(step)
         model.zero_grad()
@@ -216,7 +216,7 @@ def test_a_parameter_of_a_unit_may_be_stepped_in_backward(alpha: float) -> None:
 
 
 class Shifts(nn.Module):
-    """Adds a parameter, behind all that its region saves."""
+    """A layer that adds a parameter after all tensors that its region saves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Shifts(nn.Module):
 
 
 def flat(model: Stack) -> Stack:
-    """All parameters of a layer share one memory, as frameworks have it, and each counts its own writes."""
+    """Give all parameters of a layer one memory, as frameworks do, with a version counter each."""
     for layer in model.layers:
         memory, offset = torch.cat([p.detach().flatten() for p in layer.parameters()]), 0
         for parameter in layer.parameters():
@@ -282,7 +282,7 @@ def test_a_distributed_parameter_that_was_written_to_is_an_error(address: bool, 
 
 
 class Outer(nn.Module):
-    """Runs another region."""
+    """A region that runs another region."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -305,7 +305,7 @@ def test_what_a_region_inside_of_another_read_is_read_by_both() -> None:
 
 
 class Counts(nn.Module):
-    """Writes to buffers in each forward."""
+    """A layer that writes to buffers in each forward."""
 
     def __init__(self) -> None:
         super().__init__()

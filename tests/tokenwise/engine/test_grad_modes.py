@@ -1,4 +1,4 @@
-"""Kernels that choose what they return by whether gradients are enabled run again as they ran."""
+"""Kernels whose outputs depend on whether gradients are enabled run again in the same mode."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Elman(Recurrent):
 
 
 class Unbatched(Layer):
-    """A part of it runs without gradients."""
+    """A layer that runs a part without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def test_recurrent_layers_train_to_the_bit(block: type[Layer], alpha: float) -> 
 
 
 def test_a_recompute_pass_that_diverges_twice_is_an_error_of_memplug(monkeypatch: Any) -> None:
-    """Such as that of a library's operator whose results have other shapes the second time."""
+    """Include operators of libraries whose results have other shapes the second time."""
     wide = [False]
     with torch.library._scoped_library("memplug_grad_modes", "DEF") as library:
         library.define("part(Tensor x) -> Tensor")
@@ -73,7 +73,7 @@ def test_a_recompute_pass_that_diverges_twice_is_an_error_of_memplug(monkeypatch
 
 
 class Outer(Layer):
-    """Runs another region, which it does not own."""
+    """A region that runs another region, which it does not own."""
 
     def __init__(self, inner: list[nn.Module]):
         super().__init__()

@@ -144,7 +144,7 @@ def test_a_region_that_begins_to_ask_for_what_no_operator_shows_is_an_error_once
 
 
 def test_an_error_as_buffers_are_put_back_is_raised_and_ends_no_process(monkeypatch: Any) -> None:
-    """A copy may report what a device's kernel before it did wrong."""
+    """Raise while buffers are restored: a copy may report the error of an earlier kernel."""
     as_before = Buffers.as_before
 
     @contextlib.contextmanager

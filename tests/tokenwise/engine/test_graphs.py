@@ -1,4 +1,4 @@
-"""Gradients hold however passes follow one another: graphs in flight, retained, checkpointed, second derivatives."""
+"""Gradients hold for every order of passes: graphs in flight, retained, checkpointed, second derivatives."""
 
 from __future__ import annotations
 

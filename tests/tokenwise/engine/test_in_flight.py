@@ -1,4 +1,4 @@
-"""Graphs die on any thread, and what they leave is counted all the same; and each process of a fork has its own."""
+"""Graphs die on any thread, and their memory is counted all the same; each process of a fork has its own."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_graphs_that_die_on_other_threads_are_counted(alpha: float) -> None:
 
 @alphas
 def test_memory_from_outside_that_joins_the_graph_keeps_no_graph_alive(alpha: float) -> None:
-    """Written to in place, it has a graph from then on, and the graph has what the region held."""
+    """Write to the memory in place: from then on it has a graph, and the graph holds the region's tensors."""
     memory = torch.zeros(2, 6, 16)
 
     class Writes(Layer):
@@ -73,7 +73,7 @@ def test_memory_from_outside_that_joins_the_graph_keeps_no_graph_alive(alpha: fl
 
 @alphas
 def test_hooks_that_outlive_their_forward_keep_no_graph_alive(alpha: float) -> None:
-    """torch copies a thread's state, hooks and all, into whatever goes on elsewhere: the work of a collective."""
+    """Copy the thread's state with its hooks, as torch does for work elsewhere, such as a collective's."""
     hooks = []
 
     class Copies(Layer):
@@ -119,7 +119,7 @@ def test_two_threads_that_run_forward_at_once_have_their_own_tapes(alpha: float)
 @alphas
 @pytest.mark.parametrize("shared", [False, True])
 def test_gradients_hold_where_threads_train_at_once(alpha: float, shared: bool) -> None:
-    """Each runs its own backwards, and recompute passes in them: a model of its own, or all the same one."""
+    """Run backwards and recompute passes on several threads, with a model for each or one for all."""
     torch.manual_seed(0)
     models = [Stack(3) for _ in range(1 if shared else 3)]
     references = [twin(model) for model in models]
@@ -153,7 +153,7 @@ def test_gradients_hold_where_threads_train_at_once(alpha: float, shared: bool) 
 
 @alphas
 def test_threads_whose_regions_overlap_leave_the_compiler_as_it_was(alpha: float) -> None:
-    """The first to begin is the first to end: what it puts back must not be what it set itself."""
+    """Let the first thread begin and end first: it must not restore state that it set itself."""
     compiled_calls: list[int] = []
     first_is_inside, second_is_inside, first_is_over = (threading.Event() for _ in range(3))
 
@@ -175,7 +175,7 @@ def test_threads_whose_regions_overlap_leave_the_compiler_as_it_was(alpha: float
     model = Stack(1, Overlaps)
     tokenwise(model, alpha)
 
-    one = torch.randn(1, 6, 16)  # a thread of its own has another default device
+    one = torch.randn(1, 6, 16)  # another thread would have another default device
 
     def first() -> None:
         model(one)
@@ -194,12 +194,12 @@ def test_threads_whose_regions_overlap_leave_the_compiler_as_it_was(alpha: float
 
 @pytest.mark.cpu("no process uses CUDA after a fork")
 def test_a_child_of_a_fork_goes_on_with_the_graphs_in_flight_and_so_does_the_parent() -> None:
-    """In a process of its own: where autograd has had threads, torch runs no backward after a fork."""
+    """Run in a fresh process: once autograd has had threads, torch runs no backward after a fork."""
     launch_forked([__name__], processes=1, module=True)
 
 
 def fork(alpha: float) -> None:
-    """Goes on in both processes; raises where one of them fails."""
+    """Train on in both processes after a fork; raise if one of them fails."""
     torch.manual_seed(0)
     model = Stack(4)
     reference = twin(model)
@@ -231,6 +231,6 @@ def fork(alpha: float) -> None:
 
 
 def main() -> None:
-    """That process."""
+    """Fork for each alpha, as the fresh process."""
     for alpha in (0.0, 0.4, 1.0):
         fork(alpha)

@@ -1,4 +1,4 @@
-"""Writing in place around a region gives right gradients, or an error where torch gives one."""
+"""Writing in place around a region gives correct gradients, or an error where torch gives one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.support.simulated import adversarial_device
 
 pytestmark = pytest.mark.device
 
-# whether tensors are too small to leave the device, and how many regions run after the write: by then the memory of
-# what has left would have been let go
+# whether tensors are too small to leave the device, and how many regions run after the write: after three, the memory
+# of offloaded tensors would have been released
 SMALL_AND_MORE = [(False, 0), (False, 3), (True, 0)]
 WRITES = {
     "add_": lambda y: y.add_(1),
@@ -40,8 +40,9 @@ def _under_no_grad(y: torch.Tensor) -> None:
 def test_an_output_written_by_the_caller_gives_right_gradients_or_an_error(
     alpha: float, small: bool, write: str, more: int
 ) -> None:
-    """The output is a captured product that the region's backward needs; the copy out may be under way. torch itself
-    refuses where it saved the output.
+    """Write to an output that is a captured product which backward needs, possibly while it is copied out.
+
+    torch itself refuses the write if it saved the output.
     """
     weight = torch.randn(8, 8, requires_grad=True, generator=torch.Generator().manual_seed(0))
 
@@ -57,7 +58,7 @@ def test_an_output_written_by_the_caller_gives_right_gradients_or_an_error(
         y, z = run(x * 1.0)
         WRITES[write](y)
         total = y.sin().sum() + z.sum()
-        for _ in range(more):  # by then its memory would have been let go
+        for _ in range(more):  # by then its memory would have been released
             total = total + sum(part.sum() for part in run(x * 3.0))
         total.backward()
         gradient, weight.grad = weight.grad, None
@@ -162,7 +163,7 @@ def test_a_parameter_written_between_forward_and_backward_is_an_error_as_in_torc
 
 @alphas
 def test_gradients_hold_where_an_input_is_written_and_no_parameter_needs_gradients(alpha: float) -> None:
-    """Then the graph of the recompute pass hangs on the input alone."""
+    """Make the graph of the recompute pass depend on the input alone."""
 
     class Frozen(WritesInput):
         def __init__(self) -> None:

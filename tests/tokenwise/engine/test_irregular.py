@@ -1,4 +1,4 @@
-"""Tensors whose elements no geometry tells of, in and around regions: sparse, nested, quantized, oneDNN's."""
+"""Tensors without plain strides in and around regions: sparse, nested, quantized, oneDNN's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXACT = pytest.mark.parametrize("alpha", [0.0, 1.0])
 
 
 class Graph(Layer):
-    """Of a graph's nodes, with its adjacency."""
+    """A layer over a graph's nodes, with the graph's adjacency matrix."""
 
     def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> torch.Tensor:
         return x + self.out(torch.sparse.mm(adjacency, self.inner(x)).relu())
@@ -46,7 +46,7 @@ def adjacency_in(layout: str) -> torch.Tensor:
 
 
 def train_with(model: nn.Module, given: Callable[[], torch.Tensor], alpha: float, opaque: str = "") -> object:
-    """Three steps with and without regions, to the bit."""
+    """Train three steps with and without regions, and compare to the bit."""
     reference = twin(model)
     executor = tokenwise(model, alpha)
     for region in model.regions:
@@ -78,7 +78,7 @@ class Ignores(Layer):
 @EXACT
 @pytest.mark.parametrize("block_layout", [torch.Tensor.to_sparse_bsr, torch.Tensor.to_sparse_bsc])
 def test_an_argument_in_blocks_stays(block_layout: Callable[..., torch.Tensor], alpha: float) -> None:
-    """Torch multiplies none of them in backward."""
+    """Pass the argument without using it: torch multiplies no blocked layout in backward."""
     train_with(Net(2, Ignores), lambda: block_layout(torch.eye(6), (2, 2)), alpha)
 
 

@@ -31,24 +31,24 @@ class Squares(torch.autograd.Function):
 
 
 class ReadsTwice(Layer):
-    """A custom function whose backward asks for all that it saved twice."""
+    """A layer with a custom function whose backward asks for its saved tensors twice."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(Squares.apply(self.inner(self.norm(x))).sigmoid().square())
 
 
 left_out: list[int] = []
-"""How many rows each of the next calls of `_some_rows` leaves out; all behind these none."""
+"""How many rows each of the next calls of `_some_rows` leaves out; later calls leave out none."""
 
 
 @torch.library.custom_op("memplug_tests::some_rows", mutates_args=())
 def _some_rows(x: torch.Tensor) -> torch.Tensor:
-    """A choice by values, as rounding may change it where it is made again."""
+    """Choose rows by values, a choice that rounding may change in a recompute pass."""
     return torch.arange(len(x) - (left_out.pop() if left_out else 0), device=x.device)
 
 
 class Chooses(Layer):
-    """Chooses rows of a product."""
+    """A layer that chooses rows of a product."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(self.norm(x)).flatten(0, 1)
@@ -56,7 +56,7 @@ class Chooses(Layer):
 
 
 def trained(device: Adversary, alpha: float, block: type[nn.Module] = Block, **settings: int):
-    """A stack after one step, whose last layer offloads late; its twin, its executor."""
+    """Return a stack after one step, whose last layer offloads late, its twin and its executor."""
     torch.manual_seed(0)
     model = Stack(4, block)
     reference = twin(model)
@@ -68,7 +68,7 @@ def trained(device: Adversary, alpha: float, block: type[nn.Module] = Block, **s
 
 
 def step(model: Stack, reference: Stack, alpha: float, times: int = 1, seed: int = 0) -> None:
-    """Backward `times` through one graph of each."""
+    """Run backward `times` through one graph of each model."""
     x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(seed))
     for network in (model, reference):
         loss = network(x)
@@ -129,7 +129,7 @@ def test_a_backward_through_a_part_of_a_graph_that_is_kept_leaves_it_whole(devic
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 def test_a_recompute_pass_that_diverges_is_run_in_full(device, alpha):
-    """Also behind the last use of a captured tensor, which is gone then."""
+    """Include a divergence after the last use of a captured tensor, which is gone by then."""
     model, reference, executor = trained(device, alpha, Chooses)
     x = torch.randn(2, 6, 16)
     loss = model(x)
@@ -143,7 +143,7 @@ def test_a_recompute_pass_that_diverges_is_run_in_full(device, alpha):
 
 
 def fill_host(executor):
-    """Leaves the pool no memory, between two steps."""
+    """Leave the pool no memory, between two steps."""
     executor.pool.close()
     executor.pool.budget_bytes = 0
 
@@ -174,7 +174,7 @@ def test_what_is_written_in_place_after_it_was_captured_is_kept_where_the_host_i
 
 
 def alone(device: Adversary, alpha: float, block: type[nn.Module]):
-    """A stack whose one layer offloads late, and whose input is captured too; its twin, its executor."""
+    """Return a stack whose one layer offloads late, and whose input is captured too, its twin and its executor."""
     torch.manual_seed(0)
     model = Stack(1, block)
     reference = twin(model)
@@ -187,10 +187,10 @@ def alone(device: Adversary, alpha: float, block: type[nn.Module]):
 
 
 def step_alone(model, reference, executor, alpha, *, seed=0, graphs=1, times=1):
-    """Backward `times` through the sum of so many graphs of each; nothing is left on either side.
+    """Run backward `times` through the sum of several graphs of each; assert that nothing is left on either side.
 
     Returns:
-        The bytes that were sent to the host.
+        The bytes that were copied to the host.
     """
     sent_bytes = executor.transfer.offloaded_total_bytes
     data = torch.randn(graphs, 2, 6, 16, generator=torch.Generator().manual_seed(seed))
@@ -228,7 +228,7 @@ def test_what_was_written_in_place_has_its_former_value_where_it_is_released_aft
 
 
 class SharesInput(nn.Module):
-    """Two layers read one tensor, of which they share the capture; the second writes to it in place."""
+    """Two layers that read one tensor and share its capture; the second writes to it in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class SharesInput(nn.Module):
 
 
 class ScalesInput(nn.Linear):
-    """It saves nothing of its input, and so much else that nothing of it has to be released."""
+    """A layer that does not save its input, but so much else that nothing of it has to be released."""
 
     def __init__(self) -> None:
         super().__init__(16, 16)

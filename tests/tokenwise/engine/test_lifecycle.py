@@ -1,4 +1,4 @@
-"""Nothing outlives its use: errors in any pass, tensors without garbage collection, host memory within its budget."""
+"""Tensors and host memory are released after their last use, after errors too, without garbage collection."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def live_tensors() -> int:
 
 
 class Stop(Exception):
-    """Raised in the middle of a pass."""
+    """An error in the middle of a pass."""
 
 
 errors = pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
 
 
 class Fails(Block):
-    """`raises`: in this layer, in the pass that `armed` says; an opaque one is recomputed by running it again."""
+    """A block that raises if `raises`, in the pass named by `armed`; an opaque one runs its module again."""
 
     armed = ""
     raises = False

@@ -1,5 +1,6 @@
-"""Tensors of Python's values (`torch.tensor([1, 2])`) inside of a region: no operator fills them, they are kept as what
-the region was given, and its tape tells of all else.
+"""Tensors of Python's values (`torch.tensor([1, 2])`) inside of a region.
+
+No operator fills them; they are kept like the region's arguments, and its tape covers all else.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from tests.support.native_forward import Keeps, Run
 pytestmark = pytest.mark.device
 
 UNFILLED = "memory that no operator was seen to fill"
-ALIKE = [float(i) for i in range(32)]  # in every forward, for modules that run again
+ALIKE = [float(i) for i in range(32)]  # the same in every forward, for modules that run again
 
 
 def as_torch_asks_for_it(elements: int) -> torch.Tensor:
-    """Memory that nothing has filled, asked for as for `torch.tensor`."""
+    """Return unfilled memory, allocated as for `torch.tensor`."""
     empty = torch.ops.aten.empty.memory_format
     return empty([elements], dtype=torch.float32, layout=None, device="cpu", pin_memory=False)
 
 
 class Literals(Layer):
-    """What it makes of its activations and of Python's values, which are others in each forward."""
+    """A layer that combines its activations with Python values that differ in each forward."""
 
     def __init__(self, make: Callable[[torch.Tensor, list[float]], torch.Tensor]) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class Literals(Layer):
 
 
 def written_between(y: torch.Tensor, values: list[float]) -> torch.Tensor:
-    """Read, written to in place, and read again: two values of one memory."""
+    """Read the tensor, write to it in place, and read it again: one memory has two values."""
     t = torch.tensor(values)
     before = (t * 0.5).sin()
     t.mul_(-0.25)
@@ -70,7 +71,7 @@ def written_in_part(y: torch.Tensor, values: list[float]) -> torch.Tensor:
 
 
 def written_twice(y: torch.Tensor, values: list[float]) -> torch.Tensor:
-    """By what depends on the activations."""
+    """Write values that depend on the activations."""
     total = torch.tensor(values[0])
     total += y.detach().sum()
     first = y * total.cos()
@@ -79,7 +80,7 @@ def written_twice(y: torch.Tensor, values: list[float]) -> torch.Tensor:
 
 
 def with_gradients(y: torch.Tensor, values: list[float]) -> torch.Tensor:
-    """In place, they become part of the graph."""
+    """Write in place, so that the literal becomes part of the graph."""
     t = torch.tensor(values)
     t[:16] *= y[0, 0, 0].sigmoid()
     first = y * t
@@ -109,7 +110,7 @@ def indices(y: torch.Tensor, values: list[float]) -> torch.Tensor:
 
 
 def of_numbers(y: torch.Tensor, values: list[float]) -> torch.Tensor:
-    """Of Python's numbers that activations gave."""
+    """Make a literal of Python numbers that come from activations."""
     return y * torch.tensor([y[0, 0, 0].item(), y[0, 1, 3].item()]).repeat(16)
 
 
@@ -118,7 +119,7 @@ def of_tensors(y: torch.Tensor, values: list[float]) -> torch.Tensor:
 
 
 def numbers_on_the_host(y: torch.Tensor, values: list[float]) -> torch.Tensor:
-    """Operands that stay on the CPU."""
+    """Use operands that stay on the CPU."""
     return (y * torch.tensor(values[0], device="cpu")).sin() * torch.tensor(3.0, device="cpu")
 
 
@@ -248,7 +249,7 @@ def test_graphs_in_flight_have_the_values_of_their_own_forwards(
 
 
 def test_values_that_take_much_memory_are_not_kept() -> None:
-    """They are made again with all else: a plan does not count them."""
+    """Make large literals, which are made again and not counted by a plan."""
 
     def much(y: torch.Tensor, values: list[float]) -> torch.Tensor:
         return y * torch.tensor(ALIKE * (1 << 14))[:32]
@@ -269,7 +270,7 @@ def test_many_values_are_not_kept_either() -> None:
 
 @alphas
 def test_forwards_in_turn_make_values_or_fill_memory(alpha: float) -> None:
-    """Of the same shapes: a tape that is followed up to there is another's from then on."""
+    """Use the same shapes in every forward, so that a tape is followed up to the point where they differ."""
 
     def in_turn(y: torch.Tensor, values: list[float]) -> torch.Tensor:
         kind = int(values[0]) % 3
@@ -296,7 +297,7 @@ def test_an_address_that_is_taken_still_makes_a_region_opaque() -> None:
 
 
 def test_what_the_caller_writes_to_afterwards_is_an_error() -> None:
-    """As with any memory that a region was given and reads again."""
+    """Raise an error, as for any memory that a region was given and reads again."""
 
     def call(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
         t = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -337,7 +338,7 @@ def test_a_tape_that_is_left_between_the_memory_and_its_values_says_who_makes_it
 
 
 def restored(run: Run) -> list[torch.Tensor]:
-    """What was saved, by a recompute pass where it takes one."""
+    """Return the saved tensors, from a recompute pass where one is needed."""
     found = run.restored({}, pytest.fail)
     return [found.get(index, saved) for index, saved in enumerate(run.saved)]
 

@@ -1,4 +1,4 @@
-"""Regions that no tape tells of: their input is swapped, all else is recomputed by running the module again."""
+"""Regions that no tape describes: their input is swapped, all else is recomputed by running the module again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_a_recompute_pass_that_saves_other_sizes_or_dtypes_than_the_forward_is_a
     class Changes(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.inner(x)
-            return (change(y) if "IN_BACKWARD" in os.environ else y).sin().sum()  # no part of a region's state
+            # the environment is no part of a region's state
+            return (change(y) if "IN_BACKWARD" in os.environ else y).sin().sum()
 
     model = Stack(1, Changes)
     tokenwise(model, 1.0)
@@ -67,7 +68,7 @@ def test_an_input_that_is_conjugated_or_negated_lazily_comes_back_as_it_was(
     found = []
     for run in (call, layer.forward):
         x = torch.randn(4, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        losses = [run(lazy(x * factor)) for factor in range(1, 5)]  # so many that tensors have to leave
+        losses = [run(lazy(x * factor)) for factor in range(1, 5)]  # so many that tensors have to be offloaded
         torch.stack(losses).sum().backward()
         found.append(x.grad)
     assert torch.equal(*found) and executor.transfer.prefetched_total_bytes > 0
@@ -76,7 +77,7 @@ def test_an_input_that_is_conjugated_or_negated_lazily_comes_back_as_it_was(
 def test_a_class_that_was_opaque_is_gone_with_its_model() -> None:
     def train() -> weakref.ref[Any]:
         class Own(Layer):
-            """Made in a function, it leads to the model."""
+            """A class made in a function, which leads to the model."""
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return x + self.out(self.inner(x).sigmoid()) * len(model.layers)
@@ -106,7 +107,7 @@ class Point(NamedTuple):
 
 
 class Nests(Layer):
-    """Opaque, and given tensors in containers."""
+    """An opaque layer whose arguments are tensors in containers."""
 
     def forward(self, x: torch.Tensor, nested: dict[str, Any], *, scales: list[Any]) -> torch.Tensor:
         y = self.inner(x)
@@ -138,7 +139,7 @@ def test_an_opaque_recompute_pass_is_given_the_same_containers(alpha: float) -> 
 
 
 class Wraps(Layer):
-    """Computes with a tensor of a subclass of its own."""
+    """A layer that computes with a tensor of its own subclass."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
@@ -146,7 +147,7 @@ class Wraps(Layer):
 
 
 class Logged(torch.Tensor):
-    """Dispatches for itself."""
+    """A subclass with its own dispatch."""
 
     inner: torch.Tensor
 
@@ -166,7 +167,7 @@ class Logged(torch.Tensor):
 
 
 class Raises(Layer):
-    """Goes on after an operator that raised."""
+    """A layer that goes on after an operator that raised."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
@@ -178,7 +179,7 @@ class Raises(Layer):
 
 
 class Reshapes(Layer):
-    """Gives a tensor other memory in place."""
+    """A layer that gives a tensor other memory in place."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
@@ -187,14 +188,14 @@ class Reshapes(Layer):
 
 
 class LeavesBlank(Layer):
-    """Hands out memory that nothing fills."""
+    """A layer that returns memory that nothing fills."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(self.inner(x).sigmoid()) + torch.empty(x.shape[-1]).mul(0).nan_to_num()
 
 
 class Mean(Statistics):
-    """Updates a buffer, and takes an address."""
+    """A layer that updates a buffer, and takes an address."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mean.data_ptr()
@@ -240,7 +241,7 @@ def test_a_region_that_is_told_to_be_opaque_has_its_input_swapped_alone(alpha: f
 
 
 def filled_past_torch(and_then: Callable[[torch.Tensor], Any]) -> type[Layer]:
-    """A layer with a kernel that is no operator of torch; what runs on its result, in place, before it is saved."""
+    """Return a layer whose kernel is no torch operator; `and_then` writes to its result before it is saved."""
 
     class Squares(torch.autograd.Function):
         @staticmethod
@@ -264,21 +265,21 @@ def filled_past_torch(and_then: Callable[[torch.Tensor], Any]) -> type[Layer]:
 
 
 def halves(y: torch.Tensor) -> None:
-    """All of it, half by half of each row."""
+    """Fill the tensor half by half of each row."""
     first, second = y.tensor_split(2, -1)
     first.copy_(torch.ones_like(first))
     second.fill_(2)
 
 
 def chunks(y: torch.Tensor) -> None:
-    """All of it, in pieces that overlap."""
+    """Fill the tensor in overlapping pieces."""
     flat = y.view(-1)
     flat[:150].zero_()
     torch.sin(torch.ones(flat.numel() - 100), out=flat[100:])
 
 
 def permuted(y: torch.Tensor) -> None:
-    """All of it, row by row in another order."""
+    """Fill the tensor row by row, in another order."""
     rows = y.view(-1, y.shape[-1])
     rows[torch.randperm(len(rows))] = torch.ones_like(rows)
 

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 def cases() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """Calls of every row-wise operator, with 12 rows (bmm: batch elements)."""
+    """Return calls of every row-wise operator, with 12 rows (bmm: batch elements)."""
     generator = torch.Generator().manual_seed(0)
 
     def randn(*size: int) -> torch.Tensor:
@@ -150,11 +150,11 @@ def test_dropout_in_attention_draws_random_numbers_and_attention_without_does_no
     assert [record.draws for record in records_of(run.tape)] == [True, False, False, True]
 
 
-# -- attention and collectives that others register ------------------------------------------------------------------
+# -- attention and collectives of other libraries --------------------------------------------------------------------
 
 
 class FlashAttention(torch.autograd.Function):
-    """As flash-attn has it: a registered operator inside a function of its own that saves what backward needs."""
+    """Attention like flash-attn's: a registered operator in a function that saves the tensors for backward."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -211,7 +211,7 @@ def test_registered_flash_attention_is_captured_and_never_run_again(
 
 
 class FlashAttention3(FlashAttention):
-    """As flash-attn 3 has it: an operator that makes its result, or writes it to memory that it is given."""
+    """Attention like flash-attn 3's: an operator that makes its result, or writes it to given memory."""
 
     has_memory = False
 

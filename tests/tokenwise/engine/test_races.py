@@ -19,19 +19,21 @@ from tests.support.simulated import Adversary, adversarial_device
 pytestmark = pytest.mark.device
 
 SCHEDULES = ["late", "early"]
-# the one for another stream of the user's is left out in tests/cudasim/test_regions_on_streams.py
+# tests/cudasim/test_regions_on_streams.py leaves out the wait for another stream of the user's
 WAITS = [wait for wait in Wait if wait is not Wait.USE_FOR_COMPUTE]
 BUFFERS = {"new memory": 0, "rounding buffers": 1 << 20}
 buffered = pytest.mark.parametrize("buffer_bytes", BUFFERS.values(), ids=BUFFERS)
 
 
 class Stop(Exception):
-    """Raised in the middle of backward."""
+    """An error in the middle of backward."""
 
 
 def scenario(device: Adversary, alpha: float, in_place: bool = False, seed: int = 0, *, buffer_bytes: int = 0) -> None:
-    """Train a few steps every awkward way; AssertionError where a gradient differs or a copy hits memory let go, or
-    plain steps find no room in rounding buffers that are large enough, where they have any.
+    """Train a few steps in every awkward way.
+
+    Raise AssertionError if a gradient differs, a copy touches released memory, or plain steps miss rounding buffers
+    that are large enough.
     """
     torch.manual_seed(seed)
     model = Stack(5, lambda: Block(in_place=in_place))
@@ -58,7 +60,7 @@ def scenario(device: Adversary, alpha: float, in_place: bool = False, seed: int 
         assert_same(gradients(model), gradients(reference), exact=False)
         loss = model(data[6])
         handle = model.layers[3].up.weight.register_hook(_stop)
-        with pytest.raises(Stop):  # fetched ahead, never used
+        with pytest.raises(Stop):  # prefetched, but never used
             loss.backward()
         handle.remove()
         del loss
@@ -118,7 +120,7 @@ def test_a_missing_wait_is_noticed(missing: Wait, buffer_bytes: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("missing", WAITS, ids=lambda wait: wait.name.lower())
 def test_a_missing_wait_is_noticed_on_many_of_200_random_schedules(missing: Wait) -> None:
-    """The same schedules on which gradients hold with all of them."""
+    """Use the schedules on which gradients hold when no wait is missing."""
     noticed = 0
     for seed in range(200):
         device = adversarial_device("random", seed, missing)
@@ -135,8 +137,9 @@ def _fails(device: Adversary, in_place: bool, buffer_bytes: int, seed: int = 0) 
 
 
 def pipeline(device: Adversary, alpha: float, schedule: Schedule, seed: int = 0, *, in_place: bool = False) -> None:
-    """Steps of one pipeline stage in the schedule's order; AssertionError where a gradient differs or a copy hits
-    memory let go.
+    """Run one pipeline stage in the schedule's order.
+
+    Raise AssertionError if a gradient differs or a copy touches released memory.
     """
     torch.manual_seed(seed)
     model = Stack(schedule.chunks * schedule.layers, lambda: Block(in_place=in_place))
@@ -168,7 +171,7 @@ def pipeline(device: Adversary, alpha: float, schedule: Schedule, seed: int = 0,
         and executor.transfer.prefetched_bytes == 0
         and executor.flow.recomputed_bytes == 0
     )
-    follows = schedule.stage == schedule.stages - 1  # the backward of a micro-batch, its forward
+    follows = schedule.stage == schedule.stages - 1  # a micro-batch's backward directly follows its forward
     assert model.regions[-1].native.offloads_late == follows and not model.regions[0].native.offloads_late
 
 

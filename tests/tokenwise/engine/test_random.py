@@ -1,4 +1,4 @@
-"""Random numbers in a region: the second pass draws those of forward, and nobody else notices."""
+"""Random numbers in a region: the recompute pass repeats the forward's draws, without an effect elsewhere."""
 
 from __future__ import annotations
 
@@ -56,9 +56,7 @@ def test_backward_leaves_the_random_generator_as_it_found_it(block: Callable[[],
 
 
 class DrawsBehindCapturedAttention(torch.nn.Module):
-    """Attention by an operator of its own that draws random numbers, nothing of which a recompute pass needs but its
-    draws.
-    """
+    """Attention by an operator that draws; a recompute pass needs only its draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +76,7 @@ def test_an_unread_captured_operator_still_advances_the_random_generator(
 
 @pytest.fixture(scope="module")
 def flash_operators() -> Iterator[collections.Counter[str]]:
-    """Operators as flash-attn registers them, counted."""
+    """Yield a count of calls of operators that are registered like flash-attn's."""
     calls: collections.Counter[str] = collections.Counter()
     with torch.library._scoped_library("flash_attn", "FRAGMENT") as library:
         library.define(
@@ -98,7 +96,7 @@ def flash_operators() -> Iterator[collections.Counter[str]]:
 
 
 class DrawsUntold(DrawsBehindCapturedAttention):
-    """As flash-attn: its operator draws, and its schema does not say so; backward reads what it gave."""
+    """Attention like flash-attn's: its operator draws, which its schema hides, and backward reads its result."""
 
     dropout = 0.3
 
@@ -108,7 +106,7 @@ class DrawsUntold(DrawsBehindCapturedAttention):
 
 
 class DrawsNothing(DrawsUntold):
-    """Without dropout it does not."""
+    """The same operator without dropout, which draws nothing."""
 
     dropout = 0.0
 
@@ -123,7 +121,7 @@ def test_attention_of_other_libraries_has_the_same_dropout_again_where_the_host_
 
 
 class SavesWhatAttentionReads(DrawsBehindCapturedAttention):
-    """The input of the captured operator is what backward asks for."""
+    """A layer whose backward asks for the input of the captured operator."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x @ self.weight

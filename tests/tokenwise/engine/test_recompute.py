@@ -1,4 +1,4 @@
-"""What backward runs again and what it does not, and what happens where the second pass is not the same."""
+"""Which operators backward runs again, and what happens if the second pass differs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.device
 def backward_calls(
     block: Callable[[], nn.Module], alpha: float, layers: int = 3, step: int = 2
 ) -> collections.Counter[str]:
-    """Operators that run in the backward of the given step beyond those of the same model without regions."""
+    """Return the operators that a step's backward runs on top of those of the same model without regions."""
     torch.manual_seed(0)
     model = Stack(layers, block)
     reference = twin(model)
@@ -59,8 +59,9 @@ MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 def test_backward_runs_the_matmuls_that_were_not_swapped_and_the_dead_last_one_never(
     alpha: float, expected: int
 ) -> None:
-    """A block has five; nothing reads the output of the last one but the residual sum behind it. The last of three
-    blocks is still on the device, whole.
+    """Count a block's five matmuls; only the residual sum after the last one reads its output.
+
+    The last of three blocks is still on the device, whole.
     """
     calls = backward_calls(Block, alpha)
     assert sum(calls[name] for name in MATMULS) == expected
@@ -104,7 +105,7 @@ def test_an_unread_routing_choice_is_not_made_again() -> None:
 
 
 class Lazy(Layer):
-    """Builds a table in its first forward and finds it in later ones."""
+    """A layer that builds a table in its first forward and finds it in later ones."""
 
     table: torch.Tensor | None = None
 
@@ -120,7 +121,7 @@ def test_a_forward_that_is_not_the_same_the_next_time_is_recomputed_as_it_ran(al
 
 
 class Changes(Layer):
-    """What it multiplies by changes from call to call, as what depends on the step does; and how often."""
+    """A layer whose factor and number of iterations change from call to call."""
 
     calls = 0
 
@@ -134,7 +135,7 @@ class Changes(Layer):
 
 @alphas
 def test_numbers_and_loops_that_change_with_every_call_are_those_of_the_forward(alpha: float) -> None:
-    """Both forwards of a step run before the first backward: running the module again would give other numbers."""
+    """Run both forwards of a step before the first backward: running the module again would use other numbers."""
     train_alike(Changes, alpha, steps=4)
     torch.manual_seed(0)
     model = Stack(2, Changes)
@@ -150,7 +151,7 @@ def test_numbers_and_loops_that_change_with_every_call_are_those_of_the_forward(
 
 
 class Scales(Layer):
-    """The same operators in every step, by another number: a loss scale, a schedule, the power of an exponent."""
+    """A layer with the same operators in every step and other numbers: a loss scale, a schedule, an exponent."""
 
     step = 0
 
@@ -165,7 +166,7 @@ class Scales(Layer):
 def test_a_number_that_changes_between_forward_and_backward_is_that_of_its_forward(
     alpha: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the graphs of three steps in flight, and yet another number when they run backward."""
+    """Keep the graphs of three steps in flight, and change the number once more before their backward."""
     torch.manual_seed(0)
     model = Stack(3, Scales)
     reference = twin(model)
@@ -187,7 +188,7 @@ def test_a_number_that_changes_between_forward_and_backward_is_that_of_its_forwa
 
 
 class Drops(Layer):
-    """Layer drop: whether it runs at all is drawn by Python."""
+    """Layer drop: Python's generator decides whether the layer runs at all."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if random.random() < 0.5:
@@ -216,7 +217,7 @@ def test_a_second_pass_of_an_opaque_region_that_saves_other_tensors_is_an_error(
     class Repeats(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x.data_ptr()
-            for _ in range(int(os.environ["TIMES"])):  # no part of a region's state
+            for _ in range(int(os.environ["TIMES"])):  # the environment is no part of a region's state
                 x = x.sin() * self.norm.weight
             return x
 
@@ -230,7 +231,7 @@ def test_a_second_pass_of_an_opaque_region_that_saves_other_tensors_is_an_error(
 
 
 class Noisy(ScriptedDevice):
-    """Brings back rows that differ by a rounding, as another shape of a product gives them."""
+    """A device whose prefetched rows differ by a rounding, like those of a product of another shape."""
 
     def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source * (1 - 1e-6) if source.is_floating_point() else source)
@@ -238,7 +239,7 @@ class Noisy(ScriptedDevice):
 
 @pytest.mark.cpu("its copies are changed")
 def test_a_mask_that_rounding_changes_recomputes_in_full() -> None:
-    """A smaller value than forward saw no longer reaches the threshold, and the selection is shorter."""
+    """Make values smaller than in forward, so that they miss the threshold and the selection is shorter."""
     torch.manual_seed(0)
     weight = torch.rand(8, 8, requires_grad=True)
 
@@ -258,7 +259,7 @@ def test_a_mask_that_rounding_changes_recomputes_in_full() -> None:
 
 
 def test_a_branch_taken_in_forward_is_taken_again_though_the_number_rounds_differently() -> None:
-    """The sum of the rows is within rounding of the threshold, which is the very value that forward saw."""
+    """Put the sum of the rows within rounding of the threshold, which is exactly the forward's value."""
 
     class Threshold(Layer):
         threshold: float | None = None

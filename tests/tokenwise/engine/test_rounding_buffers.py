@@ -1,5 +1,6 @@
-"""Without the arena, swapped tensors come back into device memory that is reserved once: nothing is allocated for them,
-and nothing that somebody still holds is overwritten (MEMO, section 4.1).
+"""Without the arena, swapped tensors are prefetched into device memory that is reserved once (MEMO, section 4.1).
+
+Nothing is allocated for them, and no tensor that is still held is overwritten.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ def test_regions_take_the_buffers_in_turn() -> None:
 
 
 def test_copies_run_ahead_by_one_region_where_the_limit_of_bytes_would_hold_them_back() -> None:
-    """MEMO: while a layer's backward runs, the tensors of the one before it come back."""
+    """Prefetch the tensors of the layer before while a layer's backward runs, as in MEMO."""
     limited, buffered = (_copies_begun(nbytes) for nbytes in (0, ENOUGH_BYTES))
     assert buffered[-1] == limited[-1] and all(more >= few for more, few in zip(buffered, limited, strict=True))
     assert buffered[2] > limited[2]
 
 
 def _copies_begun(buffer_bytes: int) -> list[int]:
-    """Copies in that were queued when each layer's backward began."""
+    """Return the copies in that were queued when each layer's backward began."""
     model, _ = pair(6, Shows)
     device = Watched()
     executor = tokenwise(model, 1.0, device)
@@ -85,7 +86,7 @@ def test_as_many_regions_are_on_the_device_in_forward_as_there_are_buffers() -> 
     assert one > 0 and resident == [2 * one, 3 * one, 4 * one]
 
 
-# -- what somebody holds ----------------------------------------------------------------------------------------------
+# -- tensors that are still held --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", ["late", "early"])
@@ -135,7 +136,7 @@ def test_what_is_kept_outlives_the_session_that_gave_its_buffers_back() -> None:
         assert first.get() is None and second.get() is None
 
 
-# -- what does not fit ------------------------------------------------------------------------------------------------
+# -- tensors that do not fit -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", ["late", "early"])
@@ -190,7 +191,7 @@ def test_tensors_without_room_in_their_buffer_come_back_all_the_same(nbytes: int
 
 
 def test_memory_of_one_stream_is_not_used_by_regions_on_another() -> None:
-    """They would overwrite what the first still reads."""
+    """Run on another stream, whose regions would overwrite tensors that the first still reads."""
 
     class TwoStreams(ScriptedDevice):
         now = "first"
@@ -224,7 +225,7 @@ def test_a_device_without_room_goes_without_and_says_so_once(room_bytes: int, ca
 
 
 def test_a_restored_tensor_has_a_storage_of_its_own() -> None:
-    """Its size is the tensor's, not the buffer's: that is what is accounted for, and what a copy of it takes."""
+    """Assert that a storage's size is the tensor's, not the buffer's, for accounting and for copies of it."""
     device = ScriptedDevice()
     known = core()
     pool = known.HostRows(lambda nbytes: False)

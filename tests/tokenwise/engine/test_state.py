@@ -1,4 +1,4 @@
-"""A region whose forward changes Python state trains alike, and leaves that state as it would be without memplug."""
+"""A region whose forward changes Python state trains alike, and leaves that state as without memplug."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ STEPS: list[Step] = [plain, micro_batches, reversed_micro_batches, twice, evalua
 
 
 def trained(make: Callable[[], Stateful], step: Step, alpha: float | None) -> tuple[Any, Any, Any]:
-    """Returns gradients and the layers' state of three steps, and the executor."""
+    """Return gradients and the layers' state of three steps, the model and the executor."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -92,7 +92,7 @@ def test_gradients_and_state_are_those_without_memplug(
 
 
 class Switched(Stateful):
-    """Depends on names that the script sets."""
+    """A layer that depends on attributes that the script sets."""
 
     def begin(self) -> None:
         self.scale, self.table = 2.0, {"shift": 1.0}
@@ -138,7 +138,7 @@ def test_a_recompute_pass_that_raises_leaves_no_trace() -> None:
 
 
 class Iterates(Stateful):
-    """Depends on an iterator, whose state nothing shows."""
+    """A layer that depends on an iterator, whose state nothing shows."""
 
     def begin(self) -> None:
         self.numbers = itertools.count(1)
@@ -159,7 +159,7 @@ def test_a_region_whose_state_cannot_be_put_back_never_runs_again(step: Step, ca
 
 
 class Sudden(Stateful):
-    """Becomes opaque after some forwards that were alike; `moves_names`: and counts them."""
+    """A layer that becomes opaque after some equal forwards; with `moves_names` it counts them in an attribute."""
 
     is_sudden = moves_names = False
 
@@ -203,7 +203,7 @@ def test_a_forward_that_is_opaque_all_of_a_sudden_runs_again_where_it_changes_no
 
 
 class Collects(Layer):
-    """Appends to what it is given, and counts in an object that it is given."""
+    """A layer that appends to a list, and counts in an object, that it gets as arguments."""
 
     def forward(self, x: torch.Tensor, seen: list[torch.Tensor], counts: Any) -> torch.Tensor:
         y = self.inner(x)

@@ -1,4 +1,4 @@
-"""Tensors that dispatch for themselves in and around regions: DTensor, and the result of a functional collective."""
+"""Tensors with their own dispatch in and around regions: DTensor, and the result of a functional collective."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gated(Layer):
 
 
 class HandsOverAResultThatIsUnderWay(Gated):
-    """Its output is what a collective gives, not waited for: the next region is given that."""
+    """A layer whose output is a collective's result that was not waited for; the next region gets it."""
 
     kinds: set[type] = set()
 
@@ -38,7 +38,7 @@ def mesh() -> Any:
 
 
 def split() -> nn.Module:
-    """Tensor parallel, as torch does it: parameters are DTensors, what regions are given is not."""
+    """Return a tensor-parallel model as torch makes it: parameters are DTensors, inputs of regions are not."""
     model = Stack(3, Gated)
     for layer in model.layers:
         parallelize_module(layer, mesh(), {"inner": ColwiseParallel(), "out": RowwiseParallel()})
@@ -46,7 +46,7 @@ def split() -> nn.Module:
 
 
 class Whole(Stack):
-    """Regions are given DTensors."""
+    """A stack whose regions get DTensors."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = distribute_tensor(x, mesh(), [Shard(0)]) * 1.0
@@ -56,7 +56,7 @@ class Whole(Stack):
 
 
 def distributed() -> nn.Module:
-    """All parameters are DTensors, and all that goes through regions too."""
+    """Return a model whose parameters are DTensors, and all inputs and outputs of regions too."""
     model = Whole(3, Gated)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -88,12 +88,12 @@ def test_gradients_hold_with_tensors_that_dispatch_for_themselves(
 
 
 def whole(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without shards."""
+    """Return the gradients without shards."""
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
 
 
 def test_what_dtensor_asks_of_fake_tensors_is_no_work_of_the_region(group: Any) -> None:
-    """It runs an operator on them the first time that it meets one of these shapes."""
+    """Meet new shapes, for which DTensor first runs an operator on fake tensors."""
     model = distributed()
     executor = tokenwise(model, 1.0)
     for length in (3, 5, 7):

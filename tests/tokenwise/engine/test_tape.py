@@ -1,4 +1,4 @@
-"""What a recompute pass must do with each operator follows from the native tape of one forward."""
+"""The action of a recompute pass on each operator follows from the native tape of one forward."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ RUN, SUBSTITUTE, SKIP = range(3)
 
 
 def record(call: Callable[..., Any], *args: Any) -> Run:
-    """The forward of `call(*args)`, whose returned tensors backward asks for."""
+    """Record the forward of `call(*args)`, whose returned tensors backward asks for."""
     one = torch.ones((), requires_grad=True)
     return Run(core(), lambda: Keeps.apply(one, *call(*args)))
 
 
 def names(run: Run) -> list[str]:
-    """Of all operators but the last one, which keeps what is returned."""
+    """Return the names of all operators but the last one, which keeps the returned tensors."""
     return [record.func._schema.name.partition("::")[2] for record in records_of(run.tape)][:-1]
 
 
@@ -31,7 +31,7 @@ def actions(run: Run, captured: dict[int, bool]) -> list[int]:
 
 
 def plan(call: Callable[..., Any], captured: dict[str, bool] | None = None) -> list[tuple[str, int]]:
-    """Operators and actions; `captured` by operator name."""
+    """Return operators and actions; `captured` is by operator name."""
     run = record(call, torch.randn(4, 4), torch.randn(4, 4))
     by_index = {i: (captured or {})[name] for i, name in enumerate(names(run)) if name in (captured or {})}
     return list(zip(names(run), actions(run, by_index), strict=True))
@@ -89,7 +89,7 @@ def test_a_write_to_given_memory_always_runs() -> None:
 
 
 def test_draws_run_only_when_what_they_drew_is_needed() -> None:
-    """Each has the state of its generator: those behind it draw the same without it."""
+    """Give each draw its generator state: later draws are the same without it."""
 
     def call(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
         mask = torch.empty_like(x).bernoulli_(0.5)

@@ -1,4 +1,4 @@
-"""Units: each tensor that a custom function saved is swapped, kept, or made again by running its unit."""
+"""Each tensor that a unit's custom function saved is swapped, kept, or made again by running the unit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.device
 
 
 def stacks(alpha: float = 0.0, **settings: object) -> tuple[Stack, Stack, Executor]:
-    """A model whose hidden parts are units, its reference, and the executor."""
+    """Return a model whose hidden parts are units, its reference, and the executor."""
     torch.manual_seed(0)
     model = Stack(3, HiddenBlock)
     reference = twin(model)
@@ -65,7 +65,7 @@ def test_no_unit_runs_again_where_all_that_it_made_is_captured() -> None:
 
 
 def parts_of(model: Stack, name: str) -> list[tuple[int, str]]:
-    """Operators of a region's tape that stand for what a unit made: index, name."""
+    """Return index and name of the operators of a region's tape that stand for a unit's tensors."""
     tape = model.regions[0].native.last
     names = [tape.record(i)[0] for i in range(len(tape))]
     units = [i for i, each in enumerate(names) if each == "memplug::unit"]
@@ -92,8 +92,8 @@ def test_a_plan_decides_for_each_tensor_that_a_unit_saved() -> None:
     step(model, reference)
     assert runs(model) == {"qkv": 3, "attention": 3, "projection": 6, "up": 6, "down": 3}
     tokens, width, heads, itemsize = 12, 16, 2, 4
-    floats = width * (3 + 1) + 1 + heads  # of a token: qkv, attention's result, the reciprocal, the sums
-    inputs = 2 * tokens * width  # that of the first has no gradient
+    floats = width * (3 + 1) + 1 + heads  # per token: qkv, attention's result, the reciprocal, the sums
+    inputs = 2 * tokens * width  # the first layer's has no gradient
     assert executor.transfer.offloaded_total_bytes - sent == (3 * tokens * floats + inputs) * itemsize
 
 
@@ -130,14 +130,14 @@ def test_units_outside_of_a_region_and_without_gradients_run_as_they_are() -> No
 
 
 def surroundings(kind: str) -> tuple[Any, ...]:
-    """Of autocast on a kind of device, gradients, attention and factories."""
+    """Return the state of autocast on a kind of device, of gradients, attention and factories."""
     attention = torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
     casts = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return *casts, torch.is_grad_enabled(), attention, torch.get_default_device()
 
 
 class Looks(torch.autograd.Function):
-    """Doubles, saves its result, and notes what it runs in."""
+    """Doubles, and saves its result."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ class Looks(torch.autograd.Function):
 
 
 class LooksPart(Part):
-    """Notes it for each of its runs."""
+    """A part that records the surrounding state of each of its runs."""
 
     def __init__(self) -> None:
         super().__init__(Looks)
@@ -164,7 +164,7 @@ class LooksPart(Part):
 
 
 class LooksBlock(nn.Module):
-    """Has such a part, which draws nothing."""
+    """A block with such a part, which draws nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ STATES = {
     "autocast": lambda: torch.autocast(torch.get_default_device().type, torch.bfloat16),
     "another dtype": another_dtype,
     "attention": lambda: sdpa_kernel(SDPBackend.MATH),
-    "device": lambda: torch.device("meta"),  # of what is made without saying where
+    "device": lambda: torch.device("meta"),  # for tensors made without a device
 }
 
 

@@ -1,4 +1,4 @@
-"""The cost model: the linear program and `measure` price every choice alike, and so do the tries of `without_idle`."""
+"""The cost model: the linear program and `measure` price every choice alike, and so does `without_idle`."""
 
 from dataclasses import replace
 from unittest import mock
@@ -19,10 +19,10 @@ from tests.support.plans import MIB, budgets, problems
 
 @st.composite
 def choices(draw):
-    """Regions, one or two groups for each, a budget that the choice fits, and whether inputs are swapped."""
+    """Draw regions, one or two groups for each, a budget that the choice fits, and whether inputs are swapped."""
     regions = [replace(one, overhead_forward_s=0.5, overhead_backward_s=0.25) for one in draw(problems)]
     padding_bytes = draw(st.sampled_from((0, 0, MIB)))
-    # a share of a tensor takes all of its padding, which no linear program says
+    # a share of a tensor takes all of its padding, which no linear program expresses
     parts = (0.0, 1.0) if padding_bytes else (0.0, 0.25, 0.5, 1.0)
     groups = []
     for region in regions:
@@ -50,8 +50,9 @@ def choices(draw):
 
 @mock.patch.multiple(tokenwise, TIE_HOST=1.0, TIE_DEVICE=0.5)
 def objectives(regions, groups, limits, inputs_swapped):
-    """Of one choice, with bytes that weigh as much as time: the program's, its columns of the choice fixed, and that of
-    what `measure` says.
+    """Return two objectives of one choice: the program's, with its columns fixed, and that of `measure`.
+
+    Bytes weigh as much as time here.
     """
     search = _Search(regions, limits, inputs_swapped)
     program, columns = search._program([tuple(group.instances for group in parts) for parts in groups])
@@ -82,7 +83,7 @@ def test_the_program_prices_every_choice_as_measure_does(case):
 
 
 def notices():
-    """Whether some choice is priced differently."""
+    """Return whether some choice is priced differently."""
     generated = settings(max_examples=600, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
     return not agree(find(choices(), lambda case: not agree(case), settings=generated))
 

@@ -1,4 +1,4 @@
-"""What must hold for the plan of any problem."""
+"""Properties that hold for the plan of any problem."""
 
 from dataclasses import replace
 from itertools import chain, combinations
@@ -14,7 +14,7 @@ alphas = st.one_of(st.just("auto"), st.floats(0.0, 1.0))
 
 
 def rebuilt(layer, group):
-    """Storages that are whole after the recompute pass of a group; fails where an operator runs on missing inputs."""
+    """Return the storages that are whole after a group's recompute pass; fail if an operator lacks its inputs."""
     there = set(layer.given)
     for index, op in enumerate(layer.operators):
         if index in group.runs:
@@ -49,7 +49,7 @@ def test_every_plan_can_be_carried_out_within_its_budgets(regions, limits, alpha
 def test_what_is_in_flight_and_its_buffers_fit_the_device_beside_what_is_kept(
     regions, limits, in_flight, buffers, room
 ):
-    """Nothing has to: recomputing everything takes none of it."""
+    """Allow any device size: recomputing everything needs no memory in flight."""
     limits = replace(limits, in_flight=(InFlight(in_flight, room), InFlight(1, 20)), buffers=buffers)
     plan = solve(regions, limits)
     most, kept_bytes = 0, 0
@@ -70,7 +70,7 @@ def test_what_is_in_flight_and_its_buffers_fit_the_device_beside_what_is_kept(
 @given(problems, budgets, st.integers(0, 200).map(MIB.__mul__), st.integers(0, 200).map(MIB.__mul__))
 @settings(max_examples=80, deadline=None)
 def test_more_room_for_what_is_in_flight_never_takes_longer(regions, limits, room, more):
-    """As it would where a tensor that is swapped in part were planned in part: it is there whole."""
+    """Plan tensors whole: a tensor that is swapped in part is in flight as a whole."""
     less, larger = (
         solve(regions, replace(limits, in_flight=(InFlight(2, each), InFlight(1)))) for each in (room, room + more)
     )
@@ -95,7 +95,7 @@ def test_automatic_plan_is_never_worse_than_any_alpha_or_recomputing_everything(
 @given(problems, budgets, st.floats(1.0, 4.0), st.integers(0, 500).map(MIB.__mul__))
 @settings(max_examples=80, deadline=None)
 def test_more_bandwidth_or_memory_never_makes_the_step_longer(regions, limits, faster, more_bytes):
-    """Host memory from where the inputs fit: below that they do not travel, above they have to."""
+    """Give at least the host memory of the inputs: with less they are not swapped, with more they have to be."""
     inputs = sum(layer.instances * layer.input_bytes for layer in regions)
     limits = replace(limits, host_bytes=inputs + limits.host_bytes)
     step_s = solve(regions, limits).step_s
@@ -111,7 +111,7 @@ def test_more_bandwidth_or_memory_never_makes_the_step_longer(regions, limits, f
 @given(layers(), budgets)
 @settings(max_examples=80, deadline=None)
 def test_no_choice_of_whole_outputs_beats_the_plan(layer, limits):
-    """Every subset of outputs, swapped whole in all instances, costed by following each storage back to its maker."""
+    """Cost every subset of outputs, swapped whole in all instances, by following each storage back to its maker."""
     limits = replace(limits, host_bytes=limits.host_bytes + layer.instances * layer.input_bytes, device_bytes=0)
     capturable = [i for i, op in enumerate(layer.operators) if op.capture != "never"]
     best_s = float("inf")

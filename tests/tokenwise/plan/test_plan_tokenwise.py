@@ -82,7 +82,10 @@ def test_last_instances_keep_what_the_device_has_room_for():
 
 
 def test_what_stays_on_the_device_by_itself_keeps_as_the_last_instances_do():
-    """It is one of five forwards, of which 250 device bytes keep two outputs: 50 + 100 + 3 * 5 s; it sends nothing."""
+    """Plan for five forwards, one of which stays: 250 device bytes keep two outputs, so 50 + 100 + 3 * 5 s.
+
+    The one that stays sends nothing.
+    """
     layers = region(ATTENTION, saved={1}, instances=4, staying=1)
     plan = solve([layers], budget(host=0, device=250))
     *_, last = groups = plan.regions["layer"].groups
@@ -94,8 +97,9 @@ def test_what_stays_on_the_device_by_itself_keeps_as_the_last_instances_do():
 
 
 def test_nothing_is_swapped_that_the_device_has_no_room_for_on_its_way():
-    """Two outputs of 100 bytes each are in flight at a time: 199 bytes are too few, 200 are enough; with as many
-    rounding buffers, 400; where 150 raise no peak, 50 and, buffers beside, 250.
+    """Need 200 bytes for two outputs of 100 bytes in flight; 199 are too few.
+
+    With as many rounding buffers, 400 are needed; if 150 raise no peak, 50 and, with buffers, 250.
     """
     layers = region(MATMUL, saved={1}, instances=2)
     for room, enough, buffers in ((0, 200, 0), (0, 400, 2), (150, 50, 0), (150, 250, 2), (300, 200, 2)):
@@ -107,7 +111,7 @@ def test_nothing_is_swapped_that_the_device_has_no_room_for_on_its_way():
 
 
 def test_what_the_safest_setting_swaps_is_in_flight_whatever_the_plan():
-    """Outputs of attention: they are part of the step that was observed."""
+    """Count no bytes in flight for outputs of attention, which are part of the observed step."""
     always = replace(ATTENTION, always_swapped=True)
     plan = solve([region(always, saved={1}, instances=4)], replace(budget(), in_flight=(InFlight(2),)))
     assert plan.regions["layer"].groups[0].fractions == {0: 1.0} and plan.device_bytes == 0
@@ -200,11 +204,11 @@ HIDDEN, LAYERS, FLOPS, LINK = 4096, 32, 170e12, 9e9
 OUTPUTS = {"norm1": 1, "qkv": 3, "attention": 1, "residual": 1, "norm2": 1, "fc1": 4, "gelu": 4}
 """Skeletal activations without the input in units of one hidden state (MEMO, figure 4): 16 with it."""
 HOST = int(129.2e9 / 30 * 32)
-"""What 30 layers of 256K tokens need just fits; MEMO does not count the last two layers."""
+"""Just enough for 30 layers of 256K tokens; MEMO does not count the last two layers."""
 
 
 def memo_layer(tokens, tp=4, cp=2):
-    """A GPT layer on one of tp * cp GPUs. MEMO splits elementwise outputs by tokens too, hence capture rows."""
+    """Return a GPT layer on one of tp * cp GPUs; capture is by rows, as MEMO splits elementwise outputs too."""
     hidden_bytes = 2 * tokens * HIDDEN // (tp * cp)
     matmul_s = 2 * tokens * HIDDEN**2 / (tp * cp) / FLOPS
     times = {"qkv": 3 * matmul_s, "residual": matmul_s, "fc1": 4 * matmul_s, "fc2": 4 * matmul_s}
@@ -238,7 +242,7 @@ def memo_layer(tokens, tp=4, cp=2):
     [(192, 0.75, "link forward"), (256, 1.0, "none"), (320, 0.75, "host"), (384, 0.5, "host")],
 )
 def test_best_alpha_follows_table_5(tokens, published, bound):
-    """The best of the table's fractions is the published one, and the closed form lies between it and the next."""
+    """Compare with the table: its best fraction is the published one, and the closed form lies before the next."""
     layer, limits = memo_layer(tokens * 1024), budget(d2h=LINK, h2d=LINK, host=HOST)
     plans = [solve([layer], limits, eighths / 8) for eighths in range(9)]
     fitting = [plan for plan in plans if not plan.alpha_cut_by_host]
@@ -257,13 +261,13 @@ def test_memos_alpha_is_zero_where_not_even_the_attention_output_fits():
 
 
 def test_automatic_plan_uses_backward_time_and_free_recompute_better_than_alpha():
-    """At 192K tokens norms and gelu cost nothing to run again: the link is left to what is dear."""
+    """Recompute norms and gelu for free at 192K tokens: the link is left to dear outputs."""
     layer, limits = memo_layer(192 * 1024), budget(d2h=LINK, h2d=LINK, host=HOST)
     assert solve([layer], limits).step_s < 0.99 * min(solve([layer], limits, n / 8).step_s for n in range(9))
 
 
 def test_where_two_tensors_are_all_that_may_be_in_flight_the_two_dearest_ones_are_swapped():
-    """Shares of more of them would be there whole."""
+    """Swap no shares of more tensors, which would be in flight whole."""
     size = 100 * 2**20
     operators = [operator(f"op{i}", (i,), (i + 1,), time_s=1.0 + 0.1 * i, size=size, capture="rows") for i in range(10)]
     layer = region(*operators, saved=range(1, 11), instances=2, forward_s=100.0, backward_s=200.0, input_bytes=0)
@@ -271,11 +275,11 @@ def test_where_two_tensors_are_all_that_may_be_in_flight_the_two_dearest_ones_ar
     assert solve([layer], limits).step_s == pytest.approx(2 * (300.0 + 14.5 - 1.9 - 1.8), rel=1e-4)
 
 
-# Size
+# size
 
 
 def wide_layer(count):
-    """`count` operators: a third matmuls, each followed by two elementwise ones that backward asks for."""
+    """Return `count` operators: a third matmuls, each followed by two elementwise ones that backward asks for."""
     operators = [
         operator(
             f"op{i}",
@@ -308,7 +312,8 @@ SAVED, RETURNED = (operator(f"part {n}", (1,), (n,), time_s=0.0, size=100, made_
 
 
 def test_parts_of_a_unit_are_swapped_by_the_same_rows_as_it_runs_for_the_one_that_lacks_most():
-    """Two outputs of 100 bytes in the forward's 10 s at 10 bytes/s: half of the rows of each spare half of its 4 s.
+    """Swap two outputs of 100 bytes in the forward's 10 s at 10 bytes/s: half of each one's rows spare half of 4 s.
+
     All rows of one would spare nothing.
     """
     plan = solve([region(UNIT, SAVED, RETURNED, saved={2, 3})], budget(d2h=10.0, h2d=10.0))
@@ -334,7 +339,7 @@ def test_a_unit_whose_rows_are_not_made_one_by_one_runs_whole_for_any_part():
 
 
 def test_a_fraction_of_a_unit_needs_its_inputs_whole():
-    """Its input is made by an operator of 5 s that is not captured: a fraction of the unit's rows runs all of it."""
+    """Make the unit's input by an operator of 5 s without capture: a fraction of the unit's rows runs all of it."""
     source = operator("norm", (0,), (1,), time_s=5.0, size=0, capture="never")
     unit = operator("unit", (1,), (2,), time_s=4.0, size=0, capture="never")
     part = operator("part", (2,), (3,), time_s=0.0, size=100, made_by_rows=1)

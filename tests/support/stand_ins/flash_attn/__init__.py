@@ -1,4 +1,4 @@
-"""A stand-in of flash-attn for machines without a GPU (see ../README.md)."""
+"""A stand-in for flash-attn on machines without a GPU (see ../README.md)."""
 
 from flash_attn.flash_attn_interface import (
     flash_attn_func,

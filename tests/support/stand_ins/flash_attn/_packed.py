@@ -9,7 +9,7 @@ from stand_in_kernels import calls
 
 
 class FlashAttnQKVPackedFunc(torch.autograd.Function):
-    """Saves views of its input, out, logarithms of sums, and the state of dropout; fills one gradient of all three."""
+    """Saves views of its input, out, logarithms of sums, and the state of dropout; fills one gradient for all three."""
 
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, lengths: Any, options: tuple, deterministic: bool) -> torch.Tensor:
@@ -48,7 +48,7 @@ def apply(
     window_size: tuple[int, int],
     deterministic: bool,
 ) -> torch.Tensor:
-    """Shape [b, s, 3, h, d], or [t, 3, h, d] with lengths."""
+    """Run attention of [b, s, 3, h, d], or of [t, 3, h, d] with lengths."""
     if qkv.shape[-1] % 8:
         raise NotImplementedError("the stand-in of flash-attn packs heads of a multiple of 8 alone")
     scale = qkv.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

@@ -1,4 +1,4 @@
-"""Tokens of padded sequences, packed and back; by torch's operators, as in the real one."""
+"""Packs and unpacks tokens of padded sequences, by torch's operators, as the real module does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class IndexFirstAxis(torch.autograd.Function):
-    """Saves which rows it took."""
+    """Takes rows, and saves their indices."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ class IndexFirstAxis(torch.autograd.Function):
 
 
 class IndexPutFirstAxis(torch.autograd.Function):
-    """The reverse."""
+    """Puts rows back to their places."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> torch.Tensor:
@@ -48,7 +48,11 @@ index_put_first_axis = IndexPutFirstAxis.apply
 def unpad_input(
     hidden_states: torch.Tensor, attention_mask: torch.Tensor, unused_mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
-    """Shapes [b, s, ...] and [b, s]; returns the tokens, their places, where sequences start, the longest, lengths."""
+    """Pack the tokens of [b, s, ...] by a mask [b, s].
+
+    Returns:
+        The tokens, their places, the starts of sequences, the longest sequence, and the lengths.
+    """
     used = attention_mask.sum(dim=-1, dtype=torch.int32)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(dim=-1, dtype=torch.int32)
@@ -58,5 +62,5 @@ def unpad_input(
 
 
 def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
-    """Shape [t, ...]; returns [b, s, ...], zeros where no token is."""
+    """Unpack tokens [t, ...] to [b, s, ...], with zeros where there is no token."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).reshape(batch, seqlen, *hidden_states.shape[1:])

@@ -22,7 +22,7 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
-_WHERE = ("cpu", "cuda")  # the real one's are for CUDA alone
+_WHERE = ("cpu", "cuda")  # the real operators exist on CUDA alone
 
 
 def _refuse(**asked: Any) -> None:
@@ -74,7 +74,11 @@ def _flash_attn_forward(
     alibi_slopes: torch.Tensor | None,
     return_softmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Shapes [b, s, h, d]; returns out, logarithms of sums [b, h, s], nothing, and the state of dropout."""
+    """Run attention of [b, s, h, d].
+
+    Returns:
+        Out, logarithms of sums [b, h, s], an empty tensor, and the state of dropout.
+    """
     _refuse(softcap=softcap, alibi_slopes=alibi_slopes is not None, return_softmax=return_softmax)
     how = _how(dropout_p, softmax_scale, causal, window_size_left, window_size_right)
     return _forward(q, k, v, how, dropout_p, _flops(q, k.shape[1], causal))
@@ -108,7 +112,7 @@ def _flash_attn_varlen_forward(
     seqused_k: torch.Tensor | None = None,
     zero_tensors: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Shapes [t, h, d]; returns the same as `_flash_attn_forward`, sums [h, t]."""
+    """Run attention of packed sequences [t, h, d]; return the same as `_flash_attn_forward`, with sums [h, t]."""
     _refuse(softcap=softcap, alibi_slopes=alibi_slopes is not None, return_softmax=return_softmax)
     _refuse(block_table=block_table is not None, leftpad_k=leftpad_k is not None, seqused_k=seqused_k is not None)
     starts = cu_seqlens_q, cu_seqlens_k
@@ -143,7 +147,7 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Fills dq, dk and dv; returns memory of no meaning, as large as the real one's sums."""
+    """Fill dq, dk and dv; return uninitialized memory, as large as the real operator's sums."""
     how = _how(dropout_p, softmax_scale, causal, window_size_left, window_size_right)
     calls.ran("flash_backward", 5 * _flops(q, k.shape[1], causal) // 2)
     seeds = draw_seeds(q, False) if rng_state is None else rng_state
@@ -184,7 +188,7 @@ def _flash_attn_varlen_backward(
     rng_state: torch.Tensor | None = None,
     zero_tensors: bool = False,
 ) -> torch.Tensor:
-    """As `_flash_attn_backward`."""
+    """Fill the gradients of packed sequences, like `_flash_attn_backward`."""
     starts = cu_seqlens_q, cu_seqlens_k
     how = _how(dropout_p, softmax_scale, causal, window_size_left, window_size_right, starts)
     calls.ran("flash_backward", 5 * _flops(q, max_seqlen_k, causal) // 2)
@@ -199,7 +203,7 @@ def _(dout: torch.Tensor, q: torch.Tensor, *others: Any, **named: Any) -> torch.
 
 
 def _heads_of_eight(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Heads whose size is no multiple of 8 get more elements, zeros."""
+    """Pad heads with zeros to a size that is a multiple of 8."""
     more = -tensors[0].shape[-1] % 8
     return [torch.nn.functional.pad(x, [0, more]) if more else x for x in tensors]
 
@@ -251,7 +255,7 @@ class FlashAttnFunc(torch.autograd.Function):
 
 
 class FlashAttnVarlenFunc(torch.autograd.Function):
-    """Of packed sequences; saves where they start, too."""
+    """Runs attention of packed sequences; saves their starts too."""
 
     @staticmethod
     def forward(
@@ -316,7 +320,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Shapes [b, s, h, d], fewer heads in k and v; returns as q."""
+    """Run attention of [b, s, h, d], with fewer heads in k and v; the output has q's shape."""
     options = softcap, alibi_slopes, deterministic, return_attn_probs
     grad = torch.is_grad_enabled()
     return FlashAttnFunc.apply(q, k, v, dropout_p, softmax_scale, causal, tuple(window_size), *options, grad)
@@ -340,7 +344,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Any = None,
 ) -> Any:
-    """Shapes [t, h, d] of packed sequences; returns as q."""
+    """Run attention of packed sequences [t, h, d]; the output has q's shape."""
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     options = softcap, alibi_slopes, deterministic, return_attn_probs, block_table
     arguments = dropout_p, softmax_scale, causal, tuple(window_size), *options, torch.is_grad_enabled()
@@ -348,7 +352,7 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Any:
-    """Raises NotImplementedError: nothing is generated in training."""
+    """Raise NotImplementedError: training generates nothing."""
     raise NotImplementedError("the stand-in of flash-attn has no cache of keys and values")
 
 
@@ -360,7 +364,7 @@ def flash_attn_qkvpacked_func(
     window_size: tuple[int, int] = (-1, -1),
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """Shape [b, s, 3, h, d]; returns [b, s, h, d]."""
+    """Run attention of [b, s, 3, h, d]; return [b, s, h, d]."""
     return _packed.apply(qkv, None, dropout_p, softmax_scale, causal, window_size, deterministic)
 
 
@@ -374,16 +378,16 @@ def flash_attn_varlen_qkvpacked_func(
     window_size: tuple[int, int] = (-1, -1),
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """Shape [t, 3, h, d]; returns [t, h, d]."""
+    """Run attention of packed [t, 3, h, d]; return [t, h, d]."""
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     return _packed.apply(qkv, lengths, dropout_p, softmax_scale, causal, window_size, deterministic)
 
 
 def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Shapes [b, s, h, d] and [b, s, 2, h, d]; `FlashAttnFunc` of both parts (the real one has its own)."""
+    """Run `FlashAttnFunc` on q [b, s, h, d] and kv [b, s, 2, h, d]; the real package has a function of its own."""
     return flash_attn_func(q, *kv.unbind(-3), *args, **kwargs)
 
 
 def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Shapes [t, h, d] and [t, 2, h, d]; `FlashAttnVarlenFunc` of both parts."""
+    """Run `FlashAttnVarlenFunc` on q [t, h, d] and kv [t, 2, h, d]."""
     return flash_attn_varlen_func(q, *kv.unbind(-3), *args, **kwargs)

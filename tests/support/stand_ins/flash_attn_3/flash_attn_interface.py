@@ -1,4 +1,4 @@
-"""The same as the module of that name beside this package."""
+"""The same functions as in the top-level module of that name."""
 
 from flash_attn_interface import (
     FlashAttnFunc,

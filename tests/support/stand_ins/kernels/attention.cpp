@@ -9,7 +9,7 @@
 namespace stand_ins {
 namespace {
 
-// Heads of a tensor of any layout: where each row of a head lies.
+// The heads of a tensor of any layout: the address of each row of a head.
 struct Heads {
   char* data = nullptr;
   at::ScalarType type = at::kFloat;
@@ -46,13 +46,13 @@ Heads heads_of(const Tensor& tensor, const std::string& format) {
           tensor.size(-2), tensor.size(-1), tensor.stride(s), packed ? 0 : tensor.stride(1 - s), tensor.stride(-2)};
 }
 
-// Which tokens one sequence has.
+// The tokens of one sequence.
 struct Sequence {
   int64_t batch, query_first, queries, key_first, keys;
 };
 
 struct Sequences {
-  int64_t batches = 0, queries = 0, keys = 0; // tokens of each, or of all that are packed
+  int64_t batches = 0, queries = 0, keys = 0; // tokens of each sequence, or all tokens if packed
   const int32_t *query_starts = nullptr, *key_starts = nullptr;
 
   Sequence of(int64_t b) const {
@@ -72,7 +72,7 @@ Sequences sequences_of(const Tensor& query, const Tensor& key, const Attention& 
   return {query.size(1 - s), query.size(s), key.size(s)};
 }
 
-// The same for a pair of tokens in forward and backward.
+// Returns the dropout factor of a pair of tokens, equal in forward and backward.
 float kept(const int64_t* seeds, double dropout, uint64_t b, uint64_t h, uint64_t i, uint64_t j) {
   if (dropout <= 0) {
     return 1;
@@ -114,7 +114,7 @@ Tensor new_heads(const Tensor& query, int64_t width) {
 } // namespace
 
 std::pair<int64_t, int64_t> next_random() {
-  const at::Generator shared = at::detail::getDefaultCPUGenerator(); // of all threads
+  const at::Generator shared = at::detail::getDefaultCPUGenerator(); // shared by all threads
   auto* generator = at::check_generator<at::CPUGeneratorImpl>(shared);
   const std::lock_guard<std::mutex> lock(generator->mutex_);
   const auto first = static_cast<int64_t>(generator->random64());
@@ -264,10 +264,10 @@ Tensor rotate(const Tensor& input, const Tensor& freqs, const std::string& forma
           float* row = &values[i * x.width];
           const Floats before(row, row + width);
           for (int64_t j = 0; j < width; ++j) {
-            // the other of each pair: beside it, or half a row away
+            // the partner of each element: beside it, or half a row away
             const bool first = interleaved ? j % 2 == 0 : j < width / 2;
             const int64_t other = interleaved ? j ^ 1 : (j + width / 2) % width;
-            // backward turns by the angle of the pair's other place
+            // backward rotates by the angle at the partner's place
             const float angle = radians[i * width + (turn < 0 ? other : j)];
             row[j] = before[j] * std::cos(radians[i * width + j]) + (first ? -turn : turn) * before[other] *
                 std::sin(angle);

@@ -11,7 +11,7 @@
 namespace stand_ins {
 namespace {
 
-// As in tests/cudasim/runtime/cudasim.h, which needs CUDA's headers.
+// The same as in tests/cudasim/runtime/cudasim.h, which needs CUDA's headers.
 struct Range {
   uintptr_t begin, end;
   bool write;
@@ -47,7 +47,7 @@ void narrow(const Elements& of, const Floats& values) {
 }
 
 void rescale(const Elements& of, Floats& values) {
-  // blocks lie along the rows of what is stored
+  // blocks lie along the rows of the stored matrix
   const int64_t columns = of.transposed ? of.rows : of.columns;
   const int64_t blocks = of.block == 0 ? 0 : (columns + of.block - 1) / of.block;
   for (int64_t i = 0; i < static_cast<int64_t>(values.size()); ++i) {

@@ -28,7 +28,7 @@ Floats turned(const Floats& values, int64_t rows, int64_t columns) {
   return made;
 }
 
-// into[m, n] += x[m, k] y[k, n], one row after the other
+// Adds x[m, k] y[k, n] to into[m, n], row by row.
 void multiply(const Floats& x, const Floats& y, int64_t m, int64_t n, int64_t k, Floats& into) {
   for (int64_t i = 0; i < m; ++i) {
     float* row = into.data() + i * n;
@@ -46,7 +46,7 @@ float sigmoid(float x) {
   return 1 / (1 + std::exp(-x));
 }
 
-// The value of an activation and its derivative.
+// Returns the value of an activation and its derivative.
 std::pair<float, float> activate(float x, const std::string& kind) {
   if (kind == "relu") {
     return {std::max(x, 0.0f), x > 0 ? 1.0f : 0.0f};
@@ -62,7 +62,7 @@ std::pair<float, float> activate(float x, const std::string& kind) {
   return {0.5f * x * (1 + t), 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * c * (1 + 3 * 0.044715f * x * x)};
 }
 
-// Of a gated kind the kind of its gate, or ""
+// Returns the activation of a gated kind's gate, or "".
 std::string gate_of(const std::string& kind) {
   return kind == "swiglu" ? "silu" : kind == "geglu" ? "gelu" : kind == "reglu" ? "relu" : kind == "qgeglu" ? "qgelu"
       : kind == "sreglu" ? "srelu" : "";

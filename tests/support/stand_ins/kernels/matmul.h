@@ -1,4 +1,4 @@
-// Matrix products and what is fused with them, normalizations and activations.
+// Matrix products with fused operations, normalizations and activations.
 #pragma once
 #include <string>
 
@@ -14,9 +14,9 @@ struct Operand {
   bool transposed = false;
 };
 
-// "TN": out[m, n] = b[m, k] a[n, k]^T (+ bias), a layer's forward; "NN": out[m, n] = b[m, k] a[k, n], the gradient of
-// its input; "NT": out[m, n] = b[k, m]^T a[k, n], of its weight, and bias_grad[m] of its bias. A row of "TN" and "NN"
-// has the same bits whatever the number of rows.
+// Multiplies matrices. "TN": out[m, n] = b[m, k] a[n, k]^T (+ bias), a layer's forward; "NN": out[m, n] = b[m, k] a[k,
+// n], the gradient of its input; "NT": out[m, n] = b[k, m]^T a[k, n], the gradient of its weight, and bias_grad[m],
+// that of its bias. In "TN" and "NN" the bits of a row do not depend on the number of rows.
 std::tuple<Tensor, Tensor> gemm(const Operand& a, const Operand& b, const std::string& layout, at::ScalarType type,
                                 std::optional<Tensor> out, std::optional<Tensor> bias, bool accumulate,
                                 bool with_bias_grad);
@@ -29,8 +29,8 @@ std::tuple<Tensor, Tensor, std::optional<Tensor>> norm_backward(const Tensor& gr
                                                                 std::optional<Tensor> mean, const Tensor& deviation,
                                                                 const Tensor& weight, bool zero_centered, bool rms);
 
-// "gelu", "relu", "silu", "qgelu", "srelu", and gated: "geglu", "reglu", "swiglu", "qgeglu", "sreglu", of which the
-// first half of a row is activated, and multiplied by the second.
+// Applies "gelu", "relu", "silu", "qgelu", "srelu", or a gated kind ("geglu", "reglu", "swiglu", "qgeglu", "sreglu"),
+// which activates the first half of a row and multiplies it by the second.
 Tensor activation_forward(const Tensor& input, const std::string& kind);
 Tensor activation_backward(const Tensor& grad, const Tensor& input, const std::string& kind);
 

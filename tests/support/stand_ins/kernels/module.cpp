@@ -1,4 +1,4 @@
-// What Python calls: functions that torch knows nothing of.
+// Bindings for Python: functions that torch does not know.
 #include <torch/csrc/utils/pybind.h>
 
 #include "attention.h"
@@ -6,7 +6,7 @@
 #include "matmul.h"
 #include "rows.h"
 
-// pybind holds torch.dtype as an object of Python's
+// pybind holds torch.dtype as a Python object
 #include <torch/csrc/Dtype.h>
 
 namespace py = pybind11;
@@ -18,7 +18,7 @@ at::ScalarType type_of(const py::object& dtype) {
   return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
 }
 
-// (tensor, scale_inv or None, block, transposed)
+// Unpacks (tensor, scale_inv or None, block, transposed).
 Operand operand_of(const py::tuple& parts) {
   return {parts[0].cast<Tensor>(), parts[1].cast<std::optional<Tensor>>(), parts[2].cast<int64_t>(),
           parts[3].cast<bool>()};

@@ -1,7 +1,7 @@
-"""The kernels of the stand-ins of Transformer Engine and flash-attn, and how often each ran.
+"""The kernels of the stand-ins of Transformer Engine and flash-attn, and counts of their runs.
 
-Built from ../kernels on first use and kept, as memplug's own C++ is. torch's dispatcher, its modes and its profiler see
-no kernel: only the memory that a kernel asks for.
+Built from ../kernels on first use and kept, like memplug's own C++. torch's dispatcher, its modes and its profiler see
+no kernel, only the memory that it requests.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _KERNELS = Extension(
 
 
 class Calls:
-    """What ran since the process began, or since `clear`.
+    """Counts of runs since the process began, or since `clear`.
 
     Attributes:
-        kernels: name -> launches, on this process.
+        kernels: name -> launches, in this process.
         functions: name of an autograd Function -> forwards; a recompute counts again.
         flops: name of a kernel -> floating-point operations of its matrix products.
     """
@@ -36,28 +36,28 @@ class Calls:
         self.flops: Counter[str] = Counter()
 
     def ran(self, kernel: str, flops: int = 0) -> None:
-        """A kernel was launched."""
+        """Count a launch of a kernel."""
         self.kernels[kernel] += 1
         self.flops[kernel] += flops
 
     def forward(self, function: str) -> None:
-        """A Function's forward ran."""
+        """Count a forward of a Function."""
         self.functions[function] += 1
 
     def clear(self) -> None:
-        """Counts from 0 again."""
+        """Reset all counts."""
         for counter in (self.kernels, self.functions, self.flops):
             counter.clear()
 
 
 calls = Calls()
 settings = {"transformer_engine": "2.10.0"}
-"""Set before anything else is imported: the version that the stand-in calls itself."""
+"""The version that the stand-in of Transformer Engine reports; set it before anything else is imported."""
 native: Any = _KERNELS.load()
 
 
 def draw_seeds(like: torch.Tensor, dropped: bool) -> torch.Tensor:
-    """int64[2] on the device: numbers of its default generator, whose state moves on; zeros if nothing is dropped."""
+    """Return int64[2] on the device, drawn from its default generator, which advances; zeros if nothing is dropped."""
     if not dropped:
         return native.seeds(like, 0, 0)
     if not like.is_cuda:

@@ -1,4 +1,4 @@
-"""A stand-in of Transformer Engine for machines without a GPU (see ../README.md)."""
+"""A stand-in for Transformer Engine on machines without a GPU (see ../README.md)."""
 
 from transformer_engine import stand_in
 

@@ -9,7 +9,7 @@ from stand_in_kernels import calls, native
 
 
 class ApplyRotaryEmb(torch.autograd.Function):
-    """Saves cosines and sines, not what it turns."""
+    """Rotates; saves cosines and sines, but not its input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -41,7 +41,7 @@ def apply_rotary_emb(
     max_seqlen: int | None = None,
     conjugate: bool = False,
 ) -> torch.Tensor:
-    """Shapes [b, s, h, d], cos and sin [s, r / 2]; turns the first r elements of each head."""
+    """Rotate the first r elements of each head of [b, s, h, d]; cos and sin are [s, r / 2]."""
     if inplace or conjugate or cu_seqlens is not None or not isinstance(seqlen_offsets, int) or seqlen_offsets:
         raise NotImplementedError("the stand-in of flash-attn turns new tensors of unpacked sequences from their start")
     return ApplyRotaryEmb.apply(x, cos[: x.shape[1]], sin[: x.shape[1]], interleaved)

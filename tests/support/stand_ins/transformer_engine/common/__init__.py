@@ -1,4 +1,4 @@
-"""What does not depend on the framework."""
+"""The part that does not depend on the framework."""
 
 from transformer_engine.common import recipe
 

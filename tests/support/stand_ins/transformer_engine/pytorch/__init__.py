@@ -1,4 +1,4 @@
-"""The stand-in's modules, for torch."""
+"""The stand-in's modules for torch."""
 
 import sys
 
@@ -76,7 +76,7 @@ __all__ = [
     "restore_from_saved",
 ]
 
-if stand_in.version < (2, 9):  # `fp8` has all of it then
+if stand_in.version < (2, 9):  # before 2.9, `fp8` has all of `quantization`
     from transformer_engine.pytorch import fp8  # noqa: F401
 
     sys.modules["transformer_engine.pytorch.quantization"] = None  # type: ignore[assignment]

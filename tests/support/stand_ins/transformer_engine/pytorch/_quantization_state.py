@@ -1,4 +1,4 @@
-"""What modules in FP8 share, and where each version of Transformer Engine has it."""
+"""The state that FP8 modules share, under the names of each version of Transformer Engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_engine.common.recipe import Recipe
 
 @dataclass(slots=True)
 class FP8GlobalState:
-    """What all modules of the process share."""
+    """The state that all modules of the process share."""
 
     fp8_enabled: bool = False
     fp8_calibration: bool = False
@@ -35,8 +35,9 @@ class FP8GlobalState:
 
 
 class Holder(type):
-    """Has the state as an attribute of the class, `quantization_state`, since 2.15; before, each field is one of the
-    class: `FP8_ENABLED`, `IS_FIRST_FP8_MODULE`, `global_amax_buffer`.
+    """Keeps the state as the class attribute `quantization_state` since 2.15, and each field as one before.
+
+    Those attributes are `FP8_ENABLED`, `IS_FIRST_FP8_MODULE`, `global_amax_buffer` and so on.
     """
 
     _state = FP8GlobalState()
@@ -68,10 +69,10 @@ if not SINCE_2_9:
 
 
 def qstate() -> FP8GlobalState:
-    """The present one."""
+    """Return the current state."""
     return Holder._state
 
 
 def set_qstate(state: FP8GlobalState) -> None:
-    """Another one."""
+    """Replace the state."""
     Holder._state = state

@@ -1,4 +1,4 @@
-"""Names of choices."""
+"""Allowed values of arguments."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Offloading of activations by Transformer Engine itself: named, and not stood in for."""
+"""Transformer Engine's own offloading of activations: it exists by name, and is refused."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 
 def is_cpu_offload_enabled() -> bool:
-    """It is not."""
+    """Return False."""
     return False
 
 
 def mark_activation_offload(*tensors: Any) -> None:
-    """Nothing is offloaded."""
+    """Do nothing: this version offloads nothing."""
 
 
 def get_cpu_offload_context(enabled: bool = False, *args: Any, **kwargs: Any) -> Any:
-    """A context and a function that do nothing; raises NotImplementedError where it is enabled."""
+    """Return a context and a function that do nothing; raise NotImplementedError if enabled."""
     if enabled:
         raise NotImplementedError("the stand-in of Transformer Engine does not offload")
     return contextlib.nullcontext(), lambda tensor: tensor

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary that ranks share: named, and not stood in for."""
+"""Cross entropy over a vocabulary that ranks share: it exists by name, and is refused."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def parallel_cross_entropy(*args: Any, **kwargs: Any) -> Any:
-    """Raises NotImplementedError."""
+    """Raise NotImplementedError."""
     raise NotImplementedError("the stand-in of Transformer Engine has no fused cross entropy")

@@ -18,7 +18,7 @@ _FP8_ACTIVATION_RECOMPUTE_PHASE = False
 
 
 class activation_recompute_forward(AbstractContextManager, ContextDecorator):
-    """Around a forward that will run again (`recompute_phase` False), and around its second run (True)."""
+    """A context around a forward that will run again (`recompute_phase` False), and around its second run (True)."""
 
     _is_first_fp8_module: list[bool] = []
 
@@ -43,12 +43,12 @@ class activation_recompute_forward(AbstractContextManager, ContextDecorator):
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Within `activation_recompute_forward(True, ...)` and FP8."""
+    """Return whether this is within `activation_recompute_forward(True, ...)` and FP8."""
     return _FP8_ACTIVATION_RECOMPUTE_ENABLED
 
 
 def in_fp8_activation_recompute_phase() -> bool:
-    """Within `activation_recompute_forward(..., True)`."""
+    """Return whether this is within `activation_recompute_forward(..., True)`."""
     return _FP8_ACTIVATION_RECOMPUTE_PHASE
 
 
@@ -64,7 +64,7 @@ def _set_random_state(states: list[torch.Tensor]) -> None:
 
 
 class _CheckpointFunction(torch.autograd.Function):
-    """Keeps inputs alone; the forward runs again in backward, in the recompute phase."""
+    """Saves its inputs only; the forward runs again in backward, in the recompute phase."""
 
     @staticmethod
     def forward(ctx: Any, run_function: Callable, get_tracker: Any, kwargs: dict[str, Any], *args: Any) -> Any:
@@ -109,7 +109,7 @@ def _set_states(get_tracker: Any, random: list[torch.Tensor], tracked: Any) -> N
 
 
 def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """TE's own activation checkpointing, reentrant."""
+    """Run a function under Transformer Engine's own activation checkpointing, reentrant."""
     if not kwargs.pop("use_reentrant", True) or kwargs.pop("distribute_saved_activations", False):
         raise NotImplementedError("the stand-in's checkpoint is reentrant, and does not distribute what it saves")
     kwargs.pop("tp_group", None)
@@ -118,26 +118,26 @@ def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 class CudaRNGStatesTracker:
-    """Named random states of the device, for ranks that share some and not others."""
+    """Named random states of the device, for ranks that share some of them and not others."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """No states."""
+        """Remove all states."""
         self.states_: dict[str, torch.Tensor] = {}
         self.seeds_: set[int] = set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """A copy of the dictionary."""
+        """Return a copy of the dictionary of states."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """All of them."""
+        """Replace all states."""
         self.states_ = states
 
     def add(self, name: str, seed: int) -> None:
-        """A new one."""
+        """Add a new state."""
         if seed in self.seeds_ or name in self.states_:
             raise RuntimeError(f"cuda rng state {name} or its seed {seed} exists already")
         self.seeds_.add(seed)
@@ -148,7 +148,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Within, random numbers are of that state."""
+        """Draw random numbers from that state within."""
         if name not in self.states_:
             raise KeyError(f"cuda rng state {name} is not added")
         before = torch.cuda.get_rng_state()
@@ -161,26 +161,26 @@ class CudaRNGStatesTracker:
 
 
 def set_tensor_model_parallel_attributes(tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """How a weight is split over ranks."""
+    """Mark how a weight is split over ranks."""
     for attribute in _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS:
         assert not hasattr(tensor, attribute)
     tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = is_parallel, dim, stride
 
 
 def get_distributed_world_size(group: Any = None) -> int:
-    """1 where torch.distributed is not initialized."""
+    """Return the number of ranks, 1 if torch.distributed is not initialized."""
     return torch.distributed.get_world_size(group=group) if torch.distributed.is_initialized() else 1
 
 
 def get_distributed_rank(group: Any = None) -> int:
-    """In a group."""
+    """Return this process's rank in a group."""
     return torch.distributed.get_rank(group=group)
 
 
 def gather_along_first_dim(inp: Any, process_group: Any, async_op: bool = False, quantizer: Any = None) -> Any:
-    """Returns all ranks' rows and the work; of quantized rows, rows that this rank quantized after it gathered them.
+    """Return all ranks' rows and the work; quantize rows, if there is a quantizer, after gathering them.
 
-    The real one gathers elements in eight bits; that moves fewer bytes, and gives the same values.
+    The real function gathers elements in eight bits, which moves fewer bytes and gives the same values.
     """
     world_size = get_distributed_world_size(process_group)
     if quantizer is not None:
@@ -195,7 +195,7 @@ def gather_along_first_dim(inp: Any, process_group: Any, async_op: bool = False,
 
 
 def reduce_scatter_along_first_dim(inp: torch.Tensor, tp_group: Any, async_op: bool = False) -> Any:
-    """Returns this rank's rows of the sum, and the work."""
+    """Return this rank's rows of the sum, and the work."""
     world_size = get_distributed_world_size(tp_group)
     if world_size == 1:
         return inp, None
@@ -205,7 +205,7 @@ def reduce_scatter_along_first_dim(inp: torch.Tensor, tp_group: Any, async_op: b
 
 
 def allreduce(inp: torch.Tensor, tp_group: Any = None, async_op: bool = False) -> Any:
-    """Returns the sum, in the same memory, and the work."""
+    """Return the sum, in the same memory, and the work."""
     if get_distributed_world_size(tp_group) == 1:
         return inp, None
     return inp, torch.distributed.all_reduce(inp, group=tp_group, async_op=async_op)

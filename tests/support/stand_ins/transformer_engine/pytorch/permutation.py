@@ -1,4 +1,4 @@
-"""Rows that move to their experts and back: with a map of which token goes to which expert, and in chunks."""
+"""Moves rows to their experts and back, by a map of tokens to experts, and in chunks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformer_engine.pytorch.utils import refuse
 
 
 class _moe_permute_mask_map(torch.autograd.Function):
-    """Saves the map alone."""
+    """Saves only the map."""
 
     @staticmethod
     def forward(
@@ -38,7 +38,7 @@ class _moe_permute_mask_map(torch.autograd.Function):
 
 
 class _moe_unpermute_mask_map(torch.autograd.Function):
-    """Saves the map alone: tokens' rows are summed without weights."""
+    """Saves only the map: tokens' rows are summed without weights."""
 
     @staticmethod
     def forward(ctx: Any, inp: torch.Tensor, row_id_map: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def moe_permute(
     max_token_num: int = -1,
     map_type: str = "mask",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the rows by expert, and the map that `moe_unpermute` takes."""
+    """Return the rows by expert, and the map for `moe_unpermute`."""
     refuse(map_type=map_type != "mask" and map_type)
     output, row_id_map, _ = _moe_permute_mask_map.apply(inp, routing_map, num_out_tokens, None)
     return output, row_id_map
@@ -91,7 +91,7 @@ def moe_permute(
 def moe_permute_with_probs(
     inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the rows, each one's probability, and the map."""
+    """Return the rows by expert, their probabilities, and the map."""
     output, row_id_map, moved = _moe_permute_mask_map.apply(inp, routing_map, num_out_tokens, probs)
     return output, moved, row_id_map
 
@@ -104,18 +104,18 @@ def moe_unpermute(
     map_type: str = "mask",
     probs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each token's rows, added up."""
+    """Return the sum of each token's rows."""
     refuse(merging_probs=merging_probs is not None, probs=probs is not None, map_type=map_type != "mask" and map_type)
     return _moe_unpermute_mask_map.apply(inp, row_id_map)
 
 
 def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
-    """Chunks of rows in another order."""
+    """Return the chunks of rows in another order."""
     return _moe_chunk_sort.apply(inp, split_sizes, sorted_index, None)[0]
 
 
 def moe_sort_chunks_by_index_with_probs(
     inp: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """And their rows' probabilities."""
+    """Return the chunks of rows, and their probabilities, in another order."""
     return _moe_chunk_sort.apply(inp, split_sizes, sorted_index, probs)

@@ -1,4 +1,4 @@
-"""The state of FP8: contexts, what all modules share, and the scales and amaxes of one module's direction.
+"""The state of FP8: contexts, the state that all modules share, and scales and amaxes of one module's direction.
 
 Names, places and timing are the real one's.
 """
@@ -33,7 +33,7 @@ from transformer_engine.pytorch.tensor import (
 
 
 def get_default_fp8_recipe() -> Recipe:
-    """As on a Hopper GPU."""
+    """Return the default recipe of a Hopper GPU."""
     return DelayedScaling()
 
 
@@ -41,7 +41,7 @@ get_default_recipe = get_default_fp8_recipe
 
 
 def is_fp8_available(return_reason: bool = False) -> Any:
-    """It is: the stand-in computes it everywhere."""
+    """Return True: the stand-in computes FP8 everywhere."""
     return (True, "") if return_reason else True
 
 
@@ -49,23 +49,23 @@ is_mxfp8_available = is_fp8_block_scaling_available = is_fp8_available
 
 
 def is_nvfp4_available(return_reason: bool = False) -> Any:
-    """Not in the stand-in."""
+    """Return False: the stand-in has no FP4."""
     return (False, "the stand-in has no FP4") if return_reason else False
 
 
 def check_fp8_support() -> tuple[bool, str]:
-    """Whether, and why not."""
+    """Return whether FP8 is available, and why not."""
     return True, ""
 
 
 def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
-    """Of a recipe's tensors in forward, or in backward."""
+    """Return the type of a recipe's tensors in forward, or in backward."""
     small = fp8_recipe.fp8_format is Format.E4M3 or (fp8_recipe.fp8_format is Format.HYBRID and fprop_tensor)
     return torch.float8_e4m3fn if small else torch.float8_e5m2
 
 
 def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
-    """The largest number of that type."""
+    """Return the largest number of that type."""
     return torch.finfo(get_fp8_torch_dtype(fp8_recipe, fprop_tensor)).max
 
 
@@ -84,82 +84,82 @@ class FP8GlobalStateManager(metaclass=Holder):
     """Reads and moves the state that all modules share.
 
     Attributes:
-        quantization_state: that, since 2.15; before, its fields are attributes of this class.
+        quantization_state: the state, since 2.15; before, its fields are attributes of this class.
     """
 
     quantization_state: FP8GlobalState
 
     @classmethod
     def reset(cls) -> None:
-        """As a new process has it."""
+        """Reset the state to that of a new process."""
         set_qstate(FP8GlobalState())
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
-        """Within an autocast."""
+        """Return whether this is within an autocast."""
         return qstate().fp8_enabled
 
     @classmethod
     def is_fp8_calibration(cls) -> bool:
-        """Not stood in for."""
+        """Return whether FP8 calibrates; the stand-in refuses it."""
         return qstate().fp8_calibration
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
-        """Not stood in for."""
+        """Return whether parameters are in FP8; the stand-in refuses it."""
         return qstate().fp8_parameters
 
     @classmethod
     def with_high_precision_init_val(cls) -> bool:
-        """Not stood in for."""
+        """Return whether initial values are kept in high precision; the stand-in refuses it."""
         return qstate().high_precision_init_val
 
     @classmethod
     def fp8_graph_capturing(cls) -> bool:
-        """Not stood in for."""
+        """Return whether a graph is captured; the stand-in refuses it."""
         return qstate().fp8_graph_capturing
 
     @classmethod
     def is_first_fp8_module(cls) -> bool:
-        """True once in an outermost autocast: that module's backward ends the backward's step."""
+        """Return True once in an outermost autocast: that module's backward ends the backward's step."""
         first, qstate().is_first_fp8_module = qstate().is_first_fp8_module, False
         return first
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:
-        """Of the innermost autocast."""
+        """Return the recipe of the innermost autocast."""
         recipe = qstate().fp8_recipe
         return recipe if recipe is not None else get_default_fp8_recipe()
 
     @classmethod
     def get_fp8_group(cls) -> Any:
-        """Whose amaxes are reduced."""
+        """Return the group over which amaxes are reduced."""
         return qstate().fp8_distributed_group
 
     @classmethod
     def is_fp8_available(cls) -> tuple[bool, str]:
-        """Whether, and why not."""
+        """Return whether FP8 is available, and why not."""
         return True, ""
 
     @classmethod
     def get_autocast_state(cls) -> tuple:
-        """To be put back at an autocast's end."""
+        """Return the state that the end of an autocast restores."""
         return _autocast_of(qstate())
 
     @classmethod
     def set_autocast_state(cls, fp8_state: tuple) -> None:
-        """Puts it back."""
+        """Restore the state."""
         for name, value in zip(_OF_AUTOCAST, fp8_state, strict=True):
             setattr(qstate(), name, value)
 
     @classmethod
     def get_unique_autocast_key(cls, recipe: Recipe | None = None, group: Any = None) -> str:
-        """Of a recipe and a group."""
+        """Return the key of a recipe and a group."""
         return f"{recipe}:{hash(group)}"
 
     @classmethod
     def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict[str, Any]) -> None:
-        """A module's amaxes and scales, once, to those that a step's end updates."""
+        """Add a module's amaxes and scales, once, to those that the end of a step updates."""
         if not fp8_meta["recipe"].delayed() or "buffer_index_and_autocast_key" in fp8_meta:
             return
         fp8_meta["buffer_index_and_autocast_key"] = places = []
@@ -173,7 +173,7 @@ class FP8GlobalStateManager(metaclass=Holder):
 
     @classmethod
     def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
-        """Ends a step of one direction: amaxes of all ranks, histories, scales."""
+        """End a step of one direction: reduce amaxes over ranks, and update histories and scales."""
         for key, amaxes in qstate().global_amax_buffer.items():
             direction, autocast_key = key.split("_", 1)
             if (direction == "forward") != forward or not amaxes:
@@ -201,7 +201,7 @@ class FP8GlobalStateManager(metaclass=Holder):
         fp8_group: Any = None,
         _graph: bool = False,
     ) -> None:
-        """The outermost makes the next module the first."""
+        """Enter an autocast; the outermost makes the next module the first."""
         if calibrating or _graph:
             raise NotImplementedError("the stand-in neither calibrates nor captures graphs")
         recipe = get_default_fp8_recipe() if fp8_recipe is None else fp8_recipe
@@ -214,14 +214,14 @@ class FP8GlobalStateManager(metaclass=Holder):
 
     @classmethod
     def autocast_exit(cls, enabled: bool, _graph: bool) -> None:
-        """The outermost ends the forward's step, where gradients are recorded."""
+        """Leave an autocast; the outermost ends the forward's step if gradients are recorded."""
         qstate().autocast_depth -= 1
         if enabled and qstate().autocast_depth == 0 and torch.is_grad_enabled():
             cls.reduce_and_update_fp8_tensors(forward=True)
 
     @classmethod
     def copy_forward_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
-        """Before a forward that will run again: its scales and amaxes, first in first out for each module."""
+        """Copy scales and amaxes before a forward that will run again; each module's copies are first in, first out."""
         if not fp8_meta["recipe"].delayed():
             return
         state, key = fp8_meta["scaling_fwd"], "global_fp8_buffer_pos_fwd_recompute"
@@ -233,7 +233,7 @@ class FP8GlobalStateManager(metaclass=Holder):
 
     @classmethod
     def get_old_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
-        """Before it runs again: the oldest copies, and what there is now is put aside."""
+        """Use the oldest copies for a second run, and store the current values."""
         if not fp8_meta["recipe"].delayed():
             return
         state = fp8_meta["scaling_fwd"]
@@ -246,7 +246,7 @@ class FP8GlobalStateManager(metaclass=Holder):
 
     @staticmethod
     def restore_fp8_meta_tensors(fp8_meta: dict[str, Any]) -> None:
-        """After it ran again: what was put aside."""
+        """Restore the stored values after a second run."""
         if not fp8_meta["recipe"].delayed():
             return
         fp8_meta["scaling_fwd"].amax_history.copy_(fp8_meta["updated_amax_history_fwd"])
@@ -272,7 +272,7 @@ def autocast(
     amax_reduction_group: Any = None,
     _graph: bool = False,
 ) -> Iterator[None]:
-    """Modules within quantize by the recipe."""
+    """Let modules within quantize by the recipe."""
     state = _get()
     _enter(enabled, calibrating, recipe, amax_reduction_group, _graph)
     try:
@@ -290,14 +290,14 @@ def fp8_autocast(
     fp8_group: Any = None,
     _graph: bool = False,
 ) -> Iterator[None]:
-    """The old name, and old names of arguments."""
+    """Enter an autocast under the old names of function and arguments."""
     with autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph):
         yield
 
 
 @contextlib.contextmanager
 def quantized_model_init(enabled: bool = True, **kwargs: Any) -> Iterator[None]:
-    """Parameters in FP8 alone: not stood in for."""
+    """Raise NotImplementedError if enabled: the stand-in has no parameters in FP8."""
     if enabled:
         raise NotImplementedError("the stand-in has no parameters in FP8")
     yield
@@ -307,7 +307,7 @@ fp8_model_init = quantized_model_init
 
 
 class RecipeState:
-    """What one direction of a module keeps between steps; the base keeps nothing."""
+    """The state that one direction of a module keeps between steps; the base keeps none."""
 
     def __init__(self, recipe: Recipe, mode: str, num_quantizers: int):
         self.recipe, self.mode, self.num_quantizers = recipe, mode, num_quantizers
@@ -315,7 +315,7 @@ class RecipeState:
 
     @staticmethod
     def create(recipe: Recipe, *, mode: str, num_quantizers: int, device: torch.device) -> RecipeState:
-        """Of a recipe's kind."""
+        """Create the state of a recipe's kind."""
         if recipe.delayed():
             return DelayedScalingRecipeState(recipe, mode, num_quantizers, device)
         return {
@@ -325,12 +325,12 @@ class RecipeState:
         }[type(recipe)](recipe, mode, num_quantizers)
 
     def make_quantizers(self) -> list[Quantizer]:
-        """One for each tensor of the module."""
+        """Return one quantizer for each tensor of the module."""
         return [self.quantizer(self.dtype) for _ in range(self.num_quantizers)]
 
 
 class DelayedScalingRecipeState(RecipeState):
-    """Scales, and the largest magnitudes of earlier steps: row 0 is the present one's."""
+    """Scales, and the largest magnitudes of earlier steps; row 0 is the current step's."""
 
     def __init__(self, recipe: Recipe, mode: str, num_quantizers: int, device: torch.device):
         super().__init__(recipe, mode, num_quantizers)
@@ -338,7 +338,7 @@ class DelayedScalingRecipeState(RecipeState):
         self.amax_history = torch.zeros(recipe.amax_history_len, num_quantizers, dtype=torch.float32, device=device)
 
     def make_quantizers(self) -> list[Quantizer]:
-        """They read and write views of the state."""
+        """Return quantizers that read and write views of the state."""
         return [
             Float8Quantizer(self.scale[i], self.amax_history[0][i].reshape((1,)), self.dtype)
             for i in range(self.num_quantizers)
@@ -346,18 +346,18 @@ class DelayedScalingRecipeState(RecipeState):
 
 
 class Float8CurrentScalingRecipeState(RecipeState):
-    """Nothing is kept."""
+    """Keeps no state."""
 
     quantizer = Float8CurrentScalingQuantizer
 
 
 class MXFP8BlockScalingRecipeState(RecipeState):
-    """Nothing is kept."""
+    """Keeps no state."""
 
     quantizer = MXFP8Quantizer
 
 
 class Float8BlockScalingRecipeState(RecipeState):
-    """Nothing is kept."""
+    """Keeps no state."""
 
     quantizer = Float8BlockQuantizer

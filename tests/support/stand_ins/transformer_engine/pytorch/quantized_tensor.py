@@ -1,4 +1,4 @@
-"""Values in eight bits: what makes them (quantizers), what holds them (storage), and storage that is a tensor too."""
+"""Values in eight bits: quantizers that make them, storage that holds them, and storage that is a tensor too."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import transformer_engine_torch as tex
 
 
 class Quantizer:
-    """Makes quantized storage of tensors.
+    """Makes quantized storage from tensors.
 
     Attributes:
-        rowwise_usage: the values are wanted as they lie,
-        columnwise_usage: and transposed, which gradients' products read.
-        internal: makes storage, which autograd cannot save as it is; otherwise a tensor.
+        rowwise_usage: the values are needed as they lie.
+        columnwise_usage: the values are needed transposed, for the products of gradients.
+        internal: make storage, which autograd cannot save as it is; otherwise a tensor.
     """
 
     storage_type: type[QuantizedTensorStorage]
@@ -31,16 +31,16 @@ class Quantizer:
         self.internal = False
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """How the next result will be read."""
+        """Set how the next result will be read."""
         self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
         self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
 
     def copy(self) -> Quantizer:
-        """With the same scale and amax, but its own usage."""
+        """Return a quantizer with the same scale and amax, but its own usage."""
         return copy.copy(self)
 
     def quantize(self, tensor: torch.Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> QuantizedTensorStorage:
-        """The result's nominal type is `dtype`, or the tensor's."""
+        """Quantize a tensor; the result's nominal type is `dtype`, or the tensor's."""
         rowwise, columnwise = self._both(tensor, (None, None))
         fields = {"rowwise": rowwise, "columnwise": columnwise, "quantizer": self.copy(), "block": self.block}
         if self.internal:
@@ -50,7 +50,7 @@ class Quantizer:
     __call__ = quantize
 
     def update_quantized(self, source: torch.Tensor, target: QuantizedTensorStorage) -> None:
-        """Quantizes into memory that is there already."""
+        """Quantize into existing memory."""
         self._both(source, (target.rowwise, target.columnwise))
 
     def _both(self, tensor: torch.Tensor, out: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -65,7 +65,7 @@ class Quantizer:
         return results[0], results[1]
 
     def supports_only_rowwise_all_gather(self) -> bool:
-        """Whether transposed values cannot be gathered."""
+        """Return whether transposed values cannot be gathered."""
         return self.block == 0
 
 
@@ -79,13 +79,13 @@ class QuantizedTensorStorage:
         self.rowwise, self.columnwise, self._quantizer, self.block = rowwise, columnwise, quantizer, block
 
     def operand(self, columnwise: bool = False) -> tuple[torch.Tensor, torch.Tensor, int, bool]:
-        """For a kernel: the one of both that it reads, or the other where that is not kept."""
+        """Return the operand for a kernel: the form that it reads, or the other one if that is not kept."""
         transposed = self.columnwise is not None and (columnwise or self.rowwise is None)
         chosen = self.columnwise if transposed else self.rowwise
         return chosen[0], chosen[1], self.block, transposed
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Makes what is needed, and drops what is not."""
+        """Make the forms that are needed, and drop those that are not."""
         if columnwise_usage and self.columnwise is None:
             if self.block:
                 raise RuntimeError("values of blocks cannot be transposed: their scales are others")
@@ -98,38 +98,38 @@ class QuantizedTensorStorage:
             self.columnwise = None
 
     def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], QuantizedTensorStorage]:
-        """Gives away its tensors."""
+        """Return the tensors, and hold none of them meanwhile."""
         tensors = [*(self.rowwise or (None, None)), *(self.columnwise or (None, None))]
         self.rowwise = self.columnwise = None
         return tensors, self
 
     def restore_from_saved(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Takes them back; returns the rest."""
+        """Take the tensors back, and return the rest."""
         pairs = [None if tensors[i] is None else (tensors[i], tensors[i + 1]) for i in (0, 2)]
         self.rowwise, self.columnwise = pairs
         return tensors[4:]
 
     def get_data_tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Elements as they lie, and transposed."""
+        """Return the elements as they lie, and transposed."""
         return tuple(pair[0] if pair else None for pair in (self.rowwise, self.columnwise))
 
     def clear(self) -> None:
-        """Frees the elements; scales stay."""
+        """Free the elements; scales stay."""
         for data in self.get_data_tensors():
             if data is not None:
                 data.data = data.new_empty(0)
 
     def dequantize(self, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values."""
+        """Return the values."""
         return tex.dequantize(self, dtype)
 
     def quantize_(self, tensor: torch.Tensor) -> QuantizedTensorStorage:
-        """New values in the same memory."""
+        """Write new values to the same memory."""
         self._quantizer.update_quantized(tensor, self)
         return self
 
     def size(self, *args: int) -> Any:
-        """Of the matrix."""
+        """Return the size of the matrix."""
         data, _, _, transposed = self.operand()
         shape = torch.Size(reversed(data.shape)) if transposed else data.shape
         return shape[args[0]] if args else shape
@@ -140,14 +140,14 @@ class QuantizedTensor(torch.Tensor):
 
     @classmethod
     def make(cls, shape: torch.Size, dtype: torch.dtype, **fields: Any) -> QuantizedTensor:
-        """Of what a quantizer made."""
+        """Make a tensor from a quantizer's results."""
         some = (fields["rowwise"] or fields["columnwise"])[0]
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=some.device, requires_grad=False)
         made._set(**fields)
         return made
 
     def make_like(self) -> QuantizedTensor:
-        """Another tensor of the same memory."""
+        """Return another tensor of the same memory."""
         fields = {"rowwise": self.rowwise, "columnwise": self.columnwise}
         return type(self).make(self.shape, self.dtype, **fields, quantizer=self._quantizer, block=self.block)
 
@@ -165,7 +165,7 @@ class QuantizedTensor(torch.Tensor):
 
 
 def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[QuantizedTensorStorage | None]]:
-    """Tensors that autograd saves, and beside them the objects that hold none meanwhile."""
+    """Return tensors that autograd saves, and the objects that hold no tensors meanwhile."""
     saved: list[torch.Tensor | None] = []
     objects: list[QuantizedTensorStorage | None] = []
     for tensor in tensors:
@@ -180,7 +180,7 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[Q
 
 
 def restore_from_saved(objects: list[Any], saved: Any) -> list[Any]:
-    """The reverse in backward."""
+    """Return the objects with their tensors, in backward."""
     saved, found = list(saved), []
     for holder in objects:
         if holder is None:

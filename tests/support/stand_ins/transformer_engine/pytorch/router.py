@@ -1,4 +1,4 @@
-"""Fused routing of experts: named for Megatron-Core's import, and not stood in for."""
+"""Fused routing of experts: it exists for Megatron-Core's import, and is refused."""
 
 from __future__ import annotations
 

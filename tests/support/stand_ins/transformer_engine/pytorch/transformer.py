@@ -12,7 +12,7 @@ from transformer_engine.pytorch.utils import refuse
 
 
 class TransformerLayer(torch.nn.Module):
-    """Of the real one's arguments those of a decoder's layer, and those of its parts."""
+    """A decoder layer, with the arguments that it and its parts need of the real layer's."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class TransformerLayer(torch.nn.Module):
         rotary_pos_emb: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Shape [s, b, h] or [b, s, h]; returns the same."""
+        """Run the layer on [s, b, h] or [b, s, h]; return the same shape."""
         refuse(**others)
         attended = self.self_attention(
             hidden_states,

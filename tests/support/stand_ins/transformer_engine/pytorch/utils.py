@@ -1,4 +1,4 @@
-"""Small things that all modules use."""
+"""Small functions that all modules use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def clear_tensor_data(*tensors: Any) -> None:
-    """Frees the memory of tensors that are not read any more: others that hold them hold something empty."""
+    """Free the memory of tensors that are not read any more; other references to them become empty."""
     for tensor in tensors:
         if tensor is None or hasattr(tensor, "_do_not_clear"):
             continue
@@ -26,7 +26,7 @@ def _empty_tensor(device: torch.device) -> torch.Tensor:
 
 
 def cast_if_needed(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """The tensor itself, or cast."""
+    """Return the tensor itself, or cast."""
     if tensor is None or tensor.dtype == dtype:
         return tensor
     with torch.enable_grad():
@@ -34,53 +34,53 @@ def cast_if_needed(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Ten
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Without a remainder."""
+    """Divide without a remainder."""
     assert numerator % denominator == 0, f"{numerator} is not divisible by {denominator}"
     return numerator // denominator
 
 
 def requires_grad(*tensors: torch.Tensor | None) -> bool:
-    """Whether any does."""
+    """Return whether any tensor requires a gradient."""
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def init_method_constant(value: float) -> Callable[[torch.Tensor], Any]:
-    """Fills with a number."""
+    """Return a function that fills a tensor with a number."""
     return lambda tensor: torch.nn.init.constant_(tensor, value)
 
 
 def get_default_init_method() -> Callable[[torch.Tensor], Any]:
-    """As the real one."""
+    """Return the real package's default initialization."""
     return lambda tensor: torch.nn.init.normal_(tensor, mean=0.0, std=0.023)
 
 
 def refuse(**asked: Any) -> None:
-    """Raises NotImplementedError for arguments that would change results, and that the stand-in does not do."""
+    """Raise NotImplementedError for arguments that would change results, and that the stand-in does not support."""
     for name, value in asked.items():
         if value:
             raise NotImplementedError(f"the stand-in of Transformer Engine does not do {name}={value!r}")
 
 
 def default_device() -> str:
-    """Where parameters lie if nothing is said: on the device that there is (the real one has "cuda")."""
+    """Return the default device of parameters: CUDA if there is any (the real one always has "cuda")."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def get_device_compute_capability() -> tuple[int, int]:
-    """As a Hopper GPU's."""
+    """Return a Hopper GPU's capability."""
     return (9, 0)
 
 
 def get_cudnn_version() -> tuple[int, int, int]:
-    """As of version 2.10's time."""
+    """Return cuDNN's version at the time of Transformer Engine 2.10."""
     return (9, 14, 0)
 
 
 def is_bf16_available(return_reason: bool = False) -> Any:
-    """It is."""
+    """Return True."""
     return (True, "") if return_reason else True
 
 
 def is_bf16_compatible() -> bool:
-    """It is."""
+    """Return True."""
     return True

@@ -1,4 +1,4 @@
-"""How tensors are quantized: fields and predicates of the real recipes, as far as they are stood in for."""
+"""Recipes of quantization: the fields and predicates of the real recipes that the stand-in needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _FormatHelper(NamedTuple):
 
 
 class Format(enum.Enum):
-    """Of eight bits, in forward and in backward."""
+    """The eight-bit formats of forward and backward."""
 
     E4M3 = _FormatHelper(max_fwd=448.0, max_bwd=448.0)
     E5M2 = _FormatHelper(max_fwd=57344.0, max_bwd=57344.0)
@@ -22,34 +22,34 @@ class Format(enum.Enum):
 
 
 class Recipe:
-    """What all recipes answer."""
+    """The predicates of all recipes."""
 
     def delayed(self) -> bool:
-        """Scales follow from earlier steps."""
+        """Return whether scales follow from earlier steps."""
         return isinstance(self, DelayedScaling)
 
     def float8_current_scaling(self) -> bool:
-        """One scale a tensor, from its own values."""
+        """Return whether each tensor has one scale, from its own values."""
         return isinstance(self, Float8CurrentScaling)
 
     def mxfp8(self) -> bool:
-        """A scale for each 32 elements, a power of two."""
+        """Return whether each 32 elements have a scale, a power of two."""
         return isinstance(self, MXFP8BlockScaling)
 
     def float8_block_scaling(self) -> bool:
-        """A scale for each 128 elements."""
+        """Return whether each 128 elements have a scale."""
         return isinstance(self, Float8BlockScaling)
 
     def float8_per_tensor_scaling(self) -> bool:
-        """One scale a tensor."""
+        """Return whether each tensor has one scale."""
         return self.delayed() or self.float8_current_scaling()
 
     def nvfp4(self) -> bool:
-        """Four bits: not stood in for."""
+        """Return False: the stand-in has no four-bit formats."""
         return False
 
     def custom(self) -> bool:
-        """Quantizers of the user's: not stood in for."""
+        """Return False: the stand-in has no custom quantizers."""
         return False
 
 
@@ -92,7 +92,7 @@ class Float8CurrentScaling(Recipe):
 
 @dataclasses.dataclass()
 class MXFP8BlockScaling(Recipe):
-    """Scales of 32 elements."""
+    """One scale for each 32 elements."""
 
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
@@ -101,7 +101,7 @@ class MXFP8BlockScaling(Recipe):
 
 @dataclasses.dataclass()
 class Float8BlockScaling(Recipe):
-    """Scales of 128 elements (the real one's weights have blocks of 128 x 128)."""
+    """One scale for each 128 elements (the real one's weights have blocks of 128 x 128)."""
 
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
@@ -109,14 +109,14 @@ class Float8BlockScaling(Recipe):
 
 
 class NVFP4BlockScaling(Recipe):
-    """Not stood in for."""
+    """A recipe that the stand-in lacks."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         raise NotImplementedError("the stand-in has no FP4")
 
 
 class CustomRecipe(Recipe):
-    """Not stood in for."""
+    """A recipe that the stand-in lacks."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         raise NotImplementedError("the stand-in has no custom recipes")

@@ -14,8 +14,9 @@ from transformer_engine.pytorch.utils import divide, refuse
 
 
 class MultiheadAttention(torch.nn.Module):
-    """Of the real one's arguments those that a decoder's self-attention needs; queries, keys and values of a group of
-    heads lie together.
+    """A decoder's self-attention, with the arguments that it needs of the real module's.
+
+    Queries, keys and values of a group of heads lie together.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class MultiheadAttention(torch.nn.Module):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: list[int], cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """Whose tokens make up the sequence."""
+        """Set the ranks whose tokens make up the sequence."""
         self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def forward(
@@ -111,7 +112,7 @@ class MultiheadAttention(torch.nn.Module):
         rotary_pos_emb: torch.Tensor | None = None,
         **others: Any,
     ) -> Any:
-        """Shape [s, b, h] or [b, s, h]; returns the same, and the bias where asked for."""
+        """Run self-attention of [s, b, h] or [b, s, h]; return the same shape, and the bias if asked for."""
         refuse(**others)
         projection = self.layernorm_qkv if hasattr(self, "layernorm_qkv") else self.qkv
         mixed = projection(hidden_states, is_first_microbatch=is_first_microbatch)

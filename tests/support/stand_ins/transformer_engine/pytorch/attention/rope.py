@@ -32,7 +32,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         self.interleaved = interleaved
 
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
-        """In radians."""
+        """Return the angles in radians."""
         positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=self.inv_freq.dtype) + offset
         angles = torch.outer(positions, self.inv_freq)
         angles = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), dim=-1)
@@ -40,7 +40,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
 
 class FusedRoPEFunc(torch.autograd.Function):
-    """Saves the angles and the starts of packed sequences, not what it turns."""
+    """Rotates; saves the angles and the starts of packed sequences, but not its input."""
 
     @staticmethod
     def forward(
@@ -79,7 +79,7 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> torch.Tensor:
-    """Turns pairs of each head's first elements by their position's angles."""
+    """Rotate pairs of each head's first elements by their position's angles."""
     if fused:
         return FusedRoPEFunc.apply(t, freqs, start_positions, tensor_format, interleaved, cu_seqlens, cp_size, cp_rank)
     refuse(start_positions=start_positions is not None, tensor_format=tensor_format == "thd" and tensor_format)

@@ -1,4 +1,4 @@
-"""Matrix products by the real names."""
+"""Matrix products under the real names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def general_gemm(
     grad: bool = False,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
-    """Returns the product and, with `grad` and a bias, the bias's gradient."""
+    """Return the product and, with `grad` and a bias, the bias's gradient."""
     dtype = out_dtype or (B.dtype if isinstance(B, torch.Tensor) else torch.float32)
     added = None if grad else bias
     result, bias_grad = tex.gemm(
@@ -40,7 +40,7 @@ def general_grouped_gemm(
     accumulate: bool = False,
     with_bias_grad: bool = False,
 ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """One product for each expert; returns what each made."""
+    """Run one product for each expert, and return all results."""
     return [
         tex.gemm(
             a,

@@ -1,4 +1,4 @@
-"""What linear modules share: their settings in one call, their products, and the weight gradients that wait."""
+"""The common parts of linear modules: settings of one call, products, and delayed weight gradients."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from transformer_engine.pytorch.utils import clear_tensor_data, requires_grad
 
 
 class WeightGradStore:
-    """Weight gradients that are computed when the user asks (`backward_dw`), not in backward."""
+    """Weight gradients that are computed when the user calls `backward_dw`, not in backward."""
 
     def __init__(self, delay_wgrad_compute: bool = False):
         self.enabled = delay_wgrad_compute
         self.context: queue.Queue | None = queue.Queue() if delay_wgrad_compute else None
 
     def delay_wgrad_compute(self) -> bool:
-        """Whether they wait."""
+        """Return whether weight gradients are delayed."""
         return self.enabled
 
     def put(self, tensors: list[Any], function: Callable) -> None:
-        """For later."""
+        """Store a product for later."""
         assert self.context is not None
         self.context.put((tensors, function))
 
     def pop(self) -> Any:
-        """Computes the oldest."""
+        """Compute the oldest product."""
         assert self.context is not None
         tensors, function = self.context.get()
         return function(*tensors), tensors
@@ -48,11 +48,11 @@ class WeightGradStore:
 
 @dataclass(slots=True, kw_only=True)
 class LinearArgs:
-    """What a linear's Function takes beside tensors, in one forward."""
+    """The arguments of a linear module's Function, except for tensors, in one forward."""
 
     module: Any
     names: tuple[str, str] = ("weight", "bias")
-    """Of the parameters; the first names the cached workspace."""
+    """Names of the parameters; the first names the cached workspace."""
     is_first_microbatch: bool | None
     fp8: bool
     input_quantizer: Quantizer | None
@@ -70,12 +70,12 @@ class LinearArgs:
 
     @property
     def gathers_input(self) -> bool:
-        """Ranks have some tokens each, and columns of the weight."""
+        """Return whether ranks have some of the tokens each, and columns of the weight."""
         return self.parallel_mode == "column" and self.sequence_parallel
 
 
 def assert_dim_for_fp8_exec(*tensors: torch.Tensor) -> None:
-    """As the real one's products in FP8 need it."""
+    """Assert the sizes that the real FP8 products need."""
     for tensor in tensors:
         rows = tensor.numel() // tensor.shape[-1]
         assert rows % 8 == 0 and tensor.shape[-1] % 16 == 0, (
@@ -85,7 +85,7 @@ def assert_dim_for_fp8_exec(*tensors: torch.Tensor) -> None:
 
 
 def weight_for_products(args: LinearArgs, weight: torch.Tensor, columnwise: bool) -> Any:
-    """The weight in the products' type; quantized, from the cache where this is not a first micro-batch."""
+    """Return the weight in the products' type; if quantized, from the cache unless this is a first micro-batch."""
     if not args.fp8:
         return weight if weight.dtype == args.activation_dtype else weight.to(args.activation_dtype)
     will_recompute = is_fp8_activation_recompute_enabled() and not in_fp8_activation_recompute_phase()
@@ -102,7 +102,7 @@ def weight_for_products(args: LinearArgs, weight: torch.Tensor, columnwise: bool
 
 
 def quantize_input(args: LinearArgs, x: torch.Tensor, needed_in_backward: bool) -> Any:
-    """This rank's rows, as they are saved and, where nothing is gathered, multiplied."""
+    """Quantize this rank's rows, for saving and, if nothing is gathered, for the product."""
     gathered_by_rows = args.gathers_input and args.input_quantizer.supports_only_rowwise_all_gather()
     columnwise = needed_in_backward and not args.save_original_input and not gathered_by_rows
     args.input_quantizer.set_usage(rowwise=True, columnwise=columnwise)
@@ -110,7 +110,7 @@ def quantize_input(args: LinearArgs, x: torch.Tensor, needed_in_backward: bool) 
 
 
 def gather_input(args: LinearArgs, x: torch.Tensor, columnwise: bool, async_op: bool = False) -> tuple[Any, Any]:
-    """All ranks' rows, and the work."""
+    """Return all ranks' rows, and the work."""
     if not args.fp8:
         return gather_along_first_dim(x, args.tp_group, async_op)
     args.input_quantizer.set_usage(rowwise=not columnwise, columnwise=columnwise)
@@ -118,7 +118,7 @@ def gather_input(args: LinearArgs, x: torch.Tensor, columnwise: bool, async_op: 
 
 
 def forward_product(args: LinearArgs, weightmat: Any, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
-    """x times the transposed weight, and what ranks with rows of the weight do about it."""
+    """Return x times the transposed weight, summed over ranks that have rows of the weight."""
     out, _ = tex.gemm(weightmat, x, "TN", args.activation_dtype, bias=bias)
     if args.parallel_mode == "row" and args.tp_size > 1:
         reduce = reduce_scatter_along_first_dim if args.sequence_parallel else allreduce
@@ -127,7 +127,7 @@ def forward_product(args: LinearArgs, weightmat: Any, x: Any, bias: torch.Tensor
 
 
 def is_first_of_backward(args: LinearArgs, *tensors: torch.Tensor | None) -> bool:
-    """Whether this module's backward ends the backward's step of FP8; called in forward, once."""
+    """Return whether this module's backward ends the step of FP8's backward; call it once per forward."""
     if not args.fp8 or not requires_grad(*tensors):
         return False
     before = qstate().is_first_fp8_module
@@ -140,8 +140,11 @@ def is_first_of_backward(args: LinearArgs, *tensors: torch.Tensor | None) -> boo
 def prepare_grad_output(
     args: LinearArgs, grad_output: torch.Tensor, use_bias: bool
 ) -> tuple[Any, torch.Tensor | None, bool]:
-    """Returns the gradient as the products read it, that of the bias where it comes first, and whether the first is
-    this function's own memory.
+    """Prepare the output's gradient for the products.
+
+    Returns:
+        The gradient as the products read it, the bias's gradient if it is computed here, and whether the first is this
+            function's own memory.
     """
     matrix = grad_output.reshape(-1, grad_output.shape[-1]).contiguous()
     gathers = args.parallel_mode == "row" and args.sequence_parallel
@@ -157,7 +160,7 @@ def prepare_grad_output(
 
 
 def input_gradient(args: LinearArgs, weightmat: Any, grad_output: Any) -> tuple[torch.Tensor, Any]:
-    """The gradient of this rank's rows, and the work that sums it over ranks."""
+    """Return the gradient of this rank's rows, and the work that sums it over ranks."""
     if isinstance(weightmat, QuantizedTensorStorage):
         weightmat.update_usage(columnwise_usage=True)
     dgrad, _ = tex.gemm(weightmat, grad_output, "NN", args.activation_dtype)
@@ -170,9 +173,9 @@ def input_gradient(args: LinearArgs, weightmat: Any, grad_output: Any) -> tuple[
 def weight_gradient(
     args: LinearArgs, x: Any, grad_output: Any, main_grad: torch.Tensor | None, with_bias_grad: bool, free: tuple
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The weight's gradient, or into `main_grad`, and the bias's; then the memory of `free` is freed.
+    """Compute the gradients of weight (or add it to `main_grad`) and bias, then free the memory of `free`.
 
-    Nothing where weight gradients wait.
+    If weight gradients are delayed, only store the product.
     """
     for tensor in (x, grad_output):
         if isinstance(tensor, QuantizedTensorStorage):
@@ -195,7 +198,7 @@ _dummy_wgrads: dict[Any, torch.Tensor] = {}
 
 
 def returned_weight_gradient(args: LinearArgs, weight: torch.Tensor, wgrad: torch.Tensor | None) -> torch.Tensor | None:
-    """What autograd gets where the gradient went into `main_grad`: memory of no meaning for Megatron's hooks."""
+    """Return autograd's gradient: uninitialized memory, for Megatron's hooks, if the real one is in `main_grad`."""
     if not args.fuse_wgrad_accumulation:
         return wgrad
     if not hasattr(weight, "grad_added_to_main_grad"):

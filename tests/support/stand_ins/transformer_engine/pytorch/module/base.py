@@ -1,4 +1,4 @@
-"""What every module with FP8 state is."""
+"""The base of all modules with FP8 state."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class TransformerEngineBaseModule(torch.nn.Module):
     """Parameters, groups of ranks, and the state of FP8.
 
     Attributes:
-        fp8_meta: "scaling_fwd" and "scaling_bwd" hold scales and amaxes, "recipe" what they are for.
+        fp8_meta: "scaling_fwd" and "scaling_bwd" hold scales and amaxes, "recipe" their recipe.
         quantizers: by the same names, one for each tensor.
-        _fp8_workspaces: weights that were quantized for all micro-batches of a step.
+        _fp8_workspaces: weights that are quantized once for all micro-batches of a step.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.wgrad_accumulation_and_reduce_hooks: list[Callable] = []
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Whose ranks share this module's weight."""
+        """Set the ranks that share this module's weight."""
         self.tp_group = tp_group
         self.tp_group_initialized = True
 
     def take_tensor_parallel_group(self, tp_group: Any, tp_size: int) -> None:
-        """At construction."""
+        """Take the group of the constructor."""
         self.tp_size = tp_size if tp_group is None else get_distributed_world_size(tp_group)
         if tp_group is not None or tp_size == 1:
             self.set_tensor_parallel_group(tp_group)
@@ -60,13 +60,13 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def register_parameter(
         self, name: str, param: Any, init_fn: Callable | None = None, get_rng_state_tracker: Any = None
     ) -> None:
-        """With its way to be filled."""
+        """Register a parameter with the function that fills it."""
         super().register_parameter(name, param)
         if init_fn is not None:
             self.param_init_meta[name] = init_fn, get_rng_state_tracker
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Fills all, each from the random state of its kind."""
+        """Fill all parameters, each from the random state of its kind."""
         if defer_init:
             return
         for name, param in list(self.named_parameters(recurse=False)):
@@ -79,7 +79,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
                     init_fn(param)
 
     def set_activation_dtype(self, inp: torch.Tensor) -> None:
-        """The products' type: autocast's, or the input's, which then is the parameters'."""
+        """Set the products' type: autocast's, or the input's, which must then be the parameters'."""
         if torch.is_autocast_enabled(inp.device.type):
             self.activation_dtype = torch.get_autocast_dtype(inp.device.type)
             return
@@ -88,7 +88,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.activation_dtype = inp.dtype
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Of the autocast around this forward; anew where the recipe is another."""
+        """Take the recipe of the surrounding autocast, and make new state if the recipe has changed."""
         self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
         self.fp8_meta["fp8_checkpoint"] = self.fp8
         if not self.fp8:
@@ -107,7 +107,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.fp8_meta_tensors_initialized = self.fp8_initialized = True
 
     def set_meta_tensor(self, fwd: bool, recipe: Any) -> None:
-        """Three tensors of a product in forward (input, weight, output), two in backward."""
+        """Make the state for three tensors of a product in forward (input, weight, output), or two in backward."""
         name, count = ("scaling_fwd", 3) if fwd else ("scaling_bwd", 2)
         state = RecipeState.create(
             recipe,
@@ -127,7 +127,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         allow_non_contiguous: bool = False,
         allow_different_data_and_param_types: bool = False,
     ) -> torch.Tensor:
-        """The state of FP8 before a forward: in the recompute phase the copies of the first run, put back after it."""
+        """Prepare the state of FP8 for a forward; in the recompute phase use the first run's copies."""
         if self.fp8 and in_fp8_activation_recompute_phase():
             FP8GlobalStateManager.get_old_fp8_meta_tensors_for_recompute(self.fp8_meta)
         else:
@@ -143,7 +143,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         return inp if allow_non_contiguous or inp.is_contiguous() else inp.contiguous()
 
     def end_forward(self) -> None:
-        """After a forward."""
+        """Restore the state of FP8 after a forward in the recompute phase."""
         if self.fp8 and in_fp8_activation_recompute_phase():
             FP8GlobalStateManager.restore_fp8_meta_tensors(self.fp8_meta)
 
@@ -152,7 +152,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
         @contextlib.contextmanager
         def prepare_forward_ctx(self, *args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
-            """Around a forward: `prepare_forward` and `end_forward`."""
+            """Call `prepare_forward` and `end_forward` around a forward."""
             inp = self.prepare_forward(*args, **kwargs)
             try:
                 yield inp
@@ -163,12 +163,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
         @contextlib.contextmanager
         def prepare_forward(self, *args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
-            """Around a forward."""
+            """Prepare and end a forward."""
             yield self._before_forward(*args, **kwargs)
             self.end_forward()
 
     def around_forward(self, inp: torch.Tensor, num_gemms: int = 1, allow_non_contiguous: bool = False) -> Any:
-        """By this version's name."""
+        """Return the context of a forward under this version's name."""
         prepare = self.prepare_forward_ctx if stand_in.version >= (2, 12) else self.prepare_forward
         return prepare(inp, num_gemms=num_gemms, allow_non_contiguous=allow_non_contiguous)
 
@@ -182,13 +182,13 @@ class TransformerEngineBaseModule(torch.nn.Module):
         workspace_dtype: torch.dtype | None = None,
         **_: Any,
     ) -> Any:
-        """The quantized weight: with a cache name one that stays, whose memory an update fills anew."""
+        """Return the quantized weight; with a cache name it is kept, and an update fills its memory anew."""
         out = self._fp8_workspaces.get(cache_name) if cache_name is not None else None
         if out is not None and quantizer.columnwise_usage and out.columnwise is None:
             del self._fp8_workspaces[cache_name]
             out = None
         if out is None:
-            # autograd saves one that stays as it is, so it has to be a tensor
+            # autograd saves a cached weight as it is, so it has to be a tensor
             quantizer.internal = cache_name is None
             out = quantizer.quantize(tensor, dtype=workspace_dtype)
             quantizer.internal = True
@@ -199,7 +199,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         return out
 
     def backward_dw(self) -> None:
-        """The weight gradients that waited."""
+        """Compute the delayed weight gradients."""
         store = getattr(self, "wgrad_store", None)
         if store is None or not store.delay_wgrad_compute():
             return
@@ -212,11 +212,11 @@ class TransformerEngineBaseModule(torch.nn.Module):
             hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable) -> None:
-        """Called after weight gradients that waited."""
+        """Register a hook that is called after delayed weight gradients."""
         self.wgrad_accumulation_and_reduce_hooks.append(hook)
 
     def get_extra_state(self) -> torch.Tensor:
-        """Scales and amaxes, as bytes; empty without FP8."""
+        """Return scales and amaxes as bytes; empty without FP8."""
         if not (self.fp8_meta["fp8_checkpoint"] or self.fp8):
             return torch.empty(0, dtype=torch.uint8)
         state: dict[str, Any] = {"recipe": self.fp8_meta["recipe"], "extra_fp8_variables": {}}
@@ -227,7 +227,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
-        """The reverse; into state that is there, or that the next forward would make."""
+        """Load scales and amaxes into the state that exists, or that the next forward would make."""
         if state is None or state.numel() == 0:
             return
         found = pickle.loads(state.detach().cpu().numpy().tobytes())

@@ -1,4 +1,4 @@
-"""Rows for experts, a multiple of so many each, as products in FP8 need them."""
+"""Pads the rows of each expert to a multiple that products in FP8 need."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 class Fp8Padding(torch.nn.Module):
-    """Adds rows of zeros to each expert's; by torch's operators (the real one has a kernel)."""
+    """Adds rows of zeros to each expert's, by torch's operators (the real one has a kernel)."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None):
         super().__init__()
         self.num_gemms, self.align_size = num_gemms, align_size or 16
 
     def forward(self, inp: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, list[int]]:
-        """Returns the rows and how many each expert has now."""
+        """Return the rows, and how many each expert has now."""
         padded = [-(-rows // self.align_size) * self.align_size for rows in m_splits]
         if padded == m_splits:
             return inp, m_splits
@@ -25,14 +25,14 @@ class Fp8Padding(torch.nn.Module):
 
 
 class Fp8Unpadding(torch.nn.Module):
-    """The reverse."""
+    """Removes the added rows."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None):
         super().__init__()
         self.num_gemms, self.align_size = num_gemms, align_size or 16
 
     def forward(self, inp: torch.Tensor, m_splits: list[int]) -> Any:
-        """`m_splits`: before padding."""
+        """Remove the added rows; `m_splits` are the counts before padding."""
         padded = [-(-rows // self.align_size) * self.align_size for rows in m_splits]
         if padded == m_splits:
             return inp

@@ -1,4 +1,4 @@
-"""Linear layers of experts: the rows of each lie together."""
+"""Linear layers of experts; the rows of each expert lie together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from transformer_engine.pytorch.utils import (
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Saves each expert's rows (views of the input, or those in eight bits), weights as multiplied, weights, biases.
+    """Saves each expert's rows (views of the input, or in eight bits), weights as multiplied, weights, biases.
 
     `args` has lists of quantizers.
     """
@@ -135,7 +135,7 @@ def _weight_gradients(ctx: Any, inputmats: list[Any], weights: list[torch.Tensor
 
 
 class GroupedLinear(TransformerEngineBaseModule):
-    """The real one's arguments, of which those that this does not do are refused."""
+    """Takes the real module's arguments, and refuses those that it does not support."""
 
     def __init__(
         self,
@@ -189,14 +189,17 @@ class GroupedLinear(TransformerEngineBaseModule):
         self.reset_parameters(defer_init=str(options["device"]) == "meta")
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """And marks how they are split."""
+        """Fill the parameters, and mark how they are split."""
         super().reset_parameters(defer_init=defer_init)
         for i in range(0 if defer_init else self.num_gemms):
             weight = getattr(self, f"weight{i}")
             set_tensor_model_parallel_attributes(weight, True, 1 if self.parallel_mode == "row" else 0, 1)
 
     def forward(self, inp: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Any:
-        """Shape [rows of all experts, in]; `m_splits`: rows of each; returns [rows, out], and biases if asked for."""
+        """Multiply the rows of all experts [rows, in]; return [rows, out], and the biases if asked for.
+
+        `m_splits` are the rows of each expert.
+        """
         assert len(m_splits) == self.num_gemms, "Number of splits should match number of GEMMs."
         with self.around_forward(inp, num_gemms=self.num_gemms) as inp:
             count, forward = self.num_gemms, self.quantizers["scaling_fwd"]
@@ -204,7 +207,7 @@ class GroupedLinear(TransformerEngineBaseModule):
                 module=self,
                 is_first_microbatch=is_first_microbatch,
                 fp8=self.fp8,
-                # each kind of tensor of all experts lies together
+                # for each kind of tensor, the quantizers of all experts are consecutive
                 input_quantizer=forward[:count] if self.fp8 else None,
                 weight_quantizer=forward[count : 2 * count] if self.fp8 else None,
                 grad_output_quantizer=self.quantizers["scaling_bwd"][:count] if self.fp8 else None,

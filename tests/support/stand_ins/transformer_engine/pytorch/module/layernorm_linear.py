@@ -27,8 +27,9 @@ from transformer_engine.pytorch.utils import (
 
 
 class _LayerNormLinear(torch.autograd.Function):
-    """Saves its input, the weight as multiplied, the weight, the bias, the norm's weight, what the norm made (or that
-    in eight bits), means and inverse deviations.
+    """Saves its input, the weight as multiplied, the weight, the bias and the norm's weight.
+
+    It also saves the norm's output (or that in eight bits), means and inverse deviations.
     """
 
     @staticmethod
@@ -120,7 +121,7 @@ class _LayerNormLinear(torch.autograd.Function):
 
 
 class NormArgs:
-    """A normalization within a Function."""
+    """The arguments of a normalization within a Function."""
 
     def __init__(self, module: Any):
         self.eps, self.zero_centered = module.eps, module.zero_centered_gamma
@@ -129,24 +130,24 @@ class NormArgs:
         self.returns_gathered = module.return_layernorm_output_gathered
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> Any:
-        """Returns the normalized rows, means and inverse deviations."""
+        """Return the normalized rows, means and inverse deviations."""
         weight, bias = cast_if_needed(weight, dtype), cast_if_needed(bias, dtype)
         return tex.norm_fwd(x, weight, bias, self.eps, self.zero_centered, self.rms)
 
     def backward(self, dy: torch.Tensor, x: torch.Tensor, mu: Any, rsigma: torch.Tensor, weight: torch.Tensor) -> Any:
-        """Returns gradients of the rows, weight and bias."""
+        """Return gradients of the rows, weight and bias."""
         dx, dgamma, dbeta = tex.norm_bwd(dy.contiguous(), x, mu, rsigma, weight, self.zero_centered, self.rms)
         return dx.reshape(x.size()), dgamma, dbeta
 
     def returned_gradient(self, grad: torch.Tensor, args: LinearArgs) -> torch.Tensor:
-        """Of what the norm made, this rank's rows."""
+        """Return the gradient of the norm's output, for this rank's rows."""
         if self.returns_gathered and args.gathers_input:
             return _common.reduce_scatter_along_first_dim(grad, args.tp_group)[0]
         return grad
 
 
 def make_norm_parameters(module: Any, in_features: int, dtype: torch.dtype, device: Any) -> None:
-    """`layer_norm_weight`, and `layer_norm_bias` of a layer norm."""
+    """Make `layer_norm_weight`, and `layer_norm_bias` for a layer norm."""
     options = {"device": device, "dtype": dtype}
     fill = init_method_constant(float(not module.zero_centered_gamma))
     module.register_parameter(
@@ -160,14 +161,14 @@ def make_norm_parameters(module: Any, in_features: int, dtype: torch.dtype, devi
 
 
 def mark_norm_parameters(module: Any) -> None:
-    """Whose gradients ranks with some tokens each have to sum."""
+    """Mark the parameters whose gradients sequence-parallel ranks have to sum."""
     for parameter in (module.layer_norm_weight, module.layer_norm_bias):
         if parameter is not None:
             parameter.sequence_parallel = module.sequence_parallel
 
 
 class LayerNormLinear(TransformerEngineBaseModule):
-    """The real one's arguments, of which those that this does not do are refused."""
+    """Takes the real module's arguments, and refuses those that it does not support."""
 
     def __init__(
         self,
@@ -233,7 +234,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
         _make_parameters(self, init_method, dtype, device)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """And marks how they are split."""
+        """Fill the parameters, and mark how they are split."""
         super().reset_parameters(defer_init=defer_init)
         if not defer_init:
             mark_norm_parameters(self)
@@ -246,7 +247,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Any:
-        """Shape [..., in]; returns [..., out], then the bias and the normalized input, where asked for."""
+        """Normalize and multiply [..., in]; return [..., out], then the bias and the normalized input, if asked for."""
         refuse(fp8_output=fp8_output, fp8_grad=fp8_grad)
         with self.around_forward(inp) as inp:
             bias = self.bias if self.apply_bias and not self.gemm_bias_unfused_add else None

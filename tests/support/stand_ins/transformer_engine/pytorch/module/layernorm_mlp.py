@@ -36,9 +36,10 @@ _GATED = ("swiglu", "geglu", "reglu", "qgeglu", "sreglu")
 
 
 class _LayerNormMLP(torch.autograd.Function):
-    """Saves, in this order: input, norm's weight, what the norm made, first weight (as multiplied, as it is), its bias,
-    its output, the same without bias (None), what the activation made, second weight twice, its bias, means,
-    deviations.
+    """Saves the same tensors as the real function, in its order.
+
+    These are: input, norm's weight, the norm's output, first weight (as multiplied, as it is), its bias, its output,
+    the same without bias (None), the activation's output, second weight twice, its bias, means, deviations.
     """
 
     @staticmethod
@@ -153,7 +154,7 @@ class _LayerNormMLP(torch.autograd.Function):
 
 
 class LayerNormMLP(TransformerEngineBaseModule):
-    """The real one's arguments, of which those that this does not do are refused."""
+    """Takes the real module's arguments, and refuses those that it does not support."""
 
     def __init__(
         self,
@@ -229,7 +230,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.reset_parameters(defer_init=str(options["device"]) == "meta")
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """And marks how they are split."""
+        """Fill the parameters, and mark how they are split."""
         super().reset_parameters(defer_init=defer_init)
         if defer_init:
             return
@@ -252,7 +253,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return first, second
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """Shape [..., hidden]; returns the same, then the second bias and the normalized input, where asked for."""
+        """Run the MLP on [..., hidden]; return its shape, and if asked for, second bias and normalized input."""
         with self.around_forward(inp, num_gemms=2) as inp:
             first, second = self._args(is_first_microbatch)
             fc2_bias = self.fc2_bias if self.apply_bias and not self.gemm_bias_unfused_add else None

@@ -101,7 +101,7 @@ class _Linear(torch.autograd.Function):
 
 
 class Linear(TransformerEngineBaseModule):
-    """y = x A^T + b; the real one's arguments, of which those that this does not do are refused."""
+    """Computes y = x A^T + b. Takes the real module's arguments, and refuses those that it does not support."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Linear(TransformerEngineBaseModule):
         self.in_features = divide(in_features, self.tp_size) if parallel_mode == "row" else in_features
         self.out_features = divide(out_features, self.tp_size) if parallel_mode == "column" else out_features
         self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
-        # ranks add up their rows' products first
+        # ranks sum their rows' products before they add the bias
         self.gemm_bias_unfused_add = parallel_mode == "row" and self.apply_bias
         self.fuse_wgrad_accumulation, self.save_original_input = fuse_wgrad_accumulation, save_original_input
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
@@ -157,7 +157,7 @@ class Linear(TransformerEngineBaseModule):
         _make_parameters(self, init_method, params_dtype, device)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """And marks how they are split."""
+        """Fill the parameters, and mark how they are split."""
         super().reset_parameters(defer_init=defer_init)
         if not defer_init:
             mark_parameters(self)
@@ -169,7 +169,7 @@ class Linear(TransformerEngineBaseModule):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Any:
-        """Shape [..., in]; returns [..., out], and the bias where that was asked for."""
+        """Multiply [..., in]; return [..., out], and the bias if asked for."""
         refuse(fp8_output=fp8_output, fp8_grad=fp8_grad)
         with self.around_forward(inp) as inp:
             bias = self.bias if self.apply_bias and not self.gemm_bias_unfused_add else None
@@ -184,7 +184,7 @@ class Linear(TransformerEngineBaseModule):
 
 
 def linear_args(module: Any, is_first_microbatch: bool | None, **others: Any) -> LinearArgs:
-    """Of a module with one product."""
+    """Return the arguments of a module with one product."""
     forward, backward = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
     return LinearArgs(
         module=module,
@@ -225,7 +225,7 @@ def _make_parameters(module: Any, init_method: Callable | None, dtype: torch.dty
 
 
 def mark_parameters(module: Any) -> None:
-    """How a weight is split over ranks, and which biases ranks with some tokens each have to sum."""
+    """Mark how a weight is split over ranks, and which biases sequence-parallel ranks have to sum."""
     set_tensor_model_parallel_attributes(module.weight, True, 1 if module.parallel_mode == "row" else 0, 1)
     if module.use_bias and module.parallel_mode == "row":
         module.bias.sequence_parallel = module.sequence_parallel

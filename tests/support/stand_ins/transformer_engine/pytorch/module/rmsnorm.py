@@ -10,7 +10,7 @@ from transformer_engine.pytorch import ops
 
 
 class RMSNorm(ops.RMSNorm):
-    """With Megatron-Core's arguments, and its mark on parameters whose gradients ranks with some tokens each sum."""
+    """Adds Megatron-Core's arguments, and its mark on parameters whose gradients sequence-parallel ranks sum."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""TE's operation-based interface, as far as its normalizations and activations."""
+"""TE's operation-based interface: its normalizations and activations."""
 
 from transformer_engine.pytorch.ops.basic import (
     GEGLU,

@@ -1,4 +1,4 @@
-"""Normalizations and activations as operations; the others that Megatron-Core names are refused when they are built."""
+"""Normalizations and activations as operations; other operations that Megatron-Core names are refused when built."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformer_engine.pytorch.utils import cast_if_needed, clear_tensor_data, 
 
 
 class FusibleOperation(torch.nn.Module):
-    """What an operation is; as itself, one that the stand-in does not do."""
+    """The base of operations; by itself, an operation that the stand-in lacks."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         raise NotImplementedError(f"the stand-in of Transformer Engine has no ops.{type(self).__name__}")
@@ -46,20 +46,20 @@ class _Norm(FusibleOperation):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Changes nothing of what it normalizes."""
+        """Reset to parameters that leave normalized values as they are."""
         torch.nn.init.constant_(self.weight, float(not self.zero_centered_gamma))
         if not self.rms:
             torch.nn.init.zeros_(self.bias)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Shape [..., size]; returns the same."""
+        """Normalize [..., size]; return the same shape."""
         parameters = (self.weight,) if self.rms else (self.weight, self.bias)
         if torch.is_grad_enabled():
             return _OperationFuserAutogradFunction.apply(input_, self, *parameters)
         return _OperationFuserAutogradFunction.forward(None, input_, self, *parameters)
 
     def op_forward(self, input_: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> tuple[torch.Tensor, list]:
-        """Returns the output and what is saved."""
+        """Return the output and the tensors to save."""
         kind = input_.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         x = cast_if_needed(input_.contiguous(), dtype).view(-1, weight.numel())
@@ -69,7 +69,7 @@ class _Norm(FusibleOperation):
         return y.view(input_.shape), [x, rsigma] if self.rms else [x, mu, rsigma]
 
     def op_backward(self, grad_output: torch.Tensor, saved: list[torch.Tensor]) -> tuple[torch.Tensor, list]:
-        """Returns gradients of the input and of the parameters."""
+        """Return gradients of the input and of the parameters."""
         x, *means, rsigma = saved
         dy = cast_if_needed(grad_output.contiguous(), x.dtype).view(x.size())
         weight = cast_if_needed(self.weight, x.dtype)
@@ -80,39 +80,39 @@ class _Norm(FusibleOperation):
 
 
 class RMSNorm(_Norm):
-    """By the root of the mean square."""
+    """Normalizes by the root of the mean square."""
 
     rms = True
 
 
 class LayerNorm(_Norm):
-    """By mean and deviation."""
+    """Normalizes by mean and deviation."""
 
     rms = False
 
 
 class Sequential(FusibleOperation):
-    """Not stood in for."""
+    """An operation that the stand-in lacks."""
 
 
 class BasicLinear(FusibleOperation):
-    """Not stood in for."""
+    """An operation that the stand-in lacks."""
 
 
 class Bias(FusibleOperation):
-    """Not stood in for."""
+    """An operation that the stand-in lacks."""
 
 
 class AllReduce(FusibleOperation):
-    """Not stood in for."""
+    """An operation that the stand-in lacks."""
 
 
 class ReduceScatter(FusibleOperation):
-    """Not stood in for."""
+    """An operation that the stand-in lacks."""
 
 
 class _Activation(FusibleOperation):
-    """Saves its input."""
+    """An activation; saves its input."""
 
     kind: str
 
@@ -121,18 +121,18 @@ class _Activation(FusibleOperation):
         torch.nn.Module.__init__(self)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Shape [..., size]; a gated one returns half of that."""
+        """Apply the activation to [..., size]; a gated one returns half of that."""
         if torch.is_grad_enabled():
             return _OperationFuserAutogradFunction.apply(input_, self)
         return _OperationFuserAutogradFunction.forward(None, input_, self)
 
     def op_forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, list]:
-        """Returns the output and what is saved."""
+        """Return the output and the tensors to save."""
         x = input_.contiguous()
         return tex.activation_fwd(x, self.kind), [x]
 
     def op_backward(self, grad_output: torch.Tensor, saved: list[torch.Tensor]) -> tuple[torch.Tensor, list]:
-        """Returns the gradient of the input."""
+        """Return the gradient of the input."""
         (x,) = saved
         dx = tex.activation_bwd(grad_output.contiguous(), x, self.kind)
         clear_tensor_data(x)
@@ -140,7 +140,7 @@ class _Activation(FusibleOperation):
 
 
 class GELU(_Activation):
-    """By tanh."""
+    """GELU by tanh."""
 
     kind = "gelu"
 
@@ -170,6 +170,6 @@ class SiLU(_Activation):
 
 
 class SwiGLU(_Activation):
-    """Gated SiLU: the first half of a row is activated, and multiplied by the second."""
+    """Gated SiLU: activates the first half of a row, and multiplies it by the second."""
 
     kind = "swiglu"

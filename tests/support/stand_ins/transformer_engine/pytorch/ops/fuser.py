@@ -1,4 +1,4 @@
-"""The Function that operations of `transformer_engine.pytorch.ops` run in; here one operation alone."""
+"""The Function that runs operations of `transformer_engine.pytorch.ops`; here one operation alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformer_engine.pytorch.tensor import prepare_for_saving, restore_from_s
 
 
 class _OperationFuserAutogradFunction(torch.autograd.Function):
-    """Saves what its operation asks for. It marks its input and output, so that no backward frees their memory."""
+    """Saves its operation's tensors; marks input and output, so that no backward frees their memory."""
 
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, operation: Any, *parameters: torch.Tensor) -> torch.Tensor:

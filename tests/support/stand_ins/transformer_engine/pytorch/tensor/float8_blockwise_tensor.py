@@ -1,4 +1,4 @@
-"""Eight bits with a scale for each 128 elements of a row."""
+"""Tensors in eight bits with a scale for each 128 elements of a row."""
 
 import transformer_engine_torch as tex
 
@@ -6,18 +6,18 @@ from transformer_engine.pytorch.quantized_tensor import QuantizedTensor, Quantiz
 
 
 class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
-    """Transposed values have scales of their own."""
+    """Storage whose transposed values have scales of their own."""
 
 
 class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, QuantizedTensor):
-    """That autograd can save."""
+    """Storage that autograd can save."""
 
     __init__ = QuantizedTensor.__init__
     size = QuantizedTensor.size
 
 
 class Float8BlockQuantizer(Quantizer):
-    """One-dimensional blocks."""
+    """Quantizes in one-dimensional blocks."""
 
     storage_type, tensor_type = Float8BlockwiseQTensorStorage, Float8BlockwiseQTensor
     scaling, block = tex.Scaling.block, 128

@@ -1,4 +1,4 @@
-"""Eight bits with one scale for a tensor."""
+"""Tensors in eight bits with one scale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformer_engine.pytorch.quantized_tensor import QuantizedTensor, Quantiz
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
-    """As in the real one, both ways to lie have one inverse scale."""
+    """Storage with one inverse scale for both layouts, as in the real package."""
 
     @property
     def _data(self) -> torch.Tensor | None:
@@ -26,13 +26,13 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return (self.rowwise or self.columnwise)[1]
 
     def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], QuantizedTensorStorage]:
-        """The elements, their transpose, the inverse scale."""
+        """Return the elements, their transpose, and the inverse scale."""
         tensors = [self._data, self._transpose, self._scale_inv]
         self.rowwise = self.columnwise = None
         return tensors, self
 
     def restore_from_saved(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The reverse."""
+        """Take the tensors back, and return the rest."""
         data, transpose, scale_inv = tensors[:3]
         self.rowwise = None if data is None else (data, scale_inv)
         self.columnwise = None if transpose is None else (transpose, scale_inv)
@@ -40,7 +40,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
 
 class Float8Tensor(Float8TensorStorage, QuantizedTensor):
-    """That autograd can save."""
+    """Storage that autograd can save."""
 
     __init__ = QuantizedTensor.__init__
     size = QuantizedTensor.size
@@ -58,7 +58,7 @@ class Float8Quantizer(Quantizer):
 
 
 class Float8CurrentScalingQuantizer(Quantizer):
-    """A scale from the tensor's own values."""
+    """Computes a scale from the tensor's own values."""
 
     storage_type, tensor_type = Float8TensorStorage, Float8Tensor
     scaling = tex.Scaling.current

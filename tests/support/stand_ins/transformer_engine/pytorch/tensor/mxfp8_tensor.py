@@ -1,4 +1,4 @@
-"""Eight bits with a scale for each 32 elements."""
+"""Tensors in eight bits with a scale for each 32 elements."""
 
 import transformer_engine_torch as tex
 
@@ -6,18 +6,18 @@ from transformer_engine.pytorch.quantized_tensor import QuantizedTensor, Quantiz
 
 
 class MXFP8TensorStorage(QuantizedTensorStorage):
-    """Transposed values have scales of their own."""
+    """Storage whose transposed values have scales of their own."""
 
 
 class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor):
-    """That autograd can save."""
+    """Storage that autograd can save."""
 
     __init__ = QuantizedTensor.__init__
     size = QuantizedTensor.size
 
 
 class MXFP8Quantizer(Quantizer):
-    """Scales are powers of two."""
+    """Quantizes with scales that are powers of two."""
 
     storage_type, tensor_type = MXFP8TensorStorage, MXFP8Tensor
     scaling, block = tex.Scaling.power_of_two_block, 32

@@ -1,4 +1,4 @@
-"""Attention within one rank: cuDNN's place (FusedAttention), flash-attn's, and torch's operators'."""
+"""The back ends of attention within a rank: stand-ins for cuDNN (FusedAttention) and flash-attn, and torch's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from transformer_engine.pytorch.tensor import prepare_for_saving, restore_from_s
 
 
 class FusedAttnFunc(torch.autograd.Function):
-    """Saves, after four places that FP8 attention fills: q, k, v, out, the starts of packed sequences (as tokens lie,
-    and with padding), the softmax's statistics [b, h, s, 1], and the state of dropout, int64[2].
+    """Saves the tensors of the real function, after four None in the places that FP8 attention fills.
+
+    These are q, k, v, out, the starts of packed sequences (of the tokens in memory, and with padding), the softmax's
+    statistics [b, h, s, 1], and the state of dropout, int64[2].
     """
 
     @staticmethod
@@ -45,10 +47,10 @@ class FusedAttnFunc(torch.autograd.Function):
 
 
 class FusedAttention(torch.nn.Module):
-    """The kernel of cuDNN's place: any format, and float as well, which cuDNN does not do."""
+    """The kernel in cuDNN's place: takes any format, and float as well, which cuDNN does not."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, args: CoreArgs, cp: Any = None) -> Any:
-        """Shapes as `args.qkv_format` says; returns heads beside each other."""
+        """Run attention on tensors of `args.qkv_format`; return heads side by side."""
         if cp is not None:
             output = attn_forward_func_with_cp(self.training, q, k, v, args, cp)
         else:
@@ -57,10 +59,10 @@ class FusedAttention(torch.nn.Module):
 
 
 class FlashAttention(torch.nn.Module):
-    """flash-attn's functions (of its stand-in), in its own formats."""
+    """Runs the functions of flash-attn's stand-in, in flash-attn's own formats."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, args: CoreArgs, cp: Any = None) -> Any:
-        """Shapes as `args.qkv_format` says; returns heads beside each other."""
+        """Run attention on tensors of `args.qkv_format`; return heads side by side."""
         from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 
         if cp is not None:
@@ -81,10 +83,10 @@ class FlashAttention(torch.nn.Module):
 
 
 class UnfusedDotProductAttention(torch.nn.Module):
-    """torch's operators: keeps a score of every pair of tokens."""
+    """Runs torch's operators, and keeps a score of every pair of tokens."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, args: CoreArgs, cp: Any = None) -> Any:
-        """Shape [s, b, h, d] or [b, s, h, d]; returns heads beside each other."""
+        """Run attention of [s, b, h, d] or [b, s, h, d]; return heads side by side."""
         if cp is not None or args.qkv_format == "thd" or args.left >= 0 or args.bottom_right:
             raise NotImplementedError("the stand-in's unfused attention is plain: causal or not, nothing packed")
         s = args.qkv_format.index("s")

@@ -21,7 +21,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.utils import Cor
 
 @dataclass(slots=True)
 class ContextParallel:
-    """Whose tokens these are."""
+    """The ranks that share a sequence, and how they communicate."""
 
     group: Any
     global_ranks: list[int]
@@ -30,19 +30,19 @@ class ContextParallel:
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """Return the number of ranks."""
         return dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
-        """This one's place."""
+        """Return this rank's place."""
         return dist.get_rank(self.group)
 
 
 def attn_forward_func_with_cp(
     is_training: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, args: CoreArgs, cp: ContextParallel
 ) -> torch.Tensor:
-    """By the way of communicating that the module was given."""
+    """Run attention over all ranks' tokens by the module's way of communicating."""
     refused = {
         "packed sequences": args.qkv_format == "thd",
         "dropout": args.dropout_p > 0,
@@ -78,7 +78,7 @@ def _half(x: torch.Tensor, s: int, which: int) -> torch.Tensor:
 
 
 class _Step:
-    """What a rank does with another's keys: rows of q, tokens of k and v, and whether the mask is causal."""
+    """A rank's work with another rank's keys: rows of q, tokens of k and v, and whether the mask is causal."""
 
     def __init__(self, args: CoreArgs, rank: int, source: int):
         self.s = args.qkv_format.index("s")
@@ -87,30 +87,30 @@ class _Step:
         self.args = _partial(args, args.causal and source == rank)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Those of q, or of anything like it, that see these keys."""
+        """Return the rows of q, or of a tensor like it, that see these keys."""
         return _half(x, self.s, 1).contiguous() if self.half_q else x
 
     def tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Those of k or v that are seen."""
+        """Return the tokens of k or v that are seen."""
         return _half(x, self.s, 0).contiguous() if self.half_kv else x
 
     def sums(self, lse: torch.Tensor) -> torch.Tensor:
-        """Of those rows, [b, h, s]."""
+        """Return the sums [b, h, s] of those rows."""
         return _half(lse, 2, 1).contiguous() if self.half_q else lse
 
     def add_rows(self, to: torch.Tensor, grad: torch.Tensor) -> None:
-        """To a gradient of all rows."""
+        """Add to a gradient of all rows."""
         (_half(to, self.s, 1) if self.half_q else to).add_(grad)
 
     def add_tokens(self, to: torch.Tensor, grad: torch.Tensor) -> None:
-        """To a gradient of all tokens."""
+        """Add to a gradient of all tokens."""
         (_half(to, self.s, 0) if self.half_kv else to).add_(grad)
 
 
 def flash_attn_p2p_communicate(
     rank: int, send_tensor: torch.Tensor, send_dst: int, recv_tensor: torch.Tensor, recv_src: int, cp_group: Any
 ) -> list[Any]:
-    """One step of the ring; even ranks name the send first."""
+    """Run one step of the ring; even ranks name the send first."""
     ops = [
         dist.P2POp(dist.isend, send_tensor, send_dst, cp_group),
         dist.P2POp(dist.irecv, recv_tensor, recv_src, cp_group),
@@ -119,10 +119,10 @@ def flash_attn_p2p_communicate(
 
 
 class AttnFuncWithCPAndKVP2P(torch.autograd.Function):
-    """Keys and values go around a ring; each rank attends to those that it holds, every other time on another stream.
+    """Sends keys and values around a ring; ranks attend to those that they hold, every other time on another stream.
 
-    Saves (after three places of FP8's): q, the keys and values that came last, out, the logarithms of the sums, two
-    places of packed sequences' starts, and a state of dropout for each step. Backward's ring turns the other way.
+    Saves, after three None in FP8's places: q, the last keys and values, out, the logarithms of the sums, two None in
+    the places of packed sequences' starts, and a state of dropout for each step. Backward's ring turns the other way.
     """
 
     @staticmethod
@@ -153,7 +153,7 @@ class AttnFuncWithCPAndKVP2P(torch.autograd.Function):
             with second(i):
                 steps.append((step, *_forward(step.args, step.rows(q), *map(step.tokens, held))))
             if i + 1 < size:
-                held = coming  # the work keeps what it sends
+                held = coming  # the work keeps the tensor that it sends
         _join(q, cp)
         lse = steps[0][2].double()
         for step, _, its, _ in steps[1:]:
@@ -202,7 +202,10 @@ class AttnFuncWithCPAndKVP2P(torch.autograd.Function):
 
 
 def _fork(q: torch.Tensor, cp: ContextParallel) -> Callable[[int], Any]:
-    """Where a step runs: every other one on the second stream, which sees all that was queued so far."""
+    """Return a function that gives the stream of a step: every other step runs on the second stream.
+
+    The second stream waits for all work that was queued so far.
+    """
     if not q.is_cuda or cp.stream is None:
         return lambda i: contextlib.nullcontext()
 
@@ -221,7 +224,7 @@ def _join(q: torch.Tensor, cp: ContextParallel) -> None:
 
 
 def _in_order(parts: list[torch.Tensor], s: int, causal: bool) -> torch.Tensor:
-    """All ranks' tokens, in the sequence's order."""
+    """Return all ranks' tokens in the sequence's order."""
     if not causal:
         return torch.cat(parts, dim=s)
     halves = [_half(part, s, 0) for part in parts] + [_half(part, s, 1) for part in reversed(parts)]
@@ -229,7 +232,7 @@ def _in_order(parts: list[torch.Tensor], s: int, causal: bool) -> torch.Tensor:
 
 
 def _of_rank(x: torch.Tensor, s: int, size: int, rank: int, causal: bool) -> torch.Tensor:
-    """The reverse."""
+    """Return a rank's part of tokens in the sequence's order."""
     if not causal:
         return x.chunk(size, dim=s)[rank]
     chunks = x.chunk(2 * size, dim=s)
@@ -237,8 +240,9 @@ def _of_rank(x: torch.Tensor, s: int, size: int, rank: int, causal: bool) -> tor
 
 
 class AttnFuncWithCPAndKVAllGather(torch.autograd.Function):
-    """Every rank gathers all keys and values. Saves q, its own k and v, its out and sums by chunk, and seeds; backward
-    gathers again.
+    """Gathers all keys and values on every rank.
+
+    Saves q, its own k and v, its out and sums by chunk, and seeds; backward gathers again.
     """
 
     @staticmethod
@@ -296,7 +300,10 @@ def _gather(x: torch.Tensor, s: int, causal: bool, cp: ContextParallel) -> torch
 
 
 def _chunks(args: CoreArgs, q: torch.Tensor, cp: ContextParallel) -> list[tuple[torch.Tensor, int, CoreArgs]]:
-    """Rows of q, how many tokens from the first they see, and the mask: of a causal one aligned to the last."""
+    """Return rows of q, the number of tokens from the first that they see, and the arguments for their mask.
+
+    A causal mask is aligned to the last of these tokens.
+    """
     s = args.qkv_format.index("s")
     if not args.causal:
         return [(q.contiguous(), q.shape[s] * cp.size, args)]
@@ -307,7 +314,7 @@ def _chunks(args: CoreArgs, q: torch.Tensor, cp: ContextParallel) -> list[tuple[
 
 
 class AttnFuncWithCPAndQKVOA2A(torch.autograd.Function):
-    """Tokens are exchanged for heads, all ranks attend with some heads, and heads are exchanged for tokens.
+    """Exchanges tokens for heads, attends with some heads on each rank, and exchanges heads for tokens.
 
     Saves q, k and v of all tokens and this rank's heads, out of the same, sums and seeds.
     """
@@ -349,7 +356,7 @@ def _to_tokens(x: torch.Tensor, s: int, causal: bool, cp: ContextParallel) -> to
 
 
 def _exchange(parts: Any, cp: ContextParallel) -> list[torch.Tensor]:
-    """One part to each rank; one of each."""
+    """Send one part to each rank, and return the parts that they sent."""
     sent = torch.stack([part.contiguous() for part in parts])
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=cp.group)

@@ -23,7 +23,7 @@ from transformer_engine.pytorch.utils import refuse
 
 
 class DotProductAttention(TransformerEngineBaseModule):
-    """The real one's arguments, of which those that this does not do are refused. Nothing is computed in FP8."""
+    """Takes the real module's arguments, and refuses those that it does not support. It computes nothing in FP8."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """Whose tokens make up the sequence; None: this rank's are all."""
+        """Set the ranks whose tokens make up the sequence; None: this rank has all of them."""
         self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
         self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
 
@@ -81,7 +81,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         return found if found.size > 1 else None
 
     def _backend(self, query: torch.Tensor) -> torch.nn.Module:
-        """As the real one's variables say; cuDNN's place comes first, as on Hopper."""
+        """Return the back end that the real one's variables name; cuDNN's place comes first, as on Hopper."""
         if os.environ.get("NVTE_FUSED_ATTN", "1") != "0":
             return self.fused_attention
         if os.environ.get("NVTE_FLASH_ATTN", "1") != "0" and query.dtype != torch.float32:
@@ -113,7 +113,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         fp8_output: bool | None = False,
         num_splits: int | None = 1,
     ) -> torch.Tensor:
-        """Shapes [s, b, h, d], [b, s, h, d] or [t, h, d] (packed), as the format says; returns heads side by side."""
+        """Run attention of [s, b, h, d], [b, s, h, d] or packed [t, h, d], by the format; return heads side by side."""
         format_ = qkv_format or self.qkv_format
         mask = (attn_mask_type or self.attn_mask_type).replace(",", "_").replace("causal_padding", "padding_causal")
         packed = format_ == "thd"
@@ -141,7 +141,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             max_seqlen_kv=max_seqlen_kv,
         )
         backend, cp = self._backend(query_layer), self._context_parallel()
-        # its state of FP8 is kept and copied for recomputes, though no kernel reads it
+        # the state of FP8 is kept and copied for recomputes, though no kernel reads it
         around = self.around_forward(query_layer, num_gemms=3, allow_non_contiguous=True)
         with around as query_layer, self.attention_dropout_ctx():
             if checkpoint_core_attention:

@@ -1,4 +1,4 @@
-"""What one call of attention is asked for."""
+"""The arguments of one call of attention."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from stand_in_kernels import native
 
 @dataclass(slots=True, kw_only=True)
 class CoreArgs:
-    """Of one call, beside q, k and v."""
+    """The arguments of one call, except for q, k and v."""
 
     qkv_format: str
     softmax_scale: float
     causal: bool
     bottom_right: bool = False
     left: int = -1
-    """Of how many tokens before it a token sees, -1: all."""
+    """How many earlier tokens a token sees, -1: all."""
     dropout_p: float = 0.0
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_kv: torch.Tensor | None = None
@@ -28,7 +28,7 @@ class CoreArgs:
     max_seqlen_kv: int | None = None
 
     def how(self, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None) -> Any:
-        """For a kernel; of packed sequences with their starts, given or its own."""
+        """Return the kernel's arguments; for packed sequences with these starts, by default its own."""
         packed = self.qkv_format == "thd"
         return native.Attention(
             self.qkv_format,
@@ -42,7 +42,7 @@ class CoreArgs:
         )
 
     def flops(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Of both products in forward; packed sequences count as if each were the longest."""
+        """Return the operations of both products in forward; every packed sequence counts like the longest."""
         if self.qkv_format == "thd":
             pairs = q.shape[0] * (self.max_seqlen_kv or k.shape[0])
         else:
