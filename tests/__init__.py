@@ -1,5 +1,7 @@
-"""Tests train for few steps, and wait for plans, so that each run adopts them at the same step; all but those of what
-plans beside training (tests/config/test_beside.py).
+"""The tests of memplug.
+
+Tests train for few steps and wait for plans, so that each run adopts them at the same step. Only the tests of planning
+beside training do not wait (tests/config/test_beside.py).
 """
 
 from memplug.beside import Beside

@@ -1,4 +1,4 @@
-"""Settings and fixtures for every test: one thread a worker, no device unless asked for."""
+"""Settings and fixtures of all tests: one thread per worker, and no device unless a test asks for one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.pictures import chrome  # noqa: F401  (a fixture)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
-# how fast examples are made says something of the machine, nothing of the code
+# slow generation of examples tells about the machine, not about the code
 settings.register_profile("patient", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.load_profile("patient")
 
@@ -36,13 +36,14 @@ CORE = pytest.StashKey[Future]()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Build the native core, and the tests' C++ around it, while tests are collected."""
+    """Build the native core and the tests' C++ extension while tests are collected."""
     session.config.stash[CORE] = ThreadPoolExecutor(1).submit(extension.load)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Wait for both, so that no test has to; and what the imports left is no garbage: tests that collect need not
-    look through it each time.
+    """Wait for both builds, so that no test has to, and freeze the imported objects.
+
+    The garbage collector then does not scan them again in every test that collects garbage.
     """
     session.config.stash[CORE].result()
     gc.collect()
@@ -50,7 +51,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, with the reason, where there is no CUDA device."""
+    """Skip tests marked `gpu`, with the reason, if there is no CUDA device."""
     if torch.cuda.is_available():
         return
     for item in items:
@@ -71,7 +72,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def sessions_are_detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A session that a test leaves attached would keep the recorder of this process from those of later tests."""
+    """Detach each session that a test leaves attached.
+
+    Otherwise it would keep the recorder of this process from the sessions of later tests.
+    """
     made: list[weakref.ref[memplug.Session]] = []
 
     def attach(*args: Any) -> memplug.Session:
@@ -90,7 +94,7 @@ def sessions_are_detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def plans_do_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is a warning to users is an error here."""
+    """Raise an error in place of the warning that users get about a plan that is not kept."""
 
     def fail(self: Predictions, sent: int, expected: int) -> None:
         raise AssertionError(f"{sent:,} bytes were sent to the host in a step that was to send {expected:,}")
@@ -100,7 +104,7 @@ def plans_do_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def records_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is a warning to users is an error here."""
+    """Raise an error in place of the warning that users get about an unusable recording."""
 
     def fail(self: Recording, error: TraceError) -> None:
         raise error
@@ -110,13 +114,13 @@ def records_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def plans_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder for plans is in the working directory, unless a test says otherwise."""
+    """Put the folder for plans into a temporary working directory, unless a test says otherwise."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)
 def peaks_are_kept_apart() -> None:
-    """Plans are made from what this test takes of the device."""
+    """Reset the peaks of the device, so that plans are made from the memory that this test takes."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -124,13 +128,13 @@ def peaks_are_kept_apart() -> None:
 
 @pytest.fixture
 def keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans find no room on the device for outputs, as on the CPU, so that even small models swap."""
+    """Make plans find no room on the device for outputs, as on the CPU, so that even small models swap."""
     monkeypatch.setattr(DeviceBudget, "room_bytes", lambda *args: 0)
 
 
 @pytest.fixture
 def cpu_engine(tmp_path: Path) -> Iterator[None]:
-    """DeepSpeed can make engines on the CPU; `memplug.install` is undone afterwards."""
+    """Let DeepSpeed make engines on the CPU, and undo `memplug.install` afterwards."""
     from tests.support.hosts import process_group
 
     with process_group(tmp_path):
@@ -140,7 +144,7 @@ def cpu_engine(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making an executor, and with it streams and host memory, fails the test."""
+    """Fail the test if an executor is made, and with it streams and host memory."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("an executor was made")

@@ -1,20 +1,26 @@
 #!/usr/bin/env bash
-# Tries memplug on a bare machine with one H100 or H200 and no network, in at most 12 minutes:
+# Tests and measures memplug on a bare machine with one H100 or H200 and no network, in at most 12 minutes:
 #
 #     tests/gpu_session.sh [FOLDER] [STEP...]
 #
-# FOLDER is $OUT where none is given, else runs/gpu_session. Without STEP all steps run, the most valuable first; each has a
-# limit of its own, and one that fails leaves the others alone. FOLDER gets, as they come: summary.txt, a line a step with
-# its seconds and exit status (124: its limit); log.txt, all that they wrote; rows.json, what they measured, in the form of
-# tests/bench; profile.json, the rates of the GPU for the virtual device. Exits with 1 where a step failed.
+# FOLDER defaults to $OUT, and without that to runs/gpu_session. Without STEP all steps run, the most valuable first.
+# Each step has its own time limit, and one that fails does not affect the others. During the run, FOLDER gets:
 #
-# It needs a compiler, CUDA's headers, and of Python torch for CUDA, transformers, scipy, typer, rich, ninja, psutil,
-# einops, msgpack, py-cpuinfo, PyYAML, tqdm, pytest, pytest-xdist and hypothesis. Wheels in .whl/ are installed first:
-# deepspeed (pip wheel --no-deps with DS_BUILD_OPS=0), hjson, megatron_core, pydantic, pydantic_core, annotated_types,
-# typing_inspection; and transformer_engine with flash_attn for layers of Transformer Engine's modules, if there are any.
+# - summary.txt: one line per step, with its seconds and exit status (124: it exceeded its limit),
+# - log.txt: the output of all steps,
+# - rows.json: their measurements, in the format of tests/bench,
+# - profile.json: the rates of the GPU for the virtual device.
 #
-# REHEARSE=1 tries the script itself on simulated CUDA (tests/cudasim): the same steps on tiny models, with longer limits;
-# of the tests, a few.
+# Exits with 1 if a step failed.
+#
+# It needs a compiler, CUDA's headers, and the Python packages torch for CUDA, transformers, scipy, typer, rich, ninja,
+# psutil, einops, msgpack, py-cpuinfo, PyYAML, tqdm, pytest, pytest-xdist and hypothesis. Wheels in .whl/ are installed
+# first: deepspeed (pip wheel --no-deps with DS_BUILD_OPS=0), hjson, megatron_core, pydantic, pydantic_core,
+# annotated_types, typing_inspection, and optionally transformer_engine with flash_attn, for layers of Transformer
+# Engine's modules.
+#
+# REHEARSE=1 tests the script itself on simulated CUDA (tests/cudasim): the same steps on tiny models, with longer
+# limits and only a few of the tests.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -38,16 +44,16 @@ if [ -n "${REHEARSE:-}" ]; then
     slower=6
     library=$(python3 -c 'from tests.cudasim.build import build; print(build() / "libcudasim.so")') || exit 1
     export LD_PRELOAD=$library PYTHONPATH=$PWD/tests/cudasim/site:$PYTHONPATH OMP_NUM_THREADS=1
-    export TORCHDYNAMO_DISABLE=1  # kernels that are compiled are not simulated
+    export TORCHDYNAMO_DISABLE=1  # compiled kernels are not simulated
     pytest=(python3 -m pytest -q -rfE --tb=short -p tests.cudasim.plugin -n 2 tests/arena/test_arena_gpu.py)
     recipe=(--tiny --steps 20)
     short=(--tokens 256 --layers 2 --model tiny --min-offload-bytes 4096)
     long=(--tokens 512 --layers 4 --model tiny --min-offload-bytes 4096)
 fi
 
-# -- what runs ----------------------------------------------------------------------------------------------------------
+# -- the steps ----------------------------------------------------------------------------------------------------------
 
-# Runs a command for so many seconds at most, and notes what came of it: step NAME SECONDS COMMAND...
+# Runs a command under a time limit, and notes its time and exit status: step NAME SECONDS COMMAND...
 step() {
     local name=$1 limit_s=$(($2 * slower)) began=$SECONDS status=0
     if [ ${#only[@]} -gt 0 ] && [[ " ${only[*]} " != *" $name "* ]]; then

@@ -1,1 +1,1 @@
-"""The `memplug` command."""
+"""Tests of the `memplug` command."""

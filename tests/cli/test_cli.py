@@ -177,7 +177,7 @@ def test_doctor_in_a_pipe_is_plain_text_with_progress_on_stderr_only(monkeypatch
 
 @pytest.fixture
 def measured(monkeypatch):
-    """What the doctor measures, without the half minute: the profile of an H200."""
+    """Replace the measurements of the doctor, which take half a minute, by the profile of an H200."""
     from memplug.predict.virtual import measuring
 
     profile = json.loads((ROOT / "configs" / "hardware" / "h200.json").read_text())

@@ -1,4 +1,4 @@
-"""What `memplug check` says of the rest of a DeepSpeed JSON; `memplug --version`; the doctor's word on memlock."""
+"""`memplug check` on the rest of a DeepSpeed JSON, `memplug --version`, and the doctor's row on memlock."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ run = CliRunner().invoke
 
 @pytest.fixture
 def warnings_of(tmp_path):
-    """Warnings of `memplug check`, which must be the same in words and in JSON."""
+    """Return the warnings of `memplug check`, which must be the same in text and in JSON."""
 
     def check(ds_config: dict) -> list[str]:
         path = tmp_path / "ds.json"
@@ -91,7 +91,7 @@ def test_check_does_not_advise_a_host_budget_that_is_set(warnings_of):
         {"memplug": ON, "zero_optimization": True},
         {"memplug": ON, "zero_optimization": {"offload_optimizer": {"device": "none"}, "offload_param": None}},
         {"memplug": ON, "zero_optimization": {"cpu_offload": False, "zenflow": None}},
-        # Nothing is swapped or recomputed: there is nothing to conflict or compete with.
+        # Nothing is swapped or recomputed, so nothing conflicts or competes.
         {"memplug": {"enabled": False}, "activation_checkpointing": {}, "zero_optimization": {"cpu_offload": True}},
         {
             "memplug": {**ON, "tokenwise": {"enabled": False}},
@@ -200,7 +200,7 @@ def test_doctor_says_whether_the_limit_on_locked_memory_matters(doctor_of, limit
 
 
 def test_the_verdict_points_to_the_warning_of_a_refusal(doctor_of):
-    """In the words of that warning, so that a search finds it."""
+    """The row uses the words of that warning, so that a search finds it."""
     row, _ = doctor_of(0, "cuda:0")
     words = "the driver refused to register host memory"
     assert words in row and words in Path(host_pool.__file__).read_text()
@@ -208,7 +208,7 @@ def test_the_verdict_points_to_the_warning_of_a_refusal(doctor_of):
 
 @pytest.fixture
 def doctor_of(monkeypatch):
-    """The doctor's row on memlock, and its facts, with a host budget of 100 GiB."""
+    """Return the doctor's row on memlock and its facts, with a host budget of 100 GiB."""
     module = sys.modules["memplug.cli.doctor"]
     absent = {"ready": False, "problem": "not asked", "advice": ""}
     monkeypatch.setattr(module, "_built", lambda load: absent)

@@ -1,4 +1,4 @@
-"""`memplug estimate`, in processes of its own, since torch learns of the virtual device there."""
+"""`memplug estimate`, in processes of its own, since torch gets the virtual device there."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_rank_of_deepspeed_is_estimated_with_its_zero(tmp_path: Path) -> None:
         assert told.exit_code == 0, told.stderr
         assert f"one of {gpus} NVIDIA H100 80GB HBM3, ZeRO 3" in told.stdout
         facts[gpus] = json.loads((tmp_path / "found").read_text())["modes"]["memplug"]
-    # shares of parameters and gradients in 2 and 4 bytes, and of three states of the optimizer in 4
+    # parameters and gradients take 2 and 4 bytes, the three states of the optimizer 4 each
     saved_bytes = facts[2]["peak_allocated_bytes"] - facts[8]["peak_allocated_bytes"]
     assert saved_bytes == pytest.approx(465e6 * 18 * (1 / 2 - 1 / 8), rel=0.1)
     settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}

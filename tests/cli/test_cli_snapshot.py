@@ -1,4 +1,4 @@
-"""`memplug plan` and `memplug show` of memory snapshots of torch's allocator."""
+"""`memplug plan` and `memplug show` on memory snapshots of torch's allocator."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_plan_says_what_an_arena_would_have_taken_beside_what_torch_reserved(pat
     result = run(app, ["plan", str(path), "-o", str(tmp_path / "plan.json"), "--json"])
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
-    # Both streams have memory of their own; the third request takes the place of the freed block from before.
+    # Each stream has memory of its own; the third request takes the place of the block freed before.
     assert facts["height_bytes"] == facts["lower_bound_bytes"] == 4 * MIB + 1024 + 5120
     assert facts["torch_reserved_bytes"] == 20 * MIB
     assert facts["torch_fragmentation"] == pytest.approx(1 - facts["lower_bound_bytes"] / (20 * MIB))
@@ -67,7 +67,7 @@ def test_plan_says_what_an_arena_would_have_taken_beside_what_torch_reserved(pat
 
 
 def test_fragmentation_of_torch_is_none_of_the_arenas(tmp_path):
-    """Blocks of 3 and of 2 MiB by turns, the former freed, leave no room for one of 4 in what torch has."""
+    """Freed blocks of 3 MiB between used ones of 2 MiB leave torch no room for a block of 4 MiB."""
     blocks = {START + 5 * MIB * number: 3 * MIB for number in range(8)}
     small = {at + 3 * MIB: 2 * MIB for at in blocks}
     events = [event("segment_alloc", START, 40 * MIB)]

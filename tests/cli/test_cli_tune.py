@@ -1,4 +1,4 @@
-"""`memplug tune`, in a process of its own where the virtual device is needed."""
+"""`memplug tune`, in a process of its own if the virtual device is needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODELS = ROOT / "configs" / "models"
 
 
 def arguments(folder: Path, ds_config: dict[str, Any], **options: Any) -> list[str]:
-    """Of the command, for a tiny model on two GPUs unless said."""
+    """Return the arguments of the command, for a tiny model on two GPUs unless the options say otherwise."""
     (folder / "ds.json").write_text(json.dumps(ds_config))
     given = {"model": MODELS / "tiny.yaml", "gpu": "h100", "gpus": 2, "host-gib": 100, "seq-len": 256, **options}
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]

@@ -1,4 +1,4 @@
-"""What the doctor says of the three libraries that memplug compiles, where one of them cannot be built."""
+"""The doctor's rows on the three libraries that memplug compiles, if one of them cannot be built."""
 
 from __future__ import annotations
 

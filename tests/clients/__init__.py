@@ -1,1 +1,1 @@
-"""Programs that others wrote, with memplug and without: equal losses, equal weights."""
+"""Programs by others, with memplug and without: equal losses, equal weights."""

@@ -1,4 +1,4 @@
-"""What came of the cases that the selected tests need: run once, by whichever of pytest's processes asks first."""
+"""The results of the cases that the selected tests need, run once by the first pytest process that asks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ Results = Callable[[str, str], list[dict[str, Any]]]
 
 @pytest.fixture(scope="session")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Gives what came of a case in one way, "with", "without" or "planned", on each rank; fails where it failed."""
+    """Return a function that gives the results of a case on each rank.
+
+    The function takes the name of the case and the way to run it, "with", "without" or "planned". It fails the test if
+    the case failed.
+    """
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if hasattr(request.config, "workerinput") else base
     file = shared / "clients.json"

@@ -1,4 +1,4 @@
-"""Cases of other loops: Accelerate, Lightning, two models that both train, DDP and FSDP2 on two processes."""
+"""Cases of other training loops: Accelerate, Lightning, two models that both train, DDP and FSDP2 on two processes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.clients.parts import STEPS, Block, Case, Outcome, batches, block, lla
 
 
 def watched(model: nn.Module) -> tuple[nn.Module, list[float]]:
-    """A model, and the list that gets the loss of each of its forwards from now on."""
+    """Return a model, and the list to which each forward appends its loss from now on."""
     losses: list[float] = []
     model.register_forward_hook(lambda module, args, output: losses.append(output.loss.item()))
     return model, losses
 
 
 def accelerate(memplug: Block | None, stage: int | None) -> Outcome:
-    """Accelerate, with DeepSpeed where there is a ZeRO stage."""
+    """Train with Accelerate, and with DeepSpeed if there is a ZeRO stage."""
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
 
@@ -40,7 +40,7 @@ def accelerate(memplug: Block | None, stage: int | None) -> Outcome:
 
 
 def lightning(memplug: Block | None, several: bool = False, accumulation: int = 1, regions: bool = True) -> Outcome:
-    """Lightning; `several` makes two models, each with an optimizer, that are stepped in turn."""
+    """Train with Lightning; `several` makes two models with an optimizer each, stepped in turn."""
     import lightning.pytorch as pl
 
     write_ds(memplug if regions or memplug is None else {**memplug, "tokenwise": {"enabled": False}})
@@ -58,7 +58,7 @@ def lightning(memplug: Block | None, several: bool = False, accumulation: int = 
 
 
 def broken_off(memplug: Block | None) -> Outcome:
-    """Lightning, where the fourth step fails."""
+    """Train with Lightning, where the fourth step fails."""
     import lightning.pytorch as pl
 
     from memplug.integrations.lightning import MemplugCallback
@@ -127,7 +127,7 @@ def _pair(pl: Any) -> type:
 
 
 def two_models(memplug: Block | None) -> Outcome:
-    """Two models that both train, each attached by itself; the one learns from what the other says."""
+    """Train two models, each attached by itself; one learns from the other's loss."""
     import memplug as package
 
     models = [llama(), llama(seed=1)]
@@ -137,7 +137,7 @@ def two_models(memplug: Block | None) -> Outcome:
 
 
 def two_engines(memplug: Block | None, stage: int) -> Outcome:
-    """Two DeepSpeed engines that both train, as an unchanged script makes them."""
+    """Train two DeepSpeed engines, as an unchanged script makes them."""
     import json
     from pathlib import Path
 
@@ -186,7 +186,7 @@ def _in_turn(models: list[Any], ends: list[Callable[[torch.Tensor], None]], sess
 
 
 def wrapped(memplug: Block | None, title: str) -> Outcome:
-    """The lines of a section on wrappers, each rank on its own batches."""
+    """Run the lines of a section on wrappers, each rank on its own batches."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
@@ -206,7 +206,7 @@ def wrapped(memplug: Block | None, title: str) -> Outcome:
 
 
 def cases() -> Iterator[tuple[str, Case]]:
-    """By name; without a ZeRO stage there is no DeepSpeed."""
+    """Yield the cases with their names; without a ZeRO stage there is no DeepSpeed."""
     for stage in (None, 2, 3):
         run = functools.partial(accelerate, stage=stage)
         name = "Accelerate" if stage is None else f"Accelerate, ZeRO {stage}"

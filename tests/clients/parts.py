@@ -1,4 +1,4 @@
-"""What cases are, and what they train: tiny models, text, tokenizers, the lines of examples/README.md, digests."""
+"""The type of cases, and what they train: tiny models, text, tokenizers, lines of examples/README.md, digests."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Case:
     """One training, with memplug and without.
 
     Attributes:
-        parts: each runs in a process of its own, one after the other in one folder, with memplug's block or without;
-            returns the "losses", the "model", how many "steps" there were, and what else a test wants to see.
-        ranks: so many processes for each part.
+        parts: functions that run one after the other in one folder, each in a process of its own, with memplug's block
+            or without; each returns the "losses", the "model", the number of "steps", and whatever else a test needs.
         needs: packages without which the case is left out.
-        planned: the block to run with too, with a plan.
+        ranks: the number of processes for each part.
+        planned: a further block to run with, which makes a plan.
     """
 
     parts: tuple[Callable[[Block | None], Outcome], ...]
@@ -44,16 +44,16 @@ class Case:
 
     @property
     def ways(self) -> dict[str, Block | None]:
-        """The blocks to run with, by name."""
+        """The blocks to run with, by the name of the way."""
         ways: dict[str, Block | None] = {"without": None, "with": block(alpha=1)}
         return ways if self.planned is None else {**ways, "planned": self.planned}
 
 
 def block(warmup_steps: int = 0, policy_steps: int = 0, **tokenwise: Any) -> Block:
-    """One that swaps even the smallest tensor, and plans as soon as it may unless there is an alpha.
+    """Return a block that swaps even the smallest tensor, and plans as soon as possible unless it has an alpha.
 
-    With 1 for alpha, results are equal to the bit; a plan may split the rows of a matmul, which rounds otherwise. No
-    value is "auto": Accelerate would want to fill it in.
+    With an alpha of 1, results are bit-identical; a plan may split the rows of a matmul, which rounds differently. No
+    value is "auto", since Accelerate would want to fill it in.
     """
     return {
         "enabled": True,
@@ -64,7 +64,7 @@ def block(warmup_steps: int = 0, policy_steps: int = 0, **tokenwise: Any) -> Blo
 
 
 def llama(seed: int = 0) -> nn.Module:
-    """Two layers; the same weights at every call with the same seed."""
+    """Return a model of two layers, with the same weights at every call with the same seed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -84,26 +84,26 @@ def llama(seed: int = 0) -> nn.Module:
 
 
 def samples(count: int, seed: int = 1) -> list[dict[str, torch.Tensor]]:
-    """Each of `LENGTH` tokens, that are the labels too."""
+    """Return samples of `LENGTH` tokens each, which are the labels too."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(4, VOCABULARY, (count, LENGTH), generator=generator)
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def batches(count: int, seed: int = 1) -> list[dict[str, torch.Tensor]]:
-    """Each of two samples."""
+    """Return batches of two samples each."""
     rows = samples(2 * count, seed)
     return [{key: torch.stack([rows[i][key], rows[i + 1][key]]) for key in rows[i]} for i in range(0, 2 * count, 2)]
 
 
 def sentences(count: int, words: int, seed: int = 1) -> list[str]:
-    """Each of so many words."""
+    """Return sentences of the given number of words each."""
     rows = torch.randint(0, len(WORDS), (count, words), generator=torch.Generator().manual_seed(seed))
     return [" ".join(WORDS[i] for i in row) for row in rows.tolist()]
 
 
 def tokenizer() -> Any:
-    """One token a word."""
+    """Return a tokenizer with one token per word."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -118,7 +118,7 @@ def tokenizer() -> Any:
 
 
 def digest(model: nn.Module) -> str:
-    """Of all weights, gathered where ZeRO 3 or FSDP has split them."""
+    """Return a digest of all weights, gathered if ZeRO 3 or FSDP has split them."""
     parameters = list(model.named_parameters())
     total = hashlib.sha256()
     with _gathered([parameter for _, parameter in parameters]):
@@ -141,7 +141,7 @@ def _gathered(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 def write_ds(memplug: Block | None, stage: int | None = None, accumulation: int = 1, optimizer: bool = True) -> None:
-    """ds.json in the working directory; without a stage, no more than memplug's block."""
+    """Write ds.json into the working directory; without a stage, it holds memplug's block alone."""
     config: dict[str, Any] = {}
     if stage is not None:
         config = {
@@ -157,7 +157,10 @@ def write_ds(memplug: Block | None, stage: int | None = None, accumulation: int 
 
 
 def lines_of(title: str, memplug: bool) -> str:
-    """The Python of a section of examples/README.md; without memplug: less the lines that name it or its session."""
+    """Return the Python lines of a section of examples/README.md.
+
+    Without memplug, the lines that name it or its session are left out.
+    """
     section = re.search(rf"^### {re.escape(title)}\n(.*?)(?=^##|\Z)", README.read_text(), re.S | re.M)
     assert section is not None, f"examples/README.md has no section {title}"
     code = re.search(r"```python\n(.*?)```", section[1], re.S)[1]
@@ -168,6 +171,6 @@ def lines_of(title: str, memplug: bool) -> str:
 
 
 def run_lines(title: str, memplug: Block | None, **names: Any) -> dict[str, Any]:
-    """Runs a section's lines; returns the names that they leave."""
+    """Run the lines of a section, and return the names that they define."""
     exec(compile(lines_of(title, memplug is not None), f"examples/README.md, {title}", "exec"), names)
     return names

@@ -1,4 +1,4 @@
-"""Callbacks attach for the time of a training, leave alone what is attached otherwise, and say what they need."""
+"""Callbacks attach during a training, leave alone what is attached otherwise, and say what they need."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ WITH_DEEPSPEED = SimpleNamespace(deepspeed_plugin=object())
 
 
 def callback(config: Any = None) -> Any:
-    """Of the one for transformers' trainers."""
+    """Return a callback for transformers' trainers."""
     from memplug.integrations.transformers import MemplugCallback
 
     return MemplugCallback(config)
 
 
 def begin(one: Any, model: Any, args: Any = WITHOUT_DEEPSPEED) -> None:
-    """As the trainer does."""
+    """Begin a training as the trainer does."""
     one.on_train_begin(args, None, None, model=model, optimizer=None)
 
 

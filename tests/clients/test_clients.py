@@ -1,4 +1,4 @@
-"""Programs that others wrote train the same with memplug as without, to the bit, and swap and use the arena."""
+"""Programs by others train the same with memplug as without, bit for bit, while they swap and use the arena."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ assert set(CASES) >= SOME
 
 
 def chosen(wanted: Callable[[str, Case], bool]) -> list[Any]:
-    """The cases that a test is for; skipped where a package is missing."""
+    """Return the cases for a test, which are skipped if a package is missing."""
     return [pytest.param(name, marks=_marks(name, case)) for name, case in CASES.items() if wanted(name, case)]
 
 
@@ -60,7 +60,7 @@ def test_each_step_is_marked_and_swapped_and_the_arena_serves(case: str, results
             assert report["recomputed_in_full"] == 0
         served = [report.get("arena_served", 0) > 0 for report in rank["reports"]]
         assert served[0], rank["reports"][0]
-        # there is one arena in a process; the other model's report says where it is
+        # there is one arena per process; the other model's report says which model has it
         assert all(one or report["arena_off_because"] for one, report in zip(served, rank["reports"], strict=True))
 
 
@@ -71,7 +71,7 @@ def test_training_is_planned(case: str, results: Results) -> None:
         assert "stable" in report["history"], ours["told"]
         assert report["steps"] == ours["steps"]
         assert report["predicted_peak_bytes"] > 0
-        # a plan may split the rows of a matmul, which rounds otherwise
+        # a plan may split the rows of a matmul, which rounds differently
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
 
 

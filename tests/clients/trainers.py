@@ -1,4 +1,4 @@
-"""Cases of transformers' Trainer and of what is built on it: PEFT's LoRA, TRL's SFT, DPO and GRPO."""
+"""Cases of transformers' Trainer and of its derivatives: PEFT's LoRA, TRL's SFT, DPO and GRPO."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.clients.parts import (
 
 
 def settings(steps: int = STEPS, **fields: Any) -> dict[str, Any]:
-    """Arguments of every trainer."""
+    """Return the arguments of every trainer."""
     return {
         "max_steps": steps,
         "per_device_train_batch_size": 2,
@@ -44,7 +44,7 @@ def settings(steps: int = STEPS, **fields: Any) -> dict[str, Any]:
 
 
 def record_losses() -> list[float]:
-    """The list that gets the loss of every micro-batch of any Trainer from now on."""
+    """Return a list to which any Trainer appends the loss of every micro-batch from now on."""
     from transformers import Trainer
 
     losses: list[float] = []
@@ -61,7 +61,7 @@ def record_losses() -> list[float]:
 
 
 def outcome(trainer: Any, losses: list[float], accumulation: int = 1) -> Outcome:
-    """What every trainer gives."""
+    """Return the outcome of any trainer."""
     return {"losses": losses, "model": trainer.model, "steps": len(losses) // accumulation}
 
 
@@ -74,7 +74,7 @@ def trainer(
     resume: bool = False,
     **fields: Any,
 ) -> Outcome:
-    """Trainer; without a ZeRO stage, with the callback."""
+    """Train with Trainer; without a ZeRO stage, with the callback."""
     from transformers import Trainer, TrainingArguments
 
     write_ds(memplug, stage, accumulation)
@@ -97,7 +97,7 @@ def trainer(
 
 
 def lora(memplug: Block | None, stage: int | None) -> Outcome:
-    """PEFT's adapters on two kinds of layers; without a ZeRO stage, with the callback."""
+    """Train PEFT's adapters on two kinds of layers; without a ZeRO stage, with the callback."""
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainingArguments
 
@@ -114,7 +114,7 @@ def lora(memplug: Block | None, stage: int | None) -> Outcome:
 
 
 def sft(memplug: Block | None, stage: int, **fields: Any) -> Outcome:
-    """TRL's SFT with packing."""
+    """Train with TRL's SFT and packing."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -134,7 +134,7 @@ def sft(memplug: Block | None, stage: int, **fields: Any) -> Outcome:
 
 
 def dpo(memplug: Block | None, stage: int) -> Outcome:
-    """TRL's DPO, whose reference model is an engine without an optimizer."""
+    """Train with TRL's DPO, whose reference model is an engine without an optimizer."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
@@ -157,7 +157,7 @@ def dpo(memplug: Block | None, stage: int) -> Outcome:
 
 
 def grpo(memplug: Block | None, stage: int | None) -> Outcome:
-    """TRL's GRPO, which generates between steps; without a ZeRO stage, with the callback."""
+    """Train with TRL's GRPO, which generates between steps; without a ZeRO stage, with the callback."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -189,7 +189,7 @@ def grpo(memplug: Block | None, stage: int | None) -> Outcome:
 
 
 def checkpointed(memplug: Block | None) -> Outcome:
-    """TRL with its default of gradient checkpointing."""
+    """Train with TRL and its default of gradient checkpointing."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -211,21 +211,21 @@ def checkpointed(memplug: Block | None) -> Outcome:
 
 
 def install() -> None:
-    """As the README's lines do."""
+    """Install memplug as the lines of the README do."""
     import memplug
 
     memplug.install()
 
 
 def add_callback(trainer: Any) -> None:
-    """As the README's lines do."""
+    """Add the callback as the lines of the README do."""
     from memplug.integrations.transformers import MemplugCallback
 
     trainer.add_callback(MemplugCallback("ds.json"))
 
 
 def cases() -> Iterator[tuple[str, Case]]:
-    """By name; without a ZeRO stage there is no DeepSpeed."""
+    """Yield the cases with their names; without a ZeRO stage there is no DeepSpeed."""
 
     def at(name: str, stage: int | None) -> str:
         return name if stage is None else f"{name}, ZeRO {stage}"

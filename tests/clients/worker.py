@@ -1,8 +1,14 @@
-"""Runs cases with memplug and without, each in forks of a process that has imported everything.
+"""Run cases with memplug and without, each in forks of a process that has imported everything.
 
-`python -m tests.clients.worker FILE NAMES` runs the named cases (a JSON list), some at a time. FILE gets, as JSON, case
--> way -> for each rank {"losses", "steps", "digest" of the weights, "reports": one a session with the "history" of its
-stages, "told": memplug's lines} and what else the case gives; or {"error": a traceback and the end of the output}.
+`python -m tests.clients.worker FILE NAMES` runs the named cases (a JSON list), several at a time, and writes JSON to
+FILE: for each case and each way, a list with one object per rank. The object has
+
+- "losses" and "steps",
+- "digest", of the weights,
+- "reports", one per session with the "history" of its stages,
+- "told", the lines that memplug logged,
+- and whatever else the case returns;
+- or only "error", a traceback and the end of the output.
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ IMPORTED = (
     "memplug.integrations.transformers",
     "memplug.integrations.lightning",
     "deepspeed",
-    "deepspeed.runtime.zero.muon.original_muon",  # compiles functions: two seconds of torch's inductor
+    "deepspeed.runtime.zero.muon.original_muon",  # compiles functions, which takes torch's inductor two seconds
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
     "peft",
@@ -44,12 +50,15 @@ IMPORTED = (
 
 
 def known_cases() -> dict[str, Case]:
-    """All cases, by name."""
+    """Return all cases, by name."""
     return dict([*trainers.cases(), *loops.cases()])
 
 
 def import_clients() -> None:
-    """All that the cases import, so that their processes have it already; without the packages that are missing."""
+    """Import the modules that the cases use, so that their processes have them already.
+
+    Packages that are missing are left out.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -57,13 +66,13 @@ def import_clients() -> None:
         with contextlib.suppress(ImportError, MemplugError):
             importlib.import_module(name)
     native.load()
-    gc.freeze()  # what was imported is not looked through again and again, by each process
-    # DeepSpeed would first compile a shared-memory all-reduce, which takes half a minute
+    gc.freeze()  # the garbage collector of each process need not scan the imports
+    # DeepSpeed would compile a shared-memory all-reduce first, which takes half a minute
     sys.modules["deepspeed"].ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class Run:
-    """One case in one way: processes one part after the other, until one fails."""
+    """One case in one way: processes that run one part after the other, until one fails."""
 
     def __init__(self, folder: Path, case: Case, block: Block | None):
         self.folder, self.case, self.block = folder, case, block
@@ -73,7 +82,7 @@ class Run:
             self._place(rank).mkdir(parents=True)
 
     def begin(self) -> set[int]:
-        """Starts the next part; returns its processes, none where all parts are done or one has failed."""
+        """Start the next part, and return its processes; none if all parts are done or one has failed."""
         written = [self._place(rank) / "outcome.json" for rank in range(self.case.ranks)]
         part = next(self._parts, None)
         if part is None or any("error" in json.loads(file.read_text()) for file in written if file.exists()):
@@ -84,12 +93,12 @@ class Run:
         return set(self._running)
 
     def ended(self, child: int) -> bool:
-        """A process has ended; returns whether it was the last of its part."""
+        """Note that a process has ended, and return whether it was the last of its part."""
         self._running.discard(child)
         return not self._running
 
     def outcomes(self) -> list[Outcome]:
-        """What each rank of the last part wrote."""
+        """Return what each rank of the last part wrote."""
         return [self._outcome(self._place(rank)) for rank in range(self.case.ranks)]
 
     def _place(self, rank: int) -> Path:
@@ -123,7 +132,7 @@ class Run:
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
-            os._exit(0)  # without what the parent has registered for its exit
+            os._exit(0)  # skip the exit handlers of the parent
 
     def _join(self, rank: int) -> None:
         import torch.distributed as dist
@@ -135,7 +144,7 @@ class Run:
 
 
 def run_part(part: Callable[[Block | None], Outcome], block: Block | None) -> Outcome:
-    """In the process of a part: trains, then looks at the weights and at the sessions that were made."""
+    """Train in the process of a part, then look at the weights and at the sessions that were made."""
     from memplug.hooks import attach as attach_module
     from tests.clients.parts import digest
 
@@ -158,7 +167,7 @@ def run_part(part: Callable[[Block | None], Outcome], block: Block | None) -> Ou
 
 @contextlib.contextmanager
 def listening() -> Iterator[list[str]]:
-    """Yields the list that gets memplug's lines."""
+    """Yield a list to which each line that memplug logs is appended."""
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
@@ -170,7 +179,7 @@ def listening() -> Iterator[list[str]]:
 
 
 def run_cases(folder: Path, cases: dict[str, Case]) -> dict[str, dict[str, list[Outcome]]]:
-    """Runs all cases in all their ways."""
+    """Run all cases in all their ways."""
     runs = {
         (name, way): Run(folder / f"{number}-{way}", case, block)
         for number, (name, case) in enumerate(cases.items())
@@ -191,7 +200,7 @@ def run_cases(folder: Path, cases: dict[str, Case]) -> dict[str, dict[str, list[
 
 
 def main() -> None:
-    """Runs the named cases."""
+    """Run the named cases."""
     file, names = Path(sys.argv[1]), json.loads(sys.argv[2])
     known = known_cases()
     import_clients()

@@ -1,1 +1,1 @@
-"""The block, and what stands at the top of the package."""
+"""Tests of memplug's block, and of the names at the top of the package."""

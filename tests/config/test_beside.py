@@ -1,4 +1,4 @@
-"""What plans beside training: a process of its own, which no step waits for, and which leaves nothing behind."""
+"""Planning beside training: a process of its own, which no step waits for, and which leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -118,7 +118,10 @@ def test_what_plans_needs_no_torch(module: Any) -> None:
 
 
 def train(until: Any, **block: Any) -> tuple[list[float], list[tuple[Stage, State]], memplug.Session]:
-    """Trains for as long as `until` says, and gives the losses, and where each step left the session and its arena."""
+    """Train until `until` is true; return the losses, the stages after each step, and the session.
+
+    A stage is the session's together with its arena's state.
+    """
     torch.manual_seed(0)
     network = llama()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)

@@ -286,7 +286,7 @@ def test_every_field_has_a_description():
 
 
 def fields_of_the_block():
-    """Name and default, as JSON, of every field that is no section."""
+    """Return the name and the default, as JSON, of every field that is no section."""
     return {
         f"{section}{name}": json.dumps(field.default)
         for section, model in SECTIONS.items()

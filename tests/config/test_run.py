@@ -82,7 +82,7 @@ def test_the_error_of_a_script_reaches_the_launcher() -> None:
 
 
 def trained(tmp_path: Path, name: str, config: dict, by_memplug: bool) -> list:
-    """What SCRIPT writes, run in this process by memplug or by itself."""
+    """Return the output of SCRIPT, run in this process by memplug or by itself."""
     script, ds_json, output = tmp_path / "train.py", tmp_path / f"{name}.json", tmp_path / f"{name}.out"
     script.write_text(SCRIPT)
     ds_json.write_text(json.dumps(config))
@@ -102,7 +102,7 @@ def test_off_is_bit_identical_and_leaves_deepspeed_as_it_was(tmp_path: Path, off
         original = deepspeed.initialize
         expected = trained(tmp_path, "plain", ds_config(1), by_memplug=False)
         assert trained(tmp_path, "off", ds_config(1, off), by_memplug=True) == expected
-        if off is None:  # an engine to come may have the block
+        if off is None:  # an engine made later may have the block
             assert deepspeed.initialize is not original
             memplug.uninstall()
         assert deepspeed.initialize is original

@@ -1,6 +1,7 @@
-"""`memplug.run` around a script of Megatron-LM's: its model is attached to, its steps are marked.
+"""`memplug.run` around a script of Megatron-LM: its model is attached, and its steps are marked.
 
-Megatron-LM's `megatron.training` is not on PyPI: the tests' own has the two functions, of the same signatures.
+Megatron-LM's `megatron.training` is not on PyPI: the tests have their own version of the two functions, with the same
+signatures.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ json.dump([losses, sys.argv[1:]], open("result.json", "w"))
 
 @pytest.fixture
 def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A folder that looks like Megatron-LM's repository, with a script, and the current folder."""
+    """Make a folder that looks like Megatron-LM's repository, with a script, the current one."""
     package = tmp_path / "megatron" / "training"
     package.mkdir(parents=True)
     (tmp_path / "megatron" / "__init__.py").touch()

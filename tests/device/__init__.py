@@ -1,1 +1,1 @@
-"""The device that trains, and its pinned host memory."""
+"""Tests of the device that trains, and of its pinned host memory."""

@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def machine(tmp_path):
-    """A root directory with 1000 MiB available and the control groups that a test writes."""
+    """Make a root directory with 1000 MiB available, and return the function that writes its control groups."""
 
     def write(path: str, text: object) -> None:
         file = tmp_path / path
@@ -73,7 +73,7 @@ def test_measuring_the_cpu_is_plausible_frozen_and_leaves_the_random_state_alone
     state = torch.get_rng_state()
     hardware = measure("cpu")
     assert torch.equal(torch.get_rng_state(), state)
-    # Between a very slow and an impossible machine: a unit that is wrong by 1e3 falls outside.
+    # The bounds lie between a very slow and an impossible machine: a unit that is wrong by 1e3 falls outside.
     assert 1e8 < hardware.d2h_bytes_per_s < 1e12
     assert 1e8 < hardware.h2d_bytes_per_s < 1e12
     assert 1e7 < hardware.pinned_alloc_bytes_per_s < 1e12
@@ -86,7 +86,7 @@ def test_measuring_the_cpu_is_plausible_frozen_and_leaves_the_random_state_alone
 
 
 def test_the_rate_does_not_depend_on_the_size_of_the_copy_by_more_than_the_caches():
-    # A rate that forgot to divide, or that timed a fixed piece, would differ by the ratio of the sizes: 32.
+    # A rate that is not divided by the size, or is timed on a fixed piece, would differ by the ratio of the sizes: 32.
     small, large = measure_links("cpu", 4 * MIB), measure_links("cpu", 128 * MIB)
     for few, many in zip(small, large, strict=True):
         assert 1 / 16 < many / few < 16
@@ -114,5 +114,5 @@ def test_measuring_a_gpu_gives_link_rates_and_keeps_no_host_memory():
 
 
 def resident_bytes() -> int:
-    """Memory of this process, of which what is registered with the driver is a part."""
+    """Return the resident memory of this process, which includes memory registered with the driver."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,6 +1,4 @@
-"""The pinned pool gives exact sizes, never the same byte twice, never more than its budget, and everything merges
-again.
-"""
+"""The pinned pool gives exact sizes and no byte twice, keeps to its budget, and merges all free memory again."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Pins(Device):
-    """Notes what is registered with the driver, which may refuse."""
+    """A device that notes what is registered with the driver, and may refuse to register."""
 
     def __init__(self, accepts: bool = True):
         self.accepts = accepts
@@ -92,7 +90,7 @@ def test_reserved_memory_is_there_before_the_first_use() -> None:
 
 
 def test_beyond_a_plan_the_pool_grows_little() -> None:
-    """A plan knows what it needs: the swap list's tensors, which come on top, are few beside it."""
+    """A plan knows its needs, so the tensors on the swap list, which come on top, are few beside them."""
     planned, unplanned = (HostPool(Device(), 1 << 24, core()) for _ in range(2))
     planned.reserve(1 << 20)
     taken = [pool.rows.take(1 << 20) for pool in (planned, unplanned)]

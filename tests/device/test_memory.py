@@ -1,4 +1,4 @@
-"""What torch's allocator of CUDA counts."""
+"""The statistics of torch's CUDA allocator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_holes_are_free_bytes_beside_tensors_in_a_segment() -> None:
     torch.cuda.empty_cache()
     memory = CudaDevice(0).memory
     before, reserved = memory.holes_bytes, memory.reserved_bytes
-    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):  # of the same kind of segments, with nothing else in them
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):  # same kind of segments, otherwise empty
         lasting, freed = (torch.empty(4 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2))
     del freed
     assert memory.reserved_bytes - reserved == 20 * MIB

@@ -1,4 +1,4 @@
-"""Rows go to whatever store a transfer has, and come back: pinned host memory, or a file."""
+"""Rows go to the store of a transfer, pinned host memory or a file, and come back."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Of DeepSpeed's JSON: files, lines and keys."""
+"""Tests of DeepSpeed's JSON: files, lines and keys."""

@@ -1,4 +1,4 @@
-"""Former names of DeepSpeed's settings are read as DeepSpeed reads them: compared with its own models."""
+"""Former names of DeepSpeed's settings are read as DeepSpeed reads them, compared with its own models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def zero_of(zero: Any, **fields: Any) -> Any:
 
 
 def meant(zero: Any) -> dict[str, Any]:
-    """Returns what DeepSpeed makes of a section, by present names; an offload to "none" is none."""
+    """Return what DeepSpeed makes of a section, under present names, without offloads to "none"."""
     read = get_zero_config({"zero_optimization": zero})
     former = {*FORMER_OFFLOADS, *RENAMED, *WITHOUT_EFFECT}
     found = {key: getattr(read, key) for key in FIELDS if key not in former}

@@ -1,4 +1,4 @@
-"""Lines of keys, in JSON and in what DeepSpeed reads besides."""
+"""Lines of keys, in JSON and in the other formats that DeepSpeed reads."""
 
 from __future__ import annotations
 

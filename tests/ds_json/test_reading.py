@@ -1,4 +1,4 @@
-"""Files that hold DeepSpeed's configuration, compared with who else reads them: DeepSpeed and Accelerate."""
+"""Files with DeepSpeed's configuration are read as the other readers, DeepSpeed and Accelerate, read them."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ NAMING = "deepspeed_config:\n  deepspeed_config_file: ds.json\n  zero3_init_flag
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """The working directory, with a DeepSpeed JSON in it."""
+    """Make a DeepSpeed JSON in the working directory."""
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "ds.json", f'{{{BLOCK}, "train_batch_size": 8}}')
     return tmp_path

@@ -1,1 +1,1 @@
-"""Pictures, pages and summaries."""
+"""Tests of pictures, pages and summaries."""

@@ -1,1 +1,1 @@
-"""The native core by itself."""
+"""Tests of the native core by itself."""

@@ -13,7 +13,7 @@ void what_is_in_use_outlives_its_plan() {
   arena.begin_step();
   void* const kept = ask(arena, 1);
   std::memset(kept, 7, UNIT);
-  ++device.queued[SIDE]; // of this plan, and unknown to the next
+  ++device.queued[SIDE]; // work of this plan, unknown to the next
   arena.load(plan_of({planned(0, 4), planned(1, 3)}, 4)); // in the same memory
   arena.begin_step();
   CHECK(device.reserved.size() == 1 && device.finished[SIDE] == device.queued[SIDE]);
@@ -27,7 +27,7 @@ void what_is_in_use_outlives_its_plan() {
   CHECK(ask(arena, 16) == nullptr);
   CHECK(arena.counters().reserved_bytes == 20 * UNIT);
   arena.give_back(kept);
-  CHECK(device.reserved.size() == 2); // of the first plan, 3 units are in use yet
+  CHECK(device.reserved.size() == 2); // 3 units of the first plan are still in use
 }
 
 void memory_goes_when_the_last_block_does() {
@@ -39,7 +39,7 @@ void memory_goes_when_the_last_block_does() {
   arena.close();
   CHECK(device.reserved_bytes == UNIT);
   CHECK(arena.give_back(block) && device.reserved_bytes == 0);
-  CHECK(!arena.give_back(block)); // no longer anybody's
+  CHECK(!arena.give_back(block)); // the arena does not own it any more
 }
 
 void what_an_earlier_plan_kept_frees_nothing_of_a_later_one() {
@@ -62,7 +62,7 @@ void what_an_earlier_plan_kept_frees_nothing_of_a_later_one() {
   void* const later = ask(arena, 1);
   CHECK(later == former && !arena.give_back(static_cast<char*>(later) + UNIT));
   arena.begin_step();
-  CHECK(ask(arena, 1) == nullptr); // its one slot is taken
+  CHECK(ask(arena, 1) == nullptr); // its only slot is taken
 }
 
 void a_block_that_outlives_its_step_is_the_only_one_of_its_request() {
@@ -84,13 +84,13 @@ void a_block_that_outlives_its_step_is_the_only_one_of_its_request() {
   CHECK(displaced != nullptr && at(arena, displaced) == 0 && displaced != first && arena.give_back(displaced));
   arena.extend(0);
   CHECK(device.reserved.size() == 1);
-  arena.load(plan_of({planned(0, 2), planned(0, 2, 1)}, 2)); // known to the next plan too, in the same memory
+  arena.load(plan_of({planned(0, 2), planned(0, 2, 1)}, 2)); // the next plan knows it too, in the same memory
   arena.begin_step();
   CHECK(device.reserved.size() == 1 && ask(arena, 2) == nullptr);
   arena.give_back(first);
   int steps = 0;
   for (arena.begin_step(); ask(arena, 2) == nullptr; arena.begin_step()) {
-    CHECK(++steps < 100); // it is tried again
+    CHECK(++steps < 100); // each step tries again
   }
   CHECK(steps > 8);
 }
@@ -119,7 +119,7 @@ void what_is_kept_in_numbers_is_not_put_where_a_step_passes() {
     served += ask(arena, 1, 9, MAIN, Reuse::WITHOUT_GRADIENTS) != nullptr;
   }
   CHECK(served == 8 && arena.counters().without_gradients == 22);
-  for (int size = 2; size < 40; ++size) { // each of another size, one a step
+  for (int size = 2; size < 40; ++size) { // one request per step, of varying size
     arena.begin_step();
     served += ask(arena, 1 + size % 3 * 2, 17, MAIN, Reuse::BETWEEN) != nullptr;
   }
@@ -131,7 +131,7 @@ void a_later_arena_that_cannot_be_reserved_leaves_nothing_of_the_earlier_one() {
   device.capacity = 4 * UNIT;
   Arena arena(device, false);
   arena.load(plan_of({planned(0, 4)}, 4));
-  ArenaPlan plan = plan_of({planned(0, 4)}, 4); // in the same memory, but for what it keeps
+  ArenaPlan plan = plan_of({planned(0, 4)}, 4); // in the same memory, except what it keeps
   plan.kept_bytes = UNIT;
   bool refused = false;
   try {
@@ -164,7 +164,7 @@ void memory_is_ordered_after_its_users_before_the_arena_and_theirs_after_it() {
   Arena arena(device, false);
   ++device.queued[SIDE];
   arena.load(plan_of({planned(0, 4)}, 4));
-  CHECK(device.finished[SIDE] == device.queued[SIDE]); // the first request may be any stream's
+  CHECK(device.finished[SIDE] == device.queued[SIDE]); // the first request may be of any stream
   arena.begin_step();
   void* const block = ask(arena, 4);
   arena.close();
@@ -178,7 +178,7 @@ void memory_is_ordered_after_its_users_before_the_arena_and_theirs_after_it() {
 void writes_that_do_not_belong_there_are_found() {
   Simulated device;
   Arena arena(device, true);
-  arena.load(plan_of({planned(0, 2), planned(2, 2)}, 4)); // a unit for what surrounds each
+  arena.load(plan_of({planned(0, 2), planned(2, 2)}, 4)); // one unit each for the margin
   arena.begin_step();
   auto* const first = static_cast<char*>(arena.request(0, 0, 100, MAIN, Reuse::NOTHING));
   CHECK(first != nullptr);
@@ -194,7 +194,7 @@ void writes_that_do_not_belong_there_are_found() {
   CHECK(arena.counters().written_beyond == 1);
 }
 
-// -- anything ---------------------------------------------------------------------------------------------------------
+// -- random requests --------------------------------------------------------------------------------------------------
 
 struct Block {
   char* begin;
@@ -202,7 +202,7 @@ struct Block {
   char mark;
 };
 
-// Whatever is asked for and given back, no byte belongs to two, and nothing is lost.
+// Whatever is requested and freed, no byte belongs to two blocks, and no block is lost.
 void no_byte_ever_belongs_to_two(unsigned seed, bool checks) {
   std::mt19937 random(seed);
   const auto number = [&](int least, int most) { return std::uniform_int_distribution<int>(least, most)(random); };

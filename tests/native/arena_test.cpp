@@ -1,4 +1,4 @@
-// Which bytes the arena hands out: matching, dynamic requests, streams.
+// The bytes that the arena hands out: matching, dynamic requests, streams.
 // Built and run by tests/arena/test_arena_core.py, under the compiler's sanitizers.
 #include "simulated.h"
 
@@ -29,12 +29,12 @@ void one_request_too_many_shifts_no_other() {
   Arena arena(device, false);
   arena.load(plan_of({planned(0, 1), planned(1, 2), planned(3, 1), planned(4, 2)}, 6));
   arena.begin_step();
-  CHECK(ask(arena, 7) == nullptr); // of a size that is not in the plan
+  CHECK(ask(arena, 7) == nullptr); // the plan has no such size
   CHECK(at(arena, ask(arena, 1)) == 0);
   CHECK(at(arena, ask(arena, 2)) == 1);
-  CHECK(at(arena, ask(arena, 2)) == 4); // too early: that of the next one of its size
-  CHECK(at(arena, ask(arena, 1)) == 3); // and this one is found behind
-  CHECK(ask(arena, 2) == nullptr); // nothing is left
+  CHECK(at(arena, ask(arena, 2)) == 4); // too early: the slot of the next request of its size
+  CHECK(at(arena, ask(arena, 1)) == 3); // found before the last slot taken
+  CHECK(ask(arena, 2) == nullptr); // no slot is left
   const ArenaCounters counters = arena.counters();
   CHECK(counters.planned == 4 && counters.unplanned == 2 && counters.fallback_bytes == 9 * UNIT);
 }
@@ -55,7 +55,7 @@ void bytes_that_are_in_use_are_not_handed_out() {
   arena.begin_step();
   void* const first = ask(arena, 4);
   CHECK(at(arena, first) == 0);
-  CHECK(ask(arena, 1) == nullptr); // it was to come after the free
+  CHECK(ask(arena, 1) == nullptr); // its place is after the free
   CHECK(ask(arena, 4) == nullptr);
   CHECK(arena.counters().occupied == 2);
   arena.give_back(first);
@@ -85,7 +85,7 @@ void what_outlives_the_step_takes_turns() {
   arena.begin_step();
   CHECK(ask(arena, 1, 1) != nullptr); // the other slot
   arena.begin_step();
-  CHECK(ask(arena, 1, 1) == nullptr); // both are kept
+  CHECK(ask(arena, 1, 1) == nullptr); // both slots are kept
 }
 
 // -- dynamic ----------------------------------------------------------------------------------------------------------
@@ -101,11 +101,11 @@ void a_dynamic_request_gets_the_smallest_stretch_that_is_large_enough() {
   arena.begin_step();
   void* const first = ask(arena, 2, 4);
   CHECK(at(arena, first) == 6);
-  CHECK(at(arena, ask(arena, 1, 4)) == 10); // of another group, as all that follow
+  CHECK(at(arena, ask(arena, 1, 4)) == 10); // of another group, as all later ones
   CHECK(at(arena, ask(arena, 1, 4)) == 11);
   CHECK(ask(arena, 1, 4) == nullptr);
   void* const second = ask(arena, 2, 4);
-  CHECK(second == nullptr); // nor for this one
+  CHECK(second == nullptr); // of that group too, which is full
   arena.give_back(first);
   arena.begin_step();
   CHECK(at(arena, ask(arena, 2, 4)) == 6);
@@ -122,7 +122,7 @@ void of_the_stretches_in_one_space_the_smallest_is_taken_too() {
   arena.load(std::move(plan));
   arena.begin_step();
   CHECK(at(arena, ask(arena, 1)) == 4);
-  CHECK(at(arena, ask(arena, 2, 4)) == 5); // 3 units up there, 4 below
+  CHECK(at(arena, ask(arena, 2, 4)) == 5); // 3 units above, 4 below
   CHECK(at(arena, ask(arena, 2, 4)) == 0);
 }
 
@@ -154,7 +154,7 @@ void bytes_that_another_stream_used_are_behind_an_event() {
   arena.give_back(first);
   CHECK(!device.is_after(SIDE, MAIN));
   CHECK(ask(arena, 1, 2, SIDE) != nullptr);
-  CHECK(!device.is_after(SIDE, MAIN)); // bytes of its own
+  CHECK(!device.is_after(SIDE, MAIN)); // it has bytes of its own
   CHECK(at(arena, ask(arena, 1, 1, SIDE)) == 0);
   CHECK(device.is_after(SIDE, MAIN));
 }
@@ -171,11 +171,11 @@ void a_stream_that_a_block_was_lent_to_is_waited_for() {
   CHECK(!device.is_after(MAIN, SIDE));
   void* const second = ask(arena, 2);
   CHECK(second == first && device.is_after(MAIN, SIDE));
-  ++device.queued[SIDE]; // of something else
+  ++device.queued[SIDE]; // other work
   arena.give_back(second);
   device.synchronize();
   arena.begin_step();
-  CHECK(ask(arena, 1) != nullptr && !device.is_after(MAIN, SIDE)); // it was done with
+  CHECK(ask(arena, 1) != nullptr && !device.is_after(MAIN, SIDE)); // its work was finished
   CHECK(device.events == 0);
 }
 
@@ -215,7 +215,7 @@ void where_the_bytes_are_not_free_idle_ones_are_taken() {
   arena.begin_step();
   CHECK(at(arena, ask(arena, 2)) == 0);
   CHECK(at(arena, ask(arena, 1)) == 3); // not at 1
-  CHECK(ask(arena, 1, 1) == nullptr); // there are none for this one
+  CHECK(ask(arena, 1, 1) == nullptr); // it has no spare bytes
   CHECK(arena.counters().reusable == 1 && arena.counters().occupied == 1 && arena.late().size() == 2);
 }
 

@@ -1,4 +1,4 @@
-// What the tests of the arena's core share: memory of the host, with streams and events that only keep count.
+// The device for tests of the arena's core: host memory, with streams and events that only count.
 #pragma once
 
 #include "../../memplug/arena/native/arena.h"
@@ -29,7 +29,7 @@ const int main_stream = 0, side_stream = 0;
 const Stream MAIN = &main_stream, SIDE = &side_stream;
 constexpr int64_t UNIT = BLOCK_BYTES;
 
-// Work queued on a stream is a running number; waiting for an event brings a stream up to another's.
+// Work queued on a stream is a running number; a stream that waits for an event knows the other stream's number.
 struct Simulated final : Device {
   ~Simulated() override {
     CHECK(events == 0);
@@ -87,7 +87,7 @@ struct Simulated final : Device {
   }
   void came_back(void*, size_t, bool, bool) override {}
 
-  // Work of a stream from now on follows all that the other has queued so far, by events.
+  // Returns whether later work of a stream follows, through events, all work that the other has queued so far.
   bool is_after(Stream stream, Stream other) {
     return seen[{stream, other}] >= queued[other];
   }

@@ -1,4 +1,4 @@
-"""C functions that torch and Python call: what is raised inside of one is a Python error, and nothing else is lost."""
+"""Errors inside C functions that torch and Python call become Python errors, and nothing else is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.native_forward import Run
 
 
 class Fails(Block):
-    """Backward asks for a tensor whose recompute pass may fail."""
+    """A block whose backward asks for a tensor whose recompute pass may fail."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return MayFail.apply(super().forward(x))

@@ -1,5 +1,7 @@
-"""Each C++ file includes what it uses. The build does not show it: sources are compiled in lots, behind what the ones
-before them include (`Extension.lots`).
+"""Each C++ file includes what it uses.
+
+The build does not show whether it does: it compiles sources in lots, after the includes of the earlier ones
+(`Extension.lots`).
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ EXTENSIONS = {
     "tests of the arena": Extension("arena_tests", "tests", (ROOT / "tests/native",), native.CORE.folders),
     "stand-ins": Extension("stand_ins", "stand-ins", (ROOT / "tests/support/stand_ins/kernels",)),
 }
-CUDA_ALONE = {"hands_on.h"}  # the only ones whose contents are not left out without CUDA
+CUDA_ALONE = {"hands_on.h"}  # only these have contents even without CUDA
 FIRST_INCLUDED = re.compile(r'\A(?://.*\n|\s*\n)*#include "([\w./]+)"').match
 
 
 def files_of(extension: Extension) -> list[Path]:
-    """Returns its files that are to compile by themselves; a header that a source begins with does where that does."""
+    """Return the extension's files that are to compile by themselves.
+
+    A header that a source begins with is left out, since it compiles if the source does.
+    """
     sources = extension.sources()
     begun = {
         found[1] for file in sources.values() if file.suffix == ".cpp" and (found := FIRST_INCLUDED(file.read_text()))
@@ -43,14 +48,14 @@ def files_of(extension: Extension) -> list[Path]:
 
 
 def complaint(extension: Extension, file: Path) -> str:
-    """Returns what the compiler says of a file that is compiled by itself, with the flags of the build; "": nothing."""
+    """Return the compiler's errors on a file that is compiled by itself with the flags of the build; "" for none."""
     ours = *extension.folders, *extension.included, *cuda_headers()
     theirs = *include_paths(), sysconfig.get_paths()["include"]
     command = [*shlex.split(os.environ.get("CXX", "c++")), "-fsyntax-only", "-w", *flags()]
     command += [f"-DTORCH_EXTENSION_NAME={extension.name}", *(f"-I{folder}" for folder in ours)]
     for folder in theirs:
         command += ["-isystem", folder]
-    source = f'#include "{file}"\n'  # as a header by itself is no source
+    source = f'#include "{file}"\n'  # a header by itself is not a source
     done = subprocess.run([*command, "-x", "c++", "-"], input=source, capture_output=True, text=True)
     return "" if done.returncode == 0 else done.stderr or "the compiler failed"
 

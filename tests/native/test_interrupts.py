@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: Python raises it before or after any call, and the next step is as if nothing had been."""
+"""Ctrl-C at any moment: Python raises it before or after any call, and the next step is as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ FOLDER = str(Path(module.__file__).parent)
 
 
 class Interrupts:
-    """Raises `KeyboardInterrupt` at the moment of that number at which Python would, in code of memplug's executor."""
+    """Raises `KeyboardInterrupt` at the given moment, counted in the code of memplug's executor.
+
+    A moment is a point at which Python would raise it.
+    """
 
     def __init__(self, moment: int):
         self.moments_left = moment
@@ -85,7 +88,7 @@ def test_an_interrupt_at_any_moment_leaves_nothing_behind_and_the_next_step_is_r
 
 
 class DropsThenMayFail(Drops):
-    """Draws before and after an operator that a recompute pass runs again."""
+    """Draws random numbers before and after an operator that a recompute pass runs again."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(MayFail.apply(super().forward(x)))

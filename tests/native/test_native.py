@@ -1,4 +1,4 @@
-"""The native core is built once, by whoever comes first, and says what to do where it cannot be."""
+"""The native core is built once, by the first process, and says what to do if it cannot be built."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ print("works")
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where extensions are built, for this process and those that it starts; nothing is there yet."""
+    """Set an empty folder for built extensions, for this process and those that it starts."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     return tmp_path / "extensions"
 
 
 @pytest.fixture
 def refusal(root: Path) -> Callable[[], str]:
-    """The error of loading the core anew in this process."""
+    """Return a function that loads the core again in this process and returns its error."""
 
     def refused() -> str:
         with pytest.raises(NativeError) as error:
@@ -68,13 +68,13 @@ def test_a_compiler_that_is_not_there_is_said_with_advice(
     assert "What to do: Install a C++ compiler" in said and "/nonexistent" in said
 
 
-@pytest.mark.long  # two workers of the tests that start at once build it once too
+@pytest.mark.long  # two workers of the tests that start together build it once too
 def test_processes_that_start_at_once_build_once_after_builds_that_failed_and_were_killed(root: Path) -> None:
     folder = native.CORE.build_folder()
     assert folder.parent == root and not native.CORE.is_built()
     failed = run_python(FAILS, env={"CXX": "/nonexistent/c++"})
     assert "built: False" in failed and "What to do: Install a C++ compiler" in failed and "/nonexistent" in failed
-    (folder / "lock").touch()  # as torch leaves it where a build is killed; it would wait for it for ever
+    (folder / "lock").touch()  # a killed build of torch leaves it, and torch would wait forever
     (folder / f"{native.CORE.name}.so").write_bytes(b"cut off")
     assert not native.CORE.is_built()
     processes = [start_python(BUILDS) for _ in range(3)]
@@ -102,7 +102,7 @@ def test_a_folder_that_cannot_be_made_is_said_with_advice(root: Path, refusal: C
 
 def test_a_folder_that_cannot_be_written_to_is_said_with_advice(root: Path, refusal: Callable[[], str]) -> None:
     folder = native.CORE.build_folder()
-    (folder / "build.lock").mkdir(parents=True)  # where not even root can write a file
+    (folder / "build.lock").mkdir(parents=True)  # not even root can write a file there
     output = refusal()
     assert "What to do:" in output and str(folder) in output and "Is a directory" in output
 
@@ -121,7 +121,7 @@ def test_a_library_that_is_broken_is_said_with_advice(root: Path, refusal: Calla
 def test_the_cpp_runtime_is_torchs_even_where_the_compiler_links_its_own_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numbers in messages end the process otherwise: they are written by one runtime with the other's locale."""
+    """With two C++ runtimes numbers in messages end the process: one runtime writes them with the other's locale."""
     compiler = shutil.which("g++") or pytest.skip("there is no g++")
     wrapper = tmp_path / "g++"
     wrapper.write_text(f'#!/bin/sh\nexec {compiler} "$@" -static-libstdc++\n')
@@ -156,7 +156,7 @@ ROOMS_BELOW = {
 
 
 def test_sources_include_rooms_below_alone() -> None:
-    """So a technique's folder can be taken out, and the core still builds."""
+    """So the folder of a technique can be removed, and the core still builds."""
     package = Path(native.__file__).parent.parent
     room_of = {name: path.relative_to(package).parts[0] for name, path in native.CORE.sources().items()}
     seen = Counter[str]()

@@ -1,4 +1,4 @@
-"""What recording CUDA memory needs of an installation, checked without a GPU: headers, an allocator to listen to."""
+"""Requirements for recording CUDA memory, checked without a GPU: headers, and an allocator to listen to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memplug.profile.recorder import Detail, Recorder
 
 
 class _Core:
-    """Stands for the native core built with CUDA; keeps the calls that matter, in order."""
+    """Stands in for the native core built with CUDA, and keeps the relevant calls in order."""
 
     def __init__(self, complaint: str | None = None):
         self.calls: list[Any] = []
@@ -46,14 +46,14 @@ class _Core:
     Suspended = SimpleNamespace
 
     def claim(self, *_: Any) -> None:
-        """And the rest, which do nothing."""
+        """Stand in for this and the other calls, which do nothing."""
 
     release = watch = forget = end_requests = uninstall_cpu = uninstall_cuda = claim
 
 
 @pytest.fixture
 def recorder_on(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A recorder of the device "cuda:1" on a given core; torch answers as if there were one."""
+    """Return a function that makes a recorder of "cuda:1" on a given core; torch answers as if the device existed."""
 
     def make(core: Any, backend: str = "native") -> Recorder:
         stats = {"requested_bytes": 1000, "active_bytes": 2048, "allocated_bytes": 1536}
@@ -69,7 +69,7 @@ def recorder_on(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_cuda_is_initialised_before_the_listener_is_attached(recorder_on):
-    # Before it the allocator has no devices: a listener would be attached to none, without a word.
+    # Before initialization the allocator has no devices: the listener would be attached to none, without an error.
     core = _Core()
     recorder = recorder_on(core)
     recorder.begin(Detail.TENSORS)
@@ -79,7 +79,7 @@ def test_cuda_is_initialised_before_the_listener_is_attached(recorder_on):
 
 
 def test_memory_in_use_at_the_beginning_leaves_out_blocks_that_only_wait_for_another_stream(recorder_on):
-    # 2048 - 1536 bytes are of blocks whose free was asked for: it has been seen, and will not be seen again.
+    # 2048 - 1536 bytes are in blocks whose free was requested earlier: it has been seen, and is not seen again.
     core = _Core()
     recorder = recorder_on(core)
     recorder.begin(Detail.REQUESTS)
@@ -89,7 +89,7 @@ def test_memory_in_use_at_the_beginning_leaves_out_blocks_that_only_wait_for_ano
 
 @pytest.mark.parametrize("backend", ["cudaMallocAsync", "pluggable"])
 def test_an_allocator_that_cannot_be_heard_is_an_error_that_says_which_setting_to_change(recorder_on, backend):
-    # What torch says, which goes on with a stack.
+    # The text of torch's error, which goes on with a stack.
     core = _Core(
         f"{backend} does not yet support attachAllocatorTraceTracker.\nException raised from here (most recent"
     )
@@ -121,7 +121,7 @@ def test_a_core_that_was_built_without_cudas_headers_names_the_packages_that_hav
     recorder_on, monkeypatch, cuda, remedy
 ):
     class WithoutCuda(_Core):
-        install_cuda = property()  # not there
+        install_cuda = property()  # raises AttributeError
 
     monkeypatch.setattr(torch.version, "cuda", cuda)
     recorder = recorder_on(WithoutCuda())
@@ -177,7 +177,7 @@ TOOLKIT = ("include/cuda_runtime_api.h", "include/crt/host_config.h")
             ("nvidia/cuda_runtime/include", "nvidia/cuda_nvcc/include"),
             id="packages of CUDA 12, the compiler's too",
         ),
-        # What `pip install torch` leaves: the runtime without `crt`, and Triton.
+        # The result of `pip install torch`: the runtime without `crt`, and Triton.
         pytest.param("13.0", CU13[:1] + TRITON, ("triton/backends/nvidia/include",), id="torch's wheel of CUDA 13"),
         pytest.param("12.4", CU12[:1] + TRITON, ("triton/backends/nvidia/include",), id="torch's wheel of CUDA 12"),
         pytest.param("12.4", CU12[:1], (), id="half of them are not enough"),

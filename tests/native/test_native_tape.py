@@ -1,4 +1,4 @@
-"""The native tape is the one that a Python dispatch mode notes of the same forward."""
+"""The native tape is the one that a Python dispatch mode notes during the same forward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = [
     for kind in vars(forwards).values()
     if isinstance(kind, type) and issubclass(kind, nn.Module) and kind is not Layer
 ]
-# the others: a frame keeps the former values of memory from outside that is written to; an opaque one
+# the others write to memory from outside, whose former values a frame keeps, or are opaque
 REPLAYED = [
     kind for kind in KINDS if kind.__name__ not in ("WritesInput", "Statistics", "Normalizes", "RunsInvisibleKernel")
 ]
@@ -123,7 +123,7 @@ def test_a_replay_restores_what_backward_asks_for(core: Any, kind: type[Layer], 
     for index, ours in restored.items():
         theirs = run.saved[index].detach()
         assert ours.shape == theirs.shape and ours.stride() == theirs.stride() and ours.dtype == theirs.dtype
-        if captured == "rows":  # a matmul of fewer rows, which kernels may round otherwise
+        if captured == "rows":  # a matmul of fewer rows, which kernels may round differently
             torch.testing.assert_close(ours, theirs)
         else:
             assert torch.equal(ours, theirs)
@@ -132,7 +132,7 @@ def test_a_replay_restores_what_backward_asks_for(core: Any, kind: type[Layer], 
 
 
 class Outputs(TorchDispatchMode):
-    """A copy of what every matmul of a forward gave, in their order."""
+    """Keeps a copy of the output of every matmul of a forward, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Outputs(TorchDispatchMode):
         return out
 
     def of(self, tape: Any) -> dict[int, torch.Tensor]:
-        """By index on the tape."""
+        """Return the copies by index on the tape."""
         indices = [i for i, record in enumerate(records_of(tape)) if record.func._schema.name in MATMULS]
         return dict(zip(indices, self.matmuls, strict=True))
 
@@ -155,7 +155,7 @@ MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 
 
 class Drops(nn.Module):
-    """Dropout of every kind: an operator that draws, memory that is drawn into, and by a generator of its own."""
+    """Dropout of every kind: an operator that draws, memory filled with draws, and a generator of its own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         own = torch.Generator().manual_seed(3)
@@ -197,7 +197,7 @@ def test_only_what_is_asked_for_runs(core: Any) -> None:
 
 
 class Ran(TorchDispatchMode):
-    """The operators that ran, but for those after a pause until the next mode."""
+    """Notes the operators that ran, except those after a pause until the next mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Ran(TorchDispatchMode):
         self.skip = 0
 
     def pause(self) -> bool:
-        """The next three are the test's own."""
+        """Skip the next three operators, which are the test's own."""
         self.skip = 3
         return True
 
@@ -234,7 +234,7 @@ def test_memory_that_was_taken_away_is_an_error_and_no_crash(core: Any) -> None:
 
 
 class Silent(torch.Tensor):
-    """A sparse tensor that does not say what it is made of."""
+    """A sparse tensor that does not say which tensors it consists of."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -27,7 +27,7 @@ def core() -> Any:
 
 @pytest.fixture
 def init(tmp_path: Path) -> Iterator[Callable[[], Any]]:
-    """Makes the process group, and later another one; the last is destroyed."""
+    """Return a function that makes a new process group; the last one is destroyed at the end."""
     stores = iter(range(100))
 
     def new() -> Any:
@@ -47,7 +47,7 @@ def destroy() -> None:
 
 @pytest.mark.distributed
 def test_a_tape_keeps_no_process_group_alive(tmp_path: Path) -> None:
-    """A frame, and its tape with it, may be freed on a thread of the group, which would then wait for itself."""
+    """A thread of the group may free a frame with its tape, and would then wait for itself."""
     launch_forked(["tests.support.group_worker", tmp_path], module=True)
     for rank in (0, 1):
         before, meanwhile, after, *errors = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -68,7 +68,7 @@ def test_a_forward_on_another_group_has_another_tape(core: Any, init: Callable[[
 
 @pytest.mark.parametrize("name", ["of c10d", "functional, by the group"])
 def test_a_later_group_is_not_taken_for_one_that_is_gone(core: Any, init: Callable[[], Any], name: str) -> None:
-    """Its memory may be where the former one's was, but for what the tape holds."""
+    """The later group could have the former one's address if the tape did not hold that."""
     tapes: tuple[Any, ...] = ()
     for _ in range(8):
         init()

@@ -31,7 +31,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found, from one launch for all layouts."""
+    """Return the findings of each rank, from one launch for all layouts."""
     folder = tmp_path_factory.mktemp("tapes")
     layouts = json.dumps({name: layout for name, (layout, _) in LAYOUTS.items()})
     launch_forked(["tests.support.tape_worker", folder, layouts], libraries="megatron", module=True)

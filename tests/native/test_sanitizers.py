@@ -1,8 +1,8 @@
-"""The native core with torch and Python around it: the executor's tests run on a core that is built with sanitizers.
+"""The executor's tests, with torch and Python, on a native core that is built with sanitizers.
 
-Python and torch are not instrumented. Of what they do, AddressSanitizer sees allocations; ThreadSanitizer sees those,
-locks, and calls of the C library, but neither plain accesses nor atomic counts of references: `is_the_cores` says which
-of its reports count. `tests/arena/test_arena_core.py` has the arena by itself, where all the code is instrumented.
+Python and torch are not instrumented. AddressSanitizer sees only their allocations. ThreadSanitizer sees those, locks,
+and calls of the C library, but neither plain accesses nor atomic reference counts: `is_the_cores` says which of its
+reports count. `tests/arena/test_arena_core.py` has the arena by itself, where all the code is instrumented.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ TESTS = [
     *(f"tokenwise/engine/test_{name}" for name in ("in_flight", "races", "graphs", "in_place")),
     *(f"tokenwise/engine/test_{name}" for name in ("late_offloads", "opaque", "random")),
 ]
-# equal to the bit on some CPUs, as a product of fewer rows may round apart; and in a process that has no sanitizer
+# the first are bit-identical only on some CPUs, as products of fewer rows may round differently; a fork has no
+# sanitizer
 UNRELATED = "rows- and test_a_replay_restores or test_a_child_of_a_fork"
 ADDRESS = {
-    # Python and torch keep memory until the process ends, and libraries free what others have allocated
+    # Python and torch keep memory until the process ends, and libraries free memory that others have allocated
     "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0:detect_odr_violation=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
 
 
 def libraries(*names: str) -> str:
-    """The compiler's libraries of sanitizers, for `LD_PRELOAD`; the test is skipped where it has none."""
+    """Return the compiler's sanitizer libraries, for `LD_PRELOAD`; skip the test if it has none."""
     found = []
     for name in names:
         command = [COMPILER or pytest.skip("there is no compiler"), f"-print-file-name=lib{name}.so"]
@@ -47,7 +48,7 @@ def libraries(*names: str) -> str:
 
 
 def run(tmp_path: Path, preload: str, flags: str, options: dict[str, str]) -> None:
-    """Builds the core and runs the tests on it. A report that ends the process is in the error's text."""
+    """Build the core and run the tests on it; an error contains the report that ended the process."""
     env = {"LD_PRELOAD": preload, "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"), "CXX": str(COMPILER)}
     files = [ROOT / "tests" / f"{name}.py" for name in TESTS]
     arguments = ["-q", "-p", "no:cacheprovider", "--capture=sys", f"--basetemp={tmp_path}/tests"]
@@ -58,10 +59,10 @@ def run(tmp_path: Path, preload: str, flags: str, options: dict[str, str]) -> No
 
 
 def is_the_cores(report: str) -> bool:
-    """Whether the core's own code made both accesses of a data race, or has a part in anything else.
+    """Return whether the core made both accesses of a data race, or has a part in any other report.
 
-    torch frees tensors, graphs and works of collectives once it has counted their references down. The counts are not
-    seen, so what other threads did to that memory before seems not to be ordered with it.
+    torch frees tensors, graphs and works of collectives when their reference counts reach zero. The sanitizer does not
+    see the counts, so earlier accesses of other threads to that memory seem unordered with the free.
     """
     if "WARNING: ThreadSanitizer: data race" not in report:
         return native.CORE.name in report
@@ -73,7 +74,7 @@ def is_the_cores(report: str) -> bool:
 
 
 def innermost(stack: str) -> str:
-    """The frame that made an access, by itself or through the C library; a lost stack may be the core's."""
+    """Return the frame that made an access, by itself or through the C library; a lost stack may be the core's."""
     return next((frame for frame in stack.splitlines() if "(libtsan.so" not in frame), native.CORE.name)
 
 

@@ -1,4 +1,4 @@
-"""Memory that was asked for and not filled, element by element: the native core finds what a mask of bytes shows."""
+"""Memory that was requested and not filled, element by element: the native core finds what a mask of bytes shows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def core() -> Any:
 
 
 def some(y: torch.Tensor, chance: random.Random) -> torch.Tensor:
-    """A view of a tensor."""
+    """Return a random view of a tensor."""
     for _ in range(chance.randrange(4)):
         dim = chance.randrange(y.dim())
         size = y.shape[dim]
@@ -41,7 +41,7 @@ def some(y: torch.Tensor, chance: random.Random) -> torch.Tensor:
 
 
 def use(seed: int) -> torch.Tensor:
-    """Fills and reads memory here and there, in an order that a seed says, and saves some of it."""
+    """Fill and read parts of some memory, chosen by the seed, and save some of it."""
     chance = random.Random(seed)
     y = torch.empty(
         chance.choice([(4, 2, 6), (8, 4), (24,), (2, 3, 2, 4)]), dtype=chance.choice([torch.half, torch.int])
@@ -70,7 +70,7 @@ def test_what_was_not_filled_is_found_element_by_element(core: Any) -> None:
 
 
 def in_halves(rows: int, but: int) -> torch.Tensor:
-    """Columns of memory with that many rows, but those in the second half of the last ones."""
+    """Return columns of memory with `rows` rows, of which the last `but` rows lack the second half."""
     y = torch.empty(rows, 2, 4, dtype=torch.uint8)
     y[..., :2].fill_(1)
     y[: rows - but, :, 2:].fill_(2)
@@ -87,7 +87,7 @@ ROWS = torch.arange(2)
 
 
 def written_and_read(read: Callable[[torch.Tensor], Any]) -> Callable[[], Any]:
-    """Half of some memory is filled."""
+    """Return a function that fills half of some memory, and reads from it."""
 
     def call() -> None:
         y = torch.empty(4, 6)

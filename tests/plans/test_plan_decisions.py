@@ -1,4 +1,4 @@
-"""Decisions in a plan's file: loaded as they were saved, and refused by the judge where no region can run by them."""
+"""Decisions in a plan file are loaded as they were saved, and judged unusable if no region can run by them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A plan's file gives back that plan, or one error that says what to do; whatever happened to its bytes."""
+"""A plan file gives its plan back, or one error that says what to do, whatever happened to its bytes."""
 
 import hashlib
 import json
@@ -145,7 +145,7 @@ def test_another_format_is_refused_with_both_versions(path, version):
 
 
 def forge(path, change):
-    """Changes the JSON object, and makes the digest right again."""
+    """Change the JSON object, and correct the digest."""
     document = json.loads(path.read_bytes())
     del document["memplug_plan"], document["sha256"]
     change(document)
@@ -324,7 +324,7 @@ def test_a_swap_list_is_loaded_as_it_was_saved(path):
         (Decisions, put(float("nan"), "parts", "tokenwise", "solution", "step_s")),
         (Decisions, put([["aten::mm", "1", False]], "parts", "tokenwise", "settings", "layers.0", "plan")),
         (Decisions, put(1, "parts", "tokenwise", "comment")),
-        (Decisions, lambda document: document["parts"]["tokenwise"].pop("frame_bytes")),  # which has a default
+        (Decisions, lambda document: document["parts"]["tokenwise"].pop("frame_bytes")),  # it has a default
     ],
 )
 def test_parts_with_a_right_digest_are_not_trusted_either(path, kind, change):

@@ -1,4 +1,4 @@
-"""The judge accepts plans that hold, for the run that they are of, and no others; whichever field is corrupted."""
+"""The judge accepts plans that hold for their run, and no others, whichever field is corrupted."""
 
 from dataclasses import fields, replace
 
@@ -28,7 +28,7 @@ def test_a_plan_that_holds_is_accepted(plan):
 
 
 def one_more(draw, value):
-    """Another value of the same type."""
+    """Return another value of the same type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -44,7 +44,7 @@ def one_more(draw, value):
 
 
 def in_array(draw, array, column):
-    """The array with one value changed; columns of 32 bits stay in their range."""
+    """Return the array with one value changed; columns of 32 bits stay in their range."""
     assume(len(array))
     row, changed = draw(st.integers(0, len(array) - 1)), array.copy()
     values = changed[column] if column else changed
@@ -134,8 +134,7 @@ def test_every_field_of_a_plan_is_corrupted_in_some_test():
     corrupted = {name.split(".")[0] for name in (OF_THE_PROBLEM | OF_THE_REST)}
     of_problem = {each.name for each in fields(Problem)}
     assert corrupted == of_problem | {each.name for each in fields(AddressPlan)} - {"problem"}
-    # decisions are corrupted in tests/plans/test_plan_decisions.py; techniques judge their parts:
-    # tests/session/test_followers.py
+    # decisions are corrupted in tests/plans/test_plan_decisions.py; techniques judge their own parts:
 
 
 @pytest.mark.parametrize("field", OF_THE_PROBLEM | OF_THE_REST)
@@ -150,7 +149,7 @@ def test_a_corrupted_field_is_rejected_unless_the_plan_still_holds(field, plan, 
 
 
 def plan_of(problem, *offsets, spaces=(), **group):
-    """With one dynamic group, if there are spaces or fields of it."""
+    """Return a plan of these offsets, with one dynamic group if spaces or fields of one are given."""
     values = {"malloc_phase": -1, "malloc_layer": -1, "free_phase": -1, "free_layer": -1, "stream": 0, "lower": 0}
     values |= {"upper": 9, "spaces": tuple(spaces), "members": (0,), "peak_bytes": 5, **group}
     return address_plan(problem, at(problem, *offsets), (DynamicSpace(**values),), values["peak_bytes"])

@@ -1,1 +1,1 @@
-"""The record of a step, and what the machine can do."""
+"""Tests of the record of a step, and of what the machine can do."""

@@ -1,4 +1,4 @@
-"""What torch's allocator did, read from its snapshots: requests, blocks from before and at the end, reserved memory."""
+"""The history of torch's allocator, from its snapshots: requests, blocks at the beginning and end, reserved memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def history_of(tmp_path):
 
 
 def rows(history: History) -> list[tuple]:
-    """Kind, request, bytes and stream of each event."""
+    """Return kind, request, bytes and stream of each event."""
     return [tuple(row)[:4] for row in history.trace.events.tolist()]
 
 
@@ -50,7 +50,7 @@ def test_requests_have_their_sizes_lifetimes_and_streams(history_of):
         (MALLOC, 1, 3 * MIB, 1),
         (FREE, -1, MIB, 0),
         (MALLOC, 2, 700_000, 0),
-        (FREE, 1, 0, 1),  # in use by its stream up to here
+        (FREE, 1, 0, 1),  # its stream uses it up to here
         (FREE, 0, 0, 0),
     ]
     assert history.trace.base_bytes == MIB + 5000 and history.missing == 0 and history.out_of_memory == 1
@@ -62,7 +62,7 @@ def test_requests_have_their_sizes_lifetimes_and_streams(history_of):
 
 def test_a_ring_that_lost_its_beginning_gives_the_same_memory(history_of):
     whole, cut = history_of(steps()), history_of(steps(truncated=True))
-    assert cut.trace.base_bytes == 5000 + 1000 + 3 * MIB  # the block that was freed before is not known of any more
+    assert cut.trace.base_bytes == 5000 + 1000 + 3 * MIB  # the block freed before is unknown here
     length = len(cut.trace.events)
     assert cut.trace.live_bytes.tolist() == whole.trace.live_bytes[-length:].tolist()
     assert cut.missing == 0 and cut.reserved_bytes == 20 * MIB
@@ -180,7 +180,7 @@ def test_damaged_values_are_read_or_a_trace_error(history_of):
 
 @given(recordings(), st.integers(0, 30))
 def test_a_history_that_begins_later_has_the_same_memory_in_use(tmp_path_factory, recording, lost):
-    """The ring keeps its last events; blocks of before are known by their frees, or by the end."""
+    """The ring keeps its last events; earlier blocks are known from their frees, or from the end."""
     trace = recording.trace(base_bytes=2**30)
     if int(trace.events["nbytes"][trace.events["request"] < 0].sum()) > 2**30:
         return

@@ -1,4 +1,4 @@
-"""The sequence of operators: what torch's profiler sees of the training thread and of backwards."""
+"""The sequence of operators, as torch's profiler sees it on the training thread and in backwards."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_a_recorded_step_is_the_operators_that_the_profiler_reports_in_their_ord
     step = trainer()
     seen = operator_names(record(recorder, step))
     assert seen == profiled_operators(step)
-    assert {"aten::addmm", "aten::native_layer_norm_backward", "aten::addcdiv_"} <= set(seen)  # of all three passes
+    assert {"aten::addmm", "aten::native_layer_norm_backward", "aten::addcdiv_"} <= set(seen)  # from all three passes
 
 
 def test_the_sequence_is_forward_and_backward_as_the_profiler_reports_them(recorder: Recorder) -> None:
-    """The optimizer, like all that runs without gradients, is no part of it, nor is what accumulates gradients."""
+    """The optimizer, like everything without gradients, is no part of it, nor is the accumulation of gradients."""
     step, passes = trainer(), trainer(optimizes=False)
     seen = sequence(recorder, step)
     assert seen == sequence(recorder, passes) == without_accumulation(profiled_operators(passes))
@@ -155,7 +155,7 @@ def test_watching_goes_on_after_a_recording_as_before_it_or_as_was_said_in_it(re
 
 @pytest.mark.parametrize("ranks", [1, 64])
 def test_gradient_hooks_are_no_part_of_the_sequence(recorder: Recorder, ranks: int) -> None:
-    """Frameworks reduce and partition gradients in them, in loops over ranks; in callbacks behind a backward, too."""
+    """Frameworks reduce and partition gradients in them, in loops over ranks, and in callbacks after a backward."""
     x = torch.ones(3, requires_grad=True)
 
     def partition(parameter: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A recorder's life: one in a process, errors in any place, forks and exits; nothing is left of it."""
+"""A recorder's life: one per process, errors in any place, forks and exits; nothing is left of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ details = pytest.mark.parametrize("detail", Detail)
 
 
 def assert_gone() -> None:
-    """Neither operators nor allocations reach the native core."""
+    """Check that neither operators nor allocations reach the native core."""
     core = native.load()
     core.take_sequence()
     core.take_requests()
@@ -192,7 +192,7 @@ def test_an_interrupted_step_leaves_the_next_one_as_it_was(
 
 
 def inside_of_an_operator(call: Callable[[], Any]) -> None:
-    """Runs it in the middle of an operator of Python's."""
+    """Run `call` in the middle of an operator that is written in Python."""
     calls.append(call)
     torch.ops.memplug_tests.calls(torch.ones(16))
 

@@ -1,4 +1,4 @@
-"""Blocks of any lifetime: from before a recording, after it, after the recorder, and in hands other than a tensor's."""
+"""Blocks of any lifetime: from before a recording, after it, after the recorder, and not held by a tensor."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ HOLDERS = {
 
 
 def total(held: Any) -> float:
-    """The sum of all elements."""
+    """Return the sum of all elements."""
     if isinstance(held, torch.UntypedStorage):
         held = torch.empty(0).set_(held)
     return held.sum().item()
@@ -120,7 +120,7 @@ def test_whatever_holds_a_block_the_recording_is_exact_and_its_free_is_seen(how:
     trace = record(recorder, step)
     kept_bytes = int(trace.live_bytes[-1])
     assert trace.replays_exactly() is True and trace.requests["nbytes"].max() == 4000
-    # torch takes what it unpickles from the default allocator, whichever is installed
+    # torch takes the memory of unpickled tensors from the default allocator, whichever is installed
     assert native.load().tracked_bytes() == kept_bytes == (0 if how in ("shared memory", "pickle") else 4000)
     assert total(held[0]) in {sum(range(1000)), sum(range(10, 1000)), 2 * sum(range(1000))}
     later = record(recorder, held.clear)

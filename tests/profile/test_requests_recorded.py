@@ -1,4 +1,4 @@
-"""Requests for memory on the CPU: every one of a step, in order, as torch's own profiler counts them."""
+"""Requests for memory on the CPU: all of a step, in order, as torch's own profiler counts them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_each_operator_knows_the_bytes_in_use_as_it_began(
     record(recorder, lambda: kept.append(torch.ones(25)))
     trace = record(recorder, make())
     before = np.searchsorted(trace.events["operator"], np.arange(len(trace.operators)))
-    live = np.concatenate([[trace.base_bytes], trace.live_bytes])  # after that many events
+    live = np.concatenate([[trace.base_bytes], trace.live_bytes])  # after so many events
     assert np.array_equal(trace.operators["in_use_bytes"], live[before])
     assert trace.base_bytes == 100 and (np.diff(trace.operators["time_ns"]) >= 0).all()
 
@@ -117,12 +117,12 @@ THREADS, SLOTS = 8, 32
 
 
 def churn(index: int, rounds: int, slots: list[Any], stop: threading.Event) -> None:
-    """Allocates, and leaves what it allocated to another thread to free."""
+    """Allocate memory, and leave it to another thread to free."""
     generator = np.random.default_rng(index)
     for nbytes, slot in generator.integers(1, (5000, SLOTS), (rounds, 2)):
         if stop.is_set():
             return
-        slots[slot] = torch.empty(nbytes, dtype=torch.uint8)  # what was there is freed here
+        slots[slot] = torch.empty(nbytes, dtype=torch.uint8)  # this frees the former tensor
         torch.ones(64, 8).softmax(0)
 
 
@@ -187,7 +187,7 @@ def test_recordings_begin_and_end_while_other_threads_allocate(recorder: Recorde
 
 
 def test_recordings_begin_and_end_in_the_middle_of_a_backward_of_another_thread(recorder: Recorder) -> None:
-    """It holds no lock of Python's, and each gradient that it leaves is a new peak."""
+    """The backward holds no lock of Python, and each gradient that it leaves is a new peak."""
     weights = [torch.ones(4, requires_grad=True) for _ in range(3000)]
     total = sum(weight.exp().sum() for weight in weights)
     stop = threading.Event()

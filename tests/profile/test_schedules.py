@@ -1,4 +1,4 @@
-"""Synthetic steps are what their schedule says, and made of what was recorded."""
+"""Synthetic steps do what their schedule says, with the recorded operators."""
 
 import dataclasses
 from collections import Counter

@@ -1,4 +1,4 @@
-"""When two steps are the same program: small differences pass; other lengths, operators and orders do not."""
+"""Two steps are the same program if differences are small; not with other lengths, operators or orders."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_few_inserted_or_left_out_operators_are_no_change(operators, insertion
 @pytest.mark.parametrize("where", [0.0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("share", [0.01, 0.04])
 def test_a_block_within_the_tolerance_is_no_change_wherever_it_comes(where, share):
-    """Counted by position it would be: what follows is shifted."""
+    """A comparison by position would count it as one, since it shifts what follows."""
     step = (FORWARD * 16 + BACKWARD * 16) * 2 + OPTIMIZER
     at, extra = int(where * len(step)), [200 + i % 7 for i in range(int(share * len(step)))]
     assert similar(program(step), program(step[:at] + extra + step[at:]), *LIMITS)
@@ -123,7 +123,7 @@ def test_the_number_of_operators_may_differ_by_the_tolerance_of_the_longer(longe
 
 @pytest.mark.parametrize(("total", "same"), [(1050, True), (1060, False), (950, True), (940, False)])
 def test_the_bytes_of_all_region_inputs_may_differ_by_the_tolerance(total, same):
-    """A longer sequence runs the same operators."""
+    """The operators are the same."""
     assert similar(program([1, 2, 3], [500, 500]), program([1, 2, 3], [500, total - 500]), *LIMITS) is same
 
 

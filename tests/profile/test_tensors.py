@@ -1,4 +1,4 @@
-"""Features of tensors: what a loop over the uses makes of them, the same for the same tensor in every iteration."""
+"""Features of tensors equal those of a loop over the uses, and those of the same tensor in every iteration."""
 
 import numpy as np
 from hypothesis import given
@@ -11,7 +11,7 @@ from tests.support.traces import Recording, recordings, training
 
 
 def features_by_loop(trace, ranks):
-    """Appendix A, as it is written there."""
+    """Return the features as appendix A writes them down."""
     seen, rows = {}, []
     for use in trace.uses:
         name = trace.names[trace.operators["name"][use["operator"]]]
@@ -28,7 +28,7 @@ def features_by_loop(trace, ranks):
 
 @st.composite
 def programs(draw):
-    """Many operators by many names, each over a few of few tensors."""
+    """Draw a program of many operators with many names, each with a few of four tensors."""
     recording = Recording()
     tensors = [recording.tensor(draw(st.integers(0, 100)), draw(st.sampled_from("ab"))) for _ in range(4)]
     offset, several = draw(st.integers(0, 300)), st.lists(st.sampled_from(tensors), max_size=3)
@@ -63,7 +63,7 @@ def test_the_most_frequent_operators_come_first_and_equals_by_name(recording):
 def test_a_tensor_is_recognised_at_any_use_in_the_next_iteration_by_what_it_was_in_the_last():
     trace = training(steps=4).trace()
     ranks = ranking(trace)
-    # The weights of the loop live on and have been used more often each time: only what a step makes is made again.
+    # The weights of the loop are used more often in each step: only tensors that a step makes are made again.
     ours = [features(cut(trace, step), ranks)[cut(trace, step).uses["tensor"] >= 2] for step in (1, 2)]
     assert len(ours[0]) > 0
     assert ours[0].tolist() == ours[1].tolist()

@@ -23,7 +23,7 @@ def detailed(recorder: Recorder, step: Callable[[], Any]) -> Trace:
 
 
 def only(trace: Trace, name: str) -> rows.OpEvent:
-    """The one operator of that name."""
+    """Return the only operator of that name."""
     (index,) = [index for index, found in enumerate(operator_names(trace)) if found == name]
     return rows.operator(trace, index)
 

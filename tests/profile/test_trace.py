@@ -1,4 +1,4 @@
-"""A trace is what was recorded: nothing dropped, nothing that cannot be, and the same bytes in use as in the run."""
+"""A trace is what was recorded: nothing dropped, nothing impossible, and the same bytes in use as in the run."""
 
 import re
 import subprocess
@@ -172,7 +172,7 @@ def test_a_step_cut_out_is_what_a_recording_of_that_step_alone_holds():
     for name in ("uses", "tensors", "requests", "live_bytes"):
         assert getattr(second, name).tolist() == getattr(alone, name).tolist(), name
     assert second.operators["name"].tolist() == alone.operators["name"].tolist()
-    # The one event before its first operator finds the last operator of the step before: none, when cut.
+    # The one event before its first operator belongs to the last operator of the step before: to none, when cut.
     assert second.events.tolist() == alone.events.tolist()
 
 
@@ -199,7 +199,7 @@ def test_an_event_of_a_step_that_belongs_to_an_operator_of_another_is_given_to_t
 
 @given(recordings())
 def test_live_bytes_inside_a_step_are_the_same_when_it_is_cut_out(recording):
-    # More than what is ever given back, so that they stay above 0.
+    # More than is ever given back, so that they stay above 0.
     trace = recording.trace(base_bytes=2**46)
     for step in range(len(trace.steps)):
         assert cut(trace, step).live_bytes.tolist() == trace.live_bytes[trace.step_events(step)].tolist()

@@ -1,4 +1,4 @@
-"""A trace's file gives back that trace, or one error that says what to do; whatever happened to its bytes."""
+"""A trace file gives its trace back, or one error that says what to do, whatever happened to its bytes."""
 
 import io
 import json
@@ -116,7 +116,7 @@ FILES = {"saved": None, "long": LEGACY[0]}
 
 @pytest.fixture(params=FILES)
 def good(request, path):
-    """The bytes of a file, and the trace in it."""
+    """Return the bytes of a file, and the trace in it."""
     if FILES[request.param]:
         shutil.copy(FILES[request.param], path)
     else:
@@ -128,7 +128,7 @@ def good(request, path):
 @settings(in_one_folder, max_examples=300)
 def test_any_flipped_bits_leave_the_same_trace_or_an_error(good, tmp_path, data):
     content, original = bytearray(good[0]), good[1]
-    # As likely in the headers and the directory, which are few bytes, as in what is compressed.
+    # As likely in the headers and the directory, which are few bytes, as in the compressed data.
     places = [st.integers(0, 8 * len(content) - 1)]
     for mark in (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06"):
         first = 8 * bytes(content).rfind(mark)
@@ -223,7 +223,7 @@ def test_a_newer_format_is_refused_with_both_versions(path, monkeypatch):
 
 
 class Bomb:
-    """Raises in whoever unpickles it."""
+    """Raises when it is unpickled."""
 
     def __reduce__(self):
         return (exec, ("raise SystemExit('unpickled')",))

@@ -12,12 +12,12 @@ from tests.support import extension
 from tests.support.recording import callbacks
 
 BEGINNINGS, ENDS, TENSORS = range(3)  # in the order of `Need`
-FIRST, SECOND, THIRD = range(3)  # in that of `Order`
+FIRST, SECOND, THIRD = range(3)  # in the order of `Order`
 
 
 @pytest.fixture
 def bus() -> Iterator[Any]:
-    """The extension, which has a bus of its own; nobody watches before and after a test."""
+    """Yield the extension, which has a bus of its own; nobody watches before and after a test."""
     loaded = extension.load()
     loaded.take_heard()
     before = callbacks()
@@ -28,7 +28,7 @@ def bus() -> Iterator[Any]:
 
 
 def heard(bus: Any, call: Callable[[], object]) -> list[tuple[int, str, bool]]:
-    """What watchers were told: their order, the operator, and whether it ended."""
+    """Return what watchers were told: their order, the operator, and whether it ended."""
     bus.take_heard()
     call()
     return bus.take_heard()
@@ -97,7 +97,7 @@ def test_an_operator_is_watched_for_as_long_as_one_of_several_asks(bus: Any, x: 
 def test_one_that_was_silenced_is_told_of_nothing_and_its_end_is_not_that_of_the_next(
     bus: Any, x: torch.Tensor
 ) -> None:
-    """As in the child of a fork."""
+    """A watcher is silenced like this in the child of a fork."""
     former = bus.Watching(THIRD, ENDS)
     bus.silence(THIRD)
     assert heard(bus, x.cos) == []

@@ -1,1 +1,1 @@
-"""The repository keeps its own rules: lint, imports, READMEs, messages."""
+"""Tests of the repository's own rules: lint, imports, READMEs, messages."""

@@ -1,4 +1,4 @@
-"""What the C++ of memplug shows Python is used by memplug's own Python, but for a known few that let tests step."""
+"""Everything that memplug's C++ binds is used by memplug's own Python, except a few names for tests."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ FOR_TESTS = {
         "slab",
         "turn_back",
     ),
-    # what a test compares with
+    # values that a test compares with
     *("arena_owns", "cpu_bytes", "paused", "requested_peak", "running_operator", "tracked_bytes"),
 }
 
 
 def bindings() -> set[str]:
-    """Returns the names that are bound, but for those with underscores, which Python calls by itself."""
+    """Return the names that are bound, except those with underscores, which Python calls by itself."""
     sources = [path.read_text() for path in (ROOT / "memplug").rglob("*module.cpp")]
     return {name for source in sources for name in BINDING.findall(source) if not name.startswith("__")}
 
 
 def names_in(folder: Path) -> Iterator[str]:
-    """Yields attributes and strings of the Python in a folder, and what its C++ calls of Python's."""
+    """Yield the attributes and strings of the Python in a folder, and the Python names that its C++ calls."""
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute):

@@ -1,4 +1,4 @@
-"""tests/gpu_session.sh, for a machine with a GPU: what it names exists, and its steps are limited and stand alone."""
+"""tests/gpu_session.sh, for a machine with a GPU: what it names exists, and its steps are limited and independent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.recipes import checks, layout, settings
 
 SCRIPT = ROOT / "tests/gpu_session.sh"
 MOST_S = 12 * 60
-# in the place of `timeout`: notes what it was to run, and lets one step fail
+# replaces `timeout`: notes the command that it should run, and lets one step fail
 STAND_IN = """#!/usr/bin/env bash
 shift 3
 python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@" >>"$COMMANDS"
@@ -28,7 +28,7 @@ python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@" >>"$COMMANDS
 
 @dataclass(frozen=True)
 class Ran:
-    """What a run of the script left behind."""
+    """The results of a run of the script."""
 
     status: int
     summary: dict[str, str]
@@ -37,7 +37,7 @@ class Ran:
 
 
 def run(folder: Path, *steps: str, fails: str = "no step") -> Ran:
-    """Runs the script without any of its commands."""
+    """Run the script without any of its commands."""
     (folder / "timeout").write_text(STAND_IN)
     (folder / "timeout").chmod(0o755)
     commands, out = folder / "commands", folder / "out"
@@ -60,7 +60,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 def limits() -> dict[str, int]:
-    """Seconds of each step, as the script has them."""
+    """Return the seconds of each step, as in the script."""
     found = re.findall(r"^step (\w+) (\d+) ", SCRIPT.read_text(), re.MULTILINE)
     return {name: int(seconds) for name, seconds in found}
 

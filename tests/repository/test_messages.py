@@ -1,4 +1,4 @@
-"""Codes of messages, and their sections in examples/troubleshooting.md."""
+"""The codes of messages, and their sections in examples/troubleshooting.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.folders import ROOT
 
 
 def constants() -> list[str]:
-    """Returns the texts in memplug's Python, those of a formatted one joined with … between its fixed parts."""
+    """Return the texts in memplug's Python; the fixed parts of a formatted text are joined with "…"."""
     texts = []
     for file in sorted((ROOT / "memplug").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

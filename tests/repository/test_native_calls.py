@@ -1,4 +1,4 @@
-"""The C++ of the package names no attribute of memplug's Python classes but in calls.h, which is compared with them."""
+"""Only calls.h names attributes of memplug's Python classes in C++, and it is compared with them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MODULE = re.compile(r"\bimport\(\s*\"(memplug[\w.]*)\"|PyImport_\w+\(\s*\"(mempl
 
 
 def names_of_python(text: str, constants: AbstractSet[str] = frozenset()) -> set[str]:
-    """Returns the attributes and the modules of memplug that C++ text asks Python for by their names."""
+    """Return the attributes and the modules of memplug that C++ text asks Python for by name."""
     found = {first or second.strip('"') for first, second in BY_NAME.findall(text)}
     return found - OTHERS - constants | {first or second for first, second in MODULE.findall(text)}
 
 
 def sources() -> list[Path]:
-    """Returns the C++ files of the package."""
+    """Return the C++ files of the package."""
     return [file for file in sorted((ROOT / "memplug").rglob("*")) if file.suffix in (".cpp", ".h")]
 
 

@@ -14,7 +14,7 @@ from tests.support.readmes import broken_links, check, commands_of, documents, r
 
 @pytest.fixture(autouse=True)
 def as_a_user_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the repository's folder, under a launcher."""
+    """Run in the repository's folder, under a launcher."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -123,7 +123,7 @@ PATH = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|cpp|h|md|sh))`")
 
 @pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_path_that_a_document_names_is_there(document: Path) -> None:
-    """A path starts at the repository, the package or the folder of the document."""
+    """Paths are relative to the repository, the package or the folder of the document."""
     named = PATH.findall(document.read_text())
     roots = (ROOT, ROOT / "memplug", document.parent)
     assert [path for path in named if not any((root / path).exists() for root in roots)] == []

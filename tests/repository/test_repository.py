@@ -1,4 +1,4 @@
-"""The repository keeps its own rules: lint, imports that point one way, and a README whose commands exist."""
+"""The repository keeps its own rules: lint, imports in one direction, and a README whose commands exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_imports_point_one_way() -> None:
 
 
 def imports_by_module() -> dict[str, set[str]]:
-    """Returns the modules that each module imports, wherever it does so, types included."""
+    """Return the modules that each module imports, anywhere in it, including for types."""
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text())
         for path in (ROOT / "memplug").rglob("*.py")
@@ -69,7 +69,7 @@ def test_importing_memplug_imports_nothing_heavy() -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package as a wheel has it."""
+    """Build the package as a wheel contains it."""
     pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("installed")
     built = run("-c", "import setuptools; setuptools.setup()", "build_py", "--build-lib", str(folder))
@@ -78,7 +78,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_installed_memplug_has_all_of_its_sources(installed: Path) -> None:
-    """Of C++ too, wherever they lie: the native core is built from them."""
+    """The C++ sources too, in any folder: the native core is built from them."""
     for pattern in ("*.py", "*.cpp", "*.h"):
         files = [path.relative_to(ROOT / "memplug") for path in (ROOT / "memplug").rglob(pattern)]
         assert files and [str(file) for file in files if not (installed / file).is_file()] == []
@@ -100,7 +100,7 @@ def test_scripts_and_configurations_that_the_readmes_name_exist() -> None:
 
 
 def test_the_two_commands_of_the_readme_install_the_same_way() -> None:
-    """The one that trains and the one that tests differ in the extra that they install and in what they run."""
+    """The commands to train and to test differ in the extra that they install and in what they run."""
     text = (ROOT / "README.md").read_text()
     blocks = [re.search(rf"<!-- {name} -->\s*```bash\n(.*?)```", text, re.S).group(1) for name in ("train", "tests")]
     installs = [re.sub(r"\[\w+\]", "[]", block.rsplit("&&", 1)[0]) for block in blocks]

@@ -1,4 +1,4 @@
-"""A technique is a room, and named wherever one has to be: whoever adds one and leaves a place out finds it here."""
+"""A technique is a room with entries in several places; a new technique that lacks one fails here."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PACKAGE = ROOT / "memplug"
 
 
 def contract(name: str) -> configparser.SectionProxy:
-    """One of the linter's."""
+    """Return a contract of the import linter."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     return setup[f"importlinter:contract:{name}"]
 
 
 def test_each_room_with_a_technique_has_a_section_and_an_entry() -> None:
-    rooms = {path.parent.name for path in PACKAGE.glob("*/technique.py")} - {"session"}  # which has the interface
+    rooms = {path.parent.name for path in PACKAGE.glob("*/technique.py")} - {"session"}  # it has the interface
     assert sorted(rooms) == sorted(TECHNIQUES)
     assert sorted(technique.name for technique in (AGREED, *FOLLOWING)) == sorted(TECHNIQUES)
 
@@ -57,7 +57,7 @@ def test_the_native_core_has_every_folder_of_cpp_but_libraries_of_their_own() ->
 
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_no_technique_reads_the_section_of_another(name: str) -> None:
-    """What it has to know of others it is given (`memplug.session.given`)."""
+    """It is given what it has to know of others (`memplug.session.given`)."""
     for file in (PACKAGE / name).rglob("*.py"):
         read = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
         of_block = {node.attr for node in read if re.search(r"\b_?(config|block)$", ast.unparse(node.value))}

@@ -1,4 +1,4 @@
-"""Private names of torch are in the two files that say so, and nowhere else."""
+"""Private names of torch occur in the two files for them, and nowhere else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPERATORS = "torch.ops."  # their names are registered
 
 
 def private_uses(source: str) -> set[str]:
-    """Returns private names of torch that a module imports, reaches through what it imported, or has as text."""
+    """Return private names of torch that a module imports, reaches through its imports, or has as text."""
     tree = ast.parse(source)
     known: dict[str, str] = {}
     found: set[str] = set()
@@ -44,7 +44,7 @@ def private_uses(source: str) -> set[str]:
 
 
 def chain_of(node: ast.expr) -> list[str]:
-    """Returns the names of `a.b.c`, or none where it begins with no name."""
+    """Return the names of `a.b.c`, or none if it does not begin with a name."""
     if isinstance(node, ast.Name):
         return [node.id]
     before = chain_of(node.value) if isinstance(node, ast.Attribute) else []
@@ -107,7 +107,7 @@ HEADERS = {
     r"c10/core/(StorageImpl|TensorImpl|StorageMaterializer)\.h": {"torch_private.h"},
     r"c10/core/impl/(LocalDispatchKeySet|TorchDispatchModeTLS)\.h": {"torch_private.h"},
 }
-# Names that torch_private.h has others for.
+# Names of torch that torch_private.h wraps in names of its own.
 NAMES = (
     r"sequence_number::|_no_checks|version_counter\(\)|set_version_counter|shallow_copy_and_detach|TensorImpl::VIEW|_set_(conj|neg)\b"
     r"|TorchDispatchModeTLS|PythonTorchFunctionTLS|PyObject_TorchDispatchMode|LocalDispatchKeySet|ForceDispatchKeyGuard"

@@ -59,8 +59,6 @@ def classes() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 def test_a_class_name_stands_for_one_thing() -> None:
     python, native = classes()
     assert len(python) > 300 and len(native) > 150
-    twice = {
-        name: files for names in (python, native) for name, files in names.items() if len(files) > 1
-    }
+    twice = {name: files for names in (python, native) for name, files in names.items() if len(files) > 1}
     assert {name: files for name, files in twice.items() if name not in FRAMEWORKS_OWN} == {}
     assert python.keys() & native.keys() == MIRRORED

@@ -1,4 +1,4 @@
-"""Charts of a step on the virtual device, by spans that are made up."""
+"""Charts of a step on the virtual device, from made-up spans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `memplug show` says and draws is what the trace holds: sums, maxima, places and words."""
+"""`memplug show` says and draws what the trace holds: sums, maxima, places and words."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.traces import LEGACY, Recording, recordings, training
 def test_summary_of_a_training_run():
     trace = training_trace(layers=4, micro_batches=2, steps=3, unit_bytes=8 * MIB, base_bytes=96 * MIB)
     facts = summary(trace)
-    # Two units of gradients a layer, and while the second backward begins, six units of activations and one on its way.
+    # Two units of gradients a layer; as the second backward begins, six units of activations, and one being made.
     peak_bytes = 96 * MIB + 8 * MIB * (2 * 4 + 6 * 4 + 1)
     assert facts["peak_bytes"] == facts["allocator_peak_bytes"] == peak_bytes
     assert facts["replays_exactly"] is True

@@ -19,7 +19,7 @@ from memplug.show.snapshot import snapshot, write_snapshot
 from tests.support.show_traces import MIB, odd_trace, training_trace
 from tests.support.traces import LEGACY, Recording, recordings, training
 
-# What MemoryViz.js in pytorch/pytorch, which pytorch.org/memory_viz runs, can unpickle.
+# Opcodes that MemoryViz.js in pytorch/pytorch, which pytorch.org/memory_viz runs, can unpickle.
 OPCODES_OF_MEMORY_VIZ = {
     *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "NONE"),
     *("NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE"),
@@ -29,12 +29,15 @@ OPCODES_OF_MEMORY_VIZ = {
 
 
 def replayed(made: dict) -> tuple[int, dict[int, int]]:
-    """The most bytes in use, and the sizes by address at the end; fails where blocks overlap in time or leave."""
+    """Return the most bytes in use, and the sizes by address at the end.
+
+    Fail if blocks overlap in time or leave their segment.
+    """
     (events,) = made["device_traces"]
     ranges = {each["address"]: each["total_size"] for each in made["segments"]}
     allocated = {event["addr"] for event in events if event["action"] == "alloc"}
     live, seen = {}, set()
-    # What is there before: blocks that only a free, or only the end, knows of.
+    # Blocks from before: only a free, or only the end, shows them.
     for event in events:
         if event["action"] == "alloc":
             seen.add(event["addr"])
@@ -94,7 +97,7 @@ def test_snapshot_is_read_by_torch_and_holds_only_what_memory_viz_can_unpickle(t
     assert {opcode.name for opcode, _, _ in pickletools.genops(content)} <= OPCODES_OF_MEMORY_VIZ
     assert content[:2] == b"\x80\x04", "later protocols are refused"
     made = pickle.loads(content)
-    # These raise where blocks do not add up to their segments.
+    # These raise if blocks do not add up to their segments.
     assert f"segments: {len(made['segments'])}" in _memory_viz.segsum(made)
     events = made["device_traces"][0]
     assert not events or f"{len(events)} entries" in _memory_viz.trace(made)
@@ -137,7 +140,7 @@ def test_snapshot_gives_memory_viz_the_category_without_which_it_stops():
 def test_snapshot_keeps_streams_in_segments_of_their_own():
     made = snapshot(odd_trace())
     assert [segment["stream"] for segment in made["segments"]] == [0, 3]
-    # 5 MiB before, of which 2 are given back; a request of none has an address too.
+    # 5 MiB from before, of which 2 are given back; a request of 0 bytes has an address too.
     assert [segment["total_size"] for segment in made["segments"]] == [6 * MIB - 512, MIB + 512]
     assert [segment["requested_size"] for segment in made["segments"]] == [3 * MIB, MIB]
 

@@ -23,7 +23,7 @@ from tests.support.traces import LEGACY, Recording
 
 
 class Page:
-    """What the script of a page gives to plotly."""
+    """The data that the script of a page gives to plotly."""
 
     def __init__(self, path) -> None:
         self.text = path.read_text(encoding="utf-8")
@@ -137,7 +137,7 @@ def test_names_cannot_break_out_of_the_page(page):
 
 @pytest.fixture
 def pixels(chrome, tmp_path):
-    """uint8[height, width, 3]."""
+    """Return a function that draws a trace as uint8[height, width, 3]."""
 
     def write(trace) -> np.ndarray:
         image = pixels_of(trace_figure(trace), tmp_path / "picture.png")
@@ -154,7 +154,7 @@ def colour(text: str) -> list[int]:
 def test_picture_shows_every_group_in_its_colour_as_high_as_it_is(pixels):
     trace = training_trace(layers=4, micro_batches=2, base_bytes=512 * MIB)
     image, line = pixels(trace), timeline(trace)
-    # Without the legends beside, and the strips below.
+    # Without the legends at the side and the strips below.
     above, below = image[:520, :1300], image[520:900, :1300]
     for half, groups, levels in (
         (above, line.phases.groups, line.bytes_by_phase),
@@ -204,7 +204,7 @@ def test_without_the_package_one_sentence_says_what_to_install(tmp_path, monkeyp
 
 
 class Kaleido:
-    """Stands in for kaleido: draws nothing, and keeps what it was given."""
+    """Stands in for kaleido: draws nothing, and keeps its arguments."""
 
     def __init__(self, monkeypatch, error: Exception | None = None) -> None:
         kaleido = pytest.importorskip("kaleido")

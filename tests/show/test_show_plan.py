@@ -1,4 +1,4 @@
-"""`memplug show` of a plan: in words, as JSON, drawn, and refused where it is damaged."""
+"""`memplug show` of a plan: in words, as JSON, drawn, and refused if it is damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without a technique's room plans, traces and blocks are shown by the techniques that are there."""
+"""If the room of a technique is missing, the other techniques show plans, traces and blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans are shown by the techniques that are there, each of which answers for its part alone."""
+"""Plans are shown by the present techniques, each of which shows only its own part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.memory_plans import decided_plan, target
 
 
 def plan():
-    """With a part of each technique."""
+    """Return a plan with a part of each technique."""
     return decided_plan().with_part(SwapPart(targets=(target("aten::mm", 3),)))
 
 
@@ -41,7 +41,7 @@ def test_no_technique_takes_the_keys_of_another():
 
 @pytest.fixture(params=TECHNIQUES)
 def gone(request, monkeypatch) -> str:
-    """A technique whose room is not there."""
+    """Remove the room of a technique, and return its name."""
     monkeypatch.setattr(techniques, "has_technique", lambda name: name != request.param)
     return request.param
 

@@ -1,4 +1,4 @@
-"""Both pages of `memplug show` fill the window without scrolling, and every number under the pointer has its unit."""
+"""Both pages of `memplug show` fill the window without scrolling, and all numbers at the pointer have units."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def phased_plan():
 
 
 def figure_of(page: str) -> tuple[list[dict], dict, dict]:
-    """The data, layout and configuration that the page gives to plotly."""
+    """Return the data, layout and configuration that the page gives to plotly."""
     decoder, at, found = json.JSONDecoder(), page.rindex("Plotly.newPlot("), []
     for bracket in "[{{":
         value, at = decoder.raw_decode(page, page.index(bracket, at))
