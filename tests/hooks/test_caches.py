@@ -52,7 +52,7 @@ def losses_and_gradients(model: nn.Module, session: Any = None) -> list[tuple[to
 
 @alphas
 @pytest.mark.parametrize("kind", ["causal", "encoder-decoder"])
-def test_prefix_tuning_of_peft_trains(kind: str, alpha: Any) -> None:
+def test_peft_prefix_tuning_trains_as_without_memplug(kind: str, alpha: Any) -> None:
     peft = pytest.importorskip("peft")
 
     class Tuned(nn.Module):
@@ -82,7 +82,7 @@ def opaque(session: Any) -> None:
 @alphas
 @regions
 @pytest.mark.parametrize("is_opaque", [False, True])
-def test_a_prefix_that_is_trained_is_an_input(alpha: Any, regions: Any, is_opaque: bool) -> None:
+def test_trained_prefix_gets_the_same_gradients_as_without_memplug(alpha: Any, regions: Any, is_opaque: bool) -> None:
     plain, model = losses_and_gradients(Prefixed()), Prefixed()
     assert all(gradient["prefix"].abs().max() > 0 for _, gradient in plain)
     with memplug.attach(
@@ -96,7 +96,7 @@ def test_a_prefix_that_is_trained_is_an_input(alpha: Any, regions: Any, is_opaqu
 
 
 @alphas
-def test_a_layer_is_given_a_cache_where_the_model_makes_one(alpha: Any) -> None:
+def test_each_layer_updates_the_empty_cache_once(alpha: Any) -> None:
     """Use the layer's rounding: keys of a cache are contiguous, for which a matmul may round differently."""
     seen = []
 
@@ -111,7 +111,7 @@ def test_a_layer_is_given_a_cache_where_the_model_makes_one(alpha: Any) -> None:
         assert seen == [0, 0, 0]
 
 
-def test_a_cache_knows_its_length_and_takes_no_memory() -> None:
+def test_returned_cache_keeps_its_length_but_no_tensors() -> None:
     model, x = tiny_llama(), tokens()
     with memplug.attach(model, block()):
         out = model(input_ids=x, labels=x)
@@ -134,7 +134,7 @@ def assert_same_training(model: nn.Module, x: torch.Tensor, cache: Any, plain_ca
 
 
 @pytest.mark.parametrize("is_opaque", [False, True])
-def test_a_cache_that_was_filled_without_gradients_is_attended_to(is_opaque: bool) -> None:
+def test_cache_filled_without_gradients_is_attended_to(is_opaque: bool) -> None:
     model, x = tiny_llama(), tokens()
     with memplug.attach(model, block()) as session:
         if is_opaque:
@@ -145,7 +145,7 @@ def test_a_cache_that_was_filled_without_gradients_is_attended_to(is_opaque: boo
 
 
 @pytest.mark.parametrize("is_opaque", [False, True])
-def test_a_static_cache_is_written_to_as_without_memplug(is_opaque: bool) -> None:
+def test_static_cache_is_written_as_without_memplug(is_opaque: bool) -> None:
     def prefilled(model: nn.Module) -> StaticCache:
         cache = StaticCache(model.config, max_cache_len=32)
         with torch.no_grad():
@@ -165,7 +165,7 @@ def test_a_static_cache_is_written_to_as_without_memplug(is_opaque: bool) -> Non
 
 @pytest.mark.parametrize("ending", ["backward", "failed", "dropped"])
 @pytest.mark.parametrize("is_opaque", [False, True])
-def test_a_cache_that_a_region_wrote_to_holds_no_step(is_opaque: bool, ending: str) -> None:
+def test_written_cache_does_not_keep_model_or_session_alive(is_opaque: bool, ending: str) -> None:
     def step() -> list[weakref.ref[Any]]:
         model, x = tiny_llama(), tokens()
         cache = StaticCache(model.config, max_cache_len=48)
@@ -188,7 +188,7 @@ def test_a_cache_that_a_region_wrote_to_holds_no_step(is_opaque: bool, ending: s
     assert [each() for each in left] == [None] * 3
 
 
-def test_a_cache_written_to_before_backward_is_an_error_that_names_the_region() -> None:
+def test_cache_written_before_backward_raises_and_names_the_region() -> None:
     model, x = LlamaForCausalLM(LlamaConfig(**{**tiny_llama().config.to_dict(), "num_key_value_heads": 4})), tokens()
     cache = StaticCache(model.config, max_cache_len=48)
     with memplug.attach(model, block()):

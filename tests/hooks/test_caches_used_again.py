@@ -102,7 +102,7 @@ def assert_alike(found: Found, expected: Found, exact: bool = True) -> None:
 
 @alphas
 @uses
-def test_holds_to_the_bit(use: Callable[[nn.Module], Found], alpha: Any) -> None:
+def test_gradients_through_reused_cache_equal_plain_training(use: Callable[[nn.Module], Found], alpha: Any) -> None:
     expected, model = use(tiny_llama()), tiny_llama()
     with memplug.attach(model, block(alpha=alpha)) as session:
         assert_alike(use(model), expected, exact=alpha != "auto")
@@ -110,7 +110,7 @@ def test_holds_to_the_bit(use: Callable[[nn.Module], Found], alpha: Any) -> None
 
 
 @uses
-def test_opaque_regions_leave_their_tensors_from_the_first_use_on(use: Callable[[nn.Module], Found]) -> None:
+def test_opaque_regions_keep_cache_tensors_after_one_error(use: Callable[[nn.Module], Found]) -> None:
     expected, model = use(tiny_llama()), tiny_llama()
     with memplug.attach(model, block()) as session:
         for region in session._attached.regions:
@@ -121,7 +121,7 @@ def test_opaque_regions_leave_their_tensors_from_the_first_use_on(use: Callable[
         assert_alike(use(model), expected)
 
 
-def test_a_cache_whose_graph_is_gone_is_an_error_once() -> None:
+def test_cache_used_after_its_backward_raises_once() -> None:
     def use(model: nn.Module) -> Found:
         loss, cache = segment(model, 0)
         loss.backward()
@@ -139,7 +139,7 @@ def test_a_cache_whose_graph_is_gone_is_an_error_once() -> None:
             assert_alike(use(model), expected)
 
 
-def test_a_cache_that_outlives_its_graph_keeps_nothing_of_it() -> None:
+def test_cache_that_outlives_its_graph_holds_no_frames() -> None:
     model = tiny_llama()
     with memplug.attach(model, block()) as session:
         loss, cache = segment(model, 0)
@@ -150,7 +150,7 @@ def test_a_cache_that_outlives_its_graph_keeps_nothing_of_it() -> None:
         assert session._attached.executor.flow.live == 0
 
 
-def test_a_detached_cache_can_be_copied() -> None:
+def test_detached_cache_can_be_copied() -> None:
     model, plain = tiny_llama(), tiny_llama()
     (_, expected) = segment(plain, 0)
     with memplug.attach(model, block()):

@@ -110,7 +110,7 @@ def tree(tmp_path: Path) -> SourceTree:
         "pack:nn.Module",  # of another package
     ],
 )
-def test_a_symbol_is_there_where_it_is_defined_imported_or_inherited(symbol: str, tree: SourceTree) -> None:
+def test_defined_imported_or_inherited_symbol_is_found(symbol: str, tree: SourceTree) -> None:
     assert verdict(tree, symbol).status == THERE
 
 
@@ -127,7 +127,7 @@ def test_a_symbol_is_there_where_it_is_defined_imported_or_inherited(symbol: str
         "pack.star:nothing",
     ],
 )
-def test_a_symbol_that_is_nowhere_is_gone(symbol: str, tree: SourceTree) -> None:
+def test_missing_symbol_is_reported_gone(symbol: str, tree: SourceTree) -> None:
     assert verdict(tree, symbol).status == GONE
 
 
@@ -139,7 +139,7 @@ def test_a_symbol_that_is_nowhere_is_gone(symbol: str, tree: SourceTree) -> None
         ("pack.engine:Hint", "pack.base"),  # imported only for annotations
     ],
 )
-def test_a_symbol_that_moved_is_found_and_its_place_named(symbol: str, place: str, tree: SourceTree) -> None:
+def test_moved_symbol_is_found_and_its_new_place_named(symbol: str, place: str, tree: SourceTree) -> None:
     found = verdict(tree, symbol)
     assert (found.status, found.note) == (MOVED, f"in {place}")
 
@@ -150,12 +150,12 @@ def test_one_of_several_alternatives_is_enough(tree: SourceTree) -> None:
     assert verdict(tree, ("pack.engine:Engine.fly", "pack.engine:Engine.swim")).status == GONE
 
 
-def test_parameters_that_only_keyword_arguments_take_are_told_apart(tree: SourceTree) -> None:
+def test_parameter_taken_only_by_kwargs_is_noted(tree: SourceTree) -> None:
     assert verdict(tree, "pack.engine:Engine.step(closure)").note == ""
     assert verdict(tree, "pack.engine:Engine.step(closure, scale)").note == "scale by **kwargs"
 
 
-def test_text_is_found_however_it_is_broken_into_lines_and_where_it_moved_to(tree: SourceTree) -> None:
+def test_text_is_found_across_line_breaks_and_in_other_files(tree: SourceTree) -> None:
     assert verdict(tree, Text('m.def("fwd(" "Tensor q)', "pack/csrc/ops.cpp")).status == THERE
     assert verdict(tree, Text("TORCH_LIBRARY(pack_ops,")).status == THERE
     moved = verdict(tree, Text("TORCH_LIBRARY(pack_ops,", "pack/engine.py"))
@@ -163,13 +163,13 @@ def test_text_is_found_however_it_is_broken_into_lines_and_where_it_moved_to(tre
     assert verdict(tree, Text("TORCH_LIBRARY(other_ops,")).status == GONE
 
 
-def test_a_file_that_this_python_cannot_parse_is_named(tmp_path: Path) -> None:
+def test_file_that_does_not_parse_is_named(tmp_path: Path) -> None:
     broken = SourceTree(folder_with(tmp_path, {"pack/__init__.py": "def step(:\n"}), "pack")
     found = verdict(broken, "pack:step")
     assert found.status == GONE and "cannot parse" in found.note and "__init__.py" in found.note
 
 
-def test_the_exit_status_tells_whether_a_symbol_is_gone(
+def test_exit_status_is_1_if_a_symbol_is_gone_or_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     package = Package("pack", {"memplug/a.py": ("pack:Engine",)}, imitated=("pack:Imitated",))
@@ -181,11 +181,11 @@ def test_the_exit_status_tells_whether_a_symbol_is_gone(
     assert "1 of 2 there, 1 gone" in capsys.readouterr().out
     moved = Package("pack", {"memplug/a.py": ("pack.engine:moved_here",)})
     monkeypatch.setattr(check_symbols, "PACKAGES", {"pack": moved})
-    assert main(["pack", "--source", str(tmp_path)]) == 1, "memplug does not find it"
+    assert main(["pack", "--source", str(tmp_path)]) == 1, "memplug looks only in the old place"
     assert "0 of 1 there, 1 moved" in capsys.readouterr().out
 
 
-def test_sources_come_from_the_package_index_and_nothing_of_them_runs(tmp_path: Path) -> None:
+def test_sources_come_from_package_index_and_never_run(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     files = {
         "setup.py": f"open({str(ran)!r}, 'w')\n",
@@ -214,7 +214,7 @@ def test_sources_come_from_the_package_index_and_nothing_of_them_runs(tmp_path: 
     assert not ran.exists()
 
 
-def test_a_package_that_is_on_no_index_asks_for_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+def test_package_on_no_index_is_reported_without_failing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["flash-attn-3"]) == 0
     assert "could not get the sources" in capsys.readouterr().out
 
@@ -234,7 +234,7 @@ def names_of(*packages: Package) -> set[str]:
     [(deepspeed, "patched"), (megatron, "patched"), (megatron_training, "patched"), (transformer_engine, "patched")]
     + [(transformer_engine, "class")],
 )
-def test_every_symbol_in_the_tables_of_the_hooks_is_asked_for(hooks: ModuleType, title: str) -> None:
+def test_every_symbol_in_hook_tables_is_checked(hooks: ModuleType, title: str) -> None:
     table = (hooks.__doc__ or "").partition(f"| {title} |")[2].partition("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines()[2:]]
     told = [name.rpartition(".")[2] for cell in cells for name in re.findall("`([^`]+)`", cell)]
@@ -246,7 +246,7 @@ def test_every_symbol_in_the_tables_of_the_hooks_is_asked_for(hooks: ModuleType,
     assert not missing
 
 
-def test_every_import_of_a_checked_package_is_asked_for() -> None:
+def test_every_import_from_framework_packages_is_checked() -> None:
     known = names_of(*PACKAGES.values())
     # except for torch, most of which is public
     folders = tuple(f"{package.folder.partition('/')[0]}." for package in PACKAGES.values() if package is not TORCH)
@@ -266,7 +266,7 @@ def test_every_import_of_a_checked_package_is_asked_for() -> None:
     assert not missing
 
 
-def test_what_the_hooks_name_as_data_is_asked_for() -> None:
+def test_every_symbol_in_hook_constants_is_checked() -> None:
     config = "megatron.core.transformer.transformer_config:TransformerConfig."
     known = names_of(MEGATRON, TRANSFORMER_ENGINE)
     assert {f"{config}{key}" for key in megatron._CONFLICTS} <= known
@@ -275,7 +275,7 @@ def test_what_the_hooks_name_as_data_is_asked_for() -> None:
     assert {*transformer_engine._KINDS, megatron.LAYER_CLASS.rpartition(".")[2]} <= classes
 
 
-def test_every_private_name_of_torch_is_asked_for() -> None:
+def test_every_private_torch_name_is_checked() -> None:
     known = " ".join(names_of(TORCH))
     text = (ROOT / "memplug/torch_private.py").read_text()
     named = {name.rpartition(".")[2] for name in re.findall(r'"torch(?:\.\w+)*\.(\w+)"', text)} - {"_distributed_c10d"}
@@ -285,7 +285,7 @@ def test_every_private_name_of_torch_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("name", "package"), [("megatron.core", MEGATRON), ("deepspeed", DEEPSPEED), ("torch", TORCH)])
-def test_the_installed_package_has_all_that_memplug_relies_on(name: str, package: Package) -> None:
+def test_installed_package_has_all_names_that_memplug_uses(name: str, package: Package) -> None:
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         pytest.skip(f"{name} is not installed")
     spec = importlib.util.find_spec(name.partition(".")[0])
@@ -298,7 +298,7 @@ def test_the_installed_package_has_all_that_memplug_relies_on(name: str, package
 
 
 @pytest.mark.parametrize("package", [TRANSFORMER_ENGINE, FLASH_ATTN], ids=lambda package: package.folder)
-def test_stand_ins_have_what_memplug_relies_on_and_what_they_imitate(package: Package) -> None:
+def test_stand_ins_have_all_names_that_memplug_uses(package: Package) -> None:
     found = check(ROOT / "tests/support/stand_ins", package, stand_ins=True)
     lacking = [each.symbol for _, each in found if each.status != THERE]
     # its metaclass supplies it, depending on the version that the stand-in reports

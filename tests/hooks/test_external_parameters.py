@@ -41,7 +41,7 @@ class WithBias(nn.Linear):
 
 
 class Returns(nn.Module):
-    """A layer of which a child returns a parameter."""
+    """A layer whose child returns a parameter."""
 
     def __init__(self) -> None:
         super().__init__()

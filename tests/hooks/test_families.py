@@ -17,12 +17,12 @@ from tests.support.families import Cannot, Family
 
 FAMILIES = families.families()
 STATEFUL = ("gemma3n_text", "gemma4_text", "qwen3_next", "nemotron_h", "jamba", "zamba2", "minimax", "mt5", "bart")
-"""Families with caches of more than keys and values, with shared caches, or with other rounding without them."""
+"""Families whose caches hold more than keys and values, are shared, or change the rounding."""
 Steps = list[tuple[torch.Tensor, dict[str, torch.Tensor | None]]]
 
 
 def cases() -> list[Any]:
-    """Return all families; those that are neither named above nor every sixteenth are long."""
+    """Return all families; all but the stateful ones and every sixteenth are marked long."""
     chosen = {str(family) for family in FAMILIES[::16]} | {str(each) for each in FAMILIES if each.name in STATEFUL}
     return [
         pytest.param(family, id=str(family), marks=[] if str(family) in chosen else pytest.mark.long)
@@ -73,7 +73,7 @@ def difference(found: Steps, expected: Steps) -> str:
 
 @pytest.mark.parametrize("family", cases())
 @pytest.mark.filterwarnings("ignore")
-def test_a_family_trains_as_without_memplug(family: Family, caplog: pytest.LogCaptureFixture) -> None:
+def test_family_trains_as_without_memplug(family: Family, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     try:
         expected = plain(family)
@@ -84,7 +84,7 @@ def test_a_family_trains_as_without_memplug(family: Family, caplog: pytest.LogCa
         with attach(model, alpha) as session:
             found = list(families.steps(model, session))
             if difference(found, expected) and difference(plain(family), expected):
-                pytest.skip("without memplug it is another training each time")
+                pytest.skip("training is not deterministic without memplug")
             assert not difference(found, expected), f"alpha {alpha}"
             assert session.report().tokenwise.forwards, "a region ran"
 

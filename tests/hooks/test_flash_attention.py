@@ -27,7 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("alpha", EXACT)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_losses_and_gradients_are_those_without_memplug_to_the_bit(
+def test_losses_and_gradients_equal_plain_training_to_the_bit(
     program: str, alpha: str, results: dict[str, Any]
 ) -> None:
     assert_same(results[f"{program} none"], results[f"{program} {alpha}"])
@@ -35,7 +35,7 @@ def test_losses_and_gradients_are_those_without_memplug_to_the_bit(
 
 @pytest.mark.parametrize("alpha", EXACT)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_attention_runs_once_in_a_step(program: str, alpha: str, results: dict[str, Any]) -> None:
+def test_attention_runs_once_per_step(program: str, alpha: str, results: dict[str, Any]) -> None:
     plain, found = results[f"{program} none"], results[f"{program} {alpha}"]
     name = "FlashAttnFunc" if program.endswith("whole") else "FlashAttnVarlenFunc"
     assert found["functions"] == plain["functions"] == {f"{name} (3)" if "3" in program else name: 3}

@@ -36,7 +36,7 @@ from tests.support.flex_layers import (
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let FlexAttention's backward run on the CPU, where torch refuses it for want of a fused kernel."""
+    """Let FlexAttention's backward run on the CPU, where torch refuses it for lack of a fused kernel."""
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
     with contextlib.ExitStack() as stack:
         stack.callback(torch.compiler.reset)
@@ -51,7 +51,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> int:
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 @pytest.mark.parametrize("layer", [Attends, Biased])
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_a_compiled_call_is_a_unit_that_runs_once_a_step_and_is_compiled_once(
+def test_compiled_call_is_compiled_once_and_runs_once_per_step(
     alpha: float,
     layer: type[nn.Module],
     backend: str,
@@ -67,9 +67,7 @@ def test_a_compiled_call_is_a_unit_that_runs_once_a_step_and_is_compiled_once(
 
 
 @pytest.mark.parametrize("layer", [Attends, Biased])
-def test_a_plan_is_made_of_what_it_saved_and_nothing_is_compiled_again(
-    layer: type[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planning_compiles_nothing_again(layer: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
     compile_with(counted, monkeypatch)
     report = trained("auto", layer, 16 * (TOKENS,), counted)
@@ -77,7 +75,7 @@ def test_a_plan_is_made_of_what_it_saved_and_nothing_is_compiled_again(
     assert [graphs for graphs, _ in report["compiled"]] == [1, *15 * [0]]
 
 
-def test_where_regions_run_by_themselves_again_their_compiled_code_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_regions_use_the_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
     compile_with(counted, monkeypatch)
     model = Model()
@@ -90,7 +88,7 @@ def test_where_regions_run_by_themselves_again_their_compiled_code_is_used(monke
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_other_lengths_are_compiled_once_and_gradients_hold(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_length_is_compiled_twice(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
     compile_with(counted, monkeypatch)
     report = trained(alpha, Biased, (128, 256, 384, 128, 256, 384), counted)
@@ -100,7 +98,7 @@ def test_other_lengths_are_compiled_once_and_gradients_hold(alpha: float, monkey
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_under_autocast(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_call_runs_once_per_step_under_autocast(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
     compile_with(counted, monkeypatch)
     report = trained(alpha, counted=counted, around=lambda: torch.autocast("cpu", torch.bfloat16))
@@ -109,9 +107,7 @@ def test_under_autocast(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_in_an_opaque_region_it_runs_again_with_the_module_and_compiled(
-    alpha: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_opaque_region_runs_the_compiled_call_again(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
     compile_with(counted, monkeypatch)
     report = trained(alpha, Opaque, counted=counted)
@@ -119,8 +115,8 @@ def test_in_an_opaque_region_it_runs_again_with_the_module_and_compiled(
     assert report["compiled"] == [(1, 2 * LAYER_COUNT), *3 * [(0, 2 * LAYER_COUNT)]]
 
 
-def test_kernels_that_no_operator_shows_are_a_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile with Inductor, whose kernels no operator shows; it has none for the backward on a CPU."""
+def test_inductor_kernels_form_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile with Inductor: no operator shows its kernels, and it has none for a backward on the CPU."""
     counted = Counted("inductor")
     compile_with(counted, monkeypatch)
     report = trained(0.0, Frozen, counted=counted)
@@ -129,9 +125,7 @@ def test_kernels_that_no_operator_shows_are_a_units(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_where_it_saves_another_number_of_tensors_that_is_another_program(
-    alpha: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_number_of_saved_tensors_may_change_between_steps(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = SavesMore(lambda calls: calls // (2 * LAYER_COUNT) % 3 == 1)
     compile_with(counted, monkeypatch)
     report = trained(alpha, lengths=8 * (TOKENS,), counted=counted)
@@ -158,13 +152,13 @@ def recomputed(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_clean(session._attached.executor)
 
 
-def test_where_a_plan_recomputes_it_it_runs_again_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_that_captures_nothing_runs_the_call_again(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
     recomputed(counted, monkeypatch)
-    assert counted.graphs == 2, "that of the reference, and that of the regions"
+    assert counted.graphs == 2, "one for the reference, one for the regions"
 
 
-def test_where_it_saves_another_number_of_tensors_when_it_runs_again_that_is_an_error(
+def test_recompute_pass_that_saves_more_tensors_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = 4 * LAYER_COUNT  # two steps of both models
@@ -174,7 +168,7 @@ def test_where_it_saves_another_number_of_tensors_when_it_runs_again_that_is_an_
 
 @pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("is_first_inside", [True, False])
-def test_calls_outside_of_regions_are_as_without_memplug(
+def test_calls_outside_regions_run_as_without_memplug(
     is_first_inside: bool, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = Counted()
@@ -199,7 +193,9 @@ def test_calls_outside_of_regions_are_as_without_memplug(
             before = counted.graphs
         out = step(outside, x)
         found = gradients(outside)
-        assert counted.graphs - before == (1 if is_compiled and is_first_inside else 0), "that without gradients"
+        assert counted.graphs - before == (1 if is_compiled and is_first_inside else 0), (
+            "only the call without gradients is compiled"
+        )
         if not is_first_inside:
             model(x).backward()
         before = counted.graphs
@@ -211,9 +207,7 @@ def test_calls_outside_of_regions_are_as_without_memplug(
     assert_same(found, gradients(outside))
 
 
-def test_a_program_that_wants_nothing_compiled_has_it_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_force_eager_stance_is_respected(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     counted = Counted()
     compile_with(counted, monkeypatch)
     with torch.compiler.set_stance("force_eager"):
@@ -222,7 +216,7 @@ def test_a_program_that_wants_nothing_compiled_has_it_so(
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_a_compiled_function_that_calls_it_is_told_once_and_gradients_hold(
+def test_compiled_caller_of_flex_attention_warns_once(
     alpha: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     @torch.compile(backend="aot_eager")
@@ -235,13 +229,13 @@ def test_a_compiled_function_that_calls_it_is_told_once_and_gradients_hold(
     assert warnings(caplog) == 1
 
 
-def test_of_a_call_that_is_not_compiled_torch_alone_tells(caplog: pytest.LogCaptureFixture) -> None:
+def test_uncompiled_call_gives_no_memplug_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "memplug"):
         trained(0.0)
     assert warnings(caplog) == 0
 
 
-def test_torchs_functions_are_as_before_once_the_session_is_detached() -> None:
+def test_detach_restores_torch_functions() -> None:
     compiler = torch._dynamo.eval_frame
     before = flex.setup_compilation_env, compiler._callback_from_stance
     first, second = (memplug.attach(Model(), block(1.0)) for _ in range(2))
@@ -252,7 +246,7 @@ def test_torchs_functions_are_as_before_once_the_session_is_detached() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_attention_that_transformers_has_compiled(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_compiled_by_transformers_runs_once_per_step(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     wrapped = pytest.importorskip("transformers.integrations.flex_attention").WrappedFlexAttention
     counted = Counted()

@@ -22,7 +22,7 @@ from tests.support.hosts import DISABLED, block, fingerprint, tiny_llama
 
 
 class Network(nn.Module):
-    """A network whose layers none of memplug's frameworks knows."""
+    """A network with layers that no framework of memplug recognises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def network() -> Network:
 
 
 @pytest.mark.parametrize("shards", [False, True])
-def test_a_framework_of_another_file_is_attached_to_with_one_entry(toy: Toy, shards: bool) -> None:
+def test_framework_from_another_file_needs_one_list_entry(toy: Toy, shards: bool) -> None:
     trainer, plain = Trainer(network(), shards), Trainer(network())
     before = fingerprint(trainer.network)
     with memplug.attach(trainer, block(alpha=1.0)) as session:
@@ -111,7 +111,7 @@ def test_a_framework_of_another_file_is_attached_to_with_one_entry(toy: Toy, sha
     assert not trainer.after_step and fingerprint(trainer.network) == before
 
 
-def test_a_framework_refuses_what_would_recompute_too(toy: Toy) -> None:
+def test_framework_refuses_an_engine_that_recomputes(toy: Toy) -> None:
     trainer = Trainer(network())
     trainer.recomputes = True
     before = fingerprint(trainer.network)
@@ -120,7 +120,7 @@ def test_a_framework_refuses_what_would_recompute_too(toy: Toy) -> None:
     assert fingerprint(trainer.network) == before and not trainer.after_step
 
 
-def test_without_the_entry_the_toy_is_nothing_that_memplug_attaches_to() -> None:
+def test_framework_outside_the_list_is_refused() -> None:
     with pytest.raises(RegionError, match="not to Trainer"):
         memplug.attach(Trainer(network()))
     with pytest.raises(RegionError, match="no decoder layers were recognised in Network"):
@@ -128,7 +128,7 @@ def test_without_the_entry_the_toy_is_nothing_that_memplug_attaches_to() -> None
 
 
 @pytest.mark.parametrize("off", DISABLED, ids=["absent", "disabled", "all techniques disabled"])
-def test_a_session_that_is_off_can_be_used_like_another(off: dict[str, Any]) -> None:
+def test_disabled_session_can_be_used_like_an_active_one(off: dict[str, Any]) -> None:
     called: list[str] = []
     with memplug.attach(tiny_llama(), off) as session:
         session.on_step.append(lambda one: called.append(f"step {one.steps}"))
@@ -140,12 +140,12 @@ def test_a_session_that_is_off_can_be_used_like_another(off: dict[str, Any]) -> 
     assert called == ["step 1", "step 2"] and session.steps == 2 and session.stage is Stage.OFF
 
 
-def test_a_session_that_is_off_has_all_that_another_has() -> None:
+def test_disabled_session_has_the_same_interface() -> None:
     def methods(kind: type) -> dict[str, Any]:
         return {name: found for name, found in vars(kind).items() if not name.startswith("_")}
 
     on, off = methods(Session), methods(Disabled)
-    assert on.keys() == off.keys(), "a method that is inherited asks for a model that is not there"
+    assert on.keys() == off.keys(), "an inherited method would need a model, which a disabled session lacks"
     for name, method in on.items():
         assert type(method) is type(off[name])
         if callable(method):

@@ -86,13 +86,13 @@ class Decoder(nn.Module):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto", "memo"])
-def test_no_region_is_opaque_and_gradients_are_those_without(alpha: float | str) -> None:
+def test_fused_layers_train_with_no_opaque_region(alpha: float | str) -> None:
     report = train(Decoder, alpha=alpha)
     assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
     assert report["offloaded_bytes"] > 0
 
 
-def test_the_functions_are_told_once_each_and_named_in_the_report(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_unit_function_is_logged_once_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "memplug"):
         report = train(Decoder)
     names = sorted(f"{each.__module__}.{each.__qualname__}" for each in (Gated, Norm, Rotary))
@@ -102,7 +102,7 @@ def test_the_functions_are_told_once_each_and_named_in_the_report(caplog: pytest
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_several_micro_batches_are_in_flight(alpha: float) -> None:
+def test_micro_batches_in_flight_train_as_without_memplug(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(3, Decoder)
     reference = twin(model)

@@ -1,6 +1,6 @@
 """Custom autograd functions whose kernels choose by values, as a fused router does.
 
-Run again after rounding, they could choose differently.
+A second run on rounded values could choose differently.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Routed(Layer):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
-def test_a_function_that_chooses_never_runs_again_and_one_that_is_told_may(alpha: float | str) -> None:
+def test_function_that_chooses_by_values_never_runs_again(alpha: float | str) -> None:
     report = train(Routed, alpha=alpha)
     assert report["opaque_regions"] == 0
     assert report["ran"]["Router"] == 3, "one for each layer"

@@ -48,7 +48,7 @@ class ReadsTwice(Doubled):
 
 
 class Seen(torch.autograd.Function):
-    """The same function by operators."""
+    """The same function written with operators."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -162,16 +162,14 @@ class Inside(Layer):
         return x + self.out(Doubled.apply(y))
 
 
-def test_a_function_with_kernels_of_its_own_is_a_unit_and_the_region_is_not_opaque() -> None:
+def test_function_with_own_kernels_is_a_unit() -> None:
     report = train(Both)
     assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
     assert report["ran"] == {"Doubled": 3, "Seen": 3}, "with alpha 1 none of them runs again"
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
-def test_a_call_without_elements_tells_nothing_of_a_function(
-    alpha: float | str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unit_is_found_after_calls_without_elements(alpha: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a function no elements at first, like an expert that gets no tokens."""
     torch.manual_seed(0)
     model = Stack(3, Chosen)
@@ -188,20 +186,22 @@ def test_a_call_without_elements_tells_nothing_of_a_function(
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_what_a_function_draws_it_draws_again(alpha: float) -> None:
+def test_recomputed_function_draws_the_same_numbers(alpha: float) -> None:
     report = train(DropsAndForks, alpha=alpha)
     assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
     assert report["ran"]["Drops"] == (6 if alpha else 12)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
-def test_an_operator_with_a_backward_of_its_own_is_an_operator(alpha: float | str) -> None:
+def test_custom_operator_is_an_operator_and_no_unit(alpha: float | str) -> None:
     report = train(WithOperator, alpha=alpha)
     assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
-    assert report["ran"]["operator"] == report["ran"]["Doubled"], "what it calls is no unit of the region"
+    assert report["ran"]["operator"] == report["ran"]["Doubled"], (
+        "functions inside an operator are no units of the region"
+    )
 
 
-def test_what_a_backward_asks_for_twice_is_recomputed_once() -> None:
+def test_saved_tensor_read_twice_is_recomputed_once() -> None:
     class Asks(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.out(ReadsTwice.apply(self.inner(x)).sigmoid())
@@ -211,31 +211,31 @@ def test_what_a_backward_asks_for_twice_is_recomputed_once() -> None:
     assert report["ran"] == {"Doubled": 6}
 
 
-def test_with_alpha_0_a_plan_may_still_choose_and_gradients_hold() -> None:
+def test_alpha_0_runs_units_again_and_replays_operators() -> None:
     report = train(Both, alpha=0.0)
     assert report["opaque_regions"] == 0
-    assert report["ran"] == {"Doubled": 6, "Seen": 3}, "operators are replayed, and no function with them"
+    assert report["ran"] == {"Doubled": 6, "Seen": 3}, "operators are replayed without their function"
 
 
-def test_a_plan_is_made_of_what_units_saved() -> None:
+def test_plan_predicts_the_offloaded_bytes_of_units() -> None:
     report = train(Both, steps=14, alpha="auto")
     assert report["opaque_regions"] == 0 and report["programs"] >= 1
     assert report["offloaded_step_bytes"] == report["expected_step_bytes"]
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_a_function_inside_of_a_hidden_one_is_a_part_of_it(alpha: float) -> None:
+def test_nested_function_is_part_of_the_outer_unit(alpha: float) -> None:
     assert train(Inside, alpha=alpha)["opaque_regions"] == 0
 
 
-def test_a_region_that_hides_more_than_functions_is_opaque_and_units_run_in_its_recompute_pass(
+def test_region_with_units_that_takes_an_address_is_opaque(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Inside, "takes_address", True)
     assert train(Inside, alpha=0.0)["opaque_regions"] > 0
 
 
-def test_functions_are_as_before_once_the_session_is_detached() -> None:
+def test_last_detach_restores_autograd_function() -> None:
     before = vars(torch.autograd.Function)["apply"]
     first, second = (memplug.attach(Stack(2, Both), BLOCK) for _ in range(2))
     assert vars(torch.autograd.Function)["apply"] is not before
@@ -244,7 +244,7 @@ def test_functions_are_as_before_once_the_session_is_detached() -> None:
     assert vars(torch.autograd.Function)["apply"] is before
 
 
-def test_sessions_may_be_detached_in_any_order_and_leave_functions_that_work() -> None:
+def test_functions_work_after_one_of_two_sessions_detaches() -> None:
     first, second = (memplug.attach(Stack(2, Both), BLOCK) for _ in range(2))
     first.detach()
     x = torch.randn(3, requires_grad=True)
@@ -260,7 +260,7 @@ class Part(nn.Module):
         return x * 2
 
 
-def test_a_module_that_is_a_unit_is_copied_pickled_and_put_back_as_its_own_class() -> None:
+def test_unit_module_copies_and_pickles_as_its_own_class() -> None:
     model = Stack(1, Both)
     model.part = Part()
     with memplug.attach(model, BLOCK) as session:
@@ -272,7 +272,7 @@ def test_a_module_that_is_a_unit_is_copied_pickled_and_put_back_as_its_own_class
     assert type(model.part) is Part and not any("memplug" in name for name in vars(model.part))
 
 
-def test_a_forward_that_was_replaced_on_the_instance_is_refused() -> None:
+def test_unit_with_replaced_forward_is_refused() -> None:
     model = Stack(1, Both)
     part = Part()
     part.forward = lambda x: x
@@ -281,14 +281,14 @@ def test_a_forward_that_was_replaced_on_the_instance_is_refused() -> None:
 
 
 class Checkpointed(Layer):
-    """A layer whose function runs in its own checkpoint, whose hooks take all saved tensors."""
+    """A layer whose function runs in a checkpoint; the checkpoint's hooks take all saved tensors."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(checkpoint(Doubled.apply, self.inner(x), use_reentrant=False).sigmoid())
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
-def test_a_function_in_a_checkpoint_of_the_models_own_runs_again(alpha: float | str) -> None:
+def test_function_in_a_model_checkpoint_leaves_no_region_opaque(alpha: float | str) -> None:
     assert train(Checkpointed, alpha=alpha)["opaque_regions"] == 0
 
 
@@ -317,7 +317,7 @@ class Added(Layer):
         return x + self.out(Adds.apply(self.inner(x), self.shift).sigmoid())
 
 
-def test_a_parameter_that_changes_between_forward_and_backward_is_an_error_as_it_is_for_operators() -> None:
+def test_parameter_changed_before_backward_raises_like_autograd() -> None:
     train(Added, alpha=0.0)
     model = Stack(2, Added)
     with memplug.attach(model, {**BLOCK, "tokenwise": BLOCK["tokenwise"] | {"alpha": 0.0}}) as session:
@@ -332,7 +332,7 @@ def test_a_parameter_that_changes_between_forward_and_backward_is_an_error_as_it
 
 
 class Uncounted(Layer):
-    """A layer that calls a unit without gradients first, and takes an address, so that all of it runs again."""
+    """A layer that first calls a unit without gradients, and takes an address, so its module runs again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ class Uncounted(Layer):
         return x + self.out(self.part(y).sigmoid())
 
 
-def test_a_call_without_gradients_takes_no_state_of_another_where_a_region_runs_again() -> None:
+def test_no_grad_call_takes_no_state_from_a_call_with_gradients() -> None:
     model, states = Stack(1, Uncounted), []
 
     @contextlib.contextmanager
@@ -381,14 +381,14 @@ class Passes(torch.autograd.Function):
 
 
 class Biased(Layer):
-    """A layer whose function runs before any operator has seen its argument; a module returns a bias for later."""
+    """A layer whose function gets a bias that no operator has read yet."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = Passes.apply(self.out.bias)
         return x + torch.nn.functional.linear(self.inner(x).sigmoid(), self.out.weight) + bias
 
 
-def test_a_function_that_returns_its_argument_hides_nothing() -> None:
+def test_function_that_returns_its_argument_is_no_unit() -> None:
     torch.manual_seed(0)
     model = Stack(2, Biased)
     with memplug.attach(model, BLOCK) as session:

@@ -1,4 +1,4 @@
-"""Ranks that exchange tokens and see different parts of a hidden expert: one without tokens sees nothing of it."""
+"""Ranks that exchange tokens find a hidden expert at different times: a rank without tokens cannot see it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ranks(folder: Path, layer: str, *routings: str, layers: int = 3) -> list[dic
 
 
 def assert_right(case: dict[str, Any], layers: int = 3, without: tuple[int, ...] = ()) -> None:
-    """Assert gradients as without memplug, and that no rank exchanges again by itself.
+    """Assert plain gradients, and that no rank repeats an exchange alone.
 
     Each layer exchanges there and back, in forward and in backward, except for the steps in `without`.
     """
@@ -33,22 +33,22 @@ def assert_right(case: dict[str, Any], layers: int = 3, without: tuple[int, ...]
     assert case["exchanges"] == [0 if step in without else layers * 2 * 2 for step in range(STEPS)]
 
 
-def test_a_function_is_a_unit_on_each_rank_from_its_first_tokens_on(tmp_path: Path) -> None:
+def test_function_is_a_unit_on_each_rank_after_its_first_tokens(tmp_path: Path) -> None:
     for case in ranks(tmp_path, "Function", "all, then half", "all for long", "in turn", "half"):
         assert_right(case)
         assert case["opaque"][-1] == 0
 
 
 @pytest.mark.parametrize("layer", ["NoFunction", "ExchangeUnit"])
-def test_a_region_that_is_opaque_keeps_what_it_saves(layer: str, tmp_path: Path) -> None:
+def test_opaque_region_keeps_its_saved_tensors(layer: str, tmp_path: Path) -> None:
     for case in ranks(tmp_path, layer, "half"):
         assert_right(case)
         assert case["opaque"][-1] == 3
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_a_region_that_is_opaque_on_one_rank_keeps_what_it_saves(layers: int, tmp_path: Path) -> None:
-    """Include a region of a class of which an earlier region, in the same step, was not yet opaque."""
+def test_region_opaque_on_one_rank_keeps_its_saved_tensors(layers: int, tmp_path: Path) -> None:
+    """Include a region whose class was not yet opaque for an earlier region of the same step."""
     found = ranks(tmp_path, "NoFunction", "all, then half", layers=layers)
     for case in found:
         assert_right(case, layers=layers)
@@ -57,14 +57,14 @@ def test_a_region_that_is_opaque_on_one_rank_keeps_what_it_saves(layers: int, tm
     assert opaque == 3 * [layers] + 3 * [0], "the second rank has no tokens at first"
 
 
-def test_so_does_one_whose_exchange_is_a_unit_on_one_rank(tmp_path: Path) -> None:
+def test_exchange_that_is_a_unit_on_one_rank_never_runs_again(tmp_path: Path) -> None:
     for case in ranks(tmp_path, "ExchangeUnit", "all, then half", layers=1):
         assert_right(case, layers=1)
         assert case["opaque"][-1] == 1
 
 
 @pytest.mark.parametrize(("layer", "without"), [("Late", ()), ("LateAtTimes", (0, 3))])
-def test_so_does_one_that_becomes_opaque_behind_forwards_that_were_not_alike(
+def test_region_turning_opaque_before_it_repeats_keeps_saved_tensors(
     layer: str, without: tuple[int, ...], tmp_path: Path
 ) -> None:
     for case in ranks(tmp_path, layer, "ever others", layers=1):
@@ -72,12 +72,12 @@ def test_so_does_one_that_becomes_opaque_behind_forwards_that_were_not_alike(
         assert case["opaque"][-1] == 1
 
 
-def test_a_region_that_becomes_opaque_after_forwards_that_were_alike_is_an_error(tmp_path: Path) -> None:
-    """Raise an error rather than let a rank wait forever: nothing of that forward was kept."""
+def test_region_turning_opaque_after_it_repeats_raises(tmp_path: Path) -> None:
+    """Raise an error instead of letting other ranks wait forever: nothing of that forward was kept."""
     with pytest.raises(RuntimeError, match="communicates, and a forward was opaque .* would leave the others waiting"):
         ranks(tmp_path, "Late", "half")
 
 
-def test_what_a_region_keeps_and_the_model_writes_to_before_backward_is_an_error(tmp_path: Path) -> None:
+def test_kept_tensor_written_before_backward_raises(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation: it is at version"):
         ranks(tmp_path, "Sigmoid", "half")

@@ -31,7 +31,7 @@ class Scales(Layer):
 
 
 class ScalesInInference(Scales):
-    """The same in inference mode, where no version counts the write."""
+    """The same in inference mode, where no version counter sees the write."""
 
     mode = torch.inference_mode
 
@@ -135,8 +135,8 @@ class CheckpointsHidden(Layer):
         return x + self.out(checkpoint(Inner.apply, self.inner(x), use_reentrant=True).sigmoid())
 
 
-class ScalesWhatInferenceMade(Layer):
-    """A layer that scales memory without versions."""
+class ScalesInferenceTensor(Layer):
+    """A layer that scales memory that has no version counter."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
@@ -212,7 +212,7 @@ class Averages(Layer):
 
 
 class ByState(torch.autograd.Function):
-    """A function that reads and then updates state that is no argument of its."""
+    """A function that reads and then updates state that is not among its arguments."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, holder: Any) -> torch.Tensor:
@@ -251,7 +251,7 @@ UNITS = [
     CallsAround,
     CheckpointsAround,
     CheckpointsHidden,
-    ScalesWhatInferenceMade,
+    ScalesInferenceTensor,
     Averages,
     ScalesByState,
 ]
@@ -259,11 +259,11 @@ UNITS = [
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("layer", UNITS)
-def test_no_region_stays_opaque_for_a_call_without_gradients(layer: type[nn.Module], alpha: float | str) -> None:
+def test_call_without_gradients_leaves_no_region_opaque(layer: type[nn.Module], alpha: float | str) -> None:
     assert train(layer, alpha=alpha)["opaque_regions"] == 0
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("layer", [ChoosesAndCounts, ChoosesAndCountsWithGradients])
-def test_a_function_that_chooses_and_writes_runs_once_a_step(layer: type[nn.Module], alpha: float | str) -> None:
+def test_function_that_chooses_and_writes_makes_its_region_opaque(layer: type[nn.Module], alpha: float | str) -> None:
     assert train(layer, alpha=alpha)["opaque_regions"] == 3

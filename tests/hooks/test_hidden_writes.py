@@ -128,18 +128,20 @@ UNSAID = [WritesUnsaid, WritesInput, WritesTwice, Attends]
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
 @pytest.mark.parametrize("layer", UNSAID)
-def test_a_function_that_writes_to_what_it_is_given_is_a_unit(layer: type[nn.Module], alpha: float | str) -> None:
+def test_function_with_unmarked_writes_is_a_unit(layer: type[nn.Module], alpha: float | str) -> None:
     assert train(layer, alpha=alpha)["opaque_regions"] == 0
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("layer", [WritesInPlace, WritesBoth])
-def test_so_is_one_that_says_that_it_does(layer: type[nn.Module], alpha: float) -> None:
+def test_function_that_calls_mark_dirty_is_a_unit(layer: type[nn.Module], alpha: float) -> None:
     assert train(layer, alpha=alpha)["opaque_regions"] == 0
 
 
-def test_a_product_that_a_unit_writes_to_is_swapped_as_it_was_before() -> None:
-    assert train(WritesUnsaid, alpha=1.0)["ran"] == {"written": 3 + 3}, "in forward, and on what was fetched"
+def test_product_is_offloaded_before_a_unit_writes_to_it() -> None:
+    assert train(WritesUnsaid, alpha=1.0)["ran"] == {"written": 3 + 3}, (
+        "once in forward, once on the prefetched product"
+    )
 
 
 class AtTimes(torch.autograd.Function):
@@ -180,10 +182,10 @@ class WritesInputAtTimes(WritesAtTimes):
     takes_input = True
 
 
-def test_a_forward_in_which_it_writes_for_the_first_time_is_opaque_and_those_after_are_not() -> None:
+def test_first_write_in_a_later_forward_leaves_no_region_opaque() -> None:
     assert train(WritesAtTimes, alpha=0.0)["opaque_regions"] == 0
 
 
-def test_writing_to_a_regions_input_for_the_first_time_in_a_later_call_is_an_error() -> None:
+def test_first_write_to_region_input_in_a_later_call_raises() -> None:
     with pytest.raises(InPlaceError, match="from outside of its region, which is not undone"):
         train(WritesInputAtTimes, alpha=0.0)

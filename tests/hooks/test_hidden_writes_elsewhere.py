@@ -1,4 +1,4 @@
-"""Custom autograd functions whose kernels write to memory in other use: buffers, or another region's tensors."""
+"""Custom autograd functions whose kernels write to memory that others use: buffers, or tensors of regions."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class KernelUpdates(Updates):
 
 
 class FindsBuffer(Updates):
-    """A function that finds the buffer elsewhere."""
+    """A layer whose function finds the buffer in an object instead of its arguments."""
 
     is_given = False
 
@@ -87,18 +87,18 @@ class KernelUpdatesParameter(UpdatesParameter):
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("layer", [Updates, KernelUpdates, FindsBuffer])
-def test_a_buffer_is_written_to_once_a_step(layer: type[nn.Module], alpha: float | str) -> None:
+def test_buffer_is_written_once_per_step(layer: type[nn.Module], alpha: float | str) -> None:
     train(layer, alpha=alpha)
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_a_parameter_that_a_kernel_writes_to_is_an_error(alpha: float | str) -> None:
+def test_parameter_written_by_a_kernel_raises(alpha: float | str) -> None:
     with pytest.raises(InPlaceError, match="from outside of its region, which is not undone"):
         train(KernelUpdatesParameter, alpha=alpha)
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_one_that_a_functions_operators_write_to_is_written_to_once_a_step(alpha: float | str) -> None:
+def test_parameter_written_by_operators_is_written_once_per_step(alpha: float | str) -> None:
     train(UpdatesParameter, alpha=alpha)
 
 
@@ -153,7 +153,7 @@ class SharedByMany(nn.Module):
 @pytest.mark.parametrize("min_offload_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("network", [WritesToMade, SharedInput, SharedByMany])
-def test_what_another_region_still_needs_is_as_it_was(
+def test_writes_do_not_reach_tensors_that_other_regions_need(
     network: type[nn.Module], alpha: float | str, min_offload_bytes: int
 ) -> None:
     train(network=network, alpha=alpha, min_offload_bytes=min_offload_bytes)
@@ -184,7 +184,7 @@ class TwoCalls(Layer):
 
 
 class Fill(torch.autograd.Function):
-    """A kernel that fills memory that an operator left blank."""
+    """A kernel that fills memory that an operator allocated."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -209,9 +209,7 @@ class Fills(Layer):
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("layer", [TwoCalls, Fills])
-def test_what_a_function_gives_back_or_fills_is_no_reason_to_run_the_module_again(
-    layer: type[nn.Module], alpha: float | str
-) -> None:
+def test_returned_or_filled_argument_leaves_no_region_opaque(layer: type[nn.Module], alpha: float | str) -> None:
     assert train(layer, alpha=alpha)["opaque_regions"] == 0
 
 
@@ -255,9 +253,7 @@ class KeepsBoth(KeepsOne):
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("layer", [KeepsOne, KeepsBoth])
-def test_what_a_first_call_has_changed_is_known_without_its_being_told(
-    layer: type[nn.Module], alpha: float | str
-) -> None:
+def test_unmarked_writes_of_the_first_call_are_detected(layer: type[nn.Module], alpha: float | str) -> None:
     train(layer, alpha=alpha)
 
 
@@ -298,7 +294,7 @@ class WithResidual(Layer):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_a_module_that_is_a_unit_and_gives_its_input_back_has_not_written_to_it(alpha: float) -> None:
+def test_unit_module_returning_its_input_does_not_count_as_writing(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(3, WithResidual)
     reference, executor = twin(model), tokenwise(model, alpha)

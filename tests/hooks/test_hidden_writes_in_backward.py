@@ -20,7 +20,7 @@ ALPHAS = [0.0, 1.0, "auto"]
 
 
 class GatedBeside(nn.Module):
-    """A unit's backward writes over outputs of products whose values others need too."""
+    """A layer in which a unit's backward overwrites products that other operators need too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class MadeAndWritten(Pairs):
 @pytest.mark.parametrize("min_offload_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("alpha", [*ALPHAS, "memo"])
 @pytest.mark.parametrize("layer", [GatedBeside, SineOfInput, SineOfInputFirst])
-def test_a_backward_that_writes_over_what_was_saved_leaves_it_to_others(
+def test_backward_overwriting_saved_tensor_leaves_other_readers_intact(
     layer: type[nn.Module], alpha: float | str, min_offload_bytes: int
 ) -> None:
     train(layer, alpha=alpha, min_offload_bytes=min_offload_bytes)
@@ -140,7 +140,7 @@ def test_a_backward_that_writes_over_what_was_saved_leaves_it_to_others(
 @pytest.mark.parametrize("min_offload_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("alpha", [*ALPHAS, "memo"])
 @pytest.mark.parametrize("network", [Shares, SharesFirst, MadeAndWritten])
-def test_a_backward_that_writes_over_its_input_leaves_it_to_other_regions(
+def test_backward_overwriting_its_input_leaves_other_regions_intact(
     network: type[nn.Module], alpha: float | str, min_offload_bytes: int
 ) -> None:
     train(network=network, alpha=alpha, min_offload_bytes=min_offload_bytes)

@@ -1,4 +1,4 @@
-"""The changes to a DeepSpeed engine and to DeepSpeed itself: none when memplug is off, none that stays when on."""
+"""Changes to a DeepSpeed engine and to DeepSpeed itself: none when memplug is off, all undone by detach."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATCHED = {
 
 @pytest.mark.parametrize("off", [None, *DISABLED], ids=["no block", "absent", "disabled", "all techniques disabled"])
 @pytest.mark.parametrize("way", ["install", "attach"])
-def test_an_engine_whose_block_is_off_trains_untouched(
+def test_engine_with_disabled_block_trains_untouched(
     cpu_engine: None, nothing_is_made: None, off: dict[str, Any] | None, way: str
 ) -> None:
     import deepspeed
@@ -59,7 +59,7 @@ def test_an_engine_whose_block_is_off_trains_untouched(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_detach_puts_an_engine_back_and_it_trains_on_as_it_would_have(cpu_engine: None, stage: int) -> None:
+def test_detach_restores_the_engine_and_training_continues(cpu_engine: None, stage: int) -> None:
     expected = train_engine(make_engine(ds_config(stage)), 4)
     engine = make_engine(ds_config(stage, block(alpha=1)))
     offload = getattr(engine.optimizer, "parameter_offload", None)
@@ -79,7 +79,7 @@ def test_detach_puts_an_engine_back_and_it_trains_on_as_it_would_have(cpu_engine
     assert session.report().steps == 2
 
 
-def test_an_engine_whose_model_is_attached_by_itself_is_refused(cpu_engine: None) -> None:
+def test_engine_with_separately_attached_model_is_refused(cpu_engine: None) -> None:
     model = tiny_llama()
     with memplug.attach(model, block()):
         engine = make_engine(ds_config(memplug=block()), model)
@@ -102,7 +102,7 @@ def test_configured_deepspeed_checkpointing_is_refused(cpu_engine: None, monkeyp
     assert not is_patched(engine, "step")
 
 
-def test_states_are_not_swapped_beside_deepspeeds_own_offloading(cpu_engine: None) -> None:
+def test_swapping_states_beside_deepspeed_offloading_is_refused(cpu_engine: None) -> None:
     swap = {"enabled": True, "states": True}
     engine = make_engine(ds_config(1, {**block(), "swap": swap}))
     engine.config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
@@ -151,7 +151,7 @@ def test_install_is_idempotent_marked_and_undone(cpu_engine: None) -> None:
     assert deepspeed.initialize is original
 
 
-def test_install_without_a_symbol_to_patch_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_names_a_missing_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
     import deepspeed
 
     monkeypatch.delattr(deepspeed, "initialize")
@@ -159,7 +159,7 @@ def test_install_without_a_symbol_to_patch_names_it(monkeypatch: pytest.MonkeyPa
         memplug.install()
 
 
-def test_without_deepspeed_install_says_so_and_models_are_attached_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_without_deepspeed_raises_and_models_still_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "deepspeed", None)
@@ -176,9 +176,7 @@ def test_without_deepspeed_install_says_so_and_models_are_attached_to(monkeypatc
 
 
 @pytest.mark.parametrize("form", ["dict", "path", "args"])
-def test_install_reads_the_block_however_the_configuration_is_given(
-    cpu_engine: None, tmp_path: Path, form: str
-) -> None:
+def test_install_reads_the_block_from_dict_path_and_args(cpu_engine: None, tmp_path: Path, form: str) -> None:
     import argparse
 
     import deepspeed
@@ -197,15 +195,13 @@ def test_install_reads_the_block_however_the_configuration_is_given(
     assert memplug.attach(engine).report().tokenwise.forwards == 3
 
 
-def test_a_block_with_errors_stops_the_engine(cpu_engine: None) -> None:
+def test_block_with_errors_stops_the_engine(cpu_engine: None) -> None:
     memplug.install()
     with pytest.raises(ConfigError, match="alpha"):
         make_engine(ds_config(memplug=block(aplha=1)))
 
 
-def test_a_missing_symbol_of_the_engine_leaves_nothing_patched(
-    cpu_engine: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_engine_symbol_leaves_nothing_patched(cpu_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(ds_config(memplug=block()))
     monkeypatch.setattr(type(engine), "backward", None)
     with pytest.raises(PatchError, match="backward") as error:
@@ -215,7 +211,7 @@ def test_a_missing_symbol_of_the_engine_leaves_nothing_patched(
     assert {type(layer) for layer in engine.module.model.layers} == {type(tiny_llama().model.layers[0])}
 
 
-def test_detach_leaves_the_patch_of_someone_else_on_the_instance(cpu_engine: None) -> None:
+def test_detach_leaves_patches_by_others_on_the_engine(cpu_engine: None) -> None:
     engine = make_engine(ds_config(memplug=block()))
     calls = []
     original = engine.step

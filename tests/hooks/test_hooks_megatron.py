@@ -74,7 +74,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_keyword_calls_and_tuples_of_outputs_train_as_without(chunks):
+def test_keyword_calls_and_tuple_outputs_train_as_without_memplug(chunks):
     torch.manual_seed(0)
     models = [Model() for _ in range(chunks)]
     references = [twin(model) for model in models]
@@ -104,7 +104,7 @@ def test_keyword_calls_and_tuples_of_outputs_train_as_without(chunks):
         ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
     ],
 )
-def test_what_handles_the_same_layers_is_refused_with_its_name(fields, advice):
+def test_conflicting_megatron_option_is_refused_by_name(fields, advice):
     model = Model(config(**fields))
     with pytest.raises(ConflictError, match=next(iter(fields))) as caught:
         memplug.attach(model, BLOCK)
@@ -126,19 +126,19 @@ def test_all_conflicts_are_named_at_once():
         ({"hybrid_context_parallel": True}, "hybrid_context_parallel=True"),
     ],
 )
-def test_kernels_that_nothing_tells_of_are_refused(fields: dict[str, Any], message: str):
+def test_unobserved_kernels_are_refused(fields: dict[str, Any], message: str):
     with pytest.raises(ConflictError, match=message):
         memplug.attach(Model(config(**fields)), BLOCK)
 
 
-def test_with_the_arena_alone_megatron_may_recompute():
+def test_megatron_may_recompute_with_the_arena_alone():
     model = Model(config(recompute_granularity="full"))
     block = {"enabled": True, "tokenwise": {"enabled": False}, "arena": {"enabled": True}}
     with memplug.attach(model, block) as session:
         assert session._attached.regions == []
 
 
-def test_a_forward_that_is_no_method_is_refused():
+def test_forward_that_is_no_method_is_refused():
     class Other:
         def __call__(self, hidden_states: torch.Tensor) -> Any:
             return hidden_states, None
@@ -156,7 +156,7 @@ def test_a_forward_that_is_no_method_is_refused():
             memplug.attach(Model(layer=layer), BLOCK)
 
 
-def test_lists_that_are_not_the_chunks_of_one_model_are_refused():
+def test_list_that_is_not_one_models_chunks_is_refused():
     one, other = Model(), Model(config(num_layers=4))
     with pytest.raises(RegionError, match="twice"):
         memplug.attach([one, one], BLOCK)
@@ -168,7 +168,7 @@ def test_lists_that_are_not_the_chunks_of_one_model_are_refused():
         memplug.attach([], BLOCK)
 
 
-def test_ranks_with_other_blocks_are_refused_by_all_of_them():
+def test_ranks_with_different_blocks_are_refused():
     def gather(ranks: Any, own: dict[str, Any], patient: bool) -> list[dict[str, Any]]:
         return [own, {**own, "tokenwise": {**own["tokenwise"], "alpha": 0.5}}]
 
@@ -182,7 +182,7 @@ def test_ranks_with_other_blocks_are_refused_by_all_of_them():
 
 
 @pytest.mark.parametrize("version", ["0.15.3", "0.9.0"])
-def test_a_version_that_is_too_old_is_refused_with_those_that_are_supported(version):
+def test_old_version_is_refused_with_the_supported_versions(version):
     with (
         mock.patch.object(sys.modules["megatron.core"], "__version__", version),
         pytest.raises(UnsupportedVersionError, match=r"0\.16 to 0\.20"),
@@ -190,14 +190,14 @@ def test_a_version_that_is_too_old_is_refused_with_those_that_are_supported(vers
         memplug.attach(Model(), BLOCK)
 
 
-def test_a_version_that_is_newer_than_known_is_warned_of(caplog):
+def test_newer_version_than_known_warns(caplog):
     with mock.patch.object(sys.modules["megatron.core"], "__version__", "0.31.0"):
         memplug.attach(Model(), BLOCK).detach()
     assert "0.31.0 is newer" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["forward_step", "backward_step"])
-def test_a_missing_symbol_is_named_and_nothing_stays_patched(name):
+def test_missing_symbol_is_named_and_nothing_stays_patched(name):
     model = Model()
     with mock.patch.object(schedules, name, None), pytest.raises(PatchError, match=name) as caught:
         memplug.attach(model, BLOCK)
@@ -206,13 +206,13 @@ def test_a_missing_symbol_is_named_and_nothing_stays_patched(name):
     assert not hasattr(schedules.forward_step, "__memplug_original__")
 
 
-def test_gradients_and_an_inference_context_are_refused_together():
+def test_inference_context_with_gradients_is_refused():
     model = Model()
     with memplug.attach(model, BLOCK), pytest.raises(ConflictError, match="inference context"):
         model.layers[0](hidden_states=torch.randn(3, 2, 16), inference_context=object())
 
 
-def test_under_deepspeed_both_hooks_work_and_the_engine_marks_the_steps(tmp_path):
+def test_deepspeed_engine_marks_the_steps_of_megatron_layers(tmp_path):
     with process_group(tmp_path):
         engines = [make_engine(ds_config(memplug=BLOCK), Model()) for _ in range(2)]
         engines[1].module.load_state_dict(engines[0].module.state_dict())
@@ -231,7 +231,7 @@ def test_under_deepspeed_both_hooks_work_and_the_engine_marks_the_steps(tmp_path
         session.detach()
 
 
-def test_detach_puts_everything_back():
+def test_detach_restores_every_patched_function():
     before = {
         (module, name): getattr(module, name)
         for module, name in [
@@ -248,7 +248,7 @@ def test_detach_puts_everything_back():
     assert hooks.surroundings == hooks.around == hooks.gathered == hooks.scratch == []
 
 
-def test_an_auxiliary_loss_is_recorded_once():
+def test_auxiliary_loss_is_recorded_once():
     recorded, (owner, name) = [], LOSSES
 
     class Routes(Decoder):
@@ -268,7 +268,7 @@ def test_an_auxiliary_loss_is_recorded_once():
             assert len(recorded) == 4 and session.report().tokenwise.recomputed_in_full == 0
 
 
-def test_states_that_are_generators_are_brought_back_too():
+def test_generator_states_are_restored():
     """Return the generators themselves from `get_states`, as with `--te-rng-tracker`."""
     generator = torch.Generator().manual_seed(1)
 
@@ -290,7 +290,7 @@ def test_states_that_are_generators_are_brought_back_too():
     assert torch.equal(torch.rand(3, generator=generator), second)
 
 
-def test_the_random_states_of_a_forward_are_there_when_recomputed():
+def test_recompute_pass_uses_the_random_states_of_the_forward():
     class Drops(Decoder):
         def forward(self, hidden_states: torch.Tensor, **others: Any) -> Any:
             with random.get_cuda_rng_tracker().fork():
@@ -320,4 +320,4 @@ def test_the_random_states_of_a_forward_are_there_when_recomputed():
                 session.detach()
         random.initialize_rng_tracker(force_reset=True)
     assert_same(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1]), "as many random numbers were drawn"
+    assert torch.equal(found[0][1], found[1][1]), "the recompute pass must not advance the generator"

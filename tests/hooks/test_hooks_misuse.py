@@ -1,4 +1,4 @@
-"""Mistakes of users, and calls out of order, are explained in words and never ignored."""
+"""User mistakes and calls out of order raise or warn with advice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def regions(*patterns: str) -> dict:
     return block(alpha=1.0, regions=list(patterns))
 
 
-def test_a_pattern_that_names_a_list_of_modules_says_what_to_name_instead() -> None:
+def test_pattern_of_a_module_list_suggests_its_items() -> None:
     with pytest.raises(RegionError) as error:
         memplug.attach(Stack(), regions("layers"))
     assert "layers.*" in error.value.advice
@@ -34,9 +34,7 @@ def test_a_pattern_that_names_a_list_of_modules_says_what_to_name_instead() -> N
         ("model.layers.*", '"layers.*"'),
     ],
 )
-def test_a_pattern_that_matches_nothing_is_told_the_syntax_and_the_nearest_that_match(
-    pattern: str, nearest: str
-) -> None:
+def test_pattern_without_match_shows_syntax_and_nearest_patterns(pattern: str, nearest: str) -> None:
     with pytest.raises(RegionError) as error:
         memplug.attach(Stack(), regions(pattern))
     suggested = error.value.problem.partition("the nearest first: ")[2].split(", ")
@@ -46,7 +44,7 @@ def test_a_pattern_that_matches_nothing_is_told_the_syntax_and_the_nearest_that_
         memplug.attach(Stack(), regions(each.strip('"'))).detach()
 
 
-def test_a_compiled_region_is_refused_with_advice() -> None:
+def test_compiled_region_is_refused_with_advice() -> None:
     model = Stack()
     model.layers[0].compile(backend="eager")
     with pytest.raises(ConflictError) as error:
@@ -54,7 +52,7 @@ def test_a_compiled_region_is_refused_with_advice() -> None:
     assert "compiled" in error.value.problem and "Attach" in error.value.advice
 
 
-def test_a_model_that_is_compiled_after_attaching_keeps_its_gradients() -> None:
+def test_model_compiled_after_attach_keeps_its_gradients() -> None:
     torch.manual_seed(0)
     model = Stack(2)
     reference = twin(model)
@@ -67,7 +65,7 @@ def test_a_model_that_is_compiled_after_attaching_keeps_its_gradients() -> None:
     assert_same(gradients(model), gradients(reference))
 
 
-def test_backward_after_detach_says_that_the_rows_are_gone() -> None:
+def test_backward_after_detach_raises() -> None:
     model = Stack(4)
     with memplug.attach(
         model, {**regions("layers.*"), "tokenwise": {"min_offload_bytes": 1, **regions("layers.*")["tokenwise"]}}
@@ -77,7 +75,7 @@ def test_backward_after_detach_says_that_the_rows_are_gone() -> None:
         loss.backward()
 
 
-def test_a_forgotten_step_is_mentioned_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgotten_step_call_warns_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attached_module, "UNMARKED_FORWARDS", 3)
     model = Stack(2)
     with caplog.at_level(logging.WARNING, "memplug"), memplug.attach(model, block(alpha="auto", regions=["layers.*"])):
@@ -95,7 +93,7 @@ def test_regions_that_never_run_are_named(caplog: pytest.LogCaptureFixture) -> N
     assert caplog.text.count("no region ran") == 1 and "layers.0" in caplog.text
 
 
-def test_an_engine_with_the_block_is_attached_though_an_earlier_one_had_none(cpu_engine: None) -> None:
+def test_engine_with_block_attaches_after_one_without(cpu_engine: None) -> None:
     memplug.install()
     try:
         make_engine(ds_config())
@@ -106,9 +104,7 @@ def test_an_engine_with_the_block_is_attached_though_an_earlier_one_had_none(cpu
         memplug.uninstall()
 
 
-def test_attaching_to_an_engine_without_the_block_is_not_silent(
-    cpu_engine: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_attach_to_engine_without_block_warns(cpu_engine: None, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "memplug"):
         assert memplug.attach(make_engine(ds_config())).report().as_dict() == {"stage": "off"}
     assert 'no "memplug" block' in caplog.text

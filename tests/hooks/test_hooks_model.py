@@ -1,4 +1,4 @@
-"""The changes to a model: none when memplug is off, none that stays when on, clear errors where it cannot work."""
+"""Changes to a model: none when memplug is off, all undone by detach, and clear errors where it cannot attach."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def expected_gradients(seed: int = 0, **fields: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("off", DISABLED, ids=["absent", "disabled", "all techniques disabled"])
-def test_attach_with_a_block_that_is_off_leaves_a_model_untouched(off: dict[str, Any], nothing_is_made: None) -> None:
+def test_attach_with_disabled_block_leaves_model_untouched(off: dict[str, Any], nothing_is_made: None) -> None:
     model = tiny_llama()
     before = fingerprint(model)
     with memplug.attach(model, off) as session:
@@ -44,7 +44,7 @@ def test_attach_with_a_block_that_is_off_leaves_a_model_untouched(off: dict[str,
 
 
 @pytest.mark.parametrize("alpha", [1.0, "auto"])
-def test_detach_puts_a_model_back_and_gradients_are_the_plain_ones(alpha: float | str) -> None:
+def test_detach_restores_model_and_its_plain_gradients(alpha: float | str) -> None:
     model = tiny_llama()
     before = fingerprint(model)
     session = memplug.attach(model, block(alpha=alpha))
@@ -64,7 +64,7 @@ def test_detach_puts_a_model_back_and_gradients_are_the_plain_ones(alpha: float 
     assert_same(gradients(model), expected_gradients())
 
 
-def test_leaving_the_context_detaches_even_by_an_error() -> None:
+def test_error_inside_the_context_detaches() -> None:
     model = tiny_llama()
     before = fingerprint(model)
     with pytest.raises(KeyError), memplug.attach(model, block()):
@@ -72,7 +72,7 @@ def test_leaving_the_context_detaches_even_by_an_error() -> None:
     assert fingerprint(model) == before
 
 
-def test_attaching_again_returns_the_session() -> None:
+def test_second_attach_returns_the_same_session() -> None:
     model = tiny_llama()
     session = memplug.attach(model, block())
     assert memplug.attach(model, block()) is session
@@ -82,7 +82,7 @@ def test_attaching_again_returns_the_session() -> None:
     assert memplug.attach(model, block()) is not session
 
 
-def test_attaching_with_another_configuration_is_refused() -> None:
+def test_second_attach_with_other_configuration_is_refused() -> None:
     model = tiny_llama()
     with memplug.attach(model, block(alpha=1)):
         with pytest.raises(ConflictError, match="another configuration") as error:
@@ -92,7 +92,7 @@ def test_attaching_with_another_configuration_is_refused() -> None:
         assert_same(gradients(model), expected_gradients())
 
 
-def test_two_models_have_sessions_of_their_own() -> None:
+def test_two_models_have_separate_sessions() -> None:
     one, other = tiny_llama(), tiny_llama()
     with memplug.attach(one, block(alpha=1)) as first, memplug.attach(other, block(alpha=0)) as second:
         assert first is not second
@@ -104,7 +104,7 @@ def test_two_models_have_sessions_of_their_own() -> None:
 # -- models that cannot be attached ------------------------------------------------------------------------------------
 
 
-def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.5.1")
     with pytest.raises(UnsupportedVersionError, match="2.6.*2.5.1") as error:
         memplug.attach(tiny_llama(), block())
@@ -149,7 +149,7 @@ def bad_targets() -> dict[str, tuple[Any, dict[str, Any], type[MemplugError], st
 
 
 @pytest.mark.parametrize("case", bad_targets())
-def test_what_cannot_be_attached_is_refused_with_advice_and_left_as_it_was(case: str) -> None:
+def test_unsupported_target_is_refused_with_advice_and_untouched(case: str) -> None:
     target, config, kind, problem, advice = bad_targets()[case]
     before = fingerprint(target) if isinstance(target, nn.Module) else None
     with pytest.raises(kind, match=problem) as error:
@@ -162,7 +162,7 @@ def test_what_cannot_be_attached_is_refused_with_advice_and_left_as_it_was(case:
     "regions", ["auto", ["model.layers.*.self_attn", "model.layers.*.mlp"]], ids=["layers", "halves"]
 )
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_that_is_switched_on_later_is_refused(regions: Any, reentrant: bool) -> None:
+def test_checkpointing_enabled_after_attach_is_refused(regions: Any, reentrant: bool) -> None:
     model = tiny_llama()
     with memplug.attach(model, block(regions=regions)):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -177,7 +177,7 @@ def test_checkpointing_that_is_switched_on_later_is_refused(regions: Any, reentr
         assert_same(gradients(model), expected_gradients())
 
 
-def test_a_pattern_stays_within_one_part_of_a_name() -> None:
+def test_pattern_wildcard_matches_within_one_name_part() -> None:
     model = Stack()
     with memplug.attach(model, block(regions=["layers.*"])) as session:
         assert [region.name for region in session._attached.regions] == [f"layers.{i}" for i in range(4)]
@@ -192,7 +192,7 @@ def test_a_pattern_stays_within_one_part_of_a_name() -> None:
 @alphas
 @pytest.mark.parametrize("regions", ["auto", HALVES, ["model.layers.2"]], ids=["layers", "halves", "last layer"])
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_gradients_hold_with_the_cache_that_models_make_by_default(regions: Any, use_cache: bool, alpha: float) -> None:
+def test_gradients_hold_with_the_default_cache(regions: Any, use_cache: bool, alpha: float) -> None:
     model = tiny_llama(use_cache=use_cache)
     with memplug.attach(model, block(alpha=alpha, regions=regions)) as session:
         for seed in range(2):
@@ -216,7 +216,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_copies_of_an_attached_model_are_plain_and_work(how: str) -> None:
+def test_copies_of_attached_model_are_plain_and_train(how: str) -> None:
     model = tiny_llama()
     layer_class = type(model.model.layers[0])
     session = memplug.attach(model, block(alpha=1))
@@ -231,7 +231,7 @@ def test_copies_of_an_attached_model_are_plain_and_work(how: str) -> None:
     assert session.report().tokenwise.forwards == forwards, "the copy is not attached"
 
 
-def test_modules_that_refer_to_one_another_can_be_copied_while_attached() -> None:
+def test_attached_modules_with_cyclic_references_can_be_copied() -> None:
     model = Stack(2)
     for layer in model.layers:
         object.__setattr__(layer, "parent", model)
@@ -264,7 +264,7 @@ def test_attached_layers_keep_their_class_name_and_signature() -> None:
         assert inspect.signature(layer.forward) == inspect.signature(other.forward)
 
 
-def test_evaluation_does_not_go_through_the_executor() -> None:
+def test_evaluation_bypasses_the_executor() -> None:
     model, plain = tiny_llama().eval(), tiny_llama().eval()
     x = tokens()
     with memplug.attach(model, block(alpha=1)) as session, torch.no_grad():

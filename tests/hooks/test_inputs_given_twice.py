@@ -58,7 +58,7 @@ class TwiceItself(Twice):
 
 
 class TwiceWithoutGradients(Twice):
-    """Regions of which the first one's input has no gradient."""
+    """Regions, the first of which gets an input without gradient."""
 
     scales = False
 
@@ -81,7 +81,7 @@ class Thrice(Twice):
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
 @pytest.mark.parametrize("writes", [WritesSecond, OperatorWritesSecond])
 @pytest.mark.parametrize("network", [Twice, TwiceItself, TwiceWithoutGradients, TwiceInParts, Thrice])
-def test_what_is_given_twice_is_one_memory_when_the_module_runs_again(
+def test_input_passed_twice_stays_one_storage_in_recompute_pass(
     network: type[nn.Module], writes: type[nn.Module], alpha: float | str, min_offload_bytes: int
 ) -> None:
     report = train(

@@ -1,6 +1,6 @@
 """The real Transformer Engine and flash-attn on a GPU: equal to the bit, and attention runs once in a step.
 
-Their stand-ins are held to the same by test_opaque_layers.py and test_flash_attention.py.
+test_opaque_layers.py and test_flash_attention.py check the same with stand-ins.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def results(request: pytest.FixtureRequest) -> Results:
 
 @pytest.mark.parametrize("alpha", EXACT)
 @each
-def test_losses_and_gradients_are_those_without_memplug_to_the_bit(
+def test_losses_and_gradients_equal_plain_training_to_the_bit(
     run: str, program: str, alpha: str, results: Results
 ) -> None:
     assert_same(results(run)[f"{program} none"], results(run)[f"{program} {alpha}"])
@@ -88,7 +88,7 @@ def test_losses_and_gradients_are_those_without_memplug_to_the_bit(
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @each
-def test_attention_runs_once_in_a_step_and_no_region_is_opaque(
+def test_attention_runs_once_per_step_and_no_region_is_opaque(
     run: str, program: str, alpha: str, results: Results
 ) -> None:
     plain, found = results(run)[f"{program} none"], results(run)[f"{program} {alpha}"]
@@ -96,23 +96,23 @@ def test_attention_runs_once_in_a_step_and_no_region_is_opaque(
     assert found["functions"][FORWARD] == plain["functions"][FORWARD] > 0
 
 
-def test_a_checkpoint_runs_it_twice(own: dict[str, Any]) -> None:
+def test_checkpoint_runs_attention_twice(own: dict[str, Any]) -> None:
     assert own["checkpoint"]["functions"][FORWARD] == 2 * own["Parts none"]["functions"][FORWARD]
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_scales_and_histories_are_those_without_memplug(program: str, alpha: str, own: dict[str, Any]) -> None:
+def test_fp8_scales_and_histories_equal_plain_training(program: str, alpha: str, own: dict[str, Any]) -> None:
     plain, found = own[f"{program} none"]["scales"], own[f"{program} {alpha}"]["scales"]
     assert len(found) == len(plain) and bool(plain) == (program == "delayed")
     assert all(map(torch.equal, found, plain))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_losses_with_half_of_the_rows_differ_by_rounding_alone(program: str, own: dict[str, Any]) -> None:
+def test_losses_with_half_the_rows_differ_only_by_rounding(program: str, own: dict[str, Any]) -> None:
     assert own[f"{program} half"]["losses"] == pytest.approx(own[f"{program} none"]["losses"], rel=1e-2)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_what_units_saved_is_on_the_host_between_forward_and_backward(program: str, own: dict[str, Any]) -> None:
+def test_tensors_saved_by_units_are_offloaded(program: str, own: dict[str, Any]) -> None:
     assert own[f"{program} 1"]["report"]["offloaded_bytes"] > 0

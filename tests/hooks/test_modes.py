@@ -1,4 +1,4 @@
-"""Modes of torch and of the script around an attached model: as without memplug."""
+"""An attached model trains inside modes of torch and of the script as without memplug."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ alphas = pytest.mark.parametrize("alpha", [0, 1, "auto"])
 
 
 class HandsOn(TorchDispatchMode):
-    """Looks at operators' outputs, by operators of its own."""
+    """Reads operators' outputs with further operators."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -109,7 +109,7 @@ def step(model: nn.Module, seed: int, forward: Any, backward: Any) -> tuple[torc
 
 @modes
 @alphas
-def test_training_holds_to_the_bit_inside_of_modes(mode: Callable[[], Any], alpha: Any) -> None:
+def test_training_inside_modes_equals_plain_training(mode: Callable[[], Any], alpha: Any) -> None:
     def train(model: nn.Module) -> list[Any]:
         """Run steps with the mode around all of a step, around its forward, around its backward, and without it."""
         found, none = [], contextlib.nullcontext()
@@ -131,7 +131,7 @@ def test_training_holds_to_the_bit_inside_of_modes(mode: Callable[[], Any], alph
 
 @pytest.mark.parametrize("alpha", [0, 1])
 @pytest.mark.parametrize("mode", [HandsOn, Scales, ScalesFunctions])
-def test_an_opaque_region_runs_again_in_its_forwards_modes(mode: Callable[[], Any], alpha: int) -> None:
+def test_opaque_region_recomputes_in_the_modes_of_its_forward(mode: Callable[[], Any], alpha: int) -> None:
     def train(model: nn.Module) -> list[torch.Tensor]:
         found, none = [], contextlib.nullcontext
         for step, (forward, backward) in enumerate([(none, none), (none, mode), (mode, none), (mode, mode)]):
@@ -153,7 +153,7 @@ def test_an_opaque_region_runs_again_in_its_forwards_modes(mode: Callable[[], An
 
 
 @pytest.mark.parametrize(("mode", "opaque"), [(HandsOn, 0), (FlopCounterMode, 0), (Scales, 3)])
-def test_regions_are_opaque_only_where_a_mode_changes_something(mode: Callable[..., Any], opaque: int) -> None:
+def test_regions_are_opaque_only_in_modes_that_change_values(mode: Callable[..., Any], opaque: int) -> None:
     model = tiny_llama()
     with memplug.attach(model, block()) as session:
         for seed in range(2):
@@ -163,7 +163,7 @@ def test_regions_are_opaque_only_where_a_mode_changes_something(mode: Callable[.
 
 
 @alphas
-def test_forward_has_as_many_flops(alpha: Any) -> None:
+def test_forward_has_as_many_flops_as_without_memplug(alpha: Any) -> None:
     def count(model: nn.Module) -> list[int]:
         found = []
         for seed in range(2):
@@ -178,7 +178,7 @@ def test_forward_has_as_many_flops(alpha: Any) -> None:
         assert count(model) == expected
 
 
-def test_gradients_of_fake_tensors_are_fake_and_the_next_step_holds() -> None:
+def test_step_after_a_fake_tensor_step_has_right_gradients() -> None:
     model, plain = tiny_llama(), tiny_llama()
     with memplug.attach(model, block()) as session:
         with FakeTensorMode(allow_non_fake_inputs=True):

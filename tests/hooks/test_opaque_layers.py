@@ -37,7 +37,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("alpha", EXACT)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_losses_and_gradients_are_those_without_memplug_to_the_bit(
+def test_losses_and_gradients_equal_plain_training_to_the_bit(
     program: str, alpha: str, results: dict[str, Any]
 ) -> None:
     assert_same(results[f"{program} none"], results[f"{program} {alpha}"])
@@ -45,7 +45,7 @@ def test_losses_and_gradients_are_those_without_memplug_to_the_bit(
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_scales_and_histories_are_those_without_memplug(program: str, alpha: str, results: dict[str, Any]) -> None:
+def test_fp8_scales_and_histories_equal_plain_training(program: str, alpha: str, results: dict[str, Any]) -> None:
     plain, found = results[f"{program} none"]["scales"], results[f"{program} {alpha}"]["scales"]
     assert len(found) == len(plain)
     assert all(map(torch.equal, found, plain))
@@ -53,24 +53,24 @@ def test_scales_and_histories_are_those_without_memplug(program: str, alpha: str
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_no_scales_are_left_over(program: str, alpha: str, results: dict[str, Any]) -> None:
+def test_no_fp8_scales_stay_queued(program: str, alpha: str, results: dict[str, Any]) -> None:
     """Assert that units which never run again leave no queued scales, which another run would take."""
     assert results[f"{program} {alpha}"]["queued"] == 0
 
 
-def test_nor_are_any_behind_an_error(results: dict[str, Any]) -> None:
+def test_no_fp8_scales_stay_queued_after_an_error(results: dict[str, Any]) -> None:
     assert results["errors"]["raised"] == ["", "it fails, again", "it fails, forward", ""]
     assert results["errors"]["queued"] == 0
 
 
-def test_a_module_that_runs_twice_in_a_unit_has_the_histories_that_it_had(results: dict[str, Any]) -> None:
+def test_module_run_twice_in_a_unit_recomputes_with_its_histories(results: dict[str, Any]) -> None:
     histories = results["twice 0"]["histories"]
     assert len(histories["again"]) == 2 * LAYERS
     assert sorted(histories["again"]) == sorted(histories["forward"])
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_losses_with_half_of_the_rows_differ_by_rounding_alone(program: str, results: dict[str, Any]) -> None:
+def test_losses_with_half_the_rows_differ_only_by_rounding(program: str, results: dict[str, Any]) -> None:
     plain, found = results[f"{program} none"]["losses"], results[f"{program} half"]["losses"]
     assert found == pytest.approx(plain, rel=1e-6)
 
@@ -83,7 +83,7 @@ def test_no_region_is_opaque(program: str, alpha: str, results: dict[str, Any]) 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_attention_runs_once_in_a_step(program: str, alpha: str, results: dict[str, Any]) -> None:
+def test_attention_runs_once_per_step(program: str, alpha: str, results: dict[str, Any]) -> None:
     plain, found = results[f"{program} none"]["functions"], results[f"{program} {alpha}"]["functions"]
     attention = [name for name in plain if "Attn" in name or "Attention" in name]
     assert attention
@@ -92,22 +92,20 @@ def test_attention_runs_once_in_a_step(program: str, alpha: str, results: dict[s
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_with_alpha_1_nothing_runs_again_and_with_0_every_product_does_that_backward_asks_for(
-    program: str, results: dict[str, Any]
-) -> None:
+def test_alpha_1_recomputes_no_product_and_alpha_0_each_needed_one(program: str, results: dict[str, Any]) -> None:
     plain, case = results[f"{program} none"]["functions"], PROGRAMS[program]
     assert results[f"{program} 1"]["functions"] == plain
     again = results[f"{program} 0"]["functions"]["_LayerNormLinear"] - plain["_LayerNormLinear"]
     assert again == LAYERS * (case.get("micro_batches", 1) - case.get("dropped", 0))
 
 
-def test_a_plan_moves_what_it_said(results: dict[str, Any]) -> None:
+def test_plan_offloads_the_bytes_that_it_predicts(results: dict[str, Any]) -> None:
     for program in ("Parts", "current"):
         report = results[f"{program} auto"]["report"]
         assert report["offloaded_step_bytes"] == pytest.approx(report["expected_step_bytes"], rel=0.02)
 
 
-def test_half_of_the_rows_take_half_of_the_recomputed_operations(results: dict[str, Any]) -> None:
+def test_half_the_rows_take_half_of_the_recomputed_flops(results: dict[str, Any]) -> None:
     """Count all layers but the last, whose tensors never leave the device."""
     plain, none, half = (sum(results[f"Parts {case}"]["flops"].values()) for case in ("none", "0", "half"))
     assert none > plain
@@ -125,7 +123,7 @@ def test_half_of_the_rows_take_half_of_the_recomputed_operations(results: dict[s
         ("cpu_offload.offload", "get_cpu_offload_context is called while memplug offloads", "Leave it out"),
     ],
 )
-def test_recomputation_and_offloading_of_its_own_are_refused_while_memplug_is_attached(
+def test_transformer_engine_recompute_and_offload_are_refused(
     call: str, message: str, advice: str, results: dict[str, Any]
 ) -> None:
     found = results["refusals"]["during"][call]
@@ -134,5 +132,5 @@ def test_recomputation_and_offloading_of_its_own_are_refused_while_memplug_is_at
 
 
 @pytest.mark.parametrize("call", ["no offload", "no offload by position", "no offload by default"])
-def test_an_offload_context_that_is_off_is_given(call: str, results: dict[str, Any]) -> None:
+def test_disabled_offload_context_is_accepted(call: str, results: dict[str, Any]) -> None:
     assert results["refusals"]["during"][call] == ""

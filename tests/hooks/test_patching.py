@@ -37,7 +37,7 @@ class Own(Base):
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("what", ["class that inherits", "class", "instance"])
-def test_what_is_undone_in_any_order_leaves_the_original(what: str, order: tuple[int, ...]) -> None:
+def test_patches_undone_in_any_order_leave_the_original(what: str, order: tuple[int, ...]) -> None:
     kind = type("Inherits", (Base,), {}) if what == "class that inherits" else type("Has", (), {"value": Own.value})
     target = kind() if what == "instance" else kind
     before = dict(vars(target))
@@ -63,9 +63,7 @@ def test_what_is_undone_in_any_order_leaves_the_original(what: str, order: tuple
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_two_engines_with_zero_3_leave_nothing_in_deepspeed_whichever_is_detached_first(
-    cpu_engine: None, first: int
-) -> None:
+def test_two_zero_3_engines_detach_in_any_order_and_leave_no_patch(cpu_engine: None, first: int) -> None:
     from deepspeed.runtime.zero.partition_parameters import Init
 
     before = Init._all_gather, Init._partition
@@ -78,10 +76,10 @@ def test_two_engines_with_zero_3_leave_nothing_in_deepspeed_whichever_is_detache
     losses = train_engine(engines[1 - first], 1, first=2)
     sessions[1 - first].detach()
     assert (Init._all_gather, Init._partition) == before and not hasattr(Init._all_gather, ORIGINAL)
-    assert losses == train_engine(make_engine(ds_config(3)), 3)[2:], "the other one went on as it was"
+    assert losses == train_engine(make_engine(ds_config(3)), 3)[2:], "the other engine trains on as before"
 
 
-def test_an_engine_that_is_destroyed_leaves_recorder_and_arena_to_the_next(cpu_engine: None) -> None:
+def test_destroyed_engine_frees_recorder_and_arena_for_the_next(cpu_engine: None) -> None:
     memplug.install()
     for _ in range(2):
         engine = make_engine(ds_config(3, block()))
@@ -92,7 +90,7 @@ def test_an_engine_that_is_destroyed_leaves_recorder_and_arena_to_the_next(cpu_e
         assert session.stage is Stage.DETACHED
 
 
-def test_a_detached_session_that_is_kept_for_its_report_keeps_no_model() -> None:
+def test_detached_session_does_not_keep_its_model_alive() -> None:
     from tests.support.blocks import LAYERS, Stack
 
     model = Stack(2)

@@ -36,7 +36,7 @@ SCHEDULES = {  # orders of forwards and backwards
 
 @checkpoints
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_operators_are_of_the_micro_batch_and_layer_whose_forward_they_belong_to(
+def test_operators_get_the_micro_batch_and_layer_of_their_forward(
     schedule: str, network: dict[str, bool], recorder: Recorder
 ) -> None:
     told = Told(recorder, **network)
@@ -56,7 +56,7 @@ def test_operators_are_of_the_micro_batch_and_layer_whose_forward_they_belong_to
         assert trace.replays_exactly() is True
 
 
-def test_requests_are_where_their_operators_are(recorder: Recorder) -> None:
+def test_requests_have_the_phase_and_layer_of_their_operators(recorder: Recorder) -> None:
     told = Told(recorder)
     told.begin()
     told.backward(0, told.forward(0))
@@ -68,7 +68,7 @@ def test_requests_are_where_their_operators_are(recorder: Recorder) -> None:
         ), trace.names[trace.operators["name"][row["malloc_operator"]]]
 
 
-def test_a_backward_that_runs_twice_is_where_it_was(recorder: Recorder) -> None:
+def test_second_backward_of_a_graph_keeps_its_micro_batch(recorder: Recorder) -> None:
     told = Told(recorder)
     told.begin()
     first, second = told.forward(0), told.forward(1)
@@ -78,7 +78,7 @@ def test_a_backward_that_runs_twice_is_where_it_was(recorder: Recorder) -> None:
     assert told.truth.check(told.end())[Pass.BACKWARD, 0, 2] > 0
 
 
-def test_a_backward_through_a_backward_is_where_its_forward_was(recorder: Recorder) -> None:
+def test_double_backward_has_the_micro_batch_of_its_forward(recorder: Recorder) -> None:
     told = Told(recorder)
     told.begin()
     first = told.forward(0)
@@ -97,7 +97,7 @@ def test_a_backward_through_a_backward_is_where_its_forward_was(recorder: Record
 
 
 @checkpoints
-def test_a_loss_that_is_made_after_another_backward_is_of_the_latest_forward(
+def test_loss_made_after_another_backward_belongs_to_latest_forward(
     network: dict[str, bool], recorder: Recorder
 ) -> None:
     told = Told(recorder, **network)
@@ -114,7 +114,7 @@ def test_a_loss_that_is_made_after_another_backward_is_of_the_latest_forward(
     assert told.truth.check(told.end())[Pass.BACKWARD, 1, -1] > 0
 
 
-def test_a_forward_without_gradients_is_no_micro_batch_and_has_its_layers(recorder: Recorder) -> None:
+def test_no_grad_forward_has_layers_but_no_micro_batch(recorder: Recorder) -> None:
     told = Told(recorder)
     told.begin()
     with torch.no_grad():
@@ -126,7 +126,7 @@ def test_a_forward_without_gradients_is_no_micro_batch_and_has_its_layers(record
     assert told.places.inputs == ["float32[2, 4]"]
 
 
-def test_a_checkpoint_around_the_whole_model_recomputes_in_backward(recorder: Recorder) -> None:
+def test_checkpoint_around_the_model_recomputes_in_backward(recorder: Recorder) -> None:
     told = Told(recorder)
     told.begin()
     for micro_batch in range(2):
@@ -138,7 +138,7 @@ def test_a_checkpoint_around_the_whole_model_recomputes_in_backward(recorder: Re
     assert len(told.places.inputs) == 2
 
 
-def test_the_optimizer_is_a_place_and_what_follows_it_is_not(recorder: Recorder) -> None:
+def test_optimizer_phase_ends_with_the_optimizer_step(recorder: Recorder) -> None:
     told = Told(recorder)
     optimizer = torch.optim.AdamW(told.model.parameters())
     told.begin()
@@ -152,8 +152,8 @@ def test_the_optimizer_is_a_place_and_what_follows_it_is_not(recorder: Recorder)
     assert any(trace.phases[phase].kind is Pass.OPTIMIZER for phase in trace.requests["malloc_phase"])
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["it is done", "it fails"])
-def test_an_engines_step_is_in_the_optimizer_and_what_follows_it_is_not(fails: bool, recorder: Recorder) -> None:
+@pytest.mark.parametrize("fails", [False, True], ids=["completes", "fails"])
+def test_optimizer_phase_spans_the_engine_step_and_ends_with_it(fails: bool, recorder: Recorder) -> None:
     told = Told(recorder)
     optimizer = torch.optim.AdamW(told.model.parameters())
     told.begin()
@@ -173,7 +173,7 @@ def test_an_engines_step_is_in_the_optimizer_and_what_follows_it_is_not(fails: b
 
 
 @pytest.mark.parametrize("network", [{}, {"around": False}, {"around": True}], ids=["none", "checkpoint", "reentrant"])
-def test_an_error_that_leaves_a_forward_leaves_its_places(network: dict[str, bool], recorder: Recorder) -> None:
+def test_error_out_of_a_forward_ends_its_phase_and_layer(network: dict[str, bool], recorder: Recorder) -> None:
     told = Told(recorder, **network)
     told.begin()
     told.model.layers[1].fails = True
@@ -188,7 +188,7 @@ def test_an_error_that_leaves_a_forward_leaves_its_places(network: dict[str, boo
 
 
 @pytest.mark.parametrize("where_it_fails", ["forward", "a pre-hook before memplug's", "a pre-hook after memplug's"])
-def test_an_error_that_the_model_catches_leaves_the_layer_alone(where_it_fails: str, recorder: Recorder) -> None:
+def test_error_caught_by_the_model_ends_only_the_failed_layer(where_it_fails: str, recorder: Recorder) -> None:
     def fail(*_: object) -> None:
         raise ValueError
 
@@ -206,7 +206,7 @@ def test_an_error_that_the_model_catches_leaves_the_layer_alone(where_it_fails: 
     assert found[Pass.BACKWARD, 0, 2] > 0 and (Pass.BACKWARD, 0, 1) not in found
 
 
-def test_an_interrupt_in_a_step_is_over_with_the_next_recording(recorder: Recorder) -> None:
+def test_next_recording_starts_clean_after_an_interrupt(recorder: Recorder) -> None:
     told = Told(recorder)
     hook = told.model.layers[1].linear.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     told.begin()
@@ -236,7 +236,7 @@ def hooks(model: nn.Module) -> list[object]:
     return found + [*optimizers._global_optimizer_pre_hooks.values(), *optimizers._global_optimizer_post_hooks.values()]
 
 
-def test_hooks_are_there_from_install_to_remove(recorder: Recorder) -> None:
+def test_hooks_exist_only_between_install_and_remove(recorder: Recorder) -> None:
     told = Told(recorder)
     assert hooks(told.model) == []
     for _ in range(2):
@@ -248,7 +248,7 @@ def test_hooks_are_there_from_install_to_remove(recorder: Recorder) -> None:
     assert {where(trace, 0)[0] for trace in [record(recorder, lambda: told.model(torch.ones(2, 4)))]} == {Pass.OTHER}
 
 
-def test_a_recording_without_places_is_in_none(recorder: Recorder) -> None:
+def test_recording_without_places_has_no_micro_batch_or_layer(recorder: Recorder) -> None:
     told = Told(recorder)
     told.begin()
     told.forward(0)
@@ -259,7 +259,7 @@ def test_a_recording_without_places_is_in_none(recorder: Recorder) -> None:
     assert "aten::relu" in operator_names(trace)
 
 
-def test_the_fingerprint_is_of_the_layers_names_and_classes(recorder: Recorder) -> None:
+def test_fingerprint_depends_on_layer_names_and_classes(recorder: Recorder) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     one, same = (Places(model, [("0", model[0])], recorder).fingerprint() for _ in range(2))
     assert one == same and (one.model, one.parameters, one.world_size) == ("Sequential", 6, 1)
@@ -267,7 +267,7 @@ def test_the_fingerprint_is_of_the_layers_names_and_classes(recorder: Recorder) 
     assert Places(model, [("1", model[0])], recorder).fingerprint() != one
 
 
-def test_the_inputs_are_those_of_each_forward(recorder: Recorder) -> None:
+def test_fingerprint_lists_the_inputs_of_each_forward(recorder: Recorder) -> None:
     class Two(nn.Module):
         def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None, power: int = 1) -> torch.Tensor:
             return x

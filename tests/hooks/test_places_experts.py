@@ -1,4 +1,4 @@
-"""Experts of a mixture are layers of their own, dynamic ones, in forward and backward."""
+"""Experts of a mixture count as separate, dynamic layers in forward and backward."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
-def test_experts_inside_of_layers_are_dynamic_layers(kind: str, recorder: Recorder) -> None:
+def test_experts_inside_layers_are_dynamic_layers(kind: str, recorder: Recorder) -> None:
     make, names = EXPERTS[kind]
     model = nn.Sequential(nn.Linear(4, 4), Mixture(make()), nn.Linear(4, 1))
     trace, places = record_training(recorder, model, ["0", "1", "2"], lambda: model(torch.ones(2, 4)).sum())
@@ -96,14 +96,14 @@ def test_experts_inside_of_layers_are_dynamic_layers(kind: str, recorder: Record
     assert dynamic == set(names) and not requests["dynamic"].all()
 
 
-def test_experts_that_are_a_layer_are_dynamic_once(recorder: Recorder) -> None:
+def test_experts_that_form_a_layer_are_one_dynamic_layer(recorder: Recorder) -> None:
     model = nn.Sequential(nn.Linear(4, 4), ManyExperts())
     trace, places = record_training(recorder, model, ["0", "1"], lambda: model(torch.ones(2, 4)).sum())
     assert places.layers == (Layer("0"), Layer("1", True))
     assert layers_of(trace, "aten::sinc") == {(Pass.FORWARD, "1")}
 
 
-def test_experts_in_experts_are_part_of_them(recorder: Recorder) -> None:
+def test_nested_experts_belong_to_the_outer_experts(recorder: Recorder) -> None:
     outer = ManyExperts()
     outer.each[0] = ManyExperts()
     outer.each[0].each = nn.ModuleList([Expert()])
@@ -112,7 +112,7 @@ def test_experts_in_experts_are_part_of_them(recorder: Recorder) -> None:
     assert places.layers == (Layer("0"), Layer("0.experts", True), Layer("1", True))
 
 
-def test_experts_of_mixtral_are_dynamic_layers(recorder: Recorder) -> None:
+def test_mixtral_experts_are_dynamic_layers(recorder: Recorder) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)

@@ -64,18 +64,18 @@ HOWS = ["module.", "module.module.", "_orig_mod.", "_fsdp_wrapped_module.", "_ch
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_pattern_needs_no_prefix_of_a_wrapper_and_names_what_is_wrapped(how: str) -> None:
+def test_pattern_without_wrapper_prefix_matches_the_wrapped_module(how: str) -> None:
     model = wrapped(how)
     found = matching_modules(model, ["layers.*"])
     assert [module for _, module in found] == layers_of(model)
     named = dict(model.named_modules())
-    assert all(named[name] is module for name, module in found), "by the name that it has"
+    assert all(named[name] is module for name, module in found), "matches have their names in the wrapped model"
     spelt_out = ["*." * name.count(".") + "*" for name, _ in found[:1]] if how == "_fsdp_wrapped_module." else None
-    assert spelt_out is None or matching_modules(model, [found[0][0]]) == found[:1], "the whole name will do as well"
+    assert spelt_out is None or matching_modules(model, [found[0][0]]) == found[:1], "the full name matches too"
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_gradients_of_wrapped_layers_are_the_plain_ones(how: str) -> None:
+def test_wrapped_layers_have_the_gradients_of_plain_ones(how: str) -> None:
     model = wrapped(how)
     torch.manual_seed(0)
     plain = Stack(3)
@@ -90,7 +90,7 @@ def test_gradients_of_wrapped_layers_are_the_plain_ones(how: str) -> None:
     torch._dynamo.reset()
 
 
-def test_a_module_of_that_name_that_has_siblings_is_no_wrapper() -> None:
+def test_child_named_module_with_siblings_is_no_wrapper() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -102,7 +102,7 @@ def test_a_module_of_that_name_that_has_siblings_is_no_wrapper() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["layers.*", "layers.1", "layers.*._orig_mod"])
-def test_a_compiled_region_that_a_pattern_names_is_refused_as_compiled(pattern: str) -> None:
+def test_pattern_that_names_a_compiled_region_is_refused(pattern: str) -> None:
     model = Stack(2)
     model.layers[1] = torch.compile(model.layers[1], backend="eager")
     with pytest.raises(ConflictError, match=r"layers\.1 is compiled") as error:

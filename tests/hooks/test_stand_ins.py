@@ -31,21 +31,21 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
-def test_outputs_and_gradients_are_those_of_torch_operators(results: dict[str, Any]) -> None:
+def test_outputs_and_gradients_equal_those_of_torch_operators(results: dict[str, Any]) -> None:
     for case in ("linears", "attentions", "movers"):
         for name, difference in results[case].items():
             assert difference < 1e-5, name
 
 
-def test_bfloat16_is_as_near_to_float32_as_its_digits(results: dict[str, Any]) -> None:
+def test_bfloat16_differs_from_float32_only_by_rounding(results: dict[str, Any]) -> None:
     assert 0 < results["sixteen_bits"] < 0.03
 
 
-def test_the_same_inputs_give_the_same_bits_and_rows_do_not_depend_on_their_number(results: dict[str, Any]) -> None:
+def test_results_are_deterministic_and_independent_of_row_count(results: dict[str, Any]) -> None:
     assert results["repeats"] == {"equal": True, "some_rows": True}
 
 
-def test_torch_sees_allocations_alone_and_backward_frees_what_it_unpacked(results: dict[str, Any]) -> None:
+def test_dispatcher_sees_only_allocations_and_backward_frees_tensors(results: dict[str, Any]) -> None:
     found = results["dispatcher"]
     assert found["operators"] <= {"empty", "view", "detach"}
     hidden, ffn = (4, 32), (4, 128)
@@ -53,7 +53,7 @@ def test_torch_sees_allocations_alone_and_backward_frees_what_it_unpacked(result
     assert found["freed"] == 5  # the norm's output, means and deviations, and the activation's input and output
 
 
-def test_a_careless_second_forward_in_fp8_changes_losses_and_one_in_the_recompute_contexts_does_not(
+def test_second_fp8_forward_changes_losses_outside_recompute_contexts(
     results: dict[str, Any],
 ) -> None:
     plain, checkpoint, again, contexts = (results["recipes"][how] for how in DELAYED)
@@ -63,40 +63,38 @@ def test_a_careless_second_forward_in_fp8_changes_losses_and_one_in_the_recomput
 
 
 @pytest.mark.parametrize("kind", ["Float8CurrentScaling", "MXFP8BlockScaling", "Float8BlockScaling"])
-def test_recipes_without_state_give_the_same_losses_however_often_a_layer_runs(
-    kind: str, results: dict[str, Any]
-) -> None:
+def test_stateless_recipes_give_the_same_losses_on_repeated_forwards(kind: str, results: dict[str, Any]) -> None:
     recipes = results["recipes"]
     assert recipes[kind] == recipes[f"{kind} again"]
     assert recipes[kind][0] != recipes["plain"][0]
     assert recipes[kind][0] == pytest.approx(recipes["plain"][0], rel=1e-3)
 
 
-def test_micro_batches_share_a_cast_weight_and_add_to_one_gradient(results: dict[str, Any]) -> None:
+def test_micro_batches_share_cast_weight_and_accumulate_one_gradient(results: dict[str, Any]) -> None:
     found = results["micro_batches"]
     assert found["main_grad"] < 1e-5 and found["grad"]
     assert found["casts"] == 10  # inputs and gradients of both twice each, and the weight's two forms once
     assert "Float8Tensor" in found["saved"]
 
 
-def test_dropout_of_attention_follows_the_state_of_the_generator(results: dict[str, Any]) -> None:
+def test_attention_dropout_follows_the_generator_state(results: dict[str, Any]) -> None:
     assert results["dropout"] == {"same_state": True, "next_state": False}
 
 
-def test_a_llama_of_hugging_face_trains_with_flash_attention_as_with_torch_attention(results: dict[str, Any]) -> None:
+def test_hugging_face_llama_trains_with_flash_attention_as_with_sdpa(results: dict[str, Any]) -> None:
     found = results["hugging_face"]
     assert found["flash_attention_2"] == pytest.approx(found["sdpa"], rel=1e-5)
     assert found["forwards"] == 6
 
 
 @pytest.mark.distributed
-def test_the_state_of_fp8_is_where_each_version_has_it(results: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+def test_fp8_state_has_the_names_of_each_version(results: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     assert results["names"] == ["get_autocast_state", "AUTOCAST_DEPTH"]
     assert ranks[0]["names"] == ["quantization_state"]
 
 
 @pytest.mark.distributed
-def test_ranks_that_share_tokens_or_weights_compute_what_one_rank_does(ranks: list[dict[str, Any]]) -> None:
+def test_context_and_tensor_parallel_ranks_equal_one_rank(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for case in ("context_parallel", "tensor_parallel", "megatron_context"):
             for name, difference in rank[case].items():
@@ -105,7 +103,7 @@ def test_ranks_that_share_tokens_or_weights_compute_what_one_rank_does(ranks: li
 
 
 @pytest.mark.distributed
-def test_ranks_have_the_scales_of_the_largest_magnitude_of_both(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_scale_by_the_largest_magnitude_of_both(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["reduced_scales"] for rank in ranks)
     assert first == second
     assert first[0] == pytest.approx(448 / 5)  # from the input of the second rank's second step
@@ -113,9 +111,7 @@ def test_ranks_have_the_scales_of_the_largest_magnitude_of_both(ranks: list[dict
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layers", ["dense", "experts"])
-def test_megatron_core_trains_with_transformer_engine_layers_as_with_its_own(
-    layers: str, ranks: list[dict[str, Any]]
-) -> None:
+def test_megatron_trains_with_te_layers_as_with_its_local_layers(layers: str, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         found = rank["megatron"]
         assert found[f"{layers} te"] == pytest.approx(found[f"{layers} local"], rel=1e-4)

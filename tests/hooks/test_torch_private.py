@@ -27,7 +27,7 @@ def refusal() -> str:
     return str(error.value)
 
 
-def test_a_name_that_torch_lacks_is_said_at_attach_and_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torch_name_is_reported_at_attach_and_at_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_private, "_lacking", [])
     lacking = torch_private._name("torch._C._no_such_name", "does this and that")
     with pytest.raises(UnsupportedVersionError, match=r"has no torch\._C\._no_such_name, with which memplug does this"):
@@ -35,7 +35,7 @@ def test_a_name_that_torch_lacks_is_said_at_attach_and_where_it_is_used(monkeypa
     assert "torch._C._no_such_name" in refusal()
 
 
-def test_a_name_that_training_does_not_need_is_said_where_it_is_used_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optional_torch_name_is_reported_only_at_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_private, "_lacking", [])
     lacking = torch_private._name("torch.no_such_module.name", "makes estimates", needed=False)
     attached().detach()
@@ -43,27 +43,27 @@ def test_a_name_that_training_does_not_need_is_said_where_it_is_used_alone(monke
         lacking()
 
 
-def test_the_installed_torch_has_every_name() -> None:
+def test_installed_torch_has_every_name() -> None:
     assert torch_private._lacking == []
 
 
-def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.5.1+cu124")
     assert "needs torch 2.6 or newer; 2.5.1+cu124 is installed" in refusal()
 
 
 @pytest.mark.parametrize("name", ["_stance", "DynamoStance", "_callback_from_stance"])
-def test_a_stance_that_moved_is_said_at_attach(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_stance_is_reported_at_attach(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(f"torch._dynamo.eval_frame.{name}")
     assert f"has no torch._dynamo.eval_frame.{name}, with which memplug" in refusal()
 
 
-def test_a_stance_that_is_read_no_more_is_said_at_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignored_compiler_stance_is_reported_at_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._dynamo.eval_frame._callback_from_stance", lambda callback: callback)
     assert "ignores torch._dynamo.eval_frame._stance, with which memplug" in refusal()
 
 
-def test_a_compiled_function_runs_as_it_is_written_where_regions_run() -> None:
+def test_compiled_function_runs_uncompiled_inside_regions() -> None:
     compiled = []
 
     def compile_graph(graph: Any, inputs: Any) -> Any:
@@ -95,7 +95,7 @@ assert standing() == (False, 0)
 """
 
 
-def test_the_last_session_takes_its_kernels_and_its_callback_off() -> None:
+def test_last_detach_removes_kernels_and_gc_callback() -> None:
     run_python(
         ATTACHED
         + """
@@ -118,7 +118,7 @@ assert not standing()[0]
     )
 
 
-def test_what_a_collection_runs_is_unobserved_even_where_a_session_ends_in_it() -> None:
+def test_finalizers_are_unobserved_even_if_they_detach_the_session() -> None:
     run_python(
         ATTACHED
         + """

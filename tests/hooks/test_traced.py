@@ -1,4 +1,4 @@
-"""Programs that torch traces or compiles of an attached model equal those of the model without memplug."""
+"""Programs traced or compiled from an attached model equal those of the plain model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def nothing_is_compiled_yet() -> Iterator[None]:
 
 
 def step(call: Callable[..., Any], model: nn.Module) -> list[torch.Tensor | None]:
-    """Return a step's output and gradients; None for parameters of which the program holds copies."""
+    """Return a step's output and gradients; None for a parameter that the program copied."""
     out = call(x())
     out.square().sum().backward()
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -77,7 +77,7 @@ def same(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["first", "later"])
 @pytest.mark.parametrize("way", [*TRACES, *COMPILED])
-def test_a_program_of_the_model_has_its_results_and_training_goes_on(way: str, trained: bool) -> None:
+def test_traced_program_equals_the_models_and_training_continues(way: str, trained: bool) -> None:
     trace = (TRACES | COMPILED)[way]
     plain, model = layers(), layers()
     expected, alone = step(trace(plain), plain), step(plain, plain)
@@ -92,7 +92,7 @@ def test_a_program_of_the_model_has_its_results_and_training_goes_on(way: str, t
 
 
 @pytest.mark.parametrize("way", TRACES)
-def test_a_trace_is_no_forward_of_a_step(way: str) -> None:
+def test_tracing_does_not_count_as_a_forward(way: str) -> None:
     model = layers()
     with memplug.attach(model, block(regions=["[0-1]"])) as session:
         TRACES[way](model)
@@ -103,7 +103,7 @@ def test_a_trace_is_no_forward_of_a_step(way: str) -> None:
         assert session._attached.forwards == before == 2
 
 
-def test_a_traced_program_is_that_of_the_model() -> None:
+def test_traced_graph_has_the_operators_of_the_plain_model() -> None:
     def trace(model: nn.Module) -> Any:
         call = lambda x: model(input_ids=x, use_cache=False).logits  # noqa: E731
         return make_fx(call, tracing_mode="fake", _allow_non_fake_inputs=True)(tokens())
@@ -118,25 +118,25 @@ def test_a_traced_program_is_that_of_the_model() -> None:
         assert torch.equal(found(tokens(1)), expected(tokens(1)))
 
 
-def test_a_compiled_model_compiles_no_frames_of_memplug() -> None:
+def test_torch_compile_compiles_no_frames_of_memplug() -> None:
     model = layers(12)
     with memplug.attach(model, block(regions=["*"])) as session:
         call = torch.compile(model, backend="eager")
         for _ in range(4):
             step(call, model)
             session.step()
-    assert 0 < counters["frames"]["total"] < 8  # torch compiles one anew that often
+    assert 0 < counters["frames"]["total"] < 8  # torch recompiles one frame at most this often
 
 
 @pytest.mark.parametrize("tokenwise", [{"regions": ["[0-1]"]}, {"enabled": False}], ids=["regions", "arena"])
-def test_without_a_graph_break_torch_says_what_to_do(tokenwise: dict[str, Any]) -> None:
+def test_fullgraph_compile_raises_with_advice(tokenwise: dict[str, Any]) -> None:
     model = layers()
     with memplug.attach(model, {"enabled": True, "plan_dir": False, "tokenwise": tokenwise}):
         with pytest.raises(torch._dynamo.exc.Unsupported, match="memplug needs to see .* leave out `fullgraph=True`"):
             torch.compile(model, backend="eager", fullgraph=True)(x())
 
 
-def test_a_model_is_not_scripted_while_attached() -> None:
+def test_torch_jit_script_of_attached_model_is_refused() -> None:
     model = layers()
     with memplug.attach(model, block(regions=["[0-1]"])):
         with pytest.raises(ConflictError, match="torch.jit.script"):

@@ -77,7 +77,7 @@ def leaves(found: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize("opaque", [False, True])
-def test_around_a_model_it_gives_the_same_as_without(name: str, opaque: bool) -> None:
+def test_transform_of_attached_model_gives_the_plain_result(name: str, opaque: bool) -> None:
     torch.manual_seed(0)
     model, x = Stack(2, Plain), torch.randn(2, 3, 16)
     right = leaves(AROUND[name](model, x))
@@ -153,7 +153,7 @@ def train_alike(block: type[Layer], alpha: float | str) -> Any:
 @pytest.mark.parametrize(
     "inside", [by_vmap, by_vmap_with_dropout, by_jvp, by_linearize, by_functionalize, by_dual_numbers]
 )
-def test_inside_of_a_region_that_runs_again(inside: Callable[..., torch.Tensor], alpha: float | str) -> None:
+def test_transform_inside_a_region_makes_it_opaque(inside: Callable[..., torch.Tensor], alpha: float | str) -> None:
     session = train_alike(calling(inside), alpha)
     assert list(session._attached.executor.opaque) == [
         "a function transform or forward-mode differentiation inside of it"
@@ -162,11 +162,11 @@ def test_inside_of_a_region_that_runs_again(inside: Callable[..., torch.Tensor],
 
 @ALPHAS
 @pytest.mark.parametrize("block", ASKING)
-def test_gradients_that_a_layer_asks_for_itself(block: type[Layer], alpha: float | str) -> None:
+def test_layer_that_asks_for_gradients_trains_as_without_memplug(block: type[Layer], alpha: float | str) -> None:
     train_alike(block, alpha)
 
 
-def test_where_torch_refuses_its_error_has_memplugs_advice() -> None:
+def test_torch_error_about_transforms_carries_memplug_advice() -> None:
     def inside(layer: Layer, x: torch.Tensor) -> torch.Tensor:
         return torch.func.grad(lambda y: layer.inner(y).sin().sum())(x) @ x.new_ones(16, 32)
 
@@ -177,8 +177,8 @@ def test_where_torch_refuses_its_error_has_memplugs_advice() -> None:
 
 
 @pytest.mark.parametrize("opaque", [False, True])
-def test_a_thread_without_transforms_gets_no_state_of_them(opaque: bool) -> None:
-    # torch would copy the state for every node that autograd makes on the thread, as long as the thread lives
+def test_thread_without_transforms_gets_no_transform_stack(opaque: bool) -> None:
+    # torch would copy the stack into every autograd node that this thread makes from then on
     found = []
 
     def train() -> None:

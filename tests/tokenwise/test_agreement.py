@@ -50,14 +50,14 @@ def answers(ranks: Sequence[Sequence[Any]]) -> list[bool]:
     [
         pytest.param([[("0", "a", {0, 1})], [("0", "a", {0, 1})]], True, id="the same operators"),
         pytest.param([[("0", "a", {0, 1})], [("0", "b", {0, 1})]], False, id="other operators"),
-        pytest.param([[("0", "a", {0, 1})], []], False, id="one has no such region"),
-        pytest.param([[("0", "a", set())], [("0", "b", set())]], True, id="none talks to others"),
-        pytest.param([[("0", "a", {0})], [("0", "b", {1})]], True, id="they do not talk to each other"),
-        pytest.param([[("0", "a", None)], [("0", "a", None)]], False, id="to whom is not known"),
+        pytest.param([[("0", "a", {0, 1})], []], False, id="one rank lacks the region"),
+        pytest.param([[("0", "a", set())], [("0", "b", set())]], True, id="no rank communicates"),
+        pytest.param([[("0", "a", {0})], [("0", "b", {1})]], True, id="ranks do not communicate with each other"),
+        pytest.param([[("0", "a", None)], [("0", "a", None)]], False, id="partners unknown"),
         pytest.param(
             [[("0", "a", {0, 1})], [("0", "a", {0, 1})], [("0", "a", {2, 3})], [("0", "b", {2, 3})]],
             False,
-            id="two of four disagree, and all ranks know",
+            id="two of four disagree",
         ),
     ],
 )

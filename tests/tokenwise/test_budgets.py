@@ -19,7 +19,7 @@ CUDA = CudaDevice(0)
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Fake 80 GiB, of which other processes hold 10; the run reserved up to 40 for up to 32 of tensors, and now 20."""
+    """Fake 80 GiB: other processes hold 10; the run reserves 20 now, and at its peak 40 for 32 of tensors."""
     said = {"free": 50 * GIB, "reserved": 20 * GIB, "most_reserved": 40 * GIB, "most_allocated": 32 * GIB}
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (said["free"], 80 * GIB))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: said["reserved"])
@@ -40,17 +40,17 @@ def room_gib(peak_gib: float | None, budget_gib: float | str = "auto", beside_gi
     return DeviceBudget(CUDA, budget_gib).room_bytes(peak_bytes, int(beside_gib * GIB)) / GIB
 
 
-def test_what_other_processes_hold_and_a_margin_are_left_alone(allocator: dict[str, int]) -> None:
+def test_room_excludes_other_processes_and_a_margin(allocator: dict[str, int]) -> None:
     assert room_gib(None) == pytest.approx(0.92 * 70 - 40)
 
 
-def test_a_budget_counts_all_that_the_rank_holds_and_is_never_more_than_there_is(allocator: dict[str, int]) -> None:
+def test_budget_counts_all_memory_of_the_rank_up_to_the_device(allocator: dict[str, int]) -> None:
     assert room_gib(None, 60.0) == pytest.approx(20)
     assert room_gib(None, 30.0) == 0
     assert room_gib(None, 500.0) == pytest.approx(30)
 
 
-def test_the_peak_of_the_observed_step_counts_where_it_is_known_with_what_is_reserved_beside_it(
+def test_known_step_peak_and_reserved_bytes_define_the_room(
     allocator: dict[str, int],
 ) -> None:
     """Exclude memory of an earlier plan, or of loading the model, from the observed step."""
@@ -59,7 +59,7 @@ def test_the_peak_of_the_observed_step_counts_where_it_is_known_with_what_is_res
     assert room_gib(32, 60.0, 40) == 0
 
 
-def test_torchs_allocator_caches_as_large_a_share_as_in_the_run_so_far(allocator: dict[str, int]) -> None:
+def test_allocator_cache_is_extrapolated_from_the_run_so_far(allocator: dict[str, int]) -> None:
     reserved = Reserved(CUDA.memory)
     assert reserved.beside(32 * GIB) == 8 * GIB and reserved.beside(16 * GIB) == 4 * GIB
     assert reserved.largest_peak(40 * GIB) == 32 * GIB
@@ -68,7 +68,7 @@ def test_torchs_allocator_caches_as_large_a_share_as_in_the_run_so_far(allocator
     assert reserved.beside(16 * GIB) == 0 and reserved.largest_peak(40 * GIB) == 40 * GIB
 
 
-def test_peaks_that_a_program_resets_in_every_step_count_from_the_sessions_beginning(allocator: dict[str, int]) -> None:
+def test_peaks_survive_resets_by_the_training_script(allocator: dict[str, int]) -> None:
     memory = CudaDevice(0).memory
     memory.note()
     allocator |= {"most_reserved": 30 * GIB, "most_allocated": 2 * GIB}
@@ -79,12 +79,12 @@ def test_peaks_that_a_program_resets_in_every_step_count_from_the_sessions_begin
     assert memory.allocated_peak_bytes == 3 * GIB
 
 
-def test_on_the_cpu_nothing_is_kept_unless_it_is_asked_for() -> None:
+def test_cpu_keeps_nothing_without_an_explicit_budget() -> None:
     asked = DeviceBudget(Device(), 2.0)
     assert DeviceBudget(Device()).room_bytes(GIB) == 0
     assert asked.room_bytes(GIB) == GIB
     assert asked.room_bytes(3 * GIB) == 0
-    assert asked.room_bytes(None) == 2 * GIB, "what the step needs is unknown"
+    assert asked.room_bytes(None) == 2 * GIB, "the step's peak is unknown"
     assert budgets.peak_bytes(Device()) is None
     assert asked.nbytes == 2 * GIB
     assert DeviceBudget(Device()).nbytes is None
@@ -103,7 +103,7 @@ def require(*ranks: tuple[float | None, float | str]) -> None:
     DeviceBudget(CUDA, budget_gib).require(peak_bytes, gather, range(len(ranks)))
 
 
-def test_a_budget_that_no_plan_keeps_to_is_refused_with_the_least_that_is_possible() -> None:
+def test_impossible_budget_is_refused_with_the_least_possible_one() -> None:
     with pytest.raises(BudgetError, match="is 2, and on rank 0 a step takes 17.3 GiB .*\n.* to 17.3 or more") as caught:
         require((17.2049, 2.0))
     assert caught.value.least_gib == 17.3
@@ -112,23 +112,23 @@ def test_a_budget_that_no_plan_keeps_to_is_refused_with_the_least_that_is_possib
 
 
 @pytest.mark.parametrize("peak_gib", [1.0, 0.9999, 9.999, 123.4, 3.21e-5, 2**-20])
-def test_the_least_that_is_named_is_enough_and_no_more_than_a_hundredth_too_much(peak_gib: float) -> None:
+def test_named_least_budget_exceeds_the_peak_by_at_most_1_percent(peak_gib: float) -> None:
     least_gib = BudgetError(peak_gib, 0, peak_gib / 2).least_gib
     assert peak_gib <= least_gib <= 1.01 * peak_gib
 
 
-def test_the_rank_that_takes_the_most_is_named_on_all_of_them() -> None:
+def test_every_rank_names_the_rank_with_the_highest_peak() -> None:
     for ranks in ([(3.0, 4.0), (5.0, 4.0), (6.0, 4.0)], [(6.0, "auto"), (6.0, 5.0), (6.0, 4.0)]):
         with pytest.raises(BudgetError, match="is 4, and on rank 2 a step takes 6 GiB"):
             require(*ranks)
 
 
-def test_what_is_unknown_or_left_to_memplug_is_never_refused() -> None:
+def test_unknown_peak_or_automatic_budget_is_never_refused() -> None:
     require((None, 1e-9), (None, 1e-9))
     require((1e6, "auto"), (None, 1.0))
 
 
-def test_buffers_have_room_within_what_a_plan_may_fill(allocator: dict[str, int]) -> None:
+def test_buffers_fit_only_within_the_room_of_a_plan(allocator: dict[str, int]) -> None:
     room_bytes = int((0.92 * 70 - 40) * GIB)
     assert DeviceBudget(CUDA).holds_buffers(2 * room_bytes, room_bytes, None)
     assert not DeviceBudget(CUDA).holds_buffers(2 * room_bytes, room_bytes + GIB, None)
@@ -136,14 +136,14 @@ def test_buffers_have_room_within_what_a_plan_may_fill(allocator: dict[str, int]
 
 
 @pytest.mark.parametrize("device", [CUDA, Device()])
-def test_a_step_with_buffers_keeps_to_the_budget_too(device: Device, allocator: dict[str, int]) -> None:
+def test_step_with_buffers_keeps_to_the_budget(device: Device, allocator: dict[str, int]) -> None:
     budget = DeviceBudget(device, 30.0)
     assert budget.holds_buffers(10 * GIB, 10 * GIB, 20 * GIB)
     assert not budget.holds_buffers(10 * GIB + 1, 10 * GIB, 20 * GIB)
-    assert budget.holds_buffers(10 * GIB + 1, 10 * GIB, None), "what a step takes is unknown"
+    assert budget.holds_buffers(10 * GIB + 1, 10 * GIB, None), "the step's peak is unknown"
 
 
-def test_where_there_is_a_limit_what_is_in_flight_counts_and_buffers_where_nothing_else_serves(
+def test_limited_budget_counts_in_flight_bytes_and_needed_buffers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Device, "link_rates", lambda device: (2.0, 3.0))
@@ -152,7 +152,7 @@ def test_where_there_is_a_limit_what_is_in_flight_counts_and_buffers_where_nothi
         assert (budget.in_flight, budget.buffers) == expected
 
 
-def test_the_link_is_measured_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_rates_are_measured_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
     monkeypatch.setattr(hardware, "measure_links", lambda *args: measured.append(args) or (2.0, 3.0))
     hardware.link_rates.cache_clear()

@@ -1,4 +1,4 @@
-"""Ranks agree on what to plan, and on the plans to choose from."""
+"""Ranks agree on the planning task and on the candidate plans."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def layer(key: str = "Block:a", instances: int = 4, time_s: float = 4.0) -> plan
     )
 
 
-def test_equal_ranks_with_other_budgets_take_the_plan_of_the_smallest_of_each() -> None:
+def test_equal_ranks_plan_with_the_smallest_of_their_budgets() -> None:
     budgets = [budget(host=3000), budget(host=9000, d2h=5.0), budget(host=9000, h2d=50.0), budget(host=2000, device=7)]
     ranks = Ranks([([layer()], one) for one in budgets])
     expected = plan.solve([layer()], budget(host=2000, device=0, d2h=5.0, h2d=50.0))
@@ -83,21 +83,21 @@ def test_equal_ranks_with_other_budgets_take_the_plan_of_the_smallest_of_each() 
     assert expected != plan.solve([layer()], budgets[0])
 
 
-def test_memos_fraction_is_the_smallest_of_all_ranks_and_the_one_plan() -> None:
-    """Find the fraction of 1000 bytes beside the input's 100: 400 fit 10 s of forward at 50 bytes/s, and 200 at 30."""
+def test_memo_fraction_is_the_smallest_of_all_ranks() -> None:
+    """Find the fraction of 1000 bytes: beside the input's 100, 10 s carry 400 at 50 bytes/s and 200 at 30."""
     ranks = Ranks([([layer()], budget(d2h=rate)) for rate in (50.0, 30.0)], alpha="memo")
     assert ranks.plans[0] == ranks.plans[1] == [plan.solve([layer()], budget(d2h=30.0), 0.2)]
     stages = [([layer("Block:a")], budget(d2h=50.0)), ([layer("Block:b")], budget(d2h=30.0))]
     assert [plans[0].alpha for plans in Ranks(stages, alpha="memo").plans] == [0.2, 0.2]
 
 
-def test_the_times_of_the_lowest_rank_count_for_all() -> None:
+def test_times_of_the_lowest_rank_count_for_all() -> None:
     ranks = Ranks([([layer(time_s=1.0)], budget(d2h=50.0)), ([layer(time_s=40.0)], budget(d2h=50.0))])
     assert ranks.plans[0] == ranks.plans[1] == [plan.solve([layer(time_s=1.0)], budget(d2h=50.0))]
     assert ranks.plans[1] != [plan.solve([layer(time_s=40.0)], budget(d2h=50.0))]
 
 
-def test_ranks_with_other_regions_plan_for_themselves_with_as_many_collectives() -> None:
+def test_pipeline_stages_plan_separately_with_equal_collectives() -> None:
     """Model pipeline stages: ranks 0 and 2 hold one set of layers, 1 and 3 another."""
     first, second = [layer("Block:a")], [layer("Block:b", instances=2), layer("Block:c")]
     budgets = [budget(host=2500), budget(host=700), budget(host=9000), budget(host=8000)]
@@ -107,13 +107,13 @@ def test_ranks_with_other_regions_plan_for_themselves_with_as_many_collectives()
     assert len(set(ranks.calls)) == 1
 
 
-def test_where_one_rank_has_nothing_to_plan_yet_none_plans() -> None:
+def test_no_rank_plans_until_all_have_regions() -> None:
     ranks = Ranks([([layer()], budget()), ([], budget()), ([layer()], budget())])
     assert ranks.plans == [[]] * 3
     assert len(set(ranks.calls)) == 1
 
 
-def test_one_process_alone_solves_with_its_own_budget() -> None:
+def test_single_process_solves_with_its_own_budget() -> None:
     plans = chosen(([layer()], budget(host=2500)))
     assert plans == [plan.solve([layer()], budget(host=2500))]
 
@@ -128,23 +128,23 @@ def swapped(one: plan.TokenwisePlan) -> int:
     return sum(region.swapped_bytes for region in one.regions.values())
 
 
-def test_plans_around_the_optimum_swap_less_and_more_and_cost_what_the_measured_link_gives() -> None:
+def test_candidates_swap_less_and_more_than_the_optimum() -> None:
     optimum, less, more, least, most = chosen(([layer()], BY_LINK), most=5)
     assert optimum == plan.solve([layer()], BY_LINK)
     assert swapped(least) < swapped(less) < swapped(optimum) < swapped(more) < swapped(most)
     assert min(one.step_s for one in (less, more, least, most)) >= optimum.step_s
 
 
-def test_a_plan_that_does_the_same_as_an_earlier_one_is_left_out() -> None:
+def test_duplicate_candidate_is_left_out() -> None:
     assert len(chosen(([layer()], NOT_BY_LINK), most=5)) == 1
 
 
-def test_no_more_plans_than_there_are_link_rates_to_try() -> None:
+def test_candidates_are_at_most_as_many_as_link_factors() -> None:
     plans = chosen(([layer()], BY_LINK), most=1000)
     assert 5 < len(plans) <= len(candidates.LINK_FACTORS)
 
 
-def test_ranks_with_other_regions_try_as_many_plans_though_some_of_them_are_the_same() -> None:
+def test_all_ranks_try_equally_many_plans() -> None:
     """Give the first rank one plan for any link, and the second rank several; the first tries as many."""
     ranks = Ranks([([layer("Block:a")], NOT_BY_LINK), ([layer("Block:b")], BY_LINK)], most=3)
     assert [len(plans) for plans in ranks.plans] == [3, 3]

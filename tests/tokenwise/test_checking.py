@@ -1,4 +1,4 @@
-"""A number for alpha is checked against link and host: one warning says what fits, and the number stays in force."""
+"""A number for alpha is checked against link and host; if it does not fit, one warning says so, and it stays."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def layer(**fields: Any) -> Any:
         (55.0, 500, (0.4, 0.0)),
         (55.0, 300, (0.4, 0.0)),
     ],
-    ids=["some of both", "everything", "the input is too much for the link", "only inputs", "not even inputs"],
+    ids=["some of both", "everything", "input exceeds link", "host holds only inputs", "host holds less than inputs"],
 )
-def test_the_largest_fractions_that_link_and_host_allow(d2h: float, host: int, fractions: tuple[float, float]) -> None:
+def test_largest_fractions_that_link_and_host_allow(d2h: float, host: int, fractions: tuple[float, float]) -> None:
     """Send 550 bytes in 10 s of forward, 150 of them input and attention; four layers of 850 bytes take 3400."""
     assert fitting([layer()], budget(d2h=d2h, host=host)) == pytest.approx(fractions)
 
 
-def test_the_region_with_the_shortest_forward_and_the_bytes_of_all_count() -> None:
+def test_shortest_forward_and_total_bytes_limit_the_fractions() -> None:
     layers = [layer(key="long"), layer(key="short", forward_s=5.0)]
     assert fitting(layers, budget(d2h=55.0, host=3400)) == pytest.approx((0.125, 0.275))
 
@@ -100,10 +100,10 @@ def seconds(begin: float, end: float) -> float:
         "an idle device",
         "an exchange",
         "a shorter gap stays",
-        "no operators: all of it may be a wait",
+        "no operators, so all of it may be a wait",
     ],
 )
-def test_waits_for_copies_are_no_part_of_a_forward(tape: Any, expected: float) -> None:
+def test_forward_time_excludes_waits_for_copies(tape: Any, expected: float) -> None:
     assert unhindered_s(tape, seconds) == pytest.approx(expected)
 
 
@@ -181,7 +181,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def rows_bytes(alpha: float) -> int:
-    """Return the bytes of its matmuls' outputs that one forward sends."""
+    """Return the bytes of matmul outputs that one forward offloads."""
     return round(alpha * TOKENS) * ROW_BYTES // TOKENS
 
 
@@ -190,12 +190,12 @@ def figures(report: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def host_bytes_of(session: Session, alpha: float) -> int:
-    """Return the host bytes that the sending layers need."""
+    """Return the host bytes that the offloading layers need."""
     sending = sum(not each.native.offloads_late for each in session._attached.regions)
     return int(sending * (WHOLE_BYTES + alpha * ROW_BYTES + HOST_TENSORS * (HOST_ROW_BYTES - 1)))
 
 
-def test_more_than_the_link_hides_is_told_once_with_the_figures_and_stays_in_force(
+def test_alpha_above_the_link_limit_warns_once_and_stays_in_force(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with training(monkeypatch, alpha=0.9, by_link=0.415) as run:
@@ -214,7 +214,7 @@ def test_more_than_the_link_hides_is_told_once_with_the_figures_and_stays_in_for
 
 
 @pytest.mark.parametrize("alpha", [0.3, 0.42])
-def test_a_number_that_fits_is_told_nothing_of(
+def test_alpha_that_fits_gives_no_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, alpha: float
 ) -> None:
     with training(monkeypatch, alpha, by_link=0.415) as run:
@@ -222,7 +222,7 @@ def test_a_number_that_fits_is_told_nothing_of(
     assert not warnings(caplog)
 
 
-def test_more_than_the_host_holds_is_told_with_what_it_holds(
+def test_alpha_above_the_host_limit_warns_with_the_limit(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with training(monkeypatch, alpha=1.0, by_link=2.0) as run:
@@ -235,7 +235,7 @@ def test_more_than_the_host_holds_is_told_with_what_it_holds(
     assert "the link hides 1.00 of" in line and "It stays as asked: rows without room on the host are rec" in line
 
 
-def test_what_the_host_is_said_to_hold_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_holds_the_fraction_that_the_check_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     with training(monkeypatch, alpha=0.5, by_link=2.0) as run:
         run.step(times=2)
         limit = host_bytes_of(run.session, 0.5)
@@ -244,7 +244,9 @@ def test_what_the_host_is_said_to_hold_it_holds(monkeypatch: pytest.MonkeyPatch)
         assert 0.9 * limit < run.session._attached.executor.pool.peak_bytes <= limit
 
 
-def test_both_are_told_in_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_and_host_limits_share_one_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with training(monkeypatch, alpha=1.0, by_link=0.2, host_bytes=TOKENS * 4 * 16 * 8) as run:
         run.step(times=3)
     (line,) = warnings(caplog)
@@ -252,7 +254,7 @@ def test_both_are_told_in_one_line(caplog: pytest.LogCaptureFixture, monkeypatch
 
 
 @pytest.mark.parametrize("alpha", [0, "auto", "memo"])
-def test_where_there_is_nothing_to_check_nothing_is_known(
+def test_alpha_0_or_automatic_alpha_is_not_checked(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, alpha: float | str
 ) -> None:
     with training(monkeypatch, alpha, by_link=0.0) as run:
@@ -296,32 +298,30 @@ def checked(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, own: Any, steps: int,
     return check
 
 
-def test_the_figures_are_the_smallest_of_all_ranks(
+def test_limits_are_the_smallest_of_all_ranks(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks((0.3, 0.9))
     check = checked(monkeypatch, ranks, own=(0.8, 0.7), steps=4)
     assert (check.by_link, check.by_host) == (0.3, 0.7)
-    assert ranks.gathered == [(0.8, 0.7)], "one collective"
+    assert ranks.gathered == [(0.8, 0.7)], "the check takes one collective"
     (line,) = warnings(caplog)
     assert "hides 0.30 of" in line and "holds 0.70." in line and "rows without room" not in line
 
 
-def test_other_ranks_than_the_first_say_nothing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_first_rank_warns(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checked(monkeypatch, Ranks((0.3, 0.9), first=False), own=(0.8, 0.7), steps=4).by_link == 0.3
     assert not warnings(caplog)
 
 
-def test_the_next_step_is_timed_where_a_rank_ran_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_step_is_timed_if_a_rank_ran_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(None, (0.3, 0.9))
     assert checked(monkeypatch, ranks, own=(0.8, 0.7), steps=2).by_link is None
     ranks = Ranks(None, (0.3, 0.9))
     assert checked(monkeypatch, ranks, own=(0.8, 0.7), steps=3).by_link == 0.3
 
 
-def test_the_check_ends_on_all_ranks_alike_where_one_never_runs_a_region(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_ends_on_all_ranks_if_one_never_runs_a_region(monkeypatch: pytest.MonkeyPatch) -> None:
     for own, other in ((None, (0.3, 0.9)), ((0.3, 0.9), None)):
         ranks = Ranks(*[other] * 20)
         check = checked(monkeypatch, ranks, own, steps=20)
@@ -330,7 +330,7 @@ def test_the_check_ends_on_all_ranks_alike_where_one_never_runs_a_region(monkeyp
         assert check._executor.on_timed is None
 
 
-def test_a_step_without_forwards_postpones_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_without_forwards_postpones_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     with training(monkeypatch, alpha=0.5, by_link=1.0) as run:
         run.session.step()
         run.session.step()

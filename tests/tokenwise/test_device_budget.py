@@ -50,7 +50,7 @@ def least_gib(**block: Any) -> float:
 
 
 @pytest.mark.parametrize("arena", [True, False])
-def test_the_least_that_is_named_trains_and_keeps_next_to_nothing(arena: bool) -> None:
+def test_named_least_budget_trains_and_keeps_next_to_nothing(arena: bool) -> None:
     block = {"arena": {"enabled": arena}}
     least = least_gib(**block)
     report = train(least, **block)
@@ -59,7 +59,7 @@ def test_the_least_that_is_named_trains_and_keeps_next_to_nothing(arena: bool) -
 
 
 @pytest.mark.parametrize("arena", [True, False])
-def test_every_budget_from_the_least_on_is_kept_to_and_more_of_it_is_used(arena: bool) -> None:
+def test_peak_stays_within_every_budget_and_larger_ones_keep_more(arena: bool) -> None:
     """Keep more outputs with the arena; without it, rounding buffers come first, which allow more swapping."""
     block = {"arena": {"enabled": arena}}
     least, everything = least_gib(**block), train(1.0, **block)
@@ -77,7 +77,7 @@ def test_every_budget_from_the_least_on_is_kept_to_and_more_of_it_is_used(arena:
         assert kept[0] < kept[-1] and (kept[1] > 0 or not arena)
 
 
-def test_after_the_error_the_model_trains_as_without_memplug() -> None:
+def test_model_trains_without_memplug_after_a_budget_error() -> None:
     torch.manual_seed(0)
     model = Stack(3)
     block = {"enabled": True, "plan_dir": False, "device_budget_gib": 1e-6, "profiler": QUICK, **ALONE}

@@ -51,31 +51,33 @@ def regions(late: bool, name: str = "layers.0") -> list[Region]:
         (False, (150, 200, 300, 1000), (InFlight(2),)),
     ],
 )
-def test_there_is_room_for_it_by_as_much_as_the_step_is_below_its_peak_then(late, bytes_of, expected) -> None:
+def test_in_flight_room_is_the_distance_to_the_step_peak(late, bytes_of, expected) -> None:
     assert in_flight.times(step_of(*bytes_of), regions(late), 2) == expected
 
 
-def test_a_layer_whose_name_only_begins_like_a_regions_is_none() -> None:
+def test_layer_name_must_match_a_region_by_whole_parts() -> None:
     around, other = regions(True, "layers"), regions(True, "layers.00")
     assert in_flight.times(step_of(150, 200, 300, 1000), around, 2) == (InFlight(2, 800), InFlight(1, 700))
-    assert in_flight.times(step_of(150, 200, 300, 1000), other, 2)[1] == InFlight(1, 0), "the backward is the program's"
+    assert in_flight.times(step_of(150, 200, 300, 1000), other, 2)[1] == InFlight(1, 0), (
+        "backward counts for the program, not for the region"
+    )
 
 
-def test_a_step_that_begins_at_its_peak_has_no_less_than_no_room() -> None:
+def test_step_that_begins_at_its_peak_has_zero_room() -> None:
     recording = Recording()
     recording.step()
     recording.free(-1, 50)
     assert in_flight.times(recording.trace(base_bytes=100), regions(True), 2) == (InFlight(2), InFlight(1))
 
 
-def test_without_events_it_counts_as_if_it_were_there_at_the_peak() -> None:
+def test_trace_without_events_leaves_zero_room() -> None:
     recording = Recording()
     recording.step()
     assert in_flight.times(recording.trace(), regions(True), 3) == (InFlight(3),)
 
 
 @pytest.mark.parametrize("most_bytes", [480_000, 700_000])
-def test_regions_hold_no_more_than_a_plan_was_promised_and_prefetch_later(most_bytes: int) -> None:
+def test_regions_hold_at_most_the_promised_bytes_and_prefetch_later(most_bytes: int) -> None:
     """Hold one region's saved tensors at least; without a promise, hold as many as full recomputation would."""
     freely, least, kept_to = (most_held(promised) for promised in (None, 0, most_bytes))
     assert least <= kept_to <= max(least, most_bytes) < freely

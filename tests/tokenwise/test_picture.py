@@ -53,14 +53,14 @@ def without_addresses(plan: MemoryPlan) -> MemoryPlan:
 
 
 def layers(count: int, plains: int = 0) -> dict[str, Setting]:
-    """Return settings of which the last ones are plain."""
+    """Return settings of `count` layers, the last `plains` of them plain."""
     return {f"model.layers.{at}": plain() if at >= count - plains else swapping(3 + at % 2) for at in range(count)}
 
 
 # -- numbers and words -------------------------------------------------------------------------------------------------
 
 
-def test_numbers_are_those_of_the_plan():
+def test_decisions_have_the_numbers_of_the_plan():
     plan = decided_plan()
     facts, decided = decisions(plan), Decisions.of(plan)
     first, second = facts["regions"]
@@ -72,7 +72,7 @@ def test_numbers_are_those_of_the_plan():
     assert (facts["d2h_bytes_per_s"], facts["h2d_bytes_per_s"]) == (5e10, 0.0)
 
 
-def test_totals_are_the_sums_over_regions_and_bytes_those_of_one_forward():
+def test_totals_are_sums_over_regions_for_one_forward():
     facts = decisions(planned({"layers.0": swapping(), "layers.1": swapping(4, learnt=LATE), "layers.2": plain()}))
     names = ("swapped_bytes", "kept_bytes", "recomputed_bytes", "offloads_late_bytes")
     assert [facts[name] // MIB for name in names] == [7, 11, 10, 4]
@@ -81,7 +81,7 @@ def test_totals_are_the_sums_over_regions_and_bytes_those_of_one_forward():
     assert [region["kept_bytes"] // MIB for region in facts["regions"]] == [2, 2, 7]
 
 
-def test_regions_are_in_the_order_of_their_numbers_whatever_they_run():
+def test_regions_are_sorted_by_number():
     names = ["model.layers.10", "model.layers.0", "model.layers.2", "head", "model.layers.1"]
     facts = decisions(planned(dict.fromkeys(names, swapping())))
     shown = [region["name"] for region in facts["regions"]]
@@ -89,7 +89,7 @@ def test_regions_are_in_the_order_of_their_numbers_whatever_they_run():
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_plan_without_decisions_has_none_to_show(trained, tmp_path):
+def test_plan_without_decisions_shows_none(trained, tmp_path):
     plan = decided_plan()
     if trained:
         parts = {"arena": plan.parts["arena"]}
@@ -102,7 +102,7 @@ def test_a_plan_without_decisions_has_none_to_show(trained, tmp_path):
     assert diff(plan, plan)["decisions"] is None and "decisions" not in dict(diff_rows(diff(plan, plan)))
 
 
-def test_words_say_what_is_swapped_kept_and_recomputed_and_what_it_promises():
+def test_rows_name_swapped_kept_and_recomputed_bytes_and_predictions():
     plan = planned(layers(6, plains=2), step_s=0.0125, host_bytes=3 * MIB, bound="host")
     words = dict(rows(decisions(plan)))
     assert words["decisions"] == "14.00 MiB swapped, 22.00 MiB kept, 20.00 MiB recomputed in one forward of 6 regions"
@@ -122,13 +122,13 @@ def test_words_say_what_is_swapped_kept_and_recomputed_and_what_it_promises():
     assert late["  by region"].endswith("offloaded only if needed")
 
 
-def test_many_unlike_regions_take_few_lines_that_add_up():
+def test_many_different_regions_take_few_lines_that_add_up():
     found = rows(decisions(planned(layers(80))))
     assert len(found) < 25
     assert found[-1][1] == "73 others: 256.00 MiB swapped, 146.00 MiB kept, 365.00 MiB recomputed in all"
 
 
-def test_without_addresses_nothing_is_said_of_them():
+def test_plan_without_addresses_shows_no_arena_rows():
     plan = without_addresses(planned(layers(3)))
     words = dict(plan_rows(summary(plan)))
     assert not {"arena", "requests", "fragmentation", "lower bound", "planner", "streams"} & words.keys()
@@ -168,7 +168,7 @@ def drawn(plan: MemoryPlan) -> tuple[tuple[Bars, ...], Axis, Axis]:
     return panel.content, column.x, panel.y
 
 
-def test_bars_have_every_byte_of_every_region():
+def test_bars_show_every_byte_of_every_region():
     bars, x, y = drawn(planned(layers(5, plains=2)))
     assert [each.group.label for each in bars] == ["swapped", "kept", "kept, as without memplug", "recomputed"]
     assert x.unit == ("MiB", MIB) and tuple(y.ticks.values()) == ("0", "1", "2", "3", "4")
@@ -179,14 +179,14 @@ def test_bars_have_every_byte_of_every_region():
     assert all(each.words[3] == "model.layers.3: 7.00 MiB kept, as without memplug" for each in bars)
 
 
-def test_bytes_that_are_swapped_only_if_needed_have_bars_of_their_own(chrome, tmp_path):
+def test_bytes_swapped_only_if_needed_have_separate_bars(chrome, tmp_path):
     late = planned({"layers.0": swapping(4), "layers.1": swapping(3, learnt=LATE)})
     bars, _, _ = drawn(late)
     amounts = {each.group.label: (each.length / MIB).tolist() for each in bars}
     assert amounts["swapped"] == [4, 0] and amounts["swapped, only if needed"] == [0, 3]
     soon = planned({"layers.0": swapping(4), "layers.1": swapping(3)})
     images = [pixels_of(plan_figure(plan), tmp_path / "a.png") for plan in (late, soon)]
-    assert area(images[0], "#8e2f6f")[0] < 0.9 * area(images[1], "#8e2f6f")[0], "hatched"
+    assert area(images[0], "#8e2f6f")[0] < 0.9 * area(images[1], "#8e2f6f")[0], "bars of late offloads are hatched"
     (hatched,) = [
         trace for trace in figure_of(late, tmp_path)["data"] if trace.get("name") == "swapped, only if needed"
     ]
@@ -194,7 +194,7 @@ def test_bytes_that_are_swapped_only_if_needed_have_bars_of_their_own(chrome, tm
 
 
 @pytest.mark.parametrize("count", [1, 2, 40, 80, 200])
-def test_labels_of_many_regions_do_not_touch(count):
+def test_labels_of_many_regions_do_not_overlap(count):
     bars, _, y = drawn(planned(layers(count)))
     assert len(bars[0].row) == count and min(count, 20) <= len(y.ticks) <= 40 and next(iter(y.ticks)) == 0
 
@@ -208,7 +208,7 @@ def area(image: np.ndarray, colour: str) -> tuple[int, float]:
 
 @pytest.mark.parametrize("addresses", [True, False])
 @pytest.mark.parametrize("count", [2, 80])
-def test_a_picture_has_bars_as_long_as_their_bytes(count, addresses, chrome, tmp_path):
+def test_bar_lengths_are_proportional_to_bytes(count, addresses, chrome, tmp_path):
     plan = planned({f"layers.{at}": swapping(4) for at in range(count)})
     plan = plan if addresses else without_addresses(plan)
     image = pixels_of(plan_figure(plan), tmp_path / "a.png")
@@ -218,7 +218,7 @@ def test_a_picture_has_bars_as_long_as_their_bytes(count, addresses, chrome, tmp
     assert areas["swapped"] / areas["kept"] == pytest.approx(2, rel=0.1)
     assert areas["recomputed"] / areas["kept"] == pytest.approx(2.5, rel=0.1)
     begin = area(image[: -image.shape[0] // 8], colours["swapped"])[1]
-    assert (begin > 0.6) == addresses, "right of the map, or all there is"
+    assert (begin > 0.6) == addresses, "bars are right of the map, or fill the picture"
     bare = pixels_of(plan_figure(replace(plan, training=None)), tmp_path / "b.png")
     assert area(bare, colours["swapped"])[0] == area(bare, colours["kept"])[0] == 0
 
@@ -231,7 +231,7 @@ def figure_of(plan: MemoryPlan, path: Path) -> dict:
     return {"data": data, "layout": json.JSONDecoder().raw_decode(text, text.index("{", end))[0]}
 
 
-def test_a_page_has_the_bars_on_axes_of_their_own_beside_the_map(tmp_path):
+def test_page_draws_bars_on_separate_axes_beside_the_map(tmp_path):
     with_bars = figure_of(planned(layers(3, plains=1)), tmp_path)
     bare = figure_of(replace(decided_plan(), training=None), tmp_path)
     bars = [trace for trace in with_bars["data"] if trace.get("yaxis") == "y5"]
@@ -244,10 +244,10 @@ def test_a_page_has_the_bars_on_axes_of_their_own_beside_the_map(tmp_path):
     assert "xaxis5" not in bare["layout"] and bare["layout"]["xaxis2"]["domain"] == [0, 1]
     for button in layout["updatemenus"][0]["buttons"]:
         visible = button["args"][0]["visible"]
-        assert len(visible) == len(with_bars["data"]) and all(visible[-len(bars) :]), "the switch is the map's alone"
+        assert len(visible) == len(with_bars["data"]) and all(visible[-len(bars) :]), "the switch affects only the map"
 
 
-def test_names_of_regions_are_text_in_a_page_and_in_a_picture(chrome, tmp_path):
+def test_region_names_are_escaped_in_page_and_picture(chrome, tmp_path):
     plan = planned({"<b>$\\frac$</b>": swapping(), "<b>$b^$</b>": plain()})
     for each in (plan, without_addresses(plan)):
         write_page(plan_figure(each), tmp_path / "a.html")
@@ -256,7 +256,7 @@ def test_names_of_regions_are_text_in_a_page_and_in_a_picture(chrome, tmp_path):
         pixels_of(plan_figure(each), tmp_path / "a.png")
 
 
-def test_a_page_without_addresses_has_no_map(tmp_path):
+def test_page_without_addresses_has_no_map(tmp_path):
     write_page(plan_figure(without_addresses(planned(layers(2)))), tmp_path / "a.html")
     page = (tmp_path / "a.html").read_text()
     assert '"title":{"text":"region"}' in page and "address, " not in page.split("</head>")[-1].split("newPlot")[-1]
@@ -266,7 +266,7 @@ def test_a_page_without_addresses_has_no_map(tmp_path):
 # -- two plans ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_decides_the_same_as_itself():
+def test_diff_of_a_plan_with_itself_is_empty():
     facts = diff(plan := planned(layers(4, plains=1)), plan)["decisions"]
     assert facts["changed"] == [] and facts["a"] == facts["b"] and facts["regions"] == 4
     assert dict(diff_rows(diff(plan, plan)))["decisions"] == "the same in both"
@@ -282,7 +282,7 @@ def test_a_plan_decides_the_same_as_itself():
         ({"plan": {}}, 4),
     ],
 )
-def test_a_region_that_is_decided_otherwise_is_named(change, operators):
+def test_diff_names_the_region_with_other_decisions(change, operators):
     settings = layers(4)
     other = {**settings, "model.layers.2": replace(settings["model.layers.2"], **change)}
     facts = diff(planned(settings), planned(other))["decisions"]
@@ -293,19 +293,19 @@ def test_a_region_that_is_decided_otherwise_is_named(change, operators):
     assert (back["a"], back["b"], back["changed_operators"]) == (changed["b"], changed["a"], operators)
 
 
-def test_other_bytes_alone_are_no_other_decision():
+def test_other_byte_counts_are_no_changed_decision():
     facts = diff(planned({"layers.0": swapping(3)}), planned({"layers.0": swapping(6)}))["decisions"]
     assert facts["changed"] == [] and facts["b"]["swapped_bytes"] == 2 * facts["a"]["swapped_bytes"] == 6 * MIB
 
 
-def test_regions_of_one_plan_alone_are_changed():
+def test_regions_in_only_one_plan_count_as_changed():
     facts = diff(planned(layers(2)), planned(layers(3)))
     (changed,) = facts["decisions"]["changed"]
     assert changed["name"] == "model.layers.2" and changed["a"] is None and changed["b"]["swapped_bytes"] == 3 * MIB
     assert "only in B, 3.00 MiB swapped" in dict(diff_rows(facts))["  by region"]
 
 
-def test_costs_are_set_side_by_side_in_words():
+def test_diff_shows_costs_side_by_side():
     a = planned(layers(4), step_s=2.0, host_bytes=4 * MIB, bound="none")
     b = planned(layers(4, plains=2), step_s=1.5, host_bytes=2 * MIB, bound="host")
     words = dict(diff_rows(diff(a, b)))
@@ -319,7 +319,7 @@ def test_costs_are_set_side_by_side_in_words():
     assert words["bound by"] == "nothing in A, host in B"
 
 
-def test_a_plan_with_decisions_is_compared_with_one_without(tmp_path):
+def test_plan_with_decisions_is_compared_with_one_without(tmp_path):
     a, b = planned(layers(2)), replace(decided_plan(), training=None)
     facts = diff(a, b)
     assert facts["decisions"]["b"] is None and facts["decisions"]["a"]["swapped_bytes"] == 7 * MIB
@@ -331,7 +331,7 @@ def test_a_plan_with_decisions_is_compared_with_one_without(tmp_path):
     assert "only in A, of 2 regions" in run("diff", tmp_path / "a.json", tmp_path / "b.json")
 
 
-def test_addresses_of_one_plan_alone_are_not_compared_request_by_request():
+def test_addresses_in_only_one_plan_are_not_compared():
     a, b = planned(layers(2)), without_addresses(planned(layers(2)))
     words = dict(diff_rows(diff(a, b)))
     assert words["addresses"].startswith("only in A: 4 requests") and "height" not in words and "resized" not in words

@@ -1,4 +1,4 @@
-"""If the device has room for everything, regions run as without memplug; if it no longer has, they do not."""
+"""Regions run as without memplug exactly while the device has room for everything."""
 
 from __future__ import annotations
 
@@ -22,38 +22,36 @@ from tests.support.plans import BUDGET, REGION
 pytestmark = pytest.mark.device
 
 
-def test_a_plan_that_keeps_everything_takes_no_longer_than_the_program() -> None:
+def test_plan_that_keeps_everything_takes_the_plain_step_time() -> None:
     solution = plain.solve([REGION], BUDGET)
     assert solution is not None and solution.step_s == 4 * 3.0
     assert (solution.host_bytes, solution.device_bytes) == (0, 400)
 
 
-def test_there_is_none_where_a_byte_is_missing_or_a_region_is_unknown() -> None:
+def test_no_plain_plan_if_a_byte_is_missing_or_saved_bytes_unknown() -> None:
     assert plain.solve([REGION], replace(BUDGET, device_bytes=399)) is None
     assert plain.solve([REGION, replace(REGION, key="other", saved_bytes=0)], BUDGET) is None
 
 
 @pytest.mark.parametrize(("room", "plain_instances"), [(399, 3), (200, 2), (100, 1)])
-def test_as_many_of_the_last_instances_as_there_is_room_for_run_as_without_memplug(
-    room: int, plain_instances: int
-) -> None:
+def test_last_instances_are_plain_while_room_lasts(room: int, plain_instances: int) -> None:
     solution = plain.solve_partly([REGION], replace(BUDGET, device_bytes=room))
     assert solution is not None and not plain.is_plain(solution)
     *others, last = solution.regions["layer"].groups
     assert last.plain and last.instances == plain_instances and not any(group.plain for group in others)
     assert sum(group.instances for group in others) == 4 - plain_instances
     assert 100 * plain_instances <= solution.device_bytes <= room
-    assert solution.host_bytes >= 10 * (4 - plain_instances), "inputs of the others alone leave the device"
+    assert solution.host_bytes >= 10 * (4 - plain_instances), "only the inputs of the other instances are offloaded"
 
 
-def test_every_region_has_the_same_share_of_instances_that_run_as_without_memplug() -> None:
+def test_every_region_has_the_same_share_of_plain_instances() -> None:
     other = replace(REGION, key="other", instances=8, saved_bytes=50)
     solution = plain.solve_partly([REGION, other], replace(BUDGET, device_bytes=400))
     assert solution is not None
     assert [region.groups[-1].instances for region in solution.regions.values()] == [2, 4]
 
 
-def test_no_part_of_a_plan_is_plain_without_room_for_one_region_or_with_saved_bytes_unknown() -> None:
+def test_no_partly_plain_plan_without_room_or_with_saved_bytes_unknown() -> None:
     assert plain.solve_partly([REGION], replace(BUDGET, device_bytes=99)) is None
     assert plain.solve_partly([REGION, replace(REGION, key="other", saved_bytes=0)], BUDGET) is None
 
@@ -87,7 +85,7 @@ class Training:
         assert self.session.stage is Stage.STABLE
 
 
-def test_with_room_on_the_device_memplug_is_out_of_the_way() -> None:
+def test_all_regions_are_plain_if_the_device_has_room() -> None:
     training = Training(device_budget_gib=1)
     with training.session as session:
         training.reach_stable()
@@ -99,14 +97,14 @@ def test_with_room_on_the_device_memplug_is_out_of_the_way() -> None:
         assert session.report().tokenwise.predicted_host_bytes == 0 < session.report().tokenwise.predicted_kept_bytes
 
 
-def test_pinned_memory_that_was_there_for_other_plans_is_given_back() -> None:
+def test_plain_plan_releases_the_pinned_memory_of_other_plans() -> None:
     training = Training(device_budget_gib=1, profiler={"policy_steps": 3})
     with training.session as session:
         training.reach_stable()
         assert session.report().tokenwise.plain_regions == 4 and session._attached.executor.pool.slabs == []
 
 
-def test_the_forward_of_a_plain_region_is_its_modules_own() -> None:
+def test_plain_region_runs_the_forward_of_its_own_class() -> None:
     """Exclude the first region of each kind, which checks the size of its inputs."""
     training = Training(device_budget_gib=1)
     with training.session as session:
@@ -124,7 +122,7 @@ def test_the_forward_of_a_plain_region_is_its_modules_own() -> None:
     assert all(type(layer) is Block for layer in training.model.layers)
 
 
-def test_steps_of_a_plain_program_are_told_from_those_of_another() -> None:
+def test_programs_are_told_apart_while_regions_are_plain() -> None:
     """Compare only the sizes of the first region's inputs, as there are no operators to compare.
 
     The step's peak is unknown then too: on CUDA only the process's counts, which include earlier tests.
@@ -137,11 +135,11 @@ def test_steps_of_a_plain_program_are_told_from_those_of_another() -> None:
         assert session.stage is Stage.STABLE and session.report().programs == 1
         assert session.report().tokenwise.expected_step_bytes == session.report().tokenwise.offloaded_step_bytes == 0
         for _ in range(2):
-            training.step(tokens=3)  # shorter: nothing has to be done at once
+            training.step(tokens=3)  # shorter inputs fit: no region has to change at once
         assert session.report().programs == 2
         while session.stage is not Stage.STABLE:
             training.step(tokens=3)
-        assert [training.step(tokens) for tokens in (6, 6, 3, 6, 6)] == [4, 4, 0, 0, 0], "agreed on a step later"
+        assert [training.step(tokens) for tokens in (6, 6, 3, 6, 6)] == [4, 4, 0, 0, 0], "ranks agree one step later"
 
 
 class Branches(Block):
@@ -167,7 +165,7 @@ def turn(layers: list[Branches]) -> None:
 
 
 @pytest.mark.parametrize(("change", "tokens"), [(freeze, 6), (turn, 6), (lambda layers: None, 5), (None, 6)])
-def test_a_step_that_really_differs_is_noticed_while_regions_are_plain(change: Any, tokens: int) -> None:
+def test_changed_step_is_detected_while_regions_are_plain(change: Any, tokens: int) -> None:
     training = Training(Branches, device_budget_gib=1)
     with training.session as session:
         training.reach_stable()
@@ -179,8 +177,8 @@ def test_a_step_that_really_differs_is_noticed_while_regions_are_plain(change: A
         assert session.stage is Stage.STABLE
 
 
-def test_a_region_whose_arguments_have_to_be_changed_keeps_its_class() -> None:
-    """Use Hugging Face's key-value cache, the default, of which each run of a region gets a copy."""
+def test_plain_region_with_key_value_cache_keeps_its_subclass() -> None:
+    """Use Hugging Face's default key-value cache: each run of a region gets a copy of it."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, vocab_size=32
@@ -198,7 +196,7 @@ def test_a_region_whose_arguments_have_to_be_changed_keeps_its_class() -> None:
             assert (type(model.model.layers[2]) is own) is not use_cache
 
 
-def test_a_module_that_was_changed_meanwhile_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_module_changed_while_plain_stays_released(caplog: pytest.LogCaptureFixture) -> None:
     training = Training(device_budget_gib=1)
     with training.session:
         training.reach_stable()
@@ -209,7 +207,7 @@ def test_a_module_that_was_changed_meanwhile_stays_as_it_is(caplog: pytest.LogCa
     assert type(layer) is Block
 
 
-def test_a_module_that_another_wraps_by_its_class_keeps_it() -> None:
+def test_class_set_by_a_wrapper_after_attach_is_kept() -> None:
     """Change the class after attaching, as FSDP2's `fully_shard` does."""
     training = Training(device_budget_gib=1)
     with training.session as session:
@@ -220,7 +218,7 @@ def test_a_module_that_another_wraps_by_its_class_keeps_it() -> None:
         assert type(layer) is wrapper and type(training.model.layers[3]) is Block
 
 
-def test_some_regions_run_as_without_memplug_and_others_by_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_regions_are_plain_while_others_follow_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the device room for the saved tensors of half of the regions."""
 
     def solve(task: candidates.Task) -> list[plan.TokenwisePlan | None]:
@@ -243,14 +241,14 @@ def test_some_regions_run_as_without_memplug_and_others_by_their_plan(monkeypatc
         assert training.step(tokens=18) == 6
 
 
-def test_where_there_is_room_for_some_regions_they_are_a_candidate() -> None:
+def test_partly_plain_plan_is_a_candidate_if_some_regions_fit() -> None:
     own = [REGION], replace(BUDGET, device_bytes=200)
     task = candidates.agree(own, lambda value: [value], most=3)
     found = candidates.choose(task, candidates.solve(task), lambda value: [value])
     assert any(one.regions["layer"].groups[-1].plain for one in found) and not any(map(plain.is_plain, found))
 
 
-def test_functions_compiled_inside_of_a_plain_region_run_compiled() -> None:
+def test_functions_compiled_inside_a_plain_region_run_compiled() -> None:
     compiled_calls: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
@@ -274,15 +272,15 @@ def test_functions_compiled_inside_of_a_plain_region_run_compiled() -> None:
         assert session.report().tokenwise.plain_regions == 4
         before = len(compiled_calls)
         training.step()
-        assert len(compiled_calls) - before == 8, "of the model, and of its twin"
+        assert len(compiled_calls) - before == 8, "4 calls in the model and 4 in its twin"
     torch.compiler.reset()
 
 
-def test_a_longer_sequence_finds_it_back_at_once() -> None:
+def test_longer_sequence_ends_plain_mode_in_the_same_step() -> None:
     training = Training(device_budget_gib=1)
     with training.session as session:
         training.reach_stable()
-        assert training.step(tokens=18) == 4, "in the very step that would keep more than was planned for"
+        assert training.step(tokens=18) == 4, "already the first longer step runs under memplug"
         assert training.step(tokens=18) == 4
         assert session.stage is not Stage.STABLE and session.report().tokenwise.plain_regions == 0
         while session.stage is not Stage.STABLE:
@@ -290,7 +288,7 @@ def test_a_longer_sequence_finds_it_back_at_once() -> None:
         assert session.report().tokenwise.plain_regions == 4 and training.step(tokens=18) == 0
 
 
-def test_ranks_that_are_given_more_launch_the_collectives_of_those_that_are_not() -> None:
+def test_plain_regions_that_communicate_stay_plain_for_longer_inputs() -> None:
     training = Training(device_budget_gib=1)
     with training.session as session:
         training.reach_stable()
@@ -299,14 +297,14 @@ def test_ranks_that_are_given_more_launch_the_collectives_of_those_that_are_not(
         assert training.step(tokens=18) == 0
 
 
-def test_without_room_regions_are_not_plain(keeps_nothing: None) -> None:
+def test_regions_are_not_plain_without_room(keeps_nothing: None) -> None:
     training = Training()
     with training.session as session:
         training.reach_stable()
         assert session.report().tokenwise.plain_regions == 0 and training.step() == 4
 
 
-def test_tensors_that_were_kept_by_an_earlier_plan_are_found_by_their_backward() -> None:
+def test_backward_of_a_graph_from_before_plain_mode_is_right() -> None:
     """Run the backward of a graph from before the regions were plain."""
     training = Training(device_budget_gib=1)
     with training.session as session:

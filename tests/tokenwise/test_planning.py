@@ -65,7 +65,7 @@ class Observed:
 ROOMY = plan.Budget(d2h_bytes_per_s=1e12, h2d_bytes_per_s=1e12, host_bytes=GIB, device_bytes=0)
 
 
-def test_only_forwards_with_times_are_kept() -> None:
+def test_observer_keeps_only_timed_forwards() -> None:
     observed = Observed(Stack(2))
     kept = dict(observed.observer.tapes)
     observed.executor.time_forwards(None)
@@ -73,13 +73,13 @@ def test_only_forwards_with_times_are_kept() -> None:
     assert observed.observer.tapes == kept
 
 
-def test_equal_layers_are_one_region_with_as_many_instances_as_forwards_in_flight() -> None:
+def test_equal_layers_form_one_region_with_an_instance_per_forward() -> None:
     (one,) = Observed(Stack(4)).describe()
     (two,) = Observed(Stack(4), forwards=2).describe()
     assert (one.instances, two.instances) == (4, 8)
 
 
-def test_layers_that_run_other_operators_are_regions_of_their_own() -> None:
+def test_layers_with_other_operators_are_separate_regions() -> None:
     model = Stack(4)
     model.layers[2] = Block(in_place=True)
     model.layers[3] = Block(bias=False)
@@ -90,7 +90,7 @@ def test_layers_that_run_other_operators_are_regions_of_their_own() -> None:
     }
 
 
-def test_keys_are_the_same_in_another_process_with_other_shapes() -> None:
+def test_region_key_does_not_depend_on_shapes() -> None:
     """Share a plan between ranks with other sequence lengths: the key names operators, not shapes."""
     keys = {
         next(iter(Observed(Stack(2)).groups)),
@@ -101,7 +101,7 @@ def test_keys_are_the_same_in_another_process_with_other_shapes() -> None:
     assert key.startswith("Block:") and len(key) == len("Block:") + 12
 
 
-def test_the_planner_is_told_bytes_times_and_what_may_be_swapped() -> None:
+def test_planner_gets_bytes_times_and_captures_of_operators() -> None:
     (region,) = Observed(Stack(3)).describe()
     by_name: dict[str, list[plan.Operator]] = {}
     for operator in region.operators:
@@ -114,19 +114,21 @@ def test_the_planner_is_told_bytes_times_and_what_may_be_swapped() -> None:
     assert len(attention) == 1 and attention[0].capture == "whole"
     views = [operator for name in ("view", "t", "transpose", "permute") for operator in by_name.get(name, [])]
     assert views and all(operator.inputs == () and operator.capture == "never" for operator in views)
-    assert 3 * region.input_bytes == 2 * 4 * tokens * width, "the first one's is the batch, which stays; it is the mean"
+    assert 3 * region.input_bytes == 2 * 4 * tokens * width, (
+        "the mean: the first layer's input is the batch, which is not swapped"
+    )
     assert 0 < sum(operator.time_s for operator in region.operators) <= region.forward_s
     assert region.backward_s > 0
-    plan.solve([region], ROOMY)  # it is accepted
+    plan.solve([region], ROOMY)  # the solver accepts the description
 
 
-def test_a_forward_without_backward_is_described_all_the_same() -> None:
+def test_forward_without_backward_is_still_described() -> None:
     (region,) = Observed(Stack(3), backward=False).describe()
     assert region.backward_s == pytest.approx(2 * region.forward_s, rel=2.0)
     plan.solve([region], ROOMY)
 
 
-def test_small_tensors_are_never_offered_to_the_planner() -> None:
+def test_planner_may_not_capture_small_tensors() -> None:
     (region,) = Observed(Stack(2), min_offload_bytes=4 * 12 * 32).describe()
     assert {o.output_bytes for o in region.operators if o.capture != "never"} == {4 * 12 * 32, 4 * 12 * 48}
 
@@ -156,7 +158,7 @@ def test_planner_and_core_find_the_same_operators_to_run(layer: type[nn.Module])
         frame.decide(dict.fromkeys(captured, True), [])
         runs = {index for index, action in enumerate(frame.actions) if action == 0}
         assert plan.needed(region.operators, region.saved, region.given, captured) == runs
-    assert loss.requires_grad, "its graph holds what was saved"
+    assert loss.requires_grad, "the graph keeps the saved tensors alive"
 
 
 class Grouped(nn.Module):
@@ -173,7 +175,7 @@ class Grouped(nn.Module):
 
 
 @pytest.mark.parametrize(("stacked", "capture"), [(False, "rows"), (True, "whole")])
-def test_a_product_of_stacked_groups_is_never_planned_by_rows(stacked: bool, capture: str) -> None:
+def test_matmul_of_stacked_groups_is_captured_whole(stacked: bool, capture: str) -> None:
     (region,) = Observed(Stack(2, lambda: Grouped(stacked))).describe()
     assert [each.capture for each in region.operators if "_grouped_mm" in each.name] == [capture]
 
@@ -215,7 +217,7 @@ def decided(region: Region, index: int, func: Any) -> tuple[float, bool]:
     return region.native.decide(index, func._schema.name, func._schema.overload_name)
 
 
-def test_regions_get_their_group_in_the_order_of_the_forward() -> None:
+def test_regions_get_their_groups_in_forward_order() -> None:
     observed = Observed(Stack(4))
     (region,) = observed.describe()
     rows = [i for i, operator in enumerate(region.operators) if operator.capture == "rows"]
@@ -241,7 +243,7 @@ def test_forwards_in_flight_share_the_groups_by_layer() -> None:
     assert [bool(member.setting.plan) for member in observed.regions] == [True, True, False, False]
 
 
-def test_another_program_than_the_planned_one_gets_the_plans_share_of_rows() -> None:
+def test_unplanned_program_gets_the_share_of_rows_of_the_plan() -> None:
     observed = Observed(Stack(2))
     (region,) = observed.describe()
     sizes = {i: o.output_bytes for i, o in enumerate(region.operators) if o.capture == "rows"}
@@ -258,7 +260,7 @@ def test_another_program_than_the_planned_one_gets_the_plans_share_of_rows() -> 
     assert decided(member, other, addmm) == (member.setting.rows, False)
 
 
-def test_regions_of_another_key_stay_at_the_safest_setting() -> None:
+def test_regions_with_another_key_stay_at_the_safest_setting() -> None:
     observed = Observed(Stack(2))
     (region,) = observed.describe()
     observed.groups = {"other": observed.regions}
@@ -266,7 +268,7 @@ def test_regions_of_another_key_stay_at_the_safest_setting() -> None:
     assert all(member.setting == Setting("Block") for member in observed.regions)
 
 
-def test_a_policy_can_be_taken_back_and_put_again() -> None:
+def test_decisions_can_be_withdrawn_and_applied_again() -> None:
     observed = Observed(Stack(3))
     (region,) = observed.describe()
     rows = next(i for i, operator in enumerate(region.operators) if operator.capture == "rows")
@@ -281,7 +283,7 @@ def test_a_policy_can_be_taken_back_and_put_again() -> None:
     assert [member.setting for member in observed.regions] == run_by
 
 
-def test_what_backward_reads_itself_is_kept_in_every_forward_and_what_nothing_reads_in_none() -> None:
+def test_only_kept_outputs_that_backward_reads_stay_captured() -> None:
     observed = Observed(Stack(2))
     (region,) = observed.describe()
     kept = {index for index, operator in enumerate(region.operators) if operator.capture != "never"}
@@ -302,24 +304,24 @@ class Doubled(Block):
 
 
 @pytest.mark.parametrize("block", [Block, Doubled])
-def test_what_is_kept_leaves_as_much_on_its_way_to_the_host(block: Callable[[], nn.Module]) -> None:
+def test_kept_outputs_do_not_change_the_bytes_in_flight(block: Callable[[], nn.Module]) -> None:
     observed = Observed(Stack(4, block))
     (region,) = observed.describe()
 
-    def on_their_way() -> int:
+    def offloading_bytes() -> int:
         loss = observed.model(torch.randn(2, 6, 16))
         resident_bytes = observed.executor.transfer.resident_bytes
         loss.backward()
         return resident_bytes
 
-    safest = [on_their_way() for _ in range(3)]
+    safest = [offloading_bytes() for _ in range(3)]
     swapped = {index: 1.0 for index, operator in enumerate(region.operators) if operator.always_swapped}
     capturable = {index for index, operator in enumerate(region.operators) if operator.capture != "never"}
     observed.put(solution_for(region, [group(4, swapped, keep=tuple(capturable - set(swapped)))]))
-    assert [on_their_way() for _ in range(3)] == safest and safest[0] > 0
+    assert [offloading_bytes() for _ in range(3)] == safest and safest[0] > 0
 
 
-def test_a_policy_predicts_the_peak_from_the_observed_one() -> None:
+def test_decisions_predict_the_peak_from_the_observed_one() -> None:
     observed = Observed(Stack(2))
     (region,) = observed.describe()
     solution = replace(solution_for(region, [group(2, {})]), device_bytes=30)

@@ -1,4 +1,4 @@
-"""Predicted and actual bytes of a plan; host budgets that bind are used up, and never exceeded."""
+"""Plans offload the bytes that they predict, and fill a binding host budget without exceeding it."""
 
 from __future__ import annotations
 
@@ -89,36 +89,38 @@ def trained(
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("rate", [1e15, 1.0])
 @pytest.mark.parametrize("layer", [Block, ByNumpy, Sorts, Parallel, WritesAfterUse, WritesInput])
-def test_a_plan_moves_what_it_said_to_the_byte(
+def test_plan_offloads_exactly_the_predicted_bytes(
     layer: type[Layer], rate: float, micro_batches: int, link: Callable[[float], None], group: Any
 ) -> None:
     link(rate)
     report = trained(layer, micro_batches=micro_batches)
     assert report["offloaded_step_bytes"] == report["expected_step_bytes"] > 0
-    assert report["offloaded_step_bytes"] <= micro_batches * report["predicted_host_bytes"], "which is with padding"
+    assert report["offloaded_step_bytes"] <= micro_batches * report["predicted_host_bytes"], (
+        "the prediction includes padding"
+    )
     assert report["opaque_regions"] == (4 if layer is ByNumpy else 0)
 
 
-def test_memos_plan_has_one_fraction_and_moves_what_it_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_memo_plan_offloads_one_fraction_as_predicted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     block = {"regions": LAYERS, "min_offload_bytes": 1, "alpha": "memo"}
     report = trained(Block, tokenwise=block)
     assert report["offloaded_step_bytes"] == report["expected_step_bytes"] > 0
-    assert report["alpha"] == "memo" and report["swapped_fraction"] > 0.8, "all that is asked for: the link is fast"
+    assert report["alpha"] == "memo" and report["swapped_fraction"] > 0.8, (
+        "the link is fast enough for nearly everything"
+    )
     assert report["replans"] == 1
     assert ", at alpha 1.000" in caplog.text
 
 
-def test_of_an_opaque_region_a_plan_swaps_the_input_and_runs_all_again() -> None:
+def test_plan_swaps_only_the_input_of_an_opaque_region() -> None:
     opaque, seen = trained(ByNumpy), trained(Block)
     inputs = 2 * 4 * 12 * 16  # the first layer's is no part of a graph, the last layer's stays until backward
     assert opaque["offloaded_step_bytes"] == inputs < seen["offloaded_step_bytes"]
     assert opaque["predicted_regions_s"] == pytest.approx(opaque["predicted_full_recomputation_s"], rel=0.01)
 
 
-def test_a_plan_that_moves_something_else_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wrong_prediction_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(predictions.Predictions, "warn", WARN)
     put = planning.put
 
@@ -150,7 +152,7 @@ def wanted_bytes(endless_link: None) -> int:
 
 
 @pytest.mark.parametrize("percent", range(5, 101, 5))
-def test_a_binding_host_budget_is_used_up_and_nothing_is_refused(percent: int, wanted_bytes: int) -> None:
+def test_binding_host_budget_is_filled_without_refusals(percent: int, wanted_bytes: int) -> None:
     budget = wanted_bytes * percent // 100
     # a split may be anywhere, and some numbers of rows round differently; the fastest of several plans may swap less
     first = {"policy_steps": 0}

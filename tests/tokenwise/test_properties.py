@@ -1,4 +1,4 @@
-"""For any layer: it trains with memplug as without, to the bit, or an error says what to do."""
+"""Any layer trains with memplug as without, to the bit, or raises an error with advice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FOUND = (
     # a region where no hooks may be set
     Program((("sin",),), modes=("without hooks",)),
 )
-"""Programs that once were correct only without memplug."""
+"""Programs that memplug once trained wrongly."""
 EXAMPLES, PLANNED_EXAMPLES, LONG_EXAMPLES = 300, 120, 800
 REFUSALS = (InPlaceError, RecomputeError, RegionError)
 """Errors that may end a training; any other error of memplug's is a defect."""
@@ -91,14 +91,14 @@ def check(program: Program, alpha: float | str) -> None:
 @given(program=programs())
 @found
 @settings(max_examples=EXAMPLES, derandomize=True, database=None)
-def test_a_layer_trains_as_without_memplug_or_an_error_has_advice(alpha: float, program: Program) -> None:
+def test_layer_trains_as_without_memplug_or_raises_with_advice(alpha: float, program: Program) -> None:
     check(program, alpha)
 
 
 @given(program=programs(most_steps=8))
 @found
 @settings(max_examples=PLANNED_EXAMPLES, derandomize=True, database=None)
-def test_a_layer_trains_as_without_memplug_with_a_plan(program: Program) -> None:
+def test_layer_trains_as_without_memplug_under_a_plan(program: Program) -> None:
     check(program, "auto")
 
 
@@ -106,5 +106,5 @@ def test_a_layer_trains_as_without_memplug_with_a_plan(program: Program) -> None
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
 @given(program=programs(most_steps=6))
 @settings(max_examples=LONG_EXAMPLES, derandomize=True, database=None)
-def test_many_layers_train_as_without_memplug_or_an_error_has_advice(alpha: float | str, program: Program) -> None:
+def test_many_layers_train_as_without_memplug_or_raise_with_advice(alpha: float | str, program: Program) -> None:
     check(program, alpha)

@@ -51,44 +51,44 @@ def room_for(served: Served, budget_bytes: float | None = None) -> tuple[Room, C
     return Room(DeviceBudget(device, budget_gib), Ranks(), reserved), device.memory
 
 
-def test_without_the_arena_a_step_reserves_what_torchs_allocator_caches_too() -> None:
+def test_step_without_the_arena_also_reserves_the_allocator_cache() -> None:
     room, memory = room_for(Served())
     memory.holes_bytes = 300
     assert room.of_step(400) == 920 - 400 - 80
 
 
-def test_with_the_arena_a_step_reserves_the_holes_too() -> None:
+def test_step_with_the_arena_also_reserves_the_holes() -> None:
     room, memory = room_for(Served(wanted=True))
     assert room.of_step(400) == 920 - 400
     memory.holes_bytes = 70
     assert room.of_step(400) == 920 - 400 - 70
-    assert room.of_step(None) == 920 - 600, "the step's own peak is unknown"
+    assert room.of_step(None) == 920 - 600, "the step's peak is unknown"
 
 
-def test_it_is_short_where_the_cache_had_to_be_emptied_and_the_plan_keeps_too_much() -> None:
+def test_room_is_short_if_the_cache_was_emptied_and_the_plan_exceeds_it() -> None:
     room, memory = room_for(Served(wanted=True))
     plan = decisions(600)
     room.is_short(None)
     memory.own_bytes = 1100  # 1012 for plans
-    assert not room.is_short(plan) and not room.is_short(plan), "no allocation had to wait"
+    assert not room.is_short(plan) and not room.is_short(plan), "the allocator did not retry"
     memory.retries += 1
-    assert not room.is_short(plan) and not room.is_short(plan), "it fits"
+    assert not room.is_short(plan) and not room.is_short(plan), "the plan fits"
     memory.own_bytes = 1000
-    assert not room.is_short(plan) and not room.is_short(plan), "no allocation had to wait since"
+    assert not room.is_short(plan) and not room.is_short(plan), "the allocator did not retry since"
     memory.retries += 1
     assert not room.is_short(plan), "ranks agree a step later"
     assert room.is_short(plan)
-    assert not room.is_short(plan), "once for each time"
+    assert not room.is_short(plan), "each retry counts once"
 
 
-def test_a_plan_that_fits_stays_however_often_the_cache_is_emptied() -> None:
+def test_plan_that_fits_stays_when_the_cache_is_emptied() -> None:
     room, memory = room_for(Served(wanted=True))
     for peak_bytes in (900, 900, 900, None, None):
         memory.retries += 1
-        assert not room.is_short(decisions(500, peak_bytes)), "or what the step needs besides is unknown"
+        assert not room.is_short(decisions(500, peak_bytes)), "the plan fits, or its peak is unknown"
 
 
-def test_a_plan_whose_steps_reserve_more_than_the_budget_is_made_anew_for_what_they_do_reserve() -> None:
+def test_plan_is_remade_once_if_steps_reserve_more_than_the_budget() -> None:
     served = Served(wanted=True, whole=True)
     room, memory = room_for(served)
     first, second = decisions(500, 920), decisions(480, 900)
@@ -96,20 +96,20 @@ def test_a_plan_whose_steps_reserve_more_than_the_budget_is_made_anew_for_what_t
     memory.reserved_bytes = 940
     assert not room.is_short(first)
     assert room.is_short(first)
-    assert not room.is_short(first), "once"
+    assert not room.is_short(first), "the plan is remade only once"
     assert room.of_step(420) == 480
     memory.reserved_bytes = 920
-    assert not any(room.is_short(second) for _ in range(3)), "what is reserved was foreseen"
+    assert not any(room.is_short(second) for _ in range(3)), "the plan foresaw the reserved bytes"
 
 
-def test_nothing_is_made_anew_before_the_arena_serves_a_step_whole() -> None:
+def test_plan_is_not_remade_before_the_arena_serves_a_whole_step() -> None:
     room, memory = room_for(Served(wanted=True))
     memory.reserved_bytes = 1000
     assert not any(room.is_short(decisions(500, 920)) for _ in range(3))
     assert room.of_step(420) == 500
 
 
-def test_steps_that_reserve_more_than_the_budget_for_what_no_plan_keeps_are_told_of_once(
+def test_budget_overrun_that_no_plan_can_avoid_warns_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     room, memory = room_for(Served(wanted=True, whole=True), budget_bytes=900)
@@ -122,7 +122,7 @@ def test_steps_that_reserve_more_than_the_budget_for_what_no_plan_keeps_are_told
     ]
 
 
-def test_plans_are_forgotten_and_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_room_makes_all_programs_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
     short = [False]
     monkeypatch.setattr(Room, "is_short", lambda self, decisions: short[0])
     model = Stack(3)
@@ -148,7 +148,9 @@ def test_plans_are_forgotten_and_made_anew(monkeypatch: pytest.MonkeyPatch) -> N
         short[0] = False
         reach_stable()
         reach_stable(tokens=3)
-        assert session.report().programs == 2 and session.report().replans == 4, "of the other program too"
+        assert session.report().programs == 2 and session.report().replans == 4, (
+            "the other program is planned again too"
+        )
 
 
 @pytest.fixture
@@ -188,7 +190,7 @@ def _library(name: str | None) -> ctypes.CDLL | None:
 
 
 @pytest.mark.gpu
-def test_a_device_that_another_fills_keeps_less(other: Other) -> None:
+def test_plan_keeps_less_after_another_process_fills_the_device(other: Other) -> None:
     gc.collect()  # memory and peaks of earlier tests
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -35,7 +35,7 @@ def step(model: nn.Module, reference: nn.Module, session: Session, seed: int = 0
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0, "memo", "auto"])
-def test_no_copy_in_allocates_once_a_plan_is_there(alpha: float | str) -> None:
+def test_prefetches_allocate_nothing_under_a_plan(alpha: float | str) -> None:
     model, reference = pair()
     with attached(model, alpha) as session:
         before = 0
@@ -49,7 +49,7 @@ def test_no_copy_in_allocates_once_a_plan_is_there(alpha: float | str) -> None:
         assert before >= 5 and session.report().tokenwise.buffer_misses == 0
 
 
-def test_buffers_are_there_before_the_first_step_under_a_plan_and_never_too_small() -> None:
+def test_buffers_are_reserved_before_the_first_planned_step() -> None:
     model, reference = pair()
     with attached(model, "auto") as session:
         while session.solution is None:
@@ -62,7 +62,7 @@ def test_buffers_are_there_before_the_first_step_under_a_plan_and_never_too_smal
         assert 0 < 2 * largest <= reserved == session.report().tokenwise.buffer_bytes
 
 
-def test_the_recorder_sees_as_many_requests_less_as_transfers_count() -> None:
+def test_recorder_sees_fewer_requests_by_the_counted_allocations() -> None:
     """Compare the counter that other tests trust with the allocator's own requests of one step."""
 
     def requests(buffered: bool) -> tuple[int, int]:
@@ -84,7 +84,7 @@ def test_the_recorder_sees_as_many_requests_less_as_transfers_count() -> None:
     assert none == 0 < counted == many - few
 
 
-def test_another_program_runs_without_until_it_has_a_plan_and_detaching_gives_them_back() -> None:
+def test_only_planned_programs_have_buffers_and_detach_frees_them() -> None:
     model, reference = pair()
     session = attached(model, "auto")
     seen = []
@@ -97,13 +97,13 @@ def test_another_program_runs_without_until_it_has_a_plan_and_detaching_gives_th
         seen.append((session.stage.value, session.report().tokenwise.buffer_bytes))
     assert {stage for stage, _ in seen} == {"warm-up", "gen-policy", "stable"}
     assert all((nbytes > 0) == (stage == "stable") for stage, nbytes in seen)
-    assert seen[-1][1] == max(nbytes for _, nbytes in seen), "the programs share the larger ones"
+    assert seen[-1][1] == max(nbytes for _, nbytes in seen), "programs share the largest buffers"
     session.detach()
     assert session.report().tokenwise.buffer_bytes == 0
 
 
 @pytest.mark.parametrize("alpha", [1.0, "auto"])
-def test_with_the_arena_nothing_is_reserved(alpha: float | str) -> None:
+def test_no_buffers_are_reserved_with_the_arena(alpha: float | str) -> None:
     model, reference = pair(4)
     with attached(model, alpha, arena=True, buffers=3) as session:
         for seed in range(7):
@@ -113,10 +113,10 @@ def test_with_the_arena_nothing_is_reserved(alpha: float | str) -> None:
         session._attached.boundary.followers.close("a test says so")
         step(model, reference, session, exact=alpha == 1.0)
         step(model, reference, session, exact=alpha == 1.0)
-        assert session.report().tokenwise.buffer_bytes > 0, "where the arena is off after all, they are needed"
+        assert session.report().tokenwise.buffer_bytes > 0, "buffers are needed once the arena is off"
 
 
-def test_a_longer_sequence_misses_once_and_has_larger_buffers_from_then_on() -> None:
+def test_longer_sequence_misses_once_then_has_larger_buffers() -> None:
     model, reference = pair()
     with attached(model) as session:
         for seed in range(2):
@@ -139,7 +139,7 @@ def test_a_longer_sequence_misses_once_and_has_larger_buffers_from_then_on() -> 
         )
 
 
-def test_a_plan_leaves_room_for_the_buffers_of_the_region_that_swaps_the_most() -> None:
+def test_plan_leaves_room_for_buffers_of_the_largest_region() -> None:
     """Use the safest setting: its input and attention's output, with padding for any other tensor it may swap."""
     sizes = {"saved": frozenset({1}), "given": frozenset({0}), "forward_s": 1.0, "backward_s": 1.0}
     regions = [
@@ -169,10 +169,10 @@ def test_a_plan_leaves_room_for_the_buffers_of_the_region_that_swaps_the_most() 
     assert left.device_bytes == 1000 - 3 * (210 + 2 * 5) and left.buffers == 3
     assert replace(budget, buffers=0).with_buffers(regions).device_bytes == 1000
     none = replace(budget, device_bytes=659).with_buffers(regions)
-    assert none.device_bytes == 659 and none.buffers == 0, "there is no room for them"
+    assert none.device_bytes == 659 and none.buffers == 0, "there is no room for buffers"
 
 
-def test_a_plan_with_buffers_swaps_what_one_without_would_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_with_buffers_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exclude a plan that keeps everything, for which nothing is prefetched."""
 
     def kept(room_bytes: int, buffers: int) -> tuple[int, bool]:
@@ -194,7 +194,7 @@ def test_a_plan_with_buffers_swaps_what_one_without_would_keep(monkeypatch: pyte
     assert less <= some
 
 
-def test_the_predicted_peak_has_the_buffers_that_are_reserved() -> None:
+def test_predicted_peak_includes_the_reserved_buffers() -> None:
     executor = SimpleNamespace(transfer=SimpleNamespace(buffer_bytes=30))
     rounding = Rounding(DeviceBudget(Device()), executor, planned=True)
     assert rounding.peak_bytes(SimpleNamespace(peak_bytes=100)) == 130

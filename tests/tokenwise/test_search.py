@@ -1,4 +1,4 @@
-"""GenPolicy: which of the tried plans stays, and what is measured of each."""
+"""The gen-policy stage measures the tried plans and keeps the best."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def trial(seconds: float, fits: bool = True, device_bytes: int = 0) -> Trial:
 # -- choosing ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_fastest_plan_on_the_slowest_rank_is_chosen() -> None:
+def test_plan_that_is_fastest_on_its_slowest_rank_is_chosen() -> None:
     assert choose([[trial(3.0), trial(1.0), trial(2.0)]]) == (1, True)
     assert choose([[trial(3.0), trial(1.0), trial(2.0)], [trial(3.0), trial(9.0), trial(2.0)]]) == (2, True)
 
 
-def test_a_plan_that_one_rank_has_no_memory_for_is_not_chosen() -> None:
+def test_plan_that_does_not_fit_on_one_rank_is_not_chosen() -> None:
     assert choose([[trial(1.0), trial(2.0)], [trial(1.0, fits=False), trial(2.0)]]) == (1, True)
 
 
-def test_where_no_plan_fits_the_one_that_keeps_the_least_is_chosen_and_the_earlier_of_equals() -> None:
+def test_first_plan_that_keeps_least_is_chosen_if_none_fits() -> None:
     out = [trial(1.0, False, 9), trial(5.0, False, 3), trial(0.1, False, 3)]
     assert choose([out]) == (1, False)
     assert choose([out, [trial(1.0, True, 0), trial(1.0, True, 9), trial(1.0, True, 1)]]) == (2, False)
 
 
 @given(st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(TRIALS, min_size=n, max_size=n), min_size=1, max_size=4)))
-def test_what_is_chosen_fits_if_anything_does_and_nothing_that_fits_is_faster(trials: list[list[Trial]]) -> None:
+def test_chosen_plan_is_the_fastest_that_fits(trials: list[list[Trial]]) -> None:
     chosen, fits = choose(trials)
     by_plan = list(zip(*trials, strict=True))
     fitting = [ranks for ranks in by_plan if all(one.fits for one in ranks)]
@@ -89,7 +89,7 @@ def paced(clock: Clock, tries: int = 4) -> Iterator[Led]:
         yield run
 
 
-def test_the_plan_with_the_shortest_step_stays(plans_by_alpha: None, clock: Clock) -> None:
+def test_plan_with_the_shortest_step_stays(plans_by_alpha: None, clock: Clock) -> None:
     with paced(clock) as run:
         run.reach_stable()
         assert run.plans[4] == [region.setting for region in run.session._attached.regions]
@@ -98,7 +98,7 @@ def test_the_plan_with_the_shortest_step_stays(plans_by_alpha: None, clock: Cloc
         assert run.session.report().tokenwise.swapped_fraction == run.session._attached.regions[0].setting.rows
 
 
-def test_what_runs_between_two_steps_is_no_part_of_their_time(plans_by_alpha: None, clock: Clock) -> None:
+def test_step_time_excludes_work_between_steps(plans_by_alpha: None, clock: Clock) -> None:
     with paced(clock) as run:
 
         def write_monitor(session: Session) -> None:
@@ -110,7 +110,7 @@ def test_what_runs_between_two_steps_is_no_part_of_their_time(plans_by_alpha: No
 
 
 @pytest.mark.parametrize(("refused", "stays"), [(1, 3), (2, 3), (3, 1)])
-def test_a_plan_that_the_host_had_no_room_for_does_not_stay(
+def test_plan_with_host_refusals_does_not_stay(
     refused: int, stays: int, plans_by_alpha: None, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Make the third plan the fastest, then the first."""
@@ -129,7 +129,7 @@ def peaks(run: Led, *by_step: int | None) -> None:
 
 
 @pytest.mark.parametrize(("third", "stays"), [(1019, 3), (1021, 1), (None, 3)])
-def test_a_plan_whose_peak_is_higher_than_it_promised_does_not_stay(
+def test_plan_that_exceeds_its_predicted_peak_does_not_stay(
     third: int | None, stays: int, plans_by_alpha: None, clock: Clock
 ) -> None:
     """Keep nothing: each plan promises the peak of the observed step, within 2 %."""
@@ -140,7 +140,7 @@ def test_a_plan_whose_peak_is_higher_than_it_promised_does_not_stay(
         assert run.session.report().tokenwise.predicted_peak_bytes == 1000
 
 
-def test_where_every_plan_breaks_its_promise_one_stays_with_a_warning(
+def test_first_plan_stays_with_a_warning_if_all_exceed_their_peak(
     plans_by_alpha: None, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     with paced(clock, tries=3) as run, caplog.at_level(logging.WARNING, "memplug"):
@@ -150,7 +150,7 @@ def test_where_every_plan_breaks_its_promise_one_stays_with_a_warning(
         assert "plan 1 of 3 tried" in run.session.history[-1][3]
 
 
-def test_host_memory_of_every_plan_is_there_before_the_first_is_tried(
+def test_host_memory_of_all_plans_is_pinned_before_the_first_trial(
     plans_by_alpha: None, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("memplug.device.host_pool.SMALLEST_SLAB_BYTES", 1)
@@ -158,11 +158,11 @@ def test_host_memory_of_every_plan_is_there_before_the_first_is_tried(
         run.step(times=2)
         before_bytes = run.session.report().tokenwise.host_pool_bytes
         run.reach_stable()
-        assert "plan 3 of 3 tried" in run.session.history[-1][3], "the one that swaps the most"
+        assert "plan 3 of 3 tried" in run.session.history[-1][3], "the plan that swaps most"
         assert before_bytes >= run.session.report().tokenwise.predicted_host_bytes > 0
 
 
-def test_a_plan_is_made_for_the_forwards_in_flight_of_its_own_program() -> None:
+def test_plan_counts_the_forwards_in_flight_of_its_own_program() -> None:
     """Give the first program two graphs in flight, and the second one."""
     with led() as run:
         model = run.model
@@ -182,7 +182,7 @@ def instances(run: Led) -> int:
     return sum(group.instances for region in run.session.solution.regions.values() for group in region.groups)
 
 
-def test_the_observed_steps_tapes_are_let_go() -> None:
+def test_tapes_of_the_observed_step_are_released() -> None:
     with led() as run:
         run.reach_stable()
         assert run.session.stage is Stage.STABLE

@@ -10,7 +10,7 @@ from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
 BUDGET = 128 << 10
 
 
-def test_less_is_swapped_while_the_host_is_short_and_all_again_once_it_is_not() -> None:
+def test_swapped_share_follows_the_room_on_the_host() -> None:
     torch.manual_seed(0)
     model = Stack(4)
     reference = twin(model)
@@ -34,6 +34,6 @@ def test_less_is_swapped_while_the_host_is_short_and_all_again_once_it_is_not() 
         assert not executor.pool.used_bytes
     long, short = shares[:12], shares[12:]
     assert 0.3 < min(long) < 0.9
-    assert refusals[5] == refusals[-1], "the share that fits is found within a few steps, and does not swing"
+    assert refusals[5] == refusals[-1], "the share that fits is found within a few steps, and does not oscillate"
     assert len(set(long[8:])) == 1
     assert short[-1] == 1.0 and short == sorted(short)

@@ -49,7 +49,7 @@ class Looks(Layer):
 @pytest.mark.parametrize(
     "second", [lambda x: x.detach().as_subclass(Marked), lambda x: x.as_subclass(Marked), Dispatches.of]
 )
-def test_an_argument_is_of_its_class_when_the_module_runs_again(
+def test_argument_keeps_its_class_in_the_recompute_pass(
     alpha: float, second: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     torch.manual_seed(0)
@@ -57,7 +57,7 @@ def test_an_argument_is_of_its_class_when_the_module_runs_again(
     reference = twin(model)
     tokenwise(model, alpha)
     for region in model.regions:
-        region.opaque = "told"
+        region.opaque = "for this test"
     x = torch.randn(2, 6, 16)
     for network in (model, reference):
         y = x * torch.nn.functional.normalize(network.layers[0].inner.bias[:16], dim=0)
@@ -78,7 +78,7 @@ class WritesSecond(Layer):
 @alphas
 @pytest.mark.parametrize("second", [lambda x: x, torch.Tensor.detach, lambda x: x.view(-1)[3:40]])
 @pytest.mark.parametrize("how", ["opaque", "by its tape"])
-def test_two_arguments_that_are_one_memory_are_one_in_a_recompute_pass(
+def test_arguments_sharing_storage_share_it_in_the_recompute_pass(
     alpha: float, second: Callable[[torch.Tensor], torch.Tensor], how: str
 ) -> None:
     torch.manual_seed(0)
@@ -86,7 +86,7 @@ def test_two_arguments_that_are_one_memory_are_one_in_a_recompute_pass(
     reference = twin(model)
     executor = tokenwise(model, alpha)
     for region in model.regions if how == "opaque" else ():
-        region.opaque = "told"
+        region.opaque = "for this test"
     x = torch.randn(2, 6, 16)
     for network in (model, reference):
         y = x * torch.nn.functional.normalize(network.layers[0].inner.bias[:16], dim=0)

@@ -79,8 +79,8 @@ def test_views_of_one_tensor_are_separate_inputs(alpha: float) -> None:
     assert_clean(executor)
 
 
-def test_memory_is_let_go_after_the_last_of_its_copies_whatever_the_order_of_the_inputs() -> None:
-    """Share an older copy of one input in the second region, after the region that made it is gone."""
+def test_memory_is_released_after_its_last_copy_in_any_input_order() -> None:
+    """Let the second region share an older copy of one input, after the region that made it is gone."""
 
     def call(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         return new.sigmoid() * old.tanh()
@@ -103,7 +103,7 @@ def test_memory_is_let_go_after_the_last_of_its_copies_whatever_the_order_of_the
 
 
 @alphas
-def test_a_captured_output_may_leave_the_region_as_any_view(alpha: float) -> None:
+def test_captured_output_may_leave_the_region_as_any_view(alpha: float) -> None:
     torch.manual_seed(0)
     weight = torch.randn(8, 8, requires_grad=True)
 
@@ -128,7 +128,7 @@ def test_a_captured_output_may_leave_the_region_as_any_view(alpha: float) -> Non
 
 
 @alphas
-def test_an_input_that_is_a_view_and_is_written_to_lies_in_memory_as_it_did(alpha: float) -> None:
+def test_written_view_input_keeps_its_strides_and_offset(alpha: float) -> None:
     weight = torch.randn(3, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
     def call(view: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ def test_an_input_that_is_a_view_and_is_written_to_lies_in_memory_as_it_did(alph
 
 
 @alphas
-def test_a_conjugate_view_of_a_captured_tensor_keeps_its_conjugation(alpha: float) -> None:
+def test_conjugate_view_of_captured_tensor_keeps_its_conjugation(alpha: float) -> None:
     torch.manual_seed(0)
     weight = torch.randn(8, 8, dtype=torch.complex64, requires_grad=True)
 

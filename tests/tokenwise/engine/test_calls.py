@@ -1,4 +1,4 @@
-"""Python methods that the native core calls exist; if one is missing, that shows before a step runs."""
+"""All Python methods that the native core calls exist; a missing one raises before a step runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def names() -> dict[str, set[str]]:
     return noting.names
 
 
-def test_objects_have_all_that_the_core_calls(names: dict[str, set[str]]) -> None:
+def test_objects_have_every_method_that_the_core_calls(names: dict[str, set[str]]) -> None:
     executor = Executor(Device(), 1 << 20)
     unit = Unit(executor, "unit", None)
     made = {"Executor": executor, "Unit": unit, "Buffers": Buffers(), "Times": Times(executor.device), "State": State()}
@@ -55,7 +55,7 @@ def test_objects_have_all_that_the_core_calls(names: dict[str, set[str]]) -> Non
         ({"is_alone", "alone"}, "calls a name that is no part .*: ExecutorCalls.is_alone"),
     ],
 )
-def test_other_names_than_the_cores_are_an_error(names: dict[str, set[str]], changed: set[str], says: str) -> None:
+def test_method_names_that_differ_from_the_core_raise(names: dict[str, set[str]], changed: set[str], says: str) -> None:
     others = {**names, "ExecutorCalls": names["ExecutorCalls"] ^ changed}
     with pytest.raises(AttributeError, match=says):
         core().bind_calls(others, *3 * [print])
@@ -64,7 +64,7 @@ def test_other_names_than_the_cores_are_an_error(names: dict[str, set[str]], cha
 
 
 @pytest.mark.parametrize("name", sorted(calls.ExecutorCalls.__abstractmethods__))
-def test_an_executor_without_a_method_that_the_core_calls_cannot_be_made(name: str) -> None:
+def test_executor_without_a_called_method_cannot_be_made(name: str) -> None:
     inherited = {key: value for key, value in vars(Executor).items() if key not in (name, "__dict__", "__weakref__")}
     lacking = type("Lacking", (calls.ExecutorCalls,), inherited)
     with pytest.raises(TypeError, match=name):

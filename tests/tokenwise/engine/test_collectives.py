@@ -82,20 +82,20 @@ def launched_again(layer: type[Layer], alpha: float, **settings: Any) -> list[in
 
 @pytest.mark.parametrize("settings", [{}, {"min_offload_bytes": 1 << 30}, {"host_budget_bytes": 2000}])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_a_reduced_matmul_is_not_reduced_again(alpha, settings):
+def test_reduced_matmul_is_not_reduced_again(alpha, settings):
     assert launched_again(Reduces, alpha, **settings) == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("name", FILLS)
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_a_result_in_new_memory_is_not_received_again(name, alpha):
+def test_collective_into_new_memory_does_not_run_again(name, alpha):
     assert kind_of(getattr(torch.ops.c10d, name).default) is Kind.COLLECTIVE
     assert launched_again(filling(FILLS[name]), alpha) == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("settings", [{}, {"min_offload_bytes": 1 << 30}, {"host_budget_bytes": 2000}])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_what_an_operator_with_a_collective_inside_gave_is_not_received_again(alpha, settings):
+def test_operator_with_a_collective_inside_does_not_run_again(alpha, settings):
     assert launched_again(Exchanges, alpha, **settings) == [0, 0, 0, 0]
 
 
@@ -104,7 +104,7 @@ _BEGUN: list[Any] = []
 
 @torch.library.custom_op("memplug_tests::begin", mutates_args=())
 def _begin(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor while the collective that fills another one may still be under way."""
+    """Return a tensor while the collective that fills another one may still be running."""
     _BEGUN.append((received := x.clone(), dist.all_reduce(received, async_op=True)))
     return x.clone()
 
@@ -112,32 +112,32 @@ def _begin(x: torch.Tensor) -> torch.Tensor:
 _begin.register_autograd(lambda ctx, gradient: gradient)
 
 
-def test_an_operator_that_does_not_wait_for_its_collective_runs_again():
+def test_operator_that_does_not_await_its_collective_runs_again():
     class Begins(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.out(self.inner(_begin(self.norm(x))).tanh())
 
-    assert launched_again(Begins, 1.0) == [3, 3, 3, 3], "on every rank, whatever each has room for"
+    assert launched_again(Begins, 1.0) == [3, 3, 3, 3], "on every rank, however much room it has"
     while _BEGUN:
         _BEGUN.pop()[1].wait()
 
 
-def test_a_result_in_memory_that_was_there_is_received_again_by_every_recompute_pass():
+def test_collective_into_existing_memory_runs_in_every_recompute_pass():
     memory = torch.zeros(2, 6, 16)
     assert launched_again(filling(dist.all_gather_into_tensor, memory), 1.0) == [3, 3, 3, 3]
 
 
-def test_scratch_memory_of_the_host_is_not_copied():
+def test_scratch_memory_of_the_framework_is_not_copied():
     memory = torch.zeros(2, 6, 16)
     torch.manual_seed(0)
     model = Stack(3, filling(dist.all_gather_into_tensor, memory))
     executor = tokenwise(model, 1.0)
     executor.hooks.scratch.append(lambda tensor: tensor.untyped_storage().data_ptr() == memory.data_ptr())
     model(torch.randn(2, 6, 16)).backward()
-    assert memory.any(), "a recompute pass leaves what it wrote"
+    assert memory.any(), "the recompute pass must not restore scratch memory"
 
 
-def test_memory_that_was_there_is_as_before_a_recompute_pass_again():
+def test_recompute_pass_restores_existing_memory():
     memory = torch.zeros(2, 6, 16)
     model = Stack(1, filling(dist.all_gather_into_tensor, memory))
     tokenwise(model, 1.0)
@@ -147,7 +147,7 @@ def test_memory_that_was_there_is_as_before_a_recompute_pass_again():
     assert (memory == 7.0).all()
 
 
-def test_a_value_that_was_read_before_the_reduction_is_there_when_recomputed():
+def test_value_read_before_the_reduction_is_recomputed_right():
     class Reads(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.inner(self.norm(x))
@@ -158,16 +158,16 @@ def test_a_value_that_was_read_before_the_reduction_is_there_when_recomputed():
         train_alike(Reads, alpha, steps=3)
 
 
-def test_experts_without_a_token_exchange_nothing_as_the_others_do():
+def test_exchange_of_experts_without_tokens_does_not_run_again():
     class Sparse(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             nothing = _Filled.apply(self.norm(x)[:0], dist.all_to_all_single, None)
             return x + self.out(self.inner(x).tanh()) + self.inner(nothing).sum()
 
-    assert launched_again(Sparse, 0.0) == [0, 0, 0, 0], "captured, however few bytes it has"
+    assert launched_again(Sparse, 0.0) == [0, 0, 0, 0], "captured despite its few bytes"
 
 
-def test_a_collective_that_is_not_waited_for_runs_again():
+def test_overlapped_collective_runs_again():
     class Overlaps(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.inner(self.norm(x)).detach()
@@ -180,12 +180,12 @@ def test_a_collective_that_is_not_waited_for_runs_again():
 
 
 @pytest.mark.distributed
-def test_layers_that_exchange_in_place_on_two_ranks_have_the_gradients_of_a_run_without_memplug(tmp_path: Path) -> None:
+def test_in_place_exchanges_on_two_ranks_keep_plain_gradients(tmp_path: Path) -> None:
     launch_forked(["tests.support.collectives_worker", tmp_path], module=True)
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [[], []]
 
 
-def test_lists_of_tensors_are_exchanged_and_let_go():
+def test_gradients_hold_for_exchanged_tensor_lists():
     class Lists(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.norm(x).detach()
@@ -197,7 +197,7 @@ def test_lists_of_tensors_are_exchanged_and_let_go():
         train_alike(Lists, alpha, steps=3)
 
 
-def test_storages_that_come_and_go_unseen_are_not_taken_for_others():
+def test_reused_address_is_not_mistaken_for_the_freed_storage():
     """Make memory while the region is paused; it may get the address of a freed tensor of the region."""
     executors: list[Any] = []
 
@@ -219,7 +219,7 @@ def test_storages_that_come_and_go_unseen_are_not_taken_for_others():
         with launches:
             loss.backward()
         assert_same(gradients(model), reference_gradients(reference, x, executors))
-    assert launches.calls == {"_allgather_base_": 9}, "memory that was there is filled again, on every rank"
+    assert launches.calls == {"_allgather_base_": 9}, "existing memory is filled again, on every rank"
 
 
 def reference_gradients(reference: Stack, x: torch.Tensor, executors: list[Any]) -> dict[str, torch.Tensor]:
@@ -232,7 +232,7 @@ def reference_gradients(reference: Stack, x: torch.Tensor, executors: list[Any])
     return gradients(reference)
 
 
-def test_values_that_python_reads_are_those_of_the_forward_without_recomputing_everything():
+def test_values_read_by_python_leave_no_region_opaque():
     class Splits(Layer):
         """A layer like a token dispatcher, whose split sizes come from a tensor's values."""
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.device
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_functions_compiled_inside_of_a_region_run_as_they_are_written(alpha):
+def test_functions_compiled_inside_a_region_run_uncompiled(alpha):
     compiled_calls = 0
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -42,7 +42,7 @@ def test_functions_compiled_inside_of_a_region_run_as_they_are_written(alpha):
         reference(x).backward()
         before = compiled_calls
         model(x).backward()
-        assert compiled_calls == before > 0, "it is compiled already, outside of the regions"
+        assert compiled_calls == before > 0, "the function ran compiled outside the regions only"
         assert_same(gradients(model), gradients(reference))
     assert executor.opaque_regions == 0
     torch.compiler.reset()
@@ -50,7 +50,7 @@ def test_functions_compiled_inside_of_a_region_run_as_they_are_written(alpha):
 
 @pytest.mark.cpu("the kernels of Triton are not simulated")
 @pytest.mark.parametrize("tokenwise", [{"regions": ["layers.*"], "min_offload_bytes": 1}, {"enabled": False}])
-def test_a_compiled_model_is_recorded_and_served_without_a_warning_of_the_compilers(tokenwise, recwarn):
+def test_compiled_model_is_served_without_compiler_warnings(tokenwise, recwarn):
     """Keep the hooks that mark places in the program out of compiled code."""
     torch.manual_seed(0)
     model = Stack(3)

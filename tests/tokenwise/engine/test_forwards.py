@@ -28,21 +28,19 @@ pytestmark = pytest.mark.device
 
 @alphas
 @pytest.mark.parametrize("block", FORWARDS, ids=lambda block: block.__name__)
-def test_gradients_hold_whatever_the_forward_does(block: Callable[[], nn.Module], alpha: float) -> None:
+def test_gradients_hold_for_every_kind_of_forward(block: Callable[[], nn.Module], alpha: float) -> None:
     train_alike(block, alpha)
 
 
 @alphas
 @pytest.mark.parametrize("block", FORWARDS, ids=lambda block: block.__name__)
-def test_gradients_hold_whatever_the_forward_does_while_copies_run_late(
-    block: Callable[[], nn.Module], alpha: float
-) -> None:
+def test_gradients_hold_for_every_forward_while_copies_run_late(block: Callable[[], nn.Module], alpha: float) -> None:
     train_alike(block, alpha, device=adversarial_device("late"))
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])  # both to the bit: all products run again, or all stay on the device
 @pytest.mark.parametrize("block", FORWARDS, ids=lambda block: block.__name__)
-def test_gradients_hold_where_small_tensors_stay_on_the_device(block: Callable[[], nn.Module], alpha: float) -> None:
+def test_gradients_hold_while_small_tensors_stay_on_the_device(block: Callable[[], nn.Module], alpha: float) -> None:
     train_alike(block, alpha, min_offload_bytes=1 << 30)
 
 
@@ -63,7 +61,7 @@ def test_gradients_hold_with_frozen_parameters_and_adapters(alpha: float) -> Non
 
 @alphas
 @pytest.mark.parametrize("autocast", [False, True])
-def test_gradients_hold_with_a_weight_that_two_regions_share(alpha: float, autocast: bool) -> None:
+def test_gradients_hold_with_a_weight_shared_by_regions(alpha: float, autocast: bool) -> None:
     torch.manual_seed(0)
     model = Stack(3, Plain)
     model.layers[2].inner.weight = model.layers[0].inner.weight

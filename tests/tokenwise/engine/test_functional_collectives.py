@@ -25,17 +25,17 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("reads_before", [False, True])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_a_functional_reduction_in_place_is_not_launched_again(alpha: float, reads_before: bool) -> None:
+def test_functional_reduction_in_place_is_not_launched_again(alpha: float, reads_before: bool) -> None:
     assert functional_launches(reducing(WHOLE, reads_before=reads_before), alpha) == 0
 
 
 @pytest.mark.parametrize("parts", [(slice(1),), (slice(1), slice(1, None)), (WHOLE, slice(1))])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_a_reduction_of_a_part_is_launched_again(alpha: float, parts: tuple[slice, ...]) -> None:
+def test_reduction_of_a_part_is_launched_again(alpha: float, parts: tuple[slice, ...]) -> None:
     assert functional_launches(reducing(*parts), alpha) == 3 * 4 * sum(part != WHOLE for part in parts)
 
 
-def test_a_reduction_whose_memory_is_read_before_the_wait_is_launched_again() -> None:
+def test_reduction_read_before_its_wait_is_launched_again() -> None:
     class ReadsEarly(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.inner(self.norm(x)).detach()
@@ -49,7 +49,7 @@ def test_a_reduction_whose_memory_is_read_before_the_wait_is_launched_again() ->
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_memory_that_was_there_is_reduced_again(alpha: float) -> None:
+def test_reduction_into_existing_memory_is_launched_again(alpha: float) -> None:
     assert functional_launches(ReducesMemoryThatWasThere, alpha) == 3 * 4
 
 

@@ -35,7 +35,7 @@ class Collects(Layer):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-def test_finalizers_that_run_operators_are_neither_noted_nor_replayed(alpha: float) -> None:
+def test_operators_of_finalizers_are_neither_recorded_nor_replayed(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(2, Collects)
     reference = twin(model)

@@ -143,7 +143,7 @@ def stack(read: str, last: bool = False, address: bool = False) -> Stack:
 @pytest.mark.parametrize("address", [False, True])
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("write", WRITES)
-def test_what_a_region_read_and_was_written_to_gives_right_gradients_or_an_error(
+def test_writing_to_a_read_tensor_gives_right_gradients_or_raises(
     write: str, read: str, address: bool, alpha: float
 ) -> None:
     expected = trained(stack(read, address=address), lambda layer: WRITES[write](layer.written()))
@@ -155,14 +155,14 @@ def test_what_a_region_read_and_was_written_to_gives_right_gradients_or_an_error
         assert "region layers." in str(error) and error.advice
     else:
         assert_same(measured, expected, exact=alpha in (0, 1))
-        assert not executor.opaque_regions or read == "values", "its module would run again"
+        assert not executor.opaque_regions or read == "values", "running the module again would read the written values"
     del model
     assert_clean(executor)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("read", [read for read in READS if read != "hidden"])
-def test_what_an_opaque_region_reads_after_all_that_it_saves_may_be_written_to(read: str, alpha: float) -> None:
+def test_tensor_read_after_the_last_save_may_be_written(read: str, alpha: float) -> None:
     expected = trained(stack(read, True, True), lambda layer: layer.written().add_(1))
     model = stack(read, True, True)
     executor = tokenwise(model, alpha)
@@ -200,7 +200,7 @@ def _step(parameter: nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_a_parameter_of_a_unit_may_be_stepped_in_backward(alpha: float) -> None:
+def test_parameter_of_a_unit_may_be_stepped_in_backward(alpha: float) -> None:
     def shifting() -> Stack:
         model = stack("parameter", True, True)
         for layer in model.layers:
@@ -227,7 +227,7 @@ class Shifts(nn.Module):
 
 
 def flat(model: Stack) -> Stack:
-    """Give all parameters of a layer one memory, as frameworks do, with a version counter each."""
+    """Give all parameters of a layer one storage, as frameworks do, with separate version counters."""
     for layer in model.layers:
         memory, offset = torch.cat([p.detach().flatten() for p in layer.parameters()]), 0
         for parameter in layer.parameters():
@@ -239,7 +239,7 @@ def flat(model: Stack) -> Stack:
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("address", [False, True])
 @pytest.mark.parametrize("last", [False, True])
-def test_parameters_in_one_memory_are_told_apart(last: bool, address: bool, alpha: float) -> None:
+def test_parameters_in_one_storage_are_versioned_separately(last: bool, address: bool, alpha: float) -> None:
     expected = trained(flat(stack("parameter", last, address)), lambda layer: layer.shift.add_(1))
     model = flat(stack("parameter", last, address))
     executor = tokenwise(model, alpha)
@@ -270,7 +270,7 @@ def _local(layer: Reads, y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("read", [_distributed, _local])
 @pytest.mark.parametrize("address", [False, True])
-def test_a_distributed_parameter_that_was_written_to_is_an_error(address: bool, read: Read) -> None:
+def test_written_distributed_parameter_raises(address: bool, read: Read) -> None:
     model, mesh = stack("parameter", address=address), init_device_mesh("cpu", (1,))
     for layer in model.layers:
         layer.shift, layer.read = nn.Parameter(distribute_tensor(layer.shift.detach(), mesh, [Replicate()])), read
@@ -292,7 +292,7 @@ class Outer(nn.Module):
         return self.out(self.inner[0](x).sin())
 
 
-def test_what_a_region_inside_of_another_read_is_read_by_both() -> None:
+def test_tensor_read_by_a_nested_region_counts_for_the_outer_one() -> None:
     def nested() -> Stack:
         model = stack("parameter")
         model.layers[1] = Outer(model.layers[0])
@@ -320,7 +320,7 @@ class Counts(nn.Module):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_what_a_region_inside_of_another_writes_is_put_back_for_both(alpha: float) -> None:
+def test_writes_of_a_nested_region_are_undone_for_both_regions(alpha: float) -> None:
     def nested() -> Stack:
         torch.manual_seed(0)
         model = Stack(1, Counts)
@@ -336,7 +336,7 @@ def test_what_a_region_inside_of_another_writes_is_put_back_for_both(alpha: floa
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("address", [False, True])
-def test_a_parameter_of_a_unit_that_was_written_to_is_an_error(address: bool, alpha: float) -> None:
+def test_written_parameter_of_a_unit_raises(address: bool, alpha: float) -> None:
     model = stack("parameter", address=address)
     executor = tokenwise(model, alpha)
     for layer in model.layers:
@@ -348,7 +348,7 @@ def test_a_parameter_of_a_unit_that_was_written_to_is_an_error(address: bool, al
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("address", [False, True])
-def test_a_graph_that_is_kept_refuses_a_second_backward_once_a_bias_was_stepped(address: bool, alpha: float) -> None:
+def test_second_backward_after_a_parameter_write_raises_or_is_right(address: bool, alpha: float) -> None:
     model, reference = stack("parameter", address=address), stack("parameter", address=address)
     executor = tokenwise(model, alpha)
     x = torch.randn(2, 6, WIDTH)

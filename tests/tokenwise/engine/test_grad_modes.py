@@ -52,8 +52,8 @@ def test_recurrent_layers_train_to_the_bit(block: type[Layer], alpha: float) -> 
     assert executor.divergences == 0 and executor.opaque_regions == 0
 
 
-def test_a_recompute_pass_that_diverges_twice_is_an_error_of_memplug(monkeypatch: Any) -> None:
-    """Include operators of libraries whose results have other shapes the second time."""
+def test_recompute_pass_that_diverges_twice_raises(monkeypatch: Any) -> None:
+    """Include library operators that return other shapes the second time."""
     wide = [False]
     with torch.library._scoped_library("memplug_grad_modes", "DEF") as library:
         library.define("part(Tensor x) -> Tensor")
@@ -83,7 +83,7 @@ class Outer(Layer):
         return self.others[0](x) + self.out(self.inner(x).tanh())
 
 
-def test_a_region_inside_of_another_is_the_reason_why_that_is_opaque() -> None:
+def test_region_with_a_nested_region_is_opaque() -> None:
     model = Stack(1, Unbatched)
     model.layers.append(Outer([model.layers[0]]))
     executor = tokenwise(model, 1.0)

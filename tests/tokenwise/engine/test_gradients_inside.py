@@ -25,7 +25,7 @@ def test_gradients_hold_to_the_bit(block: type[Layer], alpha: float) -> None:
 
 
 @asking
-def test_gradients_hold_where_the_module_runs_again(block: type[Layer]) -> None:
+def test_gradients_hold_when_opaque_regions_run_again(block: type[Layer]) -> None:
     class Opaque(block):  # type: ignore[misc, valid-type]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x.data_ptr()
@@ -37,7 +37,7 @@ def test_gradients_hold_where_the_module_runs_again(block: type[Layer]) -> None:
 
 @asking
 @pytest.mark.parametrize("opaque", [False, True])
-def test_gradients_that_accumulate_over_micro_batches_hold(block: type[Layer], opaque: bool) -> None:
+def test_gradients_accumulated_over_micro_batches_hold(block: type[Layer], opaque: bool) -> None:
     torch.manual_seed(0)
     model = Stack(2, block)
     reference = twin(model)
@@ -81,8 +81,8 @@ def step_alike(model: Stack, reference: Stack, seed: int) -> None:
 
 @beginning
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-@pytest.mark.parametrize("steps", [(0, 0, 1, 1, 0), (0, 1, 0, 0, 1)], ids=["from then on", "now and then"])
-def test_a_region_that_begins_to_ask_has_what_it_needs(
+@pytest.mark.parametrize("steps", [(0, 0, 1, 1, 0), (0, 1, 0, 0, 1)], ids=["from step 3 on", "in some steps"])
+def test_gradients_hold_when_a_region_begins_to_ask_for_gradients(
     block: type[Layer], alpha: float, steps: tuple[int, ...], monkeypatch: Any
 ) -> None:
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ def test_a_region_that_begins_to_ask_has_what_it_needs(
 
 
 @beginning
-def test_a_region_that_is_opaque_has_what_it_needs_when_it_begins_to_ask(block: type[Layer], monkeypatch: Any) -> None:
+def test_gradients_hold_when_opaque_region_begins_to_ask_for_gradients(block: type[Layer], monkeypatch: Any) -> None:
     torch.manual_seed(0)
     model = Stack(2, block)
     reference = twin(model)
@@ -108,7 +108,7 @@ def test_a_region_that_is_opaque_has_what_it_needs_when_it_begins_to_ask(block: 
         step_alike(model, reference, step)
 
 
-def test_what_is_made_again_stays_until_the_forward_is_over_and_no_longer(monkeypatch: Any) -> None:
+def test_recomputed_tensors_are_released_when_the_forward_ends(monkeypatch: Any) -> None:
     torch.manual_seed(0)
     model = Stack(1, Sometimes)
     reference = twin(model)
@@ -122,7 +122,7 @@ def test_what_is_made_again_stays_until_the_forward_is_over_and_no_longer(monkey
     assert_clean(executor)
 
 
-def test_a_region_that_begins_to_ask_for_what_no_operator_shows_is_an_error_once(monkeypatch: Any) -> None:
+def test_region_turning_opaque_as_it_asks_for_gradients_raises_once(monkeypatch: Any) -> None:
     class Hides(Sometimes):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if Sometimes.asks:
@@ -143,7 +143,7 @@ def test_a_region_that_begins_to_ask_for_what_no_operator_shows_is_an_error_once
     step_alike(model, reference, 3)
 
 
-def test_an_error_as_buffers_are_put_back_is_raised_and_ends_no_process(monkeypatch: Any) -> None:
+def test_error_while_buffers_are_restored_is_raised(monkeypatch: Any) -> None:
     """Raise while buffers are restored: a copy may report the error of an earlier kernel."""
     as_before = Buffers.as_before
 

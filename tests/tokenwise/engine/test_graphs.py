@@ -27,7 +27,7 @@ pytestmark = pytest.mark.device
 
 
 @alphas
-def test_passes_without_gradients_leave_no_trace(alpha: float) -> None:
+def test_no_grad_passes_capture_nothing(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(3)
     reference = twin(model)
@@ -69,7 +69,7 @@ def test_graphs_alive_together_run_backward_in_any_order(alpha: float, order: li
 
 
 @alphas
-def test_one_forward_one_backward_keeps_its_graphs_apart(alpha: float) -> None:
+def test_one_forward_one_backward_schedule_keeps_graphs_apart(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(3)
     reference = twin(model)
@@ -89,7 +89,7 @@ def test_one_forward_one_backward_keeps_its_graphs_apart(alpha: float) -> None:
 
 
 @alphas
-def test_a_retained_graph_gives_the_same_gradients_again(alpha: float) -> None:
+def test_retained_graph_gives_the_same_gradients_again(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(3)
     reference = twin(model)
@@ -170,7 +170,7 @@ def test_gradients_hold_inside_a_checkpoint(alpha: float, reentrant: bool) -> No
     assert_clean(executor)
 
 
-def test_a_forward_is_captured_by_the_plan_that_it_began_with() -> None:
+def test_forward_keeps_the_plan_that_it_began_with() -> None:
     class Replans(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.inner(x)
@@ -185,4 +185,4 @@ def test_a_forward_is_captured_by_the_plan_that_it_began_with() -> None:
         before = executor.transfer.offloads
         model(torch.randn(2, 6, 16)).backward()
         moved.append(executor.transfer.offloads - before)
-    assert moved == [2 + 1, 1], "both products of the first layer, then no more than the second's input"
+    assert moved == [2 + 1, 1], "the first layer's products and the second's input, then only that input"

@@ -1,4 +1,4 @@
-"""Graphs die on any thread, and their memory is counted all the same; each process of a fork has its own."""
+"""Memory is counted for graphs freed on any thread, and separately in each process of a fork."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.device
 
 
 @alphas
-def test_graphs_that_die_on_other_threads_are_counted(alpha: float) -> None:
+def test_graphs_freed_on_other_threads_are_counted(alpha: float) -> None:
     model = Stack(2)
     executor = tokenwise(model, alpha)
     losses = [model(torch.randn(2, 6, 16)) for _ in range(16)]
@@ -51,7 +51,7 @@ def test_graphs_that_die_on_other_threads_are_counted(alpha: float) -> None:
 
 
 @alphas
-def test_memory_from_outside_that_joins_the_graph_keeps_no_graph_alive(alpha: float) -> None:
+def test_outside_memory_that_joins_the_graph_keeps_no_graph_alive(alpha: float) -> None:
     """Write to the memory in place: from then on it has a graph, and the graph holds the region's tensors."""
     memory = torch.zeros(2, 6, 16)
 
@@ -91,7 +91,7 @@ def test_hooks_that_outlive_their_forward_keep_no_graph_alive(alpha: float) -> N
 
 
 @alphas
-def test_two_threads_that_run_forward_at_once_have_their_own_tapes(alpha: float) -> None:
+def test_concurrent_forwards_have_separate_tapes(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(3)
     reference = twin(model)
@@ -118,7 +118,7 @@ def test_two_threads_that_run_forward_at_once_have_their_own_tapes(alpha: float)
 
 @alphas
 @pytest.mark.parametrize("shared", [False, True])
-def test_gradients_hold_where_threads_train_at_once(alpha: float, shared: bool) -> None:
+def test_gradients_hold_while_threads_train_concurrently(alpha: float, shared: bool) -> None:
     """Run backwards and recompute passes on several threads, with a model for each or one for all."""
     torch.manual_seed(0)
     models = [Stack(3) for _ in range(1 if shared else 3)]
@@ -152,7 +152,7 @@ def test_gradients_hold_where_threads_train_at_once(alpha: float, shared: bool) 
 
 
 @alphas
-def test_threads_whose_regions_overlap_leave_the_compiler_as_it_was(alpha: float) -> None:
+def test_overlapping_regions_on_threads_restore_the_compiler(alpha: float) -> None:
     """Let the first thread begin and end first: it must not restore state that it set itself."""
     compiled_calls: list[int] = []
     first_is_inside, second_is_inside, first_is_over = (threading.Event() for _ in range(3))
@@ -186,14 +186,14 @@ def test_threads_whose_regions_overlap_leave_the_compiler_as_it_was(alpha: float
     assert first_is_inside.wait(timeout=20)
     model(torch.randn(2, 6, 16))
     thread.join()
-    assert not compiled_calls, "it runs as it is written inside of a region"
+    assert not compiled_calls, "the function runs uncompiled inside a region"
     activation(torch.randn(3))
-    assert len(compiled_calls) == 1, "and compiled again after them"
+    assert len(compiled_calls) == 1, "the function runs compiled again after the regions"
     torch.compiler.reset()
 
 
 @pytest.mark.cpu("no process uses CUDA after a fork")
-def test_a_child_of_a_fork_goes_on_with_the_graphs_in_flight_and_so_does_the_parent() -> None:
+def test_both_processes_of_a_fork_continue_graphs_in_flight() -> None:
     """Run in a fresh process: once autograd has had threads, torch runs no backward after a fork."""
     launch_forked([__name__], processes=1, module=True)
 

@@ -37,10 +37,10 @@ def _under_no_grad(y: torch.Tensor) -> None:
 @alphas
 @pytest.mark.parametrize(("small", "more"), SMALL_AND_MORE)
 @pytest.mark.parametrize("write", WRITES)
-def test_an_output_written_by_the_caller_gives_right_gradients_or_an_error(
+def test_output_written_by_the_caller_gives_right_gradients_or_raises(
     alpha: float, small: bool, write: str, more: int
 ) -> None:
-    """Write to an output that is a captured product which backward needs, possibly while it is copied out.
+    """Write to an output that is a captured product which backward needs, possibly while it is being offloaded.
 
     torch itself refuses the write if it saved the output.
     """
@@ -82,9 +82,7 @@ def test_an_output_written_by_the_caller_gives_right_gradients_or_an_error(
 @pytest.mark.unordered
 @alphas
 @pytest.mark.parametrize(("small", "more"), SMALL_AND_MORE)
-def test_an_input_written_after_its_region_gives_right_gradients_or_an_error(
-    alpha: float, small: bool, more: int
-) -> None:
+def test_input_written_after_its_region_gives_right_gradients_or_raises(alpha: float, small: bool, more: int) -> None:
     weight = torch.randn(8, 8, requires_grad=True, generator=torch.Generator().manual_seed(0))
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -117,7 +115,7 @@ def test_an_input_written_after_its_region_gives_right_gradients_or_an_error(
 
 @alphas
 @pytest.mark.parametrize("small", [False, True])
-def test_a_saved_tensor_written_later_in_the_region_is_an_error_as_in_torch(alpha: float, small: bool) -> None:
+def test_saved_tensor_written_later_in_its_region_raises_like_torch(alpha: float, small: bool) -> None:
     def operator_output(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = (x @ weight).sigmoid()  # saves its output
         y.mul_(2)
@@ -149,7 +147,7 @@ def test_a_saved_tensor_written_later_in_the_region_is_an_error_as_in_torch(alph
 
 @alphas
 @pytest.mark.parametrize("name", ["gate.weight", "norm1.weight"])
-def test_a_parameter_written_between_forward_and_backward_is_an_error_as_in_torch(alpha: float, name: str) -> None:
+def test_parameter_written_before_backward_raises_like_torch(alpha: float, name: str) -> None:
     model = Stack(2)
     reference = twin(model)
     tokenwise(model, alpha)
@@ -162,7 +160,7 @@ def test_a_parameter_written_between_forward_and_backward_is_an_error_as_in_torc
 
 
 @alphas
-def test_gradients_hold_where_an_input_is_written_and_no_parameter_needs_gradients(alpha: float) -> None:
+def test_gradients_hold_for_written_input_of_a_frozen_region(alpha: float) -> None:
     """Make the graph of the recompute pass depend on the input alone."""
 
     class Frozen(WritesInput):

@@ -62,7 +62,7 @@ def train_with(model: nn.Module, given: Callable[[], torch.Tensor], alpha: float
 @EXACT
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("opaque", ["", "for this test"])
-def test_a_sparse_argument_stays_and_the_region_goes_on(layout: str, alpha: float, opaque: str) -> None:
+def test_sparse_argument_stays_resident_and_region_is_not_opaque(layout: str, alpha: float, opaque: str) -> None:
     adjacency = adjacency_in(layout)
     torch.manual_seed(0)
     executor = train_with(Net(2, Graph), lambda: adjacency, alpha, opaque)
@@ -77,13 +77,13 @@ class Ignores(Layer):
 
 @EXACT
 @pytest.mark.parametrize("block_layout", [torch.Tensor.to_sparse_bsr, torch.Tensor.to_sparse_bsc])
-def test_an_argument_in_blocks_stays(block_layout: Callable[..., torch.Tensor], alpha: float) -> None:
+def test_argument_in_blocked_layout_trains(block_layout: Callable[..., torch.Tensor], alpha: float) -> None:
     """Pass the argument without using it: torch multiplies no blocked layout in backward."""
     train_with(Net(2, Ignores), lambda: block_layout(torch.eye(6), (2, 2)), alpha)
 
 
 @EXACT
-def test_a_sparse_argument_gets_its_gradient(alpha: float) -> None:
+def test_sparse_argument_gets_its_gradient(alpha: float) -> None:
     torch.manual_seed(0)
     model = Net(2, Graph)
     reference = twin(model)
@@ -98,7 +98,7 @@ def test_a_sparse_argument_gets_its_gradient(alpha: float) -> None:
     assert_same(gradients(model), gradients(reference))
 
 
-def test_writing_to_a_sparse_argument_is_an_error() -> None:
+def test_writing_to_a_sparse_argument_raises() -> None:
     class Writes(Layer):
         def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> torch.Tensor:
             return x + self.out(torch.sparse.mm(adjacency.mul_(2.0), self.inner(x)).relu())
@@ -138,7 +138,7 @@ class OneDnn(Layer):
 
 @EXACT
 @pytest.mark.parametrize("block", [MakesSparse, PassesThroughSparse, Nested, Quantized, OneDnn])
-def test_a_region_that_makes_such_a_tensor_runs_again(
+def test_region_that_makes_an_irregular_tensor_is_opaque(
     block: type[Layer], alpha: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     if block is OneDnn and not torch.backends.mkldnn.is_available():

@@ -43,7 +43,7 @@ left_out: list[int] = []
 
 @torch.library.custom_op("memplug_tests::some_rows", mutates_args=())
 def _some_rows(x: torch.Tensor) -> torch.Tensor:
-    """Choose rows by values, a choice that rounding may change in a recompute pass."""
+    """Choose rows by values; rounding may change the choice in a recompute pass."""
     return torch.arange(len(x) - (left_out.pop() if left_out else 0), device=x.device)
 
 
@@ -56,7 +56,7 @@ class Chooses(Layer):
 
 
 def trained(device: Adversary, alpha: float, block: type[nn.Module] = Block, **settings: int):
-    """Return a stack after one step, whose last layer offloads late, its twin and its executor."""
+    """Return a stack after one step (its last layer offloads late), its twin and its executor."""
     torch.manual_seed(0)
     model = Stack(4, block)
     reference = twin(model)
@@ -91,7 +91,7 @@ def device(request: pytest.FixtureRequest):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_nothing_of_the_last_layer_is_copied_any_more(device, alpha):
+def test_later_steps_copy_nothing_of_the_last_layer(device, alpha):
     model, reference, executor = trained(device, alpha)
     first = executor.transfer.offloads
     step(model, reference, alpha, seed=1)
@@ -100,7 +100,7 @@ def test_nothing_of_the_last_layer_is_copied_any_more(device, alpha):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_a_second_backward_through_the_graph_finds_the_tensors(device, alpha):
+def test_second_backward_through_a_graph_finds_its_tensors(device, alpha):
     model, reference, executor = trained(device, alpha)
     step(model, reference, alpha, times=2, seed=1)
     assert_clean(executor)
@@ -108,14 +108,14 @@ def test_a_second_backward_through_the_graph_finds_the_tensors(device, alpha):
 
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_a_backward_may_ask_for_a_saved_tensor_twice(device, alpha, times):
+def test_backward_may_unpack_a_saved_tensor_twice(device, alpha, times):
     model, reference, executor = trained(device, alpha, ReadsTwice)
     step(model, reference, alpha, times=times, seed=1)
     assert_clean(executor)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_a_backward_through_a_part_of_a_graph_that_is_kept_leaves_it_whole(device, alpha):
+def test_backward_through_part_of_a_retained_graph_leaves_it_usable(device, alpha):
     model, reference, executor = trained(device, alpha)
     x = torch.randn(2, 6, 16)
     for network in (model, reference):
@@ -128,8 +128,8 @@ def test_a_backward_through_a_part_of_a_graph_that_is_kept_leaves_it_whole(devic
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_a_recompute_pass_that_diverges_is_run_in_full(device, alpha):
-    """Include a divergence after the last use of a captured tensor, which is gone by then."""
+def test_diverging_recompute_pass_runs_in_full(device, alpha):
+    """Include a divergence after the last use of a captured tensor, when its copy is already dropped."""
     model, reference, executor = trained(device, alpha, Chooses)
     x = torch.randn(2, 6, 16)
     loss = model(x)
@@ -143,14 +143,14 @@ def test_a_recompute_pass_that_diverges_is_run_in_full(device, alpha):
 
 
 def fill_host(executor):
-    """Leave the pool no memory, between two steps."""
+    """Close the host pool between two steps, and set its budget to 0."""
     executor.pool.close()
     executor.pool.budget_bytes = 0
 
 
 @pytest.mark.parametrize("is_full", [False, True])
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_a_forward_that_follows_after_all_makes_them_go_or_stay_where_the_host_is_full(device, alpha, is_full):
+def test_late_tensors_are_offloaded_or_kept_when_a_forward_follows(device, alpha, is_full):
     model, reference, executor = trained(device, alpha)
     if is_full:
         fill_host(executor)
@@ -165,7 +165,7 @@ def test_a_forward_that_follows_after_all_makes_them_go_or_stay_where_the_host_i
 
 @pytest.mark.parametrize("block", IN_PLACE)
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_what_is_written_in_place_after_it_was_captured_is_kept_where_the_host_is_full(device, alpha, block):
+def test_captured_tensor_written_later_is_kept_on_a_full_host(device, alpha, block):
     model, reference, executor = trained(device, alpha, block)
     fill_host(executor)
     for seed in (1, 2):
@@ -174,7 +174,7 @@ def test_what_is_written_in_place_after_it_was_captured_is_kept_where_the_host_i
 
 
 def alone(device: Adversary, alpha: float, block: type[nn.Module]):
-    """Return a stack whose one layer offloads late, and whose input is captured too, its twin and its executor."""
+    """Return a one-layer stack that offloads late and captures its input, its twin and its executor."""
     torch.manual_seed(0)
     model = Stack(1, block)
     reference = twin(model)
@@ -187,10 +187,10 @@ def alone(device: Adversary, alpha: float, block: type[nn.Module]):
 
 
 def step_alone(model, reference, executor, alpha, *, seed=0, graphs=1, times=1):
-    """Run backward `times` through the sum of several graphs of each; assert that nothing is left on either side.
+    """Run backward `times` through several graphs of both models; assert that no capture is left.
 
     Returns:
-        The bytes that were copied to the host.
+        The offloaded bytes.
     """
     sent_bytes = executor.transfer.offloaded_total_bytes
     data = torch.randn(graphs, 2, 6, 16, generator=torch.Generator().manual_seed(seed))
@@ -211,7 +211,7 @@ def step_alone(model, reference, executor, alpha, *, seed=0, graphs=1, times=1):
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("block", IN_PLACE)
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_what_is_written_in_place_after_it_was_captured_is_not_sent_to_the_host(device, alpha, block, times):
+def test_captured_tensor_written_later_is_not_offloaded(device, alpha, block, times):
     model, reference, executor = alone(device, alpha, block)
     for seed in (1, 2):
         assert step_alone(model, reference, executor, alpha, seed=seed, times=times) == 0
@@ -220,7 +220,7 @@ def test_what_is_written_in_place_after_it_was_captured_is_not_sent_to_the_host(
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("block", IN_PLACE)
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_what_was_written_in_place_has_its_former_value_where_it_is_released_after_all(device, alpha, block, times):
+def test_released_tensor_is_restored_with_its_value_before_the_write(device, alpha, block, times):
     model, reference, executor = alone(device, alpha, block)
     assert step_alone(model, reference, executor, alpha, seed=1, graphs=4, times=times) > 0
     end_step(model, executor)
@@ -240,7 +240,7 @@ class SharesInput(nn.Module):
 
 
 class ScalesInput(nn.Linear):
-    """A layer that does not save its input, but so much else that nothing of it has to be released."""
+    """A layer that does not save its input, but so many other tensors that none has to be released."""
 
     def __init__(self) -> None:
         super().__init__(16, 16)
@@ -254,7 +254,7 @@ class ScalesInput(nn.Linear):
 
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_a_shared_input_that_one_of_the_regions_writes_to_has_its_former_value_for_both(device, alpha, times):
+def test_shared_input_written_by_one_region_is_restored_for_both(device, alpha, times):
     torch.manual_seed(0)
     model = SharesInput()
     reference = twin(model)
@@ -265,12 +265,14 @@ def test_a_shared_input_that_one_of_the_regions_writes_to_has_its_former_value_f
         end_step(model, executor)
         late.append([region.native.offloads_late for region in model.regions])
     assert late == [[True, True], [False, True], [False, False]]
-    assert sent_bytes[2] > 2 * sent_bytes[1], "its own too, as other forwards follow"
+    assert sent_bytes[2] > 2 * sent_bytes[1], (
+        "the writing region offloads its own tensors too, as other forwards follow"
+    )
 
 
 @pytest.mark.cpu("it stands for two streams in Python")
 @pytest.mark.parametrize("writer", ["first", "second"])
-def test_a_stream_that_writes_in_place_and_the_one_that_copies_the_captured_tensor_wait_for_each_other(writer):
+def test_writing_stream_and_copying_stream_wait_for_each_other(writer):
     class TwoStreams(ScriptedDevice):
         now = "first"
 
@@ -301,7 +303,7 @@ def test_a_stream_that_writes_in_place_and_the_one_that_copies_the_captured_tens
     assert (transfer.resident_bytes, transfer.offloads) == (tensor.nbytes, 0)
 
 
-def test_a_tensor_that_was_given_back_is_an_error_with_advice():
+def test_acquiring_a_dropped_tensor_raises_with_advice():
     transfer = Executor(ScriptedDevice(), 1 << 20).transfer
     swapped = transfer.offload(torch.ones(3, 4), 3, later=True)
     transfer.drop(swapped)
@@ -309,7 +311,7 @@ def test_a_tensor_that_was_given_back_is_an_error_with_advice():
         transfer.acquire(swapped)
 
 
-def test_a_graph_that_is_dropped_leaves_nothing(device):
+def test_dropped_graph_leaves_nothing(device):
     model, _, executor = trained(device, 1.0)
     loss = model(torch.randn(2, 6, 16))
     del loss

@@ -66,7 +66,7 @@ class Fails(Block):
 @pytest.mark.parametrize("opaque", [False, True])
 @pytest.mark.parametrize("layer", [1, 3])
 @errors
-def test_an_error_leaves_nothing_behind_and_the_next_step_is_right(
+def test_step_after_an_error_is_right_and_nothing_leaks(
     alpha: float,
     where: str,
     layer: int,
@@ -102,7 +102,7 @@ def test_an_error_leaves_nothing_behind_and_the_next_step_is_right(
 
 @pytest.mark.cpu("its copies raise")
 @alphas
-def test_an_error_before_a_forward_begins_leaves_nothing_behind(alpha: float) -> None:
+def test_error_before_a_forward_begins_leaks_nothing(alpha: float) -> None:
     class Broken(ScriptedDevice):
         def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
             raise Stop
@@ -116,7 +116,7 @@ def test_an_error_before_a_forward_begins_leaves_nothing_behind(alpha: float) ->
 
 
 @alphas
-def test_steps_leave_no_tensor_behind_without_garbage_collection(alpha: float) -> None:
+def test_steps_leak_no_tensors_without_garbage_collection(alpha: float) -> None:
     model = Stack(3)
     executor = tokenwise(model, alpha)
     x = torch.randn(2, 6, 16)
@@ -136,7 +136,7 @@ def test_steps_leave_no_tensor_behind_without_garbage_collection(alpha: float) -
 
 @alphas
 @pytest.mark.parametrize("budget_bytes", [0, 512, 4096])
-def test_a_used_up_host_budget_is_said_once_and_gradients_hold(
+def test_exhausted_host_budget_warns_once_and_gradients_hold(
     alpha: float, budget_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "memplug"):
@@ -147,7 +147,7 @@ def test_a_used_up_host_budget_is_said_once_and_gradients_hold(
 
 
 @pytest.mark.parametrize("budget_bytes", [4096, 20000])
-def test_routing_holds_when_the_host_budget_is_used_up(budget_bytes: int) -> None:
+def test_routing_holds_when_the_host_budget_is_exhausted(budget_bytes: int) -> None:
     train_alike(Routes, 0.3, host_budget_bytes=budget_bytes)
 
 

@@ -34,7 +34,7 @@ UNFILLED = "memory that no operator was seen to fill"
 ALIKE = [float(i) for i in range(32)]  # the same in every forward, for modules that run again
 
 
-def as_torch_asks_for_it(elements: int) -> torch.Tensor:
+def empty_as_in_torch_tensor(elements: int) -> torch.Tensor:
     """Return unfilled memory, allocated as for `torch.tensor`."""
     empty = torch.ops.aten.empty.memory_format
     return empty([elements], dtype=torch.float32, layout=None, device="cpu", pin_memory=False)
@@ -169,9 +169,7 @@ MAKERS = [
 @alphas
 @pytest.mark.parametrize("least", [1, 1 << 20])
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__.strip("<>"))
-def test_a_region_that_makes_tensors_of_python_values_is_not_opaque(
-    make: Callable[..., torch.Tensor], least: int, alpha: float
-) -> None:
+def test_region_that_makes_literals_is_not_opaque(make: Callable[..., torch.Tensor], least: int, alpha: float) -> None:
     executor = train_alike(lambda: Literals(make), alpha, steps=4, exact=True, min_offload_bytes=least)
     assert not executor.opaque
 
@@ -186,7 +184,7 @@ EXCHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @alphas
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_what_other_ranks_write_to_is_no_capture_of_what_torch_asked_for(name: str, alpha: float, group: Any) -> None:
+def test_gradients_hold_when_a_collective_writes_to_a_literal(name: str, alpha: float, group: Any) -> None:
     def exchanged(y: torch.Tensor, values: list[float]) -> torch.Tensor:
         t = torch.tensor(values)
         before = t.sin()
@@ -198,7 +196,7 @@ def test_what_other_ranks_write_to_is_no_capture_of_what_torch_asked_for(name: s
 
 
 @alphas
-def test_attention_of_such_a_region_runs_once(alpha: float) -> None:
+def test_forward_of_a_region_with_literals_runs_once(alpha: float) -> None:
     calls = []
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -210,7 +208,7 @@ def test_attention_of_such_a_region_runs_once(alpha: float) -> None:
     assert len(calls) == 1 and not executor.opaque
 
 
-def test_a_tensor_of_python_values_gets_its_gradient() -> None:
+def test_literal_gets_its_gradient() -> None:
     made: list[torch.Tensor] = []
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -229,7 +227,7 @@ def test_a_tensor_of_python_values_gets_its_gradient() -> None:
 @alphas
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 @pytest.mark.parametrize("make", MAKERS[:4], ids=["product", "sum", "written between", "written in part"])
-def test_graphs_in_flight_have_the_values_of_their_own_forwards(
+def test_graphs_in_flight_have_the_literals_of_their_forwards(
     make: Callable[..., torch.Tensor], order: tuple[int, ...], alpha: float
 ) -> None:
     torch.manual_seed(0)
@@ -248,8 +246,8 @@ def test_graphs_in_flight_have_the_values_of_their_own_forwards(
     assert_clean(executor)
 
 
-def test_values_that_take_much_memory_are_not_kept() -> None:
-    """Make large literals, which are made again and not counted by a plan."""
+def test_large_literal_makes_its_region_opaque() -> None:
+    """Make large literals: a plan would not count them, so the module runs again."""
 
     def much(y: torch.Tensor, values: list[float]) -> torch.Tensor:
         return y * torch.tensor(ALIKE * (1 << 14))[:32]
@@ -258,7 +256,7 @@ def test_values_that_take_much_memory_are_not_kept() -> None:
     assert dict(executor.opaque) == {UNFILLED: 3}
 
 
-def test_many_values_are_not_kept_either() -> None:
+def test_many_literals_make_their_region_opaque() -> None:
     def many(y: torch.Tensor, values: list[float]) -> torch.Tensor:
         for _ in range(3):
             y = y * torch.tensor(ALIKE * (1 << 12))[:32]
@@ -269,7 +267,7 @@ def test_many_values_are_not_kept_either() -> None:
 
 
 @alphas
-def test_forwards_in_turn_make_values_or_fill_memory(alpha: float) -> None:
+def test_forwards_may_alternate_between_literals_and_filled_memory(alpha: float) -> None:
     """Use the same shapes in every forward, so that a tape is followed up to the point where they differ."""
 
     def in_turn(y: torch.Tensor, values: list[float]) -> torch.Tensor:
@@ -277,7 +275,7 @@ def test_forwards_in_turn_make_values_or_fill_memory(alpha: float) -> None:
         if kind == 0:
             t = torch.tensor(values)
         elif kind == 1:
-            t = as_torch_asks_for_it(32).fill_(values[1]).to(y.device)
+            t = empty_as_in_torch_tensor(32).fill_(values[1]).to(y.device)
         else:
             t = torch.tensor([y[0, 0, 0].item()] * 32)
         return y * t.sin() * t
@@ -286,7 +284,7 @@ def test_forwards_in_turn_make_values_or_fill_memory(alpha: float) -> None:
     assert not executor.opaque
 
 
-def test_an_address_that_is_taken_still_makes_a_region_opaque() -> None:
+def test_taking_the_address_of_a_literal_makes_its_region_opaque() -> None:
     def taken(y: torch.Tensor, values: list[float]) -> torch.Tensor:
         t = torch.tensor(ALIKE)
         t.data_ptr()
@@ -296,7 +294,7 @@ def test_an_address_that_is_taken_still_makes_a_region_opaque() -> None:
     assert dict(executor.opaque) == {"memory that is read or written past torch's operators": 3}
 
 
-def test_what_the_caller_writes_to_afterwards_is_an_error() -> None:
+def test_literal_written_by_the_caller_raises() -> None:
     """Raise an error, as for any memory that a region was given and reads again."""
 
     def call(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -312,17 +310,17 @@ def test_what_the_caller_writes_to_afterwards_is_an_error() -> None:
     assert not executor.opaque
 
 
-def fills_by_itself() -> torch.Tensor:
-    t = as_torch_asks_for_it(2).fill_(3.0).to(torch.get_default_device())
+def filled_by_an_operator() -> torch.Tensor:
+    t = empty_as_in_torch_tensor(2).fill_(3.0).to(torch.get_default_device())
     return Keeps.apply(torch.ones(1, requires_grad=True), t)
 
 
-def has_values() -> torch.Tensor:
+def makes_literal() -> torch.Tensor:
     return Keeps.apply(torch.ones(1, requires_grad=True), torch.tensor([1.0, 2.0]))
 
 
-@pytest.mark.parametrize("calls", [(fills_by_itself, has_values), (has_values, fills_by_itself)])
-def test_a_tape_that_is_left_between_the_memory_and_its_values_says_who_makes_it(
+@pytest.mark.parametrize("calls", [(filled_by_an_operator, makes_literal), (makes_literal, filled_by_an_operator)])
+def test_tape_distinguishes_literals_from_memory_filled_by_operators(
     calls: tuple[Callable[[], Any], Callable[[], Any]],
 ) -> None:
     core = native.core()
@@ -343,7 +341,7 @@ def restored(run: Run) -> list[torch.Tensor]:
     return [found.get(index, saved) for index, saved in enumerate(run.saved)]
 
 
-def test_to_take_a_tensor_out_of_the_graph_in_place_writes_nothing() -> None:
+def test_in_place_detach_counts_as_no_write() -> None:
     weight = torch.ones(4, 4, requires_grad=True)
 
     def call() -> torch.Tensor:

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.device
 
 
 @pytest.mark.parametrize("change", [lambda y: y[:, :1], lambda y: y.double()])
-def test_a_recompute_pass_that_saves_other_sizes_or_dtypes_than_the_forward_is_an_error(
+def test_recompute_pass_with_other_sizes_or_dtypes_raises(
     change: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Changes(Layer):
@@ -54,7 +54,7 @@ def test_a_recompute_pass_that_saves_other_sizes_or_dtypes_than_the_forward_is_a
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("lazy", [torch.conj, torch._neg_view])
 @pytest.mark.parametrize("opaque", ["", "for this test"])
-def test_an_input_that_is_conjugated_or_negated_lazily_comes_back_as_it_was(
+def test_lazily_conjugated_or_negated_input_is_restored(
     lazy: Callable[[torch.Tensor], torch.Tensor], late: bool, opaque: str
 ) -> None:
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -74,10 +74,10 @@ def test_an_input_that_is_conjugated_or_negated_lazily_comes_back_as_it_was(
     assert torch.equal(*found) and executor.transfer.prefetched_total_bytes > 0
 
 
-def test_a_class_that_was_opaque_is_gone_with_its_model() -> None:
+def test_opaque_region_does_not_keep_its_model_alive() -> None:
     def train() -> weakref.ref[Any]:
         class Own(Layer):
-            """A class made in a function, which leads to the model."""
+            """A class with a closure that refers to the model."""
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return x + self.out(self.inner(x).sigmoid()) * len(model.layers)
@@ -120,7 +120,7 @@ class Nests(Layer):
 
 
 @alphas
-def test_an_opaque_recompute_pass_is_given_the_same_containers(alpha: float) -> None:
+def test_opaque_recompute_pass_gets_the_same_containers(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(1, Nests)
     reference = twin(model)
@@ -214,7 +214,7 @@ REASONS = {
 
 @alphas
 @pytest.mark.parametrize("block", REASONS, ids=lambda block: block.__name__)
-def test_a_region_that_is_found_to_be_opaque_says_why_and_trains_alike(
+def test_opaque_region_logs_its_reason_once_and_trains_alike(
     block: type[Layer], alpha: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "memplug"):
@@ -224,18 +224,18 @@ def test_a_region_that_is_found_to_be_opaque_says_why_and_trains_alike(
 
 
 @alphas
-def test_a_region_that_is_told_to_be_opaque_has_its_input_swapped_alone(alpha: float) -> None:
+def test_opaque_region_offloads_only_its_input(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(3)
     reference = twin(model)
     executor = tokenwise(model, alpha)
     for region in model.regions:
-        region.opaque = "told"
+        region.opaque = "for this test"
     x = torch.randn(2, 6, 16)
     model(x).backward()
     reference(x).backward()
     assert_same(gradients(model), gradients(reference))
-    assert dict(executor.opaque) == {"told": 3}
+    assert dict(executor.opaque) == {"for this test": 3}
     assert executor.transfer.offloads == 2, "the inputs of the second and the third"
     assert_clean(executor)
 
@@ -323,20 +323,20 @@ FILLERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.cpu("it writes by numpy")
 @pytest.mark.parametrize("name", READERS)
-def test_an_operator_that_reads_what_it_writes_to_fills_no_memory(name: str, group: Any) -> None:
+def test_operator_that_reads_its_output_fills_no_memory(name: str, group: Any) -> None:
     executor = train_alike(filled_past_torch(READERS[name]), 1.0)
     assert dict(executor.opaque) == {"memory that no operator was seen to fill": 3}
 
 
 @pytest.mark.cpu("it writes by numpy")
 @pytest.mark.parametrize("name", PARTS)
-def test_an_operator_that_writes_to_a_part_of_memory_fills_no_more_than_that(name: str) -> None:
+def test_operator_that_writes_a_part_does_not_fill_the_whole(name: str) -> None:
     executor = train_alike(filled_past_torch(PARTS[name]), 1.0)
     assert dict(executor.opaque) == {"memory that no operator was seen to fill": 3}
 
 
 @pytest.mark.cpu("it writes by numpy")
 @pytest.mark.parametrize("name", FILLERS)
-def test_memory_that_an_operator_fills_is_no_reason_to_run_the_module_again(name: str, group: Any) -> None:
+def test_memory_filled_by_operators_leaves_no_region_opaque(name: str, group: Any) -> None:
     executor = train_alike(filled_past_torch(FILLERS[name]), 1.0)
     assert not executor.opaque

@@ -59,9 +59,7 @@ def cases() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("start", [0, 1, 5, 11, 12])
 @pytest.mark.parametrize("name", cases())
-def test_recomputed_rows_are_those_of_the_whole_operator_and_the_others_stay(
-    name: str, start: int, dtype: torch.dtype
-) -> None:
+def test_recomputed_rows_equal_the_full_operator_and_others_stay(name: str, start: int, dtype: torch.dtype) -> None:
     func, args, kwargs = cases()[name]
     args = tuple(a.to(dtype) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
     whole = func(*args, **kwargs)
@@ -76,7 +74,7 @@ def test_recomputed_rows_are_those_of_the_whole_operator_and_the_others_stay(
     torch.testing.assert_close(restored[start:], whole[start:])
 
 
-def test_a_grouped_product_over_the_token_dimension_has_no_rows_to_split() -> None:
+def test_grouped_matmul_over_tokens_trains_with_any_alpha() -> None:
     class Weighs(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y, offs = self.inner(self.norm(x)).flatten(0, 1), torch.tensor([4, 12], dtype=torch.int32, device=x.device)
@@ -122,18 +120,18 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for kind, names in KINDS.items() for name in names])
-def test_operators_are_of_the_kind_that_the_table_says(name: str, kind: Kind | None) -> None:
+def test_operator_has_its_kind_from_the_table(name: str, kind: Kind | None) -> None:
     packet, _, overload = name.partition(".")
     assert hasattr(aten, packet), f"this torch has no aten::{packet}"
     assert kind_of(getattr(getattr(aten, packet), overload or "default")) is kind
 
 
-def test_a_maximum_along_a_dimension_is_a_choice_and_a_plain_maximum_is_not() -> None:
+def test_only_maximum_along_a_dimension_is_a_choice() -> None:
     assert kind_of(aten.max.dim) is kind_of(aten.min.dim) is Kind.CHOICE
     assert kind_of(aten.max.default) is kind_of(aten.max.other) is None
 
 
-def test_collectives_are_captured_where_they_are_waited_for() -> None:
+def test_functional_collectives_are_captured_at_their_wait() -> None:
     assert kind_of(torch.ops._c10d_functional.wait_tensor.default) is Kind.COLLECTIVE
     assert kind_of(torch.ops._c10d_functional.all_reduce.default) is None
     assert operators.is_communication(torch.ops._c10d_functional.all_reduce.default)
@@ -144,7 +142,7 @@ LIBRARY.define("attend(Tensor q, float dropout_p=0.) -> Tensor", tags=(torch.Tag
 LIBRARY.impl("attend", lambda q, dropout_p=0.0: q.clone(), "CompositeExplicitAutograd")
 
 
-def test_dropout_in_attention_draws_random_numbers_and_attention_without_does_not() -> None:
+def test_attention_draws_only_with_dropout() -> None:
     q, attend = torch.randn(1, 1, 2, 4), torch.ops.memplug_test_operators.attend
     run = Run(core(), lambda: (attend(q, 0.1), attend(q, 0.0), attend(q), torch.rand(2)))
     assert [record.draws for record in records_of(run.tape)] == [True, False, False, True]
@@ -191,7 +189,7 @@ def flash_calls() -> Iterator[collections.Counter[str]]:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_registered_flash_attention_is_captured_and_never_run_again(
+def test_registered_flash_attention_is_captured_and_runs_once(
     alpha: float, flash_calls: collections.Counter[str]
 ) -> None:
     class Attends(Layer):
@@ -251,7 +249,7 @@ def flash_3_calls() -> Iterator[collections.Counter[str]]:
 
 @pytest.mark.parametrize("has_memory", [False, True])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_flash_attention_3_is_captured_unless_it_writes_to_memory_that_it_is_given(
+def test_flash_attention_3_is_captured_unless_given_its_output(
     alpha: float, has_memory: bool, flash_3_calls: collections.Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FlashAttention3, "has_memory", has_memory)
@@ -290,7 +288,7 @@ def test_no_collective_is_launched_again_in_any_step(alpha: float, small: bool, 
 
 
 @pytest.mark.parametrize("budget_bytes", [0, 2000, 8000])
-def test_no_collective_is_launched_again_when_host_memory_runs_out(budget_bytes: int, group: Any) -> None:
+def test_no_collective_is_launched_again_on_a_full_host(budget_bytes: int, group: Any) -> None:
     model = Stack(3, Parallel)
     executor = tokenwise(model, 0.5, host_budget_bytes=budget_bytes)
     for x in torch.randn(3, 2, 6, 16):
@@ -303,7 +301,7 @@ def test_no_collective_is_launched_again_when_host_memory_runs_out(budget_bytes:
     assert_clean(executor)
 
 
-def test_a_collective_of_several_tensors_gives_right_gradients(group: Any) -> None:
+def test_coalesced_collective_gives_right_gradients(group: Any) -> None:
     class Coalesces(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.inner(self.norm(x))
@@ -315,7 +313,7 @@ def test_a_collective_of_several_tensors_gives_right_gradients(group: Any) -> No
         train_alike(Coalesces, alpha, steps=3)
 
 
-def test_a_collective_that_turns_out_to_be_needed_runs_again_once_and_is_captured_from_then_on(group: Any) -> None:
+def test_newly_needed_collective_runs_again_once_then_is_captured(group: Any) -> None:
     class Changes(Layer):
         saves = False
 

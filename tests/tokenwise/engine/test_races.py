@@ -89,7 +89,7 @@ def _stop(gradient: torch.Tensor) -> None:
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("in_place", [False, True])
 @buffered
-def test_gradients_hold_however_late_or_early_copies_run(
+def test_gradients_hold_with_late_and_early_copies(
     schedule: str, alpha: float, in_place: bool, buffer_bytes: int
 ) -> None:
     scenario(adversarial_device(schedule), alpha, in_place, buffer_bytes=buffer_bytes)
@@ -110,7 +110,7 @@ def test_gradients_hold_on_200_random_schedules(seeds: range) -> None:
 @pytest.mark.unordered
 @pytest.mark.parametrize("missing", WAITS, ids=lambda wait: wait.name.lower())
 @buffered
-def test_a_missing_wait_is_noticed(missing: Wait, buffer_bytes: int) -> None:
+def test_missing_wait_is_detected(missing: Wait, buffer_bytes: int) -> None:
     cases = [(schedule, in_place) for schedule in SCHEDULES for in_place in (False, True)]
     devices = ((adversarial_device(schedule, missing=missing), in_place) for schedule, in_place in cases)
     assert any(_fails(device, in_place, buffer_bytes) for device, in_place in devices)
@@ -119,7 +119,7 @@ def test_a_missing_wait_is_noticed(missing: Wait, buffer_bytes: int) -> None:
 @pytest.mark.unordered
 @pytest.mark.long
 @pytest.mark.parametrize("missing", WAITS, ids=lambda wait: wait.name.lower())
-def test_a_missing_wait_is_noticed_on_many_of_200_random_schedules(missing: Wait) -> None:
+def test_missing_wait_is_detected_on_many_of_200_random_schedules(missing: Wait) -> None:
     """Use the schedules on which gradients hold when no wait is missing."""
     noticed = 0
     for seed in range(200):

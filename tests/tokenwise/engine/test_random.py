@@ -39,13 +39,13 @@ RANDOM = [Drops, DropsAttention, DropsInPlace, Samples]
 
 @alphas
 @pytest.mark.parametrize("block", RANDOM, ids=lambda block: block.__name__)
-def test_random_numbers_are_those_of_forward(block: Callable[[], nn.Module], alpha: float) -> None:
+def test_recompute_pass_draws_the_numbers_of_the_forward(block: Callable[[], nn.Module], alpha: float) -> None:
     train_alike(block, alpha)
 
 
 @alphas
 @pytest.mark.parametrize("block", RANDOM, ids=lambda block: block.__name__)
-def test_backward_leaves_the_random_generator_as_it_found_it(block: Callable[[], nn.Module], alpha: float) -> None:
+def test_backward_restores_the_random_generator(block: Callable[[], nn.Module], alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(2, block)
     tokenwise(model, alpha)
@@ -67,7 +67,7 @@ class DrawsBehindCapturedAttention(torch.nn.Module):
         return x * F.dropout(x @ self.weight, 0.5).sigmoid() + attended
 
 
-def test_an_unread_captured_operator_still_advances_the_random_generator(
+def test_unread_captured_operator_still_advances_the_generator(
     flash_operators: collections.Counter[str],
 ) -> None:
     for alpha in ALPHAS:
@@ -95,8 +95,8 @@ def flash_operators() -> Iterator[collections.Counter[str]]:
         yield calls
 
 
-class DrawsUntold(DrawsBehindCapturedAttention):
-    """Attention like flash-attn's: its operator draws, which its schema hides, and backward reads its result."""
+class DrawsUntagged(DrawsBehindCapturedAttention):
+    """Attention like flash-attn's: its operator draws, though its schema hides it, and backward reads the result."""
 
     dropout = 0.3
 
@@ -105,22 +105,24 @@ class DrawsUntold(DrawsBehindCapturedAttention):
         return x * F.dropout(x @ self.weight, 0.5).sigmoid() * attended
 
 
-class DrawsNothing(DrawsUntold):
+class UntaggedWithoutDropout(DrawsUntagged):
     """The same operator without dropout, which draws nothing."""
 
     dropout = 0.0
 
 
-@pytest.mark.parametrize("layer", [DrawsUntold, DrawsNothing])
-def test_attention_of_other_libraries_has_the_same_dropout_again_where_the_host_is_full(
+@pytest.mark.parametrize("layer", [DrawsUntagged, UntaggedWithoutDropout])
+def test_library_attention_repeats_its_dropout_on_a_full_host(
     layer: type[nn.Module], flash_operators: collections.Counter[str]
 ) -> None:
     flash_operators.clear()
     train_alike(layer, 1.0, host_budget_bytes=1)
-    assert flash_operators["forward"] == 2 * 3 * (1 + 2), "of two steps and three layers: in both models, and again"
+    assert flash_operators["forward"] == 2 * 3 * (1 + 2), (
+        "two steps, three layers: once in the reference, twice in the model"
+    )
 
 
-class SavesWhatAttentionReads(DrawsBehindCapturedAttention):
+class SavesAttentionInput(DrawsBehindCapturedAttention):
     """A layer whose backward asks for the input of the captured operator."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,7 +131,7 @@ class SavesWhatAttentionReads(DrawsBehindCapturedAttention):
 
 
 @pytest.mark.parametrize("alpha", [0.0, *ALPHAS])
-def test_what_a_captured_random_operator_reads_is_computed_for_others(
+def test_input_of_a_captured_random_operator_is_recomputed(
     alpha: float, flash_operators: collections.Counter[str]
 ) -> None:
-    train_alike(SavesWhatAttentionReads, alpha)
+    train_alike(SavesAttentionInput, alpha)

@@ -1,4 +1,4 @@
-"""Which operators backward runs again, and what happens if the second pass differs."""
+"""Backward runs only the needed operators again, and recovers or raises if the second pass differs."""
 
 from __future__ import annotations
 
@@ -56,19 +56,17 @@ MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 @pytest.mark.parametrize(("alpha", "expected"), [(0.0, 3 * 4), (0.5, 2 * 4), (1.0, 0)])
-def test_backward_runs_the_matmuls_that_were_not_swapped_and_the_dead_last_one_never(
-    alpha: float, expected: int
-) -> None:
+def test_backward_runs_only_needed_matmuls_that_were_not_swapped(alpha: float, expected: int) -> None:
     """Count a block's five matmuls; only the residual sum after the last one reads its output.
 
-    The last of three blocks is still on the device, whole.
+    All tensors of the last of three blocks are still resident.
     """
     calls = backward_calls(Block, alpha)
     assert sum(calls[name] for name in MATMULS) == expected
     assert not any("attention" in name for name in calls)
 
 
-def test_a_region_whose_saved_tensors_are_all_captured_runs_nothing_again() -> None:
+def test_region_with_all_saved_tensors_captured_runs_nothing_again() -> None:
     class Linear(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.out(self.inner(x))
@@ -79,7 +77,7 @@ def test_a_region_whose_saved_tensors_are_all_captured_runs_nothing_again() -> N
     }, calls
 
 
-def test_attention_is_run_again_where_it_is_not_captured() -> None:
+def test_uncaptured_attention_runs_again() -> None:
     torch.manual_seed(0)
     model = Stack(2)
     reference = twin(model)
@@ -97,7 +95,7 @@ def test_attention_is_run_again_where_it_is_not_captured() -> None:
     assert_clean(executor)
 
 
-def test_an_unread_routing_choice_is_not_made_again() -> None:
+def test_unread_routing_choice_is_not_made_again() -> None:
     assert backward_calls(Routes, 0.0)["topk"] == 0
 
 
@@ -116,7 +114,7 @@ class Lazy(Layer):
 
 
 @alphas
-def test_a_forward_that_is_not_the_same_the_next_time_is_recomputed_as_it_ran(alpha: float) -> None:
+def test_forward_that_differs_from_the_first_is_recomputed_as_it_ran(alpha: float) -> None:
     assert train_alike(Lazy, alpha, layers=2).divergences == 0
 
 
@@ -134,7 +132,7 @@ class Changes(Layer):
 
 
 @alphas
-def test_numbers_and_loops_that_change_with_every_call_are_those_of_the_forward(alpha: float) -> None:
+def test_changing_numbers_and_loops_are_recomputed_as_they_ran(alpha: float) -> None:
     """Run both forwards of a step before the first backward: running the module again would use other numbers."""
     train_alike(Changes, alpha, steps=4)
     torch.manual_seed(0)
@@ -163,9 +161,7 @@ class Scales(Layer):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_a_number_that_changes_between_forward_and_backward_is_that_of_its_forward(
-    alpha: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recompute_pass_uses_the_numbers_of_its_own_forward(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the graphs of three steps in flight, and change the number once more before their backward."""
     torch.manual_seed(0)
     model = Stack(3, Scales)
@@ -197,7 +193,7 @@ class Drops(Layer):
 
 
 @alphas
-def test_a_layer_that_is_dropped_at_random_is_recomputed_as_it_ran(alpha: float) -> None:
+def test_randomly_dropped_layer_is_recomputed_as_it_ran(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(3, Drops)
     reference = twin(model)
@@ -211,9 +207,7 @@ def test_a_layer_that_is_dropped_at_random_is_recomputed_as_it_ran(alpha: float)
 
 
 @alphas
-def test_a_second_pass_of_an_opaque_region_that_saves_other_tensors_is_an_error(
-    alpha: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_opaque_region_that_saves_other_tensors_again_raises(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
     class Repeats(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x.data_ptr()
@@ -238,7 +232,7 @@ class Noisy(ScriptedDevice):
 
 
 @pytest.mark.cpu("its copies are changed")
-def test_a_mask_that_rounding_changes_recomputes_in_full() -> None:
+def test_mask_changed_by_rounding_recomputes_in_full() -> None:
     """Make values smaller than in forward, so that they miss the threshold and the selection is shorter."""
     torch.manual_seed(0)
     weight = torch.rand(8, 8, requires_grad=True)
@@ -254,12 +248,12 @@ def test_a_mask_that_rounding_changes_recomputes_in_full() -> None:
         sum(run(x * (1 + index)).sum() for index in range(4)).backward()
         gradient.append({"weight": weight.grad})
         weight.grad = None
-    assert executor.divergences == 3  # all but the last have left the device
+    assert executor.divergences == 3  # all but the last were offloaded
     assert_same(*gradient, exact=False)
 
 
-def test_a_branch_taken_in_forward_is_taken_again_though_the_number_rounds_differently() -> None:
-    """Put the sum of the rows within rounding of the threshold, which is exactly the forward's value."""
+def test_recompute_pass_takes_the_same_branch_despite_rounding() -> None:
+    """Set the threshold to the forward's exact sum, which recomputed rows may miss by rounding."""
 
     class Threshold(Layer):
         threshold: float | None = None

@@ -21,7 +21,7 @@ from tests.support.simulated import ScriptedDevice
 
 
 @pytest.mark.parametrize("schedule", ["late", "early"])
-def test_the_device_is_asked_for_the_buffers_and_for_nothing_else(schedule: str) -> None:
+def test_only_the_buffers_are_allocated_on_the_device(schedule: str) -> None:
     model, reference = pair()
     device = Watched(schedule)
     executor = tokenwise(model, 1.0, device)
@@ -46,11 +46,11 @@ def test_regions_take_the_buffers_in_turn() -> None:
     with device:
         executor.flow.reserve(ENOUGH_BYTES)
         train_stacks(model, reference, 0)
-        assert device.buffers_used() == [1, 0] * 3, "of layers 5 to 0; the last is on the device still"
+        assert device.buffers_used() == [1, 0] * 3, "layers 5 to 0 in turn; the last layer is still resident"
         device.synchronize()
 
 
-def test_copies_run_ahead_by_one_region_where_the_limit_of_bytes_would_hold_them_back() -> None:
+def test_buffers_let_prefetches_run_one_region_ahead() -> None:
     """Prefetch the tensors of the layer before while a layer's backward runs, as in MEMO."""
     limited, buffered = (_copies_begun(nbytes) for nbytes in (0, ENOUGH_BYTES))
     assert buffered[-1] == limited[-1] and all(more >= few for more, few in zip(buffered, limited, strict=True))
@@ -58,7 +58,7 @@ def test_copies_run_ahead_by_one_region_where_the_limit_of_bytes_would_hold_them
 
 
 def _copies_begun(buffer_bytes: int) -> list[int]:
-    """Return the copies in that were queued when each layer's backward began."""
+    """Return the number of prefetches queued when each layer's backward began."""
     model, _ = pair(6, Shows)
     device = Watched()
     executor = tokenwise(model, 1.0, device)
@@ -73,7 +73,7 @@ def _copies_begun(buffer_bytes: int) -> list[int]:
     return begun
 
 
-def test_as_many_regions_are_on_the_device_in_forward_as_there_are_buffers() -> None:
+def test_forward_keeps_as_many_regions_resident_as_there_are_buffers() -> None:
     resident = []
     for buffers in (2, 3, 4):
         model, _ = pair(layers=40)  # so many that the limit of bytes allows four
@@ -90,7 +90,7 @@ def test_as_many_regions_are_on_the_device_in_forward_as_there_are_buffers() -> 
 
 
 @pytest.mark.parametrize("schedule", ["late", "early"])
-def test_a_tensor_that_outlives_its_turn_is_never_overwritten(schedule: str) -> None:
+def test_tensor_that_outlives_its_turn_is_never_overwritten(schedule: str) -> None:
     model, reference = pair(6, Shows)
     device = Watched(schedule)
     executor = tokenwise(model, 1.0, device)
@@ -117,7 +117,7 @@ def test_a_tensor_that_outlives_its_turn_is_never_overwritten(schedule: str) -> 
     assert not device.violations
 
 
-def test_what_is_kept_outlives_the_session_that_gave_its_buffers_back() -> None:
+def test_kept_tensor_outlives_the_close_of_the_executor() -> None:
     model, reference = pair(6, Shows)
     device = Watched()
     executor = tokenwise(model, 1.0, device)
@@ -141,7 +141,7 @@ def test_what_is_kept_outlives_the_session_that_gave_its_buffers_back() -> None:
 
 @pytest.mark.parametrize("schedule", ["late", "early"])
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_a_graph_that_runs_backward_within_anothers_gets_memory_of_its_own(schedule: str, alpha: float) -> None:
+def test_backward_inside_a_backward_gets_separate_memory(schedule: str, alpha: float) -> None:
     model, reference = pair()
     device = Watched(schedule)
     executor = tokenwise(model, alpha, device)
@@ -163,7 +163,7 @@ def test_a_graph_that_runs_backward_within_anothers_gets_memory_of_its_own(sched
                 loss.backward(retain_graph=turn < 2)
             del loss
         assert_same(gradients(model), gradients(reference), exact=False)
-        assert executor.transfer.buffer_misses == misses, "one graph, several times"
+        assert executor.transfer.buffer_misses == misses, "repeated backward through one graph reuses its buffers"
         assert_clean(executor)
     device.synchronize()
     assert not device.violations
@@ -175,7 +175,7 @@ def _backward(losses: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, 1000, 4000])
-def test_tensors_without_room_in_their_buffer_come_back_all_the_same(nbytes: int) -> None:
+def test_tensors_too_large_for_their_buffer_are_still_restored(nbytes: int) -> None:
     model, reference = pair()
     device = Watched()
     executor = tokenwise(model, 1.0, device)
@@ -190,8 +190,8 @@ def test_tensors_without_room_in_their_buffer_come_back_all_the_same(nbytes: int
     assert not device.violations
 
 
-def test_memory_of_one_stream_is_not_used_by_regions_on_another() -> None:
-    """Run on another stream, whose regions would overwrite tensors that the first still reads."""
+def test_buffers_of_one_stream_are_not_used_on_another() -> None:
+    """Run on a second stream: its regions would overwrite tensors that the first stream still reads."""
 
     class TwoStreams(ScriptedDevice):
         now = "first"
@@ -210,7 +210,7 @@ def test_memory_of_one_stream_is_not_used_by_regions_on_another() -> None:
 
 
 @pytest.mark.parametrize("room_bytes", [0, ENOUGH_BYTES])
-def test_a_device_without_room_goes_without_and_says_so_once(room_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_device_without_room_for_buffers_warns_once(room_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
     model, reference = pair()
     device = Watched(room_bytes=ENOUGH_BYTES)
     executor = tokenwise(model, 1.0, device)
@@ -224,7 +224,7 @@ def test_a_device_without_room_goes_without_and_says_so_once(room_bytes: int, ca
     assert [record.levelno for record in caplog.records if "rounding buffers" in record.message] == [logging.WARNING]
 
 
-def test_a_restored_tensor_has_a_storage_of_its_own() -> None:
+def test_restored_tensor_has_a_separate_storage() -> None:
     """Assert that a storage's size is the tensor's, not the buffer's, for accounting and for copies of it."""
     device = ScriptedDevice()
     known = core()

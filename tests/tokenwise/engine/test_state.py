@@ -77,7 +77,7 @@ def trained(make: Callable[[], Stateful], step: Step, alpha: float | None) -> tu
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 @pytest.mark.parametrize("make", STATEFUL, ids=lambda make: make.__name__)
-def test_gradients_and_state_are_those_without_memplug(
+def test_gradients_and_state_equal_plain_training(
     make: type[Stateful], step: Step, alpha: float, opaque: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Stateful, "opaque", opaque)
@@ -86,7 +86,7 @@ def test_gradients_and_state_are_those_without_memplug(
     for (gradient, *state), (right, *right_state) in zip(found[:-1], plain_steps[:-1], strict=True):
         assert_same(gradient, right)
         assert state == right_state
-    assert found[-1] == plain_steps[-1], "Python's own generator"
+    assert found[-1] == plain_steps[-1], "the state of Python's generator differs"
     if opaque:
         assert executor.opaque_regions == 2
 
@@ -101,7 +101,7 @@ class Switched(Stateful):
         return self.scale + self.table["shift"] + self.training + len(self._modules)
 
 
-def test_names_that_the_script_sets_before_backward_are_the_forwards_for_its_recompute_pass() -> None:
+def test_recompute_pass_sees_the_attributes_of_its_forward() -> None:
     found = []
     for attached in (False, True):
         torch.manual_seed(0)
@@ -125,7 +125,7 @@ class Fails(Number):
         return MayFail.apply(super().forward(x))
 
 
-def test_a_recompute_pass_that_raises_leaves_no_trace() -> None:
+def test_recompute_pass_that_raises_restores_the_state() -> None:
     model = Stack(2, Fails)
     tokenwise(model, 1.0)
     loss = model(torch.randn(2, 6, 16))
@@ -138,7 +138,7 @@ def test_a_recompute_pass_that_raises_leaves_no_trace() -> None:
 
 
 class Iterates(Stateful):
-    """A layer that depends on an iterator, whose state nothing shows."""
+    """A layer that depends on an iterator, which hides its state."""
 
     def begin(self) -> None:
         self.numbers = itertools.count(1)
@@ -148,7 +148,9 @@ class Iterates(Stateful):
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_a_region_whose_state_cannot_be_put_back_never_runs_again(step: Step, caplog: pytest.LogCaptureFixture) -> None:
+def test_region_with_state_that_cannot_be_restored_never_runs_again(
+    step: Step, caplog: pytest.LogCaptureFixture
+) -> None:
     right, *_ = trained(Iterates, step, None)
     with caplog.at_level(logging.WARNING, "memplug"):
         found, model, _ = trained(Iterates, step, 1.0)
@@ -174,7 +176,7 @@ class Sudden(Stateful):
 
 
 @pytest.mark.parametrize("moves_names", [False, True])
-def test_a_forward_that_is_opaque_all_of_a_sudden_runs_again_where_it_changes_no_name(
+def test_suddenly_opaque_forward_runs_again_unless_it_changes_state(
     moves_names: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Sudden, "moves_names", moves_names)
@@ -203,7 +205,7 @@ def test_a_forward_that_is_opaque_all_of_a_sudden_runs_again_where_it_changes_no
 
 
 class Collects(Layer):
-    """A layer that appends to a list, and counts in an object, that it gets as arguments."""
+    """A layer that appends to a list and counts in an object, both passed as arguments."""
 
     def forward(self, x: torch.Tensor, seen: list[torch.Tensor], counts: Any) -> torch.Tensor:
         y = self.inner(x)
@@ -217,7 +219,7 @@ class Counts:
     calls = 0
 
 
-def test_arguments_that_a_forward_changes_are_changed_once() -> None:
+def test_arguments_changed_by_a_forward_change_once() -> None:
     found = []
     for attached in (False, True):
         torch.manual_seed(0)
@@ -234,7 +236,7 @@ def test_arguments_that_a_forward_changes_are_changed_once() -> None:
     assert found[1][1:] == found[0][1:]
 
 
-def test_forwards_that_no_backward_follows_keep_nothing_of_those_before() -> None:
+def test_forwards_without_backward_do_not_accumulate() -> None:
     model = Stack(1, Buffer)
     executor = tokenwise(model, 1.0)
     for _ in range(5):

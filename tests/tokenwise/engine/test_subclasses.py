@@ -23,8 +23,8 @@ class Gated(Layer):
         return x + self.out(self.inner(self.norm(x)).sigmoid())
 
 
-class HandsOverAResultThatIsUnderWay(Gated):
-    """A layer whose output is a collective's result that was not waited for; the next region gets it."""
+class ReturnsPendingResult(Gated):
+    """A layer that returns a collective's pending result, which the next region receives."""
 
     kinds: set[type] = set()
 
@@ -64,15 +64,13 @@ def distributed() -> nn.Module:
     return model
 
 
-def under_way() -> nn.Module:
-    return Stack(3, HandsOverAResultThatIsUnderWay)
+def pending() -> nn.Module:
+    return Stack(3, ReturnsPendingResult)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("made", [split, distributed, under_way], ids=lambda made: made.__name__)
-def test_gradients_hold_with_tensors_that_dispatch_for_themselves(
-    made: Callable[[], nn.Module], alpha: float, group: Any
-) -> None:
+@pytest.mark.parametrize("made", [split, distributed, pending], ids=lambda made: made.__name__)
+def test_gradients_hold_with_dispatching_subclasses(made: Callable[[], nn.Module], alpha: float, group: Any) -> None:
     torch.manual_seed(0)
     model = made()
     torch.manual_seed(0)
@@ -83,7 +81,7 @@ def test_gradients_hold_with_tensors_that_dispatch_for_themselves(
         reference(x).backward()
         assert_same(whole(gradients(model)), whole(gradients(reference)), exact=alpha in (0, 1))
     assert executor.opaque_regions == 0 and all(region.native.repeats for region in model.regions)
-    assert AsyncCollectiveTensor in HandsOverAResultThatIsUnderWay.kinds or made is not under_way
+    assert AsyncCollectiveTensor in ReturnsPendingResult.kinds or made is not pending
     assert_clean(executor)
 
 
@@ -92,7 +90,7 @@ def whole(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
 
 
-def test_what_dtensor_asks_of_fake_tensors_is_no_work_of_the_region(group: Any) -> None:
+def test_fake_tensor_operators_of_dtensor_leave_no_region_opaque(group: Any) -> None:
     """Meet new shapes, for which DTensor first runs an operator on fake tensors."""
     model = distributed()
     executor = tokenwise(model, 1.0)

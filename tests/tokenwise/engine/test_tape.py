@@ -15,7 +15,7 @@ RUN, SUBSTITUTE, SKIP = range(3)
 
 
 def record(call: Callable[..., Any], *args: Any) -> Run:
-    """Record the forward of `call(*args)`, whose returned tensors backward asks for."""
+    """Record the forward of `call(*args)`, all of whose results are saved for backward."""
     one = torch.ones((), requires_grad=True)
     return Run(core(), lambda: Keeps.apply(one, *call(*args)))
 
@@ -37,27 +37,27 @@ def plan(call: Callable[..., Any], captured: dict[str, bool] | None = None) -> l
     return list(zip(names(run), actions(run, by_index), strict=True))
 
 
-def test_an_operator_runs_only_if_something_saved_depends_on_it() -> None:
+def test_operator_runs_only_if_a_saved_tensor_depends_on_it() -> None:
     assert plan(lambda x, w: [(x.sin(), x.cos().exp())[1]]) == [("sin", SKIP), ("cos", RUN), ("exp", RUN)]
 
 
-def test_nothing_runs_where_nothing_is_saved() -> None:
+def test_nothing_runs_if_nothing_is_saved() -> None:
     assert plan(lambda x, w: (x.sin().exp(), ())[1]) == [("sin", SKIP), ("exp", SKIP)]
 
 
-def test_a_captured_output_cuts_off_what_is_before_it() -> None:
+def test_operators_before_a_captured_output_are_skipped() -> None:
     assert plan(lambda x, w: [(x.sin() @ w).exp()], {"mm": True}) == [("sin", SKIP), ("mm", SUBSTITUTE), ("exp", RUN)]
 
 
-def test_the_rows_that_are_missing_need_the_inputs() -> None:
+def test_partly_captured_output_needs_its_inputs() -> None:
     assert plan(lambda x, w: [(x.sin() @ w).exp()], {"mm": False}) == [("sin", RUN), ("mm", SUBSTITUTE), ("exp", RUN)]
 
 
-def test_a_captured_output_that_no_operator_reads_is_not_prefetched() -> None:
+def test_unread_captured_output_is_not_prefetched() -> None:
     assert plan(lambda x, w: [((x @ w).exp(), x.sin())[1]], {"mm": True}) == [("mm", SKIP), ("exp", SKIP), ("sin", RUN)]
 
 
-def test_writes_to_what_is_saved_run_and_other_writes_do_not() -> None:
+def test_only_writes_to_saved_storages_run() -> None:
     def call(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
         y, z = x.sin(), x.cos()
         y.add_(1)
@@ -67,7 +67,7 @@ def test_writes_to_what_is_saved_run_and_other_writes_do_not() -> None:
     assert plan(call) == [("sin", RUN), ("cos", SKIP), ("add_", RUN), ("mul_", SKIP)]
 
 
-def test_a_write_through_a_view_counts_for_the_whole_storage() -> None:
+def test_write_through_a_view_counts_for_the_whole_storage() -> None:
     def call(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
         y = torch.zeros(4, 4)
         y[1].copy_(w[0])
@@ -77,18 +77,18 @@ def test_a_write_through_a_view_counts_for_the_whole_storage() -> None:
     assert found["zeros"] == found["copy_"] == RUN
 
 
-def test_a_write_to_a_captured_output_runs_on_the_substitute() -> None:
+def test_write_to_a_captured_output_runs_on_the_substitute() -> None:
     def call(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
         return [(x.sin() @ w).relu_()]
 
     assert plan(call, {"mm": True}) == [("sin", SKIP), ("mm", SUBSTITUTE), ("relu_", RUN)]
 
 
-def test_a_write_to_given_memory_always_runs() -> None:
+def test_write_to_given_memory_always_runs() -> None:
     assert plan(lambda x, w: (w.add_(x.sin()), ())[1]) == [("sin", RUN), ("add_", RUN)]
 
 
-def test_draws_run_only_when_what_they_drew_is_needed() -> None:
+def test_draws_run_only_if_their_numbers_are_needed() -> None:
     """Give each draw its generator state: later draws are the same without it."""
 
     def call(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
@@ -99,21 +99,21 @@ def test_draws_run_only_when_what_they_drew_is_needed() -> None:
     assert plan(call) == [("empty_like", SKIP), ("bernoulli_", SKIP), ("sin", SKIP), ("mul", SKIP), ("rand", RUN)]
 
 
-def test_a_number_that_python_saw_is_not_computed_again() -> None:
+def test_number_read_by_python_is_not_computed_again() -> None:
     run = record(lambda x, w: [x * (w.sin().sum().item() > 0)], torch.randn(4, 4), torch.ones(4, 4))
     index = names(run).index("_local_scalar_dense")
     assert records_of(run.tape)[index].form is Form.VALUE
     assert actions(run, {}) == [SKIP] * (index + 1) + [RUN]
 
 
-def test_memory_that_nobody_was_seen_to_fill_makes_a_forward_opaque() -> None:
+def test_unfilled_memory_makes_a_forward_opaque() -> None:
     x = torch.randn(4, 4)
     assert record(lambda: [torch.empty(4, 4)]).forward.opaque
     assert not record(lambda: [torch.empty(4, 4).copy_(x)]).forward.opaque
     assert not record(lambda: [torch.empty(0, 4)]).forward.opaque
 
 
-def test_a_storage_at_a_reused_address_is_another_storage() -> None:
+def test_storage_at_a_reused_address_is_another_storage() -> None:
     def call(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
         for _ in range(50):
             y = x.sin()
@@ -123,11 +123,11 @@ def test_a_storage_at_a_reused_address_is_another_storage() -> None:
     assert [action for _, action in plan(call)] == [SKIP] * 50 + [RUN]
 
 
-def test_views_need_not_run() -> None:
+def test_views_are_skipped() -> None:
     assert plan(lambda x, w: [x.sin().t()[1:]]) == [("sin", RUN), ("t", SKIP), ("slice", SKIP)]
 
 
-def test_a_saved_tensor_whose_graph_goes_while_the_pass_runs_leaves_the_others_right() -> None:
+def test_saved_tensor_freed_during_the_pass_leaves_others_right() -> None:
     run = record(lambda x, w: [x.cos().exp(), (x @ w).exp(), x.sin()], torch.randn(4, 4), torch.randn(4, 4))
     product = names(run).index("mm")
     expected = [tensor.clone() for tensor in run.saved]

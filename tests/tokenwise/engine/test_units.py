@@ -39,7 +39,7 @@ def step(model: Stack, reference: Stack, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_hidden_parts_are_no_reason_to_run_the_module_again_where_they_are_units(alpha: float) -> None:
+def test_region_with_hidden_units_is_not_opaque(alpha: float) -> None:
     model, reference, executor = stacks(alpha)
     for seed in range(3):
         step(model, reference, seed)
@@ -48,20 +48,22 @@ def test_hidden_parts_are_no_reason_to_run_the_module_again_where_they_are_units
     assert_clean(executor)
 
 
-def test_attention_does_not_run_again_and_products_run_where_nothing_of_them_is_captured() -> None:
+def test_uncaptured_products_run_again_and_attention_does_not() -> None:
     model, reference, executor = stacks(0.0)
     step(model, reference)
     again = {name: count - 3 for name, count in runs(model).items()}
     assert again == {"qkv": 3, "attention": 0, "projection": 3, "up": 3, "down": 0}
 
 
-def test_no_unit_runs_again_where_all_that_it_made_is_captured() -> None:
+def test_fully_captured_units_run_once() -> None:
     model, reference, executor = stacks(1.0)
     step(model, reference)
     assert set(runs(model).values()) == {3}
     sent = executor.transfer.offloaded_total_bytes
     step(model, reference)
-    assert sent > executor.transfer.offloaded_total_bytes - sent > 0, "what no backward asks for is not captured again"
+    assert sent > executor.transfer.offloaded_total_bytes - sent > 0, (
+        "tensors that no backward needs are captured only once"
+    )
 
 
 def parts_of(model: Stack, name: str) -> list[tuple[int, str]]:
@@ -77,7 +79,7 @@ def parts_of(model: Stack, name: str) -> list[tuple[int, str]]:
     return found
 
 
-def test_a_plan_decides_for_each_tensor_that_a_unit_saved() -> None:
+def test_plan_decides_for_each_tensor_saved_by_a_unit() -> None:
     model, reference, executor = stacks(0.0)
     step(model, reference)
     runs(model)
@@ -97,7 +99,7 @@ def test_a_plan_decides_for_each_tensor_that_a_unit_saved() -> None:
     assert executor.transfer.offloaded_total_bytes - sent == (3 * tokens * floats + inputs) * itemsize
 
 
-def test_what_a_unit_made_can_be_asked_for_twice() -> None:
+def test_tensors_of_a_unit_can_be_unpacked_twice() -> None:
     model, reference, executor = stacks(0.0)
     x = torch.randn(2, 6, 16)
 
@@ -119,7 +121,7 @@ def test_small_tensors_of_a_unit_stay_on_the_device(alpha: float) -> None:
         assert set(runs(model).values()) == {3}
 
 
-def test_units_outside_of_a_region_and_without_gradients_run_as_they_are() -> None:
+def test_units_outside_regions_or_without_gradients_run_unchanged() -> None:
     model, reference, executor = stacks(0.0)
     x = torch.randn(2, 6, 16)
     with torch.no_grad():
@@ -202,7 +204,7 @@ STATES = {
         ("autocast", "autocast"),
     ],
 )
-def test_a_unit_that_drew_nothing_runs_again_in_the_state_of_its_forward(forward: str, backward: str) -> None:
+def test_unit_without_draws_recomputes_in_the_state_of_its_forward(forward: str, backward: str) -> None:
     model = Stack(2, LooksBlock)
     reference = twin(model)
     executor = tokenwise(model, 0.0)
@@ -216,5 +218,5 @@ def test_a_unit_that_drew_nothing_runs_again_in_the_state_of_its_forward(forward
                 loss.backward()
     assert_same(gradients(model), gradients(reference))
     for layer in model.layers:
-        assert len(layer.part.seen) == 6, "in every forward, and once more in every backward"
+        assert len(layer.part.seen) == 6, "once in each forward and once in each backward"
         assert len(set(layer.part.seen)) == 1

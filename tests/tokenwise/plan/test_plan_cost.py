@@ -77,7 +77,7 @@ def agree(case):
 
 @given(choices())
 @settings(max_examples=150, deadline=None)
-def test_the_program_prices_every_choice_as_measure_does(case):
+def test_linear_program_prices_every_choice_like_measure(case):
     by_program, by_measure = objectives(*case)
     assert by_program == pytest.approx(by_measure, rel=1e-7, abs=1e-9)
 
@@ -89,7 +89,7 @@ def notices():
 
 
 @pytest.mark.parametrize("piece", range(10))
-def test_a_program_that_lacks_a_piece_of_a_time_is_noticed(piece):
+def test_program_without_one_piece_of_a_time_prices_differently(piece):
     class Lacking(LinearProgram):
         def largest(self, *pieces):
             before = getattr(self, "pieces", 0)
@@ -101,14 +101,14 @@ def test_a_program_that_lacks_a_piece_of_a_time_is_noticed(piece):
 
 
 @pytest.mark.parametrize("amount", ["recompute_s", "swapped_bytes", "swapped_tensors", "kept_bytes"])
-def test_a_program_that_lacks_an_amount_is_noticed(amount):
+def test_program_without_one_amount_prices_differently(amount):
     with mock.patch.object(tokenwise, "chosen", lambda limits, **terms: chosen(limits, **terms | {amount: 0})):
         assert notices()
 
 
 @given(choices())
 @settings(max_examples=150, deadline=None)
-def test_what_gains_nothing_is_left_out_as_if_each_try_were_measured_anew(case):
+def test_without_idle_equals_measuring_every_removal(case):
     regions, groups, limits, inputs_swapped = case
     plan = measure(regions, groups, limits, inputs_swapped=inputs_swapped)
     tried, step_s = [list(parts) for parts in groups], plan.step_s
@@ -126,7 +126,7 @@ def test_what_gains_nothing_is_left_out_as_if_each_try_were_measured_anew(case):
     assert without_idle(regions, plan, limits) == measure(regions, tried, limits, inputs_swapped=inputs_swapped)
 
 
-def test_what_the_first_layers_keep_leaves_their_copies_less_room_to_lag():
+def test_kept_outputs_leave_copies_less_room_to_lag():
     """50 device bytes, 40 of them kept: 90 of 100 bytes have the first layer's 10 s, which at 5 bytes/s become 18."""
     swapped = plans.operator("attention", (0,), (1,), size=100, capture="whole")
     kept = plans.operator("norm", (0,), (2,), size=40, capture="whole")
@@ -137,7 +137,7 @@ def test_what_the_first_layers_keep_leaves_their_copies_less_room_to_lag():
         assert measure([layers], [groups], limits, inputs_swapped=False).forward_s == pytest.approx(forward_s)
 
 
-def test_an_operator_that_runs_for_one_output_is_there_for_the_next():
+def test_operator_run_for_two_outputs_counts_once():
     """The input's 250 bytes take 25 s back, 5 s more than backward: the maker of both outputs runs once in them."""
     maker = plans.operator("norm", (0,), (1,), time_s=4.0, capture="never")
     outputs = [plans.operator("mm", (1,), (storage,), size=100) for storage in (2, 3)]
@@ -148,7 +148,7 @@ def test_an_operator_that_runs_for_one_output_is_there_for_the_next():
     assert not group.keep and group.runs == {0, 1, 2}
 
 
-def test_a_kept_output_gives_way_to_copies_that_are_dearer():
+def test_kept_output_gives_way_to_dearer_copies():
     """Kept in the first layer, it costs its copies 8 s of lag; running it again costs 5 s."""
     swapped = plans.operator("attention", (0,), (1,), time_s=100.0, size=100, capture="whole")
     kept = plans.operator("norm", (0,), (2,), time_s=5.0, size=40, capture="whole")

@@ -27,7 +27,7 @@ def rebuilt(layer, group):
 
 @given(problems, budgets, alphas)
 @settings(max_examples=120, deadline=None)
-def test_every_plan_can_be_carried_out_within_its_budgets(regions, limits, alpha):
+def test_every_plan_is_feasible_within_its_budgets(regions, limits, alpha):
     plan = solve(regions, limits, alpha)
     assert plan.host_bytes <= limits.host_bytes
     assert plan.device_bytes <= limits.device_bytes
@@ -46,9 +46,7 @@ def test_every_plan_can_be_carried_out_within_its_budgets(regions, limits, alpha
 
 @given(problems, budgets, st.integers(1, 2), st.integers(0, 2), st.sampled_from([0, 40, 1000]))
 @settings(max_examples=120, deadline=None)
-def test_what_is_in_flight_and_its_buffers_fit_the_device_beside_what_is_kept(
-    regions, limits, in_flight, buffers, room
-):
+def test_kept_and_in_flight_bytes_and_buffers_fit_the_device(regions, limits, in_flight, buffers, room):
     """Allow any device size: recomputing everything needs no memory in flight."""
     limits = replace(limits, in_flight=(InFlight(in_flight, room), InFlight(1, 20)), buffers=buffers)
     plan = solve(regions, limits)
@@ -69,7 +67,7 @@ def test_what_is_in_flight_and_its_buffers_fit_the_device_beside_what_is_kept(
 
 @given(problems, budgets, st.integers(0, 200).map(MIB.__mul__), st.integers(0, 200).map(MIB.__mul__))
 @settings(max_examples=80, deadline=None)
-def test_more_room_for_what_is_in_flight_never_takes_longer(regions, limits, room, more):
+def test_more_in_flight_room_never_makes_the_step_longer(regions, limits, room, more):
     """Plan tensors whole: a tensor that is swapped in part is in flight as a whole."""
     less, larger = (
         solve(regions, replace(limits, in_flight=(InFlight(2, each), InFlight(1)))) for each in (room, room + more)
@@ -79,7 +77,7 @@ def test_more_room_for_what_is_in_flight_never_takes_longer(regions, limits, roo
 
 @given(problems, budgets, st.floats(0.0, 1.0))
 @settings(max_examples=80, deadline=None)
-def test_automatic_plan_is_never_worse_than_any_alpha_or_recomputing_everything(regions, limits, alpha):
+def test_automatic_plan_is_never_worse_than_fixed_alpha_or_recompute(regions, limits, alpha):
     best = solve(regions, limits)
     for other in (0.0, alpha, 1.0):
         assert best.step_s <= solve(regions, limits, other).step_s * GAP

@@ -33,7 +33,7 @@ def test_backward_link_can_be_the_narrow_one():
     assert plan.bound == "link backward"
 
 
-def test_a_stall_is_taken_where_recompute_costs_more():
+def test_plan_stalls_where_recompute_costs_more():
     """The input's 100 bytes fill 40 s at 2.5 bytes/s. 20 more stall for 8 s; running the operator again costs 40 s."""
     dear = operator("attention", (0,), (1,), time_s=40.0, size=20, capture="whole")
     layer = region(dear, saved={1}, input_bytes=100, forward_s=40.0, backward_s=80.0)
@@ -43,7 +43,7 @@ def test_a_stall_is_taken_where_recompute_costs_more():
     assert plan.regions["layer"].forward_s == pytest.approx(48.0)
 
 
-def test_captured_downstream_spares_the_elementwise_operator_at_equal_bytes():
+def test_capture_downstream_spares_the_elementwise_operator():
     """Backward asks for rotated q; 100 bytes fit the link. The matmul's output would leave 1 s of rotary to run."""
     plan = solve([region(MATMUL, ROTARY, saved={2})], budget(d2h=10.0, h2d=10.0))
     (group,) = plan.regions["layer"].groups
@@ -63,7 +63,7 @@ def test_spare_link_time_swaps_elementwise_outputs_too():
     assert narrow.step_s == pytest.approx(31.0)
 
 
-def test_host_bytes_go_where_they_spare_most():
+def test_host_bytes_go_to_the_dearest_output():
     """100 host bytes hold one of two outputs: 4 s against 1 s."""
     plan = solve([region(MATMUL, ROTARY, saved={1, 2})], budget(host=100))
     assert plan.regions["layer"].groups[0].fractions == {0: 1.0}
@@ -71,7 +71,7 @@ def test_host_bytes_go_where_they_spare_most():
     assert plan.bound == "host"
 
 
-def test_last_instances_keep_what_the_device_has_room_for():
+def test_last_instances_keep_outputs_while_the_device_has_room():
     """No host. 250 device bytes keep 2 of 4 outputs; the others cost 5 s each: 40 + 80 + 10 s."""
     plan = solve([region(ATTENTION, saved={1}, instances=4)], budget(host=0, device=250))
     groups = plan.regions["layer"].groups
@@ -81,10 +81,10 @@ def test_last_instances_keep_what_the_device_has_room_for():
     assert plan.step_s == pytest.approx(130.0)
 
 
-def test_what_stays_on_the_device_by_itself_keeps_as_the_last_instances_do():
+def test_staying_instance_keeps_outputs_like_the_last_instances():
     """Plan for five forwards, one of which stays: 250 device bytes keep two outputs, so 50 + 100 + 3 * 5 s.
 
-    The one that stays sends nothing.
+    The staying instance offloads nothing.
     """
     layers = region(ATTENTION, saved={1}, instances=4, staying=1)
     plan = solve([layers], budget(host=0, device=250))
@@ -96,7 +96,7 @@ def test_what_stays_on_the_device_by_itself_keeps_as_the_last_instances_do():
     assert swapped.host_bytes == 4 * 100 and swapped.step_s == pytest.approx(150.0)
 
 
-def test_nothing_is_swapped_that_the_device_has_no_room_for_on_its_way():
+def test_nothing_is_swapped_without_device_room_for_bytes_in_flight():
     """Need 200 bytes for two outputs of 100 bytes in flight; 199 are too few.
 
     With as many rounding buffers, 400 are needed; if 150 raise no peak, 50 and, with buffers, 250.
@@ -110,7 +110,7 @@ def test_nothing_is_swapped_that_the_device_has_no_room_for_on_its_way():
             assert plan.in_flight_bytes == (max(0, 200 - room) if swaps else 0) and plan.device_bytes <= device
 
 
-def test_what_the_safest_setting_swaps_is_in_flight_whatever_the_plan():
+def test_outputs_of_the_safest_setting_add_no_in_flight_bytes():
     """Count no bytes in flight for outputs of attention, which are part of the observed step."""
     always = replace(ATTENTION, always_swapped=True)
     plan = solve([region(always, saved={1}, instances=4)], replace(budget(), in_flight=(InFlight(2),)))
@@ -126,7 +126,7 @@ def test_attention_swaps_in_as_many_layers_as_the_host_holds():
     assert per_layer.count({0: 1.0}) == 20
 
 
-def test_copies_lag_only_as_far_as_there_is_device_memory():
+def test_copies_lag_only_as_far_as_device_memory_allows():
     """One output of two passes in the 20 s of both layers at 5.5 bytes/s, but not in the 10 s of its own: 18.2 s.
 
     Stalling 8.2 s does not pay for 5 s of recompute, so without device memory both run again. 50 bytes of it are too
@@ -140,7 +140,7 @@ def test_copies_lag_only_as_far_as_there_is_device_memory():
     assert lagging.regions["layer"].group(1).fractions == {}
 
 
-def test_between_equal_times_the_plan_with_fewer_host_bytes_is_taken():
+def test_plan_with_fewer_host_bytes_wins_at_equal_time():
     """Either output spares everything; the second is a tenth of the first."""
     small = operator("down", (1,), (2,), time_s=1.0, size=10, capture="whole")
     assert solve([region(MATMUL, small, saved={2})], budget()).host_bytes == 10
@@ -156,7 +156,7 @@ def test_dead_projection_is_neither_swapped_nor_run():
         assert 1 not in group.runs | group.fractions.keys()
 
 
-def test_an_operator_that_always_runs_counts_with_what_it_reads():
+def test_always_running_operator_counts_with_its_inputs():
     """Random numbers run in every pass, 2 s, and read the matmul, which swaps; a mutation runs its storage's maker."""
     dropout = operator("dropout", (1,), (2,), time_s=2.0, size=100, capture="never", always_runs=True)
     plan = solve([region(MATMUL, dropout, saved=())], budget())
@@ -252,22 +252,22 @@ def test_best_alpha_follows_table_5(tokens, published, bound):
     alpha = alpha_of_layer(hidden_bytes, hidden_bytes, 14 * hidden_bytes, LAYERS, LINK, layer.forward_s, HOST / 32 * 30)
     assert published <= alpha < published + 0.125
     fraction = fraction_of([layer], limits)
-    assert solve([layer], limits, fraction).alpha == pytest.approx(alpha), "the host's bound is the plan's"
+    assert solve([layer], limits, fraction).alpha == pytest.approx(alpha), "the solver cuts alpha to the host's bound"
     assert solve([layer], limits).step_s <= solve([layer], limits, alpha).step_s * GAP
 
 
-def test_memos_alpha_is_zero_where_not_even_the_attention_output_fits():
+def test_memo_alpha_is_zero_if_the_attention_output_does_not_fit():
     assert alpha_of_layer(50, 60, 1, layers=3, d2h_bytes_per_s=1.0, layer_forward_s=100.0, host_bytes=1e9) == 0.0
 
 
-def test_automatic_plan_uses_backward_time_and_free_recompute_better_than_alpha():
+def test_automatic_plan_beats_every_fixed_alpha():
     """Recompute norms and gelu for free at 192K tokens: the link is left to dear outputs."""
     layer, limits = memo_layer(192 * 1024), budget(d2h=LINK, h2d=LINK, host=HOST)
     assert solve([layer], limits).step_s < 0.99 * min(solve([layer], limits, n / 8).step_s for n in range(9))
 
 
-def test_where_two_tensors_are_all_that_may_be_in_flight_the_two_dearest_ones_are_swapped():
-    """Swap no shares of more tensors, which would be in flight whole."""
+def test_two_dearest_tensors_are_swapped_if_two_may_be_in_flight():
+    """Swap no shares of more tensors: each would be in flight as a whole."""
     size = 100 * 2**20
     operators = [operator(f"op{i}", (i,), (i + 1,), time_s=1.0 + 0.1 * i, size=size, capture="rows") for i in range(10)]
     layer = region(*operators, saved=range(1, 11), instances=2, forward_s=100.0, backward_s=200.0, input_bytes=0)
@@ -296,13 +296,13 @@ def wide_layer(count):
 
 
 @pytest.mark.parametrize("device", [0, 20 * 2**30])
-def test_a_region_of_120_operators_is_planned_the_same_way_twice(device):
+def test_planning_120_operators_is_deterministic(device):
     limits = budget(d2h=49e9, h2d=49e9, host=64 * 2**30, device=device)
     plan = solve([wide_layer(120)], limits)
     assert plan.step_s > 0 and plan == solve([wide_layer(120)], limits)
 
 
-def test_the_planner_imports_no_torch():
+def test_planner_imports_no_torch():
     code = "import sys, memplug.tokenwise.plan.solver; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -311,7 +311,7 @@ UNIT = operator("unit", (0,), (1,), time_s=4.0, size=0, capture="never")
 SAVED, RETURNED = (operator(f"part {n}", (1,), (n,), time_s=0.0, size=100, made_by_rows=0) for n in (2, 3))
 
 
-def test_parts_of_a_unit_are_swapped_by_the_same_rows_as_it_runs_for_the_one_that_lacks_most():
+def test_parts_of_a_unit_are_swapped_by_equal_rows():
     """Swap two outputs of 100 bytes in the forward's 10 s at 10 bytes/s: half of each one's rows spare half of 4 s.
 
     All rows of one would spare nothing.
@@ -324,13 +324,13 @@ def test_parts_of_a_unit_are_swapped_by_the_same_rows_as_it_runs_for_the_one_tha
     assert plan.step_s == pytest.approx(30.0 + 2.0)
 
 
-def test_a_unit_does_not_run_where_all_that_it_made_is_swapped():
+def test_unit_does_not_run_if_all_its_outputs_are_swapped():
     plan = solve([region(UNIT, SAVED, RETURNED, saved={2, 3})], budget(d2h=20.0, h2d=20.0))
     assert plan.regions["layer"].groups[0].runs == frozenset()
     assert plan.step_s == pytest.approx(30.0)
 
 
-def test_a_unit_whose_rows_are_not_made_one_by_one_runs_whole_for_any_part():
+def test_unit_that_is_not_row_wise_runs_whole_for_any_part():
     """Half of one output's rows spare nothing; neither is worth a byte."""
     parts = (replace(SAVED, capture="whole", made_by_rows=None), replace(RETURNED, capture="whole", made_by_rows=None))
     plan = solve([region(UNIT, *parts, saved={2, 3})], budget(d2h=10.0, h2d=10.0))
@@ -338,7 +338,7 @@ def test_a_unit_whose_rows_are_not_made_one_by_one_runs_whole_for_any_part():
     assert group.fractions == {} and group.recompute_s == pytest.approx(4.0)
 
 
-def test_a_fraction_of_a_unit_needs_its_inputs_whole():
+def test_fraction_of_a_unit_needs_its_whole_inputs():
     """Make the unit's input by an operator of 5 s without capture: a fraction of the unit's rows runs all of it."""
     source = operator("norm", (0,), (1,), time_s=5.0, size=0, capture="never")
     unit = operator("unit", (1,), (2,), time_s=4.0, size=0, capture="never")
