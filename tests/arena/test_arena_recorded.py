@@ -56,9 +56,7 @@ def freed(kept: list[Any]) -> Trace:
 @pytest.mark.parametrize(
     ("block", "steps", "recorded"), [(WAITS, 9, range(7, 8)), (LIMITED, 4, range(0))], ids=["arena", "limit"]
 )
-def test_memory_of_an_earlier_recorder_is_no_part_of_a_recording(
-    block: dict[str, Any], steps: int, recorded: range
-) -> None:
+def test_recording_excludes_memory_of_an_earlier_recorder(block: dict[str, Any], steps: int, recorded: range) -> None:
     kept, _ = trained(block, steps, recorded)
     assert owned(kept[0].logits) if block is WAITS else native.load().cpu_bytes()[0] > 0
     trace = freed(kept)
@@ -66,7 +64,7 @@ def test_memory_of_an_earlier_recorder_is_no_part_of_a_recording(
     assert trace.requests["nbytes"].tolist() == [16] and (trace.events["request"] >= 0).all()
 
 
-def test_recordings_under_a_limit_count_what_the_arena_has_in_use() -> None:
+def test_recordings_under_a_limit_count_bytes_used_in_the_arena() -> None:
     """Record steps with an arena one after another; gradients are freed in every second one."""
     _, limited = trained(LIMITED, 14, range(1, 13))
     _, others = trained(WAITS, 14, range(1, 13))

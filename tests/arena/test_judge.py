@@ -22,7 +22,7 @@ small = partial(problems, largest=5, latest=10, alignments=(1, 1, 2))
 
 @given(small(8), st.data())
 @settings(max_examples=300)
-def test_a_solution_is_accepted_where_it_is_one(problem, data):
+def test_judge_accepts_exactly_the_valid_solutions(problem, data):
     offsets = data.draw(st.lists(st.integers(-1, 12), min_size=len(problem), max_size=len(problem)))
     height = data.draw(st.integers(0, 17))
     solution = Solution(offsets=np.array(offsets, np.int64), height=height, planner="test")
@@ -33,7 +33,7 @@ def test_a_solution_is_accepted_where_it_is_one(problem, data):
 
 @given(small(8, streams=3), st.data())
 @settings(max_examples=300)
-def test_a_solution_of_several_streams_is_accepted_where_it_is_one(problem, data):
+def test_judge_accepts_exactly_the_valid_solutions_on_several_streams(problem, data):
     dense = first_fit(problem, data.draw(st.permutations(range(len(problem)))))
     assert judge(problem, dense) == ()
     offsets = dense.offsets.copy()
@@ -45,7 +45,7 @@ def test_a_solution_of_several_streams_is_accepted_where_it_is_one(problem, data
 
 @pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_one_buffer_out_of_place_among_many_is_found_where_it_matters(seed, streams):
+def test_judge_finds_one_misplaced_buffer_among_many(seed, streams):
     random = np.random.default_rng(seed)
     count = 150
     table = buffers(random.integers(1, 60, (count, 3)))
@@ -66,7 +66,7 @@ def test_one_buffer_out_of_place_among_many_is_found_where_it_matters(seed, stre
     assert True in verdicts
 
 
-def test_many_buffers_back_to_back_in_lanes_are_accepted_and_a_byte_too_much_names_both():
+def test_judge_names_both_buffers_of_a_one_byte_overlap_among_thousands():
     lanes, length = 64, 64
     lane, number = np.divmod(np.random.default_rng(0).permutation(lanes * length), length)
     problem = Problem(buffers=buffers(np.stack([3 * number, 3 * number + 3, np.full(len(lane), 8)], axis=1)))
@@ -80,7 +80,7 @@ def test_many_buffers_back_to_back_in_lanes_are_accepted_and_a_byte_too_much_nam
 
 
 @pytest.mark.parametrize("lane", [0, 1, 31, 50, 63])
-def test_small_buffers_one_large_one_in_their_place_and_small_ones_again(lane):
+def test_large_buffer_between_small_ones_overlaps_only_if_lifetimes_do(lane):
     before, after = [(0, 1, 8)] * 64, [(3, 4, 8)] * 64
     offsets = [*range(0, 512, 8), 0, *range(0, 512, 8)]
     problem = problem_of(*before, (1, 3, 512), *after)
@@ -90,7 +90,7 @@ def test_small_buffers_one_large_one_in_their_place_and_small_ones_again(lane):
     assert (found.code, set(found.rows)) == (Fault.OVERLAP, {64, 65 + lane})
 
 
-def test_no_buffers_need_no_arena():
+def test_problem_without_buffers_needs_height_zero():
     nothing = problem_of()
     assert judge(nothing, at(nothing)) == ()
     assert codes(judge(nothing, replace(at(nothing), height=1))) == [Fault.HEIGHT]
@@ -118,37 +118,37 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_has_its_name(name):
+def test_each_fault_has_its_code(name):
     problem, solution, code = FAULTS[name]
     assert codes(judge(problem, solution)) == [code]
 
 
-def test_every_fault_is_reported_at_once():
+def test_all_faults_are_reported_at_once():
     problem = Problem(buffers=buffers([Buffer(lower=0, upper=2, size=4, alignment=4)] * 2))
     found = judge(problem, Solution(offsets=np.array([1, 2]), height=5, planner=""), capacity_bytes=5)
     assert codes(found) == [Fault.MISALIGNED, Fault.BEYOND_ARENA, Fault.BEYOND_CAPACITY, Fault.OVERLAP]
 
 
-def test_an_overlap_names_the_two_buffers_the_bytes_and_the_time():
+def test_overlap_message_names_buffers_bytes_and_time():
     problem = problem_of((0, 5, 8), (5, 9, 8), (3, 9, 8), ids=np.array(["x", "y", "z"]))
     (found,) = judge(problem, at(problem, 0, 0, 6))
     assert sorted(found.rows) == [0, 2]
     assert found.message == "buffers x and z both use bytes 6 up to 8 from 3 up to 5"
 
 
-def test_many_faults_of_a_kind_are_one_finding_that_counts_them():
+def test_faults_of_one_kind_are_counted_in_one_finding():
     problem = problem_of((0, 1, 4), (1, 2, 4), (2, 3, 4))
     (found,) = judge(problem, at(problem, -4, 0, -8))
     assert found.message == "buffer 0 is at offset -4, below 0 (and 1 more)"
 
 
 @pytest.mark.parametrize(("capacity", "accepted"), [(12, True), (11, False), (0, False), (None, True)])
-def test_an_arena_is_within_its_capacity(capacity, accepted):
+def test_arena_beyond_its_capacity_is_a_fault(capacity, accepted):
     found = judge(TWO, at(TWO, 0, 4), capacity_bytes=capacity)
     assert codes(found) == ([] if accepted else [Fault.BEYOND_CAPACITY])
 
 
-def test_an_optimal_solution_is_not_asked_for_its_proof():
+def test_judge_does_not_check_the_claim_of_optimality():
     assert judge(TWO, replace(stacked(TWO), optimal=True, planner="", seconds=float("nan"), timed_out=True)) == ()
 
 
@@ -183,19 +183,19 @@ ORDERINGS = {
 
 
 @pytest.mark.parametrize("name", ORDERINGS)
-def test_streams_share_bytes_only_where_one_waits_for_the_other_in_between(name):
+def test_streams_share_bytes_only_if_one_waits_for_the_other_in_between(name):
     orderings, accepted = ORDERINGS[name]
     problem = problem_of((0, 2, 4, 0), (6, 8, 4, 1), orderings=orderings)
     assert codes(judge(problem, at(problem, 0, 0))) == ([] if accepted else [Fault.UNORDERED])
     assert judge(problem, at(problem, 0, 4)) == ()
 
 
-def test_buffers_of_two_streams_in_use_at_once_overlap():
+def test_simultaneous_buffers_of_two_streams_overlap():
     problem = problem_of((0, 4, 4, 0), (3, 8, 4, 1), orderings=[(3, 0, 1)])
     assert codes(judge(problem, at(problem, 0, 2))) == [Fault.OVERLAP]
 
 
-def test_what_a_stream_has_not_waited_for_is_held_after_others_used_it_again():
+def test_stream_must_wait_for_bytes_that_another_stream_partly_reused():
     """Reuse only a part of the first buffer's bytes on stream 0: stream 1 still may not use the rest."""
     problem = problem_of((0, 2, 8, 0), (2, 4, 4, 0), (5, 6, 4, 1), orderings=[(1, 0, 1)])
     assert codes(judge(problem, at(problem, 0, 0, 4))) == [Fault.UNORDERED]
