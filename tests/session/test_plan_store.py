@@ -47,9 +47,7 @@ def keep(store: PlanStore, plan: MemoryPlan) -> None:
 
 
 @pytest.mark.parametrize("are_made_up", [True, False])
-def test_a_plan_of_an_estimate_is_that_of_all_ranks_and_one_of_a_run_is_of_its_own_rank(
-    are_made_up: bool, tmp_path: Path
-) -> None:
+def test_estimated_plan_is_kept_for_all_ranks_and_a_runs_plan_for_its_own(are_made_up: bool, tmp_path: Path) -> None:
     keep(store(tmp_path, 0, OtherRanks(are_made_up)), plan("run"))
     files = sorted(tmp_path.glob("*.json"))
     assert len(files) == (WORLD_SIZE if are_made_up else 1)
@@ -57,7 +55,7 @@ def test_a_plan_of_an_estimate_is_that_of_all_ranks_and_one_of_a_run_is_of_its_o
     assert all(file.samefile(files[0]) for file in files)
 
 
-def test_a_rank_that_keeps_another_plan_than_the_estimated_one_leaves_that_to_the_others(tmp_path: Path) -> None:
+def test_rank_that_keeps_its_own_plan_leaves_the_estimated_one_to_others(tmp_path: Path) -> None:
     keep(store(tmp_path, 0, OtherRanks(are_made_up=True)), plan("estimate"))
     keep(store(tmp_path, 1, OtherRanks()), plan("run", rank=1))
     files = sorted(tmp_path.glob("*.json"))
@@ -73,7 +71,7 @@ def test_a_rank_that_keeps_another_plan_than_the_estimated_one_leaves_that_to_th
         ([("run", 0)], "", "the ranks have no plans of one run"),
     ],
 )
-def test_ranks_go_on_from_an_estimated_plan_only_if_all_can(
+def test_ranks_resume_from_an_estimated_plan_only_if_all_can(
     keys: list[tuple[str, int]], why: str, refused: str, tmp_path: Path
 ) -> None:
     keep(store(tmp_path, 0, OtherRanks(are_made_up=True)), plan("estimate"))
@@ -109,7 +107,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("what", SAME)
-def test_a_rank_shares_the_file_of_a_lower_one_that_does_the_same(what: str, tmp_path: Path) -> None:
+def test_rank_shares_the_file_of_a_lower_rank_with_the_same_plan(what: str, tmp_path: Path) -> None:
     lower, own, shares = SAME[what]
     keep(store(tmp_path, 0, OtherRanks()), lower)
     keep(store(tmp_path, 1, OtherRanks()), own)
