@@ -47,7 +47,7 @@ def assert_gone() -> None:
 # -- one at a time -----------------------------------------------------------------------------------------------------
 
 
-def test_a_second_recorder_is_refused_until_the_first_stops(nothing_left: None) -> None:
+def test_second_recorder_is_refused_until_the_first_stops(nothing_left: None) -> None:
     first = Recorder("cpu")
     for _ in range(2):
         with pytest.raises(RecorderError, match="taken") as error:
@@ -62,7 +62,7 @@ def test_a_second_recorder_is_refused_until_the_first_stops(nothing_left: None) 
     second.stop()
 
 
-def test_a_stopped_recorder_leaves_nothing_behind(nothing_left: None) -> None:
+def test_stopped_recorder_leaves_nothing_behind(nothing_left: None) -> None:
     recorder = Recorder("cpu")
     assert callbacks()
     record(recorder, trainer())
@@ -96,7 +96,7 @@ def test_stopping_while_recording_leaves_nothing_behind(detail: Detail, nothing_
 
 
 @pytest.mark.parametrize("recording", [False, True])
-def test_a_recorder_that_is_forgotten_leaves_nothing_behind(recording: bool, nothing_left: None) -> None:
+def test_dropped_recorder_leaves_nothing_behind(recording: bool, nothing_left: None) -> None:
     recorder = Recorder("cpu")
     if recording:
         recorder.begin(Detail.TENSORS)
@@ -107,7 +107,7 @@ def test_a_recorder_that_is_forgotten_leaves_nothing_behind(recording: bool, not
     Recorder("cpu").stop()
 
 
-def test_one_recorder_records_many_times(recorder: Recorder) -> None:
+def test_one_recorder_can_record_repeatedly(recorder: Recorder) -> None:
     step = trainer()
     traces = [record(recorder, step, detail) for detail in (Detail.REQUESTS, Detail.TENSORS) * 3]
     for trace in traces:
@@ -117,7 +117,7 @@ def test_one_recorder_records_many_times(recorder: Recorder) -> None:
         assert np.array_equal(trace.uses, traces[1].uses) or not len(trace.uses)
 
 
-def test_a_recording_knows_its_peak_so_far_and_may_be_dropped(recorder: Recorder) -> None:
+def test_recording_tracks_its_peak_and_can_be_dropped(recorder: Recorder) -> None:
     recorder.begin(Detail.TENSORS)
     before, peaks = recorder.peak_bytes, []  # blocks of another test's arena may be in use
     for nbytes in (400, 4000, 800):
@@ -131,7 +131,7 @@ def test_a_recording_knows_its_peak_so_far_and_may_be_dropped(recorder: Recorder
     assert trace.peak_bytes - trace.base_bytes == 500 and trace.replays_exactly() is True
 
 
-def test_an_allocator_that_is_delegated_to_already_is_not_recorded(recorder: Recorder) -> None:
+def test_recording_is_refused_if_the_allocator_is_already_delegated(recorder: Recorder) -> None:
     native.load().install_cpu()
     with pytest.raises(RecorderError, match="delegated to already"):
         recorder.begin(Detail.REQUESTS)
@@ -144,9 +144,7 @@ def test_an_allocator_that_is_delegated_to_already_is_not_recorded(recorder: Rec
 
 
 @details
-def test_an_operator_that_fails_is_one_of_the_sequence_and_changes_nothing_after_it(
-    detail: Detail, recorder: Recorder
-) -> None:
+def test_failing_operator_is_recorded_and_changes_nothing_after_it(detail: Detail, recorder: Recorder) -> None:
     def fails() -> None:
         with contextlib.suppress(RuntimeError):
             torch.ones(2, 3) @ torch.ones(2, 3)
@@ -166,7 +164,7 @@ def test_an_operator_that_fails_is_one_of_the_sequence_and_changes_nothing_after
 @details
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_interrupted_step_leaves_the_next_one_as_it_was(
+def test_interrupted_step_leaves_the_next_recording_unchanged(
     where: str, error: type[BaseException], detail: Detail, recorder: Recorder
 ) -> None:
     def interrupt(*_: Any) -> None:
@@ -206,14 +204,14 @@ def _calls(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-def test_an_operator_that_a_recording_ends_in_encloses_none_of_the_next(recorder: Recorder) -> None:
+def test_operator_in_which_a_recording_ends_encloses_none_of_the_next(recorder: Recorder) -> None:
     recorder.begin(Detail.TENSORS)
     inside_of_an_operator(lambda: recorder.end(Fingerprint(), ()))
     trace = record(recorder, torch.ones(2).exp, Detail.REQUESTS)
     assert trace.operators["depth"].tolist() == [0]
 
 
-def test_recordings_may_begin_and_end_inside_of_an_operator(recorder: Recorder) -> None:
+def test_recordings_may_begin_and_end_inside_an_operator(recorder: Recorder) -> None:
     kept = torch.ones(2)
     inside_of_an_operator(lambda: recorder.begin(Detail.TENSORS))
     kept.exp_()
