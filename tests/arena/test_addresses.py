@@ -30,8 +30,8 @@ def spaces_of(tables: Tables, group: int) -> list[tuple[int, int]]:
     return list(zip(rows["begin"].tolist(), rows["end"].tolist(), strict=True))
 
 
-def bytes_between(plan: AddressPlan, first: int, end: int, kept_bytes: int) -> np.ndarray:
-    """Return which 512-byte units of the reused part some buffer uses from `first` up to `end`, one by one."""
+def used_units(plan: AddressPlan, first: int, end: int, kept_bytes: int) -> np.ndarray:
+    """Return bool[units]: the 512-byte units of the reused part that buffers use from `first` up to `end`."""
     used = np.zeros((plan.solution.height - kept_bytes) // 512, bool)
     for buffer, offset in zip(plan.problem.buffers, plan.solution.offsets, strict=True):
         if not buffer["outlives"] and buffer["lower"] < end and first < buffer["upper"]:
@@ -54,7 +54,7 @@ def test_tables_hold_each_request_at_its_planned_address_by_place(recording) -> 
     places = list(zip(requests["phase"].tolist(), requests["layer"].tolist(), strict=True))
     assert len({place for place, before in zip(places, [None, *places], strict=False) if place != before}) == len(
         set(places)
-    ), "each place's are together"
+    ), "requests of one place are adjacent"
     for place in set(places):
         rows = tables.rows[[each == place for each in places]]
         assert (np.diff(rows) > 0).all(), "in program order"
@@ -108,7 +108,7 @@ def test_reusable_space_is_unused_for_its_whole_interval(recording) -> None:
             lower, upper = plan.problem.buffers[["lower", "upper"]][row].item()
             checks.append((int(request["spare"]), lower, upper))
     for group, first, last in checks:
-        used = bytes_between(plan, first, last, tables.kept_bytes)
+        used = used_units(plan, first, last, tables.kept_bytes)
         for begin, stop in spaces_of(tables, group):
             assert not used[begin // 512 : stop // 512].any()
 

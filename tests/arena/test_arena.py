@@ -1,4 +1,4 @@
-"""The planned arena serves training, whose numbers are those of a run without memplug."""
+"""The planned arena serves training, and losses equal those of a run without memplug."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_dense_model_is_served_with_unchanged_losses(name: str, without: Run) ->
     assert run.served >= 0.999
     assert run.report["arena_step_served"] == 1.0
     assert run.report["arena_predicted_fragmentation"] <= 0.005
-    # of some 300 KiB: two requests of 512 bytes sometimes take turns
+    # of about 300 KiB: two requests of 512 bytes sometimes alternate
     assert run.report["arena_peak_fragmentation"] <= 0.02
 
 
@@ -111,7 +111,7 @@ def test_prefetched_outputs_land_at_planned_addresses(monkeypatch: pytest.Monkey
 
 
 def test_tensors_kept_from_step_to_step_are_never_overwritten() -> None:
-    """Keep the outputs of every step, and copies made at once."""
+    """Keep the outputs of every step, and compare them with copies made at once."""
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     torch.manual_seed(0)
     model = llama()
@@ -171,7 +171,7 @@ def test_recording_ignores_blocks_of_an_earlier_arena() -> None:
 
 
 def test_optimizer_state_made_after_planning_is_not_overwritten() -> None:
-    """Begin momentum in step 9, when there has been a plan for a while."""
+    """Switch momentum on in step 9, several steps after the arena began to serve."""
 
     def run(block: dict[str, Any]) -> list[float]:
         torch.manual_seed(0)
@@ -209,11 +209,11 @@ def test_each_program_has_its_own_plan() -> None:
     assert run.losses == train(OFF, steps=48, length=length).losses
     assert run.states[35] is run.states[47] is State.SERVING
     assert run.mismatched[34] == run.mismatched[46] == 0
-    assert run.states[28:35] == [State.SERVING] * 7, "the first one's plan is there still"
+    assert run.states[28:35] == [State.SERVING] * 7, "the first program's plan is still there"
 
 
 def test_program_change_shown_only_by_requests_leads_to_a_new_plan() -> None:
-    """Use a number for alpha, which compares no programs: requests that the plan does not know show the change."""
+    """Use a numeric alpha, which compares no programs: only unplanned requests show the change."""
 
     def length(step: int) -> int:
         return 16 if step < 10 else 40

@@ -1,4 +1,4 @@
-"""Runs tests/native: the arena's native core by itself, on simulated streams, under the sanitizers."""
+"""The programs in tests/native run the arena's C++ alone, on simulated streams, under sanitizers."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ def test_every_zero_stage_is_served_with_unchanged_losses(
 ) -> None:
     """Check that the arena serves at least `share` of the requests from the first plan on.
 
-    Under ZeRO 3 the first served step differs from the next. Memory of a collective's thread is freed sooner or later
-    in each step: on busy cores up to 4 requests in 1,000 differ.
+    Under ZeRO 3 the first served step differs from the next. The thread of a collective frees its memory at another
+    time in each step: on busy cores up to 4 requests in 1,000 differ.
     """
     case = {"model": "llama", "memplug": PLANNED, "steps": steps, "validate": validate}
     cases = {f"ZeRO {stage}": {"stage": stage, **case} for stage in stages}

@@ -1,4 +1,4 @@
-"""After any fault of the arena, training has the numbers of a run without memplug, and no memory leaks."""
+"""After any fault of the arena, losses equal those of a run without memplug, and no memory leaks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODES = {"plain": ALONE, "checked": CHECKED}
 
 @pytest.fixture(params=MODES)
 def block(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return the block as users have it, or in the mode that checks."""
+    """Return the plain block, or the one with the arena's checks."""
     return MODES[request.param]
 
 
@@ -93,7 +93,7 @@ def test_deviating_requests_lose_only_their_own_planned_addresses(block: dict[st
     assert run.losses == train(OFF, Wandering, steps=24, around=around).losses
     assert run.states[5] is State.SERVING and max(run.mismatched[5:7]) == 0
     assert sum(run.mismatched[7:]) > 0
-    assert run.served > 1 - 1.5 * share - 0.05, "one request too many or too few shifts no other"
+    assert run.served > 1 - 1.5 * share - 0.05, "an extra or missing request shifts no other"
 
 
 # -- threads and processes ---------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_blocks_freed_late_on_other_threads_leave_the_arena_serving(block: dict[
     held: list[Any] = []
     done = threading.Event()
 
-    def let_go() -> None:
+    def free_held() -> None:
         while not done.is_set() or held:
             time.sleep(random.random() / 200)
             with contextlib.suppress(IndexError):
@@ -116,7 +116,7 @@ def test_blocks_freed_late_on_other_threads_leave_the_arena_serving(block: dict[
         yield
         hook.remove()
 
-    thread = threading.Thread(target=let_go)
+    thread = threading.Thread(target=free_held)
     thread.start()
     try:
         run = train(block, steps=30, around=around)
@@ -222,7 +222,7 @@ def test_failed_arena_reservation_warns_once_and_training_goes_on(
     assert len(warnings) == 1 and "goes on without the arena" in warnings[0] and "GiB" in warnings[0]
     assert "GiB for the arena" in run.report["arena_off_because"]
     assert run.report["arena"] == "off" and run.report["arena_served"] == 0
-    assert run.report["arena_bytes"] <= before, "of what earlier tests still hold"
+    assert run.report["arena_bytes"] <= before, "no more than earlier tests still hold"
 
 
 def test_missing_recorder_turns_the_arena_off_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:

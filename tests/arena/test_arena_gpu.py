@@ -1,4 +1,4 @@
-"""The planned arena on a CUDA device: the numbers of training, and the interface of torch's allocator."""
+"""The planned arena on a CUDA device: losses, and the interface of torch's allocator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 SWAPPED = {"enabled": True, "plan_dir": False, "tokenwise": {"alpha": 1, "min_offload_bytes": 1}}
 
 WATCHING = {**ALONE, "arena": {"enabled": False}, "swap": {"enabled": True}}
-"""A swap list, before it is known whether the step fits without one."""
+"""A swap list that still observes whether the step fits without swapping."""
 
 
 def batch() -> torch.Tensor:
@@ -47,7 +47,7 @@ def session() -> Iterator[memplug.Session]:
         assert serving_of(session).state is State.SERVING
         session.model = model
         yield session
-        model.zero_grad()  # gradients would hold the arena
+        model.zero_grad()  # gradients would keep the arena alive
         del session.model
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cpu("of its allocator")
 WAITS: dict[str, Any] = {**ALONE, "profiler": {"wait_for_plans": True}}
 
 LIMITED = {**WAITS, "device_budget_gib": 1}
-"""The CPU stands in for a device of that size: requests are counted."""
+"""The CPU stands in for a device of that size, by counting requests."""
 
 
 def trained(block: dict[str, Any], steps: int, recorded: range) -> tuple[list[Any], list[Trace]]:
@@ -69,7 +69,7 @@ def test_recordings_under_a_limit_count_bytes_used_in_the_arena() -> None:
     _, limited = trained(LIMITED, 14, range(1, 13))
     _, others = trained(WAITS, 14, range(1, 13))
     for one, other in zip(limited[3:], others[3:], strict=True):
-        assert one.base_bytes == pytest.approx(other.base_bytes, abs=1000), "but for garbage"
+        assert one.base_bytes == pytest.approx(other.base_bytes, abs=1000), "apart from garbage"
         assert other.base_bytes > 20_000
     for trace in (*limited, *others):
         assert trace.live_bytes.min() >= 0 and trace.replays_exactly()

@@ -1,7 +1,4 @@
-"""The CUDA allocator in front of torch's is compiled against the installed torch, without a GPU.
-
-It passes on every call of the interface.
-"""
+"""The CUDA allocator in front of torch's compiles without a GPU, and forwards every call of the interface."""
 
 from __future__ import annotations
 

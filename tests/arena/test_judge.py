@@ -1,4 +1,4 @@
-"""The judge accepts solutions by definition and nothing else, and names each fault."""
+"""The judge accepts exactly the solutions that meet the definition, and names each fault."""
 
 from dataclasses import replace
 from functools import partial
@@ -107,13 +107,21 @@ FAULTS = {
     "negative": (TWO, Solution(offsets=np.array([-4, 0]), height=8, planner=""), Fault.NEGATIVE),
     "misaligned": (ALIGNED, at(ALIGNED, 2), Fault.MISALIGNED),
     "beyond the arena": (TWO, Solution(offsets=np.array([0, 4]), height=11, planner=""), Fault.BEYOND_ARENA),
-    "far beyond": (TWO, Solution(offsets=np.array([0, 2**63 - 1]), height=12, planner=""), Fault.BEYOND_ARENA),
-    "beyond all": (TWO, Solution(offsets=np.array([0, 2**63 - 1]), height=2**70, planner=""), Fault.BEYOND_ARENA),
+    "far beyond the arena": (
+        TWO,
+        Solution(offsets=np.array([0, 2**63 - 1]), height=12, planner=""),
+        Fault.BEYOND_ARENA,
+    ),
+    "height beyond 64 bits": (
+        TWO,
+        Solution(offsets=np.array([0, 2**63 - 1]), height=2**70, planner=""),
+        Fault.BEYOND_ARENA,
+    ),
     "too high": (TWO, Solution(offsets=np.array([0, 4]), height=13, planner=""), Fault.HEIGHT),
-    "no height": (TWO, Solution(offsets=np.array([0, 4]), height=12.0, planner=""), Fault.HEIGHT),
+    "float height": (TWO, Solution(offsets=np.array([0, 4]), height=12.0, planner=""), Fault.HEIGHT),
     "negative height": (TWO, Solution(offsets=np.array([0, 4]), height=-12, planner=""), Fault.HEIGHT),
     "overlap": (TWO, at(TWO, 0, 3), Fault.OVERLAP),
-    "one on the other": (TWO, at(TWO, 2, 0), Fault.OVERLAP),
+    "overlap from below": (TWO, at(TWO, 2, 0), Fault.OVERLAP),
 }
 
 
@@ -163,22 +171,22 @@ def test_lifetimes_are_half_open(name):
 
 
 ORDERINGS = {
-    "none": ([], False),
-    "between": ([(4, 0, 1)], True),
+    "no wait": ([], False),
+    "between free and malloc": ([(4, 0, 1)], True),
     "at the free": ([(2, 0, 1)], True),
     "at the malloc": ([(6, 0, 1)], True),
     "before the free": ([(1, 0, 1)], False),
     "after the malloc": ([(7, 0, 1)], False),
-    "the other way": ([(4, 1, 0)], False),
-    "of others": ([(4, 0, 2), (4, 2, 3)], False),
-    "through another": ([(3, 0, 2), (5, 2, 1)], True),
-    "through two others": ([(3, 0, 2), (4, 2, 7), (5, 7, 1)], True),
-    "through another, too early": ([(3, 2, 1), (5, 0, 2)], False),
-    "through another, before the free": ([(1, 0, 2), (5, 2, 1)], False),
+    "in the other direction": ([(4, 1, 0)], False),
+    "between other streams": ([(4, 0, 2), (4, 2, 3)], False),
+    "through a third stream": ([(3, 0, 2), (5, 2, 1)], True),
+    "through two other streams": ([(3, 0, 2), (4, 2, 7), (5, 7, 1)], True),
+    "through a third stream, in the wrong order": ([(3, 2, 1), (5, 0, 2)], False),
+    "through a third stream, before the free": ([(1, 0, 2), (5, 2, 1)], False),
     "at one instant": ([(4, 0, 2), (4, 2, 1)], True),
-    "at one instant, the wrong way round": ([(4, 2, 1), (4, 0, 2)], False),
-    "by the second that is there": ([(1, 0, 1), (5, 0, 1), (8, 0, 1)], True),
-    "of itself": ([(4, 0, 0), (4, 1, 1)], False),
+    "at one instant, in the wrong order": ([(4, 2, 1), (4, 0, 2)], False),
+    "the second of three waits": ([(1, 0, 1), (5, 0, 1), (8, 0, 1)], True),
+    "waits of streams for themselves": ([(4, 0, 0), (4, 1, 1)], False),
 }
 
 

@@ -144,7 +144,7 @@ def test_page_of_three_hundred_thousand_requests_stays_below_25_mb(tmp_path):
 
 
 @pytest.mark.parametrize(("write", "package"), [(write_page, "plotly"), (write_picture, "kaleido")])
-def test_missing_package_error_says_what_to_install(write, package, tmp_path, monkeypatch):
+def test_missing_package_error_names_the_extra_to_install(write, package, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, package, None)

@@ -1,4 +1,4 @@
-"""Two plans side by side: changes that moved, grew, came or went, and nothing else."""
+"""A diff of two plans counts moved, resized, added and removed requests, and nothing else."""
 
 import json
 from dataclasses import replace

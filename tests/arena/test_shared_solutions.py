@@ -73,7 +73,7 @@ def test_rank_solves_by_itself_if_the_first_solver_died(
 ) -> None:
     shared.solve_once(problem, "auto", 10.0, tmp_path)
     (file,) = (tmp_path / shared.FOLDER).glob("*.addresses")
-    file.unlink()  # its note that it had begun remains
+    file.unlink()  # the marker of its start remains
     monkeypatch.setattr(shared, "GRACE_S", 0.1)
     assert not judge(problem, shared.solve_once(problem, "auto", 0.1, tmp_path))
     assert len(solves) == 2 and file.exists()

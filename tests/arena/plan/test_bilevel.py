@@ -53,7 +53,7 @@ def test_layers_of_recorded_step_are_found_without_recorded_places(case, count):
     problem = without_places(recorded(case))
     found = stretches(problem.buffers)
     patterns = {stretch.pattern for stretch in found}
-    assert 1 <= len(patterns) <= 3, "a forward and a backward, and what begins or ends them"
+    assert 1 <= len(patterns) <= 3, "a forward, a backward, and the layers at either end"
     # All but the first and the last, whose neighbours differ.
     assert count - 4 <= len(found) <= 2 * count + 2
     ends = [stretch.end for stretch in found]
@@ -112,10 +112,10 @@ def test_problem_without_layers_is_solved_in_one_level(rows):
 
 def test_known_places_are_used_to_find_layers():
     table = layers(2, (8, 3, 9)).buffers.copy()
-    assert stretches(table) == [], "two short stretches say nothing by themselves"
+    assert stretches(table) == [], "two short repeats are no layers without places"
     table["lower_phase"] = table["upper_phase"] = 0
     table["lower_layer"] = table["upper_layer"] = np.repeat([0, 1], 4)
     found = stretches(table)
     assert [len(stretch.rows) for stretch in found] == [3, 3] and found[0].pattern == found[1].pattern
     table["alignment"][4:] = 4
-    assert stretches(table) == [], "other alignments, another pattern"
+    assert stretches(table) == [], "another alignment is another pattern"

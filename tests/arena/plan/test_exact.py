@@ -37,7 +37,7 @@ def test_exact_height_equals_the_best_of_all_first_fit_orders(backend, problem):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_agree_where_the_optimum_exceeds_the_lower_bound(backend):
-    # Found by chance: no solution of these is without a hole.
+    # Found by random search: every solution of this problem has a hole.
     problem = problem_of((0, 5, 3), (4, 9, 4), (8, 12, 3), (2, 7, 4), (6, 10, 3), (0, 3, 4), (9, 12, 4), (5, 6, 1))
     assert solve(problem, backend).height == solve(problem, "native").height
     assert solve(problem, backend).optimal
@@ -55,7 +55,9 @@ def test_minimalloc_instances_fit_their_capacity(name):
     problem = read_csv(DATA / "dsa" / f"minimalloc_{name}.1048576.csv")
     solution = solve(problem, seconds=60, enough_bytes=1048576)
     assert solution.height <= 1048576 and judge(problem, solution) == () and not solution.timed_out
-    assert solution.optimal is (solution.height == problem.lower_bound), "that it fits proves nothing else"
+    assert solution.optimal is (solution.height == problem.lower_bound), (
+        "fitting the capacity does not prove optimality"
+    )
 
 
 def test_resnet50_reaches_its_lower_bound():

@@ -48,8 +48,8 @@ def replayed(trace, step, alignment):
     return found, ids
 
 
-def taking_turns(trace, step, alignment, rows, ids):
-    """Return how many extra buffers each (size, stream) of `rows` that outlive the step needs, by counting."""
+def extra_buffers(trace, step, alignment, rows, ids):
+    """Count the extra buffers that each (size, stream) of the outliving `rows` needs."""
     during = trace.step_events(step) if trace.steps else slice(0, len(trace.events))
     events = trace.events[during]
     numbers = np.cumsum(events["kind"] == Event.MALLOC) - 1
@@ -85,7 +85,7 @@ def test_problem_matches_a_walk_over_the_events(recording, alignment, data):
     assert left["outlives"].all() and (left["lower"] == 0).all() and (left["lower_layer"] == -1).all()
     kinds, counts = np.unique(left[["size", "stream"]], return_counts=True)
     more = dict(zip(kinds.tolist(), counts.tolist(), strict=True))
-    assert more == taking_turns(trace, step, alignment, rows, ids)
+    assert more == extra_buffers(trace, step, alignment, rows, ids)
     assert (problem.phases, problem.layers, problem.fingerprint) == (trace.phases, trace.layers, trace.fingerprint)
     assert len(problem.orderings) == 0
 
@@ -202,7 +202,7 @@ def test_request_too_large_to_place_raises():
 def test_lower_bound_of_recorded_step_is_its_peak_of_live_bytes():
     step = last_step(load(DATA / "mixtral_ckpt.npz"))
     problem = problem_of(step)
-    assert len(step.requests) == 3234 and len(problem) == 3236, "two take turns"
+    assert len(step.requests) == 3234 and len(problem) == 3236, "requests that outlast their successors need two more"
     walked, _ = replayed(step, 0, 512)
     live = np.zeros(len(step.events), np.int64)
     for row in [*walked, *problem.buffers[3234:].tolist()]:

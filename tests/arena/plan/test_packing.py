@@ -29,10 +29,10 @@ def random_table(count: int, seed: int, *, longest: int = 40) -> np.ndarray:
     return table
 
 
-def placed_slowly(placer: Placer, order: list[int], tightest: bool) -> np.ndarray:
+def placed_in_python(placer: Placer, order: list[int], tightest: bool) -> np.ndarray:
     """Place as `Placer.place` does, without a limit, in Python."""
     offsets = np.zeros(len(placer.size), np.int64)
-    # of the placed buffers, by offset; the arrays have full length, and `count` entries are in use
+    # placed buffers by offset: the first `count` entries of each array are in use
     starts, ends = np.zeros(len(order), np.int64), np.zeros(len(order), np.int64)
     lowers, uppers = np.zeros(len(order), np.int32), np.zeros(len(order), np.int32)
     for count, row in enumerate(order):
@@ -59,18 +59,18 @@ def test_compiled_placement_matches_python_and_first_fit(problem, data):
     placer = Placer.of(problem.buffers)
     for tightest in (False, True):
         offsets = placer.place(np.array(order), tightest=tightest)
-        assert offsets.tolist() == placed_slowly(placer, order, tightest).tolist()
+        assert offsets.tolist() == placed_in_python(placer, order, tightest).tolist()
     assert placer.place(np.array(order)).tolist() == first_fit(problem, order).offsets.tolist()
 
 
 @pytest.mark.parametrize("tightest", [False, True])
 @pytest.mark.parametrize("longest", [20, 3000])
 def test_compiled_placement_of_thousands_of_buffers_matches_python(tightest, longest):
-    # More than a block of the shelf holds, and more than one stretch of time.
+    # More buffers than one block of the shelf holds, over more than one stretch of time.
     placer = Placer.of(random_table(3000, seed=longest, longest=longest))
     order = np.random.default_rng(1).permutation(3000)
     offsets = placer.place(order, tightest=tightest)
-    assert offsets.tolist() == placed_slowly(placer, order.tolist(), tightest).tolist()
+    assert offsets.tolist() == placed_in_python(placer, order.tolist(), tightest).tolist()
 
 
 @given(problems(most=10, fewest=1))
@@ -168,7 +168,7 @@ def test_compiler_error_is_quoted(tmp_path, monkeypatch):
     try:
         with pytest.raises(NativeError, match="no such luck"):
             packing.load()
-        assert not list(tmp_path.glob("*/*")), "nothing half done is left"
+        assert not list(tmp_path.glob("*/*")), "no partial build is left"
     finally:
         packing.load.cache_clear()
 

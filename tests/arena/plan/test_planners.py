@@ -152,7 +152,7 @@ def test_streams_that_wait_for_each_other_share_bytes():
     assert auto.plan(problem_of(*rows)).height == 16
     # The side stream's request begins after the first wait and ends before the second.
     waits = [(2, 0, 1), (5, 1, 0)]
-    assert auto.plan(problem_of(*rows, orderings=[(1, 0, 1), (6, 1, 0)])).height == 16, "the first wait came too early"
+    assert auto.plan(problem_of(*rows, orderings=[(1, 0, 1), (6, 1, 0)])).height == 16, "the first wait comes too early"
     before = ((0, 2, 8), (3, 5, 8, 1), (6, 9, 8))
     assert auto.plan(problem_of(*before, orderings=[(3, 0, 1), (5, 1, 0)])).height == 8
     assert judge(problem_of(*rows, orderings=waits), auto.plan(problem_of(*rows, orderings=waits))) == ()
