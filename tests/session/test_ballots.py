@@ -189,7 +189,7 @@ def test_verdict_unreadable_on_one_rank_may_still_count_on_another() -> None:
     logs[1].close()
     with pytest.raises(RanksError):
         logs[0].cast(1, min, 0.1)()
-    assert not logs[0].torn, "all that act on its log have the same one"
+    assert not logs[0].torn, "all ranks that act on its log have the same verdicts"
     logs[0].close()
 
 

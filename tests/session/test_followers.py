@@ -106,7 +106,7 @@ def test_returning_program_gets_its_part_back_without_a_new_proposal(said: list[
 def test_next_technique_waits_for_the_earlier_part_and_replans_on_change(said: list[str]) -> None:
     followers, (a, _) = following(said, "a", "b")
     followers.end_step("one", None)
-    assert said == [], "it knows nothing yet, and so b is not asked"
+    assert said == [], "a has proposed nothing yet, so b is not asked"
     followers.end_step("one", TRACE)
     assert said == ["a proposes 1", "a has 1"], "b is asked from the next step on"
     followers.end_step("one", TRACE)

@@ -1,4 +1,4 @@
-"""A training loop that never ends a step is warned once, with the line to add; one that does is not."""
+"""A training loop that never calls `session.step()` gets one warning with the line to add; others get none."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_change_seen_by_one_rank_changes_the_program_on_all() -> None:
         return seen[0].index
 
     assert [boundary(1000, other) for other in (1000, 1500, 1500, 1000, 1500, 1000)] == [0, 1, 1, 0, 1, 0]
-    assert boundary(1500, 1000) == 2, "now only the first rank's changes: another program than before"
+    assert boundary(1500, 1000) == 2, "only the first rank's step changed: a third program"
     assert [len(rank) for rank in ranks] == [3, 3]
 
 
@@ -81,7 +81,7 @@ def test_least_recently_current_program_is_replaced() -> None:
     new = known.remember(step(3))
     assert new.index == 1 and len(known) == MOST_PROGRAMS and known.made == MOST_PROGRAMS + 1
     assert find(known, 3) is new and find(known, 200) is None
-    assert find(known, 100) is known.current, "the oldest, but current"
+    assert find(known, 100) is known.current, "the oldest one, but it is current"
 
 
 def test_current_program_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,4 +150,4 @@ def test_baseline_takes_operators_from_the_first_watched_step():
     known.renew(Program([1, 2, 3], ((100,),), 7))
     assert known.vote(Program([4, 5, 6], ((100,),), 7)) == 0 and known.vote(Program(None, ((100,),), 7)) == 1
     known.renew(Program(None, ((100,),), 7))
-    assert known.vote(other) == 0, "an unwatched step takes nothing away"
+    assert known.vote(other) == 0, "an unwatched step leaves the baseline its operators"

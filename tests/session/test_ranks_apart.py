@@ -1,4 +1,4 @@
-"""Real ranks that do not all train, or take fewer steps: nothing hangs, numbers are those without memplug."""
+"""Real ranks that do not all train, or take fewer steps: none hangs, and losses equal those without memplug."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def test_join_trains_unchanged_and_waits_for_no_rank(
     assert same_decisions([rank["with"] for rank in ranks])
     (line,) = warnings(ranks, STOPS)
     assert "rank 0 has no more batches" in line
-    assert alpha != "auto" or all(rank["with"]["replans"] == 1 for rank in ranks), "it was planned before"
+    assert alpha != "auto" or all(rank["with"]["replans"] == 1 for rank in ranks), (
+        "the plan was made before a rank stopped"
+    )
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -84,7 +86,7 @@ def test_ranks_without_a_store_continue_with_the_last_decisions(step: int, tmp_p
 
 @pytest.mark.parametrize("step", [1, 7], ids=["in warm-up", "in stable"])
 def test_ranks_without_a_store_stop_if_their_layers_communicate(step: int, tmp_path: Path) -> None:
-    """Stop, since collectives depend on the plan, and no rank may know a later one than another."""
+    """Stop all ranks: collectives depend on the plan, so no rank may act on a later plan than another."""
     for rank in run(tmp_path, 2, kind="storeless", step=step, talks=True):
         assert "torch's store is gone" in rank["error"] and "from its last checkpoint" in rank["error"]
         assert len(rank["losses"]) <= step + 1 and rank["together"] == 2

@@ -57,7 +57,7 @@ IN_FORCE = {"swap": "fits", "arena": "serving"}
 """The state that a technique reports once the program lasts."""
 
 
-@pytest.fixture(params=["native", pytest.param("", marks=pytest.mark.long)], ids=["but its C++", "at all"])
+@pytest.fixture(params=["native", pytest.param("", marks=pytest.mark.long)], ids=["C++ stays", "nothing stays"])
 def left(request: pytest.FixtureRequest) -> str:
     """Return the folder that remains of a room; without its C++ the core is built anew, which takes minutes."""
     return request.param

@@ -58,7 +58,7 @@ def test_numeric_alpha_is_stable_at_once_and_times_at_most_one_step(alpha: float
 
 
 def test_steps_without_forwards_postpone_the_plan() -> None:
-    """Attach long before training starts, so that the session sees steps of something else."""
+    """Attach long before training starts: the first steps run no forward."""
     model = Stack()
     reference = twin(model)
     with memplug.attach(model, block(regions=LAYERS)) as session:
@@ -70,7 +70,9 @@ def test_steps_without_forwards_postpone_the_plan() -> None:
             train_stacks(model, reference, seed)
             session.step()
             stages.append(session.stage)
-        assert stages == [Stage.WARM_UP, Stage.GEN_POLICY, Stage.STABLE], "forwards are another program than none"
+        assert stages == [Stage.WARM_UP, Stage.GEN_POLICY, Stage.STABLE], (
+            "steps with forwards are another program than steps without"
+        )
         train_stacks(model, reference, 3, exact=False)
 
 
@@ -126,7 +128,7 @@ def test_gradients_hold_if_a_region_runs_other_operators_every_step() -> None:
             train_stacks(model, reference, seed, exact=False)
             session.step()
         assert session.stage is Stage.STABLE
-        assert len(session.solution.regions) == 2, "the first layer ran something else than the others"
+        assert len(session.solution.regions) == 2, "the first layer ran other operators than the rest"
         assert session.report().tokenwise.recomputed_in_full == 0
 
 

@@ -69,7 +69,7 @@ def test_recorded_step_accounts_for_every_byte_by_phase_and_layer(alpha: Any, tm
     assert [layer.name for layer in trace.layers] == [f"layers.{i}" for i in range(3)]
     backward = [i for i, phase in enumerate(trace.phases) if phase.kind is Pass.BACKWARD]
     requested = trace.requests[np.isin(trace.requests["malloc_phase"], backward)]
-    assert set(requested["malloc_layer"]) == {-1, 0, 1, 2}, "and outside of layers"
+    assert set(requested["malloc_layer"]) == {-1, 0, 1, 2}, "-1: outside of layers"
     assert trace.fingerprint.model == "Stack" and trace.fingerprint.inputs == ("float32[2, 6, 16]",) * 2
     assert_nothing_left(model)
 
@@ -185,7 +185,7 @@ def test_trace_of_an_engine_has_the_optimizer_phase(cpu_engine: None, tmp_path: 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-REFUSE = Recording.refuse  # a fixture makes it an error
+REFUSE = Recording.refuse  # a fixture turns refusals into errors
 
 
 def test_training_goes_on_without_a_contradictory_recording(
@@ -219,7 +219,7 @@ def test_attaching_without_a_compiler_raises_and_changes_nothing(
 
     monkeypatch.setattr("memplug.native.load", refuse)
     for module in (executing, settings):
-        monkeypatch.setattr(module, "core", core.__wrapped__)  # not the one that was found before
+        monkeypatch.setattr(module, "core", core.__wrapped__)  # not the cached one
     model = Stack(2)
     kinds = [type(module) for module in model.modules()]
     with pytest.raises(NativeError, match="no such compiler") as error:
@@ -244,7 +244,7 @@ def test_exception_in_a_recorded_step_leaves_nothing_behind(error: type[BaseExce
             train(model, session)
         handle.remove()
         session.record(tmp_path / "whole.npz")
-        train(model, session, 2)  # the first ends the recording of the step that failed
+        train(model, session, 2)  # the first step ends the recording of the failed one
         whole = load(tmp_path / "whole.npz")
         assert whole.replays_exactly() is True
         assert {p.micro_batch for p in whole.phases if p.kind is Pass.FORWARD} == {0, 1}

@@ -65,7 +65,7 @@ def test_warm_up_compares_each_step_with_the_previous_one() -> None:
     with led(warmup_steps=4) as run:
         for operators in (100, 104, 108, 112, 116):
             run.step(operators=[1] * operators)
-        assert run.session.stage is GEN_POLICY, "116 are no variation of 100, but of 112"
+        assert run.session.stage is GEN_POLICY, "116 operators are similar to 112, though not to 100"
 
 
 def test_stable_program_is_compared_with_its_planned_step_so_drift_adds_up() -> None:
@@ -74,7 +74,7 @@ def test_stable_program_is_compared_with_its_planned_step_so_drift_adds_up() -> 
         for operators in (102, 104, 105):
             assert run.step(operators=[1] * operators) is STABLE
         run.step(operators=[1] * 107)
-        assert run.step(operators=[1] * 107) is not STABLE, "107 are near 105, but not 100"
+        assert run.step(operators=[1] * 107) is not STABLE, "107 operators are similar to 105, but not to 100"
 
 
 # -- change and return -------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_numeric_alpha_watches_no_operators() -> None:
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def told(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
+def logged(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
     lines = [r.getMessage() for r in caplog.records if r.name == "memplug" and r.levelno == level]
     caplog.clear()
     return lines
@@ -252,20 +252,20 @@ def test_each_stage_is_logged_once_and_steps_are_not(caplog: pytest.LogCaptureFi
     caplog.set_level(logging.DEBUG, "memplug")
     with led() as run:
         run.reach_stable(operators=ONE)
-        assert [line.split(":")[1].strip() for line in told(caplog)] == ["warm-up", "gen-policy", "stable"]
+        assert [line.split(":")[1].strip() for line in logged(caplog)] == ["warm-up", "gen-policy", "stable"]
         run.step(operators=ONE, times=5)
         assert not caplog.records
         run.step(operators=OTHER, times=2)
-        changed, observed = told(caplog)
+        changed, observed = logged(caplog)
         assert "step 9" in changed and "program 1 (600 operators)" in changed and "similarity 0.00" in changed
         run.reach_stable(operators=OTHER)
-        told(caplog)
+        logged(caplog)
         returns = []
         for _ in range(3):
             run.step(operators=ONE, times=2)
             run.step(operators=OTHER, times=2)
-            returns.append((len(told_of := told(caplog)), told_of))
-        assert [count for count, _ in returns] == [2, 0, 0], "the first return of each is news"
+            returns.append((len(lines := logged(caplog)), lines))
+        assert [count for count, _ in returns] == [2, 0, 0], "only the first return of each program is logged"
         assert "program 0 (600 operators) again" in returns[0][1][0]
 
 
@@ -301,7 +301,7 @@ def test_steps_that_always_change_get_one_plan_that_keeps_nothing(
             run.step(operators=[step % programs] * 50)
         assert run.session.stage is STABLE and run.session.report().replans == 1
         assert run.session.solution.device_bytes == 0, "a later step may be larger than the observed one"
-        (warning,) = told(caplog, logging.WARNING)
+        (warning,) = logged(caplog, logging.WARNING)
         assert "step 21" in warning and "length_tolerance" in warning
 
 
@@ -350,7 +350,7 @@ def test_safest_setting_stays_after_two_plans_that_change_the_program(
         turns(run, 40, where)
         changes = len(run.session.history)
         assert run.session.stage is STABLE and is_safest(run.session)
-        (warning,) = told(caplog, logging.WARNING)
+        (warning,) = logged(caplog, logging.WARNING)
         assert "each plan for program" in warning and "length_tolerance" in warning
         turns(run, 20, where)
         assert len(run.session.history) == changes and is_safest(run.session)
