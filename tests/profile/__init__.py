@@ -1,1 +1,1 @@
-"""The record of a step, and what the machine can do."""
+"""Tests of recordings of a step, their traces, and histories of torch's allocator."""

@@ -1,4 +1,4 @@
-"""What torch's allocator did, read from its snapshots: requests, blocks from before and at the end, reserved memory."""
+"""Snapshots of torch's allocator give its requests, earlier and final blocks, and reserved memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def history_of(tmp_path):
 
 
 def rows(history: History) -> list[tuple]:
-    """Kind, request, bytes and stream of each event."""
+    """Return kind, request, bytes and stream of each event."""
     return [tuple(row)[:4] for row in history.trace.events.tolist()]
 
 
@@ -62,7 +62,7 @@ def test_requests_have_sizes_lifetimes_and_streams(history_of):
 
 def test_ring_that_lost_its_beginning_gives_the_same_live_bytes(history_of):
     whole, cut = history_of(steps()), history_of(steps(truncated=True))
-    assert cut.trace.base_bytes == 5000 + 1000 + 3 * MIB  # the block that was freed before is not known of any more
+    assert cut.trace.base_bytes == 5000 + 1000 + 3 * MIB  # the block that was freed before the cut is unknown
     length = len(cut.trace.events)
     assert cut.trace.live_bytes.tolist() == whole.trace.live_bytes[-length:].tolist()
     assert cut.missing == 0 and cut.reserved_bytes == 20 * MIB
@@ -92,7 +92,7 @@ def test_busiest_device_is_read_unless_another_is_given(history_of):
 def test_missing_events_are_counted_and_blocks_never_overlap(history_of):
     events = [
         event("alloc", START, 4096),
-        event("alloc", START + 1024, 512),  # the former's free is missing
+        event("alloc", START + 1024, 512),  # the first block's free is missing
         *freed(START, 4096),  # its malloc is missing
         event("alloc", START + 8192, 512),
         event("segment_free", START + 8192, 8192),  # with a block inside
@@ -180,7 +180,7 @@ def test_damaged_values_are_read_or_raise_trace_error(history_of):
 
 @given(recordings(), st.integers(0, 30))
 def test_history_that_begins_later_ends_with_the_same_live_bytes(tmp_path_factory, recording, lost):
-    """The ring keeps its last events; blocks of before are known by their frees, or by the end."""
+    """Cut off the first events, as a full ring does: earlier blocks show only in their frees or at the end."""
     trace = recording.trace(base_bytes=2**30)
     if int(trace.events["nbytes"][trace.events["request"] < 0].sum()) > 2**30:
         return

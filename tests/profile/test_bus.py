@@ -1,4 +1,4 @@
-"""Several watch the operators of a process at once: each is told of what it alone would be told of."""
+"""Several watchers of one process's operators each see the same as alone."""
 
 from __future__ import annotations
 

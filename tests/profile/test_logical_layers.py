@@ -1,4 +1,4 @@
-"""Logical layers: an even division of what ran, whose times add up to those of the step."""
+"""Logical layers divide the operators of a step evenly, and their times add up to the step's."""
 
 from collections import Counter
 from dataclasses import FrozenInstanceError
@@ -46,7 +46,7 @@ def test_layer_seconds_are_its_share_of_the_steps_operators():
         recording.op("mm")
     recording.phase(Pass.BACKWARD, 0)
     recording.op("mm")
-    # What is in no layer counts in the step: 2 s over 8 operators.
+    # Operators outside of layers count too: 2 s over 8 operators.
     layers = logical_layers(recording.trace(), 0, groups=4)
     assert [(layer.operators, layer.seconds) for layer in layers] == [
         (1, 0.25),
@@ -112,7 +112,7 @@ def test_empty_step_has_no_layers_and_a_step_without_duration_raises():
 
 
 LAYER_S = np.array([5.0, 1.0, 0.5, 4.0, 0.5, 1.0])
-"""Operators of one layer, unlike one another."""
+"""Seconds of the operators of one layer, which differ widely."""
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8, 16, 32])

@@ -1,4 +1,4 @@
-"""Pickles of plain data are read, and nothing in a pickle is run."""
+"""Pickles of plain data are read, and no pickle runs code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_long_texts_and_shared_parts_are_read():
 
 
 class Runs:
-    """Creates a file when it is unpickled by Python."""
+    """An object that makes a folder if Python unpickles it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""The sequence of operators: what torch's profiler sees of the training thread and of backwards."""
+"""The recorded sequence of operators is the profiler's, for the training thread and for backwards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_recorded_operators_match_the_profilers_in_order(recorder: Recorder) -> 
 
 
 def test_sequence_matches_forward_and_backward_of_the_profiler(recorder: Recorder) -> None:
-    """The optimizer, like all that runs without gradients, is no part of it, nor is what accumulates gradients."""
+    """Leave out the optimizer, all else that runs without gradients, and the accumulation of gradients."""
     step, passes = trainer(), trainer(optimizes=False)
     seen = sequence(recorder, step)
     assert seen == sequence(recorder, passes) == without_accumulation(profiled_operators(passes))
@@ -155,7 +155,7 @@ def test_watching_after_a_recording_is_as_before_or_as_last_set(recorder: Record
 
 @pytest.mark.parametrize("ranks", [1, 64])
 def test_gradient_hooks_are_no_part_of_the_sequence(recorder: Recorder, ranks: int) -> None:
-    """Frameworks reduce and partition gradients in them, in loops over ranks; in callbacks behind a backward, too."""
+    """Partition gradients as frameworks do: in hooks, in loops over ranks, and in callbacks after a backward."""
     x = torch.ones(3, requires_grad=True)
 
     def partition(parameter: torch.Tensor) -> None:

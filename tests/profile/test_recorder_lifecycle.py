@@ -1,4 +1,4 @@
-"""A recorder's life: one in a process, errors in any place, forks and exits; nothing is left of it."""
+"""A recorder's life: one per process, errors anywhere, recordings that are cut short; it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ details = pytest.mark.parametrize("detail", Detail)
 
 
 def assert_gone() -> None:
-    """Neither operators nor allocations reach the native core."""
+    """Assert that neither operators nor allocations reach the native core."""
     core = native.load()
     core.take_sequence()
     core.take_requests()
@@ -58,7 +58,7 @@ def test_second_recorder_is_refused_until_the_first_stops(nothing_left: None) ->
     second = Recorder("cpu")
     first.stop()
     first.watch(True)
-    assert sequence(second, torch.ones(2).exp)[-1:] == ["aten::exp"], "what the first one does is nothing to it"
+    assert sequence(second, torch.ones(2).exp)[-1:] == ["aten::exp"], "the stopped recorder does not affect it"
     second.stop()
 
 
@@ -125,7 +125,7 @@ def test_recording_tracks_its_peak_and_can_be_dropped(recorder: Recorder) -> Non
         peaks.append(recorder.peak_bytes - before)
     recorder.drop()
     assert peaks == [400, 4000, 4000] and not recorder.recording
-    assert sequence(recorder, torch.ones(2).exp)[-1:] == ["aten::exp"], "it watches on"
+    assert sequence(recorder, torch.ones(2).exp)[-1:] == ["aten::exp"], "watching continues"
     trace = record(recorder, lambda: torch.empty(500, dtype=torch.uint8), Detail.TENSORS)
     assert trace.requests["nbytes"].tolist() == trace.tensors["nbytes"].tolist() == [500]
     assert trace.peak_bytes - trace.base_bytes == 500 and trace.replays_exactly() is True
@@ -189,8 +189,8 @@ def test_interrupted_step_leaves_the_next_recording_unchanged(
     assert set(after.phases) == set(expected.phases)
 
 
-def inside_of_an_operator(call: Callable[[], Any]) -> None:
-    """Runs it in the middle of an operator of Python's."""
+def call_inside_operator(call: Callable[[], Any]) -> None:
+    """Run `call` in the middle of a custom operator that is written in Python."""
     calls.append(call)
     torch.ops.memplug_tests.calls(torch.ones(16))
 
@@ -206,30 +206,30 @@ def _calls(x: torch.Tensor) -> torch.Tensor:
 
 def test_operator_in_which_a_recording_ends_encloses_none_of_the_next(recorder: Recorder) -> None:
     recorder.begin(Detail.TENSORS)
-    inside_of_an_operator(lambda: recorder.end(Fingerprint(), ()))
+    call_inside_operator(lambda: recorder.end(Fingerprint(), ()))
     trace = record(recorder, torch.ones(2).exp, Detail.REQUESTS)
     assert trace.operators["depth"].tolist() == [0]
 
 
 def test_recordings_may_begin_and_end_inside_an_operator(recorder: Recorder) -> None:
     kept = torch.ones(2)
-    inside_of_an_operator(lambda: recorder.begin(Detail.TENSORS))
+    call_inside_operator(lambda: recorder.begin(Detail.TENSORS))
     kept.exp_()
     traces = []
-    inside_of_an_operator(lambda: traces.append(recorder.end(Fingerprint(), ())))
-    inside_of_an_operator(lambda: recorder.begin(Detail.TENSORS))
-    inside_of_an_operator(lambda: traces.append(recorder.end(Fingerprint(), ())))
-    inside_of_an_operator(lambda: (recorder.begin(Detail.TENSORS), recorder.end(Fingerprint(), ()), recorder.begin(1)))
+    call_inside_operator(lambda: traces.append(recorder.end(Fingerprint(), ())))
+    call_inside_operator(lambda: recorder.begin(Detail.TENSORS))
+    call_inside_operator(lambda: traces.append(recorder.end(Fingerprint(), ())))
+    call_inside_operator(lambda: (recorder.begin(Detail.TENSORS), recorder.end(Fingerprint(), ()), recorder.begin(1)))
     recorder.end(Fingerprint(), ())
     traces.append(record(recorder, kept.exp_, Detail.TENSORS))
     recorder.begin(Detail.TENSORS)
-    inside_of_an_operator(lambda: (recorder.drop(), recorder.begin(Detail.TENSORS), kept.exp_()))
+    call_inside_operator(lambda: (recorder.drop(), recorder.begin(Detail.TENSORS), kept.exp_()))
     kept.exp_()
     traces.append(recorder.end(Fingerprint(), ()))
     assert operator_names(traces[-1]).count("aten::exp_") == 2
     last = rows.operator(traces[-1], -1)
     assert (last.name, last.reads, last.writes) == ("aten::exp_", (0,), (0,))
-    assert traces[-1].tensors["nbytes"].tolist() == [8, 64, 64], "what it was in has no index here"
+    assert traces[-1].tensors["nbytes"].tolist() == [8, 64, 64], "the operator around it has no index in this recording"
     for trace in traces:
         assert trace.replays_exactly() in (True, None)
     assert traces[-2].tensors["nbytes"].tolist() == [8] and len(traces[-2].uses) == 2

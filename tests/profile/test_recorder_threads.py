@@ -1,4 +1,4 @@
-"""Whose operators are in the sequence: the training thread's, and those of backwards on any thread."""
+"""The sequence has the operators of the training thread, and those of backwards on any thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.recording import in_thread, nested, nothing_left, operator_na
 __all__ = ["nothing_left", "recorder"]
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-OWN_THREADS_FROM = 61  # autograd nests that many backwards on one thread before it takes another, of its own
+OWN_THREADS_FROM = 61  # autograd nests that many backwards on one thread before it uses a thread of its own
 
 
 def test_operators_of_other_threads_are_in_neither_sequence_nor_trace(recorder: Recorder) -> None:

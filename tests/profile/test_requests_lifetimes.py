@@ -1,4 +1,4 @@
-"""Blocks of any lifetime: from before a recording, after it, after the recorder, and in hands other than a tensor's."""
+"""Blocks of any lifetime and holder: older than a recording, or outliving it, its recorder or the process."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ HOLDERS = {
     "pickle": through_pickle,
     "file": through_file,
     "copy on write": copy_on_write,
-    "copy on write, not written to": lambda x: torch._lazy_clone(x),
+    "copy on write, unwritten": lambda x: torch._lazy_clone(x),
     "storage": lambda x: x.untyped_storage(),
     "parameter": lambda x: nn.Parameter(x),
     "set_": lambda x: torch.empty(3).set_(x),
@@ -101,7 +101,7 @@ HOLDERS = {
 
 
 def total(held: Any) -> float:
-    """The sum of all elements."""
+    """Return the sum of all elements."""
     if isinstance(held, torch.UntypedStorage):
         held = torch.empty(0).set_(held)
     return held.sum().item()
@@ -120,11 +120,11 @@ def test_recording_sees_malloc_and_free_of_blocks_with_any_holder(how: str, reco
     trace = record(recorder, step)
     kept_bytes = int(trace.live_bytes[-1])
     assert trace.replays_exactly() is True and trace.requests["nbytes"].max() == 4000
-    # torch takes what it unpickles from the default allocator, whichever is installed
+    # torch unpickles into memory of the default allocator, whichever is installed
     assert native.load().tracked_bytes() == kept_bytes == (0 if how in ("shared memory", "pickle") else 4000)
     assert total(held[0]) in {sum(range(1000)), sum(range(10, 1000)), 2 * sum(range(1000))}
     later = record(recorder, held.clear)
-    assert later.base_bytes == kept_bytes == -sum(request_sizes(later)), "freed as it was asked for, to the byte"
+    assert later.base_bytes == kept_bytes == -sum(request_sizes(later)), "freed bytes equal requested bytes"
     assert native.load().tracked_bytes() == 0
 
 

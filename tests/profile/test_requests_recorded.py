@@ -1,4 +1,4 @@
-"""Requests for memory on the CPU: every one of a step, in order, as torch's own profiler counts them."""
+"""A recording has all memory requests of a step on the CPU, in order, as torch's profiler reports them."""
 
 from __future__ import annotations
 
@@ -117,12 +117,12 @@ THREADS, SLOTS = 8, 32
 
 
 def churn(index: int, rounds: int, slots: list[Any], stop: threading.Event) -> None:
-    """Allocates, and leaves what it allocated to another thread to free."""
+    """Allocate blocks that other threads free, by overwriting their slots."""
     generator = np.random.default_rng(index)
     for nbytes, slot in generator.integers(1, (5000, SLOTS), (rounds, 2)):
         if stop.is_set():
             return
-        slots[slot] = torch.empty(nbytes, dtype=torch.uint8)  # what was there is freed here
+        slots[slot] = torch.empty(nbytes, dtype=torch.uint8)  # frees the block that was in the slot
         torch.ones(64, 8).softmax(0)
 
 
@@ -187,7 +187,7 @@ def test_recordings_begin_and_end_while_other_threads_allocate(recorder: Recorde
 
 
 def test_recordings_begin_and_end_during_another_threads_backward(recorder: Recorder) -> None:
-    """It holds no lock of Python's, and each gradient that it leaves is a new peak."""
+    """Run a backward without Python's lock while recordings begin and end; each gradient is a new peak."""
     weights = [torch.ones(4, requires_grad=True) for _ in range(3000)]
     total = sum(weight.exp().sum() for weight in weights)
     stop = threading.Event()
@@ -208,7 +208,7 @@ def test_recordings_begin_and_end_during_another_threads_backward(recorder: Reco
     finally:
         stop.set()
         thread.join()
-    assert 0 in threads, "a backward is training's, wherever it runs"
+    assert 0 in threads, "a backward counts as training on any thread"
 
 
 def test_request_names_the_threads_that_made_and_freed_it(recorder: Recorder) -> None:

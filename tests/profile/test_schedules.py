@@ -1,4 +1,4 @@
-"""Synthetic steps are what their schedule says, and made of what was recorded."""
+"""Synthetic steps follow their schedule, and consist of recorded layers."""
 
 import dataclasses
 from collections import Counter
@@ -58,7 +58,7 @@ def test_layer_scripts_free_all_requests_in_forward_or_backward(source):
     forward, saving, backward = (scripts(source)[name] for name in ("forward", "saving", "backward"))
     asked = {("forward", act.slot): act.nbytes for act in forward if act.nbytes}
     freed = {("forward", act.slot) for act in (*forward, *backward) if act.script == "forward" and not act.nbytes}
-    assert freed == set(asked), "what the forward leaves, its backward frees"
+    assert freed == set(asked), "the backward frees all that its forward leaves"
     saved = {act.slot for act in saving if act.nbytes} - {act.slot for act in saving if not act.nbytes}
     taken = {act.slot for act in backward if act.script == "saving" and not act.nbytes}
     assert saved == taken and len(saved) > 10

@@ -1,4 +1,4 @@
-"""When two steps are the same program: small differences pass; other lengths, operators and orders do not."""
+"""Two steps are one program despite small differences, but not with other lengths, operators or orders."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_regions_unseen_in_one_of_two_steps_are_ignored():
     assert difference(shorter, whole) == "1 region inputs (-50% of bytes)"
 
 
-# -- what passes -------------------------------------------------------------------------------------------------------
+# -- differences that are no change ------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -78,13 +78,13 @@ def test_few_inserted_operators_are_no_change(operators, insertions):
 @pytest.mark.parametrize("where", [0.0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("share", [0.01, 0.04])
 def test_block_within_the_tolerance_is_no_change_at_any_position(where, share):
-    """Counted by position it would be: what follows is shifted."""
+    """Insert a block that shifts all later operators: a comparison by position would see a change."""
     step = (FORWARD * 16 + BACKWARD * 16) * 2 + OPTIMIZER
     at, extra = int(where * len(step)), [200 + i % 7 for i in range(int(share * len(step)))]
     assert similar(program(step), program(step[:at] + extra + step[at:]), *LIMITS)
 
 
-# -- what does not -----------------------------------------------------------------------------------------------------
+# -- differences that are a change -------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -96,7 +96,7 @@ def test_replacing_every_operator_is_a_change(operators, data):
 
 @pytest.mark.parametrize("micro_batches", [2, 4, 8])
 def test_same_blocks_in_another_order_are_a_change(micro_batches):
-    """All forwards before all backwards: the same operators, nearly the same pairs, and more graphs in flight."""
+    """Run all forwards before all backwards: the same operators, nearly the same pairs, more graphs in flight."""
     forward, backward = FORWARD * 8, BACKWARD * 8
     one = program((forward + backward) * micro_batches + OPTIMIZER)
     other = program(forward * micro_batches + backward * micro_batches + OPTIMIZER)
@@ -117,13 +117,13 @@ def test_swapping_all_neighbours_is_a_change():
 
 @pytest.mark.parametrize(("longer", "same"), [(105, True), (106, False)])
 def test_number_of_operators_may_differ_by_the_tolerance(longer, same):
-    """5 of 105 are less than 5 %, 6 of 106 are more."""
+    """Allow 5 of 105, which is less than 5 %, and not 6 of 106, which is more."""
     assert similar(program([1] * 100), program([1] * longer), *LIMITS) is same
 
 
 @pytest.mark.parametrize(("total", "same"), [(1050, True), (1060, False), (950, True), (940, False)])
 def test_bytes_of_region_inputs_may_differ_by_the_tolerance(total, same):
-    """A longer sequence runs the same operators."""
+    """Change bytes alone: a longer sequence runs the same operators."""
     assert similar(program([1, 2, 3], [500, 500]), program([1, 2, 3], [500, total - 500]), *LIMITS) is same
 
 
@@ -150,7 +150,7 @@ def test_empty_and_nonempty_sequences_are_different_programs():
     assert not similar(program([1]), program([2]), *LIMITS)
 
 
-# -- steps whose operators nobody watched ------------------------------------------------------------------------------
+# -- steps without watched operators -----------------------------------------------------------------------------------
 
 
 def test_unwatched_step_is_compared_by_nodes_and_sizes():
@@ -166,7 +166,7 @@ def test_different_node_counts_are_different_programs():
     assert not similar(Program([1, 2, 3], ((100,),), 50), Program([1, 2, 3], ((100,),), 100), *LIMITS)
 
 
-# -- what people and other processes see -------------------------------------------------------------------------------
+# -- text and fingerprints ---------------------------------------------------------------------------------------------
 
 
 def test_fingerprint_is_the_same_in_another_process_and_unique():

@@ -1,4 +1,4 @@
-"""Features of tensors: what a loop over the uses makes of them, the same for the same tensor in every iteration."""
+"""Features of tensors match a loop over their uses, and repeat for the same tensor in every iteration."""
 
 import numpy as np
 from hypothesis import given
@@ -11,7 +11,7 @@ from tests.support.traces import Recording, recordings, training
 
 
 def features_by_loop(trace, ranks):
-    """Appendix A, as it is written there."""
+    """Return the features by a loop, as Appendix A writes it."""
     seen, rows = {}, []
     for use in trace.uses:
         name = trace.names[trace.operators["name"][use["operator"]]]
@@ -28,7 +28,7 @@ def features_by_loop(trace, ranks):
 
 @st.composite
 def programs(draw):
-    """Many operators by many names, each over a few of few tensors."""
+    """Draw a trace with many operator names, whose operators read and write some of four tensors."""
     recording = Recording()
     tensors = [recording.tensor(draw(st.integers(0, 100)), draw(st.sampled_from("ab"))) for _ in range(4)]
     offset, several = draw(st.integers(0, 300)), st.lists(st.sampled_from(tensors), max_size=3)
@@ -63,7 +63,7 @@ def test_operators_are_ranked_by_frequency_then_name(recording):
 def test_tensor_has_the_same_features_in_every_iteration():
     trace = training(steps=4).trace()
     ranks = ranking(trace)
-    # The weights of the loop live on and have been used more often each time: only what a step makes is made again.
+    # Weights live on, and their use counts grow; only tensors that a step makes come again.
     ours = [features(cut(trace, step), ranks)[cut(trace, step).uses["tensor"] >= 2] for step in (1, 2)]
     assert len(ours[0]) > 0
     assert ours[0].tolist() == ours[1].tolist()
@@ -106,7 +106,7 @@ def test_life_is_described_as_of_its_last_use_in_a_forward():
     trace = recording.trace()
     one, two, three = lives(trace)
     then = features(trace)
-    assert (saved, late, unused) == (0, 1, 2), "the rows are in their order"
+    assert (saved, late, unused) == (0, 1, 2), "rows are in the order of numbers"
     assert (one["nbytes"], trace.dtypes[one["dtype"]], one["uses"]) == (64, "bfloat16", 4)
     assert [int(one[name]) for name in ("first_operator", "last_operator", "use")] == [0, 3, 1]
     assert [one[name] for name in ("count", "tag", "stack")] == [2, then[1]["tag"], then[1]["stack"]]

@@ -1,4 +1,4 @@
-"""In detail: which storages each operator reads and writes, under numbers that no other storage gets."""
+"""Detailed recordings name the storages that each operator reads and writes, by unique numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def detailed(recorder: Recorder, step: Callable[[], Any]) -> Trace:
 
 
 def only(trace: Trace, name: str) -> rows.OpEvent:
-    """The one operator of that name."""
+    """Return the one operator of that name."""
     (index,) = [index for index, found in enumerate(operator_names(trace)) if found == name]
     return rows.operator(trace, index)
 
@@ -54,7 +54,7 @@ def test_uses_name_the_storages_of_a_small_program(recorder: Recorder) -> None:
     assert sizes(trace, total.writes) == [(8, "float64")]
     inner = only(trace, "aten::sum.dim_IntList")
     assert (inner.index, inner.reads, inner.writes) == (total.index + 1, total.reads, total.writes)
-    assert len(trace.tensors) == 6, "these and the other, as float64"
+    assert len(trace.tensors) == 6, "these five, and `other` as float64"
 
 
 def test_lists_of_tensors_are_read_as_their_elements_without_none(recorder: Recorder) -> None:
@@ -128,7 +128,7 @@ def test_new_storage_at_a_reused_address_has_its_own_number(recorder: Recorder) 
 
     trace = detailed(recorder, program)
     writes = [rows.operator(trace, index).writes for index in range(len(trace.operators))]
-    assert len(set(addresses)) < 50, "no address came twice: the test shows nothing"
+    assert len(set(addresses)) < 50, "no address was reused, so the test shows nothing"
     assert writes == [(number,) for number in range(50)]
 
 
@@ -149,7 +149,7 @@ def test_recorded_storages_agree_with_requests(recorder: Recorder) -> None:
         seen.remove(nbytes)
     steady = len(seen)
     again = detailed(recorder, step)
-    assert len(again.tensors) == len(made) + steady, "each storage that is made, and those that were there"
+    assert len(again.tensors) == len(made) + steady, "storages made in the step, and those from before it"
     assert np.array_equal(again.uses, trace.uses) and np.array_equal(again.tensors, trace.tensors)
 
 

@@ -1,4 +1,4 @@
-"""A trace is what was recorded: nothing dropped, nothing that cannot be, and the same bytes in use as in the run."""
+"""A trace holds all that was recorded, refuses the impossible, and replays the bytes in use of the run."""
 
 import re
 import subprocess
@@ -172,7 +172,7 @@ def test_step_cut_out_equals_a_recording_of_that_step_alone():
     for name in ("uses", "tensors", "requests", "live_bytes"):
         assert getattr(second, name).tolist() == getattr(alone, name).tolist(), name
     assert second.operators["name"].tolist() == alone.operators["name"].tolist()
-    # The one event before its first operator finds the last operator of the step before: none, when cut.
+    # The event before the step's first operator has the last operator of the step before: none, once cut.
     assert second.events.tolist() == alone.events.tolist()
 
 
@@ -199,7 +199,7 @@ def test_event_of_a_cut_step_is_assigned_to_the_nearest_own_operator():
 
 @given(recordings())
 def test_cutting_a_step_keeps_its_live_bytes(recording):
-    # More than what is ever given back, so that they stay above 0.
+    # More bytes than the recording frees, so live bytes stay above 0.
     trace = recording.trace(base_bytes=2**46)
     for step in range(len(trace.steps)):
         assert cut(trace, step).live_bytes.tolist() == trace.live_bytes[trace.step_events(step)].tolist()

@@ -1,4 +1,4 @@
-"""A trace's file gives back that trace, or one error that says what to do; whatever happened to its bytes."""
+"""A trace file loads as the saved trace, or raises one error with advice, however its bytes were damaged."""
 
 import io
 import json
@@ -116,7 +116,7 @@ FILES = {"saved": None, "long": LEGACY[0]}
 
 @pytest.fixture(params=FILES)
 def good(request, path):
-    """The bytes of a file, and the trace in it."""
+    """Return the bytes of a file, and the trace in it."""
     if FILES[request.param]:
         shutil.copy(FILES[request.param], path)
     else:
@@ -128,7 +128,7 @@ def good(request, path):
 @settings(in_one_folder, max_examples=300)
 def test_flipped_bits_give_the_same_trace_or_an_error(good, tmp_path, data):
     content, original = bytearray(good[0]), good[1]
-    # As likely in the headers and the directory, which are few bytes, as in what is compressed.
+    # Flip bits of the short headers and directory as often as those of compressed data.
     places = [st.integers(0, 8 * len(content) - 1)]
     for mark in (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06"):
         first = 8 * bytes(content).rfind(mark)
@@ -223,7 +223,7 @@ def test_newer_format_is_refused_with_both_versions(path, monkeypatch):
 
 
 class Bomb:
-    """Raises in whoever unpickles it."""
+    """An object that raises when it is unpickled."""
 
     def __reduce__(self):
         return (exec, ("raise SystemExit('unpickled')",))
@@ -237,14 +237,14 @@ FOREIGN = {
     "pickle": lambda path: path.write_bytes(pickle.dumps(Bomb())),
     "zip": lambda path: write_members(path, {"readme.txt": b"hello"}),
     "empty zip": lambda path: write_members(path, {}),
-    "arrays of something else": lambda path: np.savez(path, weights=np.zeros(3), biases=np.zeros(3)),
+    "unrelated arrays": lambda path: np.savez(path, weights=np.zeros(3), biases=np.zeros(3)),
     "other events": lambda path: np.savez(path, events=np.zeros((3, 2))),
-    "events that are pickled": lambda path: np.savez(path, events=np.array([Bomb()], object)),
-    "meta that is pickled": lambda path: np.savez(path, meta=np.array([Bomb()], object)),
+    "pickled events": lambda path: np.savez(path, events=np.array([Bomb()], object)),
+    "pickled meta": lambda path: np.savez(path, meta=np.array([Bomb()], object)),
     "other meta": lambda path: np.savez(path, meta=np.arange(3)),
-    "JSON of something else": lambda path: np.savez(path, meta=np.frombuffer(b"[1, 2]", np.uint8)),
+    "unrelated JSON": lambda path: np.savez(path, meta=np.frombuffer(b"[1, 2]", np.uint8)),
     "nested JSON": lambda path: np.savez(path, meta=np.full(10**6, ord("["), np.uint8)),
-    "events that are no array": lambda path: write_members(path, {"events.npy": b"\x93NUMPY\x01\x00\xff\xff{"}),
+    "malformed events": lambda path: write_members(path, {"events.npy": b"\x93NUMPY\x01\x00\xff\xff{"}),
     "directory": lambda path: path.mkdir(),
     "pipe": lambda path: os.mkfifo(path),
     "missing": lambda path: None,

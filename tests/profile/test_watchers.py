@@ -1,4 +1,4 @@
-"""The bus tells each watcher of operators what it asked for, whatever the others do (memplug/profile/native/bus.h)."""
+"""The bus calls each watcher of operators for its own needs alone (memplug/profile/native/bus.h)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from tests.support import extension
 from tests.support.recording import callbacks
 
 BEGINNINGS, ENDS, TENSORS = range(3)  # in the order of `Need`
-FIRST, SECOND, THIRD = range(3)  # in that of `Order`
+FIRST, SECOND, THIRD = range(3)  # in the order of `Order`
 
 
 @pytest.fixture
 def bus() -> Iterator[Any]:
-    """The extension, which has a bus of its own; nobody watches before and after a test."""
+    """Yield the extension, which has a bus of its own, without watchers before and after a test."""
     loaded = extension.load()
     loaded.take_heard()
     before = callbacks()
     yield loaded
     for order in (FIRST, SECOND, THIRD):
         loaded.unwatch(order)
-    assert callbacks() == before, "a callback of torch's is left"
+    assert callbacks() == before, "a torch callback is left"
 
 
 def heard(bus: Any, call: Callable[[], object]) -> list[tuple[int, str, bool]]:
-    """What watchers were told: their order, the operator, and whether it ended."""
+    """Return the watchers' calls during `call`: their order, the operator, and whether it ended."""
     bus.take_heard()
     call()
     return bus.take_heard()
@@ -93,7 +93,7 @@ def test_watching_lasts_until_the_last_request_for_it_ends(bus: Any, x: torch.Te
 
 
 def test_ending_a_silenced_watcher_does_not_end_its_successor(bus: Any, x: torch.Tensor) -> None:
-    """As in the child of a fork."""
+    """Silence a watcher, as the child of a fork does."""
     former = bus.Watching(THIRD, ENDS)
     bus.silence(THIRD)
     assert heard(bus, x.cos) == []
