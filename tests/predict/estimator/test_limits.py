@@ -111,5 +111,5 @@ def test_both_searches_run_few_whole_model_steps_without_repeats(monkeypatch: py
     assert {each.layers for each in ran} == {WORKLOAD.layers}
 
 
-def test_the_largest_micro_batch_is_found_without_the_longest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_micro_batch_is_found_without_the_longest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits_of("full", [], [], monkeypatch).largest_batch() == 25

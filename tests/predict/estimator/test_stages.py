@@ -47,7 +47,7 @@ def _pipeline(
 @pytest.mark.parametrize("micro_batches", [4, 8, 32])
 def test_bubble_of_equal_stages_is_stages_minus_one_over_micro_batches(micro_batches: int) -> None:
     found = _pipeline({0: _stage(9.0, 1), 1: _stage(9.0, 1), 3: _stage(9.0, 1)}, 4, micro_batches)["keep"]
-    assert found.bubble_s == pytest.approx(8.0 * 3 / micro_batches)  # of the schedule, and not of the optimizer
+    assert found.bubble_s == pytest.approx(8.0 * 3 / micro_batches)  # a share of the schedule, without the optimizer
     assert found.step_s == pytest.approx(OPTIMIZER_S + 8.0 * (micro_batches + 3) / micro_batches)
 
 

@@ -41,7 +41,7 @@ def test_tiled_loss_and_gradients_match_the_whole_loss(family: str, tiles: int) 
 
 
 class _Operators(TorchDispatchMode):
-    """Records the operators of forward and backward, with the sizes of their inputs."""
+    """A mode that records the operators of forward and backward, with the sizes of their inputs."""
 
     def __init__(self) -> None:
         super().__init__()

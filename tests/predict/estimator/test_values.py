@@ -51,7 +51,9 @@ def test_values_are_recorded_per_module_once_per_step(tmp_path: Path) -> None:
         chosen = [read.outputs[0].sizes[0] for read in reads if read.operator == "aten::nonzero"]
         assert sum(chosen) == TOKENS and list(copy.outputs[0].values) == chosen
         assert [read.operator for read in reads].count(NUMBER) == 1
-    assert values == _values(model, lambda: (step(), step()), tmp_path), "of two micro-batches the first one counts"
+    assert values == _values(model, lambda: (step(), step()), tmp_path), (
+        "only the first of two micro-batches is recorded"
+    )
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -86,7 +86,7 @@ def _copy(to_host: bool, nbytes: int) -> torch.Event:
 
 
 def _ends_s(device: VirtualDevice, *copies: tuple[bool, int]) -> list[float]:
-    """Return when copies end that are queued at once, one after the other."""
+    """Queue copies one after the other, and return the seconds at which each ends."""
     device.synchronize()
     begin, ends = device.stamp(), [_copy(*each) for each in copies]
     device.synchronize()
@@ -98,15 +98,15 @@ def test_copy_is_slower_while_the_other_direction_is_busy(device: VirtualDevice)
     assert _ends_s(device, (True, MIB)) == [pytest.approx(MIB / 1e6, rel=1e-3)]
     short_s = 0.25 * MIB / 2e6
     _, end_s = _ends_s(device, (False, MIB // 4), (True, MIB))
-    # The short one takes twice as long too, although its end was fixed before the other one was queued.
+    # The short copy takes twice as long too, although its end was fixed before the other was queued.
     assert end_s == pytest.approx(MIB / 1e6 + 2 * short_s / 2, rel=1e-3)
 
 
 def test_time_lost_to_a_later_opposite_copy_delays_the_next_copy(device: VirtualDevice) -> None:
     device = VirtualDevice(SHARED)
     first_s, other_s, next_s = _ends_s(device, (True, MIB), (False, MIB), (True, MIB))
-    assert first_s == pytest.approx(MIB / 1e6, rel=1e-3), "its end was fixed"
-    assert other_s == pytest.approx(MIB / 1e6, rel=1e-3), "it ran beside the other one all the while"
+    assert first_s == pytest.approx(MIB / 1e6, rel=1e-3), "its end was already fixed"
+    assert other_s == pytest.approx(MIB / 1e6, rel=1e-3), "it overlapped the first copy all the time"
     assert next_s == pytest.approx(2 * MIB / 1e6 + other_s / 2, rel=1e-3)
 
 
@@ -163,7 +163,7 @@ def test_request_beyond_device_memory_raises_out_of_memory(device: VirtualDevice
         on_device(20 * MIB)
     del kept
     assert small.usage().retries == 0
-    assert on_device(36 * MIB).numel() == 36 * MIB and small.usage().retries == 1, "what was free went back"
+    assert on_device(36 * MIB).numel() == 36 * MIB and small.usage().retries == 1, "free segments were released"
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -229,12 +229,12 @@ def test_block_used_by_another_stream_is_not_reused_before_it_is_done(device: Vi
 def test_holes_are_free_bytes_of_partly_used_segments(device: VirtualDevice, expandable: bool) -> None:
     device = VirtualDevice(SIMPLE, expandable_segments=expandable)
     lasting, freed = on_device(4 * MIB), on_device(4 * MIB)
-    assert device.usage().holes == 12 * MIB, "of a segment, or page, of 20"
+    assert device.usage().holes == 12 * MIB, "of a segment or page of 20 MiB"
     del freed
     assert device.usage().holes == 16 * MIB
     large = on_device(64 * MIB)
     del large
-    assert device.usage().holes == 16 * MIB, "what is free as a whole can go back"
+    assert device.usage().holes == 16 * MIB, "a wholly free segment can be released"
     del lasting
     assert device.usage().holes == 0
 

@@ -1,4 +1,4 @@
-"""Answers from a trace of values: a model that reads them goes on as in the real step; other traces are refused.
+"""A model that reads values gets those of a trace, and goes on as in the recorded step; other traces are refused.
 
 Each trace is of a forward alone: a backward on the CPU would come before the virtual device.
 """
@@ -126,7 +126,7 @@ def _recomputed(module: Reads, x: torch.Tensor) -> torch.Tensor:
     return sum(checkpoint(module.inner, x * factor, use_reentrant=False) for factor in (0, 1))
 
 
-def _as_often_as(count: int) -> Callable[[Reads, torch.Tensor], torch.Tensor]:
+def _reads_numbers(count: int) -> Callable[[Reads, torch.Tensor], torch.Tensor]:
     return lambda module, x: module.weight.sum() * sum(x.sum().item() for _ in range(count))
 
 
@@ -151,8 +151,8 @@ def test_calls_of_one_module_have_their_own_values(tmp_path: Path) -> None:
             "the model asks for aten::nonzero at values_cases.py",
         ),
         (lambda: Reads(_chosen), lambda: Reads(_chosen), torch.ones(2, 4), r"of sizes \[2, 4\], .* of \[3, 4\]"),
-        (lambda: Reads(_as_often_as(2)), lambda: Reads(_as_often_as(3)), _ones(), "has no more than 2"),
-        (lambda: Reads(_as_often_as(2)), lambda: Reads(_as_often_as(1)), _ones(), "1 times, .* has 2"),
+        (lambda: Reads(_reads_numbers(2)), lambda: Reads(_reads_numbers(3)), _ones(), "has no more than 2"),
+        (lambda: Reads(_reads_numbers(2)), lambda: Reads(_reads_numbers(1)), _ones(), "1 times, .* has 2"),
         (
             lambda: Reads(_twice, Reads(_chosen)),
             lambda: Reads(_recomputed, Reads(_chosen)),
@@ -213,7 +213,7 @@ class _Halves(torch.autograd.Function):
         return gradient / gradient.max().item()
 
 
-def _in_every_way(module: Reads, x: torch.Tensor) -> torch.Tensor:
+def _reads_in_every_way(module: Reads, x: torch.Tensor) -> torch.Tensor:
     host = torch.empty(x.shape, device="cpu")
     host.copy_(x)
     assert len(x.cpu().tolist()) == len(x[0].tolist()) - 1 == 3
@@ -223,7 +223,7 @@ def _in_every_way(module: Reads, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_device_step_is_recorded_with_its_host_reads_in_both_passes(device: VirtualDevice, tmp_path: Path) -> None:
-    model, x = Reads(_in_every_way).to("virtual"), _ones().to("virtual")
+    model, x = Reads(_reads_in_every_way).to("virtual"), _ones().to("virtual")
     for layer in (model.forward, lambda x: checkpoint(type(model).forward, model, x, use_reentrant=False)):
         model.forward = layer
         with memplug.record_values(model, tmp_path / "values.json"):

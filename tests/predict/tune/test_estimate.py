@@ -139,6 +139,6 @@ def test_search_with_bounds_finds_the_exhaustive_result(estimator: StepEstimator
 
 
 def test_at_most_as_many_blocks_swap_as_the_forward_hides() -> None:
-    assert most_swaps(machine(), model()) == 1  # 40 bytes are sent in 40 s, and four layers compute for that long
+    assert most_swaps(machine(), model()) == 1  # offloading 40 bytes takes 40 s, as long as four layers compute
     assert most_swaps(machine(to_host=2.5, host_bytes_per_s=1000.0), model()) == 2
     assert most_swaps(machine(to_host=100.0, host_bytes_per_s=1000.0), model()) == 4

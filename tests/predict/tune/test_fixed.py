@@ -151,7 +151,7 @@ def test_ratio_and_reuse_distance_fix_persistent_and_buffered_chunks() -> None:
 
 
 def test_all_unsearched_configurations_are_counted() -> None:
-    slow = machine(gpus=2)  # the copies of one block are hidden
+    slow = machine(gpus=2)  # hides the copies of one block only
     space = space_of(fixed({"stage": 2}), slow, PROFILES)
     assert space.ruled_out[NOT_HIDDEN] > 0
     chunks = len(chunks_of(model()))

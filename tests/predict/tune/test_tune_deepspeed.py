@@ -117,7 +117,7 @@ def test_persistent_chunks_become_a_ratio_of_sub_groups() -> None:
     assert groups == [8, 6, 6, 6, 8] and sum(groups) == 34
     assert (
         int((1 - zero["offload_optimizer"]["ratio"]) * len(groups)) == 2
-    )  # of 14 elements, no more than 3 chunks have
+    )  # groups of 14 elements, no more than a rank has of 3 chunks
     assert "ratio" not in made(configuration(3, "optimizer"))["zero_optimization"]["offload_optimizer"]
 
 

@@ -61,7 +61,7 @@ def test_measured_cpu_rates_are_plausible(file: Path) -> None:
     assert all(1e8 < rate.at(1 << 26) < 1e12 for rate in (*links, *both))
     assert 1e8 < hardware.memory_bytes_per_s < 1e13 and 1e8 < hardware.memory_bytes < 1e14
     assert all(1e-9 < seconds < 1e-2 for seconds in (hardware.kernel_s, hardware.copy_s, hardware.launch_s))
-    assert (hardware.observe_s, hardware.region_s, hardware.restore_s) == (1e-6, 4e-5, 1e-9), "what it was given"
+    assert (hardware.observe_s, hardware.region_s, hardware.restore_s) == (1e-6, 4e-5, 1e-9), "the given host times"
     assert hardware.name
 
 

@@ -80,7 +80,7 @@ def test_further_megatron_layouts_give_a_rank_its_share() -> None:
 
 
 def run(program: str, folder: Path, processes: int = 1) -> str:
-    """Return a program's output, from processes of its own, which must end well."""
+    """Run a program in processes of its own, which must exit cleanly, and return its output."""
     file = folder / "program.py"
     file.write_text(program)
     return launch_forked([file], processes=processes)
