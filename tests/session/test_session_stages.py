@@ -187,7 +187,7 @@ def test_recurring_program_that_finally_stays_gets_its_own_plan() -> None:
         assert settings(run.session) == plan
 
 
-def test_recurring_program_borrows_a_plan_until_planning_would_have_paid() -> None:
+def test_recurring_program_borrows_a_plan_until_it_stays_long_enough() -> None:
     with led(warmup_steps=1, policy_steps=3) as run:
         run.reach_stable(6)
         plan = settings(run.session)
