@@ -30,8 +30,8 @@ def spaces_of(tables: Tables, group: int) -> list[tuple[int, int]]:
     return list(zip(rows["begin"].tolist(), rows["end"].tolist(), strict=True))
 
 
-def bytes_between(plan: AddressPlan, first: int, end: int, kept_bytes: int) -> np.ndarray:
-    """Return which 512-byte units of the reused part some buffer uses from `first` up to `end`, one by one."""
+def used_units(plan: AddressPlan, first: int, end: int, kept_bytes: int) -> np.ndarray:
+    """Return bool[units]: the 512-byte units of the reused part that buffers use from `first` up to `end`."""
     used = np.zeros((plan.solution.height - kept_bytes) // 512, bool)
     for buffer, offset in zip(plan.problem.buffers, plan.solution.offsets, strict=True):
         if not buffer["outlives"] and buffer["lower"] < end and first < buffer["upper"]:
@@ -41,7 +41,7 @@ def bytes_between(plan: AddressPlan, first: int, end: int, kept_bytes: int) -> n
 
 
 @given(recordings())
-def test_every_request_is_at_its_planned_address_in_the_order_of_its_place(recording) -> None:
+def test_tables_hold_each_request_at_its_planned_address_by_place(recording) -> None:
     plan = plan_of(last_step(recording.trace()))
     tables, table = tables_of(plan), plan.problem.buffers
     requests = tables.requests
@@ -54,14 +54,14 @@ def test_every_request_is_at_its_planned_address_in_the_order_of_its_place(recor
     places = list(zip(requests["phase"].tolist(), requests["layer"].tolist(), strict=True))
     assert len({place for place, before in zip(places, [None, *places], strict=False) if place != before}) == len(
         set(places)
-    ), "each place's are together"
+    ), "requests of one place are adjacent"
     for place in set(places):
         rows = tables.rows[[each == place for each in places]]
         assert (np.diff(rows) > 0).all(), "in program order"
 
 
 @given(recordings())
-def test_what_outlives_the_step_has_a_slot_each_apart_from_the_rest(recording) -> None:
+def test_requests_that_outlive_the_step_get_slots_apart_from_the_rest(recording) -> None:
     plan = plan_of(last_step(recording.trace()))
     tables, table = tables_of(plan), plan.problem.buffers
     kept = table[table["outlives"]]
@@ -82,7 +82,7 @@ def test_what_outlives_the_step_has_a_slot_each_apart_from_the_rest(recording) -
 
 
 @given(recordings())
-def test_bytes_that_several_streams_use_are_marked_with_the_others(recording) -> None:
+def test_requests_name_the_other_streams_that_use_their_bytes(recording) -> None:
     plan = plan_of(last_step(recording.trace()))
     tables = tables_of(plan)
     rows = tables.requests.tolist()
@@ -98,7 +98,7 @@ def test_bytes_that_several_streams_use_are_marked_with_the_others(recording) ->
 
 
 @given(recordings())
-def test_reusable_space_is_unused_as_long_as_it_is_said_to_be(recording) -> None:
+def test_reusable_space_is_unused_for_its_whole_interval(recording) -> None:
     plan = plan_of(last_step(recording.trace()))
     tables = tables_of(plan)
     end = int(plan.problem.buffers["upper"].max(initial=0))
@@ -108,12 +108,12 @@ def test_reusable_space_is_unused_as_long_as_it_is_said_to_be(recording) -> None
             lower, upper = plan.problem.buffers[["lower", "upper"]][row].item()
             checks.append((int(request["spare"]), lower, upper))
     for group, first, last in checks:
-        used = bytes_between(plan, first, last, tables.kept_bytes)
+        used = used_units(plan, first, last, tables.kept_bytes)
         for begin, stop in spaces_of(tables, group):
             assert not used[begin // 512 : stop // 512].any()
 
 
-def test_what_lies_between_passes_is_told_apart_by_the_forward_before_it() -> None:
+def test_phases_between_passes_are_numbered_by_the_preceding_forward() -> None:
     recording = Recording()
     recording.phase(Pass.OTHER)
     requests = [recording.malloc(512)]
@@ -128,7 +128,7 @@ def test_what_lies_between_passes_is_told_apart_by_the_forward_before_it() -> No
     assert sorted(phases) == sorted([0 * 8, 1 * 8 + 1, 1 * 8, 2 * 8 + 1, 2 * 8])
 
 
-def test_dynamic_requests_have_their_groups_and_one_for_those_that_were_not_there() -> None:
+def test_dynamic_requests_have_groups_and_unplanned_ones_a_common_group() -> None:
     recording = Recording()
     recording.phase(Pass.FORWARD, 0)
     recording.layer("experts", dynamic=True)
@@ -149,7 +149,7 @@ def test_dynamic_requests_have_their_groups_and_one_for_those_that_were_not_ther
     assert (tables.dynamic["phase"] == 8 + 1).all()
 
 
-def test_a_plan_whose_kept_buffers_lie_among_the_others_is_refused() -> None:
+def test_plan_with_kept_buffers_among_the_others_is_refused() -> None:
     recording = Recording()
     recording.free(recording.malloc(512))
     recording.malloc(512)
@@ -159,7 +159,7 @@ def test_a_plan_whose_kept_buffers_lie_among_the_others_is_refused() -> None:
         tables_of(plan)
 
 
-def test_a_recorded_step_of_a_large_model_is_read_in_no_time() -> None:
+def test_tables_of_a_large_recorded_step_are_complete() -> None:
     plan = plan_of(last_step(load(DATA / "llama7b_ckpt.npz")))
     tables = tables_of(plan)
     assert len(tables.requests) == int((plan.problem.buffers["lower_phase"] >= 0).sum()) > 9000

@@ -1,4 +1,4 @@
-"""The planned arena serves training, whose numbers are those of a run without memplug."""
+"""The planned arena serves training, and losses equal those of a run without memplug."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def without() -> Run:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_dense_model_is_served_and_its_losses_are_those_of_a_run_without(name: str, without: Run) -> None:
+def test_dense_model_is_served_with_unchanged_losses(name: str, without: Run) -> None:
     with nothing_leaks():
         run = train(BLOCKS[name], steps=40, validate=10)
     assert run.losses == without.losses
@@ -69,11 +69,11 @@ def test_a_dense_model_is_served_and_its_losses_are_those_of_a_run_without(name:
     assert run.served >= 0.999
     assert run.report["arena_step_served"] == 1.0
     assert run.report["arena_predicted_fragmentation"] <= 0.005
-    # of some 300 KiB: two requests of 512 bytes sometimes take turns
+    # of about 300 KiB: two requests of 512 bytes sometimes alternate
     assert run.report["arena_peak_fragmentation"] <= 0.02
 
 
-def test_a_mixture_of_experts_is_partly_served_from_idle_space() -> None:
+def test_mixture_of_experts_is_partly_served_from_reusable_space() -> None:
     run = train(ALONE, mixtral, steps=20)
     assert run.losses == train(OFF, mixtral, steps=20).losses
     report = run.report
@@ -82,7 +82,7 @@ def test_a_mixture_of_experts_is_partly_served_from_idle_space() -> None:
     assert report["arena_served"] > 0 and max(run.mismatched[-10:]) == 0
 
 
-def test_a_mixture_swapped_and_recomputed_is_served_too() -> None:
+def test_mixture_that_swaps_and_recomputes_is_served() -> None:
     block = {"enabled": True, "plan_dir": False, "tokenwise": {"alpha": 1, **SMALL}}
     run = train(block, mixtral, steps=14)
     assert run.losses == train({**block, "arena": {"enabled": False}}, mixtral, steps=14).losses
@@ -90,7 +90,7 @@ def test_a_mixture_swapped_and_recomputed_is_served_too() -> None:
 
 
 @pytest.mark.cpu("it looks at that device")
-def test_fetched_outputs_land_at_planned_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetched_outputs_land_at_planned_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[bool] = []
 
     class Noting(ScriptedDevice):
@@ -110,8 +110,8 @@ def test_fetched_outputs_land_at_planned_addresses(monkeypatch: pytest.MonkeyPat
 # -- tensors that outlive a step ---------------------------------------------------------------------------------------
 
 
-def test_what_is_kept_from_step_to_step_is_never_overwritten() -> None:
-    """Keep the outputs of every step, and copies made at once."""
+def test_tensors_kept_from_step_to_step_are_never_overwritten() -> None:
+    """Keep the outputs of every step, and compare them with copies made at once."""
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     torch.manual_seed(0)
     model = llama()
@@ -128,7 +128,7 @@ def test_what_is_kept_from_step_to_step_is_never_overwritten() -> None:
         assert torch.equal(tensor, copied)
 
 
-def test_memory_stays_valid_after_detaching_and_goes_with_its_last_tensor() -> None:
+def test_arena_memory_outlives_detaching_until_its_last_tensor_dies() -> None:
     model = llama()
     batch = torch.randint(0, 64, (2, 16))
     with nothing_leaks():
@@ -148,7 +148,7 @@ def test_memory_stays_valid_after_detaching_and_goes_with_its_last_tensor() -> N
 
 
 @pytest.mark.cpu("of its allocator")
-def test_a_recording_knows_nothing_of_what_a_former_arena_left() -> None:
+def test_recording_ignores_blocks_of_an_earlier_arena() -> None:
     model = llama()
     batch = torch.randint(0, 64, (2, 16))
     with memplug.attach(model, ALONE) as session:
@@ -170,8 +170,8 @@ def test_a_recording_knows_nothing_of_what_a_former_arena_left() -> None:
     assert (trace.events["request"] >= 0).all()
 
 
-def test_optimizer_state_that_is_made_late_is_kept_out_of_what_is_used_again() -> None:
-    """Begin momentum in step 9, when there has been a plan for a while."""
+def test_optimizer_state_made_after_planning_is_not_overwritten() -> None:
+    """Switch momentum on in step 9, several steps after the arena began to serve."""
 
     def run(block: dict[str, Any]) -> list[float]:
         torch.manual_seed(0)
@@ -195,7 +195,7 @@ def test_optimizer_state_that_is_made_late_is_kept_out_of_what_is_used_again() -
 # -- programs ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_program_has_a_plan_of_its_own() -> None:
+def test_each_program_has_its_own_plan() -> None:
     """Alternate two lengths, ten steps each; each must have its plan when it returns.
 
     The longer one is first: the prefetch limit follows the largest region seen.
@@ -209,11 +209,11 @@ def test_every_program_has_a_plan_of_its_own() -> None:
     assert run.losses == train(OFF, steps=48, length=length).losses
     assert run.states[35] is run.states[47] is State.SERVING
     assert run.mismatched[34] == run.mismatched[46] == 0
-    assert run.states[28:35] == [State.SERVING] * 7, "the first one's plan is there still"
+    assert run.states[28:35] == [State.SERVING] * 7, "the first program's plan is still there"
 
 
-def test_a_program_that_changes_unseen_gets_a_new_plan() -> None:
-    """Use a number for alpha, which compares no programs: requests that the plan does not know show the change."""
+def test_program_change_shown_only_by_requests_leads_to_a_new_plan() -> None:
+    """Use a numeric alpha, which compares no programs: only unplanned requests show the change."""
 
     def length(step: int) -> int:
         return 16 if step < 10 else 40
@@ -224,7 +224,7 @@ def test_a_program_that_changes_unseen_gets_a_new_plan() -> None:
     assert run.mismatched[11] > 100 and max(run.mismatched[-4:]) == 0
 
 
-def test_requests_that_never_repeat_are_not_planned_for_again_and_again() -> None:
+def test_requests_that_never_repeat_cause_few_plans() -> None:
     def length(step: int) -> int:
         return 8 + 4 * (step * 7 % 11)
 
@@ -236,13 +236,13 @@ def test_requests_that_never_repeat_are_not_planned_for_again_and_again() -> Non
 # -- its messages ------------------------------------------------------------------------------------------------------
 
 
-def test_a_block_without_the_arena_says_so_and_has_none() -> None:
+def test_arena_switched_off_by_the_block_reports_the_reason() -> None:
     run = train({**ALONE, "tokenwise": {"alpha": 0}, "arena": {"enabled": False}}, steps=6)
     assert run.report["arena"] == "off" and run.report["arena_off_because"] == "the block switches it off"
     assert run.report["arena_bytes"] == run.report["arena_served"] == run.report["arena_plans"] == 0
 
 
-def test_a_steps_counts_are_what_was_added_and_what_it_holds_is_that_of_now() -> None:
+def test_step_counters_are_differences_and_gauges_are_current() -> None:
     model = llama()
     batch = torch.randint(0, 64, (2, 16))
     with memplug.attach(model, ALONE) as session:
@@ -262,7 +262,7 @@ def test_a_steps_counts_are_what_was_added_and_what_it_holds_is_that_of_now() ->
         assert names | {"since"} == {name for name in dir(step) if not name.startswith("_")}
 
 
-def test_the_profiler_sees_blocks_of_the_arena() -> None:
+def test_torch_profiler_sees_arena_blocks() -> None:
     model = llama()
     batch = torch.randint(0, 64, (2, 16))
 
@@ -283,7 +283,7 @@ def test_the_profiler_sees_blocks_of_the_arena() -> None:
     assert sum(event.nbytes() < 0 for event in events) > 100
 
 
-def test_a_step_that_is_recorded_while_it_is_served_has_all_its_requests(tmp_path: Path) -> None:
+def test_recording_of_a_served_step_has_all_its_requests(tmp_path: Path) -> None:
     model = llama()
     batch = torch.randint(0, 64, (2, 16))
     with memplug.attach(model, ALONE) as session:
@@ -306,14 +306,14 @@ def test_a_step_that_is_recorded_while_it_is_served_has_all_its_requests(tmp_pat
 # -- one model after another -------------------------------------------------------------------------------------------
 
 
-def test_a_second_session_after_the_first_has_an_arena_too() -> None:
+def test_second_session_gets_an_arena_too() -> None:
     first = train(ALONE, steps=8)
     second = train(CHECKED, steps=8)
     assert first.losses == second.losses
     assert first.report["arena_served"] > 0 and second.report["arena_served"] > 0
 
 
-def test_a_session_that_nobody_detached_leaves_nothing_behind() -> None:
+def test_arena_of_an_undetached_session_is_released() -> None:
     model = llama()
     batch = torch.randint(0, 64, (2, 16))
     with nothing_leaks():
@@ -330,7 +330,7 @@ def test_a_session_that_nobody_detached_leaves_nothing_behind() -> None:
         assert not owned(torch.ones(64))
 
 
-def test_an_old_session_that_goes_takes_no_arena_from_a_new_one() -> None:
+def test_collecting_an_old_session_leaves_the_new_ones_arena() -> None:
     batch = torch.randint(0, 64, (2, 16))
     sessions = []
     for _ in range(2):
@@ -348,7 +348,7 @@ def test_an_old_session_that_goes_takes_no_arena_from_a_new_one() -> None:
         sessions.append(session)
 
 
-def test_copies_of_a_model_that_has_the_arena_alone_are_plain() -> None:
+def test_copies_of_a_model_with_the_arena_alone_are_plain() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     before = type(model)
     with memplug.attach(model, ALONE):
@@ -358,7 +358,7 @@ def test_copies_of_a_model_that_has_the_arena_alone_are_plain() -> None:
     assert type(model) is before and not any("memplug" in key for key in model.__dict__)
 
 
-def test_attaching_again_gives_the_session_that_there_is() -> None:
+def test_attaching_again_returns_the_existing_session() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     with memplug.attach(model, ALONE) as session:
         assert memplug.attach(model, ALONE) is session

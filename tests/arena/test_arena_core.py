@@ -1,4 +1,4 @@
-"""Runs tests/native: the arena's native core by itself, on simulated streams, under the sanitizers."""
+"""The programs in tests/native run the arena's C++ alone, on simulated streams, under sanitizers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def compiler(arguments: Sequence[str], *flags: str, source: str = "") -> subproc
 
 @pytest.mark.long
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
-def test_all_that_must_hold_of_the_core_holds_and_no_sanitizer_finds_anything(sanitizers: str, tmp_path: Path) -> None:
+def test_native_arena_programs_pass_under_sanitizers(sanitizers: str, tmp_path: Path) -> None:
     flags = ("-O1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all")
     if compiler(["-x", "c++", "-", "-o", f"{tmp_path}/any"], *flags, source="int main() {}").returncode != 0:
         pytest.skip(f"the compiler has no libraries for -fsanitize={sanitizers}")

@@ -1,4 +1,4 @@
-"""After any fault of the arena, training has the numbers of a run without memplug, and no memory leaks."""
+"""After any fault of the arena, losses equal those of a run without memplug, and no memory leaks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODES = {"plain": ALONE, "checked": CHECKED}
 
 @pytest.fixture(params=MODES)
 def block(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return the block as users have it, or in the mode that checks."""
+    """Return the plain block, or the one with the arena's checks."""
     return MODES[request.param]
 
 
@@ -82,9 +82,7 @@ class Wandering(nn.Module):
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
-def test_a_program_that_departs_from_its_plan_loses_addresses_and_nothing_else(
-    block: dict[str, Any], share: float
-) -> None:
+def test_deviating_requests_lose_only_their_own_planned_addresses(block: dict[str, Any], share: float) -> None:
     @contextlib.contextmanager
     def around(step: int, model: nn.Module) -> Iterator[None]:
         model.share = share if step >= 7 else 0.0
@@ -95,18 +93,18 @@ def test_a_program_that_departs_from_its_plan_loses_addresses_and_nothing_else(
     assert run.losses == train(OFF, Wandering, steps=24, around=around).losses
     assert run.states[5] is State.SERVING and max(run.mismatched[5:7]) == 0
     assert sum(run.mismatched[7:]) > 0
-    assert run.served > 1 - 1.5 * share - 0.05, "one request too many or too few shifts no other"
+    assert run.served > 1 - 1.5 * share - 0.05, "an extra or missing request shifts no other"
 
 
 # -- threads and processes ---------------------------------------------------------------------------------------------
 
 
-def test_blocks_that_other_threads_free_late_are_in_nobodys_way(block: dict[str, Any]) -> None:
+def test_blocks_freed_late_on_other_threads_leave_the_arena_serving(block: dict[str, Any]) -> None:
     """Free each step's activations from another thread, some time in the next step."""
     held: list[Any] = []
     done = threading.Event()
 
-    def let_go() -> None:
+    def free_held() -> None:
         while not done.is_set() or held:
             time.sleep(random.random() / 200)
             with contextlib.suppress(IndexError):
@@ -118,7 +116,7 @@ def test_blocks_that_other_threads_free_late_are_in_nobodys_way(block: dict[str,
         yield
         hook.remove()
 
-    thread = threading.Thread(target=let_go)
+    thread = threading.Thread(target=free_held)
     thread.start()
     try:
         run = train(block, steps=30, around=around)
@@ -129,7 +127,7 @@ def test_blocks_that_other_threads_free_late_are_in_nobodys_way(block: dict[str,
     assert run.served > 0.9
 
 
-def test_requests_of_other_threads_are_left_to_the_native_allocator(block: dict[str, Any]) -> None:
+def test_requests_of_other_threads_go_to_torchs_allocator(block: dict[str, Any]) -> None:
     strangers: list[torch.Tensor] = []
     model = llama()
     batch = torch.randint(0, 64, (2, 16))
@@ -147,7 +145,7 @@ def test_requests_of_other_threads_are_left_to_the_native_allocator(block: dict[
     assert all((tensor == 1).all() for tensor in strangers)
 
 
-def test_a_child_process_has_its_parents_tensors_and_memory_of_its_own(block: dict[str, Any]) -> None:
+def test_forked_child_reads_parent_tensors_and_allocates_outside_the_arena(block: dict[str, Any]) -> None:
     model = llama()
     batch = torch.randint(0, 64, (2, 16))
     with memplug.attach(model, block) as session:
@@ -170,7 +168,7 @@ def test_a_child_process_has_its_parents_tensors_and_memory_of_its_own(block: di
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_in_the_middle_of_a_step_leaves_the_next_ones_right(block: dict[str, Any], where: str) -> None:
+def test_exception_inside_a_step_leaves_later_steps_correct(block: dict[str, Any], where: str) -> None:
     def run(block: dict[str, Any]) -> tuple[list[float], memplug.Session]:
         torch.manual_seed(0)
         model, losses = llama(), []
@@ -213,7 +211,7 @@ def failing(module: nn.Module, where: str) -> Iterator[None]:
         hook.remove()
 
 
-def test_an_arena_that_cannot_be_reserved_is_said_once_and_training_goes_on(
+def test_failed_arena_reservation_warns_once_and_training_goes_on(
     block: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, before = planning.tables_of, reserved_bytes()
@@ -224,10 +222,10 @@ def test_an_arena_that_cannot_be_reserved_is_said_once_and_training_goes_on(
     assert len(warnings) == 1 and "goes on without the arena" in warnings[0] and "GiB" in warnings[0]
     assert "GiB for the arena" in run.report["arena_off_because"]
     assert run.report["arena"] == "off" and run.report["arena_served"] == 0
-    assert run.report["arena_bytes"] <= before, "of what earlier tests still hold"
+    assert run.report["arena_bytes"] <= before, "no more than earlier tests still hold"
 
 
-def test_without_a_recorder_there_is_no_arena_and_one_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_recorder_turns_the_arena_off_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     first = llama()
     batch = torch.randint(0, 64, (2, 16))
     with memplug.attach(first, ALONE):
@@ -238,7 +236,7 @@ def test_without_a_recorder_there_is_no_arena_and_one_warning_says_so(caplog: py
     assert "without the profiler and the arena" in warning and "another model that trains" in warning
 
 
-def test_a_folder_that_cannot_be_written_to_is_said_and_nothing_more(
+def test_unwritable_plan_folder_is_logged_and_the_arena_serves(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text(json.dumps(1))
@@ -254,7 +252,7 @@ def test_a_folder_that_cannot_be_written_to_is_said_and_nothing_more(
 @pytest.mark.parametrize(
     ("spoil", "how"), [("freed", "after it was freed"), ("beyond", "beyond its end")], ids=["freed", "beyond"]
 )
-def test_the_mode_that_checks_finds_a_stray_write(spoil: str, how: str) -> None:
+def test_checking_mode_detects_stray_writes(spoil: str, how: str) -> None:
     model = llama()
     batch = torch.randint(0, 64, (2, 16))
     session = memplug.attach(model, CHECKED)

@@ -1,4 +1,4 @@
-"""The planned arena on a CUDA device: the numbers of training, and the interface of torch's allocator."""
+"""The planned arena on a CUDA device: losses, and the interface of torch's allocator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 SWAPPED = {"enabled": True, "plan_dir": False, "tokenwise": {"alpha": 1, "min_offload_bytes": 1}}
 
 WATCHING = {**ALONE, "arena": {"enabled": False}, "swap": {"enabled": True}}
-"""A swap list, before it is known whether the step fits without one."""
+"""A swap list that still observes whether the step fits without swapping."""
 
 
 def batch() -> torch.Tensor:
@@ -47,12 +47,12 @@ def session() -> Iterator[memplug.Session]:
         assert serving_of(session).state is State.SERVING
         session.model = model
         yield session
-        model.zero_grad()  # gradients would hold the arena
+        model.zero_grad()  # gradients would keep the arena alive
         del session.model
 
 
 @pytest.mark.parametrize("block", [ALONE, CHECKED, SWAPPED], ids=["alone", "checked", "swapped"])
-def test_losses_are_those_of_a_run_without_and_all_is_served(block: dict) -> None:
+def test_losses_are_unchanged_and_all_requests_served(block: dict) -> None:
     runs = []
     for used in ({"enabled": False}, block):
         torch.manual_seed(0)
@@ -71,7 +71,7 @@ def test_losses_are_those_of_a_run_without_and_all_is_served(block: dict) -> Non
     assert report.served > 1000 and report.served > 1000 * report.fallback
 
 
-def test_statistics_count_the_arenas_blocks_and_not_what_it_reserved(session: memplug.Session) -> None:
+def test_allocated_memory_counts_arena_blocks_and_not_the_whole_arena(session: memplug.Session) -> None:
     step(session.model)
     session.model.zero_grad()
     torch.cuda.synchronize()
@@ -90,7 +90,7 @@ def test_statistics_count_the_arenas_blocks_and_not_what_it_reserved(session: me
     step(session.model)
 
 
-def test_a_block_that_another_stream_reads_is_used_again_only_after_it(session: memplug.Session) -> None:
+def test_block_read_by_another_stream_is_reused_only_afterwards(session: memplug.Session) -> None:
     side = torch.cuda.Stream()
     with torch.no_grad():
         for round in range(20):
@@ -106,7 +106,7 @@ def test_a_block_that_another_stream_reads_is_used_again_only_after_it(session: 
             assert (read == round).all()
 
 
-def test_a_captured_graph_has_memory_of_its_own(session: memplug.Session) -> None:
+def test_captured_graph_uses_memory_outside_the_arena(session: memplug.Session) -> None:
     static = torch.zeros(1000, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -119,14 +119,14 @@ def test_a_captured_graph_has_memory_of_its_own(session: memplug.Session) -> Non
     assert (out == 7).all()
 
 
-def test_a_pool_of_the_users_has_memory_of_its_own(session: memplug.Session) -> None:
+def test_user_memory_pool_uses_memory_outside_the_arena(session: memplug.Session) -> None:
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         inside = torch.ones(1000, device="cuda")
     assert not owned(inside) and (inside == 1).all()
 
 
-def test_a_peak_that_was_reset_while_memplug_stood_aside_is_no_longer_there(session: memplug.Session) -> None:
+def test_peak_reset_while_memplug_is_uninstalled_stays_reset(session: memplug.Session) -> None:
     session.model.zero_grad()
     session.detach()
     core = native.load()
@@ -144,7 +144,7 @@ def test_a_peak_that_was_reset_while_memplug_stood_aside_is_no_longer_there(sess
 
 
 @pytest.mark.parametrize("block, steps", [(ALONE, 8), (WATCHING, 2)], ids=["arena", "swap"])
-def test_a_session_that_is_dropped_leaves_torchs_allocator_as_it_was(block: dict, steps: int) -> None:
+def test_dropped_session_restores_torchs_allocator(block: dict, steps: int) -> None:
     if "swap" in block and not native.load().StorageSwapper.is_possible():
         pytest.skip("a swap list needs torch 2.13")
     library = ctypes.CDLL("libc10_cuda.so")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cpu("of its allocator")
 WAITS: dict[str, Any] = {**ALONE, "profiler": {"wait_for_plans": True}}
 
 LIMITED = {**WAITS, "device_budget_gib": 1}
-"""The CPU stands in for a device of that size: requests are counted."""
+"""The CPU stands in for a device of that size, by counting requests."""
 
 
 def trained(block: dict[str, Any], steps: int, recorded: range) -> tuple[list[Any], list[Trace]]:
@@ -56,9 +56,7 @@ def freed(kept: list[Any]) -> Trace:
 @pytest.mark.parametrize(
     ("block", "steps", "recorded"), [(WAITS, 9, range(7, 8)), (LIMITED, 4, range(0))], ids=["arena", "limit"]
 )
-def test_memory_of_an_earlier_recorder_is_no_part_of_a_recording(
-    block: dict[str, Any], steps: int, recorded: range
-) -> None:
+def test_recording_excludes_memory_of_an_earlier_recorder(block: dict[str, Any], steps: int, recorded: range) -> None:
     kept, _ = trained(block, steps, recorded)
     assert owned(kept[0].logits) if block is WAITS else native.load().cpu_bytes()[0] > 0
     trace = freed(kept)
@@ -66,12 +64,12 @@ def test_memory_of_an_earlier_recorder_is_no_part_of_a_recording(
     assert trace.requests["nbytes"].tolist() == [16] and (trace.events["request"] >= 0).all()
 
 
-def test_recordings_under_a_limit_count_what_the_arena_has_in_use() -> None:
+def test_recordings_under_a_limit_count_bytes_used_in_the_arena() -> None:
     """Record steps with an arena one after another; gradients are freed in every second one."""
     _, limited = trained(LIMITED, 14, range(1, 13))
     _, others = trained(WAITS, 14, range(1, 13))
     for one, other in zip(limited[3:], others[3:], strict=True):
-        assert one.base_bytes == pytest.approx(other.base_bytes, abs=1000), "but for garbage"
+        assert one.base_bytes == pytest.approx(other.base_bytes, abs=1000), "apart from garbage"
         assert other.base_bytes > 20_000
     for trace in (*limited, *others):
         assert trace.live_bytes.min() >= 0 and trace.replays_exactly()

@@ -1,7 +1,4 @@
-"""The CUDA allocator in front of torch's is compiled against the installed torch, without a GPU.
-
-It passes on every call of the interface.
-"""
+"""The CUDA allocator in front of torch's compiles without a GPU, and forwards every call of the interface."""
 
 from __future__ import annotations
 
@@ -56,11 +53,11 @@ def compiled(includes: list[str], source: str, *flags: str) -> str:
 
 @pytest.mark.long  # the next test compiles the allocator's interface
 @pytest.mark.parametrize("source", ["cuda_allocator.cpp", "cuda_device.cpp", "arena_module.cpp"])
-def test_what_is_built_for_cuda_compiles(includes: list[str], source: str) -> None:
+def test_cuda_sources_compile_without_warnings(includes: list[str], source: str) -> None:
     assert "warning" not in compiled(includes, f'#include "{source}"\n', "-Wall")
 
 
-def test_every_call_of_the_allocators_interface_is_handed_on(includes: list[str]) -> None:
+def test_every_call_of_the_allocator_interface_is_forwarded(includes: list[str]) -> None:
     """Use the compiler's suggestion of `override` for each overriding call without it."""
     answer = compiled(includes, CONCRETE, "-Wsuggest-override")
     handed_on = set(re.findall(r"(?:InFront|HandsOn)<.*?>::(\w+)\(.*can be marked override", answer))

@@ -1,4 +1,4 @@
-"""The judge accepts solutions by definition and nothing else, and names each fault."""
+"""The judge accepts exactly the solutions that meet the definition, and names each fault."""
 
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ small = partial(problems, largest=5, latest=10, alignments=(1, 1, 2))
 
 @given(small(8), st.data())
 @settings(max_examples=300)
-def test_a_solution_is_accepted_where_it_is_one(problem, data):
+def test_judge_accepts_exactly_the_valid_solutions(problem, data):
     offsets = data.draw(st.lists(st.integers(-1, 12), min_size=len(problem), max_size=len(problem)))
     height = data.draw(st.integers(0, 17))
     solution = Solution(offsets=np.array(offsets, np.int64), height=height, planner="test")
@@ -33,7 +33,7 @@ def test_a_solution_is_accepted_where_it_is_one(problem, data):
 
 @given(small(8, streams=3), st.data())
 @settings(max_examples=300)
-def test_a_solution_of_several_streams_is_accepted_where_it_is_one(problem, data):
+def test_judge_accepts_exactly_the_valid_solutions_on_several_streams(problem, data):
     dense = first_fit(problem, data.draw(st.permutations(range(len(problem)))))
     assert judge(problem, dense) == ()
     offsets = dense.offsets.copy()
@@ -45,7 +45,7 @@ def test_a_solution_of_several_streams_is_accepted_where_it_is_one(problem, data
 
 @pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_one_buffer_out_of_place_among_many_is_found_where_it_matters(seed, streams):
+def test_judge_finds_one_misplaced_buffer_among_many(seed, streams):
     random = np.random.default_rng(seed)
     count = 150
     table = buffers(random.integers(1, 60, (count, 3)))
@@ -66,7 +66,7 @@ def test_one_buffer_out_of_place_among_many_is_found_where_it_matters(seed, stre
     assert True in verdicts
 
 
-def test_many_buffers_back_to_back_in_lanes_are_accepted_and_a_byte_too_much_names_both():
+def test_judge_names_both_buffers_of_a_one_byte_overlap_among_thousands():
     lanes, length = 64, 64
     lane, number = np.divmod(np.random.default_rng(0).permutation(lanes * length), length)
     problem = Problem(buffers=buffers(np.stack([3 * number, 3 * number + 3, np.full(len(lane), 8)], axis=1)))
@@ -80,7 +80,7 @@ def test_many_buffers_back_to_back_in_lanes_are_accepted_and_a_byte_too_much_nam
 
 
 @pytest.mark.parametrize("lane", [0, 1, 31, 50, 63])
-def test_small_buffers_one_large_one_in_their_place_and_small_ones_again(lane):
+def test_large_buffer_between_small_ones_overlaps_only_if_lifetimes_do(lane):
     before, after = [(0, 1, 8)] * 64, [(3, 4, 8)] * 64
     offsets = [*range(0, 512, 8), 0, *range(0, 512, 8)]
     problem = problem_of(*before, (1, 3, 512), *after)
@@ -90,7 +90,7 @@ def test_small_buffers_one_large_one_in_their_place_and_small_ones_again(lane):
     assert (found.code, set(found.rows)) == (Fault.OVERLAP, {64, 65 + lane})
 
 
-def test_no_buffers_need_no_arena():
+def test_problem_without_buffers_needs_height_zero():
     nothing = problem_of()
     assert judge(nothing, at(nothing)) == ()
     assert codes(judge(nothing, replace(at(nothing), height=1))) == [Fault.HEIGHT]
@@ -107,48 +107,56 @@ FAULTS = {
     "negative": (TWO, Solution(offsets=np.array([-4, 0]), height=8, planner=""), Fault.NEGATIVE),
     "misaligned": (ALIGNED, at(ALIGNED, 2), Fault.MISALIGNED),
     "beyond the arena": (TWO, Solution(offsets=np.array([0, 4]), height=11, planner=""), Fault.BEYOND_ARENA),
-    "far beyond": (TWO, Solution(offsets=np.array([0, 2**63 - 1]), height=12, planner=""), Fault.BEYOND_ARENA),
-    "beyond all": (TWO, Solution(offsets=np.array([0, 2**63 - 1]), height=2**70, planner=""), Fault.BEYOND_ARENA),
+    "far beyond the arena": (
+        TWO,
+        Solution(offsets=np.array([0, 2**63 - 1]), height=12, planner=""),
+        Fault.BEYOND_ARENA,
+    ),
+    "height beyond 64 bits": (
+        TWO,
+        Solution(offsets=np.array([0, 2**63 - 1]), height=2**70, planner=""),
+        Fault.BEYOND_ARENA,
+    ),
     "too high": (TWO, Solution(offsets=np.array([0, 4]), height=13, planner=""), Fault.HEIGHT),
-    "no height": (TWO, Solution(offsets=np.array([0, 4]), height=12.0, planner=""), Fault.HEIGHT),
+    "float height": (TWO, Solution(offsets=np.array([0, 4]), height=12.0, planner=""), Fault.HEIGHT),
     "negative height": (TWO, Solution(offsets=np.array([0, 4]), height=-12, planner=""), Fault.HEIGHT),
     "overlap": (TWO, at(TWO, 0, 3), Fault.OVERLAP),
-    "one on the other": (TWO, at(TWO, 2, 0), Fault.OVERLAP),
+    "overlap from below": (TWO, at(TWO, 2, 0), Fault.OVERLAP),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_has_its_name(name):
+def test_each_fault_has_its_code(name):
     problem, solution, code = FAULTS[name]
     assert codes(judge(problem, solution)) == [code]
 
 
-def test_every_fault_is_reported_at_once():
+def test_all_faults_are_reported_at_once():
     problem = Problem(buffers=buffers([Buffer(lower=0, upper=2, size=4, alignment=4)] * 2))
     found = judge(problem, Solution(offsets=np.array([1, 2]), height=5, planner=""), capacity_bytes=5)
     assert codes(found) == [Fault.MISALIGNED, Fault.BEYOND_ARENA, Fault.BEYOND_CAPACITY, Fault.OVERLAP]
 
 
-def test_an_overlap_names_the_two_buffers_the_bytes_and_the_time():
+def test_overlap_message_names_buffers_bytes_and_time():
     problem = problem_of((0, 5, 8), (5, 9, 8), (3, 9, 8), ids=np.array(["x", "y", "z"]))
     (found,) = judge(problem, at(problem, 0, 0, 6))
     assert sorted(found.rows) == [0, 2]
     assert found.message == "buffers x and z both use bytes 6 up to 8 from 3 up to 5"
 
 
-def test_many_faults_of_a_kind_are_one_finding_that_counts_them():
+def test_faults_of_one_kind_are_counted_in_one_finding():
     problem = problem_of((0, 1, 4), (1, 2, 4), (2, 3, 4))
     (found,) = judge(problem, at(problem, -4, 0, -8))
     assert found.message == "buffer 0 is at offset -4, below 0 (and 1 more)"
 
 
 @pytest.mark.parametrize(("capacity", "accepted"), [(12, True), (11, False), (0, False), (None, True)])
-def test_an_arena_is_within_its_capacity(capacity, accepted):
+def test_arena_beyond_its_capacity_is_a_fault(capacity, accepted):
     found = judge(TWO, at(TWO, 0, 4), capacity_bytes=capacity)
     assert codes(found) == ([] if accepted else [Fault.BEYOND_CAPACITY])
 
 
-def test_an_optimal_solution_is_not_asked_for_its_proof():
+def test_judge_does_not_check_the_claim_of_optimality():
     assert judge(TWO, replace(stacked(TWO), optimal=True, planner="", seconds=float("nan"), timed_out=True)) == ()
 
 
@@ -163,39 +171,39 @@ def test_lifetimes_are_half_open(name):
 
 
 ORDERINGS = {
-    "none": ([], False),
-    "between": ([(4, 0, 1)], True),
+    "no wait": ([], False),
+    "between free and malloc": ([(4, 0, 1)], True),
     "at the free": ([(2, 0, 1)], True),
     "at the malloc": ([(6, 0, 1)], True),
     "before the free": ([(1, 0, 1)], False),
     "after the malloc": ([(7, 0, 1)], False),
-    "the other way": ([(4, 1, 0)], False),
-    "of others": ([(4, 0, 2), (4, 2, 3)], False),
-    "through another": ([(3, 0, 2), (5, 2, 1)], True),
-    "through two others": ([(3, 0, 2), (4, 2, 7), (5, 7, 1)], True),
-    "through another, too early": ([(3, 2, 1), (5, 0, 2)], False),
-    "through another, before the free": ([(1, 0, 2), (5, 2, 1)], False),
+    "in the other direction": ([(4, 1, 0)], False),
+    "between other streams": ([(4, 0, 2), (4, 2, 3)], False),
+    "through a third stream": ([(3, 0, 2), (5, 2, 1)], True),
+    "through two other streams": ([(3, 0, 2), (4, 2, 7), (5, 7, 1)], True),
+    "through a third stream, in the wrong order": ([(3, 2, 1), (5, 0, 2)], False),
+    "through a third stream, before the free": ([(1, 0, 2), (5, 2, 1)], False),
     "at one instant": ([(4, 0, 2), (4, 2, 1)], True),
-    "at one instant, the wrong way round": ([(4, 2, 1), (4, 0, 2)], False),
-    "by the second that is there": ([(1, 0, 1), (5, 0, 1), (8, 0, 1)], True),
-    "of itself": ([(4, 0, 0), (4, 1, 1)], False),
+    "at one instant, in the wrong order": ([(4, 2, 1), (4, 0, 2)], False),
+    "the second of three waits": ([(1, 0, 1), (5, 0, 1), (8, 0, 1)], True),
+    "waits of streams for themselves": ([(4, 0, 0), (4, 1, 1)], False),
 }
 
 
 @pytest.mark.parametrize("name", ORDERINGS)
-def test_streams_share_bytes_only_where_one_waits_for_the_other_in_between(name):
+def test_streams_share_bytes_only_if_one_waits_for_the_other_in_between(name):
     orderings, accepted = ORDERINGS[name]
     problem = problem_of((0, 2, 4, 0), (6, 8, 4, 1), orderings=orderings)
     assert codes(judge(problem, at(problem, 0, 0))) == ([] if accepted else [Fault.UNORDERED])
     assert judge(problem, at(problem, 0, 4)) == ()
 
 
-def test_buffers_of_two_streams_in_use_at_once_overlap():
+def test_simultaneous_buffers_of_two_streams_overlap():
     problem = problem_of((0, 4, 4, 0), (3, 8, 4, 1), orderings=[(3, 0, 1)])
     assert codes(judge(problem, at(problem, 0, 2))) == [Fault.OVERLAP]
 
 
-def test_what_a_stream_has_not_waited_for_is_held_after_others_used_it_again():
+def test_stream_must_wait_for_bytes_that_another_stream_partly_reused():
     """Reuse only a part of the first buffer's bytes on stream 0: stream 1 still may not use the rest."""
     problem = problem_of((0, 2, 8, 0), (2, 4, 4, 0), (5, 6, 4, 1), orderings=[(1, 0, 1)])
     assert codes(judge(problem, at(problem, 0, 0, 4))) == [Fault.UNORDERED]

@@ -22,7 +22,7 @@ CHECKED = {**ALONE, "arena": {"checks": True}}
 SHORT = ("features", "gradients", "every_seventh", "activation_view", "evaluation", "freed_at_once", "later")
 
 
-def serves_all_that_ends_with_its_step(
+def train_and_check_serving(
     keeper: Keeper,
     block: dict[str, Any],
     steps: int,
@@ -44,38 +44,38 @@ def serves_all_that_ends_with_its_step(
 
 @pytest.mark.long
 @pytest.mark.parametrize("keeper", KEEPERS, ids=lambda keeper: keeper.__name__)
-def test_two_thousand_steps_are_served_in_memory_that_does_not_grow(keeper: Keeper) -> None:
-    run = serves_all_that_ends_with_its_step(keeper, {**SWAPPED, "tokenwise": REGIONS}, 2000, 300)
+def test_two_thousand_steps_are_served_in_constant_memory(keeper: Keeper) -> None:
+    run = train_and_check_serving(keeper, {**SWAPPED, "tokenwise": REGIONS}, 2000, 300)
     assert run.report["arena_plans"] <= 2
 
 
 @pytest.mark.parametrize("block", [ALONE, SWAPPED], ids=["alone", "swapped"])
 @pytest.mark.parametrize("name", SHORT)
-def test_steps_are_served_in_memory_that_does_not_grow(name: str, block: dict[str, Any]) -> None:
+def test_three_hundred_steps_are_served_in_constant_memory(name: str, block: dict[str, Any]) -> None:
     with nothing_leaks():
-        run = serves_all_that_ends_with_its_step(getattr(keeping, name), block, 300, 150)
+        run = train_and_check_serving(getattr(keeping, name), block, 300, 150)
         assert run.report["arena_plans"] == 1
         assert run.report["arena_lasting"] > 0
         del run
 
 
 @pytest.mark.parametrize("name", ["every_seventh", "evaluation_cleared", "sizes"])
-def test_no_byte_of_kept_tensors_is_written_to(name: str) -> None:
-    """Use the mode that checks, in which a stray write ends the training."""
+def test_kept_tensors_are_never_written_to(name: str) -> None:
+    """Enable the arena's checks: a stray write ends the training."""
     run, plain = (train_keeping(getattr(keeping, name), each, 120) for each in (CHECKED, OFF))
     assert run.losses == plain.losses
     assert all(torch.equal(*pair) for pair in zip(values(run.kept), values(plain.kept), strict=True))
 
 
-def test_programs_that_take_turns_leave_no_arena_behind() -> None:
+def test_alternating_programs_leave_no_arena_behind() -> None:
     """Keep a tensor of every step of each program; the arena sees each turn's first step as the other program."""
     block = {**SWAPPED, "tokenwise": REGIONS}
     length = lambda step: (24, 16)[step // 20 % 2]  # noqa: E731
-    run = serves_all_that_ends_with_its_step(keeping.features, block, 400, 160, late=15, length=length)
+    run = train_and_check_serving(keeping.features, block, 400, 160, late=15, length=length)
     assert run.report["arena_plans"] <= 3
 
 
-def test_an_annex_goes_with_the_last_leftover() -> None:
+def test_annex_is_released_with_the_last_leftover() -> None:
     def keeper(t: keeping.Training) -> None:
         if t.step == 20:
             t.kept.append(t.inside[0].clone())

@@ -48,7 +48,7 @@ def named(**fields) -> AddressPlan:
 
 
 @given(address_plans())
-def test_the_raster_has_the_group_of_the_request_at_each_address_and_time(plan):
+def test_raster_shows_the_group_of_the_request_at_each_address_and_time(plan):
     drawn, (begin, end) = next(iter(rectangles(plan).values())), span(plan.problem)
     if not plan.solution.height:
         return
@@ -66,7 +66,7 @@ def painted(plan: AddressPlan, values: list[int], height_bytes: int, shape: tupl
     return raster(drawn, span(plan.problem), height_bytes, shape)
 
 
-def test_what_is_smaller_than_a_pixel_has_one_and_does_not_cover_what_lives_long():
+def test_tiny_requests_get_a_pixel_without_covering_long_lived_ones():
     plan = address_plan(problem := problem_of((0, 1000, 1000), (500, 501, 1), (700, 702, 5)), stacked(problem))
     pixels = painted(plan, [1, 2, 3], plan.solution.height, (10, 10))
     assert (pixels[:9] == 1).all() and set(np.unique(pixels[9])) <= {1, 2, 3} and 3 not in pixels[:9]
@@ -76,7 +76,7 @@ def test_what_is_smaller_than_a_pixel_has_one_and_does_not_cover_what_lives_long
     assert painted(plan, [1, 2, 3], 2000, (2000, 1000))[1000, 500] == 2
 
 
-def test_the_curve_has_the_peak_and_the_largest_are_those_of_the_most_area(recorded):
+def test_curve_marks_the_peak_and_largest_means_largest_area(recorded):
     drawn = rectangles(recorded)["phase"]
     curve, _, phases, layers = plan_figure(recorded.alone()).columns[0].panels
     in_use, mark = curve.content[0], curve.content[-1]
@@ -88,7 +88,7 @@ def test_the_curve_has_the_peak_and_the_largest_are_those_of_the_most_area(recor
 
 
 @pytest.mark.parametrize("made", ["recorded", "named", "empty", "one", "csv"])
-def test_pictures_and_pages_are_made_of_any_plan(made, recorded, chrome, tmp_path):
+def test_picture_and_page_are_made_for_any_plan(made, recorded, chrome, tmp_path):
     problems = {"empty": problem_of(), "one": problem_of((5, 9, 100)), "csv": problem_of((0, 9, 7), (2, 5, 9000))}
     plan = recorded if made == "recorded" else named() if made == "named" else None
     if plan is None:
@@ -111,7 +111,7 @@ def unpacked(packed: list[str]) -> list[int]:
     return np.frombuffer(base64.b64decode(text), {"Int32Array": "<i4", "Float64Array": "<f8"}[kind]).tolist()
 
 
-def test_a_page_needs_no_network_and_knows_every_request(recorded, tmp_path):
+def test_page_needs_no_network_and_holds_every_request(recorded, tmp_path):
     write_page(plan_figure(recorded.alone()), tmp_path / "map.html")
     page = (tmp_path / "map.html").read_text()
     assert not re.search(r'<(script|link|img)[^>]*(src|href)="http', page)
@@ -123,7 +123,7 @@ def test_a_page_needs_no_network_and_knows_every_request(recorded, tmp_path):
     assert [facts["words"][1][0][index] for index in (0, 7)] == ["layers.0", "layers.7"]
 
 
-def test_names_are_text_in_a_page_whatever_they_hold(tmp_path):
+def test_names_with_markup_are_shown_as_text(tmp_path):
     write_page(plan_figure(named().alone()), tmp_path / "map.html")
     page = (tmp_path / "map.html").read_text()
     assert facts_of(page)["names"][0] == "</script>" and facts_of(page)["words"][1][0][1] == "<b>layers.1</b>"
@@ -132,7 +132,7 @@ def test_names_are_text_in_a_page_whatever_they_hold(tmp_path):
     assert "<b>layers.1</b>" not in page.replace("\\u003c", "<").split("application/json")[0]
 
 
-def test_three_hundred_thousand_requests_stay_small_enough_to_open(tmp_path):
+def test_page_of_three_hundred_thousand_requests_stays_below_25_mb(tmp_path):
     count = 300_000
     lower = np.arange(count) * 2
     table = buffers(np.stack([lower, lower + 1 + np.arange(count) % 3000, np.full(count, 512)], axis=1))
@@ -144,7 +144,7 @@ def test_three_hundred_thousand_requests_stay_small_enough_to_open(tmp_path):
 
 
 @pytest.mark.parametrize(("write", "package"), [(write_page, "plotly"), (write_picture, "kaleido")])
-def test_without_its_package_a_view_says_what_to_install(write, package, tmp_path, monkeypatch):
+def test_missing_package_error_names_the_extra_to_install(write, package, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, package, None)
@@ -153,7 +153,7 @@ def test_without_its_package_a_view_says_what_to_install(write, package, tmp_pat
     assert "memplug[pictures]" in raised.value.advice
 
 
-def test_a_summary_adds_up(recorded):
+def test_summary_adds_up(recorded):
     facts = summary(recorded.alone())
     assert facts["requests"] == 1284 and facts["height_bytes"] == recorded.solution.height
     for held in (facts["peak_bytes_by_phase"], facts["peak_bytes_by_layer"]):

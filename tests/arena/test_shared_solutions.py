@@ -48,7 +48,7 @@ def rank(problem: Problem, folder: Path, start: float, answers: multiprocessing.
     answers.put((shared.solve_once(problem, "auto", 10.0, folder).offsets.tolist(), len(calls)))
 
 
-def test_of_ranks_that_begin_together_one_solves_for_all(problem: Problem, tmp_path: Path) -> None:
+def test_one_of_several_ranks_that_start_together_solves_for_all(problem: Problem, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     answers, start = context.Queue(), time.time() + 5.0
     ranks = [context.Process(target=rank, args=(problem, tmp_path, start, answers)) for _ in range(3)]
@@ -61,26 +61,26 @@ def test_of_ranks_that_begin_together_one_solves_for_all(problem: Problem, tmp_p
     assert len({tuple(offsets) for offsets, _ in found}) == 1
 
 
-def test_another_problem_or_planner_is_solved_for_itself(problem: Problem, tmp_path: Path, solves: list[str]) -> None:
+def test_other_problems_and_planners_are_solved_separately(problem: Problem, tmp_path: Path, solves: list[str]) -> None:
     for each in (problem, problem.part(np.arange(len(problem) - 1))):
         for planner in ("auto", "spatiotemporal"):
             assert not judge(each, shared.solve_once(each, planner, 10.0, tmp_path))
     assert sorted(solves) == ["auto", "auto", "spatiotemporal", "spatiotemporal"]
 
 
-def test_a_rank_whose_first_one_died_solves_after_a_while(
+def test_rank_solves_by_itself_if_the_first_solver_died(
     problem: Problem, tmp_path: Path, solves: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared.solve_once(problem, "auto", 10.0, tmp_path)
     (file,) = (tmp_path / shared.FOLDER).glob("*.addresses")
-    file.unlink()  # its note that it had begun remains
+    file.unlink()  # the marker of its start remains
     monkeypatch.setattr(shared, "GRACE_S", 0.1)
     assert not judge(problem, shared.solve_once(problem, "auto", 0.1, tmp_path))
     assert len(solves) == 2 and file.exists()
 
 
 @pytest.mark.parametrize("damage", ["cut", "unsound"])
-def test_a_file_that_is_not_sound_is_not_used(problem: Problem, tmp_path: Path, solves: list[str], damage: str) -> None:
+def test_damaged_solution_file_is_not_used(problem: Problem, tmp_path: Path, solves: list[str], damage: str) -> None:
     first = shared.solve_once(problem, "auto", 10.0, tmp_path)
     (file,) = (tmp_path / shared.FOLDER).glob("*.addresses")
     if damage == "cut":
@@ -93,13 +93,13 @@ def test_a_file_that_is_not_sound_is_not_used(problem: Problem, tmp_path: Path, 
     assert len(solves) == 2 and np.array_equal(again.offsets, first.offsets)
 
 
-def test_a_path_that_is_no_folder_is_no_obstacle(problem: Problem, tmp_path: Path, solves: list[str]) -> None:
+def test_rank_solves_if_the_folder_path_is_a_file(problem: Problem, tmp_path: Path, solves: list[str]) -> None:
     (tmp_path / "plans").write_text("a file")
     assert not judge(problem, shared.solve_once(problem, "auto", 10.0, tmp_path / "plans"))
     assert solves == ["auto"]
 
 
-def test_old_files_are_removed(problem: Problem, tmp_path: Path) -> None:
+def test_old_solution_files_are_removed(problem: Problem, tmp_path: Path) -> None:
     shared.solve_once(problem, "auto", 10.0, tmp_path)
     before = list((tmp_path / shared.FOLDER).iterdir())
     for file in before:

@@ -1,1 +1,1 @@
-"""Tests of the record of a step, and of what the machine can do."""
+"""Tests of recordings of a step, their traces, and histories of torch's allocator."""

@@ -1,4 +1,4 @@
-"""The history of torch's allocator, from its snapshots: requests, blocks at the beginning and end, reserved memory."""
+"""Snapshots of torch's allocator give its requests, earlier and final blocks, and reserved memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rows(history: History) -> list[tuple]:
 MALLOC, FREE = int(Event.MALLOC), int(Event.FREE)
 
 
-def test_requests_have_their_sizes_lifetimes_and_streams(history_of):
+def test_requests_have_sizes_lifetimes_and_streams(history_of):
     history = history_of(steps())
     assert rows(history) == [
         (MALLOC, 0, 1000, 0),
@@ -60,15 +60,15 @@ def test_requests_have_their_sizes_lifetimes_and_streams(history_of):
     assert [layer.name for layer in history.trace.layers] == ["model.py:12 forward"]
 
 
-def test_a_ring_that_lost_its_beginning_gives_the_same_memory(history_of):
+def test_ring_that_lost_its_beginning_gives_the_same_live_bytes(history_of):
     whole, cut = history_of(steps()), history_of(steps(truncated=True))
-    assert cut.trace.base_bytes == 5000 + 1000 + 3 * MIB  # the block freed before is unknown here
+    assert cut.trace.base_bytes == 5000 + 1000 + 3 * MIB  # the block that was freed before the cut is unknown
     length = len(cut.trace.events)
     assert cut.trace.live_bytes.tolist() == whole.trace.live_bytes[-length:].tolist()
     assert cut.missing == 0 and cut.reserved_bytes == 20 * MIB
 
 
-def test_reserved_memory_of_expandable_segments_and_of_before_counts(history_of):
+def test_reserved_bytes_count_expandable_and_earlier_segments(history_of):
     events = [
         event("segment_unmap", START + 8 * MIB, 6 * MIB),
         event("segment_map", START, 2 * MIB),
@@ -79,7 +79,7 @@ def test_reserved_memory_of_expandable_segments_and_of_before_counts(history_of)
     assert history.reserved_bytes == 4 * MIB + 20 * MIB + max(0, 6 * MIB - 2 * MIB)
 
 
-def test_the_device_with_the_most_events_is_read_or_the_one_asked_for(history_of):
+def test_busiest_device_is_read_unless_another_is_given(history_of):
     few, many = [event("alloc", START, 1)], [event("alloc", START, 2), *freed(START, 2)]
     made = {"segments": [segment(START, MIB, {START: 1}, device=1)], "device_traces": [[], few, [], many]}
     assert (history_of(made).device, history_of(made).devices) == (3, (1, 3))
@@ -89,10 +89,10 @@ def test_the_device_with_the_most_events_is_read_or_the_one_asked_for(history_of
         history_of(made, device=2)
 
 
-def test_gaps_in_the_history_are_counted_and_blocks_never_overlap(history_of):
+def test_missing_events_are_counted_and_blocks_never_overlap(history_of):
     events = [
         event("alloc", START, 4096),
-        event("alloc", START + 1024, 512),  # the former's free is missing
+        event("alloc", START + 1024, 512),  # the first block's free is missing
         *freed(START, 4096),  # its malloc is missing
         event("alloc", START + 8192, 512),
         event("segment_free", START + 8192, 8192),  # with a block inside
@@ -104,14 +104,14 @@ def test_gaps_in_the_history_are_counted_and_blocks_never_overlap(history_of):
     assert live[:2] == [4096, 0] and live[-1] == 512
 
 
-def test_a_history_without_completed_frees_ends_lifetimes_where_they_were_requested(history_of):
+def test_lifetimes_end_at_the_free_request_if_completion_is_missing(history_of):
     events = [event("alloc", START, 10), event("free_requested", START, 10), event("alloc", START, 20)]
     history = history_of(snapshot(events, []))
     assert rows(history) == [(MALLOC, 0, 10, 0), (FREE, 0, 0, 0), (MALLOC, 1, 20, 0)] and history.missing == 0
     assert history.reserved_bytes is None
 
 
-def test_a_block_that_waits_for_another_stream_is_in_use(history_of):
+def test_block_waiting_for_another_stream_counts_as_in_use(history_of):
     made = snapshot([event("alloc", START, 10), event("free_requested", START, 10), *freed(START + 512, 5)], [])
     made["segments"] = [segment(START, MIB, {START: 10})]
     made["segments"][0]["blocks"][0]["state"] = "active_pending_free"
@@ -119,7 +119,7 @@ def test_a_block_that_waits_for_another_stream_is_in_use(history_of):
     assert int(history.trace.live_bytes[-1]) == 10 and history.missing == 0
 
 
-def test_blocks_without_addresses_are_counted_from_their_segment(history_of):
+def test_missing_block_addresses_are_counted_from_their_segment(history_of):
     made = steps()
     for block in made["segments"][0]["blocks"]:
         del block["address"]
@@ -128,7 +128,7 @@ def test_blocks_without_addresses_are_counted_from_their_segment(history_of):
 
 
 @pytest.mark.parametrize("trace", [training_trace(), training_trace(steps=1)], ids=["many", "one"])
-def test_a_snapshot_that_memplug_wrote_is_read_back(history_of, trace):
+def test_snapshot_written_by_memplug_reads_back(history_of, trace):
     history = history_of(snapshot_of(trace))
     assert history.trace.live_bytes.tolist() == trace.live_bytes.tolist()
     assert history.trace.requests["nbytes"].tolist() == trace.requests["nbytes"].tolist()
@@ -154,20 +154,20 @@ def test_a_snapshot_that_memplug_wrote_is_read_back(history_of, trace):
     ],
     ids=lambda each: str(each)[:40],
 )
-def test_what_is_no_snapshot_is_a_trace_error_with_advice(history_of, content, said):
+def test_invalid_snapshot_raises_trace_error_with_advice(history_of, content, said):
     with pytest.raises(TraceError, match="What to do") as caught:
         history_of(content)
     assert said in str(caught.value) and len(str(caught.value)) < 500
 
 
-def test_a_file_whose_segments_share_their_blocks_ends(history_of):
+def test_segments_that_share_blocks_are_refused(history_of):
     blocks = [{"size": 512, "state": "inactive"}] * 20_000
     shared = [{"device": 0, "address": 0, "total_size": 1, "blocks": blocks}] * 20_000
     with pytest.raises(TraceError, match="more blocks than bytes"):
         history_of(snapshot([event("alloc", 1, 1)], shared))
 
 
-def test_damaged_values_are_read_or_a_trace_error(history_of):
+def test_damaged_values_are_read_or_raise_trace_error(history_of):
     content, chance = pickle.dumps(steps()), random.Random(1)
     for _ in range(600):
         damaged = bytearray(content)
@@ -179,8 +179,8 @@ def test_damaged_values_are_read_or_a_trace_error(history_of):
 
 
 @given(recordings(), st.integers(0, 30))
-def test_a_history_that_begins_later_has_the_same_memory_in_use(tmp_path_factory, recording, lost):
-    """The ring keeps its last events; earlier blocks are known from their frees, or from the end."""
+def test_history_that_begins_later_ends_with_the_same_live_bytes(tmp_path_factory, recording, lost):
+    """Cut off the first events, as a full ring does: earlier blocks show only in their frees or at the end."""
     trace = recording.trace(base_bytes=2**30)
     if int(trace.events["nbytes"][trace.events["request"] < 0].sum()) > 2**30:
         return
@@ -196,7 +196,7 @@ def test_a_history_that_begins_later_has_the_same_memory_in_use(tmp_path_factory
     assert found.missing == 0 and live[-1] == trace.live_bytes.tolist()[-1]
 
 
-def test_no_two_blocks_of_a_plan_overlap_in_time_and_all_are_placed(history_of):
+def test_problem_of_a_history_has_every_block_with_its_lifetime(history_of):
     history = history_of(steps())
     problem = problem_of_all(history.trace)
     assert problem.ids.tolist() == [0, 1, 2, -1, -2]
@@ -211,7 +211,7 @@ def test_no_two_blocks_of_a_plan_overlap_in_time_and_all_are_placed(history_of):
 
 
 @pytest.mark.gpu
-def test_a_history_that_torch_recorded_has_what_its_counters_have(tmp_path):
+def test_history_recorded_by_torch_matches_its_counters(tmp_path):
     path = tmp_path / "snapshot.pickle"
     torch.cuda.empty_cache()
     before = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")

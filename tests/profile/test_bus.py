@@ -1,4 +1,4 @@
-"""Several watchers of the operators of a process are each told what they would be told alone."""
+"""Several watchers of one process's operators each see the same as alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def x() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("detail", [None, *Detail])
-def test_a_recorder_and_a_forward_are_told_what_each_alone_is(
+def test_recorder_and_forward_see_the_same_together_as_alone(
     recorder: Recorder, x: torch.Tensor, detail: Detail | None
 ) -> None:
     def recorded(call: Callable[[], object]) -> list[str]:
@@ -42,9 +42,7 @@ def test_a_recorder_and_a_forward_are_told_what_each_alone_is(
     assert records_of(runs[0].tape) == records_of(without.tape)
 
 
-def test_a_recording_that_begins_and_ends_in_a_forward_changes_nothing_of_it(
-    recorder: Recorder, x: torch.Tensor
-) -> None:
+def test_recording_inside_a_forward_does_not_change_its_tape(recorder: Recorder, x: torch.Tensor) -> None:
     def recorded_in_part() -> torch.Tensor:
         doubled = x * 2
         traces.append(record(recorder, x.sin, Detail.TENSORS))
@@ -56,7 +54,7 @@ def test_a_recording_that_begins_and_ends_in_a_forward_changes_nothing_of_it(
     assert operator_names(traces[0]) == ["aten::sin"]
 
 
-def test_a_forward_is_told_of_its_own_thread_alone(x: torch.Tensor) -> None:
+def test_forward_sees_only_operators_of_its_own_thread(x: torch.Tensor) -> None:
     def beside_another() -> torch.Tensor:
         doubled = x * 2
         in_thread(lambda: torch.ones(3).cos())
@@ -66,7 +64,7 @@ def test_a_forward_is_told_of_its_own_thread_alone(x: torch.Tensor) -> None:
     assert records_of(Run(core(), beside_another).tape) == records_of(without.tape)
 
 
-def test_forwards_of_two_threads_are_told_each_of_its_own(x: torch.Tensor) -> None:
+def test_forwards_on_two_threads_each_see_their_own_operators(x: torch.Tensor) -> None:
     def around_another() -> torch.Tensor:
         doubled = x * 2
         in_thread(lambda: others.append(Run(core(), lambda: torch.ones(3, requires_grad=True).cos())))
@@ -78,7 +76,7 @@ def test_forwards_of_two_threads_are_told_each_of_its_own(x: torch.Tensor) -> No
     assert [str(each.func) for each in records_of(others[0].tape)] == ["aten.ones.default", "aten.cos.default"]
 
 
-def test_torch_has_callbacks_while_somebody_watches_alone(x: torch.Tensor) -> None:
+def test_torch_has_callbacks_only_while_operators_are_watched(x: torch.Tensor) -> None:
     core().release()
     assert not callbacks()
     inside: list[bool] = []

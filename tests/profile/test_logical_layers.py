@@ -1,4 +1,4 @@
-"""Logical layers: an even division of the operators that ran, whose times add up to the step's."""
+"""Logical layers divide the operators of a step evenly, and their times add up to the step's."""
 
 from collections import Counter
 from dataclasses import FrozenInstanceError
@@ -17,7 +17,7 @@ from tests.support.traces import Recording, recordings, training
 
 
 @given(st.integers(0, 1000), st.integers(1, 1000))
-def test_groups_are_even_leave_out_nothing_and_are_never_empty(operators, groups):
+def test_groups_are_even_complete_and_never_empty(operators, groups):
     edges = group_edges(operators, groups)
     sizes = np.diff(edges)
     assert (edges[0], edges[-1]) == (0, operators)
@@ -25,7 +25,7 @@ def test_groups_are_even_leave_out_nothing_and_are_never_empty(operators, groups
     assert not len(sizes) or 1 <= sizes.min() <= sizes.max() <= sizes.min() + 1
 
 
-def test_each_forward_and_each_backward_is_divided_and_the_optimizer_is_one_layer():
+def test_each_pass_is_divided_and_the_optimizer_is_one_layer():
     trace = training(steps=2, micro_batches=2).trace()
     layers = logical_layers(trace, 1, groups=2)
     start = trace.steps[1][0]
@@ -37,7 +37,7 @@ def test_each_forward_and_each_backward_is_divided_and_the_optimizer_is_one_laye
         layers[0].seconds = 0.0
 
 
-def test_the_seconds_of_a_layer_are_its_share_of_the_operators_of_the_step():
+def test_layer_seconds_are_its_share_of_the_steps_operators():
     recording = Recording()
     recording.step(seconds=2.0)
     recording.op("data")
@@ -46,7 +46,7 @@ def test_the_seconds_of_a_layer_are_its_share_of_the_operators_of_the_step():
         recording.op("mm")
     recording.phase(Pass.BACKWARD, 0)
     recording.op("mm")
-    # Operators in no layer count in the step: 2 s over 8 operators.
+    # Operators outside of layers count too: 2 s over 8 operators.
     layers = logical_layers(recording.trace(), 0, groups=4)
     assert [(layer.operators, layer.seconds) for layer in layers] == [
         (1, 0.25),
@@ -58,7 +58,7 @@ def test_the_seconds_of_a_layer_are_its_share_of_the_operators_of_the_step():
 
 
 @given(recordings(), st.integers(1, 5))
-def test_layers_hold_every_operator_of_a_pass_once_in_execution_order(recording, groups):
+def test_layers_hold_every_operator_of_a_pass_once_in_order(recording, groups):
     trace = recording.trace()
     for step in range(len(trace.steps)):
         inside = trace.step_operators(step)
@@ -81,7 +81,7 @@ def test_layers_hold_every_operator_of_a_pass_once_in_execution_order(recording,
         assert sum(layer.seconds for layer in layers) == pytest.approx(trace.steps[step][2] * share)
 
 
-def test_a_pass_that_another_interrupts_is_one_sequence():
+def test_interrupted_pass_is_one_sequence():
     recording = Recording()
     recording.step()
     for name in "abcd":
@@ -98,7 +98,7 @@ def test_a_pass_that_another_interrupts_is_one_sequence():
     ]
 
 
-def test_a_step_without_operators_has_no_layers_and_one_without_duration_is_refused():
+def test_empty_step_has_no_layers_and_a_step_without_duration_raises():
     recording = Recording()
     recording.step(0.0)
     assert logical_layers(recording.trace(), 0, groups=3) == ()
@@ -112,18 +112,18 @@ def test_a_step_without_operators_has_no_layers_and_one_without_duration_is_refu
 
 
 LAYER_S = np.array([5.0, 1.0, 0.5, 4.0, 0.5, 1.0])
-"""Times of the operators of one layer, unlike one another."""
+"""Seconds of the operators of one layer, which differ widely."""
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8, 16, 32])
-def test_with_whole_layers_in_each_group_times_do_not_vary_and_the_estimate_is_exact(groups):
+def test_groups_of_whole_layers_have_equal_times_and_exact_estimates(groups):
     # Fig. 4: a model of 32 layers, up to 32 groups.
     model_s = np.tile(LAYER_S, 32)
     assert group_variation(model_s, groups) == pytest.approx(0, abs=1e-12)
     assert estimate_error(model_s, groups) == pytest.approx(0, abs=1e-12)
 
 
-def test_beyond_the_number_of_layers_times_vary_and_the_estimate_errs_more_with_more_groups():
+def test_more_groups_than_layers_raise_variation_and_estimate_error():
     model_s = np.tile(LAYER_S, 32)
     variation = [group_variation(model_s, groups) for groups in (32, 64, 192)]
     error = [estimate_error(model_s, groups) for groups in (32, 64, 192)]
@@ -131,7 +131,7 @@ def test_beyond_the_number_of_layers_times_vary_and_the_estimate_errs_more_with_
     assert error[0] < 0.01 < error[1] < error[2]
 
 
-def test_variation_and_error_are_as_defined():
+def test_variation_and_error_match_their_definitions():
     # Groups of 3 s and 5 s: the mean is 4, the deviation 1; the estimate is 4 for both.
     seconds = np.array([1.0, 2.0, 4.0, 1.0])
     assert group_variation(seconds, 2) == pytest.approx(1 / 4)
@@ -140,7 +140,7 @@ def test_variation_and_error_are_as_defined():
     assert estimate_error(seconds, 2, seconds_per_operator=3.0) == pytest.approx((3 / 3 + 1 / 5) / 2)
 
 
-def test_groups_without_time_have_no_finite_error_and_no_time_at_all_is_refused():
+def test_groups_without_time_have_infinite_error_and_zero_time_raises():
     assert estimate_error(np.array([1.0, 0.0]), 2) == np.inf
     for seconds in (np.zeros(3), np.array([])):
         with pytest.raises(ValueError, match="take time"):

@@ -1,4 +1,4 @@
-"""Pickles of plain data are read, and no code in a pickle is run."""
+"""Pickles of plain data are read, and no pickle runs code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAIN = st.recursive(
 
 
 @given(PLAIN, st.integers(3, 5), st.booleans())
-def test_plain_data_is_read_as_python_reads_it(value, protocol, twice):
+def test_plain_data_is_read_as_pickle_reads_it(value, protocol, twice):
     content = pickle.dumps([value, value] if twice else value, protocol=protocol)
     assert loads(content) == pickle.loads(content) and is_pickle(content)
 
@@ -41,7 +41,7 @@ def test_long_texts_and_shared_parts_are_read():
 
 
 class Runs:
-    """Creates a folder when Python unpickles it."""
+    """An object that makes a folder if Python unpickles it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,14 +83,14 @@ def test_nothing_is_imported_or_called(tmp_path, protocol):
         b"",
     ],
 )
-def test_a_damaged_pickle_is_a_value_error_that_takes_no_memory(content):
+def test_damaged_pickle_raises_value_error_without_taking_memory(content):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError):
         loads(content)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 
-def test_a_pickle_cut_short_or_with_other_bytes_is_read_or_a_value_error():
+def test_truncated_or_altered_pickle_is_read_or_raises_value_error():
     content = pickle.dumps(steps())
     for end in range(0, len(content), 7):
         with pytest.raises(ValueError):

@@ -1,4 +1,4 @@
-"""The sequence of operators, as torch's profiler sees it on the training thread and in backwards."""
+"""The recorded sequence of operators is the profiler's, for the training thread and for backwards."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.device]
 
 
 @pytest.mark.cpu("the profiler knows its operators by other names")
-def test_a_recorded_step_is_the_operators_that_the_profiler_reports_in_their_order(recorder: Recorder) -> None:
+def test_recorded_operators_match_the_profilers_in_order(recorder: Recorder) -> None:
     step = trainer()
     seen = operator_names(record(recorder, step))
     assert seen == profiled_operators(step)
     assert {"aten::addmm", "aten::native_layer_norm_backward", "aten::addcdiv_"} <= set(seen)  # from all three passes
 
 
-def test_the_sequence_is_forward_and_backward_as_the_profiler_reports_them(recorder: Recorder) -> None:
-    """The optimizer, like everything without gradients, is no part of it, nor is the accumulation of gradients."""
+def test_sequence_matches_forward_and_backward_of_the_profiler(recorder: Recorder) -> None:
+    """Leave out the optimizer, all else that runs without gradients, and the accumulation of gradients."""
     step, passes = trainer(), trainer(optimizes=False)
     seen = sequence(recorder, step)
     assert seen == sequence(recorder, passes) == without_accumulation(profiled_operators(passes))
     assert {"aten::addmm", "aten::native_layer_norm_backward"} <= set(seen) and "aten::addcdiv_" not in seen
 
 
-def test_what_runs_without_gradients_is_in_the_sequence_in_a_backward_alone(recorder: Recorder) -> None:
+def test_no_grad_operators_are_in_the_sequence_only_in_a_backward(recorder: Recorder) -> None:
     x = torch.ones(3, requires_grad=True)
 
     class Doubles(torch.autograd.Function):
@@ -75,7 +75,7 @@ def test_what_runs_without_gradients_is_in_the_sequence_in_a_backward_alone(reco
     assert {"aten::sin", "aten::cos"} <= set(operator_names(record(recorder, step))), "a trace has all of it"
 
 
-def test_a_custom_function_and_a_checkpoint_are_the_operators_that_the_profiler_reports(recorder: Recorder) -> None:
+def test_custom_function_and_checkpoint_match_the_profiler(recorder: Recorder) -> None:
     def step() -> None:
         x = torch.ones(3, requires_grad=True)
         y = torch.utils.checkpoint.checkpoint(torch.erf, nested(0, x.cos) * x, use_reentrant=False)
@@ -86,7 +86,7 @@ def test_a_custom_function_and_a_checkpoint_are_the_operators_that_the_profiler_
 
 
 @pytest.mark.parametrize("detail", Detail)
-def test_a_step_is_the_same_while_it_is_recorded_and_its_trace_names_it(recorder: Recorder, detail: Detail) -> None:
+def test_sequence_stays_the_same_while_a_step_is_recorded(recorder: Recorder, detail: Detail) -> None:
     step = trainer(optimizes=False)
     expected = sequence(recorder, step)
     recorder.take()
@@ -95,7 +95,7 @@ def test_a_step_is_the_same_while_it_is_recorded_and_its_trace_names_it(recorder
     assert [names[number] for number in recorder.take()] == expected == without_accumulation(operator_names(trace))
 
 
-def test_equal_steps_are_equal_and_one_layer_more_is_not(recorder: Recorder) -> None:
+def test_equal_steps_have_equal_sequences_and_more_layers_longer_ones(recorder: Recorder) -> None:
     small, large = trainer(layers=2), trainer(layers=3)
     first = sequence(recorder, small)
     assert sequence(recorder, small) == first
@@ -103,7 +103,7 @@ def test_equal_steps_are_equal_and_one_layer_more_is_not(recorder: Recorder) -> 
     assert sequence(recorder, small) == first
 
 
-def test_overloads_of_one_name_have_numbers_of_their_own(recorder: Recorder) -> None:
+def test_overloads_of_one_name_have_their_own_numbers(recorder: Recorder) -> None:
     x = torch.ones(2)
     recorder.take()
     x.add(1), x.add(x), x.sum(), x.sum(0)
@@ -114,7 +114,7 @@ def test_overloads_of_one_name_have_numbers_of_their_own(recorder: Recorder) -> 
     assert len(set(recorder.names)) == len(recorder.names)
 
 
-def test_taking_leaves_nothing_to_take(recorder: Recorder) -> None:
+def test_take_empties_the_sequence(recorder: Recorder) -> None:
     x = torch.ones(2)
     recorder.take()
     x.exp()
@@ -122,7 +122,7 @@ def test_taking_leaves_nothing_to_take(recorder: Recorder) -> None:
     assert len(recorder.take()) == 0
 
 
-def test_operators_are_seen_only_while_they_are_watched(recorder: Recorder) -> None:
+def test_operators_are_seen_only_while_watched(recorder: Recorder) -> None:
     x = torch.ones(2)
     recorder.watch(False)
     x.exp()
@@ -134,7 +134,7 @@ def test_operators_are_seen_only_while_they_are_watched(recorder: Recorder) -> N
     assert sequence(recorder, x.exp) == ["aten::exp"]
 
 
-def test_watching_goes_on_after_a_recording_as_before_it_or_as_was_said_in_it(recorder: Recorder) -> None:
+def test_watching_after_a_recording_is_as_before_or_as_last_set(recorder: Recorder) -> None:
     x = torch.ones(2)
     for before, inside, after in [(True, None, True), (False, None, False), (True, False, False), (False, True, True)]:
         recorder.watch(before)
@@ -155,7 +155,7 @@ def test_watching_goes_on_after_a_recording_as_before_it_or_as_was_said_in_it(re
 
 @pytest.mark.parametrize("ranks", [1, 64])
 def test_gradient_hooks_are_no_part_of_the_sequence(recorder: Recorder, ranks: int) -> None:
-    """Frameworks reduce and partition gradients in them, in loops over ranks, and in callbacks after a backward."""
+    """Partition gradients as frameworks do: in hooks, in loops over ranks, and in callbacks after a backward."""
     x = torch.ones(3, requires_grad=True)
 
     def partition(parameter: torch.Tensor) -> None:
@@ -172,7 +172,7 @@ def test_gradient_hooks_are_no_part_of_the_sequence(recorder: Recorder, ranks: i
     hook.remove()
 
 
-def test_what_a_framework_gathers_is_no_part_of_the_sequence_in_forward_and_backward(recorder: Recorder) -> None:
+def test_framework_gathers_are_no_part_of_the_sequence(recorder: Recorder) -> None:
     class Gathers(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
@@ -220,7 +220,7 @@ def test_suspended_operators_are_not_in_the_sequence(recorder: Recorder) -> None
     assert [recorder.names[number] for number in recorder.take()] == ["aten::exp", "aten::erf", "aten::neg"]
 
 
-def test_suspension_in_a_backward_hides_that_part_of_it(recorder: Recorder) -> None:
+def test_suspension_in_a_backward_hides_only_that_part(recorder: Recorder) -> None:
     def own(gradient: torch.Tensor) -> None:
         with recorder.suspended:
             gradient.sin()
@@ -237,7 +237,7 @@ def test_suspension_in_a_backward_hides_that_part_of_it(recorder: Recorder) -> N
 # -- nodes -------------------------------------------------------------------------------------------------------------
 
 
-def test_nodes_count_what_forwards_made_of_the_graph(recorder: Recorder) -> None:
+def test_nodes_count_graph_nodes_made_by_forwards(recorder: Recorder) -> None:
     x = torch.ones(2, requires_grad=True)
     recorder.take_nodes()
     x.exp().sin()
@@ -249,7 +249,7 @@ def test_nodes_count_what_forwards_made_of_the_graph(recorder: Recorder) -> None
     assert recorder.take_nodes() == 0
 
 
-def test_nodes_are_equal_for_equal_steps_watched_or_not(recorder: Recorder) -> None:
+def test_equal_steps_make_equal_node_counts_watched_or_not(recorder: Recorder) -> None:
     def nodes(step: Callable[[], None]) -> int:
         recorder.take_nodes()
         step()

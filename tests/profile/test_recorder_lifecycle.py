@@ -1,4 +1,4 @@
-"""A recorder's life: one per process, errors in any place, forks and exits; nothing is left of it."""
+"""A recorder's life: one per process, errors anywhere, recordings that are cut short; it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ details = pytest.mark.parametrize("detail", Detail)
 
 
 def assert_gone() -> None:
-    """Check that neither operators nor allocations reach the native core."""
+    """Assert that neither operators nor allocations reach the native core."""
     core = native.load()
     core.take_sequence()
     core.take_requests()
@@ -47,7 +47,7 @@ def assert_gone() -> None:
 # -- one at a time -----------------------------------------------------------------------------------------------------
 
 
-def test_a_second_recorder_is_refused_until_the_first_stops(nothing_left: None) -> None:
+def test_second_recorder_is_refused_until_the_first_stops(nothing_left: None) -> None:
     first = Recorder("cpu")
     for _ in range(2):
         with pytest.raises(RecorderError, match="taken") as error:
@@ -58,11 +58,11 @@ def test_a_second_recorder_is_refused_until_the_first_stops(nothing_left: None) 
     second = Recorder("cpu")
     first.stop()
     first.watch(True)
-    assert sequence(second, torch.ones(2).exp)[-1:] == ["aten::exp"], "what the first one does is nothing to it"
+    assert sequence(second, torch.ones(2).exp)[-1:] == ["aten::exp"], "the stopped recorder does not affect it"
     second.stop()
 
 
-def test_a_stopped_recorder_leaves_nothing_behind(nothing_left: None) -> None:
+def test_stopped_recorder_leaves_nothing_behind(nothing_left: None) -> None:
     recorder = Recorder("cpu")
     assert callbacks()
     record(recorder, trainer())
@@ -96,7 +96,7 @@ def test_stopping_while_recording_leaves_nothing_behind(detail: Detail, nothing_
 
 
 @pytest.mark.parametrize("recording", [False, True])
-def test_a_recorder_that_is_forgotten_leaves_nothing_behind(recording: bool, nothing_left: None) -> None:
+def test_dropped_recorder_leaves_nothing_behind(recording: bool, nothing_left: None) -> None:
     recorder = Recorder("cpu")
     if recording:
         recorder.begin(Detail.TENSORS)
@@ -107,7 +107,7 @@ def test_a_recorder_that_is_forgotten_leaves_nothing_behind(recording: bool, not
     Recorder("cpu").stop()
 
 
-def test_one_recorder_records_many_times(recorder: Recorder) -> None:
+def test_one_recorder_can_record_repeatedly(recorder: Recorder) -> None:
     step = trainer()
     traces = [record(recorder, step, detail) for detail in (Detail.REQUESTS, Detail.TENSORS) * 3]
     for trace in traces:
@@ -117,7 +117,7 @@ def test_one_recorder_records_many_times(recorder: Recorder) -> None:
         assert np.array_equal(trace.uses, traces[1].uses) or not len(trace.uses)
 
 
-def test_a_recording_knows_its_peak_so_far_and_may_be_dropped(recorder: Recorder) -> None:
+def test_recording_tracks_its_peak_and_can_be_dropped(recorder: Recorder) -> None:
     recorder.begin(Detail.TENSORS)
     before, peaks = recorder.peak_bytes, []  # blocks of another test's arena may be in use
     for nbytes in (400, 4000, 800):
@@ -125,13 +125,13 @@ def test_a_recording_knows_its_peak_so_far_and_may_be_dropped(recorder: Recorder
         peaks.append(recorder.peak_bytes - before)
     recorder.drop()
     assert peaks == [400, 4000, 4000] and not recorder.recording
-    assert sequence(recorder, torch.ones(2).exp)[-1:] == ["aten::exp"], "it watches on"
+    assert sequence(recorder, torch.ones(2).exp)[-1:] == ["aten::exp"], "watching continues"
     trace = record(recorder, lambda: torch.empty(500, dtype=torch.uint8), Detail.TENSORS)
     assert trace.requests["nbytes"].tolist() == trace.tensors["nbytes"].tolist() == [500]
     assert trace.peak_bytes - trace.base_bytes == 500 and trace.replays_exactly() is True
 
 
-def test_an_allocator_that_is_delegated_to_already_is_not_recorded(recorder: Recorder) -> None:
+def test_recording_is_refused_if_the_allocator_is_already_delegated(recorder: Recorder) -> None:
     native.load().install_cpu()
     with pytest.raises(RecorderError, match="delegated to already"):
         recorder.begin(Detail.REQUESTS)
@@ -144,9 +144,7 @@ def test_an_allocator_that_is_delegated_to_already_is_not_recorded(recorder: Rec
 
 
 @details
-def test_an_operator_that_fails_is_one_of_the_sequence_and_changes_nothing_after_it(
-    detail: Detail, recorder: Recorder
-) -> None:
+def test_failing_operator_is_recorded_and_changes_nothing_after_it(detail: Detail, recorder: Recorder) -> None:
     def fails() -> None:
         with contextlib.suppress(RuntimeError):
             torch.ones(2, 3) @ torch.ones(2, 3)
@@ -166,7 +164,7 @@ def test_an_operator_that_fails_is_one_of_the_sequence_and_changes_nothing_after
 @details
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_interrupted_step_leaves_the_next_one_as_it_was(
+def test_interrupted_step_leaves_the_next_recording_unchanged(
     where: str, error: type[BaseException], detail: Detail, recorder: Recorder
 ) -> None:
     def interrupt(*_: Any) -> None:
@@ -191,8 +189,8 @@ def test_an_interrupted_step_leaves_the_next_one_as_it_was(
     assert set(after.phases) == set(expected.phases)
 
 
-def inside_of_an_operator(call: Callable[[], Any]) -> None:
-    """Run `call` in the middle of an operator that is written in Python."""
+def call_inside_operator(call: Callable[[], Any]) -> None:
+    """Run `call` in the middle of a custom operator that is written in Python."""
     calls.append(call)
     torch.ops.memplug_tests.calls(torch.ones(16))
 
@@ -206,32 +204,32 @@ def _calls(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-def test_an_operator_that_a_recording_ends_in_encloses_none_of_the_next(recorder: Recorder) -> None:
+def test_operator_in_which_a_recording_ends_encloses_none_of_the_next(recorder: Recorder) -> None:
     recorder.begin(Detail.TENSORS)
-    inside_of_an_operator(lambda: recorder.end(Fingerprint(), ()))
+    call_inside_operator(lambda: recorder.end(Fingerprint(), ()))
     trace = record(recorder, torch.ones(2).exp, Detail.REQUESTS)
     assert trace.operators["depth"].tolist() == [0]
 
 
-def test_recordings_may_begin_and_end_inside_of_an_operator(recorder: Recorder) -> None:
+def test_recordings_may_begin_and_end_inside_an_operator(recorder: Recorder) -> None:
     kept = torch.ones(2)
-    inside_of_an_operator(lambda: recorder.begin(Detail.TENSORS))
+    call_inside_operator(lambda: recorder.begin(Detail.TENSORS))
     kept.exp_()
     traces = []
-    inside_of_an_operator(lambda: traces.append(recorder.end(Fingerprint(), ())))
-    inside_of_an_operator(lambda: recorder.begin(Detail.TENSORS))
-    inside_of_an_operator(lambda: traces.append(recorder.end(Fingerprint(), ())))
-    inside_of_an_operator(lambda: (recorder.begin(Detail.TENSORS), recorder.end(Fingerprint(), ()), recorder.begin(1)))
+    call_inside_operator(lambda: traces.append(recorder.end(Fingerprint(), ())))
+    call_inside_operator(lambda: recorder.begin(Detail.TENSORS))
+    call_inside_operator(lambda: traces.append(recorder.end(Fingerprint(), ())))
+    call_inside_operator(lambda: (recorder.begin(Detail.TENSORS), recorder.end(Fingerprint(), ()), recorder.begin(1)))
     recorder.end(Fingerprint(), ())
     traces.append(record(recorder, kept.exp_, Detail.TENSORS))
     recorder.begin(Detail.TENSORS)
-    inside_of_an_operator(lambda: (recorder.drop(), recorder.begin(Detail.TENSORS), kept.exp_()))
+    call_inside_operator(lambda: (recorder.drop(), recorder.begin(Detail.TENSORS), kept.exp_()))
     kept.exp_()
     traces.append(recorder.end(Fingerprint(), ()))
     assert operator_names(traces[-1]).count("aten::exp_") == 2
     last = rows.operator(traces[-1], -1)
     assert (last.name, last.reads, last.writes) == ("aten::exp_", (0,), (0,))
-    assert traces[-1].tensors["nbytes"].tolist() == [8, 64, 64], "what it was in has no index here"
+    assert traces[-1].tensors["nbytes"].tolist() == [8, 64, 64], "the operator around it has no index in this recording"
     for trace in traces:
         assert trace.replays_exactly() in (True, None)
     assert traces[-2].tensors["nbytes"].tolist() == [8] and len(traces[-2].uses) == 2

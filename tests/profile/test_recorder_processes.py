@@ -52,11 +52,11 @@ FORK = """
 """
 
 
-def test_a_child_of_a_fork_has_nothing_of_ours_and_can_train_and_the_parent_goes_on() -> None:
+def test_forked_child_inherits_no_recorder_and_both_processes_train_on() -> None:
     run_python(FORK)
 
 
-def test_workers_of_a_data_loader_have_nothing_of_ours() -> None:
+def test_data_loader_workers_inherit_no_recorder() -> None:
     run_python(
         """
         from torch.utils.data import DataLoader, Dataset
@@ -88,7 +88,7 @@ LONG = ("sys.exit(3)", "raise KeyboardInterrupt", "os._exit(3)")
 
 
 @pytest.mark.parametrize("ending", ["", *(pytest.param(ending, marks=pytest.mark.long) for ending in LONG)])
-def test_a_process_that_ends_while_recording_ends_cleanly(ending: str) -> None:
+def test_process_that_ends_while_recording_exits_cleanly(ending: str) -> None:
     script = f"""
         recorder = Recorder("cpu")
         recorder.begin(Detail.TENSORS)

@@ -13,10 +13,10 @@ from tests.support.recording import in_thread, nested, nothing_left, operator_na
 __all__ = ["nothing_left", "recorder"]
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-OWN_THREADS_FROM = 61  # autograd nests so many backwards on one thread, then takes another
+OWN_THREADS_FROM = 61  # autograd nests that many backwards on one thread before it uses a thread of its own
 
 
-def test_operators_of_another_thread_are_not_in_the_sequence_nor_in_traces(recorder: Recorder) -> None:
+def test_operators_of_other_threads_are_in_neither_sequence_nor_trace(recorder: Recorder) -> None:
     x = torch.ones(2)
 
     def step() -> None:
@@ -28,7 +28,7 @@ def test_operators_of_another_thread_are_not_in_the_sequence_nor_in_traces(recor
     assert operator_names(record(recorder, step)) == ["aten::exp", "aten::cos"]
 
 
-def test_a_backward_on_another_thread_is_in_the_sequence_and_what_surrounds_it_is_not(recorder: Recorder) -> None:
+def test_sequence_includes_only_the_backward_of_another_thread(recorder: Recorder) -> None:
     def step() -> None:
         y = torch.ones(2, requires_grad=True).exp()
         in_thread(lambda: (y.sin(), torch.autograd.backward(y, torch.ones(2)), y.cos()))
@@ -38,7 +38,7 @@ def test_a_backward_on_another_thread_is_in_the_sequence_and_what_surrounds_it_i
     assert seen.index("aten::exp") < seen.index("aten::mul.Tensor")
 
 
-def test_a_backward_on_a_thread_of_autograds_own_is_in_the_sequence(recorder: Recorder) -> None:
+def test_backward_on_an_autograd_thread_is_in_the_sequence(recorder: Recorder) -> None:
     threads = []
 
     def innermost() -> None:
@@ -54,7 +54,7 @@ def test_a_backward_on_a_thread_of_autograds_own_is_in_the_sequence(recorder: Re
     assert trace.phases[trace.operators["phase"][row]].kind.name == "BACKWARD"
 
 
-def test_the_thread_that_makes_the_recorder_is_the_one_that_trains() -> None:
+def test_thread_that_makes_the_recorder_is_the_training_thread() -> None:
     made: list[Recorder] = []
     seen: list[list[str]] = []
 

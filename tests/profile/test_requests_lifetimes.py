@@ -1,4 +1,4 @@
-"""Blocks of any lifetime: from before a recording, after it, after the recorder, and not held by a tensor."""
+"""Blocks of any lifetime and holder: older than a recording, or outliving it, its recorder or the process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.recording import nothing_left, profiled_requests, record, rec
 __all__ = ["nothing_left", "recorder"]
 
 
-def test_tensors_from_before_any_recording_are_invisible(recorder: Recorder) -> None:
+def test_tensors_older_than_any_recording_are_invisible(recorder: Recorder) -> None:
     before = [torch.ones(1000), torch.ones(1000)]
     views = [before[1].view(10, 100)[2]]
 
@@ -30,12 +30,12 @@ def test_tensors_from_before_any_recording_are_invisible(recorder: Recorder) -> 
     assert len(record(recorder, step).events) == 0
 
 
-def test_tensors_of_no_bytes_are_invisible(recorder: Recorder) -> None:
+def test_empty_tensors_are_invisible(recorder: Recorder) -> None:
     trace = record(recorder, lambda: (torch.empty(0), torch.ones(3, 0).sum(1, keepdim=True), torch.empty(0).resize_(0)))
     assert trace.requests["nbytes"].tolist() == [12]
 
 
-def test_a_storage_that_shrinks_and_grows_is_freed_and_asked_for_again(recorder: Recorder) -> None:
+def test_resized_storage_is_freed_and_requested_again(recorder: Recorder) -> None:
     def step() -> None:
         x = torch.ones(100)
         x.untyped_storage().resize_(0)
@@ -47,7 +47,7 @@ def test_a_storage_that_shrinks_and_grows_is_freed_and_asked_for_again(recorder:
     assert request_sizes(trace) == [400, -400, 400, 1000, -400, -1000] == profiled_requests(step)
 
 
-def test_storages_from_before_the_recording_may_be_resized_in_it_and_after_it(recorder: Recorder) -> None:
+def test_older_storages_may_be_resized_during_and_after_a_recording(recorder: Recorder) -> None:
     before, inside = torch.ones(100), []
 
     def step() -> None:
@@ -92,7 +92,7 @@ HOLDERS = {
     "pickle": through_pickle,
     "file": through_file,
     "copy on write": copy_on_write,
-    "copy on write, not written to": lambda x: torch._lazy_clone(x),
+    "copy on write, unwritten": lambda x: torch._lazy_clone(x),
     "storage": lambda x: x.untyped_storage(),
     "parameter": lambda x: nn.Parameter(x),
     "set_": lambda x: torch.empty(3).set_(x),
@@ -108,7 +108,7 @@ def total(held: Any) -> float:
 
 
 @pytest.mark.parametrize("how", HOLDERS)
-def test_whatever_holds_a_block_the_recording_is_exact_and_its_free_is_seen(how: str, recorder: Recorder) -> None:
+def test_recording_sees_malloc_and_free_of_blocks_with_any_holder(how: str, recorder: Recorder) -> None:
     held: list[Any] = []
 
     def step() -> None:
@@ -120,15 +120,15 @@ def test_whatever_holds_a_block_the_recording_is_exact_and_its_free_is_seen(how:
     trace = record(recorder, step)
     kept_bytes = int(trace.live_bytes[-1])
     assert trace.replays_exactly() is True and trace.requests["nbytes"].max() == 4000
-    # torch takes the memory of unpickled tensors from the default allocator, whichever is installed
+    # torch unpickles into memory of the default allocator, whichever is installed
     assert native.load().tracked_bytes() == kept_bytes == (0 if how in ("shared memory", "pickle") else 4000)
     assert total(held[0]) in {sum(range(1000)), sum(range(10, 1000)), 2 * sum(range(1000))}
     later = record(recorder, held.clear)
-    assert later.base_bytes == kept_bytes == -sum(request_sizes(later)), "freed as it was asked for, to the byte"
+    assert later.base_bytes == kept_bytes == -sum(request_sizes(later)), "freed bytes equal requested bytes"
     assert native.load().tracked_bytes() == 0
 
 
-def test_memory_may_be_freed_when_the_recorder_is_gone(nothing_left: None) -> None:
+def test_memory_may_be_freed_after_the_recorder_is_gone(nothing_left: None) -> None:
     recorder = Recorder("cpu")
     kept = []
     record(recorder, lambda: kept.append(torch.ones(1000)))

@@ -1,4 +1,4 @@
-"""Requests for memory on the CPU: all of a step, in order, as torch's own profiler counts them."""
+"""A recording has all memory requests of a step on the CPU, in order, as torch's profiler reports them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ steps = pytest.mark.parametrize("make", STEPS.values(), ids=STEPS)
 
 @steps
 @pytest.mark.parametrize("detail", Detail)
-def test_requests_are_those_that_the_profiler_reports(
+def test_requests_match_those_of_the_profiler(
     detail: Detail, make: Callable[[], Callable[[], None]], recorder: Recorder
 ) -> None:
     step = make()
@@ -78,7 +78,7 @@ def test_requests_are_those_that_the_profiler_reports(
 
 
 @steps
-def test_each_operator_knows_the_bytes_in_use_as_it_began(
+def test_each_operator_has_the_bytes_in_use_when_it_began(
     make: Callable[[], Callable[[], None]], recorder: Recorder
 ) -> None:
     kept = []
@@ -90,7 +90,7 @@ def test_each_operator_knows_the_bytes_in_use_as_it_began(
     assert trace.base_bytes == 100 and (np.diff(trace.operators["time_ns"]) >= 0).all()
 
 
-def test_gradients_that_stay_are_live_at_the_end_and_freed_as_earlier_ones_in_the_next_recording(
+def test_gradients_that_stay_are_freed_as_earlier_in_the_next_recording(
     recorder: Recorder,
 ) -> None:
     model = nn.Linear(8, 8)
@@ -117,12 +117,12 @@ THREADS, SLOTS = 8, 32
 
 
 def churn(index: int, rounds: int, slots: list[Any], stop: threading.Event) -> None:
-    """Allocate memory, and leave it to another thread to free."""
+    """Allocate blocks that other threads free, by overwriting their slots."""
     generator = np.random.default_rng(index)
     for nbytes, slot in generator.integers(1, (5000, SLOTS), (rounds, 2)):
         if stop.is_set():
             return
-        slots[slot] = torch.empty(nbytes, dtype=torch.uint8)  # this frees the former tensor
+        slots[slot] = torch.empty(nbytes, dtype=torch.uint8)  # frees the block that was in the slot
         torch.ones(64, 8).softmax(0)
 
 
@@ -133,7 +133,7 @@ def start_churning(rounds: int, slots: list[Any], stop: threading.Event) -> list
     return threads
 
 
-def test_requests_of_many_threads_at_once_replay_exactly_and_each_is_freed_once(recorder: Recorder) -> None:
+def test_requests_of_many_threads_replay_exactly_and_are_freed_once(recorder: Recorder) -> None:
     rounds, slots = 400, [None] * SLOTS
 
     def step() -> None:
@@ -186,8 +186,8 @@ def test_recordings_begin_and_end_while_other_threads_allocate(recorder: Recorde
     assert cleared.base_bytes == in_use_bytes and cleared.live_bytes[-1] == 0 == native.load().tracked_bytes()
 
 
-def test_recordings_begin_and_end_in_the_middle_of_a_backward_of_another_thread(recorder: Recorder) -> None:
-    """The backward holds no lock of Python, and each gradient that it leaves is a new peak."""
+def test_recordings_begin_and_end_during_another_threads_backward(recorder: Recorder) -> None:
+    """Run a backward without Python's lock while recordings begin and end; each gradient is a new peak."""
     weights = [torch.ones(4, requires_grad=True) for _ in range(3000)]
     total = sum(weight.exp().sum() for weight in weights)
     stop = threading.Event()
@@ -208,10 +208,10 @@ def test_recordings_begin_and_end_in_the_middle_of_a_backward_of_another_thread(
     finally:
         stop.set()
         thread.join()
-    assert 0 in threads, "a backward is training's, wherever it runs"
+    assert 0 in threads, "a backward counts as training on any thread"
 
 
-def test_a_block_says_which_thread_asked_for_it_and_which_freed_it(recorder: Recorder) -> None:
+def test_request_names_the_threads_that_made_and_freed_it(recorder: Recorder) -> None:
     blocks: list[torch.Tensor] = []
 
     def elsewhere(call: Callable[[], Any]) -> None:

@@ -1,4 +1,4 @@
-"""Synthetic steps do what their schedule says, with the recorded operators."""
+"""Synthetic steps follow their schedule, and consist of recorded layers."""
 
 import dataclasses
 from collections import Counter
@@ -13,11 +13,11 @@ SMALL = Schedule(source="llama7b_ckpt", layers=4, micro_batches=8, chunks=2)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_named_schedule_has_as_many_requests_as_it_says(name):
+def test_named_schedule_has_its_stated_number_of_requests(name):
     assert len(record(SCHEDULES[name]).requests) == SCHEDULES[name].requests
 
 
-def test_the_same_seed_gives_the_same_step_and_another_one_other_sizes_in_dynamic_layers_alone():
+def test_seed_changes_only_sizes_in_dynamic_layers():
     schedule = Schedule(source="mixtral_ckpt", layers=2, micro_batches=4, dynamic=True)
     first, again, other = (record(schedule, seed) for seed in (0, 0, 1))
     assert np.array_equal(first.events, again.events)
@@ -27,7 +27,7 @@ def test_the_same_seed_gives_the_same_step_and_another_one_other_sizes_in_dynami
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 @pytest.mark.parametrize("stage", range(4))
-def test_every_chunk_of_every_micro_batch_goes_forward_once_and_then_backward_once(chunks, stage):
+def test_each_chunk_of_each_micro_batch_runs_forward_then_backward_once(chunks, stage):
     schedule = dataclasses.replace(SMALL, chunks=chunks, stage=stage)
     ran = list(order(schedule))
     assert Counter(ran) == Counter(
@@ -42,7 +42,7 @@ def test_every_chunk_of_every_micro_batch_goes_forward_once_and_then_backward_on
         assert forwards + backwards == sorted(forwards + backwards)
 
 
-def test_without_chunks_a_stage_has_as_many_micro_batches_in_flight_as_stages_follow_it():
+def test_micro_batches_in_flight_equal_the_remaining_stages():
     for stage in range(4):
         in_flight = np.cumsum(
             [
@@ -54,17 +54,17 @@ def test_without_chunks_a_stage_has_as_many_micro_batches_in_flight_as_stages_fo
 
 
 @pytest.mark.parametrize("source", ["llama7b_ckpt", "mixtral_ckpt"])
-def test_a_layer_frees_what_it_asks_for_but_its_output_and_what_backward_needs(source):
+def test_layer_scripts_free_all_requests_in_forward_or_backward(source):
     forward, saving, backward = (scripts(source)[name] for name in ("forward", "saving", "backward"))
     asked = {("forward", act.slot): act.nbytes for act in forward if act.nbytes}
     freed = {("forward", act.slot) for act in (*forward, *backward) if act.script == "forward" and not act.nbytes}
-    assert freed == set(asked), "what the forward leaves, its backward frees"
+    assert freed == set(asked), "the backward frees all that its forward leaves"
     saved = {act.slot for act in saving if act.nbytes} - {act.slot for act in saving if not act.nbytes}
     taken = {act.slot for act in backward if act.script == "saving" and not act.nbytes}
     assert saved == taken and len(saved) > 10
 
 
-def test_recomputation_keeps_one_tensor_a_layer_and_saving_keeps_many():
+def test_recomputation_saves_less_than_a_tenth_of_the_bytes():
     def saved_bytes(recompute: bool) -> int:
         step = record(dataclasses.replace(SMALL, recompute=recompute))
         first_backward = int(
@@ -77,13 +77,13 @@ def test_recomputation_keeps_one_tensor_a_layer_and_saving_keeps_many():
     assert saved_bytes(True) < saved_bytes(False) / 10
 
 
-def test_nothing_is_left_when_the_step_is_over():
+def test_step_ends_without_live_bytes():
     step = record(dataclasses.replace(SMALL, requests=10_000))
     assert step.live_bytes[-1] == 0 and len(step.requests) == 10_000
     assert (step.requests["free_event"] > step.requests["malloc_event"]).all()
 
 
-def test_only_requests_of_experts_are_dynamic():
+def test_only_expert_requests_are_dynamic():
     step = record(Schedule(source="mixtral_ckpt", layers=2, micro_batches=4, dynamic=True))
     dynamic = step.requests["dynamic"]
     names = {step.layers[layer].name for layer in step.requests["malloc_layer"][dynamic]}

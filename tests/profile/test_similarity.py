@@ -1,4 +1,4 @@
-"""Two steps are the same program if differences are small; not with other lengths, operators or orders."""
+"""Two steps are one program despite small differences, but not with other lengths, operators or orders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def program(operators: list[int] | np.ndarray = (), sizes: list[int] = (100, 100
 
 @settings(deadline=None)
 @given(OPERATORS, SIZES, SHARES, SHARES)
-def test_a_program_is_similar_to_itself_whatever_the_limits(operators, sizes, tolerance, limit):
+def test_program_is_similar_to_itself_under_any_limits(operators, sizes, tolerance, limit):
     one, other = Program(operators, sizes), Program(operators, sizes)
     assert similar(one, other, tolerance, limit) and one.same(other)
     assert cosine(one, other) == 1.0
@@ -41,7 +41,7 @@ def test_a_program_is_similar_to_itself_whatever_the_limits(operators, sizes, to
 
 @settings(deadline=None)
 @given(PROGRAMS, PROGRAMS, SHARES, SHARES)
-def test_similarity_does_not_depend_on_which_came_first(one, other, tolerance, limit):
+def test_similarity_is_symmetric(one, other, tolerance, limit):
     assert similar(one, other, tolerance, limit) == similar(other, one, tolerance, limit)
     assert cosine(one, other) == cosine(other, one)
     assert 0.0 <= cosine(one, other) <= 1.0 + 1e-12
@@ -49,12 +49,12 @@ def test_similarity_does_not_depend_on_which_came_first(one, other, tolerance, l
 
 @settings(deadline=None)
 @given(PROGRAMS, PROGRAMS, SHARES, SHARES, SHARES, SHARES)
-def test_wider_limits_never_tell_apart_what_narrower_ones_take_for_the_same(one, other, t1, t2, c1, c2):
+def test_wider_limits_accept_every_pair_that_narrower_ones_accept(one, other, t1, t2, c1, c2):
     if similar(one, other, min(t1, t2), max(c1, c2)):
         assert similar(one, other, max(t1, t2), min(c1, c2))
 
 
-def test_regions_that_one_of_two_steps_did_not_see_are_left_out():
+def test_regions_unseen_in_one_of_two_steps_are_ignored():
     whole, first = Program(None, ((5, 5), (7, 7), (9,))), Program(None, ((5, 5), (), ()), unseen=frozenset({1, 2}))
     assert similar(whole, first, 0.0, 1.0) and whole.same(first)
     shorter = Program(None, ((5,), (7,), ()), unseen=frozenset({1, 2}))
@@ -63,12 +63,12 @@ def test_regions_that_one_of_two_steps_did_not_see_are_left_out():
     assert difference(shorter, whole) == "1 region inputs (-50% of bytes)"
 
 
-# -- what passes -------------------------------------------------------------------------------------------------------
+# -- differences that are no change ------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
 @given(LONG, st.lists(st.tuples(st.floats(0, 1), st.integers(0, 60)), min_size=1, max_size=2))
-def test_a_few_inserted_or_left_out_operators_are_no_change(operators, insertions):
+def test_few_inserted_operators_are_no_change(operators, insertions):
     longer = list(operators)
     for where, operator in insertions:
         longer.insert(int(where * len(longer)), operator)
@@ -77,38 +77,38 @@ def test_a_few_inserted_or_left_out_operators_are_no_change(operators, insertion
 
 @pytest.mark.parametrize("where", [0.0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("share", [0.01, 0.04])
-def test_a_block_within_the_tolerance_is_no_change_wherever_it_comes(where, share):
-    """A comparison by position would count it as one, since it shifts what follows."""
+def test_block_within_the_tolerance_is_no_change_at_any_position(where, share):
+    """Insert a block that shifts all later operators: a comparison by position would see a change."""
     step = (FORWARD * 16 + BACKWARD * 16) * 2 + OPTIMIZER
     at, extra = int(where * len(step)), [200 + i % 7 for i in range(int(share * len(step)))]
     assert similar(program(step), program(step[:at] + extra + step[at:]), *LIMITS)
 
 
-# -- what does not -----------------------------------------------------------------------------------------------------
+# -- differences that are a change -------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
 @given(LONG, st.data())
-def test_another_operator_in_every_place_is_a_change(operators, data):
+def test_replacing_every_operator_is_a_change(operators, data):
     shift = data.draw(st.integers(41, 1000))
     assert not similar(program(operators), program([o + shift for o in operators]), *LIMITS)
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4, 8])
-def test_the_same_blocks_in_another_order_are_a_change(micro_batches):
-    """All forwards before all backwards: the same operators, nearly the same pairs, and more graphs in flight."""
+def test_same_blocks_in_another_order_are_a_change(micro_batches):
+    """Run all forwards before all backwards: the same operators, nearly the same pairs, more graphs in flight."""
     forward, backward = FORWARD * 8, BACKWARD * 8
     one = program((forward + backward) * micro_batches + OPTIMIZER)
     other = program(forward * micro_batches + backward * micro_batches + OPTIMIZER)
     assert not similar(one, other, *LIMITS)
 
 
-def test_an_optimizer_at_the_other_end_of_the_step_is_a_change():
+def test_moving_the_optimizer_to_the_other_end_is_a_change():
     layers, optimizer = FORWARD * 8 + BACKWARD * 8, OPTIMIZER * 5
     assert not similar(program(layers + optimizer), program(optimizer + layers), *LIMITS)
 
 
-def test_swapped_neighbours_all_over_are_a_change():
+def test_swapping_all_neighbours_is_a_change():
     one = FORWARD * 16
     other = np.array(one[: len(one) // 2 * 2]).reshape(-1, 2)[:, ::-1].ravel()
     assert sorted(other) == sorted(one[: len(other)])
@@ -116,18 +116,18 @@ def test_swapped_neighbours_all_over_are_a_change():
 
 
 @pytest.mark.parametrize(("longer", "same"), [(105, True), (106, False)])
-def test_the_number_of_operators_may_differ_by_the_tolerance_of_the_longer(longer, same):
-    """5 of 105 are less than 5 %, 6 of 106 are more."""
+def test_number_of_operators_may_differ_by_the_tolerance(longer, same):
+    """Allow 5 of 105, which is less than 5 %, and not 6 of 106, which is more."""
     assert similar(program([1] * 100), program([1] * longer), *LIMITS) is same
 
 
 @pytest.mark.parametrize(("total", "same"), [(1050, True), (1060, False), (950, True), (940, False)])
-def test_the_bytes_of_all_region_inputs_may_differ_by_the_tolerance(total, same):
-    """The operators are the same."""
+def test_bytes_of_region_inputs_may_differ_by_the_tolerance(total, same):
+    """Change bytes alone: a longer sequence runs the same operators."""
     assert similar(program([1, 2, 3], [500, 500]), program([1, 2, 3], [500, total - 500]), *LIMITS) is same
 
 
-def test_without_tolerance_only_as_many_operators_and_bytes_are_the_same():
+def test_zero_tolerance_requires_equal_operator_and_byte_counts():
     one = program([1, 2, 3, 4], [10, 20])
     assert similar(one, program([1, 2, 4, 3], [20, 10]), 0.0, 0.0)
     assert not similar(one, program([1, 2, 3], [10, 20]), 0.0, 0.0)
@@ -138,22 +138,22 @@ def test_without_tolerance_only_as_many_operators_and_bytes_are_the_same():
 # -- nothing to compare ------------------------------------------------------------------------------------------------
 
 
-def test_where_nobody_records_operators_the_bytes_alone_count():
+def test_bytes_alone_decide_without_recorded_operators():
     assert similar(program([], [100]), program([], [104]), *LIMITS)
     assert not similar(program([], [100]), program([], [110]), *LIMITS)
     assert not similar(program([], [100]), program([], []), *LIMITS)
     assert similar(program([], []), program([], []), 0.0, 1.0)
 
 
-def test_no_operators_and_some_are_not_the_same_program():
+def test_empty_and_nonempty_sequences_are_different_programs():
     assert not similar(program([]), program([1]), *LIMITS)
     assert not similar(program([1]), program([2]), *LIMITS)
 
 
-# -- steps whose operators nobody watched ------------------------------------------------------------------------------
+# -- steps without watched operators -----------------------------------------------------------------------------------
 
 
-def test_a_step_that_was_not_watched_is_compared_by_nodes_and_sizes():
+def test_unwatched_step_is_compared_by_nodes_and_sizes():
     watched = Program([1, 2, 3], ((100,),), 50)
     assert similar(watched, Program(None, ((100,),), 50), *LIMITS) and similar(
         watched, Program(None, ((104,),), 51), *LIMITS
@@ -162,14 +162,14 @@ def test_a_step_that_was_not_watched_is_compared_by_nodes_and_sizes():
     assert not similar(watched, Program(None, ((110,),), 50), *LIMITS)
 
 
-def test_other_nodes_are_another_program_whatever_the_operators():
+def test_different_node_counts_are_different_programs():
     assert not similar(Program([1, 2, 3], ((100,),), 50), Program([1, 2, 3], ((100,),), 100), *LIMITS)
 
 
-# -- what people and other processes see -------------------------------------------------------------------------------
+# -- text and fingerprints ---------------------------------------------------------------------------------------------
 
 
-def test_a_fingerprint_is_the_same_in_another_process_and_another_for_another_program():
+def test_fingerprint_is_the_same_in_another_process_and_unique():
     one = program([3, 1, 2], [7])
     code = "from memplug.profile.similarity import Program; print(Program([3, 1, 2], ((7,),)).fingerprint)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
@@ -177,7 +177,7 @@ def test_a_fingerprint_is_the_same_in_another_process_and_another_for_another_pr
     assert one.fingerprint == printed and one.fingerprint not in others and len(others) == 3
 
 
-def test_the_difference_of_two_programs_is_told_in_words():
+def test_difference_of_two_programs_is_described_in_words():
     text = difference(program([1] * 1240, [1000] * 64), program([1] * 1000, [1250] * 64))
     assert "1,240 operators (+24%)" in text and "64 region inputs (-20% of bytes)" in text and "similarity 1.00" in text
     assert difference(program(None, [3]), program(None, [2])) == "1 region inputs (+50% of bytes)"

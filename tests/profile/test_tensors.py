@@ -1,4 +1,4 @@
-"""Features of tensors equal those of a loop over the uses, and those of the same tensor in every iteration."""
+"""Features of tensors match a loop over their uses, and repeat for the same tensor in every iteration."""
 
 import numpy as np
 from hypothesis import given
@@ -11,7 +11,7 @@ from tests.support.traces import Recording, recordings, training
 
 
 def features_by_loop(trace, ranks):
-    """Return the features as appendix A writes them down."""
+    """Return the features by a loop, as Appendix A writes it."""
     seen, rows = {}, []
     for use in trace.uses:
         name = trace.names[trace.operators["name"][use["operator"]]]
@@ -28,7 +28,7 @@ def features_by_loop(trace, ranks):
 
 @st.composite
 def programs(draw):
-    """Draw a program of many operators with many names, each with a few of four tensors."""
+    """Draw a trace with many operator names, whose operators read and write some of four tensors."""
     recording = Recording()
     tensors = [recording.tensor(draw(st.integers(0, 100)), draw(st.sampled_from("ab"))) for _ in range(4)]
     offset, several = draw(st.integers(0, 300)), st.lists(st.sampled_from(tensors), max_size=3)
@@ -41,29 +41,29 @@ def programs(draw):
 
 
 @given(programs())
-def test_features_are_those_that_a_loop_over_the_uses_gives(trace):
+def test_features_match_a_loop_over_the_uses(trace):
     table = features(trace)
     assert table.dtype == FEATURES
     assert table.tolist() == features_by_loop(trace, ranking(trace))
 
 
 @given(programs(), st.lists(st.integers(0, 60), unique=True))
-def test_under_given_ranks_unknown_operators_set_no_bit_and_are_255(trace, names):
+def test_operators_without_a_rank_set_no_bit_and_count_as_255(trace, names):
     ranks = [f"op{name}" for name in names]
     assert features(trace, ranks).tolist() == features_by_loop(trace, ranks)
 
 
 @given(recordings())
-def test_the_most_frequent_operators_come_first_and_equals_by_name(recording):
+def test_operators_are_ranked_by_frequency_then_name(recording):
     trace = recording.trace()
     ran = [operator.name for operator in rows.operators(trace)]
     assert list(ranking(trace)) == sorted(set(ran), key=lambda name: (-ran.count(name), name))
 
 
-def test_a_tensor_is_recognised_at_any_use_in_the_next_iteration_by_what_it_was_in_the_last():
+def test_tensor_has_the_same_features_in_every_iteration():
     trace = training(steps=4).trace()
     ranks = ranking(trace)
-    # The weights of the loop are used more often in each step: only tensors that a step makes are made again.
+    # Weights live on, and their use counts grow; only tensors that a step makes come again.
     ours = [features(cut(trace, step), ranks)[cut(trace, step).uses["tensor"] >= 2] for step in (1, 2)]
     assert len(ours[0]) > 0
     assert ours[0].tolist() == ours[1].tolist()
@@ -72,7 +72,7 @@ def test_a_tensor_is_recognised_at_any_use_in_the_next_iteration_by_what_it_was_
     assert whole[: len(whole) // 4].tolist() == whole[-len(whole) // 4 :].tolist()
 
 
-def test_tensors_that_differ_only_in_what_used_them_differ_in_features():
+def test_tensors_used_by_different_operators_differ_in_features():
     recording = Recording()
     first, second = recording.tensor(8), recording.tensor(8)
     recording.op("a", writes=(first, second))
@@ -83,7 +83,7 @@ def test_tensors_that_differ_only_in_what_used_them_differ_in_features():
     assert one["tag"] != other["tag"] and one["stack"] != other["stack"]
 
 
-def test_only_the_last_eight_uses_are_in_the_stack_the_latest_lowest():
+def test_stack_holds_the_last_eight_uses_latest_lowest():
     recording = Recording()
     tensor = recording.tensor()
     for name in "aabbbcccc":
@@ -94,7 +94,7 @@ def test_only_the_last_eight_uses_are_in_the_stack_the_latest_lowest():
     assert features(recording.trace())["tag"].tolist() == [4, 4, 6, 6, 6, 7, 7, 7, 7]
 
 
-def test_a_life_is_described_as_of_its_last_use_in_a_forward():
+def test_life_is_described_as_of_its_last_use_in_a_forward():
     recording = Recording()
     saved, late, unused = recording.tensor(64, "bfloat16"), recording.tensor(32), recording.tensor(16)
     recording.phase(Pass.FORWARD, 0)
@@ -106,7 +106,7 @@ def test_a_life_is_described_as_of_its_last_use_in_a_forward():
     trace = recording.trace()
     one, two, three = lives(trace)
     then = features(trace)
-    assert (saved, late, unused) == (0, 1, 2), "the rows are in their order"
+    assert (saved, late, unused) == (0, 1, 2), "rows are in the order of numbers"
     assert (one["nbytes"], trace.dtypes[one["dtype"]], one["uses"]) == (64, "bfloat16", 4)
     assert [int(one[name]) for name in ("first_operator", "last_operator", "use")] == [0, 3, 1]
     assert [one[name] for name in ("count", "tag", "stack")] == [2, then[1]["tag"], then[1]["stack"]]
@@ -116,7 +116,7 @@ def test_a_life_is_described_as_of_its_last_use_in_a_forward():
 
 
 @given(recordings())
-def test_lives_are_those_that_a_loop_over_the_uses_gives(recording):
+def test_lives_match_a_loop_over_the_uses(recording):
     trace = recording.trace()
     table, then = lives(trace), features(trace)
     assert table.dtype == LIFE and len(table) == len(trace.tensors)
@@ -133,7 +133,7 @@ def test_lives_are_those_that_a_loop_over_the_uses_gives(recording):
             assert row[name] == (then[row["use"]][name] if uses else 0)
 
 
-def test_a_trace_without_operators_has_no_features_and_lives_without_uses():
+def test_trace_without_operators_has_no_features_and_unused_lives():
     recording = Recording()
     recording.tensor(8)
     trace = recording.trace()

@@ -1,4 +1,4 @@
-"""In detail: which storages each operator reads and writes, under numbers that no other storage gets."""
+"""Detailed recordings name the storages that each operator reads and writes, by unique numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def detailed(recorder: Recorder, step: Callable[[], Any]) -> Trace:
 
 
 def only(trace: Trace, name: str) -> rows.OpEvent:
-    """Return the only operator of that name."""
+    """Return the one operator of that name."""
     (index,) = [index for index, found in enumerate(operator_names(trace)) if found == name]
     return rows.operator(trace, index)
 
@@ -54,10 +54,10 @@ def test_uses_name_the_storages_of_a_small_program(recorder: Recorder) -> None:
     assert sizes(trace, total.writes) == [(8, "float64")]
     inner = only(trace, "aten::sum.dim_IntList")
     assert (inner.index, inner.reads, inner.writes) == (total.index + 1, total.reads, total.writes)
-    assert len(trace.tensors) == 6, "these and the other, as float64"
+    assert len(trace.tensors) == 6, "these five, and `other` as float64"
 
 
-def test_a_list_of_tensors_and_none_are_read_as_the_tensors_in_it(recorder: Recorder) -> None:
+def test_lists_of_tensors_are_read_as_their_elements_without_none(recorder: Recorder) -> None:
     parts = [torch.ones(2), torch.ones(3)]
     table, rows = torch.ones(4, 4), torch.tensor([1, 2])
     trace = detailed(recorder, lambda: (torch.cat(parts), table[:, rows], torch.nn.functional.linear(table, table)))
@@ -68,7 +68,7 @@ def test_a_list_of_tensors_and_none_are_read_as_the_tensors_in_it(recorder: Reco
     assert linear.reads == (index.reads[0],) * 2
 
 
-def test_operators_with_several_results_write_all_of_them(recorder: Recorder) -> None:
+def test_operator_with_several_results_writes_all_of_them(recorder: Recorder) -> None:
     x = torch.arange(8.0)
     trace = detailed(recorder, lambda: (x.sort(), x.split(4)))
     assert sizes(trace, only(trace, "aten::sort").writes) == [(32, "float32"), (64, "int64")]
@@ -76,7 +76,7 @@ def test_operators_with_several_results_write_all_of_them(recorder: Recorder) ->
     assert split.writes == (*split.reads, *split.reads)
 
 
-def test_views_and_in_place_results_are_of_the_same_storage(recorder: Recorder) -> None:
+def test_views_and_in_place_results_share_one_storage(recorder: Recorder) -> None:
     x = torch.ones(4, 4)
     trace = detailed(recorder, lambda: x.t()[1:].view(torch.int32).detach().zero_())
     numbers = {number for event in rows.operators(trace) for number in (*event.reads, *event.writes)}
@@ -84,7 +84,7 @@ def test_views_and_in_place_results_are_of_the_same_storage(recorder: Recorder) 
     assert only(trace, "aten::zero_").writes == (0,)
 
 
-def test_a_storage_has_the_largest_size_that_it_was_seen_with(recorder: Recorder) -> None:
+def test_storage_has_the_largest_size_seen(recorder: Recorder) -> None:
     x = torch.ones(4)
 
     def program() -> None:
@@ -101,12 +101,12 @@ def test_a_storage_has_the_largest_size_that_it_was_seen_with(recorder: Recorder
 @pytest.mark.parametrize(
     "dtype", sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str), ids=str
 )
-def test_dtypes_have_torchs_names(dtype: torch.dtype, recorder: Recorder) -> None:
+def test_dtypes_have_torch_names(dtype: torch.dtype, recorder: Recorder) -> None:
     trace = detailed(recorder, lambda: torch.empty(8, dtype=dtype))
     assert trace.dtypes == (str(dtype).removeprefix("torch."),)
 
 
-def test_only_storages_of_the_recorded_device_are_seen(recorder: Recorder) -> None:
+def test_only_storages_on_the_recorded_device_are_seen(recorder: Recorder) -> None:
     on_meta = torch.ones(4, device="meta")
     sparse = torch.eye(3).to_sparse()
     trace = detailed(recorder, lambda: (on_meta + 1, torch.sparse.sum(sparse), on_meta.new_ones(2, device="cpu")))
@@ -117,7 +117,7 @@ def test_only_storages_of_the_recorded_device_are_seen(recorder: Recorder) -> No
 # -- numbers of storages -----------------------------------------------------------------------------------------------
 
 
-def test_a_storage_at_the_address_of_one_that_was_freed_has_a_number_of_its_own(recorder: Recorder) -> None:
+def test_new_storage_at_a_reused_address_has_its_own_number(recorder: Recorder) -> None:
     addresses = []
 
     def program() -> None:
@@ -128,11 +128,11 @@ def test_a_storage_at_the_address_of_one_that_was_freed_has_a_number_of_its_own(
 
     trace = detailed(recorder, program)
     writes = [rows.operator(trace, index).writes for index in range(len(trace.operators))]
-    assert len(set(addresses)) < 50, "no address came twice: the test shows nothing"
+    assert len(set(addresses)) < 50, "no address was reused, so the test shows nothing"
     assert writes == [(number,) for number in range(50)]
 
 
-def test_numbers_begin_anew_with_each_recording(recorder: Recorder) -> None:
+def test_storage_numbers_restart_with_each_recording(recorder: Recorder) -> None:
     x, y = torch.ones(4), torch.ones(8)
     for first, second in ((x, y), (y, x)):
         trace = detailed(recorder, lambda first=first, second=second: (first.exp_(), second.exp_()))
@@ -140,7 +140,7 @@ def test_numbers_begin_anew_with_each_recording(recorder: Recorder) -> None:
         assert trace.tensors["nbytes"].tolist() == [first.nbytes, second.nbytes]
 
 
-def test_requests_and_storages_agree(recorder: Recorder) -> None:
+def test_recorded_storages_agree_with_requests(recorder: Recorder) -> None:
     step = trainer()
     trace = detailed(recorder, step)
     made = trace.requests["nbytes"][trace.requests["malloc_thread"] == 0].tolist()
@@ -149,14 +149,14 @@ def test_requests_and_storages_agree(recorder: Recorder) -> None:
         seen.remove(nbytes)
     steady = len(seen)
     again = detailed(recorder, step)
-    assert len(again.tensors) == len(made) + steady, "each storage that is made, and those that were there"
+    assert len(again.tensors) == len(made) + steady, "storages made in the step, and those from before it"
     assert np.array_equal(again.uses, trace.uses) and np.array_equal(again.tensors, trace.tensors)
 
 
 # -- what it costs -----------------------------------------------------------------------------------------------------
 
 
-def test_a_recording_in_detail_keeps_no_memory_alive(recorder: Recorder) -> None:
+def test_detailed_recording_keeps_no_memory_alive(recorder: Recorder) -> None:
     step = trainer(rows=64)
     plain, fine = record(recorder, step), detailed(recorder, step)
     assert fine.peak_bytes == plain.peak_bytes > 0
@@ -165,7 +165,7 @@ def test_a_recording_in_detail_keeps_no_memory_alive(recorder: Recorder) -> None
     assert not still_live(fine.requests).any()
 
 
-def test_memory_goes_with_the_last_reference_to_it(recorder: Recorder) -> None:
+def test_memory_is_freed_with_its_last_reference(recorder: Recorder) -> None:
     live = []
 
     def program() -> None:

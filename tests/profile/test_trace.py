@@ -1,4 +1,4 @@
-"""A trace is what was recorded: nothing dropped, nothing impossible, and the same bytes in use as in the run."""
+"""A trace holds all that was recorded, refuses the impossible, and replays the bytes in use of the run."""
 
 import re
 import subprocess
@@ -31,7 +31,7 @@ from tests.support.folders import ROOT
 from tests.support.traces import Recording, recordings, training
 
 
-def test_a_request_is_its_malloc_and_its_free_with_where_each_was_asked():
+def test_request_joins_malloc_and_free_with_their_places():
     recording = Recording()
     recording.phase(Pass.FORWARD, 1)
     recording.layer("experts", dynamic=True)
@@ -53,7 +53,7 @@ def test_a_request_is_its_malloc_and_its_free_with_where_each_was_asked():
         request.nbytes = 0
 
 
-def test_what_is_never_freed_and_what_was_there_before_is_kept_and_told_apart():
+def test_unfreed_requests_and_frees_of_earlier_blocks_are_distinguished():
     recording = Recording()
     kept = recording.malloc(10)
     gone = recording.malloc(20, thread=1)
@@ -70,7 +70,7 @@ def test_what_is_never_freed_and_what_was_there_before_is_kept_and_told_apart():
 
 
 @given(recordings())
-def test_the_table_of_requests_says_what_a_loop_over_the_events_says(recording):
+def test_request_table_matches_a_loop_over_the_events(recording):
     trace = recording.trace()
     expected = {}
     for index, event in enumerate(trace.events):
@@ -95,7 +95,7 @@ def test_the_table_of_requests_says_what_a_loop_over_the_events_says(recording):
 
 
 @given(recordings(), st.integers(0, 2**40))
-def test_live_bytes_and_their_peak_are_those_of_a_replay(recording, base):
+def test_live_bytes_and_peak_match_a_replay(recording, base):
     trace = recording.trace(base_bytes=base)
     live, replayed, sizes = base, [], {}
     for event in trace.events.tolist():
@@ -110,7 +110,7 @@ def test_live_bytes_and_their_peak_are_those_of_a_replay(recording, base):
     assert event == ([base, *replayed].index(nbytes) - 1)
 
 
-def test_the_replay_is_exact_when_it_reaches_the_peak_that_the_allocator_counted():
+def test_replay_is_exact_if_it_reaches_the_allocators_peak():
     recording = Recording()
     recording.free(recording.malloc(30))
     recording.malloc(20)
@@ -119,7 +119,7 @@ def test_the_replay_is_exact_when_it_reaches_the_peak_that_the_allocator_counted
     assert recording.trace(base_bytes=5).replays_exactly() is None
 
 
-def test_an_operator_says_where_it_ran_and_what_it_read_and_wrote():
+def test_operator_has_its_place_and_its_reads_and_writes():
     recording = Recording()
     first, second = recording.tensor(), recording.tensor()
     recording.op("aten::zeros", writes=(first,))
@@ -141,7 +141,7 @@ def test_an_operator_says_where_it_ran_and_what_it_read_and_wrote():
         rows.request(trace, 0)
 
 
-def test_steps_reach_to_the_next_one_and_the_last_to_the_end():
+def test_steps_extend_to_the_next_step_or_the_end():
     trace = training(steps=3, micro_batches=1).trace()
     operators, events = len(trace.operators) // 3, len(trace.events) // 3
     for step in range(3):
@@ -151,7 +151,7 @@ def test_steps_reach_to_the_next_one_and_the_last_to_the_end():
         trace.step_operators(3)
 
 
-def test_arrays_are_read_only_and_those_of_the_caller_stay_his():
+def test_arrays_are_read_only_copies_of_the_callers():
     recording = training()
     fields = recording.fields()
     trace = Trace(**fields)
@@ -164,7 +164,7 @@ def test_arrays_are_read_only_and_those_of_the_caller_stay_his():
         trace.base_bytes = 1
 
 
-def test_a_step_cut_out_is_what_a_recording_of_that_step_alone_holds():
+def test_step_cut_out_equals_a_recording_of_that_step_alone():
     alone = training(steps=1).trace()
     second = cut(training(steps=3).trace(), 1)
     for name in ("names", "dtypes", "phases", "layers", "steps", "base_bytes"):
@@ -172,11 +172,11 @@ def test_a_step_cut_out_is_what_a_recording_of_that_step_alone_holds():
     for name in ("uses", "tensors", "requests", "live_bytes"):
         assert getattr(second, name).tolist() == getattr(alone, name).tolist(), name
     assert second.operators["name"].tolist() == alone.operators["name"].tolist()
-    # The one event before its first operator belongs to the last operator of the step before: to none, when cut.
+    # The event before the step's first operator has the last operator of the step before: none, once cut.
     assert second.events.tolist() == alone.events.tolist()
 
 
-def test_a_request_from_before_the_step_is_freed_with_its_size_and_counts_as_there_before():
+def test_earlier_request_freed_in_a_cut_step_counts_in_its_base_bytes():
     recording = Recording()
     recording.step()
     early, stays = recording.malloc(100), recording.malloc(1)
@@ -191,15 +191,15 @@ def test_a_request_from_before_the_step_is_freed_with_its_size_and_counts_as_the
     assert len(second.requests) == 1 and stays == 1
 
 
-def test_an_event_of_a_step_that_belongs_to_an_operator_of_another_is_given_to_the_nearest_of_its_own():
+def test_event_of_a_cut_step_is_assigned_to_the_nearest_own_operator():
     fields = training(steps=3, micro_batches=1).fields()
     fields["events"]["operator"][8:16] = [-1, 0, 9, 10, 19, 20, 21, 29]
     assert cut(Trace(**fields), 1).events["operator"].tolist() == [-1, -1, -1, 0, 9, 9, 9, 9]
 
 
 @given(recordings())
-def test_live_bytes_inside_a_step_are_the_same_when_it_is_cut_out(recording):
-    # More than is ever given back, so that they stay above 0.
+def test_cutting_a_step_keeps_its_live_bytes(recording):
+    # More bytes than the recording frees, so live bytes stay above 0.
     trace = recording.trace(base_bytes=2**46)
     for step in range(len(trace.steps)):
         assert cut(trace, step).live_bytes.tolist() == trace.live_bytes[trace.step_events(step)].tolist()
@@ -262,7 +262,7 @@ CANNOT_BE = {
 
 
 @pytest.mark.parametrize("problem", CANNOT_BE)
-def test_what_cannot_have_been_recorded_is_refused_with_its_place(problem):
+def test_impossible_recording_is_refused_with_its_place(problem):
     fields = training(steps=1).fields()
     Trace(**fields)
     CANNOT_BE[problem](fields)
@@ -271,7 +271,7 @@ def test_what_cannot_have_been_recorded_is_refused_with_its_place(problem):
     assert "What to do" in str(refused.value)
 
 
-def test_a_fingerprint_digests_to_the_same_in_every_process_and_to_another_when_anything_differs():
+def test_fingerprint_digest_is_stable_and_depends_on_every_field():
     fingerprint = Fingerprint(model="Llama", parameters=7, inputs=("int64[4, 512]",), versions=(("torch", "2.11.0"),))
     code = f"from memplug.profile.trace import Fingerprint; print(({fingerprint!r}).digest())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -1,4 +1,4 @@
-"""A trace file gives its trace back, or one error that says what to do, whatever happened to its bytes."""
+"""A trace file loads as the saved trace, or raises one error with advice, however its bytes were damaged."""
 
 import io
 import json
@@ -32,7 +32,7 @@ def path(tmp_path):
 
 @given(recordings(), st.builds(Fingerprint, model=st.text(), versions=st.just((("torch", "2.11.0"), ("µ", "1")))))
 @in_one_folder
-def test_what_is_saved_is_what_is_loaded(tmp_path, recording, fingerprint):
+def test_saved_trace_loads_unchanged(tmp_path, recording, fingerprint):
     trace = recording.trace(fingerprint=fingerprint, base_bytes=3, peak_bytes=2**50)
     save(trace, tmp_path / "trace.npz")
     loaded = load(str(tmp_path / "trace.npz"))
@@ -41,7 +41,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path, recording, fingerprint):
     assert not loaded.events.flags.writeable
 
 
-def test_numpy_opens_a_file_without_pickle(path):
+def test_numpy_opens_a_trace_without_pickle(path):
     trace = training().trace()
     save(trace, path)
     with np.load(path, allow_pickle=False) as arrays:
@@ -49,14 +49,14 @@ def test_numpy_opens_a_file_without_pickle(path):
         assert json.loads(arrays["meta"].tobytes())["names"] == list(trace.names)
 
 
-def test_equal_traces_are_equal_files(path):
+def test_equal_traces_make_equal_files(path):
     save(training().trace(), path)
     first = path.read_bytes()
     save(training().trace(), path)
     assert path.read_bytes() == first
 
 
-def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(path, monkeypatch):
+def test_failed_save_leaves_only_the_old_file(path, monkeypatch):
     trace = training().trace()
     save(trace, path)
 
@@ -70,7 +70,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(path, monkeypatc
     assert_same(load(path), trace)
 
 
-def test_whoever_reads_the_old_file_reads_it_to_its_end(path):
+def test_open_reader_finishes_the_old_file(path):
     save(training(steps=1).trace(), path)
     old = path.read_bytes()
     with path.open("rb") as reader:
@@ -80,14 +80,14 @@ def test_whoever_reads_the_old_file_reads_it_to_its_end(path):
     assert path.read_bytes() != old
 
 
-def test_saving_where_there_is_no_folder_says_so(path):
+def test_saving_into_a_missing_folder_raises(path):
     with pytest.raises(TraceError, match="No such file or directory") as refused:
         save(training().trace(), path.parent / "missing" / "trace.npz")
     assert "folder that exists" in refused.value.advice
 
 
 @pytest.mark.parametrize("folder", [".", "a"])
-def test_saving_over_a_folder_is_an_error_and_leaves_nothing(tmp_path, monkeypatch, folder):
+def test_saving_over_a_folder_raises_and_leaves_nothing(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
     with pytest.raises(TraceError, match="cannot be written"):
@@ -126,9 +126,9 @@ def good(request, path):
 
 @given(data=st.data())
 @settings(in_one_folder, max_examples=300)
-def test_any_flipped_bits_leave_the_same_trace_or_an_error(good, tmp_path, data):
+def test_flipped_bits_give_the_same_trace_or_an_error(good, tmp_path, data):
     content, original = bytearray(good[0]), good[1]
-    # As likely in the headers and the directory, which are few bytes, as in the compressed data.
+    # Flip bits of the short headers and directory as often as those of compressed data.
     places = [st.integers(0, 8 * len(content) - 1)]
     for mark in (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06"):
         first = 8 * bytes(content).rfind(mark)
@@ -140,7 +140,7 @@ def test_any_flipped_bits_leave_the_same_trace_or_an_error(good, tmp_path, data)
 
 @given(data=st.data())
 @in_one_folder
-def test_a_truncated_file_is_an_error(good, tmp_path, data):
+def test_truncated_file_raises(good, tmp_path, data):
     content = good[0]
     path = tmp_path / "short.npz"
     path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
@@ -150,7 +150,7 @@ def test_a_truncated_file_is_an_error(good, tmp_path, data):
 
 @given(data=st.data())
 @in_one_folder
-def test_a_piece_overwritten_leaves_the_same_trace_or_an_error(good, tmp_path, data):
+def test_overwritten_bytes_give_the_same_trace_or_an_error(good, tmp_path, data):
     content = bytearray(good[0])
     start = data.draw(st.integers(0, len(content) - 1))
     piece = data.draw(st.binary(min_size=1, max_size=64))
@@ -175,7 +175,7 @@ def npy(array):
     return stream.getvalue()
 
 
-def test_contents_exchanged_with_those_of_another_trace_are_noticed(path):
+def test_altered_contents_are_detected(path):
     save(training(steps=1).trace(), path)
     contents = members(path)
     contents["tensors.npy"] = npy(np.flip(np.load(io.BytesIO(contents["tensors.npy"]))))
@@ -184,7 +184,7 @@ def test_contents_exchanged_with_those_of_another_trace_are_noticed(path):
         load(path)
 
 
-def test_a_file_without_one_of_its_arrays_says_which(path):
+def test_missing_array_is_named(path):
     save(training().trace(), path)
     contents = members(path)
     del contents["uses.npy"]
@@ -193,7 +193,7 @@ def test_a_file_without_one_of_its_arrays_says_which(path):
         load(path)
 
 
-def test_an_array_that_declares_more_than_it_holds_is_refused_before_memory_is_taken(path):
+def test_oversized_array_header_is_refused_before_memory_is_taken(path):
     save(training().trace(), path)
     contents = members(path)
     old = contents["events.npy"]
@@ -204,7 +204,7 @@ def test_an_array_that_declares_more_than_it_holds_is_refused_before_memory_is_t
         load(path)
 
 
-def test_a_compression_whose_memory_is_not_bounded_is_refused(path):
+def test_unbounded_compression_is_refused(path):
     save(training().trace(), path)
     write_members(path, members(path), zipfile.ZIP_LZMA)
     with pytest.raises(TraceError, match="unknown method"):
@@ -213,7 +213,7 @@ def test_a_compression_whose_memory_is_not_bounded_is_refused(path):
     assert_same(load(path), training().trace())
 
 
-def test_a_newer_format_is_refused_with_both_versions(path, monkeypatch):
+def test_newer_format_is_refused_with_both_versions(path, monkeypatch):
     monkeypatch.setattr(trace_file, "FORMAT", 7)
     save(training().trace(), path)
     monkeypatch.undo()
@@ -223,7 +223,7 @@ def test_a_newer_format_is_refused_with_both_versions(path, monkeypatch):
 
 
 class Bomb:
-    """Raises when it is unpickled."""
+    """An object that raises when it is unpickled."""
 
     def __reduce__(self):
         return (exec, ("raise SystemExit('unpickled')",))
@@ -237,14 +237,14 @@ FOREIGN = {
     "pickle": lambda path: path.write_bytes(pickle.dumps(Bomb())),
     "zip": lambda path: write_members(path, {"readme.txt": b"hello"}),
     "empty zip": lambda path: write_members(path, {}),
-    "arrays of something else": lambda path: np.savez(path, weights=np.zeros(3), biases=np.zeros(3)),
+    "unrelated arrays": lambda path: np.savez(path, weights=np.zeros(3), biases=np.zeros(3)),
     "other events": lambda path: np.savez(path, events=np.zeros((3, 2))),
-    "events that are pickled": lambda path: np.savez(path, events=np.array([Bomb()], object)),
-    "meta that is pickled": lambda path: np.savez(path, meta=np.array([Bomb()], object)),
+    "pickled events": lambda path: np.savez(path, events=np.array([Bomb()], object)),
+    "pickled meta": lambda path: np.savez(path, meta=np.array([Bomb()], object)),
     "other meta": lambda path: np.savez(path, meta=np.arange(3)),
-    "JSON of something else": lambda path: np.savez(path, meta=np.frombuffer(b"[1, 2]", np.uint8)),
+    "unrelated JSON": lambda path: np.savez(path, meta=np.frombuffer(b"[1, 2]", np.uint8)),
     "nested JSON": lambda path: np.savez(path, meta=np.full(10**6, ord("["), np.uint8)),
-    "events that are no array": lambda path: write_members(path, {"events.npy": b"\x93NUMPY\x01\x00\xff\xff{"}),
+    "malformed events": lambda path: write_members(path, {"events.npy": b"\x93NUMPY\x01\x00\xff\xff{"}),
     "directory": lambda path: path.mkdir(),
     "pipe": lambda path: os.mkfifo(path),
     "missing": lambda path: None,
@@ -253,7 +253,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_what_is_no_trace_is_one_error_that_names_the_file(path, kind):
+def test_foreign_file_raises_one_error_with_its_name(path, kind):
     FOREIGN[kind](path)
     if kind == "below a file":
         path = path.parent / "file" / "trace.npz"
@@ -264,7 +264,7 @@ def test_what_is_no_trace_is_one_error_that_names_the_file(path, kind):
     assert "damaged" not in refused.value.problem or "events" in kind or "pickled" in kind
 
 
-def test_a_file_that_may_not_be_read_is_an_error(path):
+def test_unreadable_file_raises(path):
     save(training().trace(), path)
     path.chmod(0)
     root = os.geteuid() == 0
@@ -279,7 +279,7 @@ def test_a_file_that_may_not_be_read_is_an_error(path):
 
 
 @pytest.mark.parametrize("file", LEGACY, ids=lambda file: file.stem)
-def test_a_recording_of_format_0_keeps_every_row(file):
+def test_format_0_recording_keeps_every_row(file):
     rows = np.load(file)["events"]
     trace = load(file)
     phases = np.array([100 if phase.kind == Pass.OPTIMIZER else phase.micro_batch for phase in trace.phases])
@@ -292,7 +292,7 @@ def test_a_recording_of_format_0_keeps_every_row(file):
     assert still_live(trace.requests).any()
 
 
-def test_a_recording_of_format_0_has_its_steps_and_its_passes_which_it_does_not_tell_apart():
+def test_format_0_recording_has_steps_and_undistinguished_passes():
     trace = load(DATA / "mixtral_ckpt.npz")
     assert [first_event for _, first_event, _ in trace.steps] == [0, 6468, 12936]
     assert trace.phases == (*(Phase(Pass.EITHER, number) for number in range(4)), Phase(Pass.OPTIMIZER))
@@ -300,7 +300,7 @@ def test_a_recording_of_format_0_has_its_steps_and_its_passes_which_it_does_not_
     assert trace.replays_exactly() is None
 
 
-def test_a_recording_of_format_0_saved_again_is_the_same(path):
+def test_format_0_recording_saves_and_loads_unchanged(path):
     trace = load(LEGACY[1])
     save(trace, path)
     assert_same(load(path), trace)
@@ -318,13 +318,13 @@ def test_a_recording_of_format_0_saved_again_is_the_same(path):
         ([0, 0, -8, 0, -1, 0], "below 0"),
     ],
 )
-def test_rows_of_format_0_that_mean_nothing_are_refused(path, row, problem):
+def test_meaningless_rows_of_format_0_are_refused(path, row, problem):
     np.savez(path, events=np.array([row], np.int64))
     with pytest.raises(TraceError, match=problem):
         load(path)
 
 
-def test_what_precedes_the_first_forward_belongs_to_the_step_that_it_opens(path):
+def test_events_before_a_first_forward_belong_to_the_step_it_opens(path):
     phases = [200, 0, 1, 100, 200, 0, 1, 200, 0]
     np.savez(path, events=np.array([[0, i, 1, phase, -1, 0] for i, phase in enumerate(phases)], np.int64))
     trace = load(path)
@@ -332,12 +332,12 @@ def test_what_precedes_the_first_forward_belongs_to_the_step_that_it_opens(path)
     assert trace.phases[trace.events["phase"][4]] == Phase(Pass.OTHER)
 
 
-def test_a_recording_that_begins_in_an_optimizer_begins_a_step_there(path):
+def test_recording_that_begins_in_an_optimizer_begins_a_step_there(path):
     np.savez(path, events=np.array([[0, i, 1, phase, -1, 0] for i, phase in enumerate([100, 100, 0])], np.int64))
     assert [first_event for _, first_event, _ in load(path).steps] == [0, 2]
 
 
-def test_an_empty_recording_is_a_trace_too(path):
+def test_empty_recording_is_a_valid_trace(path):
     save(Recording().trace(), path)
     trace = load(path)
     assert (len(trace.requests), len(trace.live_bytes), trace.replayed_peak()) == (0, 0, (-1, 0))

@@ -44,7 +44,7 @@ def file(folder: Path) -> dist.Store:
 
 
 @pytest.mark.parametrize("make", [lambda folder: dist.HashStore(), tcp, file], ids=["hash", "tcp", "file"])
-def test_all_ranks_have_one_verdict_of_all_values(make: Callable[[Path], dist.Store], tmp_path: Path) -> None:
+def test_all_ranks_get_the_same_verdict_from_all_votes(make: Callable[[Path], dist.Store], tmp_path: Path) -> None:
     store = make(tmp_path)
     logs = [Ballots(each) for each in voters(store)]
 
@@ -60,7 +60,7 @@ def test_all_ranks_have_one_verdict_of_all_values(make: Callable[[Path], dist.St
         log.close()
 
 
-def test_a_verdict_that_the_last_voter_did_not_live_to_give_is_given_by_the_others() -> None:
+def test_remaining_ranks_give_the_verdict_if_the_last_voter_dies() -> None:
     first, second, gone = voters(dist.HashStore())
     logs = [Ballots(first), Ballots(second)]
     gone.store.set(f"1/{gone.own}", pickle.dumps(3))
@@ -70,7 +70,7 @@ def test_a_verdict_that_the_last_voter_did_not_live_to_give_is_given_by_the_othe
         log.close()
 
 
-def test_few_keys_of_old_ballots_stay_in_the_store() -> None:
+def test_store_keeps_few_keys_of_old_ballots() -> None:
     store = dist.HashStore()
     logs = [Ballots(each) for each in voters(store)]
     for _ in range(3 * ballots.KEPT_BALLOTS):
@@ -82,7 +82,7 @@ def test_few_keys_of_old_ballots_stay_in_the_store() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_late_vote_counts_on_all_ranks_or_on_none(seed: int) -> None:
+def test_late_vote_counts_on_all_ranks_or_on_none(seed: int) -> None:
     """Stop waiting on one rank at about the time at which the last one votes."""
     random_s = random.Random(seed).uniform
     limit_s = 0.05
@@ -109,7 +109,7 @@ def test_a_late_vote_counts_on_all_ranks_or_on_none(seed: int) -> None:
             log.close()
 
 
-def test_a_rank_that_is_gone_is_named_and_ends_the_ballots_for_good(caplog: pytest.LogCaptureFixture) -> None:
+def test_departed_rank_is_named_and_ends_the_ballots_for_good(caplog: pytest.LogCaptureFixture) -> None:
     logs = [Ballots(each) for each in voters(dist.HashStore())]
     logs[1].close()
     with pytest.raises(RanksError, match="rank 5 takes no more steps"):
@@ -123,7 +123,7 @@ def test_a_rank_that_is_gone_is_named_and_ends_the_ballots_for_good(caplog: pyte
         log.close()
 
 
-def test_a_wait_ends_and_names_all_that_are_missing(
+def test_expired_wait_names_all_missing_ranks(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ballots, "PATIENCE_S", 0.1)
@@ -137,7 +137,7 @@ def test_a_wait_ends_and_names_all_that_are_missing(
         log.close()
 
 
-def test_a_rank_that_parts_ends_what_others_cast_at_once() -> None:
+def test_parting_rank_ends_later_ballots_at_once() -> None:
     logs = [Ballots(each) for each in voters(dist.HashStore())]
     before = [log.cast(1, min, 20.0) for log in logs]
     logs[1].part()
@@ -153,7 +153,7 @@ def test_a_rank_that_parts_ends_what_others_cast_at_once() -> None:
         log.close()
 
 
-def test_ranks_that_rejoin_vote_on() -> None:
+def test_rejoined_ranks_vote_again() -> None:
     logs = [Ballots(each) for each in voters(dist.HashStore())]
     for _ in range(3):
         for log in logs:
@@ -170,7 +170,7 @@ def test_ranks_that_rejoin_vote_on() -> None:
         log.close()
 
 
-def test_a_verdict_that_one_rank_cannot_read_any_more_may_count_elsewhere() -> None:
+def test_verdict_unreadable_on_one_rank_may_still_count_on_another() -> None:
     """Close the store after one rank has read the verdict, and before another one has."""
     first, second = voters(dist.HashStore(), [0, 1])
 
@@ -189,11 +189,11 @@ def test_a_verdict_that_one_rank_cannot_read_any_more_may_count_elsewhere() -> N
     logs[1].close()
     with pytest.raises(RanksError):
         logs[0].cast(1, min, 0.1)()
-    assert not logs[0].torn, "all that act on its log have the same one"
+    assert not logs[0].torn, "all ranks that act on its log have the same verdicts"
     logs[0].close()
 
 
-def test_ballots_that_nobody_holds_any_more_end_their_thread() -> None:
+def test_unreferenced_ballots_end_their_thread() -> None:
     before = threading.active_count()
     logs = [Ballots(each) for each in voters(dist.HashStore())]
     assert threading.active_count() == before + 3
@@ -202,14 +202,14 @@ def test_ballots_that_nobody_holds_any_more_end_their_thread() -> None:
     assert threading.active_count() == before
 
 
-def test_ranks_meet_again_as_often_as_they_like() -> None:
+def test_ranks_can_meet_repeatedly_on_one_store() -> None:
     store = dist.HashStore()
     first, second = voters(store), voters(store)
     first[0].leave("x", "1")
     assert second[0].missing("x") == MEMBERS and first[0].missing("x") == MEMBERS[1:]
 
 
-def test_a_store_that_is_gone_ends_the_ballots() -> None:
+def test_lost_store_ends_the_ballots() -> None:
     store = tcp(Path())
     logs = [Ballots(each) for each in voters(store, [0, 1])]
     waiting = logs[0].cast(1, min, 20.0)
@@ -222,5 +222,5 @@ def test_a_store_that_is_gone_ends_the_ballots() -> None:
         log.close()
 
 
-def test_ranks_in_words() -> None:
+def test_ranks_are_listed_in_words() -> None:
     assert [named(ranks) for ranks in ([3], [0, 1], [0, 1, 5])] == ["rank 3", "ranks 0 and 1", "ranks 0, 1 and 5"]

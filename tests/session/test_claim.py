@@ -28,7 +28,7 @@ def train(model: torch.nn.Module, session: memplug.Session, steps: int) -> None:
         session.step()
 
 
-def test_a_model_that_never_trains_leaves_recorder_and_arena_to_the_one_that_does() -> None:
+def test_model_that_never_trains_leaves_recorder_and_arena_to_another() -> None:
     reference, model = Stack(2), Stack(2)
     with memplug.attach(reference, BLOCK) as other, memplug.attach(model, BLOCK) as session:
         for _ in range(8):
@@ -41,7 +41,7 @@ def test_a_model_that_never_trains_leaves_recorder_and_arena_to_the_one_that_doe
         assert other.report().arena.state == "waiting"
 
 
-def test_of_two_models_that_train_the_first_has_the_arena_and_the_other_says_why_not(
+def test_first_of_two_training_models_gets_the_arena_and_the_other_warns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     generator, critic = Stack(2), Stack(3)
@@ -68,7 +68,7 @@ def test_of_two_models_that_train_the_first_has_the_arena_and_the_other_says_why
             late.record()
 
 
-def test_the_other_model_gets_both_once_the_first_is_detached() -> None:
+def test_other_model_gets_recorder_and_arena_after_the_first_detaches() -> None:
     first, second = Stack(2), Stack(2)
     with memplug.attach(second, BLOCK) as late:
         with memplug.attach(first, BLOCK) as early:
@@ -81,7 +81,7 @@ def test_the_other_model_gets_both_once_the_first_is_detached() -> None:
         assert report.profiler_off_because is report.arena.off_because is None
 
 
-def test_a_session_that_is_dropped_without_detaching_leaves_both_to_the_next() -> None:
+def test_dropped_session_frees_recorder_and_arena_for_the_next() -> None:
     gc.collect()  # frees objects of earlier tests; DeepSpeed keeps parts of its engines
     before = reserved_bytes()
     model = Stack(2)
@@ -100,7 +100,7 @@ def test_a_session_that_is_dropped_without_detaching_leaves_both_to_the_next() -
 
 
 @pytest.mark.parametrize("section", ["arena", "profiler"])
-def test_what_the_block_switches_off_is_named_as_the_reason(section: str) -> None:
+def test_section_disabled_by_the_block_is_named_as_the_reason(section: str) -> None:
     model = Stack(2)
     with memplug.attach(model, {**BLOCK, section: {"enabled": False}}) as session:
         train(model, session, 3)
@@ -115,14 +115,14 @@ def test_what_the_block_switches_off_is_named_as_the_reason(section: str) -> Non
         ({"tokenwise": {"regions": LAYERS, "alpha": 0.5}, "profiler": {"enabled": False}}, NOT_ASKED_FOR),
     ],
 )
-def test_why_operators_are_not_compared_is_what_the_block_says(fields: dict[str, Any], reason: str) -> None:
+def test_report_says_why_operators_are_not_compared(fields: dict[str, Any], reason: str) -> None:
     with memplug.attach(Stack(2), {**BLOCK, **fields}) as session:
         report = session.report()
     assert report.profiler == "sizes" and reason in report.profiler_off_because
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_engine_without_an_optimizer_is_left_alone_beside_one_that_trains(
+def test_engine_without_optimizer_is_left_alone_beside_a_training_one(
     cpu_engine: None, stage: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Use a reference or teacher model, such as TRL's DPO has."""
@@ -157,7 +157,7 @@ def test_an_engine_without_an_optimizer_is_left_alone_beside_one_that_trains(
         assert report.stage == "stable" and report.arena.state == "serving" and report.profiler == "operators"
 
 
-def test_an_engine_without_an_optimizer_can_be_attached_to_by_hand(cpu_engine: None) -> None:
+def test_engine_without_optimizer_can_be_attached_explicitly(cpu_engine: None) -> None:
     """Attach to an engine that may be trained with the user's own optimizer."""
     import deepspeed
 
@@ -168,7 +168,7 @@ def test_an_engine_without_an_optimizer_can_be_attached_to_by_hand(cpu_engine: N
         assert session.report().tokenwise.forwards == 0
 
 
-def test_engines_that_train_one_after_the_other_in_one_process_have_the_arena_in_turn(cpu_engine: None) -> None:
+def test_engines_that_train_in_succession_each_get_the_arena(cpu_engine: None) -> None:
     memplug.install()
     for _ in range(2):
         engine = make_engine(ds_config(1, block()))

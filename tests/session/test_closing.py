@@ -38,7 +38,7 @@ def last_line(caplog: pytest.LogCaptureFixture, steps: int, forwards: int = 1, *
     return line
 
 
-def test_a_planned_run_says_what_was_planned_swapped_served_and_saved(caplog: pytest.LogCaptureFixture) -> None:
+def test_last_line_of_a_planned_run_gives_swap_arena_and_savings(caplog: pytest.LogCaptureFixture) -> None:
     line = last_line(caplog, 10)
     assert "8 of them planned" in line, "the program was seen, then observed"
     assert "KiB swapped" in line and "% of requests served by the arena" in line
@@ -53,7 +53,7 @@ def test_a_planned_run_says_what_was_planned_swapped_served_and_saved(caplog: py
         (3, 1, {"profiler": {"warmup_steps": 9}}, "nothing was planned: a plan takes at least 11 steps of one program"),
     ],
 )
-def test_a_run_without_a_plan_says_why(
+def test_last_line_of_an_unplanned_run_gives_the_reason(
     caplog: pytest.LogCaptureFixture, steps: int, forwards: int, fields: dict[str, Any], reason: str
 ) -> None:
     line = last_line(caplog, steps, forwards, **fields)
@@ -61,7 +61,7 @@ def test_a_run_without_a_plan_says_why(
 
 
 @pytest.mark.parametrize("is_marked", [False, True])
-def test_a_crash_within_the_first_step_is_not_said_to_be_a_forgotten_call(is_marked: bool) -> None:
+def test_last_line_suggests_session_step_only_if_no_hook_marks_steps(is_marked: bool) -> None:
     """Name no call to make if a hook marks the end of steps."""
     model = Stack(2)
     with pytest.raises(ZeroDivisionError), memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
@@ -73,14 +73,14 @@ def test_a_crash_within_the_first_step_is_not_said_to_be_a_forgotten_call(is_mar
     assert ("session.step()" in said) is not is_marked
 
 
-def test_a_number_for_alpha_is_no_missing_plan_and_an_arena_that_is_off_has_its_reason(
+def test_last_line_with_numeric_alpha_reports_no_missing_plan(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     line = last_line(caplog, 4, arena={"enabled": False}, tokenwise={"alpha": 0.5, "regions": LAYERS})
     assert "planned" not in line and "no arena: the block switches it off" in line
 
 
-def test_the_estimate_of_full_recomputation_runs_every_operator_again_and_swaps_nothing() -> None:
+def test_full_recomputation_estimate_reruns_all_operators_and_swaps_none() -> None:
     operators = tuple(
         plan.Operator(name=str(i), time_s=1.0, inputs=(i,), outputs=(i + 1,), output_bytes=100, capture="rows")
         for i in range(3)
@@ -120,7 +120,7 @@ GONE = "del session, model; import gc; gc.collect()"
 @pytest.mark.parametrize(
     "end", ["", *(pytest.param(end, marks=pytest.mark.long) for end in ("session.detach()", GONE))]
 )
-def test_a_session_that_is_still_attached_says_its_line_when_the_process_ends(end: str, tmp_path: Path) -> None:
+def test_attached_session_logs_its_last_line_as_the_process_ends(end: str, tmp_path: Path) -> None:
     """Log the line on the first rank, and once."""
     config = {**block(regions=LAYERS), "arena": {"enabled": False}, "profiler": {"enabled": False}, "plan_dir": False}
     (tmp_path / "script.py").write_text(SCRIPT.format(block=config, end=end))
@@ -130,6 +130,6 @@ def test_a_session_that_is_still_attached_says_its_line_when_the_process_ends(en
     assert "Traceback" not in output
 
 
-def test_the_line_has_a_place_for_nothing_at_all() -> None:
+def test_last_line_of_an_idle_session_counts_zero_steps() -> None:
     with memplug.attach(Stack(1), {"enabled": True, "tokenwise": {"enabled": False}}) as session:
         assert closing.line(session._attached) == "after 0 steps"

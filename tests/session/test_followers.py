@@ -83,7 +83,7 @@ def plan(**parts: int) -> MemoryPlan:
 TRACE: Any = object()
 
 
-def test_nothing_is_proposed_before_a_program_lasts_and_its_warm_up_is_over(said: list[str]) -> None:
+def test_nothing_is_proposed_until_the_program_outlasts_warm_up(said: list[str]) -> None:
     followers, _ = following(said, "a", warmup_steps=2)
     for key in (None, None, None, "one", "one"):
         followers.end_step(key, TRACE)
@@ -92,7 +92,7 @@ def test_nothing_is_proposed_before_a_program_lasts_and_its_warm_up_is_over(said
     assert said == ["a proposes 1", "a has 1"]
 
 
-def test_a_program_that_comes_again_has_its_part_back_without_another_proposal(said: list[str]) -> None:
+def test_returning_program_gets_its_part_back_without_a_new_proposal(said: list[str]) -> None:
     followers, _ = following(said, "a")
     for key in ("one", "one", "two", "two"):
         followers.end_step(key, TRACE)  # a trace of the step before does not count for a new program
@@ -103,10 +103,10 @@ def test_a_program_that_comes_again_has_its_part_back_without_another_proposal(s
     assert said == ["a has 1", "a has 2"]
 
 
-def test_the_next_technique_waits_for_the_part_of_the_one_before_and_plans_anew_for_another(said: list[str]) -> None:
+def test_next_technique_waits_for_the_earlier_part_and_replans_on_change(said: list[str]) -> None:
     followers, (a, _) = following(said, "a", "b")
     followers.end_step("one", None)
-    assert said == [], "it knows nothing yet, and so b is not asked"
+    assert said == [], "a has proposed nothing yet, so b is not asked"
     followers.end_step("one", TRACE)
     assert said == ["a proposes 1", "a has 1"], "b is asked from the next step on"
     followers.end_step("one", TRACE)
@@ -118,7 +118,7 @@ def test_the_next_technique_waits_for_the_part_of_the_one_before_and_plans_anew_
 
 
 @pytest.mark.parametrize("failure", ["propose", "install", "judge"])
-def test_a_technique_that_fails_is_left_out_once_and_for_all_and_the_others_go_on(
+def test_failing_technique_is_excluded_for_good_and_others_go_on(
     said: list[str], failure: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     followers, (a, b) = following(said, "a", "b")
@@ -131,7 +131,7 @@ def test_a_technique_that_fails_is_left_out_once_and_for_all_and_the_others_go_o
     assert len(warnings) == 1 and "goes on without the a" in warnings[0]
 
 
-def test_a_run_goes_on_from_the_parts_of_every_technique_and_program(said: list[str]) -> None:
+def test_run_resumes_from_kept_parts_of_all_techniques_and_programs(said: list[str]) -> None:
     followers, techniques = following(said, "a", "b")
     plans = {"one": plan(a=5, b=6), "two": plan(a=7)}
     found = followers.resume(plans, "one")
@@ -148,7 +148,7 @@ def test_a_run_goes_on_from_the_parts_of_every_technique_and_program(said: list[
     assert said[2:4] == ["a proposes 1", "a has 1"]
 
 
-def test_a_kept_part_that_its_judge_refuses_is_not_used(said: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_kept_part_refused_by_its_judge_is_not_used(said: list[str], caplog: pytest.LogCaptureFixture) -> None:
     followers, (a, _) = following(said, "a", "b")
     a.wrong = "it is odd"
     followers.resume({"one": plan(a=5, b=6)}, "one")
@@ -159,14 +159,14 @@ def test_a_kept_part_that_its_judge_refuses_is_not_used(said: list[str], caplog:
     assert said[:2] == ["a proposes 1", "a has 1"]
 
 
-def test_a_kept_part_that_cannot_be_read_is_not_used(said: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_kept_part_is_not_used(said: list[str], caplog: pytest.LogCaptureFixture) -> None:
     followers, (a,) = following(said, "a")
     a.fails = "kept"
     assert followers.resume({"one": plan(a=5)}, "one") == {"one": {}} and said == []
     assert "a kept plan's part for the a is not used: no number at all" in caplog.text
 
 
-def test_inputs_that_were_not_expected_withdraw_all_parts_and_the_program_has_them_back(said: list[str]) -> None:
+def test_unexpected_inputs_withdraw_parts_until_the_program_is_confirmed(said: list[str]) -> None:
     followers, _ = following(said, "a", "b")
     followers.resume({"one": plan(a=5, b=6)}, "one")
     said.clear()

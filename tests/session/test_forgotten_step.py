@@ -1,4 +1,4 @@
-"""A training loop that never ends a step is warned once, with the line to add; one that does is not."""
+"""A training loop that never calls `session.step()` gets one warning with the line to add; others get none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def train(model: torch.nn.Module, steps: int, session: memplug.Session | None = 
 
 
 @pytest.mark.parametrize("alpha", [0.5, "auto"])
-def test_three_steps_of_the_optimizer_without_one_of_the_session_are_told_once(
+def test_missing_session_step_warns_once_after_three_optimizer_steps(
     caplog: pytest.LogCaptureFixture, alpha: float | str
 ) -> None:
     model = Stack(2)
@@ -35,7 +35,7 @@ def test_three_steps_of_the_optimizer_without_one_of_the_session_are_told_once(
     assert caplog.text.count(LINE) == 1 and "stepped 3 times" in caplog.text
 
 
-def test_steps_that_are_marked_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_marked_steps_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     model = Stack(2)
     with caplog.at_level(logging.WARNING, "memplug"):
         with memplug.attach(model, block(regions=LAYERS)) as session:
@@ -43,7 +43,7 @@ def test_steps_that_are_marked_are_not_told(caplog: pytest.LogCaptureFixture) ->
     assert LINE not in caplog.text
 
 
-def test_steps_of_another_models_optimizer_are_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_optimizer_steps_of_another_model_are_not_counted(caplog: pytest.LogCaptureFixture) -> None:
     """Train a critic for a while before the generator."""
     generator, critic = Stack(2), Stack(2)
     with caplog.at_level(logging.WARNING, "memplug"), memplug.attach(generator, block(regions=LAYERS)):
@@ -52,7 +52,7 @@ def test_steps_of_another_models_optimizer_are_not_counted(caplog: pytest.LogCap
     assert LINE not in caplog.text
 
 
-def test_an_engine_marks_its_steps_itself(cpu_engine: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_marks_its_steps_itself(cpu_engine: None, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "memplug"):
         engine = make_engine(ds_config(1, block(), gradient_accumulation_steps=4))
         with memplug.attach(engine) as session:
@@ -61,7 +61,7 @@ def test_an_engine_marks_its_steps_itself(cpu_engine: None, caplog: pytest.LogCa
     assert LINE not in caplog.text
 
 
-def test_a_session_that_nobody_holds_any_more_leaves_no_hook_on_optimizers() -> None:
+def test_dropped_session_leaves_no_hook_on_optimizers() -> None:
     import gc
 
     from torch.optim import optimizer as optimizers

@@ -47,9 +47,7 @@ def keep(store: PlanStore, plan: MemoryPlan) -> None:
 
 
 @pytest.mark.parametrize("are_made_up", [True, False])
-def test_a_plan_of_an_estimate_is_that_of_all_ranks_and_one_of_a_run_is_of_its_own_rank(
-    are_made_up: bool, tmp_path: Path
-) -> None:
+def test_estimated_plan_is_kept_for_all_ranks_and_a_runs_plan_for_its_own(are_made_up: bool, tmp_path: Path) -> None:
     keep(store(tmp_path, 0, OtherRanks(are_made_up)), plan("run"))
     files = sorted(tmp_path.glob("*.json"))
     assert len(files) == (WORLD_SIZE if are_made_up else 1)
@@ -57,7 +55,7 @@ def test_a_plan_of_an_estimate_is_that_of_all_ranks_and_one_of_a_run_is_of_its_o
     assert all(file.samefile(files[0]) for file in files)
 
 
-def test_a_rank_that_keeps_another_plan_than_the_estimated_one_leaves_that_to_the_others(tmp_path: Path) -> None:
+def test_rank_that_keeps_its_own_plan_leaves_the_estimated_one_to_others(tmp_path: Path) -> None:
     keep(store(tmp_path, 0, OtherRanks(are_made_up=True)), plan("estimate"))
     keep(store(tmp_path, 1, OtherRanks()), plan("run", rank=1))
     files = sorted(tmp_path.glob("*.json"))
@@ -73,7 +71,7 @@ def test_a_rank_that_keeps_another_plan_than_the_estimated_one_leaves_that_to_th
         ([("run", 0)], "", "the ranks have no plans of one run"),
     ],
 )
-def test_ranks_go_on_from_an_estimated_plan_only_if_all_can(
+def test_ranks_resume_from_an_estimated_plan_only_if_all_can(
     keys: list[tuple[str, int]], why: str, refused: str, tmp_path: Path
 ) -> None:
     keep(store(tmp_path, 0, OtherRanks(are_made_up=True)), plan("estimate"))
@@ -82,25 +80,25 @@ def test_ranks_go_on_from_an_estimated_plan_only_if_all_can(
     assert of_rank_1.refused == refused and len(found) == (not refused)
 
 
-def otherwise_solved(**fields: Any) -> MemoryPlan:
+def with_solution(**fields: Any) -> MemoryPlan:
     return decided_plan().with_part(replace(decisions(), solution=replace(decisions().solution, **fields)))
 
 
 SWAPPED = SwapPart(names=("aten::mm",), program=(0,) * 9, targets=(target("aten::mm", 1),))
 SAME = {
-    "all": (decided_plan(), decided_plan(), True),
-    "but for measured times": (decided_plan(), otherwise_solved(step_s=9.0), True),
-    "but for decisions": (decided_plan(), decided_plan().with_part(replace(decisions(), settings={})), False),
-    "but for addresses": (decided_plan(), decided_plan().with_part(replace(small_plan(), dynamic=())), False),
-    "with a list": (decided_plan().with_part(SWAPPED), decided_plan().with_part(SWAPPED), True),
-    "but for predictions of the list": (
+    "equal plans": (decided_plan(), decided_plan(), True),
+    "other measured times": (decided_plan(), with_solution(step_s=9.0), True),
+    "other decisions": (decided_plan(), decided_plan().with_part(replace(decisions(), settings={})), False),
+    "other addresses": (decided_plan(), decided_plan().with_part(replace(small_plan(), dynamic=())), False),
+    "equal swap lists": (decided_plan().with_part(SWAPPED), decided_plan().with_part(SWAPPED), True),
+    "other predictions of the swap list": (
         decided_plan().with_part(SWAPPED),
         decided_plan().with_part(replace(SWAPPED, predicted_stall_s=1.0)),
         True,
     ),
-    "but for the list": (decided_plan().with_part(SWAPPED), decided_plan().with_part(SwapPart()), False),
-    "but for a list": (decided_plan(), decided_plan().with_part(SWAPPED), False),
-    "but for an unknown part": (
+    "another swap list": (decided_plan().with_part(SWAPPED), decided_plan().with_part(SwapPart()), False),
+    "an added swap list": (decided_plan(), decided_plan().with_part(SWAPPED), False),
+    "another unknown part": (
         replace(decided_plan(), parts={"later": {"a": 1}}),
         replace(decided_plan(), parts={"later": {"a": 2}}),
         False,
@@ -108,9 +106,9 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("what", SAME)
-def test_a_rank_shares_the_file_of_a_lower_one_that_does_the_same(what: str, tmp_path: Path) -> None:
-    lower, own, shares = SAME[what]
+@pytest.mark.parametrize("case", SAME)
+def test_rank_shares_the_file_of_a_lower_rank_with_the_same_plan(case: str, tmp_path: Path) -> None:
+    lower, own, shares = SAME[case]
     keep(store(tmp_path, 0, OtherRanks()), lower)
     keep(store(tmp_path, 1, OtherRanks()), own)
     assert [file.is_symlink() for file in sorted(tmp_path.glob("*.json"))] == [False, shares]

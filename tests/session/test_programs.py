@@ -35,12 +35,12 @@ def find(known: Programs, length: int) -> Remembered | None:
     return known.agreed(known.vote(step(length)))
 
 
-def test_a_step_is_voted_to_be_every_program_that_it_is_similar_to() -> None:
+def test_vote_names_every_program_that_the_step_resembles() -> None:
     known = remembered([1000, 1040, 2000])
     assert [known.vote(step(length)) for length in (1020, 1000, 1085, 2000, 3000)] == [0b011, 0b011, 0b010, 0b100, 0]
 
 
-def test_the_current_program_wins_then_one_with_a_policy_then_the_latest() -> None:
+def test_current_program_wins_then_planned_ones_then_the_latest() -> None:
     known = remembered([1000, 1010, 1020, 1030])
     both = known.vote(step(1015))
     assert both == 0b1111
@@ -56,7 +56,7 @@ def test_the_current_program_wins_then_one_with_a_policy_then_the_latest() -> No
     assert known.agreed(0) is None
 
 
-def test_a_rank_that_sees_a_change_takes_the_others_with_it() -> None:
+def test_change_seen_by_one_rank_changes_the_program_on_all() -> None:
     """Change only the second rank's step, for a while; the first rank's stays the same."""
     ranks = [remembered([1000]), remembered([1000])]
 
@@ -71,20 +71,20 @@ def test_a_rank_that_sees_a_change_takes_the_others_with_it() -> None:
         return seen[0].index
 
     assert [boundary(1000, other) for other in (1000, 1500, 1500, 1000, 1500, 1000)] == [0, 1, 1, 0, 1, 0]
-    assert boundary(1500, 1000) == 2, "now only the first rank's changes: another program than before"
+    assert boundary(1500, 1000) == 2, "only the first rank's step changed: a third program"
     assert [len(rank) for rank in ranks] == [3, 3]
 
 
-def test_the_least_recently_current_program_is_forgotten_and_its_place_taken() -> None:
+def test_least_recently_current_program_is_replaced() -> None:
     known = remembered([100 * 2**i for i in range(MOST_PROGRAMS)])
     known.enter(find(known, 100))
     new = known.remember(step(3))
     assert new.index == 1 and len(known) == MOST_PROGRAMS and known.made == MOST_PROGRAMS + 1
     assert find(known, 3) is new and find(known, 200) is None
-    assert find(known, 100) is known.current, "the oldest, but current"
+    assert find(known, 100) is known.current, "the oldest one, but it is current"
 
 
-def test_the_current_program_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_program_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs_module, "MOST_PROGRAMS", 2)
     known = remembered([100, 200])
     known.enter(find(known, 200))
@@ -93,7 +93,7 @@ def test_the_current_program_is_never_forgotten(monkeypatch: pytest.MonkeyPatch)
         assert find(known, 200) is known.current and len(known) == 2
 
 
-def test_while_it_is_renewed_a_program_may_creep_and_afterwards_drift_adds_up() -> None:
+def test_renewed_program_may_creep_but_later_drift_adds_up() -> None:
     known = remembered([1000])
     for length in (1040, 1080, 1120):
         assert find(known, length) is known.current
@@ -103,7 +103,7 @@ def test_while_it_is_renewed_a_program_may_creep_and_afterwards_drift_adds_up() 
     assert find(known, 1000) is None
 
 
-def test_the_vote_on_a_repeated_step_compares_nothing_until_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_votes_compare_programs_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
 
     def count(*args: object) -> bool:
@@ -126,7 +126,7 @@ def test_the_vote_on_a_repeated_step_compares_nothing_until_something_changed(mo
         st.lists(st.sampled_from([100, 103, 200, 206, 400, 800, 1600]), min_size=3, max_size=3), min_size=1, max_size=60
     )
 )
-def test_ranks_remember_forget_and_agree_alike_whatever_each_of_them_sees(boundaries: list[list[int]]) -> None:
+def test_ranks_remember_forget_and_agree_alike(boundaries: list[list[int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs_module, "MOST_PROGRAMS", 4)
         ranks = [Programs(0.05, 0.95) for _ in range(3)]
@@ -142,7 +142,7 @@ def test_ranks_remember_forget_and_agree_alike_whatever_each_of_them_sees(bounda
             assert len({len(rank) for rank in ranks}) == 1 and len(ranks[0]) <= 4
 
 
-def test_a_baseline_gets_its_operators_from_the_first_step_that_is_watched():
+def test_baseline_takes_operators_from_the_first_watched_step():
     known = Programs(0.05, 0.95)
     known.enter(known.remember(Program(None, ((100,),), 7)))
     other = Program([4, 5, 6], ((100,),), 7)
@@ -150,4 +150,4 @@ def test_a_baseline_gets_its_operators_from_the_first_step_that_is_watched():
     known.renew(Program([1, 2, 3], ((100,),), 7))
     assert known.vote(Program([4, 5, 6], ((100,),), 7)) == 0 and known.vote(Program(None, ((100,),), 7)) == 1
     known.renew(Program(None, ((100,),), 7))
-    assert known.vote(other) == 0, "an unwatched step takes nothing away"
+    assert known.vote(other) == 0, "an unwatched step leaves the baseline its operators"

@@ -1,4 +1,4 @@
-"""Real ranks that do not all train, or take fewer steps: nothing hangs, numbers are those without memplug."""
+"""Real ranks that do not all train, or take fewer steps: none hangs, and losses equal those without memplug."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.distributed
     ("processes", "alpha", "epochs", "late"),
     [(2, "auto", 2, False), (2, "1", 1, True), (3, "1", 2, False), (3, "auto", 1, True)],
 )
-def test_join_trains_as_without_memplug_and_waits_for_nobody(
+def test_join_trains_unchanged_and_waits_for_no_rank(
     processes: int, alpha: str, epochs: int, late: bool, tmp_path: Path
 ) -> None:
     ranks = run(tmp_path, processes, kind="join", epochs=epochs, block=BLOCKS[alpha], late=late, timeout_s=120)
@@ -28,11 +28,13 @@ def test_join_trains_as_without_memplug_and_waits_for_nobody(
     assert same_decisions([rank["with"] for rank in ranks])
     (line,) = warnings(ranks, STOPS)
     assert "rank 0 has no more batches" in line
-    assert alpha != "auto" or all(rank["with"]["replans"] == 1 for rank in ranks), "it was planned before"
+    assert alpha != "auto" or all(rank["with"]["replans"] == 1 for rank in ranks), (
+        "the plan was made before a rank stopped"
+    )
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_join_with_as_many_batches_ends_no_votes(late: bool, tmp_path: Path) -> None:
+def test_join_with_equal_batches_does_not_stop_votes(late: bool, tmp_path: Path) -> None:
     ranks = run(tmp_path, 2, kind="join", epochs=3, even=True, late=late)
     for rank in ranks:
         assert_equal(rank)
@@ -41,7 +43,7 @@ def test_join_with_as_many_batches_ends_no_votes(late: bool, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_ranks_that_end_more_steps_go_on_with_what_was_decided(processes: int, tmp_path: Path) -> None:
+def test_ranks_with_more_steps_continue_with_the_last_decisions(processes: int, tmp_path: Path) -> None:
     ranks = run(tmp_path, processes, kind="uneven", limit_s=LIMIT_S)
     for rank in ranks:
         assert_equal(rank)
@@ -50,7 +52,7 @@ def test_ranks_that_end_more_steps_go_on_with_what_was_decided(processes: int, t
 
 
 @pytest.mark.parametrize("step", [1, 3, 7], ids=["in warm-up", "as plans are tried", "in stable"])
-def test_a_rank_that_comes_too_late_decides_no_more_than_those_that_waited(step: int, tmp_path: Path) -> None:
+def test_late_rank_trains_on_with_the_same_decisions_as_the_others(step: int, tmp_path: Path) -> None:
     ranks = run(tmp_path, 3, kind="late", step=step, patience_s=0.5, limit_s=LIMIT_S)
     for rank in ranks:
         assert_equal(rank)
@@ -62,7 +64,7 @@ def test_a_rank_that_comes_too_late_decides_no_more_than_those_that_waited(step:
 
 
 @pytest.mark.parametrize("step", [1, 7], ids=["in warm-up", "in stable"])
-def test_a_rank_that_died_holds_the_others_no_longer_than_the_limit(step: int, tmp_path: Path) -> None:
+def test_dead_rank_delays_the_others_at_most_until_the_limit(step: int, tmp_path: Path) -> None:
     *alive, dead = run(tmp_path, 3, kind="dies", step=step, limit_s=LIMIT_S)
     assert not dead
     for rank in alive:
@@ -73,7 +75,7 @@ def test_a_rank_that_died_holds_the_others_no_longer_than_the_limit(step: int, t
 
 
 @pytest.mark.parametrize("step", [1, 7], ids=["in warm-up", "in stable"])
-def test_ranks_without_a_store_train_on_by_what_was_decided(step: int, tmp_path: Path) -> None:
+def test_ranks_without_a_store_continue_with_the_last_decisions(step: int, tmp_path: Path) -> None:
     ranks = run(tmp_path, 2, kind="storeless", step=step, talks=False)
     for rank in ranks:
         assert rank["error"] is None and len(rank["losses"]) == BATCHES and rank["together"] == 2
@@ -83,14 +85,14 @@ def test_ranks_without_a_store_train_on_by_what_was_decided(step: int, tmp_path:
 
 
 @pytest.mark.parametrize("step", [1, 7], ids=["in warm-up", "in stable"])
-def test_ranks_without_a_store_whose_layers_communicate_stop(step: int, tmp_path: Path) -> None:
-    """Stop, since collectives depend on the plan, and no rank may know a later one than another."""
+def test_ranks_without_a_store_stop_if_their_layers_communicate(step: int, tmp_path: Path) -> None:
+    """Stop all ranks: collectives depend on the plan, so no rank may act on a later plan than another."""
     for rank in run(tmp_path, 2, kind="storeless", step=step, talks=True):
         assert "torch's store is gone" in rank["error"] and "from its last checkpoint" in rank["error"]
         assert len(rank["losses"]) <= step + 1 and rank["together"] == 2
 
 
-def test_a_rank_that_detaches_is_not_waited_for_and_all_attach_anew(tmp_path: Path) -> None:
+def test_detached_rank_is_not_waited_for_and_ranks_can_attach_again(tmp_path: Path) -> None:
     began = time.monotonic()
     ranks = run(tmp_path, 3, kind="leaves", timeout_s=100)
     assert time.monotonic() - began < 40
@@ -103,7 +105,7 @@ def test_a_rank_that_detaches_is_not_waited_for_and_all_attach_anew(tmp_path: Pa
 @pytest.mark.parametrize(
     ("by", "ranks", "processes"), [("list", [0], 2), ("list", [1, 2], 3), ("group", [0, 2], 3), ("wrapper", [1, 2], 3)]
 )
-def test_only_the_ranks_of_the_group_attach(by: str, ranks: list[int], processes: int, tmp_path: Path) -> None:
+def test_only_ranks_of_the_group_attach(by: str, ranks: list[int], processes: int, tmp_path: Path) -> None:
     found = run(tmp_path, processes, kind="subset", by=by, ranks=ranks)
     for number, rank in enumerate(found):
         assert ("with" in rank) is (number in ranks)
@@ -114,12 +116,12 @@ def test_only_the_ranks_of_the_group_attach(by: str, ranks: list[int], processes
     assert same_decisions([found[rank]["with"] for rank in ranks])
 
 
-def test_ranks_with_groups_of_their_own_do_not_wait_for_each_other(tmp_path: Path) -> None:
+def test_ranks_in_separate_groups_do_not_wait_for_each_other(tmp_path: Path) -> None:
     for rank in run(tmp_path, 2, kind="roles"):
         assert rank["replans"] == 1 and rank["stopped"] is None and rank["warnings"] == []
 
 
-def test_attaching_alone_says_for_whom_it_waits_and_gives_up(tmp_path: Path) -> None:
+def test_attaching_alone_names_the_missing_ranks_and_times_out(tmp_path: Path) -> None:
     ranks = run(tmp_path, 3, kind="alone", after_s=6, timeout_s=3, patience_s=0.5)
     for rank in ranks:
         assert "ranks 1 and 2 did not attach in 3 s" in rank["error"] and "group=group" in rank["error"]
@@ -128,13 +130,13 @@ def test_attaching_alone_says_for_whom_it_waits_and_gives_up(tmp_path: Path) -> 
     assert "rank 0 waits" in line and "for ranks 1 and 2" in line
 
 
-def test_ranks_that_attach_late_are_waited_for(tmp_path: Path) -> None:
+def test_attach_waits_for_late_ranks(tmp_path: Path) -> None:
     ranks = run(tmp_path, 2, kind="alone", after_s=2, patience_s=0.5)
     assert [rank["error"] for rank in ranks] == [None, None]
     assert len(warnings(ranks, "for rank 1")) == 1
 
 
-def test_a_rank_outside_of_the_group_is_refused(tmp_path: Path) -> None:
+def test_rank_outside_the_group_is_refused(tmp_path: Path) -> None:
     inside, outside = run(tmp_path, 2, kind="outsider")
     assert inside["error"] is None
     assert "on rank 1 of 2" in outside["error"] and "Attach only on the ranks of the group" in outside["error"]

@@ -50,7 +50,7 @@ def test_every_field_is_documented(kind: type[Any]) -> None:
     assert {each.name for each in fields(kind)} <= documented
 
 
-def test_a_technique_is_part_of_dict_note_and_line_without_the_session_knowing_it() -> None:
+def test_technique_report_reaches_dict_note_and_line_without_session_code() -> None:
     report = Report(stage="stable", steps=3, techniques={"toy": ToyReport(state="playing", calls=7)})
     assert report.toy.calls == 7
     assert {"toy": "playing", "toy_calls": 7, "steps": 3}.items() <= report.as_dict().items()
@@ -68,7 +68,7 @@ def test_names_are_unique_in_the_flat_dict() -> None:
     )
 
 
-def test_the_flat_dict_has_the_technique_in_front() -> None:
+def test_flat_dict_prefixes_fields_with_the_technique() -> None:
     report = absent("it is Monday")
     assert report.arena.state == report.swap.state == "off" and report.arena.off_because == "it is Monday"
     known = {"arena": "off", "swap": "off", "arena_off_because": "it is Monday", "arena_served": 0, "forwards": 0}
@@ -76,7 +76,7 @@ def test_the_flat_dict_has_the_technique_in_front() -> None:
     assert known.items() <= report.as_dict().items()
 
 
-def test_a_report_stays_as_it_was() -> None:
+def test_report_is_an_immutable_snapshot() -> None:
     model = Stack(2)
     with memplug.attach(model, block(alpha=0, regions=LAYERS)) as session:
         before = session.report()
@@ -91,7 +91,7 @@ def test_a_report_stays_as_it_was() -> None:
         assert twin == before and twin.as_dict() == before.as_dict()
 
 
-def test_a_name_that_is_no_technique_is_an_attribute_error() -> None:
+def test_unknown_technique_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no 'areena'"):
         _ = absent("").areena
 
@@ -103,7 +103,7 @@ def test_techniques_wait_until_the_model_trains() -> None:
         assert report.swap.state == "off" and "block" in report.swap.off_because
 
 
-def test_a_session_that_is_off_answers_for_each_technique() -> None:
+def test_disabled_session_reports_every_technique_as_off() -> None:
     session = memplug.attach(Stack(1), {"enabled": False})
     report = session.report()
     assert report.as_dict() == {"stage": "off"}

@@ -57,7 +57,7 @@ IN_FORCE = {"swap": "fits", "arena": "serving"}
 """The state that a technique reports once the program lasts."""
 
 
-@pytest.fixture(params=["native", pytest.param("", marks=pytest.mark.long)], ids=["but its C++", "at all"])
+@pytest.fixture(params=["native", pytest.param("", marks=pytest.mark.long)], ids=["C++ stays", "nothing stays"])
 def left(request: pytest.FixtureRequest) -> str:
     """Return the folder that remains of a room; without its C++ the core is built anew, which takes minutes."""
     return request.param
@@ -75,7 +75,7 @@ def trained_without(name: str, left: str, folder: Path, block: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("name", [technique.name for technique in FOLLOWING])
-def test_without_a_technique_the_others_train(name: str, left: str, tmp_path: Path) -> None:
+def test_removing_a_technique_leaves_the_others_training(name: str, left: str, tmp_path: Path) -> None:
     others = [technique.name for technique in FOLLOWING if technique.name != name]
     block = {name: {"enabled": False}, **{other: {"enabled": True} for other in others}}
     found = trained_without(name, left, tmp_path, {**BLOCK, **block})

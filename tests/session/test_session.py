@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.device, pytest.mark.usefixtures("keeps_nothing")]
 
 
 @pytest.mark.cpu("the arena of another device is planned later")
-def test_auto_plans_with_one_line_a_stage(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_plans_and_logs_one_line_per_stage(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "memplug")
     model = tiny_llama()
     session = memplug.attach(model, block())
@@ -36,9 +36,7 @@ def test_auto_plans_with_one_line_a_stage(caplog: pytest.LogCaptureFixture) -> N
     assert "3 regions" in lines[0] and "planned" in lines[2] and "arena: " in lines[3]
 
 
-def test_other_ranks_than_the_first_log_nothing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_first_rank_logs(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.INFO, "memplug")
     monkeypatch.setattr("memplug.session.ranks.Ranks.first", False)
     memplug.attach(tiny_llama(), block()).detach()
@@ -46,7 +44,7 @@ def test_other_ranks_than_the_first_log_nothing(
 
 
 @pytest.mark.parametrize("alpha", [0, 0.25, 1])
-def test_a_number_for_alpha_is_stable_at_once_and_times_one_step_at_most(alpha: float) -> None:
+def test_numeric_alpha_is_stable_at_once_and_times_at_most_one_step(alpha: float) -> None:
     model = tiny_llama()
     with memplug.attach(model, block(alpha=alpha)) as session:
         assert session.stage is Stage.STABLE
@@ -59,8 +57,8 @@ def test_a_number_for_alpha_is_stable_at_once_and_times_one_step_at_most(alpha: 
         assert session.report().tokenwise.swapped_fraction == alpha
 
 
-def test_a_step_without_forwards_postpones_the_plan() -> None:
-    """Attach long before training starts, so that the session sees steps of something else."""
+def test_steps_without_forwards_postpone_the_plan() -> None:
+    """Attach long before training starts: the first steps run no forward."""
     model = Stack()
     reference = twin(model)
     with memplug.attach(model, block(regions=LAYERS)) as session:
@@ -72,7 +70,9 @@ def test_a_step_without_forwards_postpones_the_plan() -> None:
             train_stacks(model, reference, seed)
             session.step()
             stages.append(session.stage)
-        assert stages == [Stage.WARM_UP, Stage.GEN_POLICY, Stage.STABLE], "forwards are another program than none"
+        assert stages == [Stage.WARM_UP, Stage.GEN_POLICY, Stage.STABLE], (
+            "steps with forwards are another program than steps without"
+        )
         train_stacks(model, reference, 3, exact=False)
 
 
@@ -88,7 +88,7 @@ class Drops(Stack):
         return x.square().mean()
 
 
-def test_a_region_that_did_not_run_in_the_observed_step_stays_at_the_safe_setting() -> None:
+def test_region_absent_from_the_observed_step_stays_at_the_safest_setting() -> None:
     model = Drops()
     reference = twin(model)
     tolerant = {**block(regions=LAYERS), "profiler": {**QUICK, "length_tolerance": 1}}  # one layer less is no change
@@ -118,7 +118,7 @@ class Fickle(Block):
         return super().forward(x, scale)
 
 
-def test_gradients_hold_where_a_region_runs_other_operators_every_step() -> None:
+def test_gradients_hold_if_a_region_runs_other_operators_every_step() -> None:
     model = Stack(4, Fickle)
     reference = twin(model)
     with memplug.attach(model, block(regions=LAYERS)) as session:
@@ -128,12 +128,12 @@ def test_gradients_hold_where_a_region_runs_other_operators_every_step() -> None
             train_stacks(model, reference, seed, exact=False)
             session.step()
         assert session.stage is Stage.STABLE
-        assert len(session.solution.regions) == 2, "the first layer ran something else than the others"
+        assert len(session.solution.regions) == 2, "the first layer ran other operators than the rest"
         assert session.report().tokenwise.recomputed_in_full == 0
 
 
 @pytest.mark.parametrize("alpha", [0, 1, "auto"])
-def test_a_host_budget_without_room_plans_and_trains_with_the_plain_gradients(alpha: Any) -> None:
+def test_host_budget_without_space_is_kept_with_correct_gradients(alpha: Any) -> None:
     model = Stack()
     reference = twin(model)
     config = {**block(alpha=alpha, regions=LAYERS), "host_budget_gib": 1e-6}
@@ -151,7 +151,7 @@ def test_a_host_budget_without_room_plans_and_trains_with_the_plain_gradients(al
 
 
 @pytest.mark.parametrize(("variable", "processes"), [("LOCAL_WORLD_SIZE", 4), ("LOCAL_SIZE", 8), (None, 1)])
-def test_processes_of_a_machine_share_its_memory(
+def test_processes_of_a_machine_share_its_host_memory(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, processes: int
 ) -> None:
     """Read the process count from torchrun's variable or from that of DeepSpeed's launcher."""
@@ -180,7 +180,7 @@ def test_gradient_accumulation_counts_optimizer_steps(cpu_engine: None) -> None:
 
 
 @pytest.mark.cpu("its engine is on the CPU")
-def test_the_caller_may_own_the_end_of_accumulation(cpu_engine: None) -> None:
+def test_caller_may_manage_gradient_accumulation(cpu_engine: None) -> None:
     """Turn off `managed_gradient_accumulation`: DeepSpeed knows the boundary only while `step` runs."""
     engine = make_engine(ds_config(1, block(), managed_gradient_accumulation=False))
     session = memplug.attach(engine)
@@ -193,7 +193,7 @@ def test_the_caller_may_own_the_end_of_accumulation(cpu_engine: None) -> None:
 
 
 @pytest.mark.cpu("its engine is on the CPU")
-def test_plain_backward_calls_are_enough(cpu_engine: None) -> None:
+def test_steps_are_counted_with_plain_backward_calls(cpu_engine: None) -> None:
     """Call plain backward: newer DeepSpeed needs no `engine.backward`."""
     expected = train_engine(make_engine(ds_config(1)), 3)
     engine = make_engine(ds_config(1, block(alpha=1)))
@@ -209,7 +209,7 @@ def test_plain_backward_calls_are_enough(cpu_engine: None) -> None:
     assert session.steps == 3
 
 
-def test_a_class_that_was_made_in_a_function_is_gone_with_its_model() -> None:
+def test_class_defined_in_a_function_is_freed_with_its_model() -> None:
     def train() -> list[weakref.ref[Any]]:
         class Own(Layer):
             """A class whose closure leads to the model."""
@@ -228,7 +228,7 @@ def test_a_class_that_was_made_in_a_function_is_gone_with_its_model() -> None:
     assert [each() for each in left] == [None] * 3
 
 
-def test_a_pipeline_engine_marks_its_steps(cpu_engine: None) -> None:
+def test_pipeline_engine_marks_its_steps(cpu_engine: None) -> None:
     from deepspeed.pipe import PipelineModule
 
     def losses(memplug_block: dict[str, Any] | None) -> tuple[list[float], Any]:
@@ -247,7 +247,7 @@ def test_a_pipeline_engine_marks_its_steps(cpu_engine: None) -> None:
     assert session.report().tokenwise.forwards == 4 * 2 * 3
 
 
-def test_two_forwards_before_one_backward_are_planned_as_two_in_flight() -> None:
+def test_two_forwards_before_one_backward_are_planned_as_in_flight() -> None:
     model = Stack()
     reference = twin(model)
     x, y = torch.randn(2, 2, 6, 16)

@@ -50,7 +50,7 @@ def assert_nothing_left(model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0, 0.5, "auto"])
-def test_a_recorded_step_accounts_for_every_byte_by_phase_and_layer(alpha: Any, tmp_path: Path) -> None:
+def test_recorded_step_accounts_for_every_byte_by_phase_and_layer(alpha: Any, tmp_path: Path) -> None:
     model = Stack(3)
     with memplug.attach(model, {**block(alpha=alpha, regions=LAYERS), **QUICK}) as session:
         train(model, session, 8)
@@ -69,7 +69,7 @@ def test_a_recorded_step_accounts_for_every_byte_by_phase_and_layer(alpha: Any, 
     assert [layer.name for layer in trace.layers] == [f"layers.{i}" for i in range(3)]
     backward = [i for i, phase in enumerate(trace.phases) if phase.kind is Pass.BACKWARD]
     requested = trace.requests[np.isin(trace.requests["malloc_phase"], backward)]
-    assert set(requested["malloc_layer"]) == {-1, 0, 1, 2}, "and outside of layers"
+    assert set(requested["malloc_layer"]) == {-1, 0, 1, 2}, "-1: outside of layers"
     assert trace.fingerprint.model == "Stack" and trace.fingerprint.inputs == ("float32[2, 6, 16]",) * 2
     assert_nothing_left(model)
 
@@ -86,7 +86,7 @@ def test_planning_leaves_the_trace_of_the_observed_step() -> None:
         assert session.report().tokenwise.predicted_peak_bytes > 0
 
 
-def test_a_plan_is_made_for_the_same_program_whether_or_not_steps_are_recorded(tmp_path: Path) -> None:
+def test_recording_steps_does_not_change_the_program(tmp_path: Path) -> None:
     """Record steps; hooks and callbacks of a recording are no part of the program."""
     model = Stack(2)
     with memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
@@ -96,7 +96,7 @@ def test_a_plan_is_made_for_the_same_program_whether_or_not_steps_are_recorded(t
         assert session.report().programs == 1 and session.stage is Stage.STABLE
 
 
-def test_operators_are_watched_at_every_step_until_stable_and_at_one_in_eight_then() -> None:
+def test_operators_are_watched_every_step_until_stable_then_every_eighth() -> None:
     model = Stack(2)
     with memplug.attach(model, {**block(regions=LAYERS), **QUICK, "arena": {"enabled": False}}) as session:
         session._attached.begin_forward()
@@ -113,7 +113,7 @@ def test_operators_are_watched_at_every_step_until_stable_and_at_one_in_eight_th
         assert seen[first:] == [s for s in range(first + 1, 5 * WATCHED_STEPS + 1) if (s - 1) % WATCHED_STEPS == 0]
 
 
-def test_fewer_gradients_are_another_program_at_the_next_step_though_nobody_watched_it() -> None:
+def test_fewer_gradients_are_noticed_in_an_unwatched_step() -> None:
     """Freeze layers: they run the same forward, and only the number of autograd's nodes changes."""
     model = Stack(3)
     with memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
@@ -125,7 +125,7 @@ def test_fewer_gradients_are_another_program_at_the_next_step_though_nobody_watc
         assert session.stage is not Stage.STABLE
 
 
-def test_the_block_asks_for_a_timeline_after_each_plan(tmp_path: Path) -> None:
+def test_timeline_is_written_after_each_plan(tmp_path: Path) -> None:
     folder = tmp_path / "traces"
     model = Stack(2)
     with memplug.attach(model, {**block(regions=LAYERS), **QUICK, "report": {"timeline": str(folder)}}) as session:
@@ -136,14 +136,14 @@ def test_the_block_asks_for_a_timeline_after_each_plan(tmp_path: Path) -> None:
     assert [trace.fingerprint.inputs[0] for trace in found] == ["float32[2, 6, 16]", "float32[2, 12, 16]"]
 
 
-def test_a_timeline_without_planning_is_of_the_third_step(tmp_path: Path) -> None:
+def test_timeline_without_planning_shows_the_third_step(tmp_path: Path) -> None:
     model, folder = Stack(2), tmp_path / "traces"
     with memplug.attach(model, {**block(alpha=0.5, regions=LAYERS), "report": {"timeline": str(folder)}}) as session:
         train(model, session, 5)
     assert [file.name for file in folder.iterdir()] == ["step000003.npz"]
 
 
-def test_the_timeline_of_a_second_run_overwrites_none_of_the_first(
+def test_timeline_of_a_second_run_overwrites_none_of_the_first(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "traces"
@@ -157,9 +157,7 @@ def test_the_timeline_of_a_second_run_overwrites_none_of_the_first(
     assert found == named
 
 
-def test_a_trace_that_a_user_names_again_is_said_to_replace_the_earlier_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_replacing_an_earlier_trace_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Stack(2)
     with caplog.at_level(logging.INFO, "memplug"):
         with memplug.attach(model, block(alpha=0.5, regions=LAYERS)) as session:
@@ -170,7 +168,7 @@ def test_a_trace_that_a_user_names_again_is_said_to_replace_the_earlier_one(
     assert ["in place of an earlier one" in line for line in told] == [False, True]
 
 
-def test_an_engine_says_where_its_optimizer_runs(cpu_engine: None, tmp_path: Path) -> None:
+def test_trace_of_an_engine_has_the_optimizer_phase(cpu_engine: None, tmp_path: Path) -> None:
     engine = make_engine(ds_config(1, block(alpha=0.5)))
     with memplug.attach(engine) as session:
         for step in range(3):
@@ -187,10 +185,10 @@ def test_an_engine_says_where_its_optimizer_runs(cpu_engine: None, tmp_path: Pat
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-REFUSE = Recording.refuse  # a fixture makes it an error
+REFUSE = Recording.refuse  # a fixture turns refusals into errors
 
 
-def test_training_goes_on_without_the_record_of_a_step_that_contradicts_itself(
+def test_training_goes_on_without_a_contradictory_recording(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def contradict(self: Recorder, *args: Any) -> None:
@@ -213,7 +211,7 @@ def test_training_goes_on_without_the_record_of_a_step_that_contradicts_itself(
 
 
 @pytest.mark.parametrize("parts", [{}, {"tokenwise": {"enabled": False}}])
-def test_without_a_compiler_attaching_raises_and_changes_nothing(
+def test_attaching_without_a_compiler_raises_and_changes_nothing(
     parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> None:
@@ -221,7 +219,7 @@ def test_without_a_compiler_attaching_raises_and_changes_nothing(
 
     monkeypatch.setattr("memplug.native.load", refuse)
     for module in (executing, settings):
-        monkeypatch.setattr(module, "core", core.__wrapped__)  # not the one that was found before
+        monkeypatch.setattr(module, "core", core.__wrapped__)  # not the cached one
     model = Stack(2)
     kinds = [type(module) for module in model.modules()]
     with pytest.raises(NativeError, match="no such compiler") as error:
@@ -231,7 +229,7 @@ def test_without_a_compiler_attaching_raises_and_changes_nothing(
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_exception_in_a_recorded_step_leaves_nothing_behind(error: type[BaseException], tmp_path: Path) -> None:
+def test_exception_in_a_recorded_step_leaves_nothing_behind(error: type[BaseException], tmp_path: Path) -> None:
     model = Stack(3)
     with memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
         train(model, session, 6)
@@ -246,14 +244,14 @@ def test_an_exception_in_a_recorded_step_leaves_nothing_behind(error: type[BaseE
             train(model, session)
         handle.remove()
         session.record(tmp_path / "whole.npz")
-        train(model, session, 2)  # the first ends the recording of the step that failed
+        train(model, session, 2)  # the first step ends the recording of the failed one
         whole = load(tmp_path / "whole.npz")
         assert whole.replays_exactly() is True
         assert {p.micro_batch for p in whole.phases if p.kind is Pass.FORWARD} == {0, 1}
     assert_nothing_left(model)
 
 
-def test_detaching_while_a_step_is_recorded_leaves_nothing_behind() -> None:
+def test_detaching_during_a_recording_leaves_nothing_behind() -> None:
     model = Stack(2)
     session = memplug.attach(model, block(alpha=0.5, regions=LAYERS))
     session.record()
@@ -265,7 +263,7 @@ def test_detaching_while_a_step_is_recorded_leaves_nothing_behind() -> None:
         session.record()
 
 
-def test_a_trace_that_cannot_be_saved_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trace_that_cannot_be_saved_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
     model = Stack(2)
     with memplug.attach(model, block(alpha=0.5, regions=LAYERS)) as session:
@@ -275,7 +273,7 @@ def test_a_trace_that_cannot_be_saved_is_a_warning(tmp_path: Path, caplog: pytes
         assert "was not saved" in caplog.text and session.trace is not None
 
 
-def test_a_session_that_is_off_records_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_disabled_session_records_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     session = memplug.attach(Stack(1), {"enabled": False})
     session.record(tmp_path / "trace.npz")
     session.step()

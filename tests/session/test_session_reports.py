@@ -19,7 +19,7 @@ from tests.support.failing import Failing, MayFail
 from tests.support.hosts import block, ds_config, make_engine, tiny_llama, train, train_engine
 
 
-def test_the_keys_of_a_report_are_the_same_in_every_stage_and_its_numbers_are_sane() -> None:
+def test_report_has_the_same_keys_in_every_stage_and_sane_numbers() -> None:
     model = tiny_llama()
     session = memplug.attach(model, block())
     seen = [session.report().as_dict()]
@@ -46,7 +46,7 @@ def test_the_keys_of_a_report_are_the_same_in_every_stage_and_its_numbers_are_sa
     assert seen[-1]["stage"] == "detached" and seen[-1]["host_pool_bytes"] == 0
 
 
-def test_the_plan_predicts_the_host_bytes_that_the_next_step_needs() -> None:
+def test_plan_predicts_host_bytes_of_the_next_step() -> None:
     model = tiny_llama(layers=6)
     with memplug.attach(model, block()) as session:
         for _ in range(2):
@@ -57,10 +57,10 @@ def test_the_plan_predicts_the_host_bytes_that_the_next_step_needs() -> None:
         train(model)
         predicted = session.report().tokenwise.predicted_host_bytes
         assert 0 < pool.peak_bytes <= 1.1 * predicted + 512 * 6 * 20, "slots are rounded up to 512 bytes"
-        assert pool.peak_bytes >= 0.6 * predicted, "the last two regions need not have left"
+        assert pool.peak_bytes >= 0.6 * predicted, "the last two regions may still be resident"
 
 
-def test_host_memory_of_the_plan_is_there_before_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planned_host_memory_is_registered_before_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register memory, which takes long, before the step that needs it."""
     monkeypatch.setattr("memplug.device.host_pool.SMALLEST_SLAB_BYTES", 1)
     model = tiny_llama()
@@ -72,7 +72,7 @@ def test_host_memory_of_the_plan_is_there_before_the_next_step(monkeypatch: pyte
         assert report.host_pool_bytes >= report.predicted_host_bytes > report.host_peak_bytes
 
 
-def test_step_time_is_the_median_from_step_to_step() -> None:
+def test_step_time_is_the_median_between_steps() -> None:
     with memplug.attach(tiny_llama(), block(alpha=0)) as session:
         for pause_s in (0.0, 0.02, 1.0, 0.02):
             time.sleep(pause_s)
@@ -81,7 +81,7 @@ def test_step_time_is_the_median_from_step_to_step() -> None:
 
 
 @pytest.mark.parametrize("monitored", [True, False])
-def test_numbers_reach_the_monitor_that_deepspeed_writes(cpu_engine: None, tmp_path: Path, monitored: bool) -> None:
+def test_report_numbers_reach_deepspeeds_monitor(cpu_engine: None, tmp_path: Path, monitored: bool) -> None:
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     config = {**block(), "report": {"monitor": monitored}}
     engine = make_engine(ds_config(memplug=config, csv_monitor=monitor))
@@ -153,7 +153,7 @@ def check_note(note: str, phase: str, region: str | None) -> None:
 
 @pytest.mark.parametrize("alpha", [0, "auto"])
 @pytest.mark.parametrize(("phase", "fails_at"), [("forward", 1), ("recompute", 2)])
-def test_running_out_of_memory_in_a_region_is_explained_once(phase: str, fails_at: int, alpha: Any) -> None:
+def test_out_of_memory_in_a_region_is_explained_once(phase: str, fails_at: int, alpha: Any) -> None:
     model = Stack(3, RunsOut)
     run_out(model, fails_at)
     with memplug.attach(model, block(alpha=alpha, regions=LAYERS)):
@@ -162,7 +162,7 @@ def test_running_out_of_memory_in_a_region_is_explained_once(phase: str, fails_a
         check_note(note_of(error.value), phase, "layers.1")
 
 
-def test_training_goes_on_after_running_out_of_memory() -> None:
+def test_training_goes_on_after_out_of_memory() -> None:
     model = Stack(3, RunsOut)
     run_out(model, 2)
     reference = twin(model)
@@ -181,7 +181,7 @@ def test_training_goes_on_after_running_out_of_memory() -> None:
 
 
 @pytest.mark.parametrize("where", ["recompute", "backward", "step"])
-def test_running_out_of_memory_in_an_engine_is_explained_once(
+def test_out_of_memory_in_an_engine_is_explained_once(
     cpu_engine: None, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Stack(3, RunsOut)
@@ -199,7 +199,7 @@ def test_running_out_of_memory_in_an_engine_is_explained_once(
     check_note(note_of(error.value), where, "layers.1" if where == "recompute" else None)
 
 
-def test_the_note_holds_predicted_and_measured_bytes() -> None:
+def test_out_of_memory_note_has_predicted_and_measured_bytes() -> None:
     with memplug.attach(tiny_llama(), block()) as session:
         known = session.report()
     held = replace(
@@ -234,7 +234,7 @@ def test_the_note_holds_predicted_and_measured_bytes() -> None:
         (2.5, True, 'raise "device_budget_gib", which is 2.5'),
     ],
 )
-def test_the_note_tells_a_budget_that_is_too_small_from_one_that_is_too_large_or_none(
+def test_note_advises_to_lower_or_raise_the_device_budget_as_needed(
     asked_gib: Any, is_bound: bool, advice: str
 ) -> None:
     with memplug.attach(tiny_llama(), block()) as session:

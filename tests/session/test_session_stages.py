@@ -34,9 +34,7 @@ REST = [pair for pair in itertools.product([0, 1, 2], [0, 1, 2, 3]) if pair not 
 
 
 @pytest.mark.parametrize(("m", "n"), [*SOME, *(pytest.param(*pair, marks=pytest.mark.long) for pair in REST)])
-def test_m_and_one_steps_warm_up_then_one_is_observed_and_n_plans_are_tried(
-    m: int, n: int, plans_by_alpha: None
-) -> None:
+def test_warm_up_takes_m_plus_one_steps_then_n_plans_are_tried(m: int, n: int, plans_by_alpha: None) -> None:
     with led(warmup_steps=m, policy_steps=n) as run:
         run.step(times=m + n + 6)
         tried = n if n > 1 else 0  # a single plan is not compared with others
@@ -55,7 +53,7 @@ def test_each_plan_runs_for_one_step_and_one_of_them_stays(plans_by_alpha: None)
         assert run.session._attached.executor.on_timed is None
 
 
-def test_a_change_while_warming_up_starts_the_count_again() -> None:
+def test_change_during_warm_up_restarts_the_count() -> None:
     with led(warmup_steps=2) as run:
         run.step(6, times=2)
         run.step(9, times=3)
@@ -63,26 +61,26 @@ def test_a_change_while_warming_up_starts_the_count_again() -> None:
         assert run.step(9) is GEN_POLICY and run.step(9) is STABLE
 
 
-def test_small_variations_are_no_change_while_warming_up_but_each_is_compared_with_the_last() -> None:
+def test_warm_up_compares_each_step_with_the_previous_one() -> None:
     with led(warmup_steps=4) as run:
         for operators in (100, 104, 108, 112, 116):
             run.step(operators=[1] * operators)
-        assert run.session.stage is GEN_POLICY, "116 are no variation of 100, but of 112"
+        assert run.session.stage is GEN_POLICY, "116 operators are similar to 112, though not to 100"
 
 
-def test_a_program_is_known_by_the_step_it_was_planned_from_so_that_drift_adds_up() -> None:
+def test_stable_program_is_compared_with_its_planned_step_so_drift_adds_up() -> None:
     with led() as run:
         run.reach_stable(operators=[1] * 100)
         for operators in (102, 104, 105):
             assert run.step(operators=[1] * operators) is STABLE
         run.step(operators=[1] * 107)
-        assert run.step(operators=[1] * 107) is not STABLE, "107 are near 105, but not 100"
+        assert run.step(operators=[1] * 107) is not STABLE, "107 operators are similar to 105, but not to 100"
 
 
 # -- change and return -------------------------------------------------------------------------------------------------
 
 
-def test_another_sequence_length_is_planned_for_without_a_restart_and_the_first_plan_returns_at_once() -> None:
+def test_new_sequence_length_is_planned_and_the_first_plan_returns_at_once() -> None:
     with led(warmup_steps=1) as run:
         run.reach_stable(6)
         first = settings(run.session)
@@ -101,7 +99,7 @@ def test_another_sequence_length_is_planned_for_without_a_restart_and_the_first_
         assert report.tokenwise.recomputed_in_full == 0
 
 
-def test_the_same_lengths_with_other_operators_are_another_program() -> None:
+def test_same_lengths_with_other_operators_are_another_program() -> None:
     with led() as run:
         run.reach_stable(operators=ONE)
         run.step(operators=OTHER, times=2)
@@ -110,7 +108,7 @@ def test_the_same_lengths_with_other_operators_are_another_program() -> None:
         assert run.session.report().replans == 2
 
 
-def test_without_operators_the_sizes_alone_decide() -> None:
+def test_without_operators_sizes_alone_decide() -> None:
     with led(enabled=False) as run:
         assert not any(run.recorder.watches)
         run.reach_stable(6)
@@ -120,7 +118,7 @@ def test_without_operators_the_sizes_alone_decide() -> None:
         assert run.session.stage is not STABLE
 
 
-def test_after_a_change_regions_run_at_the_safest_setting_until_there_is_a_plan() -> None:
+def test_regions_run_at_the_safest_setting_between_a_change_and_its_plan() -> None:
     with led(warmup_steps=3) as run:
         run.reach_stable(6)
         for region in run.session._attached.regions:
@@ -132,7 +130,7 @@ def test_after_a_change_regions_run_at_the_safest_setting_until_there_is_a_plan(
         run.step(9, exact=True)
 
 
-def test_a_change_while_plans_are_tried_ends_the_search(plans_by_alpha: None) -> None:
+def test_change_during_trials_ends_the_search(plans_by_alpha: None) -> None:
     with led(policy_steps=4) as run:
         run.step(6, times=2)
         assert run.session.stage is GEN_POLICY and not is_safest(run.session)
@@ -145,7 +143,7 @@ def test_a_change_while_plans_are_tried_ends_the_search(plans_by_alpha: None) ->
 
 
 @pytest.mark.parametrize("steps_of_the_other", [2, 3])
-def test_a_known_program_ends_warm_up_and_search_at_once(steps_of_the_other: int, plans_by_alpha: None) -> None:
+def test_known_program_ends_warm_up_and_search_at_once(steps_of_the_other: int, plans_by_alpha: None) -> None:
     with led(policy_steps=2) as run:
         run.reach_stable(6)
         plan = settings(run.session)
@@ -158,7 +156,7 @@ def test_a_known_program_ends_warm_up_and_search_at_once(steps_of_the_other: int
 # -- a program that comes and goes -------------------------------------------------------------------------------------
 
 
-def test_a_program_that_comes_and_goes_in_one_step_changes_nothing() -> None:
+def test_program_that_lasts_one_step_changes_nothing() -> None:
     """Run a validation every few steps."""
     with led(warmup_steps=2) as run:
         run.reach_stable(operators=ONE)
@@ -172,7 +170,7 @@ def test_a_program_that_comes_and_goes_in_one_step_changes_nothing() -> None:
         assert (report.stage, report.program, report.programs, report.replans) == ("stable", 0, 2, 1)
 
 
-def test_a_program_that_came_and_went_and_then_stays_gets_a_plan_of_its_own() -> None:
+def test_recurring_program_that_finally_stays_gets_its_own_plan() -> None:
     with led(warmup_steps=2) as run:
         run.reach_stable(6)
         plan = settings(run.session)
@@ -189,7 +187,7 @@ def test_a_program_that_came_and_went_and_then_stays_gets_a_plan_of_its_own() ->
         assert settings(run.session) == plan
 
 
-def test_a_program_that_came_and_went_keeps_its_borrowed_plan_while_making_one_would_take_longer() -> None:
+def test_recurring_program_borrows_a_plan_until_it_stays_long_enough() -> None:
     with led(warmup_steps=1, policy_steps=3) as run:
         run.reach_stable(6)
         plan = settings(run.session)
@@ -201,7 +199,7 @@ def test_a_program_that_came_and_went_keeps_its_borrowed_plan_while_making_one_w
         assert run.session.stage is WARM_UP
 
 
-def test_a_rank_is_taken_along_by_a_change_that_it_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_follows_a_change_that_only_another_rank_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     with led(warmup_steps=1) as run:
         run.reach_stable()
         monkeypatch.setattr(run.session._attached.boundary.adjuster._ranks, "vote", lambda mask: lambda: mask & ~0b1)
@@ -213,7 +211,7 @@ def test_a_rank_is_taken_along_by_a_change_that_it_does_not_see(monkeypatch: pyt
 # -- the recorder ------------------------------------------------------------------------------------------------------
 
 
-def test_what_runs_between_steps_is_no_part_of_a_program() -> None:
+def test_operators_between_steps_are_no_part_of_a_program() -> None:
     """Include operators of planning, gathers and the monitor."""
     with led() as run:
 
@@ -225,14 +223,14 @@ def test_what_runs_between_steps_is_no_part_of_a_program() -> None:
         assert run.session.report().programs == 1 and run.session.stage is STABLE
 
 
-def test_a_recorder_is_stopped_with_its_session() -> None:
+def test_recorder_stops_with_its_session() -> None:
     with led() as run:
         run.step()
         assert not run.recorder.stopped
     assert run.recorder.stopped
 
 
-def test_with_a_number_for_alpha_nothing_is_watched() -> None:
+def test_numeric_alpha_watches_no_operators() -> None:
     model, recorder = Stack(2), Played()
     with played(recorder), memplug.attach(model, block(alpha=0.5, regions=LAYERS)) as session:
         session.step()
@@ -244,34 +242,34 @@ def test_with_a_number_for_alpha_nothing_is_watched() -> None:
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def told(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
+def logged(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
     lines = [r.getMessage() for r in caplog.records if r.name == "memplug" and r.levelno == level]
     caplog.clear()
     return lines
 
 
-def test_a_stage_is_told_once_and_no_line_is_written_a_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_stage_is_logged_once_and_steps_are_not(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "memplug")
     with led() as run:
         run.reach_stable(operators=ONE)
-        assert [line.split(":")[1].strip() for line in told(caplog)] == ["warm-up", "gen-policy", "stable"]
+        assert [line.split(":")[1].strip() for line in logged(caplog)] == ["warm-up", "gen-policy", "stable"]
         run.step(operators=ONE, times=5)
         assert not caplog.records
         run.step(operators=OTHER, times=2)
-        changed, observed = told(caplog)
+        changed, observed = logged(caplog)
         assert "step 9" in changed and "program 1 (600 operators)" in changed and "similarity 0.00" in changed
         run.reach_stable(operators=OTHER)
-        told(caplog)
+        logged(caplog)
         returns = []
         for _ in range(3):
             run.step(operators=ONE, times=2)
             run.step(operators=OTHER, times=2)
-            returns.append((len(told_of := told(caplog)), told_of))
-        assert [count for count, _ in returns] == [2, 0, 0], "the first return of each is news"
+            returns.append((len(lines := logged(caplog)), lines))
+        assert [count for count, _ in returns] == [2, 0, 0], "only the first return of each program is logged"
         assert "program 0 (600 operators) again" in returns[0][1][0]
 
 
-def test_the_history_names_step_stage_program_and_reason() -> None:
+def test_history_has_step_stage_program_and_reason() -> None:
     with led() as run:
         run.reach_stable(6)
         run.step(9, times=2)
@@ -284,7 +282,7 @@ def test_the_history_names_step_stage_program_and_reason() -> None:
         assert "3 region inputs (+50% of bytes)" in run.session.history[2][3]
 
 
-def test_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adjuster_module, "LONGEST_HISTORY", 5)
     with led() as run:
         for step in range(12):
@@ -303,11 +301,11 @@ def test_steps_that_always_change_get_one_plan_that_keeps_nothing(
             run.step(operators=[step % programs] * 50)
         assert run.session.stage is STABLE and run.session.report().replans == 1
         assert run.session.solution.device_bytes == 0, "a later step may be larger than the observed one"
-        (warning,) = told(caplog, logging.WARNING)
+        (warning,) = logged(caplog, logging.WARNING)
         assert "step 21" in warning and "length_tolerance" in warning
 
 
-def test_new_programs_without_end_between_known_ones_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_endless_new_programs_between_known_ones_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "memplug")
     with led(layers=1, warmup_steps=1) as run:
         run.reach_stable(operators=[1000] * 50)
@@ -320,7 +318,7 @@ def test_new_programs_without_end_between_known_ones_do_not_fill_the_log(caplog:
         assert len(run.session.history) > 110 and levels.count(logging.INFO) < 40
 
 
-def test_a_watched_step_that_differs_costs_nothing_though_the_next_one_is_not_watched() -> None:
+def test_differing_watched_step_costs_nothing_if_the_next_is_unwatched() -> None:
     """Skip an optimizer step: nodes and bytes stay the same, so an unwatched step may be either program."""
     with led(policy_steps=2) as run:
         run.reach_stable(operators=ONE)
@@ -345,14 +343,14 @@ def turns(run: Led, steps: int, where: Stage) -> None:
 
 
 @pytest.mark.parametrize(("tries", "where"), [(4, GEN_POLICY), (0, STABLE)])
-def test_a_plan_that_makes_another_program_is_withdrawn_twice_and_the_safest_setting_stays(
+def test_safest_setting_stays_after_two_plans_that_change_the_program(
     tries: int, where: Stage, plans_by_alpha: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with led(policy_steps=tries, warmup_steps=1) as run:
         turns(run, 40, where)
         changes = len(run.session.history)
         assert run.session.stage is STABLE and is_safest(run.session)
-        (warning,) = told(caplog, logging.WARNING)
+        (warning,) = logged(caplog, logging.WARNING)
         assert "each plan for program" in warning and "length_tolerance" in warning
         turns(run, 20, where)
         assert len(run.session.history) == changes and is_safest(run.session)
@@ -364,7 +362,7 @@ def test_a_plan_that_makes_another_program_is_withdrawn_twice_and_the_safest_set
         assert run.session.stage is STABLE and is_safest(run.session)
 
 
-def test_other_inputs_in_the_first_step_of_a_plan_are_another_program_however_often(plans_by_alpha: None) -> None:
+def test_other_inputs_in_a_plans_first_step_do_not_discredit_the_plan(plans_by_alpha: None) -> None:
     with led(policy_steps=4, warmup_steps=1) as run:
         for _ in range(3):
             while run.session.stage is not GEN_POLICY or is_safest(run.session):

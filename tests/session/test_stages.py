@@ -23,7 +23,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize(("stage", "event"), list(itertools.product(Stage, Event)))
-def test_each_event_leads_where_algorithm_1_says_and_nowhere_without_steps(stage: Stage, event: Event) -> None:
+def test_each_event_leads_to_the_stage_of_algorithm_1(stage: Stage, event: Event) -> None:
     if stage in (Stage.OFF, Stage.DETACHED):
         with pytest.raises(AssertionError, match=f"that is {stage.value} has no steps"):
             after(stage, event)
@@ -31,7 +31,7 @@ def test_each_event_leads_where_algorithm_1_says_and_nowhere_without_steps(stage
         assert after(stage, event) is EXPECTED[stage, event]
 
 
-def test_the_table_says_nothing_else() -> None:
+def test_table_has_no_other_entries() -> None:
     assert TABLE == EXPECTED
 
 

@@ -169,7 +169,7 @@ def trained(folder: Path, runs: int, **block: Any) -> tuple[list[dict[str, Any]]
 
 
 @pytest.mark.long
-def test_a_technique_is_a_room_a_section_and_an_entry(folder: Path) -> None:
+def test_new_technique_needs_only_a_room_a_section_and_an_entry(folder: Path) -> None:
     (first, second), _ = trained(folder, runs=2, toy={"enabled": True})
     calls = [tuple(call) for call in first["calls"][: first["attached"]]]
     verbs = [verb for verb, _ in calls]
@@ -187,7 +187,7 @@ def test_a_technique_is_a_room_a_section_and_an_entry(folder: Path) -> None:
     assert set(second["states"]) == {"serving"}
 
 
-def test_a_part_that_the_judge_refuses_is_never_installed_and_training_goes_on(folder: Path) -> None:
+def test_part_refused_by_the_judge_is_never_installed(folder: Path) -> None:
     (run,), log = trained(folder, runs=1, toy={"enabled": True, "least_bytes": 10**15})
     assert [verb for verb, _ in run["calls"]] == ["propose", "withdraw", "withdraw"]
     assert "goes on without the toy: the judge refuses the plan" in log
@@ -196,6 +196,6 @@ def test_a_part_that_the_judge_refuses_is_never_installed_and_training_goes_on(f
 
 
 @pytest.mark.long
-def test_a_technique_that_the_block_does_not_ask_for_does_nothing(folder: Path) -> None:
+def test_technique_not_enabled_in_the_block_does_nothing(folder: Path) -> None:
     (run,), _ = trained(folder, runs=1)
     assert run["calls"] == [] and set(run["reports"]) == {"off"}

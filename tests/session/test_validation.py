@@ -60,9 +60,7 @@ PLACES = ["between steps", "inference mode", "among micro-batches", "before the 
 
 @pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.long), 5])
 @pytest.mark.parametrize("where", PLACES)
-def test_a_validation_every_few_steps_keeps_no_session_from_its_plan(
-    where: str, every: int, plans_by_alpha: None
-) -> None:
+def test_periodic_validation_does_not_delay_the_plan(where: str, every: int, plans_by_alpha: None) -> None:
     with run(where, every) as session:
         changes = [(step, stage) for step, stage, _, _ in session.history]
         assert changes == [(3, Stage.GEN_POLICY), (NEEDED, Stage.STABLE)]
@@ -72,7 +70,7 @@ def test_a_validation_every_few_steps_keeps_no_session_from_its_plan(
 
 @pytest.mark.cpu("its engine is on the CPU")
 @pytest.mark.parametrize("stage", [2, 3])
-def test_an_engine_with_a_validation_every_five_steps_is_planned(cpu_engine: None, stage: int) -> None:
+def test_engine_with_periodic_validation_is_planned(cpu_engine: None, stage: int) -> None:
     engine = make_engine(ds_config(stage, {**block(), "profiler": PROFILER}))
     session = memplug.attach(engine)
     for step in range(1, 16):
@@ -114,7 +112,7 @@ def trials(validate: bool, monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
 
 
 @pytest.mark.cpu("its clock is made up")
-def test_a_validation_counts_neither_for_the_time_nor_for_the_memory_of_a_plan_that_is_tried(
+def test_validation_affects_neither_time_nor_memory_of_a_tried_plan(
     plans_by_alpha: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = trials(True, monkeypatch)
@@ -123,7 +121,7 @@ def test_a_validation_counts_neither_for_the_time_nor_for_the_memory_of_a_plan_t
     assert any(trial.fits for trial in found)
 
 
-def test_generations_of_ever_other_lengths_in_every_step_take_no_part_in_the_arenas_plan() -> None:
+def test_generations_of_changing_lengths_stay_out_of_the_arena_plan() -> None:
     model, config = Stack(3), {**block(regions=LAYERS), "profiler": {"warmup_steps": 0, "policy_steps": 0}}
     with memplug.attach(model, config) as session:
         for step in range(40):
@@ -138,13 +136,13 @@ def test_generations_of_ever_other_lengths_in_every_step_take_no_part_in_the_are
     assert Pass.NO_GRAD not in kinds and Pass.FORWARD in kinds
 
 
-def test_losses_with_validations_between_are_those_without_memplug() -> None:
+def test_losses_with_validations_between_steps_are_unchanged() -> None:
     expected = train_llama({"enabled": False}, steps=20, validate=5)
     measured = train_llama(block(alpha=1), steps=20, validate=5)
     assert measured.losses == expected.losses and measured.report["arena_served"] > 0
 
 
-def test_the_first_forward_with_gradients_is_not_told_as_a_change(caplog: pytest.LogCaptureFixture) -> None:
+def test_first_forward_with_gradients_is_not_logged_as_a_change(caplog: pytest.LogCaptureFixture) -> None:
     """Log nothing for a validation that reads like a fault."""
     with caplog.at_level(logging.INFO, "memplug"):
         run("between steps", 3).detach()

@@ -49,11 +49,11 @@ def layers(count: int, inner: tuple[int, ...], *, odd: int = 0) -> Problem:
 @pytest.mark.parametrize(
     ("case", "count"), [("llama7b_long_ckpt", 8), ("llama7b_nockpt", 32), ("llama7b_ckpt", 64), ("mixtral_ckpt", 12)]
 )
-def test_layers_of_a_recorded_step_are_found_without_being_told(case, count):
+def test_layers_of_recorded_step_are_found_without_recorded_places(case, count):
     problem = without_places(recorded(case))
     found = stretches(problem.buffers)
     patterns = {stretch.pattern for stretch in found}
-    assert 1 <= len(patterns) <= 3, "a forward and a backward, and what begins or ends them"
+    assert 1 <= len(patterns) <= 3, "a forward, a backward, and the layers at either end"
     # All but the first and the last, whose neighbours differ.
     assert count - 4 <= len(found) <= 2 * count + 2
     ends = [stretch.end for stretch in found]
@@ -62,7 +62,7 @@ def test_layers_of_a_recorded_step_are_found_without_being_told(case, count):
 
 @pytest.mark.parametrize("case", ["llama7b_long_ckpt", "mixtral_ckpt"])
 @pytest.mark.parametrize("by_place", [True, False])
-def test_rows_of_a_stretch_live_in_it_and_repeat_its_pattern(case, by_place):
+def test_stretches_are_disjoint_and_repeat_their_pattern(case, by_place):
     table = recorded(case).buffers
     found = stretches(table, by_place=by_place)
     seen = np.concatenate([stretch.rows for stretch in found])
@@ -78,7 +78,7 @@ def test_rows_of_a_stretch_live_in_it_and_repeat_its_pattern(case, by_place):
 
 
 @pytest.mark.parametrize("case", ["llama7b_long_ckpt", "mixtral_ckpt", "llama7b_nockpt"])
-def test_every_layer_of_a_pattern_has_the_same_addresses_in_its_block(case):
+def test_layers_of_one_pattern_get_equal_relative_addresses(case):
     problem = recorded(case)
     for by_place in (True, False):
         found = stretches(problem.buffers, by_place=by_place)
@@ -91,7 +91,7 @@ def test_every_layer_of_a_pattern_has_the_same_addresses_in_its_block(case):
             assert relative.setdefault(stretch.pattern, inside) == inside
 
 
-def test_what_is_the_same_again_and_again_is_found_as_a_layer_and_what_is_not_is_not():
+def test_only_repeated_sequences_are_found_as_layers():
     problem = layers(6, (8, 3, 9, 2, 7, 1, 6, 4, 10), odd=5)
     found = stretches(problem.buffers)
     assert len(found) >= 5 and {len(stretch.rows) for stretch in found} == {9}
@@ -99,23 +99,23 @@ def test_what_is_the_same_again_and_again_is_found_as_a_layer_and_what_is_not_is
     assert stretches(layers(1, tuple(range(1, 30))).buffers) == []
 
 
-def test_short_repeats_are_no_layers():
+def test_short_repeats_are_not_layers():
     assert stretches(layers(40, (3,)).buffers) == []
 
 
 @pytest.mark.parametrize("rows", [(), ((0, 1, 1),), ((0, 3, 2), (1, 2, 2))])
-def test_without_layers_it_is_one_level(rows):
+def test_problem_without_layers_is_solved_in_one_level(rows):
     problem = problem_of(*rows)
     assert stretches(problem.buffers) == []
     assert bilevel.solve(problem).height == problem.lower_bound
 
 
-def test_places_are_used_where_they_are_known():
+def test_known_places_are_used_to_find_layers():
     table = layers(2, (8, 3, 9)).buffers.copy()
-    assert stretches(table) == [], "two short stretches say nothing by themselves"
+    assert stretches(table) == [], "two short repeats are no layers without places"
     table["lower_phase"] = table["upper_phase"] = 0
     table["lower_layer"] = table["upper_layer"] = np.repeat([0, 1], 4)
     found = stretches(table)
     assert [len(stretch.rows) for stretch in found] == [3, 3] and found[0].pattern == found[1].pattern
     table["alignment"][4:] = 4
-    assert stretches(table) == [], "other alignments, another pattern"
+    assert stretches(table) == [], "another alignment is another pattern"

@@ -43,7 +43,7 @@ def two_layers(*, frees: bool = True) -> Trace:
     return recording.trace()
 
 
-def test_a_group_may_reuse_what_is_idle_from_the_one_layer_to_the_other():
+def test_dynamic_group_may_reuse_bytes_that_are_free_during_its_lifetime():
     step = two_layers()
     problem, solution, (group,) = planned(step)
     assert (group.lower, group.upper) == (1, 7), "from its first malloc to its last free"
@@ -52,13 +52,13 @@ def test_a_group_may_reuse_what_is_idle_from_the_one_layer_to_the_other():
     assert judge_addresses(address_plan(problem, solution, (group,), dynamic_peak_bytes(step))) == ()
 
 
-def test_what_is_not_freed_keeps_its_bytes_to_the_end():
+def test_unfreed_dynamic_requests_keep_their_bytes_to_the_end():
     step = two_layers(frees=False)
     _, _, (group,) = planned(step)
     assert (group.free_phase, group.free_layer, group.upper) == (-1, -1, len(step.events))
 
 
-def test_both_find_room_and_with_less_room_only_the_smaller():
+def test_only_dynamic_requests_that_fit_are_served():
     step = two_layers()
     _, solution, (group,) = planned(step)
     assert served(step, (group,)) == (2, 1024 + 512)
@@ -69,7 +69,7 @@ def test_both_find_room_and_with_less_room_only_the_smaller():
     assert solution.height > 0
 
 
-def test_nothing_dynamic_no_spaces():
+def test_step_without_dynamic_requests_has_no_spaces():
     recording = Recording()
     recording.step()
     recording.free(recording.malloc(100))
@@ -78,7 +78,7 @@ def test_nothing_dynamic_no_spaces():
 
 
 @given(recordings())
-def test_spaces_are_the_complement_of_what_lives_in_the_window(recording):
+def test_spaces_are_the_complement_of_buffers_that_live_in_the_window(recording):
     trace = recording.trace()
     step = last_step(trace)
     problem, solution, spaces = planned(step)
@@ -104,7 +104,7 @@ def test_spaces_are_the_complement_of_what_lives_in_the_window(recording):
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_some_of_a_mixture_of_experts_is_served_from_the_arena(recompute):
+def test_reusable_space_serves_some_requests_of_experts(recompute):
     step = record(Schedule(source="mixtral_ckpt", layers=2, micro_batches=4, dynamic=True, recompute=recompute))
     problem, solution, spaces = planned(step)
     assert judge_addresses(address_plan(problem, solution, spaces, dynamic_peak_bytes(step))) == ()

@@ -26,7 +26,7 @@ def solve(problem, backend="native", seconds=20.0, **more):
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(problem=problems(most=6, latest=8, largest=6))
 @settings(max_examples=30)
-def test_the_optimum_is_that_of_all_orders_and_said_to_be_it(backend, problem):
+def test_exact_height_equals_the_best_of_all_first_fit_orders(backend, problem):
     lowest = min(
         (first_fit(problem, list(order)).height for order in itertools.permutations(range(len(problem)))), default=0
     )
@@ -36,26 +36,28 @@ def test_the_optimum_is_that_of_all_orders_and_said_to_be_it(backend, problem):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_backends_agree_on_problems_whose_optimum_is_above_the_lower_bound(backend):
-    # Found by chance: no solution of these is without a hole.
+def test_backends_agree_where_the_optimum_exceeds_the_lower_bound(backend):
+    # Found by random search: every solution of this problem has a hole.
     problem = problem_of((0, 5, 3), (4, 9, 4), (8, 12, 3), (2, 7, 4), (6, 10, 3), (0, 3, 4), (9, 12, 4), (5, 6, 1))
     assert solve(problem, backend).height == solve(problem, "native").height
     assert solve(problem, backend).optimal
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 0.0])
-def test_without_time_it_gives_a_greedy_placement_and_claims_nothing(seconds):
+def test_expired_deadline_gives_a_valid_solution_marked_as_timed_out(seconds):
     problem = read_csv(DATA / "dsa" / "minimalloc_E.1048576.csv")
     solution = solve(problem, seconds=seconds)
     assert judge(problem, solution) == () and solution.timed_out and not solution.optimal
 
 
 @pytest.mark.parametrize("name", ["A", "C", "D"])
-def test_an_instance_of_minimalloc_fits_its_capacity(name):
+def test_minimalloc_instances_fit_their_capacity(name):
     problem = read_csv(DATA / "dsa" / f"minimalloc_{name}.1048576.csv")
     solution = solve(problem, seconds=60, enough_bytes=1048576)
     assert solution.height <= 1048576 and judge(problem, solution) == () and not solution.timed_out
-    assert solution.optimal is (solution.height == problem.lower_bound), "that it fits proves nothing else"
+    assert solution.optimal is (solution.height == problem.lower_bound), (
+        "fitting the capacity does not prove optimality"
+    )
 
 
 def test_resnet50_reaches_its_lower_bound():
@@ -65,7 +67,7 @@ def test_resnet50_reaches_its_lower_bound():
 
 
 @pytest.mark.parametrize("case", ["llama7b_ckpt", "llama7b_nockpt", "mixtral_ckpt"])
-def test_one_layer_of_a_recorded_step_is_solved_to_its_optimum(case):
+def test_layers_of_recorded_steps_are_solved_to_optimality(case):
     problem = problem_of_trace(last_step(load(DATA / f"{case}.npz")))
     patterns = {stretch.pattern: stretch for stretch in stretches(problem.buffers)}
     assert max(len(stretch.rows) for stretch in patterns.values()) > 60

@@ -48,8 +48,8 @@ def replayed(trace, step, alignment):
     return found, ids
 
 
-def taking_turns(trace, step, alignment, rows, ids):
-    """Return how many extra buffers each (size, stream) of `rows` that outlive the step needs, by counting."""
+def extra_buffers(trace, step, alignment, rows, ids):
+    """Count the extra buffers that each (size, stream) of the outliving `rows` needs."""
     during = trace.step_events(step) if trace.steps else slice(0, len(trace.events))
     events = trace.events[during]
     numbers = np.cumsum(events["kind"] == Event.MALLOC) - 1
@@ -73,7 +73,7 @@ def taking_turns(trace, step, alignment, rows, ids):
 
 
 @given(recordings(), st.sampled_from((1, 2, 512)), st.data())
-def test_a_problem_is_what_a_walk_over_the_events_finds(recording, alignment, data):
+def test_problem_matches_a_walk_over_the_events(recording, alignment, data):
     trace = recording.trace()
     count = max(len(trace.steps), 1)
     step = data.draw(st.integers(-count, count - 1))
@@ -85,12 +85,12 @@ def test_a_problem_is_what_a_walk_over_the_events_finds(recording, alignment, da
     assert left["outlives"].all() and (left["lower"] == 0).all() and (left["lower_layer"] == -1).all()
     kinds, counts = np.unique(left[["size", "stream"]], return_counts=True)
     more = dict(zip(kinds.tolist(), counts.tolist(), strict=True))
-    assert more == taking_turns(trace, step, alignment, rows, ids)
+    assert more == extra_buffers(trace, step, alignment, rows, ids)
     assert (problem.phases, problem.layers, problem.fingerprint) == (trace.phases, trace.layers, trace.fingerprint)
     assert len(problem.orderings) == 0
 
 
-def test_the_last_step_is_taken_unless_another_is_asked_for():
+def test_last_step_is_the_default():
     recording = Recording()
     for nbytes in (100, 200, 300):
         recording.step()
@@ -100,7 +100,7 @@ def test_the_last_step_is_taken_unless_another_is_asked_for():
     assert sizes == [[300], [300], [300], [100], [100]]
 
 
-def test_a_trace_without_steps_is_one_step():
+def test_trace_without_steps_counts_as_one_step():
     recording = Recording()
     recording.free(recording.malloc(100))
     trace = recording.trace()
@@ -110,13 +110,13 @@ def test_a_trace_without_steps_is_one_step():
 
 
 @pytest.mark.parametrize(("steps", "step"), [(2, 2), (2, -3), (1, 1), (0, 1)])
-def test_a_step_that_is_none_says_how_many_there_are(steps, step):
+def test_missing_step_error_names_the_number_of_steps(steps, step):
     with pytest.raises(LayoutError, match=f"has {max(steps, 1)} step.* step {step} ") as refused:
         last_step(training(steps=steps).trace(), step)
     assert f"from 0 to {max(steps, 1) - 1}" in refused.value.advice
 
 
-def test_sizes_and_offsets_are_multiples_of_the_granularity():
+def test_sizes_are_rounded_up_to_the_granularity():
     recording = Recording()
     for nbytes in (1, 511, 512, 513):
         recording.malloc(nbytes)
@@ -125,7 +125,7 @@ def test_sizes_and_offsets_are_multiples_of_the_granularity():
     assert problem.buffers["alignment"].tolist() == [512] * 4
 
 
-def test_what_outlives_the_step_is_in_use_all_of_it():
+def test_request_that_outlives_the_step_occupies_all_of_it():
     recording = Recording()
     recording.step()
     recording.free(recording.malloc(8))
@@ -139,7 +139,7 @@ def test_what_outlives_the_step_is_in_use_all_of_it():
     assert problem.buffers["upper_phase"].tolist() == [0, -1, 0]
 
 
-def test_what_is_freed_only_after_its_successor_was_asked_for_needs_a_buffer_more():
+def test_request_freed_after_its_successor_is_made_needs_another_buffer():
     recording = Recording()
     recording.step()
     loss = recording.malloc(8)
@@ -155,21 +155,21 @@ def test_what_is_freed_only_after_its_successor_was_asked_for_needs_a_buffer_mor
     assert problem.ids.tolist() == [0, 1, -1]
 
 
-def test_requests_of_other_threads_come_at_any_time_and_get_no_address():
+def test_requests_of_other_threads_get_no_address():
     recording = Recording()
     recording.malloc(8)
     recording.malloc(8, thread=1)
     assert problem_of(recording.trace()).ids.tolist() == [0]
 
 
-def test_what_follows_each_buffer_to_be_looked_after_is_part_of_it():
+def test_margin_for_checks_is_part_of_each_buffer():
     recording = Recording()
     recording.malloc(8)
     recording.malloc(512)
     assert problem_of(recording.trace(), margin_bytes=512).buffers["size"].tolist() == [1024, 1024]
 
 
-def test_dynamic_requests_and_those_of_no_bytes_get_no_address():
+def test_dynamic_and_empty_requests_get_no_address():
     recording = Recording()
     recording.phase(Pass.FORWARD, 0)
     recording.layer("mlp")
@@ -185,24 +185,24 @@ def test_dynamic_requests_and_those_of_no_bytes_get_no_address():
     assert problem.layers == (Layer("mlp"), Layer("experts", dynamic=True))
 
 
-def test_streams_that_would_be_taken_for_each_other_are_an_error():
+def test_stream_that_does_not_fit_32_bits_raises():
     recording = Recording()
     recording.malloc(8, stream=2**32)
     with pytest.raises(LayoutError, match="stream 4294967296"):
         problem_of(recording.trace())
 
 
-def test_bytes_that_cannot_be_placed_are_an_error():
+def test_request_too_large_to_place_raises():
     recording = Recording()
     recording.malloc(2**61)
     with pytest.raises(LayoutError, match="more than fits"):
         problem_of(recording.trace())
 
 
-def test_a_recorded_step_needs_what_its_requests_have_in_use_at_once():
+def test_lower_bound_of_recorded_step_is_its_peak_of_live_bytes():
     step = last_step(load(DATA / "mixtral_ckpt.npz"))
     problem = problem_of(step)
-    assert len(step.requests) == 3234 and len(problem) == 3236, "two take turns"
+    assert len(step.requests) == 3234 and len(problem) == 3236, "requests that outlast their successors need two more"
     walked, _ = replayed(step, 0, 512)
     live = np.zeros(len(step.events), np.int64)
     for row in [*walked, *problem.buffers[3234:].tolist()]:

@@ -29,10 +29,10 @@ def random_table(count: int, seed: int, *, longest: int = 40) -> np.ndarray:
     return table
 
 
-def placed_slowly(placer: Placer, order: list[int], tightest: bool) -> np.ndarray:
+def placed_in_python(placer: Placer, order: list[int], tightest: bool) -> np.ndarray:
     """Place as `Placer.place` does, without a limit, in Python."""
     offsets = np.zeros(len(placer.size), np.int64)
-    # of the placed buffers, by offset; the arrays have full length, and `count` entries are in use
+    # placed buffers by offset: the first `count` entries of each array are in use
     starts, ends = np.zeros(len(order), np.int64), np.zeros(len(order), np.int64)
     lowers, uppers = np.zeros(len(order), np.int32), np.zeros(len(order), np.int32)
     for count, row in enumerate(order):
@@ -54,27 +54,27 @@ def placed_slowly(placer: Placer, order: list[int], tightest: bool) -> np.ndarra
 
 
 @given(problems(most=14, fewest=1), st.data())
-def test_placement_in_an_order_is_what_python_does_and_first_fit_is_first_fit(problem, data):
+def test_compiled_placement_matches_python_and_first_fit(problem, data):
     order = data.draw(st.permutations(range(len(problem))))
     placer = Placer.of(problem.buffers)
     for tightest in (False, True):
         offsets = placer.place(np.array(order), tightest=tightest)
-        assert offsets.tolist() == placed_slowly(placer, order, tightest).tolist()
+        assert offsets.tolist() == placed_in_python(placer, order, tightest).tolist()
     assert placer.place(np.array(order)).tolist() == first_fit(problem, order).offsets.tolist()
 
 
 @pytest.mark.parametrize("tightest", [False, True])
 @pytest.mark.parametrize("longest", [20, 3000])
-def test_thousands_of_buffers_are_placed_as_python_places_them(tightest, longest):
-    # More than a block of the shelf holds, and more than one stretch of time.
+def test_compiled_placement_of_thousands_of_buffers_matches_python(tightest, longest):
+    # More buffers than one block of the shelf holds, over more than one stretch of time.
     placer = Placer.of(random_table(3000, seed=longest, longest=longest))
     order = np.random.default_rng(1).permutation(3000)
     offsets = placer.place(order, tightest=tightest)
-    assert offsets.tolist() == placed_slowly(placer, order.tolist(), tightest).tolist()
+    assert offsets.tolist() == placed_in_python(placer, order.tolist(), tightest).tolist()
 
 
 @given(problems(most=10, fewest=1))
-def test_a_placement_that_reaches_the_limit_is_given_up(problem):
+def test_placement_that_reaches_the_limit_is_abandoned(problem):
     placer, order = Placer.of(problem.buffers), np.arange(len(problem))
     height = int((placer.place(order) + problem.buffers["size"]).max())
     assert placer.place(order, limit_bytes=height) is None
@@ -83,7 +83,7 @@ def test_a_placement_that_reaches_the_limit_is_given_up(problem):
 
 @given(problems(most=6, fewest=1, latest=8, largest=6))
 @settings(max_examples=60)
-def test_the_search_says_yes_from_the_lowest_height_on_and_no_below(problem):
+def test_search_fits_exactly_the_heights_from_the_optimum_up(problem):
     # Some first-fit order gives an optimum: the order of its rising offsets.
     orders = itertools.permutations(range(len(problem)))
     lowest = min(first_fit(problem, list(order)).height for order in orders)
@@ -100,7 +100,7 @@ def test_the_search_says_yes_from_the_lowest_height_on_and_no_below(problem):
                 assert (offsets * small.unit + problem.buffers["size"]).max() <= height * small.unit
 
 
-def test_one_thread_gives_the_same_offsets_every_time():
+def test_search_on_one_thread_is_deterministic():
     small = Small.of(Problem(buffers=random_table(60, seed=3)))
     height = int(Problem(buffers=random_table(60, seed=3)).lower_bound / small.unit * 1.1)
     answers = [
@@ -110,7 +110,7 @@ def test_one_thread_gives_the_same_offsets_every_time():
     assert answers[0][0] is True and answers[0][1].tolist() == answers[1][1].tolist()
 
 
-def test_what_cannot_be_decided_in_time_is_unknown():
+def test_search_without_time_returns_unknown():
     small = Small.of(Problem(buffers=random_table(400, seed=5, longest=300)))
     height = Problem(buffers=random_table(400, seed=5, longest=300)).lower_bound // small.unit
     fits, _ = packing.decide((small.lower, small.upper), small.size, small.alignment, height, seconds=0.0, threads=2)
@@ -142,7 +142,7 @@ print("torch" in sys.modules)
 """
 
 
-def test_without_a_compiler_planning_ends_and_says_so(tmp_path):
+def test_planning_without_a_compiler_raises_native_error(tmp_path):
     result = python(PLANS, CXX="/nonexistent/c++", TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert result.returncode == 1 and not result.stdout
     error = result.stderr.splitlines()[-2:]
@@ -158,7 +158,7 @@ def test_planning_imports_no_torch(tmp_path):
     assert result.stdout.splitlines()[-1] == "False", result.stderr
 
 
-def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
+def test_compiler_error_is_quoted(tmp_path, monkeypatch):
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'no such luck' >&2\nexit 3\n")
     compiler.chmod(0o755)
@@ -168,13 +168,13 @@ def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
     try:
         with pytest.raises(NativeError, match="no such luck"):
             packing.load()
-        assert not list(tmp_path.glob("*/*")), "nothing half done is left"
+        assert not list(tmp_path.glob("*/*")), "no partial build is left"
     finally:
         packing.load.cache_clear()
 
 
 @pytest.mark.long
-def test_processes_that_start_at_once_all_get_a_library(tmp_path):
+def test_concurrent_processes_all_load_one_library(tmp_path):
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     code = "from memplug.arena.native import packing; packing.load(); print('loaded')"
     started = [
@@ -185,7 +185,7 @@ def test_processes_that_start_at_once_all_get_a_library(tmp_path):
     assert [path.name for path in tmp_path.glob("*/*")] == ["memplug_packing.so"]
 
 
-def test_a_single_buffer_fits_its_own_size_and_nothing_less():
+def test_single_buffer_fits_its_own_size_and_no_less():
     small = Small.of(problem_of((0, 1, 7)))
     assert small.unit == 7
     for height, expected in ((1, True), (0, False)):

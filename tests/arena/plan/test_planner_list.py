@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_planner_is_one_file_and_one_entry(folder: Path) -> None:
+def test_planner_needs_one_file_and_one_list_entry(folder: Path) -> None:
     (folder / "step.csv").write_text(STEPS)
     made = json.loads(memplug(folder, "plan", "step.csv", "--planner", "toy", "--json"))
     assert made["planner"] == "toy" and made["height_bytes"] == 13
@@ -68,7 +68,7 @@ def test_a_planner_is_one_file_and_one_entry(folder: Path) -> None:
     assert "planner toy" in memplug(folder, "check", "ds.json")
 
 
-def test_the_readme_of_the_arena_has_every_planner_in_the_lists_own_words() -> None:
+def test_arena_readme_quotes_the_planner_list() -> None:
     readme = (ROOT / "memplug/arena/README.md").read_text()
     rows = [f"| `{planner.name}` | {planner.does} | {planner.suits} |" for planner in planners.PLANNERS]
     assert "\n".join(["|---|---|---|", *rows, "| `auto` | `search` and `exact`"]) in readme

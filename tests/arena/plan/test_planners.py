@@ -31,7 +31,7 @@ def soon(seconds: float = 0.1) -> float:
 
 @given(problem=problems(most=14, streams=2), planner=st.sampled_from(planners.names()))
 @settings(max_examples=60)
-def test_what_is_kept_all_the_time_lies_together_below_the_rest_and_costs_nothing(problem, planner):
+def test_buffers_kept_throughout_lie_together_below_the_rest(problem, planner):
     solution = auto.plan(problem, planner, time_limit_s=0.02)
     assert is_valid(problem, solution) and judge(problem, solution) == ()
     table = problem.buffers
@@ -43,7 +43,7 @@ def test_what_is_kept_all_the_time_lies_together_below_the_rest_and_costs_nothin
 @pytest.mark.parametrize("name", ALONE)
 @given(problem=problems(most=14), seconds=st.sampled_from((0.0, 0.02)))
 @settings(max_examples=60)
-def test_a_planner_gives_a_valid_solution_and_claims_no_more_than_is_true(name, problem, seconds):
+def test_planner_returns_a_valid_solution_with_true_claims(name, problem, seconds):
     solution = ALONE[name].solve(problem, deadline_s=soon(seconds), enough_bytes=None)
     assert is_valid(problem, solution) and solution.planner == name
     assert solution.height >= problem.lower_bound
@@ -53,14 +53,14 @@ def test_a_planner_gives_a_valid_solution_and_claims_no_more_than_is_true(name, 
 @pytest.mark.parametrize("name", planners.names())
 @given(problem=problems(most=10, streams=3))
 @settings(max_examples=40)
-def test_the_judge_and_the_oracle_accept_what_is_planned_on_several_streams(name, problem):
+def test_plans_on_several_streams_pass_the_judge_and_the_oracle(name, problem):
     solution = auto.plan(problem, name, time_limit_s=0.02)
     assert judge(problem, solution) == () and is_valid(problem, solution)
 
 
 @pytest.mark.parametrize("name", planners.names())
 @pytest.mark.parametrize("rows", [(), ((3, 4, 5),), ((0, 2, 1),) * 7, ((-9, -2, 4), (-5, 2**40, 2**50))])
-def test_nothing_one_buffer_equal_ones_and_odd_clocks_are_planned(name, rows):
+def test_degenerate_problems_reach_their_lower_bound(name, rows):
     problem = problem_of(*rows)
     solution = auto.plan(problem, name, time_limit_s=0.1)
     assert is_valid(problem, solution) and solution.height == problem.lower_bound and solution.optimal
@@ -68,7 +68,7 @@ def test_nothing_one_buffer_equal_ones_and_odd_clocks_are_planned(name, rows):
 
 @pytest.mark.parametrize("name", [name for name in planners.names() if name != "exact"])
 @pytest.mark.parametrize("case", RECORDED)
-def test_recorded_steps_come_out_within_half_a_percent(case, name):
+def test_recorded_steps_fragment_by_at_most_half_a_percent(case, name):
     problem = problem_of_trace(last_step(load(DATA / f"{case}.npz")))
     solution = auto.plan(problem, name, time_limit_s=2)
     assert judge(problem, solution) == ()
@@ -76,7 +76,7 @@ def test_recorded_steps_come_out_within_half_a_percent(case, name):
 
 
 @pytest.mark.parametrize("case", ["gpt2-n", "llama2-7b-r"])
-def test_synthetic_steps_come_out_within_half_a_percent(case):
+def test_synthetic_steps_fragment_by_at_most_half_a_percent(case):
     problem = problem_of_trace(record(SCHEDULES[case]))
     solution = auto.plan(problem, time_limit_s=5)
     assert judge(problem, solution) == ()
@@ -86,7 +86,7 @@ def test_synthetic_steps_come_out_within_half_a_percent(case):
 # -- auto --------------------------------------------------------------------------------------------------------------
 
 
-def test_of_several_planners_the_lowest_stays(monkeypatch):
+def test_auto_returns_the_lowest_solution(monkeypatch):
     problem = problem_of((0, 2, 5), (1, 4, 3), (3, 6, 5), (0, 6, 2))
     best = auto.plan(problem).height
     monkeypatch.setattr(auto.search, "solve", lambda problem, **_: stacked(problem))
@@ -94,7 +94,7 @@ def test_of_several_planners_the_lowest_stays(monkeypatch):
     assert stacked(problem).height > best
 
 
-def test_auto_tries_a_planner_only_where_it_may_be_the_lowest(monkeypatch):
+def test_auto_tries_further_planners_only_if_the_first_are_refused(monkeypatch):
     problem = problem_of((0, 2, 5), (1, 4, 3), (3, 6, 5), (0, 6, 2))
     for name in ("search", "exact"):
         monkeypatch.setattr(getattr(auto, name), "solve", lambda problem, **_: stacked(problem))
@@ -107,7 +107,7 @@ def test_auto_tries_a_planner_only_where_it_may_be_the_lowest(monkeypatch):
     assert auto.plan(problem, progress=tried.append, time_limit_s=1.0).planner == "spatiotemporal"
 
 
-def test_what_the_judge_refuses_is_said_and_the_next_best_taken(monkeypatch, caplog):
+def test_auto_logs_a_refused_solution_and_takes_the_next_best(monkeypatch, caplog):
     problem = problem_of((0, 4, 2), (0, 4, 2), (1, 3, 5))
     flat = solved(problem, np.zeros(3, np.int64), "search")
     monkeypatch.setattr(auto.search, "solve", lambda problem, **_: flat)
@@ -118,13 +118,13 @@ def test_what_the_judge_refuses_is_said_and_the_next_best_taken(monkeypatch, cap
         auto.plan(problem, "search", time_limit_s=0.2)
 
 
-def test_a_capacity_is_enough_and_one_that_is_too_small_is_no_error():
+def test_capacity_is_a_target_and_not_a_requirement():
     problem = problem_of(*((at, at + 3, 1 + at % 4) for at in range(40)))
     assert auto.plan(problem, capacity_bytes=10_000).height <= 10_000
     assert auto.plan(problem, capacity_bytes=1, time_limit_s=0.3).height >= problem.lower_bound
 
 
-def test_progress_is_told_what_is_tried():
+def test_progress_callback_receives_each_attempt():
     told = []
     auto.plan(problem_of((0, 2, 3), (1, 3, 5), (2, 5, 3), (0, 1, 4)), "bilevel", progress=told.append)
     auto.plan(problem_of((0, 2, 3)), progress=told.append)
@@ -134,31 +134,31 @@ def test_progress_is_told_what_is_tried():
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
-def test_without_orderings_a_side_stream_has_bytes_of_its_own_which_its_requests_share():
+def test_streams_without_orderings_share_no_bytes():
     problem = problem_of((0, 2, 8), (4, 6, 8), (0, 2, 3, 1), (4, 6, 3, 1))
     solution = auto.plan(problem)
     assert solution.height == 11 and solution.offsets[2] == solution.offsets[3]
     assert solution.offsets[0] == solution.offsets[1]
 
 
-def test_on_several_streams_only_the_lower_bound_is_a_proof():
+def test_solution_on_several_streams_is_optimal_only_at_the_lower_bound():
     solution = auto.plan(problem_of((0, 2, 8), (4, 6, 3, 1)))
     assert solution.height == 11 and not solution.optimal
     assert auto.plan(problem_of((0, 6, 8), (4, 6, 3, 1))).optimal
 
 
-def test_where_streams_wait_for_each_other_their_requests_share_bytes():
+def test_streams_that_wait_for_each_other_share_bytes():
     rows = ((0, 2, 8), (2, 5, 8, 1), (6, 9, 8))
     assert auto.plan(problem_of(*rows)).height == 16
     # The side stream's request begins after the first wait and ends before the second.
     waits = [(2, 0, 1), (5, 1, 0)]
-    assert auto.plan(problem_of(*rows, orderings=[(1, 0, 1), (6, 1, 0)])).height == 16, "the first wait came too early"
+    assert auto.plan(problem_of(*rows, orderings=[(1, 0, 1), (6, 1, 0)])).height == 16, "the first wait comes too early"
     before = ((0, 2, 8), (3, 5, 8, 1), (6, 9, 8))
     assert auto.plan(problem_of(*before, orderings=[(3, 0, 1), (5, 1, 0)])).height == 8
     assert judge(problem_of(*rows, orderings=waits), auto.plan(problem_of(*rows, orderings=waits))) == ()
 
 
-def test_of_two_waits_at_one_instant_the_second_does_not_let_the_first_go_on():
+def test_waits_at_one_instant_take_effect_in_their_order():
     rows = ((0, 9, 50), (0, 2, 8, 1), (4, 6, 8, 2))
     for orderings, shared in ((((3, 1, 0), (3, 0, 2)), True), (((3, 0, 2), (3, 1, 0)), False)):
         problem = problem_of(*rows, orderings=orderings)
@@ -169,7 +169,7 @@ def test_of_two_waits_at_one_instant_the_second_does_not_let_the_first_go_on():
 
 @given(problem=problems(most=12, streams=4))
 @settings(max_examples=100)
-def test_one_stream_is_all_that_planners_need_to_know_of(problem):
+def test_single_stream_placement_expands_to_a_valid_one_on_several_streams(problem):
     blocks = on_one_stream(problem, lambda part: search.solve(part, improve=False).offsets)
     plain = blocks.problem
     offsets = blocks.expand(first_fit(Problem(buffers=_on_stream_0(plain.buffers)), list(range(len(plain)))).offsets)
@@ -186,7 +186,7 @@ def _on_stream_0(table: np.ndarray) -> np.ndarray:
 
 
 @given(problem=problems(most=20, fewest=1, latest=30))
-def test_buffers_meet_in_sections_as_they_do_in_time_and_the_load_is_the_same(problem):
+def test_sections_preserve_overlaps_and_load(problem):
     table = problem.buffers
     lower, upper = sections(table)
     meets = (table["lower"][:, None] < table["upper"]) & (table["lower"] < table["upper"][:, None])
@@ -199,6 +199,6 @@ def test_buffers_meet_in_sections_as_they_do_in_time_and_the_load_is_the_same(pr
     assert largest.tolist() == [load[begin:end].max() for begin, end in zip(first, last, strict=True)]
 
 
-def test_a_section_is_an_instant_with_more_in_use_than_those_beside_it():
+def test_section_is_a_local_maximum_of_live_buffers():
     lower, upper = sections(problem_of((0, 5, 1), (1, 3, 1), (2, 4, 1), (4, 9, 1), (5, 6, 1)).buffers)
     assert (lower.tolist(), upper.tolist()) == ([0, 0, 0, 1, 2], [2, 1, 1, 3, 3])

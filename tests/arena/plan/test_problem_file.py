@@ -31,7 +31,7 @@ def rows_of(problem):
 
 @given(problems(), st.data())
 @in_one_folder
-def test_what_is_written_is_what_is_read_and_has_its_offsets(tmp_path, problem, data):
+def test_written_problem_reads_back_and_has_its_offsets(tmp_path, problem, data):
     names = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=4)
     many = {"min_size": len(problem), "max_size": len(problem), "unique": True}
     numbers = st.lists(st.integers(-(2**63), 2**63 - 1), **many)
@@ -48,13 +48,13 @@ def test_what_is_written_is_what_is_read_and_has_its_offsets(tmp_path, problem, 
     assert [int(line.rpartition(",")[2]) for line in lines[1:]] == stacked(problem).offsets.tolist()
 
 
-def test_a_solution_is_the_rows_and_their_offsets(path):
+def test_solution_file_holds_rows_and_offsets(path):
     problem = Problem(buffers=buffers(np.array([[0, 3, 4], [3, 9, 8]])), ids=np.array(["b1", "b,2"]))
     write_csv(problem, solved(problem, np.array([8, 0]), "test"), path)
     assert path.read_text() == 'id,lower,upper,size,offset\nb1,0,3,4,8\n"b,2",3,9,8,0\n'
 
 
-def test_alignments_are_written_where_one_is_not_1(path):
+def test_alignment_column_is_written_if_any_alignment_is_not_1(path):
     problem = Problem(
         buffers=buffers([Buffer(lower=0, upper=3, size=4), Buffer(lower=0, upper=3, size=4, alignment=8)])
     )
@@ -86,7 +86,7 @@ READ = {
 
 
 @pytest.mark.parametrize("kind", READ)
-def test_the_columns_of_a_file_are_read_by_their_names(path, kind):
+def test_columns_are_read_by_name(path, kind):
     text, rows, ids = READ[kind]
     problem = read(path, text)
     assert rows_of(problem) == rows
@@ -97,22 +97,22 @@ AT_FAULT = {
     "too few fields": ("2,0,3", "3 fields where the header has 5"),
     "too many fields": ("2,0,3,4,1,0", "6 fields where the header has 5: '2,0,3,4,1,0'"),
     "not an integer": ("2,0,3,4.0,1", "size is '4.0', not an integer"),
-    "no number": ("2,0,,4,1", "upper is '', not an integer"),
+    "empty field": ("2,0,,4,1", "upper is '', not an integer"),
     "beyond 64 bits": (f"2,0,{2**63},4,1", f"upper is '{2**63}', which no int64 holds"),
     "far beyond 64 bits": (f"2,0,3,1{'0' * 5000},1", "size is '1000000000"),
     "zero size": ("2,0,3,0,1", "size is 0, not above 0"),
     "negative size": ("2,0,3,-4,1", "size is -4, not above 0"),
     "zero alignment": ("2,0,3,4,0", "alignment is 0, not above 0"),
-    "no time": ("2,3,3,4,1", "in use from 3 up to 3: no time at all"),
+    "empty lifetime": ("2,3,3,4,1", "in use from 3 up to 3: no time at all"),
     "backwards": ("2,3,1,4,1", "in use from 3 up to 1: no time at all"),
-    "an id twice": ("1,0,3,4,1", "the id '1' of line 2 once more"),
-    "no id": (",0,3,4,1", "no id"),
-    "a nul": ("2,0,3\x00,4,1", "upper is '3\\x00', not an integer"),
+    "duplicate id": ("1,0,3,4,1", "the id '1' of line 2 once more"),
+    "missing id": (",0,3,4,1", "no id"),
+    "NUL byte": ("2,0,3\x00,4,1", "upper is '3\\x00', not an integer"),
 }
 
 
 @pytest.mark.parametrize("kind", AT_FAULT)
-def test_a_malformed_line_is_named_by_its_number(path, kind):
+def test_error_names_the_number_of_the_malformed_line(path, kind):
     line, problem = AT_FAULT[kind]
     with pytest.raises(LayoutError) as refused:
         read(path, f"id,lower,upper,size,alignment\n1,0,3,4,1\n\n{line}\n3,0,3,4,1\n2,-,,,\n")
@@ -120,14 +120,14 @@ def test_a_malformed_line_is_named_by_its_number(path, kind):
     assert "id,lower,upper,size" in refused.value.advice
 
 
-def test_lines_are_counted_as_an_editor_counts_them(path):
+def test_line_numbers_match_those_of_an_editor(path):
     with pytest.raises(LayoutError, match="line 4: size is 0"):
         read(path, 'id,lower,upper,size\n"on\ntwo",0,1,8\n3,0,1,0\n')
 
 
 @given(st.integers(2, 40), st.data())
 @in_one_folder
-def test_the_first_of_several_lines_at_fault_is_named(tmp_path, count, data):
+def test_error_names_the_first_of_several_malformed_lines(tmp_path, count, data):
     lines = ["id,lower,upper,size", *(f"{i},{i},{i + 1},8" for i in range(count))]
     broken = data.draw(st.lists(st.integers(1, count), min_size=1, max_size=3, unique=True))
     for line in broken:
@@ -137,7 +137,7 @@ def test_the_first_of_several_lines_at_fault_is_named(tmp_path, count, data):
         read(path, "\n".join(lines))
 
 
-def test_an_inclusive_end_that_equals_the_start_is_one_instant(path):
+def test_inclusive_end_equal_to_the_start_is_one_instant(path):
     assert rows_of(read(path, "id,lower,end,size\n1,4,4,8\n")) == [(4, 5, 8, 1)]
     with pytest.raises(LayoutError, match="line 2: in use from 4 up to 4"):
         read(path, "id,lower,end,size\n1,4,3,8\n")
@@ -145,12 +145,12 @@ def test_an_inclusive_end_that_equals_the_start_is_one_instant(path):
         read(path, f"id,lower,end,size\n1,4,{2**63 - 1},8\n")
 
 
-def test_gaps_are_refused_as_what_they_are(path):
+def test_gaps_column_is_refused(path):
     with pytest.raises(LayoutError, match="line 3: gaps '1-2@0:4'.*all of its lifetime"):
         read(path, "id,lower,upper,size,gaps\n1,0,3,4,\n2,0,3,4,1-2@0:4\n")
 
 
-def test_sizes_beyond_what_can_be_placed_are_an_error_that_names_the_file(path):
+def test_oversized_buffer_error_names_the_file(path):
     with pytest.raises(LayoutError, match="problem.csv: buffer 1 has .* more than fits"):
         read(path, f"id,lower,upper,size\n1,0,3,{2**61}\n")
 
@@ -160,11 +160,11 @@ FOREIGN = {
     "blank": (lambda path: path.write_bytes(b"\n\n"), "an empty file"),
     "no header": (lambda path: path.write_text("0,0,3,4\n"), "line 1: the header has no column id, lower, upper, size"),
     "other header": (lambda path: path.write_text("id,lower,size\n1,0,4\n"), "line 1: the header has no column upper"),
-    "a column twice": (lambda path: path.write_text("id,lower,upper,size,start\n"), "more than one column for lower"),
+    "duplicate column": (lambda path: path.write_text("id,lower,upper,size,start\n"), "more than one column for lower"),
     "binary": (lambda path: path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(1000)), "line 1 or later: not text in UTF-8"),
     "binary later": (lambda path: path.write_bytes(b"id,lower,upper,size\n1,0,2,\xff\n"), "not text in UTF-8"),
     "one long field": (lambda path: path.write_text("x" * 200_000), "line 1: field larger than field limit"),
-    "an open quote": (lambda path: path.write_text('id,lower,upper,size\n"1,0,3,4\n2,0,3,4\n'), "line 2: 1 fields"),
+    "unclosed quote": (lambda path: path.write_text('id,lower,upper,size\n"1,0,3,4\n2,0,3,4\n'), "line 2: 1 fields"),
     "directory": (lambda path: path.mkdir(), "not a file"),
     "pipe": (lambda path: os.mkfifo(path), "not a file"),
     "missing": (lambda path: None, "unreadable: No such file or directory"),
@@ -172,7 +172,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_what_is_no_problem_is_one_error_that_names_the_file(path, kind):
+def test_foreign_file_raises_one_error_with_its_name(path, kind):
     make, problem = FOREIGN[kind]
     make(path)
     with pytest.raises(LayoutError) as refused:
@@ -180,7 +180,7 @@ def test_what_is_no_problem_is_one_error_that_names_the_file(path, kind):
     assert refused.value.problem.startswith(f"{path}: ") and problem in refused.value.problem
 
 
-def test_many_rows_are_read_as_few_are(path):
+def test_fifty_thousand_rows_read_back_exactly(path):
     count = 50_000
     rows = np.arange(count)
     problem = Problem(buffers=buffers(np.stack([rows, rows + 7, 512 * (rows % 99 + 1)], axis=1)), ids=rows[::-1].copy())
@@ -193,7 +193,7 @@ def test_many_rows_are_read_as_few_are(path):
         read_csv(path)
 
 
-def test_a_solution_that_cannot_be_written_leaves_the_old_file(path, monkeypatch):
+def test_failed_write_leaves_the_old_file(path, monkeypatch):
     problem = read(path, "id,lower,upper,size\n1,0,2,4\n")
 
     def full(*args):

@@ -15,7 +15,7 @@ lifetimes = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size
 
 
 @given(lifetimes)
-def test_algorithm_1_needs_as_many_layers_as_are_in_use_at_once(drawn):
+def test_algorithm_1_needs_one_layer_per_simultaneous_request(drawn):
     layers = memory_layers(drawn)
     assert sorted(index for layer in layers for index in layer) == list(range(len(drawn)))
     for layer in layers:
@@ -25,7 +25,7 @@ def test_algorithm_1_needs_as_many_layers_as_are_in_use_at_once(drawn):
     assert len(layers) == most
 
 
-def test_a_request_goes_to_the_layer_that_was_idle_the_shortest():
+def test_request_goes_to_the_layer_that_became_free_last():
     # Both layers are free at 6: one since 2, the other since 5.
     layers = memory_layers([(0, 2), (1, 5), (6, 8)])
     assert layers == [[0], [1, 2]]
@@ -48,7 +48,7 @@ def _phased(*rows: tuple[int, int, int, int, int]) -> Problem:
     return Problem(buffers=table, phases=PHASES)
 
 
-def test_neighbours_are_fused_where_one_fills_the_bubbles_of_the_other():
+def test_neighbours_are_fused_if_one_fills_the_bubbles_of_the_other():
     # The first frees its upper half early; the second needs as much from then on.
     problem = _phased((0, 10, 4, 0, 1), (0, 5, 4, 0, 1), (5, 10, 4, 1, 1))
     groups = [_group(problem, 0, 1), _group(problem, 1, 1)]
@@ -56,7 +56,7 @@ def test_neighbours_are_fused_where_one_fills_the_bubbles_of_the_other():
     assert len(fused) == 1 and fused[0].product == 1.0 and len(fused[0].rows) == 3
 
 
-def test_neighbours_stay_apart_where_fusion_would_leave_more_bubbles():
+def test_neighbours_stay_apart_if_fusion_would_add_bubbles():
     problem = _phased((0, 10, 4, 0, 1), (10, 20, 9, 1, 1))
     groups = [_group(problem, 0, 1), _group(problem, 1, 1)]
     assert all(group.product == 1.0 for group in groups)
@@ -77,24 +77,24 @@ def test_fusion_never_lowers_the_product_and_keeps_every_request(problem):
         assert group.product >= sum(other.product * other.weight for other in inside) / weight - 1e-12
 
 
-def test_what_lives_throughout_lies_at_the_bottom():
+def test_buffers_that_live_throughout_lie_at_the_bottom():
     problem = problem_of((2, 5, 30), (0, 9, 4), (1, 3, 8), (0, 9, 2))
     offsets = spatiotemporal.by_groups(problem)
     assert sorted(offsets[[1, 3]].tolist()) == [0, 4] and offsets[[0, 2]].min() == 6
 
 
-def test_a_smaller_request_goes_into_a_free_interval_of_a_larger_one_and_another_on_top_of_it():
+def test_smaller_requests_fill_a_free_interval_of_a_larger_one():
     problem = problem_of((0, 2, 10), (4, 6, 10), (2, 4, 6), (2, 4, 4), (0, 6, 1))
     solution = grouped(problem)
     assert solution.height == problem.lower_bound == 11 and is_valid(problem, solution)
 
 
-def test_what_is_left_above_a_request_ends_where_it_begins():
+def test_space_left_above_a_placed_request_is_reused_validly():
     problem = problem_of((0, 1, 10), (9, 10, 10), (4, 6, 6), (2, 3, 5), (2, 3, 4), (2, 3, 4))
     assert is_valid(problem, grouped(problem))
 
 
 @given(problems(most=40, fewest=15, latest=30, largest=9))
-def test_without_a_last_pass_it_is_valid_too_and_the_pass_makes_it_no_higher(problem):
+def test_final_pass_never_raises_a_valid_grouped_solution(problem):
     alone = grouped(problem)
     assert is_valid(problem, alone) and spatiotemporal.solve(problem).height <= alone.height

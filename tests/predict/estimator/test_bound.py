@@ -25,5 +25,5 @@ def _span(name: str, begin_s: float, end_s: float, stream: int = 0) -> Span:
         ([], "host"),
     ],
 )
-def test_it_waits_for_what_goes_on_while_no_kernel_runs(spans: list[Span], expected: str) -> None:
+def test_bound_is_the_resource_busy_while_no_kernel_runs(spans: list[Span], expected: str) -> None:
     assert bound(spans, 1.0) == expected

@@ -20,9 +20,7 @@ FUSED = {"torch_adam": True, "fused": True}
         (FUSED, FUSED),
     ],
 )
-def test_torchs_adam_takes_the_place_of_deepspeeds_kernel_and_of_nothing_else(
-    params: dict[str, Any], estimated: dict[str, Any]
-) -> None:
+def test_torch_adam_replaces_only_deepspeeds_kernel(params: dict[str, Any], estimated: dict[str, Any]) -> None:
     settings = settings_of({"optimizer": {"type": "AdamW", "params": params}}, 1, 2)
     assert settings["optimizer"]["params"] == estimated
 
@@ -37,9 +35,7 @@ def test_torchs_adam_takes_the_place_of_deepspeeds_kernel_and_of_nothing_else(
         ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4}, 4, None),
     ],
 )
-def test_as_many_micro_batches_are_accumulated_as_in_the_run(
-    batches: dict[str, Any], micro_batch: int, steps: int | None
-) -> None:
+def test_accumulation_steps_are_those_of_the_run(batches: dict[str, Any], micro_batch: int, steps: int | None) -> None:
     settings = settings_of(batches, micro_batch, 2)
     assert settings.get("gradient_accumulation_steps") == steps
     assert settings["train_micro_batch_size_per_gpu"] == micro_batch and "train_batch_size" not in settings
@@ -55,13 +51,13 @@ def test_as_many_micro_batches_are_accumulated_as_in_the_run(
         ({"train_batch_size": "auto"}, 8, 1),
     ],
 )
-def test_the_micro_batch_is_what_deepspeed_makes_of_the_batch(
+def test_micro_batch_follows_from_the_training_batch_as_in_deepspeed(
     batches: dict[str, Any], gpus: int | None, micro_batch: int
 ) -> None:
     assert micro_batch_of(batches, gpus) == micro_batch
 
 
-def test_a_batch_that_the_ranks_do_not_divide_is_refused() -> None:
+def test_batch_not_divisible_by_the_ranks_is_refused() -> None:
     with pytest.raises(EstimateError, match="64, which cannot be split into 24"):
         micro_batch_of({"train_batch_size": 64, "gradient_accumulation_steps": 3}, 8)
 
@@ -80,9 +76,7 @@ def test_a_batch_that_the_ranks_do_not_divide_is_refused() -> None:
         ({"bf16": {"enabled": False}}, "fp32", None),
     ],
 )
-def test_the_dtype_is_deepspeeds_and_bf16_where_it_is_open(
-    settings: dict[str, Any], dtype: str, section: str | None
-) -> None:
+def test_dtype_is_deepspeeds_or_bf16_if_left_open(settings: dict[str, Any], dtype: str, section: str | None) -> None:
     assert dtype_of(settings) == dtype
     made = settings_of(settings, 1, 2)
     on = [name for name in ("bf16", "bfloat16", "fp16") if made.get(name, {}).get("enabled") is True]
@@ -99,13 +93,13 @@ def test_the_dtype_is_deepspeeds_and_bf16_where_it_is_open(
         {"zenflow": {"topk_ratio": 0.1}},
     ],
 )
-def test_what_leaves_work_to_the_host_is_refused(zero: dict[str, Any]) -> None:
+def test_offload_to_the_host_is_refused(zero: dict[str, Any]) -> None:
     with pytest.raises(EstimateError, match="leaves work to the host"):
         settings_of({"zero_optimization": zero}, 1, 2)
     settings_of({"zero_optimization": {"offload_optimizer": None, "offload_param": {"device": "none"}}}, 1, 2)
 
 
-def test_what_deepspeed_refuses_is_refused_with_its_words() -> None:
+def test_configuration_refused_by_deepspeed_is_refused_in_its_words() -> None:
     _refuse_as_deepspeed({"train_batch_size": 1, "zero_optimization": {"stage": 3}})
     with pytest.raises(EstimateError, match="DeepSpeed refuses the configuration: .*cpu_offload_params"):
         _refuse_as_deepspeed({"train_batch_size": 1, "zero_optimization": {"cpu_offload_params": True}})

@@ -31,14 +31,14 @@ LLAMA, MIXTRAL = (Shape.read(ROOT / "configs" / "models" / f"{name}.yaml") for n
         (MIXTRAL, {"tensor": 2}, "Add --sequence"),
     ],
 )
-def test_a_layout_that_does_not_divide_the_model_is_refused_with_what_would(
+def test_layout_that_does_not_divide_the_model_is_refused_with_advice(
     shape: Shape, layout: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(EstimateError, match=said):
         Layout(**layout).check(shape, shape.layers, 4096)
 
 
-def test_a_rank_has_whole_tokens_of_what_sequence_parallel_ranks_share() -> None:
+def test_sequence_parallel_ranks_must_share_whole_tokens() -> None:
     with pytest.raises(EstimateError, match="--tensor, with --sequence, is 8, which does not divide a rank's tokens"):
         Layout(tensor=8, sequence=True).check(LLAMA, 80, 4092)
     Layout(tensor=8, sequence=True).check(LLAMA, 80, 4096)
@@ -54,13 +54,13 @@ def test_a_rank_has_whole_tokens_of_what_sequence_parallel_ranks_share() -> None
         ({"tensor": 2, "sequence": True, "context": 2, "expert": 8, "pipeline": 2}, 16, 2, "expert 8, context 2, data"),
     ],
 )
-def test_what_is_left_of_the_ranks_is_data_parallel(layout: dict[str, Any], gpus: int, data: int, told: str) -> None:
+def test_remaining_ranks_are_data_parallel(layout: dict[str, Any], gpus: int, data: int, told: str) -> None:
     made = Layout(**layout)
     made.check(MIXTRAL, 32, 4096)
     assert (made.gpus, made.data) == (gpus, data) and told in str(made)
 
 
-def test_a_rank_of_each_stage_that_differs_stands_for_all() -> None:
+def test_each_distinct_pipeline_stage_is_represented_by_one_rank() -> None:
     layout = Layout(gpus=16, tensor=2, pipeline=8)
     assert layout.stages == {0: 1, 1: 6, 7: 1} and [layout.rank(stage) for stage in layout.stages] == [0, 2, 14]
     assert Layout().stages == {0: 1} and Layout(pipeline=2).stages == {0: 1, 1: 1}

@@ -36,7 +36,7 @@ def searched(bytes_of: Callable[[int], float], begin: int, limit_bytes: float, s
 
 
 @given(fixed=BYTES, of_count=BYTES, begin=BEGIN, limit=st.integers(1, 10**12))
-def test_where_memory_rises_evenly_the_largest_is_found(fixed, of_count, begin, limit):
+def test_limit_search_finds_the_largest_count_if_memory_is_linear(fixed, of_count, begin, limit):
     found, tried = searched(lambda count: fixed + count * of_count, begin, limit)
     assert fixed + found * of_count <= limit or found == 0
     assert fixed + (found + precise(found)) * of_count > limit or len(tried) == MOST_STEPS
@@ -46,7 +46,7 @@ def test_where_memory_rises_evenly_the_largest_is_found(fixed, of_count, begin, 
 
 
 @given(bend=st.integers(1, 2000), steeper=st.floats(0.2, 8), begin=BEGIN, limit=st.integers(2, 10**4))
-def test_where_the_line_has_a_bend_the_largest_is_found(bend, steeper, begin, limit):
+def test_limit_search_converges_when_memory_slope_has_a_kink(bend, steeper, begin, limit):
     def bytes_of(count: int) -> float:
         return count + max(0, count - bend) * (steeper - 1)
 
@@ -56,7 +56,7 @@ def test_where_the_line_has_a_bend_the_largest_is_found(bend, steeper, begin, li
 
 
 @given(flat=st.integers(1, 10**6), begin=BEGIN)
-def test_memory_that_does_not_rise_at_first_makes_no_step_far_too_large(flat, begin):
+def test_limit_search_avoids_huge_steps_while_memory_is_flat(flat, begin):
     limit = 2 * flat
     found, tried = searched(lambda count: max(flat, count), begin, limit)
     assert found <= limit < found + precise(found) or len(tried) == MOST_STEPS
@@ -64,19 +64,19 @@ def test_memory_that_does_not_rise_at_first_makes_no_step_far_too_large(flat, be
 
 
 @given(count=st.integers(1, 1000))
-def test_a_search_that_begins_at_the_answer_runs_two_steps(count):
+def test_limit_search_that_begins_at_the_answer_runs_two_steps(count):
     assert searched(lambda each: 100.0 * each, count, 100.0 * count, precise(count)) == (
         count,
         [count, count + precise(count)],
     )
 
 
-def test_where_nothing_fits_that_is_none():
+def test_limit_search_returns_zero_if_nothing_fits():
     found, tried = searched(lambda count: 1e12 + count, 16, 1e9)
     assert found == 0 and tried[-1] == 1
 
 
-def test_what_a_step_may_take_is_memplugs_budget_and_never_more_than_the_gpu_has() -> None:
+def test_capacity_is_the_device_budget_up_to_the_gpus_memory() -> None:
     gpu = Hardware.named("h100")
     asked = {gib: load_config({"enabled": True, "device_budget_gib": gib}) for gib in ("auto", 40, 4000)}
     assert capacity_bytes(gpu, asked["auto"], "memplug") == DEVICE_SHARE * gpu.memory_bytes
@@ -96,14 +96,14 @@ def limits_of(mode: str, told: list[str], ran: list[Workload], monkeypatch: pyte
     return Limits(WORKLOAD, Request.of(None, gpu, MODES), mode, told.append)
 
 
-def test_each_step_of_a_search_is_told_with_how_many_there_are_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_names_each_step_and_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     limits_of("keep", told, [], monkeypatch).longest()
     assert told[0] == "limits of keep, step 1 of at most 16: a sequence of 4,096 tokens"
     assert f"step {len(told)} of at most 16" in told[-1]
 
 
-def test_both_searches_run_few_steps_of_the_whole_model_and_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_searches_run_few_whole_model_steps_without_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Workload] = []
     search = limits_of("keep", [], ran, monkeypatch)
     assert search.longest() == pytest.approx(100 * 1024, rel=1 / 32) and search.largest_batch() == 25
@@ -111,5 +111,5 @@ def test_both_searches_run_few_steps_of_the_whole_model_and_none_twice(monkeypat
     assert {each.layers for each in ran} == {WORKLOAD.layers}
 
 
-def test_the_largest_micro_batch_is_found_without_the_longest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_micro_batch_is_found_without_the_longest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits_of("full", [], [], monkeypatch).largest_batch() == 25

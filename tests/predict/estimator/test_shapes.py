@@ -17,13 +17,13 @@ SEVEN, QWEN, MIXTRAL = (
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs" / "models").glob("*.yaml")), ids=lambda file: file.stem)
-def test_those_that_are_shipped_are_some(file: Path) -> None:
+def test_shipped_shapes_are_valid(file: Path) -> None:
     shape = Shape.read(file)
     assert shape.layers > 1 and shape.is_mixture is ("mixtral" in file.stem)
     assert shape.family == {"mixtral": "Mixtral", "qwen3": "Qwen3"}.get(file.stem.partition("_")[0], "Llama")
 
 
-def test_heads_of_a_qwen3_are_as_large_as_it_says_or_as_hugging_face_has_them(tmp_path: Path) -> None:
+def test_qwen3_head_size_is_as_given_or_hugging_faces_default(tmp_path: Path) -> None:
     file, text = tmp_path / "model.yaml", QWEN.replace("num_attention_heads: 32", "num_attention_heads: 24")
     for given, size in (("head_dim: 96\n", 96), ("", 128)):
         file.write_text(text.replace("head_dim: 128\n", given))
@@ -33,7 +33,7 @@ def test_heads_of_a_qwen3_are_as_large_as_it_says_or_as_hugging_face_has_them(tm
     assert Shape.read(file).head_size == 128 and not Shape.read(file).normalizes_heads
 
 
-def test_as_many_key_value_heads_as_heads_where_they_are_null(tmp_path: Path) -> None:
+def test_null_key_value_heads_default_to_the_number_of_heads(tmp_path: Path) -> None:
     file = tmp_path / "model.yaml"
     file.write_text(QWEN.replace("num_key_value_heads: 8", "num_key_value_heads:"))
     assert Shape.read(file).fields["num_key_value_heads"] == 32
@@ -76,7 +76,7 @@ def test_as_many_key_value_heads_as_heads_where_they_are_null(tmp_path: Path) ->
         (None, "No such file"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(text: str | None, said: str, tmp_path: Path) -> None:
+def test_invalid_shape_file_error_names_the_fault(text: str | None, said: str, tmp_path: Path) -> None:
     file = tmp_path / "model.yaml"
     if text is not None:
         file.write_text(text)

@@ -45,13 +45,13 @@ def _pipeline(
 
 
 @pytest.mark.parametrize("micro_batches", [4, 8, 32])
-def test_of_stages_that_are_alike_the_bubble_is_one_less_than_stages_over_micro_batches(micro_batches: int) -> None:
+def test_bubble_of_equal_stages_is_stages_minus_one_over_micro_batches(micro_batches: int) -> None:
     found = _pipeline({0: _stage(9.0, 1), 1: _stage(9.0, 1), 3: _stage(9.0, 1)}, 4, micro_batches)["keep"]
-    assert found.bubble_s == pytest.approx(8.0 * 3 / micro_batches)  # of the schedule, and not of the optimizer
+    assert found.bubble_s == pytest.approx(8.0 * 3 / micro_batches)  # a share of the schedule, without the optimizer
     assert found.step_s == pytest.approx(OPTIMIZER_S + 8.0 * (micro_batches + 3) / micro_batches)
 
 
-def test_the_slowest_stage_sets_the_pace_and_each_number_is_of_the_stage_with_the_most() -> None:
+def test_slowest_stage_sets_the_time_and_the_largest_the_memory() -> None:
     first = dataclasses.replace(_stage(5.0, 120), to_host_bytes=7)
     found = _pipeline({0: first, 1: _stage(5.0, 80), 3: _stage(9.0, 60, flops=5e12, arena_bytes=70)}, 4, 8)
     keep = found["keep"]
@@ -61,7 +61,7 @@ def test_the_slowest_stage_sets_the_pace_and_each_number_is_of_the_stage_with_th
     assert {stage: each["keep"].peak_allocated_bytes for stage, each in found.stages.items()} == {0: 120, 1: 80, 3: 60}
 
 
-def test_what_is_impossible_on_one_stage_is_so_with_the_least_that_all_need() -> None:
+def test_impossible_mode_reports_the_largest_budget_that_a_stage_needs() -> None:
     stages = {stage: _stage(5.0, 1) for stage in (0, 1)}
     found = _pipeline(stages, 2, 4, {0: 3.0, 1: 2.0})
     assert found.impossible["memplug"].least_gib == 3.0 and list(found) == ["keep"]
@@ -95,7 +95,7 @@ def _simulated_s(forward_s: list[float], micro_batches: int) -> float:
 
 
 @given(first=st.floats(1.0, 1.2), last=st.floats(1.0, 2.0), pipeline=st.integers(2, 8), rounds=st.integers(1, 4))
-def test_the_step_is_that_of_a_simulated_schedule(first: float, last: float, pipeline: int, rounds: int) -> None:
+def test_pipeline_step_matches_a_simulated_schedule(first: float, last: float, pipeline: int, rounds: int) -> None:
     micro_batches = rounds * pipeline
     forward_s = [first, *[1.0] * (pipeline - 2), last]
     stages = {

@@ -24,7 +24,7 @@ SIZES = {
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 @pytest.mark.parametrize("tiles", [2, 7])  # of 62 tokens: equal parts, and a shorter last one
-def test_loss_and_gradients_are_those_of_all_tokens_at_once(family: str, tiles: int) -> None:
+def test_tiled_loss_and_gradients_match_the_whole_loss(family: str, tiles: int) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES, use_cache=False)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
@@ -41,7 +41,7 @@ def test_loss_and_gradients_are_those_of_all_tokens_at_once(family: str, tiles: 
 
 
 class _Operators(TorchDispatchMode):
-    """Records the operators of forward and backward, with the sizes of their inputs."""
+    """A mode that records the operators of forward and backward, with the sizes of their inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_it_runs_the_operators_that_the_recipe_runs() -> None:
+def test_tiled_loss_runs_the_operators_of_the_recipe() -> None:
     ids, each = torch.randint(0, SIZES["vocab_size"], (2, 32)), []
     for tile in (tile_loss, recipes.tiled_loss.tile_loss):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, use_cache=False))

@@ -21,7 +21,7 @@ from tests.support.values_worker import HIDDEN, LAYERS, TOKENS, Routed
 WORKER = "tests.support.values_worker"
 
 
-def test_a_step_asks_for_the_memory_that_the_recorded_one_asked_for_kept_recomputed_and_planned(tmp_path: Path) -> None:
+def test_estimate_from_a_trace_makes_the_recorded_requests_in_each_mode(tmp_path: Path) -> None:
     modes = "keep", "full", "memplug"
     for device in ("cpu", "virtual"):
         launch_forked([WORKER, device, tmp_path, *modes], processes=1, module=True)
@@ -36,7 +36,7 @@ def _values(model: nn.Module, step: Callable[[], Any], folder: Path) -> Values:
     return Values.read(folder / "values.json")
 
 
-def test_numbers_copies_and_sizes_are_recorded_by_module_once_for_each_step(tmp_path: Path) -> None:
+def test_values_are_recorded_per_module_once_per_step(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Routed(), torch.randn(TOKENS, HIDDEN)
 
@@ -51,11 +51,13 @@ def test_numbers_copies_and_sizes_are_recorded_by_module_once_for_each_step(tmp_
         chosen = [read.outputs[0].sizes[0] for read in reads if read.operator == "aten::nonzero"]
         assert sum(chosen) == TOKENS and list(copy.outputs[0].values) == chosen
         assert [read.operator for read in reads].count(NUMBER) == 1
-    assert values == _values(model, lambda: (step(), step()), tmp_path), "of two micro-batches the first one counts"
+    assert values == _values(model, lambda: (step(), step()), tmp_path), (
+        "only the first of two micro-batches is recorded"
+    )
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_recompute_is_not_recorded_again(use_reentrant: bool, tmp_path: Path) -> None:
+def test_recompute_is_not_recorded_again(use_reentrant: bool, tmp_path: Path) -> None:
     model, x = Routed(), torch.randn(TOKENS, HIDDEN, requires_grad=True)
     kept = _values(model, lambda: model(x).backward(), tmp_path)
     for layer in model.layers:
@@ -87,7 +89,7 @@ class _Reads(nn.Module):
         return _Halves.apply(self.weight * 3).sum()
 
 
-def test_backward_is_recorded_apart_and_a_tensor_that_goes_to_the_host_once(tmp_path: Path) -> None:
+def test_backward_is_recorded_separately_and_each_host_copy_once(tmp_path: Path) -> None:
     model = _Reads()
     values = _values(model, lambda: model().backward(), tmp_path)
     (reads,) = values.calls[""]
@@ -96,7 +98,7 @@ def test_backward_is_recorded_apart_and_a_tensor_that_goes_to_the_host_once(tmp_
     assert [(read.operator, read.outputs[0].values) for read in values.backward] == [(NUMBER, (2.0,))]
 
 
-def test_a_step_of_another_model_is_refused_and_nothing_is_written_where_the_step_fails(tmp_path: Path) -> None:
+def test_step_of_another_model_is_refused_and_a_failed_one_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(EstimateError, match="no forward of the model"):
         _values(_Reads(), lambda: _Reads()(), tmp_path)
     with pytest.raises(ZeroDivisionError):
@@ -114,7 +116,7 @@ def test_a_step_of_another_model_is_refused_and_nothing_is_written_where_the_ste
         (b'{"memplug_values": 2, "calls": {}}', "no trace of values"),
     ],
 )
-def test_a_file_that_is_no_trace_of_values_is_refused(content: bytes | None, said: str, tmp_path: Path) -> None:
+def test_file_that_is_not_a_trace_of_values_is_refused(content: bytes | None, said: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "file").write_bytes(content)
     with pytest.raises(EstimateError, match=said):

@@ -27,7 +27,7 @@ NO_LIST = {"swap": {"enabled": False}}
 
 
 @pytest.mark.parametrize("budget_gib", [40.0, 41.7, 44.0])
-def test_no_kernel_waits_for_the_copies_of_a_gated_mlps_products(budget_gib: float) -> None:
+def test_no_kernel_waits_for_copies_of_gated_mlp_products(budget_gib: float) -> None:
     """Swap products that are as large as all other swapped tensors of a layer, and are offloaded last.
 
     The next layer begins meanwhile, since the tensors offloaded before have made enough room. In backward they are
@@ -67,10 +67,10 @@ def _trained(workload: Workload, block: dict[str, Any], capacity_bytes: float) -
                 session.step()
             return session.report().as_dict(), device.usage().reserved_peak
     finally:
-        del training  # from the frame of a stored error
+        del training  # a stored error's frame would keep it alive
 
 
-def test_a_job_that_runs_out_of_memory_without_a_plan_finishes_from_an_estimated_one(tmp_path: Path) -> None:
+def test_job_too_large_without_a_plan_finishes_with_an_estimated_one(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     workload = Workload(shape=_shape(), layers=4, seq_len=8192)
     block = {"enabled": True, **NO_LIST, "host_budget_gib": 100, "device_budget_gib": 10.5}
@@ -89,15 +89,15 @@ def test_a_job_that_runs_out_of_memory_without_a_plan_finishes_from_an_estimated
 
 
 @pytest.mark.parametrize("budget_gib", [12.0, 14.0])
-def test_steps_reserve_what_the_budget_grants_once_the_arena_serves(budget_gib: float) -> None:
-    """Reserve for tensors and for the holes in torch's segments, at most a fiftieth less than the budget."""
+def test_served_steps_reserve_between_98_and_100_percent_of_the_budget(budget_gib: float) -> None:
+    """Count the holes in torch's segments as reserved, beside the tensors."""
     pytest.importorskip("transformers")
     found = _of_four_layers({"device_budget_gib": budget_gib}, Hardware.read(H200), "memplug")["memplug"]
     assert 0.98 * budget_gib * GIB < found.arena_reserved_bytes <= budget_gib * GIB
-    assert found.peak_allocated_bytes < 0.95 * budget_gib * GIB, "the holes are there"
+    assert found.peak_allocated_bytes < 0.95 * budget_gib * GIB, "the rest of the budget is holes"
 
 
-def test_all_is_kept_where_that_fits_with_the_arena_and_not_as_torch_alone_reserves_it() -> None:
+def test_memplug_keeps_all_if_that_fits_with_the_arena() -> None:
     pytest.importorskip("transformers")
     hardware = dataclasses.replace(Hardware.read(H200), memory_bytes=16.5 / DEVICE_SHARE * GIB)
     found = _of_four_layers({}, hardware, "keep", "memplug")
@@ -115,7 +115,7 @@ def _of_four_layers(block: dict[str, Any], hardware: Hardware, *modes: str) -> E
 
 
 @pytest.mark.parametrize(("mode", "size"), [("keep", "seq_len"), ("full", "micro_batch"), ("memplug", "seq_len")])
-def test_the_longest_sequence_and_the_largest_batch_fit_and_larger_ones_do_not(mode: str, size: str) -> None:
+def test_longest_sequence_and_largest_batch_fit_and_larger_ones_do_not(mode: str, size: str) -> None:
     pytest.importorskip("transformers")
     hardware = dataclasses.replace(Hardware.read(H200), memory_bytes=3 * GIB)
     small = Shape({**_shape().fields, "hidden_size": 1024, "intermediate_size": 2816})

@@ -42,13 +42,13 @@ def of_four() -> Estimate:
 
 
 @pytest.mark.parametrize("mode", ["keep", "full", "selective"])
-def test_a_step_takes_what_one_took_on_an_h200(of_four: Estimate, mode: str) -> None:
+def test_predicted_step_matches_h200_measurements(of_four: Estimate, mode: str) -> None:
     row = next(row for row in measured() if (row.tokens, row.layers, row.mode) == (8192, 4, mode))
     assert of_four[mode].step_s == pytest.approx(row.step_s, rel=0.03)
     assert of_four[mode].peak_allocated_bytes == pytest.approx(row.peak_allocated_bytes, rel=0.04)
 
 
-def test_recomputation_is_told_from_what_the_model_computes(of_four: Estimate) -> None:
+def test_utilization_counts_model_flops_without_recomputation(of_four: Estimate) -> None:
     assert of_four.over_keep("keep") == 1 < of_four.over_keep("selective") < of_four.over_keep("full")
     assert 1.2 < of_four["full"].flops / of_four["keep"].flops < 4 / 3  # the last product is not needed again
     share = of_four.utilization("full", 989e12)
@@ -60,7 +60,7 @@ def test_recomputation_is_told_from_what_the_model_computes(of_four: Estimate) -
         assert all(0 <= span.queued_s <= span.begin_s < span.end_s <= each.step_s * 1.001 for span in each.spans)
 
 
-def test_few_layers_say_what_many_take(of_four: Estimate) -> None:
+def test_few_layers_extrapolate_to_many(of_four: Estimate) -> None:
     two, six = _estimated(2, tuple(of_four)), _estimated(6, tuple(of_four))
     for mode, four in of_four.items():
         for name, precision in (("step_s", 1e-3), ("peak_allocated_bytes", 1e-3), ("peak_reserved_bytes", 0.03)):
@@ -68,7 +68,7 @@ def test_few_layers_say_what_many_take(of_four: Estimate) -> None:
             assert many == pytest.approx(more + (more - few), rel=precision), (mode, name)
 
 
-def test_with_a_budget_memplug_swaps_and_takes_no_more_than_it() -> None:
+def test_memplug_swaps_to_stay_within_its_budget() -> None:
     keep = _estimated(4, ("keep",))["keep"]
     budget_bytes = int(0.75 * keep.peak_allocated_bytes)
     found = _estimated(4, ("memplug",), {**LAYERS, "device_budget_gib": budget_bytes / GIB})["memplug"]
@@ -79,7 +79,7 @@ def test_with_a_budget_memplug_swaps_and_takes_no_more_than_it() -> None:
     assert 0 < found.arena_reserved_bytes < 1.1 * found.peak_reserved_bytes
 
 
-def test_what_does_not_fit_is_estimated_all_the_same_and_what_cannot_be_planned_says_the_least() -> None:
+def test_modes_that_do_not_fit_are_estimated_or_name_the_least_budget() -> None:
     small = dataclasses.replace(Hardware.read(H200), memory_bytes=9e9)
     found = memplug.estimate(lambda: _stack(4), _input, LAYERS, small, ("keep", "memplug"))
     assert not found["keep"].fits and found["keep"].peak_reserved_bytes > 9e9
@@ -104,7 +104,7 @@ class _Tied(nn.Module):
         return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), ids.flatten())}
 
 
-def test_a_model_on_meta_is_moved_and_what_it_shares_stays_shared() -> None:
+def test_model_on_meta_is_moved_with_shared_parameters_still_shared() -> None:
     VirtualDevice(Hardware.read(H200))
     training = Training(_Tied, lambda: {"ids": torch.zeros(2, 8, dtype=torch.long, device="meta")}, torch.optim.SGD)
     training.step()
@@ -142,7 +142,7 @@ class _FailsLater(nn.Module):
         return (x * self.weight).sum()
 
 
-def test_a_step_that_failed_leaves_nothing_to_the_next_ones_chart() -> None:
+def test_failed_step_leaves_no_spans_to_the_next_estimate() -> None:
     """Let a step fail while it is measured."""
     block = {"enabled": True, "arena": {"enabled": False}}
     with pytest.raises(EstimateError, match="a forward that fails"):
@@ -170,7 +170,9 @@ class _Constant(_NeedsValues):
         ({"plan_dir": "plans"}, EstimateError, "none of these modes makes a plan"),
     ],
 )
-def test_what_cannot_be_estimated_is_said(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_invalid_estimate_requests_raise_with_the_reason(
+    arguments: dict[str, Any], error: type[Exception], said: str
+) -> None:
     given = {"make_model": lambda: _stack(1), "example_inputs": lambda: torch.ones(8), "modes": ("keep",), **arguments}
     with pytest.raises(error, match=said):
         memplug.estimate(**given)

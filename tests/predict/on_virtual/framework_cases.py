@@ -13,7 +13,7 @@ from tests.support import hosts
 from tests.support.virtual_devices import MIB, SIMPLE, seconds
 
 
-def test_a_program_for_cuda_runs_and_what_is_replaced_comes_back(device: VirtualDevice) -> None:
+def test_cuda_program_runs_and_torch_cuda_is_restored(device: VirtualDevice) -> None:
     before = vars(torch.cuda).copy()
     with as_cuda():
         used = torch.cuda.memory_allocated()
@@ -32,14 +32,14 @@ def test_a_program_for_cuda_runs_and_what_is_replaced_comes_back(device: Virtual
     assert vars(torch.cuda) == before and not torch.ones(2).is_cuda
 
 
-def test_with_tokens_spread_evenly_a_mask_has_its_share_and_later_all(device: VirtualDevice) -> None:
+def test_mask_selects_its_share_while_tokens_are_spread_evenly(device: VirtualDevice) -> None:
     tokens, mask = torch.empty(8, 16, device="virtual"), torch.empty(8, 16, dtype=torch.bool, device="virtual")
     with evenly(chosen=2, experts=8):
         assert len(tokens.masked_select(mask)) == 8 * 16 * 2 // 8
     assert len(tokens.masked_select(mask)) == 8 * 16
 
 
-def test_a_rank_of_deepspeed_has_its_share_of_the_states_and_steps(device: VirtualDevice) -> None:
+def test_deepspeed_rank_steps_with_its_share_of_optimizer_states(device: VirtualDevice) -> None:
     pytest.importorskip("deepspeed")
     from memplug.predict.virtual.accelerator import accelerated
 

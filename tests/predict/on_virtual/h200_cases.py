@@ -14,7 +14,7 @@ BOUND_BY_PYTHON = (LLAMA, 8192, "selective")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_a_step_takes_what_it_took_on_an_h200(row: Measured) -> None:
+def test_predicted_step_matches_h200_measurements(row: Measured) -> None:
     found = predicted(row)
     is_bound = (row.layer, row.tokens, row.mode) == BOUND_BY_PYTHON
     assert found.step_s == pytest.approx(row.step_s, rel=0.045 if is_bound else 0.03)

@@ -72,7 +72,7 @@ def test_tensor_parallel_ranks_share_parameters_activations_and_work() -> None:
 
 
 @pytest.mark.long
-def test_memplug_keeps_a_rank_to_its_budget() -> None:
+def test_memplug_keeps_a_rank_within_its_budget() -> None:
     layout = Layout(tensor=2, sequence=True)
     keep = _estimated(layout)[0]["keep"]
     budget_bytes = int(0.85 * keep.peak_allocated_bytes)
@@ -82,7 +82,7 @@ def test_memplug_keeps_a_rank_to_its_budget() -> None:
     assert memplug.to_host_bytes > 0 or memplug.flops > keep.flops
 
 
-def test_ranks_that_share_experts_have_fewer_of_them_and_as_much_work() -> None:
+def test_expert_parallel_ranks_hold_fewer_experts_and_do_equal_work() -> None:
     alone, all_parameters = _estimated(Layout(), mixture=True)
     split, parameters = _estimated(Layout(expert=2), mixture=True)
     of_experts = 4 * 4 * 3 * DENSE["hidden_size"] * DENSE["intermediate_size"]
@@ -93,7 +93,7 @@ def test_ranks_that_share_experts_have_fewer_of_them_and_as_much_work() -> None:
 
 
 @pytest.mark.long
-def test_the_first_stage_holds_more_micro_batches_than_the_last() -> None:
+def test_first_stage_holds_more_micro_batches_than_the_last() -> None:
     peaks = {
         (stage, count): _estimated(Layout(pipeline=2), stage=stage, micro_batches=count)[0]["keep"]
         for stage in (0, 1)
@@ -107,7 +107,7 @@ def test_the_first_stage_holds_more_micro_batches_than_the_last() -> None:
 
 
 @pytest.mark.long
-def test_context_parallel_ranks_have_equal_shares_of_all_work() -> None:
+def test_context_parallel_ranks_share_all_work_equally() -> None:
     alone, all_parameters = _estimated(Layout(), ("keep", "selective"))
     split, parameters = _estimated(Layout(context=2), ("keep", "selective"))
     assert parameters == all_parameters
@@ -117,7 +117,7 @@ def test_context_parallel_ranks_have_equal_shares_of_all_work() -> None:
 
 
 @pytest.mark.long
-def test_what_context_parallel_ranks_gather_leaves_the_device_with_the_rest_of_a_layer() -> None:
+def test_gathered_keys_and_values_leave_the_device_with_their_layer() -> None:
     """Capture attention, so that no recompute pass of this rank needs keys and values; other ranks' might."""
     block = {**WITHOUT_ARENA, "swap": {"enabled": False}, "tokenwise": {"alpha": 0.0, "min_offload_bytes": 4096}}
     grown_bytes = {}
@@ -129,7 +129,7 @@ def test_what_context_parallel_ranks_gather_leaves_the_device_with_the_rest_of_a
 
 
 @pytest.mark.long
-def test_in_fp16_no_step_is_skipped() -> None:
+def test_fp16_skips_no_step() -> None:
     half, brain = (_estimated(Layout(), dtype=dtype)[0]["keep"] for dtype in ("fp16", "bf16"))
     adam = [sum(span.name.startswith("aten::_fused_adam") for span in each.spans) for each in (half, brain)]
     assert adam[0] == adam[1] > 0

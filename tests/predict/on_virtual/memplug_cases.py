@@ -37,7 +37,7 @@ PLAIN = {"arena": {"enabled": False}, "profiler": {"wait_for_plans": True}}
 
 
 @pytest.mark.long
-def test_a_swap_list_keeps_to_its_budget_and_waits_as_long_as_it_says_where_the_link_is_never_faster() -> None:
+def test_swap_list_keeps_its_budget_and_predicted_stall() -> None:
     """Predict with the link's rates while both directions run."""
     hardware = Hardware.read(H200)
     both = {"to_host": hardware.to_host_both_bytes_per_s, "to_device": hardware.to_device_both_bytes_per_s}
@@ -57,7 +57,7 @@ def test_a_swap_list_keeps_to_its_budget_and_waits_as_long_as_it_says_where_the_
 
 
 @pytest.mark.long
-def test_regions_swap_keep_and_recompute_and_that_is_faster_than_recomputing_all() -> None:
+def test_swapping_and_keeping_is_faster_than_full_recomputation() -> None:
     device = VirtualDevice(Hardware.read(H200))
     _, most, keep_s = _trained(device, {**PLAIN, **NO_LIST, **NO_REGIONS})
     regions = {"regions": ["layers.*"]}
@@ -70,7 +70,7 @@ def test_regions_swap_keep_and_recompute_and_that_is_faster_than_recomputing_all
 
 
 @pytest.mark.long
-def test_plans_take_what_they_say_and_at_the_memory_of_full_recomputation_little_is_recomputed() -> None:
+def test_plans_at_the_memory_of_full_recomputation_recompute_little() -> None:
     device = VirtualDevice(Hardware.read(H200))
     _, most, keep_s = _trained(device, {**PLAIN, **NO_LIST, **NO_REGIONS})
     config = {**PLAIN, **NO_LIST, "tokenwise": {"regions": ["layers.*"], "alpha": 0}}
@@ -82,7 +82,7 @@ def test_plans_take_what_they_say_and_at_the_memory_of_full_recomputation_little
     assert took_s < keep_s + 0.8 * (full_s - keep_s)
 
 
-def test_a_first_step_that_does_not_fit_completes() -> None:
+def test_first_step_that_does_not_fit_completes() -> None:
     device = VirtualDevice(Hardware.read(H200))
     _, most, _ = _trained(device, {**PLAIN, **NO_REGIONS}, steps=1)
     small = VirtualDevice(dataclasses.replace(device.hardware, memory_bytes=0.8 * most))
@@ -101,7 +101,7 @@ class _Sines(nn.Module):
         return x
 
 
-def test_memplugs_own_work_takes_the_hosts_time() -> None:
+def test_memplugs_own_work_takes_host_time() -> None:
     """Charge for each operator of a region, for the region, and for recomputing in backward."""
     layers, least_s = 3, 1e-12
     own = ("observe_s", "region_s", "restore_s")

@@ -17,7 +17,7 @@ from memplug.predict.virtual import Hardware, Rate, VirtualDevice, costs
 from tests.support.virtual_devices import H200, SIMPLE
 
 
-def test_a_training_step_of_common_operators_runs(device: VirtualDevice) -> None:
+def test_training_step_of_common_operators_runs(device: VirtualDevice) -> None:
     with torch.device("virtual"):
         model = nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1),
@@ -43,7 +43,7 @@ def test_a_training_step_of_common_operators_runs(device: VirtualDevice) -> None
     assert all(p.device.type == "virtual" for state in optimizer.state.values() for p in (state["exp_avg"],))
 
 
-def test_operators_are_the_kernels_that_cuda_has(device: VirtualDevice) -> None:
+def test_operators_run_as_the_fused_kernels_of_cuda(device: VirtualDevice) -> None:
     with torch.device("virtual"):
         norm, x = nn.RMSNorm(8), torch.randn(2, 4, 6, 8, requires_grad=True)
     device.keep_spans(True)
@@ -54,7 +54,7 @@ def test_operators_are_the_kernels_that_cuda_has(device: VirtualDevice) -> None:
     assert len(names) < 12
 
 
-def test_of_a_mask_a_set_share_is_true_and_what_else_depends_on_data_fails(device: VirtualDevice) -> None:
+def test_mask_has_its_assumed_share_and_other_data_dependence_fails(device: VirtualDevice) -> None:
     mask = torch.empty(8, 4, dtype=torch.bool, device="virtual")
     assert mask.nonzero().shape == (32, 2)
     device.assume_true(0.25)
@@ -64,12 +64,12 @@ def test_of_a_mask_a_set_share_is_true_and_what_else_depends_on_data_fails(devic
         torch.empty(3, device="virtual").unique()
 
 
-def test_what_is_read_is_one(device: VirtualDevice) -> None:
+def test_values_read_from_the_device_are_one(device: VirtualDevice) -> None:
     numbers = torch.zeros(2000, device="virtual")
     assert numbers[3].item() == 1 and numbers.tolist() == [1.0] * 2000 and "device='virtual:0'" in repr(numbers)
 
 
-def test_operators_on_the_cpu_are_as_before(device: VirtualDevice) -> None:
+def test_cpu_operators_are_unchanged(device: VirtualDevice) -> None:
     x = torch.arange(6.0).reshape(2, 3).requires_grad_()
     F.rms_norm(x, (3,)).sum().backward()
     assert x.grad.isfinite().all() and (x @ x.t())[0, 0] == 5
@@ -83,13 +83,13 @@ def _work(name: str, *sizes: tuple[int, ...], causal: bool = False) -> SimpleNam
     return SimpleNamespace(name=name, inputs=tensors, outputs=[], causal=causal)
 
 
-def test_a_rate_goes_with_the_logarithm_of_the_size_between_two_points() -> None:
+def test_rate_is_interpolated_by_the_logarithm_of_the_size() -> None:
     rate = Rate(((10.0, 100.0), (1000.0, 300.0), (10000.0, 200.0)))
     assert [rate.at(size) for size in (1, 10, 100, 1000, 1e5)] == [100, 100, pytest.approx(200), 300, 200]
     assert Rate.always(5.0).at(0.1) == Rate.always(5.0).at(1e9) == 5.0
 
 
-def test_a_product_takes_what_it_computes_or_moves_by_its_dtype() -> None:
+def test_product_time_is_the_slower_of_compute_and_memory_for_its_dtype() -> None:
     hardware = dataclasses.replace(
         SIMPLE, matmul_flops={"bfloat16": Rate(((1e6, 1e9), (1e8, 3e9))), "float32": Rate.always(1e9)}, kernel_s=1e-12
     )
@@ -108,9 +108,7 @@ def test_a_product_takes_what_it_computes_or_moves_by_its_dtype() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_product_of_groups_is_one_of_all_rows_whatever_each_group_has(
-    device: VirtualDevice, dtype: torch.dtype
-) -> None:
+def test_grouped_product_costs_as_much_as_one_over_all_rows(device: VirtualDevice, dtype: torch.dtype) -> None:
     rows, groups, inner, outer = 96, 3, 32, 64
     tokens = torch.empty(rows, inner, dtype=dtype, device="virtual", requires_grad=True)
     weight = torch.empty(groups, inner, outer, dtype=dtype, device="virtual", requires_grad=True)
@@ -122,18 +120,18 @@ def test_a_product_of_groups_is_one_of_all_rows_whatever_each_group_has(
 
 
 @pytest.mark.parametrize(("left", "right"), [((96, 32), (3, 32, 64)), ((32, 96), (96, 64)), ((3, 64, 32), (32, 96))])
-def test_rows_columns_and_what_is_summed_over_may_be_in_groups(left: tuple[int, ...], right: tuple[int, ...]) -> None:
+def test_groups_may_split_rows_columns_or_the_summed_dimension(left: tuple[int, ...], right: tuple[int, ...]) -> None:
     assert costs.matmul_flops(_work("aten::_grouped_mm", left, right)) == 2 * 96 * 32 * 64
 
 
-def test_a_copy_takes_what_its_direction_does_at_its_size_and_what_any_takes() -> None:
+def test_copy_time_depends_on_direction_and_size_plus_a_fixed_cost() -> None:
     rates = {"to_device_bytes_per_s": Rate(((1e3, 1e6), (1e5, 3e6))), "to_device_both_bytes_per_s": Rate.always(1e6)}
     hardware = dataclasses.replace(SIMPLE, copy_s=1.0, **rates)
     assert costs.copy_s(hardware, False, 10**4) == pytest.approx((1 + 1e4 / 2e6, 1 + 1e4 / 1e6))
     assert costs.copy_s(hardware, True, 10**6) == (2.0, 2.0)
 
 
-def test_attention_takes_what_its_back_end_takes_at_its_length() -> None:
+def test_attention_time_depends_on_back_end_and_length() -> None:
     hardware = dataclasses.replace(
         SIMPLE,
         attention_forward_flops={"cudnn": Rate(((16, 1e6), (64, 2e6))), "flash": Rate.always(4e6)},
@@ -148,7 +146,7 @@ def test_attention_takes_what_its_back_end_takes_at_its_length() -> None:
 
 
 @pytest.mark.parametrize("file", sorted(H200.parent.glob("*.json")), ids=lambda file: file.stem)
-def test_profiles_that_are_shipped_are_some(file: Path) -> None:
+def test_shipped_hardware_profiles_are_plausible(file: Path) -> None:
     hardware = Hardware.read(file)
     assert {"bfloat16", "float32"} <= set(hardware.matmul_flops) and hardware.memory_bytes > 20e9
     for alone, both in (
@@ -158,7 +156,7 @@ def test_profiles_that_are_shipped_are_some(file: Path) -> None:
         assert 0.5 * alone.at(1 << 26) <= both.at(1 << 26) <= alone.at(1 << 26)
 
 
-def test_a_profile_is_found_by_the_name_of_its_gpu_or_by_its_path(tmp_path: Path) -> None:
+def test_profile_is_found_by_gpu_name_or_path(tmp_path: Path) -> None:
     mine = tmp_path / "mine.json"
     mine.write_text(H200.read_text().replace("NVIDIA H200", "mine"))
     assert Hardware.named("h200") == Hardware.named("H200") == Hardware.read(H200)
@@ -168,7 +166,7 @@ def test_a_profile_is_found_by_the_name_of_its_gpu_or_by_its_path(tmp_path: Path
     assert "memplug doctor --measure" in refused.value.advice
 
 
-def test_attention_computes_two_products_and_in_backward_five() -> None:
+def test_attention_computes_two_products_and_five_in_backward() -> None:
     shape = (2, 4, 16, 8)
     pairs = 2 * 4 * 16 * 16
     assert costs.attention_flops(_work("attention", shape, shape, shape), backward=False) == 2 * 2 * pairs * 8
@@ -191,13 +189,13 @@ def test_attention_computes_two_products_and_in_backward_five() -> None:
         (H200.read_text().replace("to_host_both_bytes_per_s", "both"), "to_host_both_bytes_per_s"),
     ],
 )
-def test_a_profile_that_is_none_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_profile_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "gpu.json").write_text(text)
     with pytest.raises(HardwareError, match=said):
         Hardware.read(tmp_path / "gpu.json")
 
 
-def test_what_a_program_waits_for_on_the_host_has_values_of_any_size(device: VirtualDevice) -> None:
+def test_host_copies_of_any_size_hold_ones(device: VirtualDevice) -> None:
     """Return ones, not the memory's earlier contents."""
     numbers = torch.ones(100_000, dtype=torch.long, device="virtual")
     for _ in range(2):
@@ -207,7 +205,7 @@ def test_what_a_program_waits_for_on_the_host_has_values_of_any_size(device: Vir
         del there
 
 
-def test_products_with_scales_and_of_batches_take_the_time_of_what_they_compute(device: VirtualDevice) -> None:
+def test_scaled_and_batched_products_take_the_time_of_their_flops(device: VirtualDevice) -> None:
     left, right = (torch.empty(64, 64, dtype=torch.float8_e4m3fn, device="virtual") for _ in range(2))
     batch, out = torch.empty(4, 64, 64, device="virtual"), torch.empty(64, 64, device="virtual")
     one, product = torch.ones((), device="virtual"), 2 * 64**3

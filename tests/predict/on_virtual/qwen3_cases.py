@@ -68,7 +68,7 @@ def _of_megatron(shape: Shape, layout: Layout) -> tuple[Estimate, int]:
     return estimate_training(make_training, request, rank=rank), parameters[0]
 
 
-def test_hugging_faces_computes_as_much_as_a_llama_with_norms_beside_it() -> None:
+def test_hugging_face_qwen3_has_the_flops_of_a_llama_and_more_memory() -> None:
     with torch.device("meta"):
         assert _count(_workload(QWEN).make_model()) == _parameters()
     ours, llama = (_of_hugging_face(shape) for shape in (QWEN, LLAMA))
@@ -78,7 +78,7 @@ def test_hugging_faces_computes_as_much_as_a_llama_with_norms_beside_it() -> Non
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, sequence=True)], ids=str)
-def test_megatron_core_has_its_parameters_and_shares_all_but_norms(layout: Layout) -> None:
+def test_megatron_qwen3_shares_all_parameters_but_norms(layout: Layout) -> None:
     pytest.importorskip("megatron.core")
     found, parameters = _of_megatron(QWEN, layout)
     norms = 2 * (2 * FIELDS["hidden_size"] + 2 * FIELDS["head_dim"]) + FIELDS["hidden_size"]

@@ -47,14 +47,14 @@ COLLECTIVES: dict[str, tuple[Callable[[], object], float]] = {
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_a_collective_takes_what_a_ring_of_its_ranks_moves(device: VirtualDevice, name: str) -> None:
+def test_collective_takes_the_time_of_a_ring(device: VirtualDevice, name: str) -> None:
     run, share = COLLECTIVES[name]
     began = seconds(device)
     run()
     assert seconds(device) - began == pytest.approx(LATENCY_S + share * MIB / BYTES_PER_S, rel=1e-3)
 
 
-def test_a_group_of_some_ranks_takes_what_they_move_and_one_of_this_rank_alone_nothing(device: VirtualDevice) -> None:
+def test_group_takes_the_time_of_its_own_ranks_and_a_single_rank_none(device: VirtualDevice) -> None:
     pair, alone = dist.new_group([1, 3]), dist.new_group([RANK])
     assert dist.get_rank(pair) == 0 and dist.get_world_size(pair) == 2
     assert dist.new_group([0, 2]) is dist.GroupMember.NON_GROUP_MEMBER
@@ -66,7 +66,7 @@ def test_a_group_of_some_ranks_takes_what_they_move_and_one_of_this_rank_alone_n
     assert seconds(device) - began < 1e-6
 
 
-def test_computation_runs_beside_a_collective_until_it_waits_for_it(device: VirtualDevice) -> None:
+def test_computation_overlaps_a_collective_until_it_waits(device: VirtualDevice) -> None:
     shared, other = on_device(MIB), on_device(300 * MIB)
     added_s = 2 * other.numel() / SIMPLE.memory_bytes_per_s
     moved_s = LATENCY_S + 1.5 * MIB / BYTES_PER_S
@@ -89,7 +89,7 @@ def test_collectives_of_all_groups_share_the_links(device: VirtualDevice) -> Non
     assert seconds(device) - began == pytest.approx(2 * LATENCY_S + 2.5 * MIB / BYTES_PER_S, rel=1e-3)
 
 
-def test_a_collective_keeps_its_memory_until_it_is_waited_for(device: VirtualDevice) -> None:
+def test_collective_keeps_its_memory_until_waited_for(device: VirtualDevice) -> None:
     before = device.usage().allocated
     work = dist.all_reduce(on_device(MIB), async_op=True)
     assert device.usage().allocated == before + MIB
@@ -97,7 +97,7 @@ def test_a_collective_keeps_its_memory_until_it_is_waited_for(device: VirtualDev
     assert device.usage().allocated == before
 
 
-def test_collectives_that_are_coalesced_are_waited_for_together(device: VirtualDevice) -> None:
+def test_coalesced_collectives_are_waited_for_together(device: VirtualDevice) -> None:
     outputs, inputs = [on_device(MIB) for _ in range(2)], [on_device(MIB // RANKS) for _ in range(2)]
     began = seconds(device)
     with dist._coalescing_manager(device=torch.device("virtual"), async_ops=True) as manager:
@@ -109,7 +109,7 @@ def test_collectives_that_are_coalesced_are_waited_for_together(device: VirtualD
     assert seconds(device) - began == pytest.approx(LATENCY_S + 1.5 * MIB / BYTES_PER_S + added_s, rel=1e-3)
 
 
-def test_on_the_cpu_every_rank_has_what_this_one_has() -> None:
+def test_cpu_collectives_give_every_rank_this_ranks_values() -> None:
     found: list[object] = [None] * RANKS
     dist.all_gather_object(found, {"rank": RANK})
     assert found == [{"rank": RANK}] * RANKS
@@ -118,6 +118,6 @@ def test_on_the_cpu_every_rank_has_what_this_one_has() -> None:
 
 
 @pytest.mark.parametrize("which", [-1, RANKS])
-def test_a_rank_that_there_is_not_is_refused(which: int) -> None:
+def test_rank_out_of_range_is_refused(which: int) -> None:
     with pytest.raises(HardwareError, match=f"no rank {which} of {RANKS}"), joined(which, RANKS):
         pass

@@ -16,7 +16,7 @@ from tests.support.virtual_devices import MIB, SIMPLE, on_device, seconds
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-def test_kernels_take_what_they_compute_or_move_one_after_the_other(device: VirtualDevice) -> None:
+def test_kernels_run_in_sequence_for_their_compute_or_memory_time(device: VirtualDevice) -> None:
     left, right = torch.empty(100, 200, device="virtual"), torch.empty(200, 300, device="virtual")
     began = seconds(device)
     product = left @ right
@@ -40,7 +40,7 @@ def test_views_take_no_time_and_share_memory(device: VirtualDevice) -> None:
     assert all(view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for view in views)
 
 
-def test_streams_run_beside_each_other_and_wait_by_events(device: VirtualDevice) -> None:
+def test_streams_run_concurrently_and_wait_by_events(device: VirtualDevice) -> None:
     side = torch.Stream("virtual")
     x, y = on_device(MIB), torch.empty(MIB, dtype=torch.uint8)
     began = seconds(device)
@@ -58,7 +58,7 @@ def test_streams_run_beside_each_other_and_wait_by_events(device: VirtualDevice)
     assert begin.elapsed_time(end) / 1e3 == pytest.approx(MIB / 1e6, rel=1e-3) and copied.query()
 
 
-def test_each_direction_of_the_link_carries_one_copy_at_a_time(device: VirtualDevice) -> None:
+def test_each_link_direction_carries_one_copy_at_a_time(device: VirtualDevice) -> None:
     x, y = on_device(MIB), torch.empty(MIB, dtype=torch.uint8)
     began = seconds(device)
     for to_host in (True, True, False):
@@ -86,27 +86,27 @@ def _copy(to_host: bool, nbytes: int) -> torch.Event:
 
 
 def _ends_s(device: VirtualDevice, *copies: tuple[bool, int]) -> list[float]:
-    """Return when copies end that are queued at once, one after the other."""
+    """Queue copies one after the other, and return the seconds at which each ends."""
     device.synchronize()
     begin, ends = device.stamp(), [_copy(*each) for each in copies]
     device.synchronize()
     return [device.seconds_between(begin, end) for end in ends]
 
 
-def test_a_copy_is_slower_while_the_other_direction_is_busy(device: VirtualDevice) -> None:
+def test_copy_is_slower_while_the_other_direction_is_busy(device: VirtualDevice) -> None:
     device = VirtualDevice(SHARED)
     assert _ends_s(device, (True, MIB)) == [pytest.approx(MIB / 1e6, rel=1e-3)]
     short_s = 0.25 * MIB / 2e6
     _, end_s = _ends_s(device, (False, MIB // 4), (True, MIB))
-    # The short one takes twice as long too, although its end was fixed before the other one was queued.
+    # The short copy takes twice as long too, although its end was fixed before the other was queued.
     assert end_s == pytest.approx(MIB / 1e6 + 2 * short_s / 2, rel=1e-3)
 
 
-def test_what_a_copy_loses_to_a_later_one_of_the_other_direction_its_successor_waits_for(device: VirtualDevice) -> None:
+def test_time_lost_to_a_later_opposite_copy_delays_the_next_copy(device: VirtualDevice) -> None:
     device = VirtualDevice(SHARED)
     first_s, other_s, next_s = _ends_s(device, (True, MIB), (False, MIB), (True, MIB))
-    assert first_s == pytest.approx(MIB / 1e6, rel=1e-3), "its end was fixed"
-    assert other_s == pytest.approx(MIB / 1e6, rel=1e-3), "it ran beside the other one all the while"
+    assert first_s == pytest.approx(MIB / 1e6, rel=1e-3), "its end was already fixed"
+    assert other_s == pytest.approx(MIB / 1e6, rel=1e-3), "it overlapped the first copy all the time"
     assert next_s == pytest.approx(2 * MIB / 1e6 + other_s / 2, rel=1e-3)
 
 
@@ -118,7 +118,7 @@ def _flowing_ends_s(queues: list[list[float]]) -> list[float]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_queues_in_both_directions_take_as_long_as_if_no_end_was_fixed_early(device: VirtualDevice, seed: int) -> None:
+def test_queues_in_both_directions_end_as_if_rates_changed_instantly(device: VirtualDevice, seed: int) -> None:
     chance, device = random.Random(seed), VirtualDevice(SHARED)
     copies = [(chance.random() < 0.5, chance.randrange(MIB // 8, MIB)) for _ in range(20)]
     alone = [[nbytes / (1e6 if each else 2e6) for to_host, nbytes in copies if to_host == each] for each in (1, 0)]
@@ -126,12 +126,12 @@ def test_queues_in_both_directions_take_as_long_as_if_no_end_was_fixed_early(dev
     assert [to_host_s, to_device_s] == pytest.approx(_flowing_ends_s(alone), rel=1e-3)
 
 
-def test_the_rates_that_memplug_plans_with_are_those_of_both_directions_at_work(device: VirtualDevice) -> None:
+def test_planning_rates_are_those_with_both_directions_busy(device: VirtualDevice) -> None:
     VirtualDevice(SHARED)
     assert VirtualDevice.current().link_rates() == (0.5e6, 1e6)
 
 
-def test_these_rates_are_those_of_the_present_hardware(device: VirtualDevice) -> None:
+def test_planning_rates_follow_the_current_hardware(device: VirtualDevice) -> None:
     found = []
     for factor in (1, 3):
         faster = Rate.always(factor * 1e6)
@@ -140,7 +140,7 @@ def test_these_rates_are_those_of_the_present_hardware(device: VirtualDevice) ->
     assert found == [1e6, 3e6]
 
 
-def test_spans_are_what_kept_streams_busy(device: VirtualDevice) -> None:
+def test_spans_have_name_and_time_of_each_kernel_and_copy(device: VirtualDevice) -> None:
     x = on_device(MIB)
     device.keep_spans(True)
     x.add_(1)
@@ -156,18 +156,18 @@ def test_spans_are_what_kept_streams_busy(device: VirtualDevice) -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_beyond_the_memory_fails_as_one_of_a_device_does(device: VirtualDevice) -> None:
+def test_request_beyond_device_memory_raises_out_of_memory(device: VirtualDevice) -> None:
     small = VirtualDevice(Hardware(**{**vars(SIMPLE), "memory_bytes": device.usage().reserved + 40 * MIB}))
     kept = on_device(30 * MIB)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 20971520 bytes"):
         on_device(20 * MIB)
     del kept
     assert small.usage().retries == 0
-    assert on_device(36 * MIB).numel() == 36 * MIB and small.usage().retries == 1, "what was free went back"
+    assert on_device(36 * MIB).numel() == 36 * MIB and small.usage().retries == 1, "free segments were released"
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-def test_memory_is_given_out_as_the_simulated_allocator_does(device: VirtualDevice, expandable: bool) -> None:
+def test_device_memory_matches_the_simulated_allocator(device: VirtualDevice, expandable: bool) -> None:
     chance, simulated = random.Random(0), CachingAllocator(expandable=expandable)
     device = VirtualDevice(SIMPLE, expandable_segments=expandable)
     device.empty_cache()
@@ -186,7 +186,7 @@ def test_memory_is_given_out_as_the_simulated_allocator_does(device: VirtualDevi
     assert now.reserved - before.reserved == simulated.reserved_bytes
 
 
-def test_pages_of_expandable_segments_go_where_they_are_asked_for() -> None:
+def test_freed_pages_of_expandable_segments_are_remapped() -> None:
     device = VirtualDevice(SIMPLE, expandable_segments=True)
     device.empty_cache()
     there = device.usage().reserved
@@ -201,7 +201,7 @@ def test_pages_of_expandable_segments_go_where_they_are_asked_for() -> None:
     assert on_device(100 * MIB).numel() == 100 * MIB
 
 
-def test_what_is_free_once_a_stream_is_past_it_is_waited_for_where_memory_is_short(device: VirtualDevice) -> None:
+def test_short_memory_waits_for_blocks_that_a_stream_still_uses(device: VirtualDevice) -> None:
     there = device.usage().reserved
     VirtualDevice(Hardware(**{**vars(SIMPLE), "memory_bytes": there + 40 * MIB}))
     used, side = on_device(30 * MIB), torch.Stream("virtual")
@@ -213,7 +213,7 @@ def test_what_is_free_once_a_stream_is_past_it_is_waited_for_where_memory_is_sho
     assert on_device(32 * MIB).numel() == 32 * MIB and device.now_s() > before_s
 
 
-def test_what_another_stream_uses_is_not_given_out_before_that_is_past(device: VirtualDevice) -> None:
+def test_block_used_by_another_stream_is_not_reused_before_it_is_done(device: VirtualDevice) -> None:
     used, side = on_device(MIB * 3), torch.Stream("virtual")
     address = used.data_ptr()
     with side:
@@ -226,15 +226,15 @@ def test_what_another_stream_uses_is_not_given_out_before_that_is_past(device: V
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-def test_holes_are_free_bytes_beside_tensors_in_a_segment(device: VirtualDevice, expandable: bool) -> None:
+def test_holes_are_free_bytes_of_partly_used_segments(device: VirtualDevice, expandable: bool) -> None:
     device = VirtualDevice(SIMPLE, expandable_segments=expandable)
     lasting, freed = on_device(4 * MIB), on_device(4 * MIB)
-    assert device.usage().holes == 12 * MIB, "of a segment, or page, of 20"
+    assert device.usage().holes == 12 * MIB, "of a segment or page of 20 MiB"
     del freed
     assert device.usage().holes == 16 * MIB
     large = on_device(64 * MIB)
     del large
-    assert device.usage().holes == 16 * MIB, "what is free as a whole can go back"
+    assert device.usage().holes == 16 * MIB, "a wholly free segment can be released"
     del lasting
     assert device.usage().holes == 0
 
@@ -242,7 +242,7 @@ def test_holes_are_free_bytes_beside_tensors_in_a_segment(device: VirtualDevice,
 # -- restarts ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_restarted_device_runs_a_program_as_it_did_at_first(device: VirtualDevice) -> None:
+def test_restarted_device_repeats_a_program_exactly(device: VirtualDevice) -> None:
     def run() -> tuple[object, ...]:
         device.restart()
         kept = [on_device(30 * MIB), on_device(MIB)]
@@ -257,7 +257,7 @@ def test_a_restarted_device_runs_a_program_as_it_did_at_first(device: VirtualDev
     assert all(run() == first for _ in range(3))
 
 
-def test_addresses_do_not_run_out_however_often_it_is_restarted(device: VirtualDevice) -> None:
+def test_addresses_do_not_run_out_after_many_restarts(device: VirtualDevice) -> None:
     large = VirtualDevice(SIMPLE, bounded=False)
     for size in range(1, 20):
         large.restart()

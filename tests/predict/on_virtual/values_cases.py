@@ -1,4 +1,4 @@
-"""Answers from a trace of values: a model that reads them goes on as in the real step; other traces are refused.
+"""A model that reads values gets those of a trace, and goes on as in the recorded step; other traces are refused.
 
 Each trace is of a forward alone: a backward on the CPU would come before the virtual device.
 """
@@ -65,7 +65,7 @@ def _estimated(make_model: Callable[[], nn.Module], trace: Path | None, x: torch
         (lambda x: x.new_ones(7 if x[1, 1] > 4 else 8), 7),
     ],
 )
-def test_what_depends_on_values_is_as_in_the_step_that_was_recorded(
+def test_value_dependent_sizes_match_the_recorded_step(
     read: Callable[[torch.Tensor], torch.Tensor], rows: int, tmp_path: Path
 ) -> None:
     found = []
@@ -101,7 +101,7 @@ class _Wrapper(nn.Module):
         return self.module(x)
 
 
-def test_a_wrapper_has_the_paths_of_what_it_wraps_and_classes_come_back(tmp_path: Path) -> None:
+def test_wrapper_uses_paths_of_its_inner_model_and_classes_are_restored(tmp_path: Path) -> None:
     wrapped = _Wrapper()
     before = [type(module) for module in wrapped.modules()]
     x = torch.randn(TOKENS, HIDDEN)
@@ -126,7 +126,7 @@ def _recomputed(module: Reads, x: torch.Tensor) -> torch.Tensor:
     return sum(checkpoint(module.inner, x * factor, use_reentrant=False) for factor in (0, 1))
 
 
-def _as_often_as(count: int) -> Callable[[Reads, torch.Tensor], torch.Tensor]:
+def _reads_numbers(count: int) -> Callable[[Reads, torch.Tensor], torch.Tensor]:
     return lambda module, x: module.weight.sum() * sum(x.sum().item() for _ in range(count))
 
 
@@ -151,8 +151,8 @@ def test_calls_of_one_module_have_their_own_values(tmp_path: Path) -> None:
             "the model asks for aten::nonzero at values_cases.py",
         ),
         (lambda: Reads(_chosen), lambda: Reads(_chosen), torch.ones(2, 4), r"of sizes \[2, 4\], .* of \[3, 4\]"),
-        (lambda: Reads(_as_often_as(2)), lambda: Reads(_as_often_as(3)), _ones(), "has no more than 2"),
-        (lambda: Reads(_as_often_as(2)), lambda: Reads(_as_often_as(1)), _ones(), "1 times, .* has 2"),
+        (lambda: Reads(_reads_numbers(2)), lambda: Reads(_reads_numbers(3)), _ones(), "has no more than 2"),
+        (lambda: Reads(_reads_numbers(2)), lambda: Reads(_reads_numbers(1)), _ones(), "1 times, .* has 2"),
         (
             lambda: Reads(_twice, Reads(_chosen)),
             lambda: Reads(_recomputed, Reads(_chosen)),
@@ -161,7 +161,7 @@ def test_calls_of_one_module_have_their_own_values(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_trace_of_another_step_is_refused_with_the_module_and_the_operator(
+def test_trace_of_another_step_is_refused_with_module_and_operator(
     recorded: Callable[[], nn.Module],
     estimated: Callable[[], nn.Module],
     x: torch.Tensor,
@@ -181,7 +181,7 @@ class _Stack(nn.Module):
         return sum(layer(x) for layer in self.layers)
 
 
-def test_a_recompute_pass_of_memplug_has_what_forward_had_or_says_that_it_cannot_know(tmp_path: Path) -> None:
+def test_recompute_pass_reuses_forward_values_or_raises_if_ambiguous(tmp_path: Path) -> None:
     same = _recorded(_Stack(), 3 * _ones(), tmp_path)  # more than both bounds
     assert _estimated(_Stack, same, config=REGIONS, modes=("memplug",))["memplug"].step_s > 0
     other = _recorded(_Stack(), _ones(), tmp_path)
@@ -191,7 +191,7 @@ def test_a_recompute_pass_of_memplug_has_what_forward_had_or_says_that_it_cannot
 
 
 @pytest.mark.parametrize("run", [_chosen, _number])
-def test_what_is_made_up_without_a_trace_is_said(
+def test_values_made_up_without_a_trace_are_logged(
     run: Callable[[Reads, torch.Tensor], torch.Tensor], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     with caplog.at_level(logging.WARNING, "memplug"):
@@ -213,7 +213,7 @@ class _Halves(torch.autograd.Function):
         return gradient / gradient.max().item()
 
 
-def _in_every_way(module: Reads, x: torch.Tensor) -> torch.Tensor:
+def _reads_in_every_way(module: Reads, x: torch.Tensor) -> torch.Tensor:
     host = torch.empty(x.shape, device="cpu")
     host.copy_(x)
     assert len(x.cpu().tolist()) == len(x[0].tolist()) - 1 == 3
@@ -222,10 +222,8 @@ def _in_every_way(module: Reads, x: torch.Tensor) -> torch.Tensor:
     return _Halves.apply(chosen).sum() * x.sum().item()
 
 
-def test_a_step_of_a_device_is_recorded_with_what_its_host_reads_and_in_backward(
-    device: VirtualDevice, tmp_path: Path
-) -> None:
-    model, x = Reads(_in_every_way).to("virtual"), _ones().to("virtual")
+def test_device_step_is_recorded_with_its_host_reads_in_both_passes(device: VirtualDevice, tmp_path: Path) -> None:
+    model, x = Reads(_reads_in_every_way).to("virtual"), _ones().to("virtual")
     for layer in (model.forward, lambda x: checkpoint(type(model).forward, model, x, use_reentrant=False)):
         model.forward = layer
         with memplug.record_values(model, tmp_path / "values.json"):

@@ -21,12 +21,12 @@ PASSES_S = 3 * (1 + 4 * 10 + 2)
 ADAM_S = 58 * 40 / 100
 
 
-def test_chunks_are_of_the_size_that_wastes_the_least_and_know_their_blocks() -> None:
+def test_chunks_have_the_size_that_wastes_least_and_know_their_blocks() -> None:
     assert [chunk.count for chunk in chunks_of(model())] == [8, 10, 10, 10, 10, 10]
     assert [list(chunk.blocks) for chunk in chunks_of(model())] == [[], [0], [1], [2], [3], []]
 
 
-def test_one_gpu_without_offload_computes_and_updates_and_recomputes_forward_of_blocks_that_checkpoint() -> None:
+def test_one_gpu_computes_updates_and_reruns_checkpointed_forwards() -> None:
     assert ALONE.predict(configuration(stage=1)).step_s == pytest.approx(PASSES_S + ADAM_S)
     again = ALONE.predict(configuration(stage=1, n_checkpoint=3))
     assert again.step_s == pytest.approx(PASSES_S + ADAM_S + 3 * 10)
@@ -34,7 +34,7 @@ def test_one_gpu_without_offload_computes_and_updates_and_recomputes_forward_of_
     assert four.step_s == pytest.approx(4 * PASSES_S + ADAM_S) and four.tokens == 4 * 100
 
 
-def test_forward_and_backward_at_zero_3_are_those_of_the_equations() -> None:
+def test_zero_3_times_follow_the_equations() -> None:
     """Count 10 s to gather a layer, half of 20 bytes, and 10 s to reduce; 8 s for the embedding."""
     at = configuration(n_buffer=2, n_checkpoint=1)
     chunks = [
@@ -46,7 +46,7 @@ def test_forward_and_backward_at_zero_3_are_those_of_the_equations() -> None:
     assert PAIR.predict(at).step_s == pytest.approx(passes_s + ADAM_S / 2, abs=0.01)
 
 
-def test_zero_1_reduces_gradients_once_a_step_and_zero_2_in_every_micro_batch() -> None:
+def test_zero_1_reduces_once_per_step_and_zero_2_per_micro_batch() -> None:
     slow = StepEstimator(machine(gpus=2, collective_bytes_per_s=0.1, to_device=0.1), {1: model()})
     one, two = (slow.predict(configuration(stage=stage, accumulation=3)).step_s for stage in (1, 2))
     times = [
@@ -56,7 +56,7 @@ def test_zero_1_reduces_gradients_once_a_step_and_zero_2_in_every_micro_batch() 
     assert two - one == pytest.approx(2 * reducing_s, abs=0.01) and reducing_s > 0
 
 
-def test_the_host_updates_beside_the_device_and_not_beside_backward() -> None:
+def test_host_updates_beside_the_device_but_not_beside_backward() -> None:
     """Put three groups on the device, 28 parameters of two ranks, and on the host 30, of both ranks."""
     everything = PAIR.predict(configuration(offload="optimizer"))
     half = PAIR.predict(configuration(offload="optimizer", n_persist=3))
@@ -65,7 +65,7 @@ def test_the_host_updates_beside_the_device_and_not_beside_backward() -> None:
     assert everything.step_s - half.step_s == pytest.approx(on_host_s - half_s)
 
 
-def test_states_shards_and_offloaded_parameters_are_where_zero_has_them() -> None:
+def test_states_and_parameters_lie_where_zero_puts_them() -> None:
     """Count 116 bytes of parameters, 696 of states, buckets of two times 20 bytes, and as many for gathered chunks."""
     saved = 10 + 4 * 70 + 30 + 20
     device = {
@@ -82,7 +82,7 @@ def test_states_shards_and_offloaded_parameters_are_where_zero_has_them() -> Non
     assert part.host_bytes == 16 * 58 - 12 * 18 and part.device_bytes == device[3, "optimizer"] + 12 * 18 // 2
 
 
-def test_blocks_that_checkpoint_or_swap_leave_their_output_on_the_device() -> None:
+def test_checkpointed_and_swapped_blocks_keep_their_output_on_the_device() -> None:
     base = configuration(stage=2)
     kept, again = PAIR.predict(base), PAIR.predict(replace(base, n_checkpoint=2))
     assert kept.device_bytes - again.device_bytes == 2 * 60
@@ -115,7 +115,7 @@ def boxes(draw: st.DrawFn) -> Box:
 
 @settings(max_examples=300, deadline=None)
 @given(boxes(), st.sampled_from(ESTIMATORS))
-def test_no_configuration_of_a_box_is_below_its_bound(box: Box, estimator: StepEstimator) -> None:
+def test_bound_of_a_box_holds_for_all_its_configurations(box: Box, estimator: StepEstimator) -> None:
     least = estimator.least(box)
     for at in box:
         made = estimator.predict(at)
@@ -125,7 +125,7 @@ def test_no_configuration_of_a_box_is_below_its_bound(box: Box, estimator: StepE
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("device", [150, 400, 500, 1200])
-def test_bounds_find_what_trying_all_finds(estimator: StepEstimator, device: int) -> None:
+def test_search_with_bounds_finds_the_exhaustive_result(estimator: StepEstimator, device: int) -> None:
     every = [
         free_box(Layout(stage=stage, offload=offload, micro_batch=n, accumulation=1), model())
         for stage, offload in all_layouts()
@@ -138,7 +138,7 @@ def test_bounds_find_what_trying_all_finds(estimator: StepEstimator, device: int
     assert bool(tried.best) is (device > 150)
 
 
-def test_no_more_blocks_swap_than_the_forward_hides() -> None:
-    assert most_swaps(machine(), model()) == 1  # 40 bytes are sent in 40 s, and four layers compute for that long
+def test_at_most_as_many_blocks_swap_as_the_forward_hides() -> None:
+    assert most_swaps(machine(), model()) == 1  # offloading 40 bytes takes 40 s, as long as four layers compute
     assert most_swaps(machine(to_host=2.5, host_bytes_per_s=1000.0), model()) == 2
     assert most_swaps(machine(to_host=100.0, host_bytes_per_s=1000.0), model()) == 4

@@ -27,7 +27,7 @@ def layouts(given: Fixed) -> set[tuple[int, str]]:
     return {(box.layout.stage, box.layout.offload) for box in space_of(given, GPUS, PROFILES).boxes}
 
 
-def test_absent_and_auto_leave_everything_free_and_zero_0_is_not_searched() -> None:
+def test_absent_and_auto_settings_stay_free_and_zero_0_is_not_searched() -> None:
     auto = fixed(
         {"stage": "auto", "offload_optimizer": {"device": "auto"}, "stage3_max_reuse_distance": "auto"},
         train_batch_size="auto",
@@ -56,7 +56,7 @@ def test_absent_and_auto_leave_everything_free_and_zero_0_is_not_searched() -> N
         (True, {(1, "none"), (1, "optimizer")}),
     ],
 )
-def test_a_stage_and_a_device_that_are_given_stay(zero: dict[str, Any], expected: set[tuple[int, str]]) -> None:
+def test_given_stage_and_offload_device_are_kept(zero: dict[str, Any], expected: set[tuple[int, str]]) -> None:
     assert layouts(fixed(zero)) == expected
 
 
@@ -68,24 +68,24 @@ def test_a_stage_and_a_device_that_are_given_stay(zero: dict[str, Any], expected
         {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "cpu"}},
     ],
 )
-def test_a_stage_and_devices_that_do_not_go_together_are_refused(zero: dict[str, Any]) -> None:
+def test_contradictory_stage_and_devices_are_refused(zero: dict[str, Any]) -> None:
     with pytest.raises(TuneError, match="contradict each other"):
         layouts(fixed(zero))
 
 
-def test_an_adam_of_torch_that_deepspeed_does_not_offload_keeps_the_optimizer_on_the_device() -> None:
+def test_torch_adam_that_deepspeed_cannot_offload_stays_on_the_device() -> None:
     torch_adam = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
     assert {offload for _, offload in layouts(fixed(**torch_adam))} == {"none"}
     assert len(layouts(fixed(**torch_adam, zero_force_ds_cpu_optimizer=False))) == 7
 
 
-def test_a_swap_list_that_may_have_states_keeps_the_optimizer_on_the_device() -> None:
+def test_swap_list_with_states_keeps_the_optimizer_on_the_device() -> None:
     block = {"enabled": True, "swap": {"states": True}}
     assert {offload for _, offload in layouts(fixed(memplug=block))} == {"none"}
     assert len(layouts(fixed(memplug={**block, "enabled": False}))) == 7
 
 
-def test_the_training_batch_stays_the_product_of_ranks_micro_batch_and_accumulation() -> None:
+def test_training_batch_is_ranks_times_micro_batch_times_accumulation() -> None:
     assert fixed(train_batch_size=12).batches(2) == [(1, 6), (2, 3), (3, 2), (6, 1)]
     assert fixed(train_batch_size=12, gradient_accumulation_steps=2).batches(2) == [(3, 2)]
     assert fixed(train_batch_size=128, train_micro_batch_size_per_gpu=64).batches(2) == [(64, 1)]
@@ -101,7 +101,7 @@ def test_the_training_batch_stays_the_product_of_ranks_micro_batch_and_accumulat
         ({"train_batch_size": 12, "gradient_accumulation_steps": 4}, "4 accumulation steps"),
     ],
 )
-def test_batches_that_do_not_divide_are_refused(fields: dict[str, int], said: str) -> None:
+def test_indivisible_batches_are_refused(fields: dict[str, int], said: str) -> None:
     with pytest.raises(TuneError, match=said):
         fixed(**fields).batches(2)
 
@@ -116,16 +116,16 @@ def test_batches_that_do_not_divide_are_refused(fields: dict[str, int], said: st
         ({"train_micro_batch_size_per_gpu": 2}, "--micro-batch is 3"),
     ],
 )
-def test_what_cannot_be_predicted_is_refused(config: dict[str, Any], said: str) -> None:
+def test_unpredictable_configuration_is_refused(config: dict[str, Any], said: str) -> None:
     with pytest.raises(TuneError, match=said):
         Fixed.of(config, parse_block({"enabled": True}), 3)
 
 
-def test_half_precision_is_as_good_as_bfloat16() -> None:
+def test_fp16_is_treated_like_bf16() -> None:
     assert fixed(fp16={"enabled": True}, bf16={"enabled": False}) == Fixed()
 
 
-def test_the_block_says_whether_blocks_swap_and_recompute() -> None:
+def test_block_decides_whether_blocks_swap_and_recompute() -> None:
     def ranges(block: dict[str, Any]) -> tuple[int, int]:
         (box,) = space_of(fixed({"stage": 2}, 1, memplug=block, optimizer=ADAM), GPUS, PROFILES).boxes
         return box.n_swap.stop - 1, box.n_checkpoint.stop - 1
@@ -139,7 +139,7 @@ def test_the_block_says_whether_blocks_swap_and_recompute() -> None:
     assert ranges({**on, "host_budget_gib": 100 / 2**30}) == (2, 4)
 
 
-def test_ratio_and_reuse_distance_fix_what_persists_and_what_is_buffered() -> None:
+def test_ratio_and_reuse_distance_fix_persistent_and_buffered_chunks() -> None:
     zero = {
         "stage": 3,
         "offload_optimizer": {"device": "cpu", "ratio": 0.5},
@@ -150,8 +150,8 @@ def test_ratio_and_reuse_distance_fix_what_persists_and_what_is_buffered() -> No
     assert {(box.n_persist, box.n_buffer) for box in boxes} == {(range(3, 4), range(2, 3))}
 
 
-def test_everything_that_is_not_searched_is_counted() -> None:
-    slow = machine(gpus=2)  # the copies of one block are hidden
+def test_all_unsearched_configurations_are_counted() -> None:
+    slow = machine(gpus=2)  # hides the copies of one block only
     space = space_of(fixed({"stage": 2}), slow, PROFILES)
     assert space.ruled_out[NOT_HIDDEN] > 0
     chunks = len(chunks_of(model()))

@@ -32,31 +32,31 @@ CHUNKS = [
 """Four chunks: the second and the last checkpoint; the second is slow to upload, the third to offload."""
 
 
-def test_a_chunk_that_persists_is_only_gathered_and_the_one_beyond_the_last_is_none() -> None:
+def test_persistent_chunk_is_only_gathered_in_forward() -> None:
     times = [forward_prefetch_s(CHUNKS, Placement(2, 0), i) for i in range(1, 6)]
     assert times == [1, 1, 1 + 2, 1 + 3, 0]  # i <= n_persist: 1 and 2
     assert [forward_prefetch_s(CHUNKS, Placement(0, 0), i) for i in (1, 2)] == [6, 6]
     assert [forward_prefetch_s(CHUNKS, Placement(4, 0), i) for i in (4, 5)] == [1, 0]
 
 
-def test_gradients_of_a_chunk_that_persists_are_not_offloaded() -> None:
+def test_gradients_of_persistent_chunks_are_not_offloaded() -> None:
     assert [reduce_offload_s(CHUNKS, Placement(2, 0), i) for i in range(1, 6)] == [2, 2, 2 + 9, 2 + 1, 0]
 
 
-def test_chunks_that_are_buffered_or_persist_are_not_fetched_again() -> None:
+def test_buffered_and_persistent_chunks_are_not_prefetched_again() -> None:
     assert [backward_prefetch_s(CHUNKS, Placement(1, 2), i) for i in range(5)] == [0, 0, 6, 0, 0]
     assert [backward_prefetch_s(CHUNKS, Placement(1, 1), i) for i in (3, 4)] == [3, 0]  # the edge: N - n_buffer = 3
     assert [backward_prefetch_s(CHUNKS, Placement(0, 4), i) for i in range(1, 5)] == [0] * 4
     assert [backward_prefetch_s(CHUNKS, Placement(0, 0), i) for i in (1, 4)] == [6, 4]
 
 
-def test_in_forward_the_next_chunk_is_fetched_while_one_computes() -> None:
+def test_forward_prefetches_the_next_chunk_while_one_computes() -> None:
     """Fetch the first alone: 1; then compute 4 each, while fetching 1, 3, 4; the last beside no fetch."""
     assert forward_s(CHUNKS, Placement(2, 0)) == 1 + 4 + 4 + 4 + 4
     assert forward_s(CHUNKS, Placement(0, 0)) == 6 + 6 + 4 + 4 + 4
 
 
-def test_in_backward_a_chunk_computes_beside_the_one_before_and_the_one_behind() -> None:
+def test_backward_overlaps_compute_with_prefetch_and_offload() -> None:
     """Fetch 4 alone; 12 beside 3 fetched; 8 beside 3 offloaded; 12 beside 11 reduced; 8 beside 2."""
     assert backward_s(CHUNKS, Placement(2, 0)) == 4 + 12 + 8 + 12 + 8
     slow = [ChunkTimes(forward_s=1, backward_s=1, gather_s=3, reduce_s=5, upload_s=1, offload_s=1)] * 2
@@ -64,13 +64,13 @@ def test_in_backward_a_chunk_computes_beside_the_one_before_and_the_one_behind()
     assert backward_s(slow, Placement(2, 0)) == 0 + 1 + 5
 
 
-def test_the_host_updates_while_backward_runs() -> None:
+def test_host_updates_during_backward() -> None:
     forward, backward = forward_s(CHUNKS, Placement(2, 0)), backward_s(CHUNKS, Placement(2, 0))
     assert step_s(CHUNKS, Placement(2, 0), 3, 10) == forward + backward + 3
     assert step_s(CHUNKS, Placement(2, 0), 3, 100) == forward + 100
 
 
-def test_memory_in_use_is_followed_from_operator_to_operator() -> None:
+def test_memory_use_is_followed_across_operators() -> None:
     """Save 100 and 30; the first operator takes 50 for itself and frees 20, the second begins with at most 60 more."""
     operators = [
         OperatorMemory(during_bytes=10, during_peak_bytes=50, activation_bytes=20),
@@ -91,12 +91,12 @@ def test_memory_in_use_is_followed_from_operator_to_operator() -> None:
         (Blocks(4, swap=4), 1070 - 4 * 50 + 40),
     ],
 )
-def test_where_no_block_keeps_what_it_saves_one_is_recomputed_at_the_peak(blocks: Blocks, expected: int) -> None:
+def test_peak_includes_one_recomputed_block_if_none_keeps_activations(blocks: Blocks, expected: int) -> None:
     units = MemoryUnits(persistent=20, buffer=10, swapped=50, checkpointed=40)
     assert peak_bytes(1000, units, Placement(2, 3), blocks) == expected
 
 
-def test_blocks_are_not_cut() -> None:
+def test_chunks_do_not_split_blocks() -> None:
     assert chunks_of([30, 30, 50, 10, 70], 80) == [60, 60, 70]
     assert wasted_bytes([30, 30, 50, 10, 70], 80) == 240 - 190
     with pytest.raises(ValueError, match="70 bytes does not fit into a chunk of 60"):
@@ -104,12 +104,12 @@ def test_blocks_are_not_cut() -> None:
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.sets(st.integers(100, 400), min_size=1))
-def test_no_fixed_size_wastes_less_than_the_chosen_one(blocks: list[int], sizes: set[int]) -> None:
+def test_chosen_chunk_size_wastes_least(blocks: list[int], sizes: set[int]) -> None:
     chosen = chunk_size(blocks, sizes)
     assert all(wasted_bytes(blocks, chosen) <= wasted_bytes(blocks, size) for size in sizes)
 
 
-def test_a_size_that_holds_no_block_is_none() -> None:
+def test_chunk_size_too_small_for_a_block_is_not_chosen() -> None:
     assert chunk_size([30, 70], [60, 75, 200]) == 75
     with pytest.raises(ValueError, match="70 bytes"):
         chunk_size([30, 70], [60])

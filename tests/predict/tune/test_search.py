@@ -102,7 +102,7 @@ def brute_force(boxes: list[Box], table: Table, limits: Limits, count: int) -> l
 
 @settings(max_examples=1000, deadline=None)
 @given(spaces(), estimators, st.integers(0, 40), st.integers(0, 25), st.integers(1, 12))
-def test_the_best_are_those_of_trying_all_with_bounds_and_without(
+def test_search_finds_the_best_of_all_with_and_without_bounds(
     boxes: list[Box], table: Table, device: int, host: int, count: int
 ) -> None:
     limits = Limits(device, host)
@@ -115,7 +115,7 @@ def test_the_best_are_those_of_trying_all_with_bounds_and_without(
 
 @settings(max_examples=200, deadline=None)
 @given(spaces(), estimators, st.integers(0, 25))
-def test_the_least_memory_is_that_of_trying_all(boxes: list[Box], table: Table, host: int) -> None:
+def test_least_memory_matches_brute_force(boxes: list[Box], table: Table, host: int) -> None:
     every = [table.predict(at) for box in boxes for at in box]
     if not every:
         return
@@ -129,7 +129,7 @@ def test_the_least_memory_is_that_of_trying_all(boxes: list[Box], table: Table, 
 
 
 @given(spaces(), estimators)
-def test_a_bound_is_not_above_what_it_bounds(boxes: list[Box], table: Table) -> None:
+def test_bound_is_never_above_its_configurations(boxes: list[Box], table: Table) -> None:
     """Check the table above: the search relies on it."""
     for box in boxes:
         least = table.least(box)
@@ -139,7 +139,7 @@ def test_a_bound_is_not_above_what_it_bounds(boxes: list[Box], table: Table) -> 
             assert least.device_bytes <= made.device_bytes
 
 
-def test_a_box_has_no_more_blocks_than_there_are_and_its_halves_are_all_of_it() -> None:
+def test_box_has_only_valid_block_counts_and_splits_into_halves() -> None:
     layout = Layout(stage=3, offload="none", micro_batch=1, accumulation=1)
     box = Box(layout=layout, blocks=5, n_persist=range(2), n_buffer=range(1, 4), n_swap=range(4), n_checkpoint=range(6))
     every = list(box)
@@ -149,7 +149,7 @@ def test_a_box_has_no_more_blocks_than_there_are_and_its_halves_are_all_of_it() 
     assert sorted([*one, *other]) == sorted(every) and len(one) + len(other) == len(box)
 
 
-def test_reasons_are_counted_and_a_large_space_is_not_predicted_one_by_one() -> None:
+def test_ruled_out_reasons_are_counted_and_large_spaces_are_pruned() -> None:
     layout = Layout(stage=3, offload="none", micro_batch=1, accumulation=1)
     table = Table(4, (1, 0, 0), (1, 1), (1, 1, 0), (1, 1))
     box = Box(layout=layout, blocks=4, n_persist=range(5), n_buffer=range(4), n_swap=range(5), n_checkpoint=range(5))
@@ -161,7 +161,7 @@ def test_reasons_are_counted_and_a_large_space_is_not_predicted_one_by_one() -> 
     assert set(bounded.ruled_out) <= {DEVICE, HOST, SLOWER}
 
 
-def test_seconds_of_a_token_count_not_seconds_of_a_step() -> None:
+def test_search_ranks_by_seconds_per_token() -> None:
     small, large = (Layout(stage=3, offload="none", micro_batch=n, accumulation=1) for n in (1, 2))
     table = Table(4, (0, 0, 0), (0, 0), (0, 0, 0), (0, 0))
     ranges = {"n_persist": range(1), "n_buffer": range(1), "n_swap": range(1), "n_checkpoint": range(1)}

@@ -42,7 +42,7 @@ def test_batches_precision_stage_and_budgets_are_set() -> None:
     assert read_ds_config(found).device_budget_gib == 10
 
 
-def test_former_names_become_present_ones_that_deepspeed_reads_alike() -> None:
+def test_deprecated_names_are_replaced_by_current_ones() -> None:
     given = {"bfloat16": {"enabled": True}, "zero_optimization": {"cpu_offload": True, "max_reuse_distance": 9}}
     found = made(configuration(3, "optimizer"), given)
     zero = found["zero_optimization"]
@@ -51,7 +51,7 @@ def test_former_names_become_present_ones_that_deepspeed_reads_alike() -> None:
     assert found["bf16"] == {"enabled": True} and "bfloat16" not in found
 
 
-def test_what_the_user_has_stays_and_auto_does_not() -> None:
+def test_user_settings_stay_and_auto_is_replaced() -> None:
     given = {
         "train_batch_size": "auto",
         "gradient_clipping": 1.0,
@@ -78,7 +78,7 @@ def test_what_the_user_has_stays_and_auto_does_not() -> None:
     assert found["memplug"]["device_budget_gib"] == 5 and found["memplug"]["tokenwise"] == {"alpha": "auto"}
 
 
-def test_buffered_chunks_become_a_reuse_distance_that_holds_them_and_one_that_computes_and_one_ahead() -> None:
+def test_buffered_chunks_set_reuse_distance_and_live_parameters() -> None:
     zero = made(configuration(3, n_buffer=2))["zero_optimization"]
     assert zero["stage3_max_reuse_distance"] == 2 * (10 + 10)
     assert zero["stage3_max_live_parameters"] == 20 + 2 * 10
@@ -86,7 +86,7 @@ def test_buffered_chunks_become_a_reuse_distance_that_holds_them_and_one_that_co
 
 
 @given(counts_of)
-def test_a_reuse_distance_says_how_many_chunks_are_buffered(counts: list[int]) -> None:
+def test_reuse_distance_determines_the_number_of_buffered_chunks(counts: list[int]) -> None:
     for buffered in range(len(counts) + 1):
         distance = reuse_distance(counts, buffered)
         assert buffered_within(counts, distance) == buffered
@@ -94,7 +94,7 @@ def test_a_reuse_distance_says_how_many_chunks_are_buffered(counts: list[int]) -
 
 
 @given(counts_of)
-def test_deepspeed_does_not_release_exactly_those_chunks(counts: list[int]) -> None:
+def test_deepspeed_keeps_exactly_the_buffered_chunks(counts: list[int]) -> None:
     """Apply DeepSpeed's own rule: a module stays if it is used again before so many elements of other modules."""
     order = [*range(len(counts)), *reversed(range(len(counts)))]
     for buffered in range(len(counts) + 1):
@@ -110,21 +110,19 @@ def test_deepspeed_does_not_release_exactly_those_chunks(counts: list[int]) -> N
         assert stays == [False] * (len(counts) - buffered) + [True] * buffered
 
 
-def test_persistent_chunks_become_a_ratio_of_groups() -> None:
+def test_persistent_chunks_become_a_ratio_of_sub_groups() -> None:
     zero = made(configuration(3, "optimizer", n_persist=3))["zero_optimization"]
     assert zero["sub_group_size"] == 5
     groups = sub_groups([4, 4, 2, 4, 2, 4, 2, 4, 2, 1, 5], 5)
     assert groups == [8, 6, 6, 6, 8] and sum(groups) == 34
     assert (
         int((1 - zero["offload_optimizer"]["ratio"]) * len(groups)) == 2
-    )  # of 14 elements, no more than 3 chunks have
+    )  # groups of 14 elements, no more than a rank has of 3 chunks
     assert "ratio" not in made(configuration(3, "optimizer"))["zero_optimization"]["offload_optimizer"]
 
 
 @given(counts_of, st.integers(0, 300))
-def test_the_first_groups_that_deepspeed_has_on_the_device_are_no_more_than_persist(
-    groups: list[int], persisted: int
-) -> None:
+def test_deepspeed_keeps_at_most_the_persistent_groups_on_the_device(groups: list[int], persisted: int) -> None:
     share = ratio(groups, persisted)
     on_device = int((1 - share) * len(groups))
     before = [0, *itertools.accumulate(groups)]
@@ -133,13 +131,13 @@ def test_the_first_groups_that_deepspeed_has_on_the_device_are_no_more_than_pers
 
 
 @given(counts_of, st.integers(1, 60))
-def test_groups_are_those_of_zero_3(parameters: list[int], size: int) -> None:
+def test_sub_groups_match_those_of_zero_3(parameters: list[int], size: int) -> None:
     groups = sub_groups(parameters, size)
     assert sum(groups) == sum(parameters) and all(group >= size for group in groups[:-1])
 
 
 @pytest.mark.parametrize("at", [configuration(1), configuration(3, "parameters", n_persist=2, n_buffer=3)])
-def test_deepspeed_reads_it(at: Configuration) -> None:
+def test_deepspeed_accepts_the_tuned_json(at: Configuration) -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     zero = DeepSpeedZeroConfig(**made(at)["zero_optimization"])

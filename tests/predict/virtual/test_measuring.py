@@ -49,7 +49,7 @@ def entries(profile: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from [entry] if "from" in entry else entry.values()
 
 
-def test_the_rates_of_the_cpu_are_plausible(file: Path) -> None:
+def test_measured_cpu_rates_are_plausible(file: Path) -> None:
     hardware = Hardware.read(file)
     # Between a very slow and an impossible machine: a unit that is wrong by 1e3 falls outside.
     for rate in (hardware.matmul_flops["float32"], hardware.matmul_flops["float64"]):
@@ -61,11 +61,11 @@ def test_the_rates_of_the_cpu_are_plausible(file: Path) -> None:
     assert all(1e8 < rate.at(1 << 26) < 1e12 for rate in (*links, *both))
     assert 1e8 < hardware.memory_bytes_per_s < 1e13 and 1e8 < hardware.memory_bytes < 1e14
     assert all(1e-9 < seconds < 1e-2 for seconds in (hardware.kernel_s, hardware.copy_s, hardware.launch_s))
-    assert (hardware.observe_s, hardware.region_s, hardware.restore_s) == (1e-6, 4e-5, 1e-9), "what it was given"
+    assert (hardware.observe_s, hardware.region_s, hardware.restore_s) == (1e-6, 4e-5, 1e-9), "the given host times"
     assert hardware.name
 
 
-def test_all_of_it_is_marked_as_measured_and_the_file_has_it(file: Path, profile: dict[str, Any]) -> None:
+def test_measured_profile_is_marked_and_written_completely(file: Path, profile: dict[str, Any]) -> None:
     assumed = [name for name, entry in profile.items() if "from" in entry and entry["from"] == "assumed"]
     assert assumed == ["collective_bytes_per_s", "collective_s"]
     assert all(entry["from"] == "measured" for entry in entries(profile) if entry["from"] != "assumed")
@@ -74,13 +74,13 @@ def test_all_of_it_is_marked_as_measured_and_the_file_has_it(file: Path, profile
     assert len(file.read_text().splitlines()) < 33, "a line for each rate"
 
 
-def test_the_virtual_device_runs_on_it(file: Path, tmp_path: Path) -> None:
+def test_virtual_device_runs_on_a_measured_profile(file: Path, tmp_path: Path) -> None:
     script = tmp_path / "step.py"
     script.write_text(STEP)
     assert 0 < float(launch_forked([script, file], processes=1)) < 10
 
 
-def test_other_devices_are_refused_and_files_that_cannot_be_written(tmp_path: Path) -> None:
+def test_other_devices_and_unwritable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="can measure cpu and cuda, got meta"):
         measure_profile("meta", HOST_TIME)
     with pytest.raises(HardwareError, match="the hardware profile cannot be written"):
@@ -89,7 +89,7 @@ def test_other_devices_are_refused_and_files_that_cannot_be_written(tmp_path: Pa
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_is_measured_and_the_random_state_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_a_gpu_keeps_its_random_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "_SERIES_S", 0.2)  # a simulated one computes on the CPU
     state, said = torch.cuda.get_rng_state(), []
     measured = measure_profile("cuda", HOST_TIME, said.append)

@@ -60,43 +60,43 @@ CASES = [
 
 
 @pytest.mark.parametrize("cases", CASES)
-def test_cases_on_it_pass(cases: str) -> None:
+def test_cases_on_the_virtual_device_pass(cases: str) -> None:
     run_cases(cases)
 
 
 @pytest.mark.long
-def test_plans_and_limits_that_were_estimated_are_those_of_steps_that_train_by_them() -> None:
+def test_estimated_plans_and_limits_hold_in_training_steps() -> None:
     run_cases("estimated_plan")
 
 
 @pytest.mark.long
-def test_steps_keep_to_their_plans_budgets_and_times() -> None:
+def test_steps_keep_their_plans_budgets_and_times() -> None:
     run_cases("memplug", "-m", "long")
 
 
 @pytest.mark.long
-def test_further_layouts_of_megatron_leave_a_rank_its_share() -> None:
+def test_further_megatron_layouts_give_a_rank_its_share() -> None:
     run_cases("megatron", "-m", "long")
 
 
 def run(program: str, folder: Path, processes: int = 1) -> str:
-    """Return a program's output, from processes of its own, which must end well."""
+    """Run a program in processes of its own, which must exit cleanly, and return its output."""
     file = folder / "program.py"
     file.write_text(program)
     return launch_forked([file], processes=processes)
 
 
 @pytest.mark.parametrize("program", [FULL, FORKED], ids=["full", "forked"])
-def test_a_process_ends_well_with_its_memory_full_and_in_a_fork(program: str, tmp_path: Path) -> None:
+def test_process_exits_cleanly_with_full_memory_or_in_a_fork(program: str, tmp_path: Path) -> None:
     run(program, tmp_path)
 
 
-def test_a_process_ends_well_right_behind_a_backward(tmp_path: Path) -> None:
+def test_process_exits_cleanly_right_after_a_backward(tmp_path: Path) -> None:
     """End the process right after a backward: autograd's thread could hold Python objects such as a dispatch mode."""
     run(ENDS, tmp_path, processes=3)
 
 
 @pytest.mark.parametrize(("before", "said"), [(TAKEN, "taken by 'npu'"), (LATE, "before the first backward")])
-def test_where_torch_has_no_place_for_it_that_is_said(before: str, said: str, tmp_path: Path) -> None:
+def test_device_that_torch_cannot_register_raises_with_advice(before: str, said: str, tmp_path: Path) -> None:
     output = run(before + STARTS, tmp_path)
     assert output.count(said) == 2 == output.count("What to do:"), output

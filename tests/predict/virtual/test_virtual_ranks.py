@@ -13,9 +13,9 @@ from tests.support.launching import launch
 
 WORKER = "tests.support.requests_worker"
 NUMBER_BYTES = 8
-"""Bytes of a program's numbers, such as the 2 of `x * 2`: tensors of the host, so on the CPU in its own memory."""
+"""Bytes of a Python number, such as the 2 of `x * 2`: a host tensor, which a CPU run counts as the device's."""
 GENERATOR_BYTES = torch.get_rng_state().nbytes
-"""Bytes of a generator's state, which is in that memory too."""
+"""Bytes of a random generator's state, another host tensor."""
 ATTENTION = "scaled_dot_product"
 
 
@@ -46,14 +46,14 @@ def _compared(requests: Requests) -> list[tuple[str, int]]:
     return both
 
 
-def test_a_llama_asks_for_what_it_asks_for_on_the_cpu(tmp_path: Path) -> None:
+def test_llama_makes_the_memory_requests_of_the_cpu(tmp_path: Path) -> None:
     for device in ("cpu", "virtual"):
         launch_forked([WORKER, device, tmp_path, "llama", "llama-sdpa"], processes=1, module=True)
     cpu, virtual = _requests(tmp_path, "cpu"), _requests(tmp_path, "virtual")
     assert len(_compared(cpu["llama"])) > 400
     assert _compared(virtual["llama"]) == _compared(cpu["llama"])
     # attention has different kernels on each device, which save different sums and lay out gradients differently
-    assert _beside_attention(virtual["llama-sdpa"]) == _beside_attention(cpu["llama-sdpa"])
+    assert _without_attention(virtual["llama-sdpa"]) == _without_attention(cpu["llama-sdpa"])
 
 
 def _of_the_device(requests: Requests) -> list[tuple[str, int, str]]:
@@ -64,7 +64,7 @@ def _of_the_device(requests: Requests) -> list[tuple[str, int, str]]:
     ]
 
 
-def _beside_attention(requests: Requests) -> list[tuple[str, int]]:
+def _without_attention(requests: Requests) -> list[tuple[str, int]]:
     return [
         (kind, nbytes)
         for kind, nbytes, operator in _of_the_device(requests)
@@ -73,7 +73,7 @@ def _beside_attention(requests: Requests) -> list[tuple[str, int]]:
 
 
 @pytest.mark.long
-def test_a_rank_of_zero_asks_for_what_one_of_two_processes_asks_for(tmp_path: Path) -> None:
+def test_zero_rank_makes_the_requests_of_one_of_two_processes(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     names = [f"zero-{stage}" for stage in range(4)]
     launch_forked([WORKER, "cpu", tmp_path, *names], module=True)
@@ -89,7 +89,7 @@ FEWEST = {"megatron-tensor": 900, "megatron-sequence": 900, "megatron-pipeline":
 
 
 @pytest.mark.long
-def test_both_ranks_of_megatron_ask_for_what_two_processes_ask_for(tmp_path: Path) -> None:
+def test_megatron_ranks_make_the_requests_of_two_processes(tmp_path: Path) -> None:
     """Cover tensor and pipeline parallel ranks, and experts with equally many tokens."""
     pytest.importorskip("megatron.core")
     launch_forked([WORKER, "cpu", tmp_path, *FEWEST], libraries="megatron", module=True)
@@ -97,12 +97,12 @@ def test_both_ranks_of_megatron_ask_for_what_two_processes_ask_for(tmp_path: Pat
     for rank in range(2):
         cpu, virtual = _requests(tmp_path, "cpu", rank), _requests(tmp_path, "virtual", rank)
         for name, fewest in FEWEST.items():
-            compared = _beside_masks if name == "megatron-expert" else _compared
+            compared = _without_masks if name == "megatron-expert" else _compared
             assert len(compared(cpu[name])) > fewest, f"{name} of rank {rank}"
             assert compared(virtual[name]) == compared(cpu[name]), f"{name} of rank {rank}"
 
 
-def _beside_masks(requests: Requests) -> list[tuple[str, int]]:
+def _without_masks(requests: Requests) -> list[tuple[str, int]]:
     """Leave out scratch memory of the CPU's kernels that choose by a mask or sum one up.
 
     Requests below 1 KiB are the tensors of the balanced router, and of the numbers that it counts.
