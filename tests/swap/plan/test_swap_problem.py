@@ -46,7 +46,7 @@ def test_memory_in_use_equals_a_loop_over_events(recording):
     assert in_use_bytes(trace).tolist() == expected
 
 
-def test_optimizer_tensors_have_gaps_before_their_first_use_and_until_optimizer():
+def test_optimizer_tensors_have_gaps_before_and_after_program_uses():
     """Use two layers of 100 bytes, with a state of 50 each: forward at places 0 and 1, backward at 2 and 3.
 
     The optimizer is no part of the program. A batch that only the program uses is no state; a frozen weight is one.
