@@ -117,7 +117,7 @@ def test_ranks_with_unequal_host_memory_train_without_deadlock(tmp_path: Path) -
         )
 
 
-def test_device_budget_impossible_on_one_rank_raises_the_same_error_on_both(tmp_path: Path) -> None:
+def test_impossible_device_budget_of_one_rank_raises_on_both(tmp_path: Path) -> None:
     """Refuse on both ranks: under ZeRO 3 a rank that raised alone would leave the other waiting."""
     cases = {
         "impossible": {

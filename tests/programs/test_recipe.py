@@ -54,7 +54,7 @@ def test_default_text_suffices_for_eight_ranks_with_long_sequences():
     assert len(validation) == batch_tokens and len(train) == 19 * batch_tokens
 
 
-def test_validation_is_the_last_twentieth_or_one_batch_apart_from_training():
+def test_validation_is_the_last_twentieth_or_at_least_one_batch():
     tokens = torch.arange(2000, dtype=torch.int16)
     for batch_tokens, cut in ((0, 1900), (99, 1900), (300, 1700), (3000, 0)):
         train, validation = data.split(tokens, batch_tokens)

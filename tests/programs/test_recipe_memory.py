@@ -92,7 +92,7 @@ def megatron_states(name: str, ranks: int, *argv: str) -> float:
     return megatron_estimate(name, ranks, *argv).states_bytes
 
 
-def test_megatron_states_take_18_bytes_per_parameter_or_6_plus_a_share_of_12() -> None:
+def test_megatron_states_take_18_or_6_plus_shared_12_bytes_per_parameter() -> None:
     total = 6_738_415_616
     assert megatron_states("7b", 8) == 18 * total
     assert megatron_states("7b", 8, "--distributed-optimizer") == 7.5 * total

@@ -104,7 +104,7 @@ def test_part_of_unknown_technique_is_kept_and_logged(
     assert "has parts that no technique here reads: later" in caplog.text
 
 
-def test_part_of_unknown_technique_outlasts_new_addresses_not_new_decisions(tmp_path: Path) -> None:
+def test_unknown_part_outlasts_new_addresses_but_not_new_decisions(tmp_path: Path) -> None:
     train(tmp_path, steps=4)  # decisions only
     part = with_unknown_part(only_plan(tmp_path))
     train(tmp_path)
