@@ -149,7 +149,7 @@ def test_pipeline_estimate_has_bubble_and_stages(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_mixtral_defaults_to_one_megatron_rank_and_is_refused_for_deepspeed(tmp_path: Path) -> None:
+def test_mixtral_defaults_to_megatron_and_needs_a_trace_with_deepspeed(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     model = ROOT / "configs" / "models" / "mixtral_tiny.yaml"
     told = run_command(tmp_path, ["estimate", "--model", model, "--seq-len", 256, "--mode", "full"])
