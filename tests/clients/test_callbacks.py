@@ -1,4 +1,4 @@
-"""Callbacks attach during a training, leave alone what is attached otherwise, and say what they need."""
+"""Callbacks attach during a training, leave models alone that are attached otherwise, and name missing packages."""
 
 from __future__ import annotations
 
