@@ -131,7 +131,7 @@ class InFunction(Waiting):
 
 
 class OfView(Waiting):
-    """The same with a view of its input."""
+    """Reads a view of its input only in an autograd function, which waits by itself."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = WaitsItself.apply(x.view(-1, 32), self.side)
@@ -159,7 +159,7 @@ class Filled(torch.autograd.Function):
 
 
 class InUnit(Waiting):
-    """The same with a function whose kernels no operator shows."""
+    """Reads its input only in a function that waits by itself and whose kernels no operator shows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = Filled.apply(x, self.side)

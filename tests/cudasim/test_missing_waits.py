@@ -1,4 +1,4 @@
-"""Each wait of the arena's streams, left out of a copy of the core, is noticed.
+"""A wait of the arena's streams that is left out of a copy of the core is detected.
 
 Waits of the executor are left out in tests/tokenwise/engine/test_races.py. The recorder has none: it records what the
 host does.

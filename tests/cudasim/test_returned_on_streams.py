@@ -42,7 +42,7 @@ def ordered(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def swapper() -> Iterator[Any]:
-    """Yield an active swapper that sees all operators, for an empty list: tests say what leaves and returns."""
+    """Yield an active swapper that sees all operators, for an empty list: tests choose the transfers."""
     core, own = native.load(), device_of(torch.device("cuda"))
     pool = HostPool(own, SLAB_BYTES, core)
     pool.reserve(SLAB_BYTES)

@@ -1,4 +1,4 @@
-"""Many random schedules of the arena, of a planning session, and of ZeRO 3: nothing changes, nothing is unordered."""
+"""Many random schedules of the arena, a planning session and ZeRO 3: results are unchanged, every access is ordered."""
 
 from __future__ import annotations
 

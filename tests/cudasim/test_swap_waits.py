@@ -1,4 +1,4 @@
-"""Each wait of the swap list's copies, left out, is noticed.
+"""A wait of the swap list's copies that is left out is detected.
 
 Waits of regions are left out in tests/tokenwise/engine/test_races.py.
 """
