@@ -1,4 +1,4 @@
-"""Measured rates and capacities: plausible, in bounds, and without traces in the run that asked for them."""
+"""Measured rates and capacities: plausible, in bounds, and without side effects on the run."""
 
 import dataclasses
 import os
