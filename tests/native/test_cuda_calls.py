@@ -1,4 +1,4 @@
-"""The calls of torch's CUDA allocator that the arena does not hand on are found in the header."""
+"""Calls of torch's CUDA allocator that the arena does not forward are found in the header."""
 
 from __future__ import annotations
 

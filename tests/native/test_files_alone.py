@@ -35,7 +35,7 @@ FIRST_INCLUDED = re.compile(r'\A(?://.*\n|\s*\n)*#include "([\w./]+)"').match
 
 
 def files_of(extension: Extension) -> list[Path]:
-    """Return the extension's files that are to compile by themselves.
+    """Return the extension's files that must compile by themselves.
 
     A header that a source begins with is left out, since it compiles if the source does.
     """

@@ -67,7 +67,7 @@ def test_missing_compiler_is_reported_with_advice(refusal: Callable[[], str], mo
 
 
 @pytest.mark.long  # two workers of the tests that start together build it once too
-def test_concurrent_processes_build_once_even_after_failed_and_killed_builds(root: Path) -> None:
+def test_concurrent_processes_build_once_after_failed_and_killed_builds(root: Path) -> None:
     folder = native.CORE.build_folder()
     assert folder.parent == root and not native.CORE.is_built()
     failed = run_python(FAILS, env={"CXX": "/nonexistent/c++"})
@@ -152,7 +152,7 @@ ROOMS_BELOW = {
 
 
 def test_sources_include_only_lower_rooms() -> None:
-    """So the folder of a technique can be removed, and the core still builds."""
+    """The core then still builds without the folder of a technique."""
     package = Path(native.__file__).parent.parent
     room_of = {name: path.relative_to(package).parts[0] for name, path in native.CORE.sources().items()}
     seen = Counter[str]()

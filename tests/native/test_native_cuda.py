@@ -1,4 +1,4 @@
-"""Requirements for recording CUDA memory, checked without a GPU: headers, and an allocator to listen to."""
+"""Requirements for recording CUDA memory, checked without a GPU: headers, and an allocator that can be observed."""
 
 from __future__ import annotations
 

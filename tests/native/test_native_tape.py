@@ -1,4 +1,4 @@
-"""The native tape is the one that a Python dispatch mode notes during the same forward."""
+"""The native tape equals the one that a Python dispatch mode records during the same forward."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_replay_runs_only_needed_operators(core: Any) -> None:
 
 
 class Ran(TorchDispatchMode):
-    """Notes the operators that ran, except those after a pause until the next mode."""
+    """Records the operators that ran, except the three after each pause."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class Silent(torch.Tensor):
 
 
 def test_frame_is_freed_without_asking_tensors_for_their_bytes(core: Any) -> None:
-    """An error there would end the process."""
+    """An error in the frame's destructor would end the process."""
     run = Run(core, lambda: torch.ones(4).requires_grad_().exp())
     run.forward.restore(0, torch.ones(4))
     with pytest.raises(TypeError, match="does not say"):

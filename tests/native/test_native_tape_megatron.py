@@ -1,4 +1,4 @@
-"""The native tapes of Megatron-Core's layers, on two processes, are those of the reference."""
+"""The native tapes of Megatron-Core's layers, on two processes, equal those of the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native tapes of Hugging Face's models and of their decoder layers are those of the reference."""
+"""The native tapes of Hugging Face's models and of their decoder layers equal those of the reference."""
 
 from __future__ import annotations
 

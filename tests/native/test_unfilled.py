@@ -1,4 +1,4 @@
-"""Memory that was requested and not filled, element by element: the native core finds what a mask of bytes shows."""
+"""The native core finds the same unfilled elements of requested memory as a mask of bytes."""
 
 from __future__ import annotations
 
