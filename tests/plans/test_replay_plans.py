@@ -1,4 +1,4 @@
-"""The judge accepts plans that hold for their run, and no others, whichever field is corrupted."""
+"""The judge accepts valid plans and no others, whichever field is corrupted."""
 
 from dataclasses import fields, replace
 
