@@ -1,4 +1,4 @@
-"""tests/gpu_session.sh, for a machine with a GPU: what it names exists, and its steps are limited and independent."""
+"""tests/gpu_session.sh, for a machine with a GPU: its commands exist, its steps are limited and independent."""
 
 from __future__ import annotations
 

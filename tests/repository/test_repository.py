@@ -78,7 +78,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_installed_package_has_all_sources(installed: Path) -> None:
-    """The C++ sources too, in any folder: the native core is built from them."""
+    """Include the C++ sources of all folders: the native core is built from them."""
     for pattern in ("*.py", "*.cpp", "*.h"):
         files = [path.relative_to(ROOT / "memplug") for path in (ROOT / "memplug").rglob(pattern)]
         assert files and [str(file) for file in files if not (installed / file).is_file()] == []

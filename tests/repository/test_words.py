@@ -1,4 +1,4 @@
-"""Docstrings begin with what they say, and a class name stands for one thing."""
+"""Docstrings are sentences from their first word on, and class names are unique."""
 
 from __future__ import annotations
 
