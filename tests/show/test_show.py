@@ -1,4 +1,4 @@
-"""`memplug show` says and draws what the trace holds: sums, maxima, places and words."""
+"""The sums, maxima, places and words that `memplug show` derives from a trace."""
 
 from __future__ import annotations
 
