@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say, and write rows that a program can read."""
+"""The benchmarks measure correctly, and write rows that a program can read."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The benchmarks of the profiler measure what they say; nothing here depends on speed."""
+"""The benchmarks of the profiler measure correctly; nothing here depends on speed."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The benchmark of reuse measures what it says, on real or simulated CUDA."""
+"""The benchmark of reuse reports each mode, on real or simulated CUDA."""
 
 import json
 
