@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say, and write rows that a program can read."""
+"""The benchmarks measure correctly, and write rows that a program can read."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ def _bytes(count: int) -> torch.Tensor:
     return torch.empty(count, dtype=torch.uint8)
 
 
-def test_peak_is_the_largest_sum_of_blocks_that_lived_together():
+def test_peak_is_the_largest_sum_of_concurrent_blocks():
     before = _bytes(64 * MIB)
 
     def step() -> None:
@@ -32,11 +32,11 @@ def test_peak_is_the_largest_sum_of_blocks_that_lived_together():
         _bytes(6 * MIB)
 
     assert memory.cpu_peak_bytes(step) == 9 * MIB
-    assert memory.cpu_peak_bytes(step) == 9 * MIB, "a measurement leaves nothing behind for the next"
+    assert memory.cpu_peak_bytes(step) == 9 * MIB, "a measurement does not affect the next"
     assert before.numel() == 64 * MIB
 
 
-def test_peak_counts_blocks_still_alive_at_the_end_but_no_frees_of_older_ones():
+def test_peak_counts_live_blocks_but_no_frees_of_older_ones():
     held = [_bytes(32 * MIB)]
 
     def step() -> None:
@@ -46,7 +46,7 @@ def test_peak_counts_blocks_still_alive_at_the_end_but_no_frees_of_older_ones():
     assert memory.cpu_peak_bytes(step) == 2 * MIB
 
 
-def test_peak_sees_what_backward_allocates_and_scratch_inside_operators():
+def test_peak_includes_backward_and_operator_scratch_memory():
     weight = torch.randn(256, 256, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
 
@@ -57,7 +57,7 @@ def test_peak_sees_what_backward_allocates_and_scratch_inside_operators():
     assert 2 * weight.nbytes < peak <= 4 * weight.nbytes + 1024
 
 
-def test_peak_leaves_out_slabs():
+def test_peak_excludes_slabs():
     slabs: list[torch.Tensor] = []
 
     def step() -> None:
@@ -67,12 +67,12 @@ def test_peak_leaves_out_slabs():
     assert memory.cpu_peak_bytes(step, lambda: slabs) == MIB
 
 
-def test_blocks_name_the_operator_that_allocated():
+def test_blocks_name_the_operator_that_allocated_them():
     live = memory.live_at_peak(memory.cpu_blocks(lambda: torch.ones(MIB) + 1))
     assert any("add" in block.operator and block.nbytes == 4 * MIB for block in live)
 
 
-def test_extrapolation_follows_the_line_through_two_points():
+def test_extrapolation_is_linear_through_two_points():
     assert step_time.extrapolate((2, 0.7), (4, 1.1), 8) == pytest.approx(1.9)
     assert step_time.extrapolate((1, 10.0), (2, 12.0), 4) == pytest.approx(16.0)
 
@@ -100,7 +100,7 @@ def _case(*extra: str):
     return step_time.plan_of(step_time.parse_args(["--device", "cpu", "--tokens", "64", "--layers", "8", *extra]))[0][0]
 
 
-def test_keep_all_that_does_not_fit_is_extrapolated_from_fewer_layers_and_marked():
+def test_keep_all_that_does_not_fit_is_extrapolated_and_marked():
     case = _case()
     result = step_time.measure({"keep_all": _Scripted(fits=4)}, case, "keep_all", 3)
     assert (result["step_s"], result["peak_allocated_bytes"], result["extrapolated_from"]) == (2.5, 180, 4)
@@ -117,12 +117,12 @@ def test_out_of_memory_is_a_row(mode, fits):
     assert [row.value for row in step_time.rows_of(results)] == ["out of memory"]
 
 
-def test_gradients_that_differ_are_found_even_at_equal_norm():
+def test_different_gradients_of_equal_norm_are_found():
     assert gradient_error({"w": [2.0, 1.0]}, {"w": [2.0, 1.0]}) == 0
     assert gradient_error({"w": [2.0, -1.0]}, {"w": [2.0, 1.0]}) == pytest.approx(1.0)
 
 
-def test_gradients_that_differ_are_marked():
+def test_different_gradients_are_marked():
     case = _case()
     results = {(case, "keep_all"): _result([1.0, 0.0]), (case, "full"): _result([1.0, 0.5])}
     step_time.compare(results)
@@ -162,7 +162,7 @@ def test_step_time_compares_all_modes_in_one_run(device, tmp_path):
         assert found[mode, "peak_allocated_bytes"] > 0
         assert mode in done.stdout
     assert found["full", "peak_allocated_bytes"] < found["keep_all", "peak_allocated_bytes"]
-    # auto swaps if there is no space: on a device there is space for all of a tiny model
+    # auto swaps only without space, and a device has space for all of a tiny model
     assert (found["memplug", "host_bytes"] > 0) is (device == "cpu")
 
 
@@ -185,6 +185,6 @@ def test_step_time_compares_with_megatron_cores_own_recomputation(device, tmp_pa
     assert found["memplug:1", "host_bytes"] > 0
 
 
-def test_modes_that_megatron_core_has_not_are_refused():
+def test_modes_without_megatron_core_support_are_refused():
     with pytest.raises(SystemExit):
         step_time.parse_args(["--device", "cpu", "--host", "megatron", "--modes", "deepspeed"])

@@ -1,4 +1,4 @@
-"""The benchmark of the arena measures what it says; nothing here depends on speed."""
+"""The benchmark of the arena serves every case and reports its figures; nothing here depends on speed."""
 
 import json
 

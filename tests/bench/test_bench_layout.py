@@ -8,7 +8,7 @@ from tests.bench import layout
 
 
 @pytest.mark.long  # each planner takes its second
-def test_a_row_for_each_planner_and_metric_and_no_height_below_the_bound(tmp_path, capsys):
+def test_every_planner_has_rows_and_no_height_below_the_bound(tmp_path, capsys):
     output = tmp_path / "rows.json"
     layout.main(["--quick", "--json", str(output)])
     rows = json.loads(output.read_text())
@@ -25,7 +25,7 @@ def test_a_row_for_each_planner_and_metric_and_no_height_below_the_bound(tmp_pat
     assert "| case " in printed and printed.count("llama7b_long_ckpt") == len(modes)
 
 
-def test_the_baseline_serves_the_very_requests_that_are_planned():
+def test_baseline_serves_the_planned_requests():
     problem = layout.problem_of("llama7b_long_ckpt")
     events = layout._events(problem)
     assert len(events) == 2 * len(problem) and events[:, 2].sum() == 2 * problem.buffers["size"].sum()
@@ -36,6 +36,6 @@ def test_the_baseline_serves_the_very_requests_that_are_planned():
     assert live == 0 and most == problem.lower_bound
 
 
-def test_a_planner_that_fails_is_said_to_have_failed():
+def test_failed_planner_is_reported():
     with pytest.raises(RuntimeError, match="absent.csv by search failed"):
         layout.run("absent.csv", "search", 1.0)

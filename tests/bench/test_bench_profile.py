@@ -1,4 +1,4 @@
-"""The benchmarks of the profiler measure what they say; nothing here depends on speed."""
+"""The benchmarks of the profiler measure correctly; nothing here depends on speed."""
 
 import json
 
@@ -18,13 +18,13 @@ from tests.bench import (
 from tests.bench.stability import Log
 
 
-def test_operators_take_the_times_of_the_profiled_ones_in_their_order():
+def test_operators_get_profiled_times_in_order():
     profiled = [("label", 9.0), ("aten::linear", 1.0), ("aten::t", 2.0), ("label", 9.0), ("aten::mm", 3.0)]
     times = logical_layers.match(["aten::linear", "aten::t", "aten::mm"], profiled)
     assert times.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_what_the_profiler_merges_or_never_shows_takes_no_time():
+def test_operators_merged_or_hidden_by_the_profiler_take_no_time():
     # Two calls of div_.Scalar, which only calls div_.Tensor: the profiler shows one row for each.
     recorded = ["aten::div_", "aten::div_", "aten::_version", "aten::div_", "aten::div_", "aten::mm"]
     times = logical_layers.match(recorded, [("aten::div_", 1.0), ("aten::div_", 2.0), ("aten::mm", 3.0)])
@@ -45,7 +45,7 @@ def test_times_of_another_program_are_refused(profiled):
         logical_layers.match(["aten::add", "aten::mm"], profiled)
 
 
-def test_logical_layers_gives_a_row_for_each_pass_group_count_and_metric(tmp_path, capsys):
+def test_logical_layers_has_a_row_per_pass_group_count_and_metric(tmp_path, capsys):
     output = tmp_path / "rows.json"
     shape = ["--layers", "4", "--hidden", "16", "--tokens", "8", "--optimizer", "adamw"]
     logical_layers.main(
@@ -71,7 +71,7 @@ def test_logical_layers_gives_a_row_for_each_pass_group_count_and_metric(tmp_pat
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_overhead_of_every_mode_is_measured_beside_the_baseline(device, tmp_path, capsys):
+def test_overhead_of_every_mode_is_relative_to_the_baseline(device, tmp_path, capsys):
     output = tmp_path / "rows.json"
     shape = ["--device", device, "--layers", "1", "--hidden", "16", "--tokens", "4"]
     profiler_overhead.main([*shape, "--rounds", "1", "--json", str(output)])
@@ -83,7 +83,7 @@ def test_the_overhead_of_every_mode_is_measured_beside_the_baseline(device, tmp_
 
 
 @pytest.mark.long
-def test_the_hosts_time_is_measured_beside_keeping_everything(tmp_path, capsys):
+def test_host_time_has_a_row_per_case_and_mode(tmp_path, capsys):
     output, mode = tmp_path / "rows.json", "memplug:1+arena"
     few = ["--layers", "2", "--steps", "1", "--rounds", "1"]
     host_time.main(["--cases", "a", "c", "--modes", mode, *few, "--json", str(output)])
@@ -96,7 +96,7 @@ def test_the_hosts_time_is_measured_beside_keeping_everything(tmp_path, capsys):
     assert capsys.readouterr().out.count(mode) == 2
 
 
-def test_what_an_operator_takes_is_told_apart_from_what_a_region_takes(monkeypatch, tmp_path):
+def test_operator_cost_is_separated_from_region_cost(monkeypatch, tmp_path):
     """Use a clock that a forward advances by 4 an operator and 100 a region, and a recompute pass by 2 and 30."""
 
     def note(self: per_operator.Measured, part: str, run: object) -> None:
@@ -116,7 +116,7 @@ def test_what_an_operator_takes_is_told_apart_from_what_a_region_takes(monkeypat
 
 
 @pytest.mark.long
-def test_the_long_run_changes_programs_and_ends_with_a_plan_for_each_length(tmp_path, capsys):
+def test_long_run_ends_with_a_plan_for_each_length(tmp_path, capsys):
     output = tmp_path / "rows.json"
     assert stability.main(["--steps", "150", "--tokens", "8", "--json", str(output)]) == 0
     found = {row["metric"]: row["value"] for row in json.loads(output.read_text())}
@@ -126,7 +126,7 @@ def test_the_long_run_changes_programs_and_ends_with_a_plan_for_each_length(tmp_
     assert "stages as expected" in capsys.readouterr().out
 
 
-def test_the_long_run_finds_what_is_wrong():
+def test_long_run_check_finds_every_problem():
     plain = Log(losses=[1.0, 2.0], skipped=1)
     right = Log(losses=[1.0, 2.0], skipped=1, report={"replans": 2, "stage": "stable"})
     assert stability.problems(plain, right) == []
@@ -135,7 +135,7 @@ def test_the_long_run_finds_what_is_wrong():
 
 
 @pytest.mark.parametrize("steps", ["100", pytest.param("300", marks=pytest.mark.long)])
-def test_memory_over_a_long_run_is_a_curve_whose_growth_is_told(steps, chrome, tmp_path):
+def test_long_run_writes_its_memory_curve_and_growth(steps, chrome, tmp_path):
     output, picture = tmp_path / "rows.json", tmp_path / "curve.png"
     leaks.main(["--steps", steps, "--json", str(output), "--png", str(picture)])
     rows = json.loads(output.read_text())
@@ -145,26 +145,26 @@ def test_memory_over_a_long_run_is_a_curve_whose_growth_is_told(steps, chrome, t
 
 
 @pytest.mark.parametrize("alpha", ["0", "auto"])
-def test_awkward_steps_grow_no_count_over_a_long_run(alpha, capsys):
+def test_awkward_steps_grow_no_object_count_in_a_long_run(alpha, capsys):
     leaks.main(["--steps", "160", "--awkward", "--alpha", alpha])
     assert "counts that grew: none" in capsys.readouterr().out
 
 
-def test_a_count_that_grows_ends_with_an_error(monkeypatch):
+def test_growing_count_exits_with_an_error(monkeypatch):
     counts = iter([{"tensors": 5}, {"tensors": 6}])
     monkeypatch.setattr(leaks, "left_behind", lambda executor: next(counts))
     monkeypatch.setattr(leaks, "resident_bytes", lambda: 10**8)
     assert leaks.main(["--steps", "100", "--awkward"]) == 1
 
 
-def test_a_leak_would_be_seen(monkeypatch, capsys):
+def test_leak_is_detected(monkeypatch, capsys):
     sizes = iter(range(10**8, 10**9, 10**4))
     monkeypatch.setattr(leaks, "resident_bytes", lambda: next(sizes))
     assert leaks.main(["--steps", "100"]) == 1
     assert "growth over the second half: 2000.0 bytes a step" in capsys.readouterr().out
 
 
-def test_finding_gives_the_time_of_a_use(tmp_path, capsys):
+def test_finding_benchmark_has_its_rows(tmp_path, capsys):
     pytest.importorskip("transformers")
     output = tmp_path / "rows.json"
     finding.main(["--models", "convolutions", "--times", "2", "--rounds", "1", "--json", str(output)])
@@ -173,7 +173,7 @@ def test_finding_gives_the_time_of_a_use(tmp_path, capsys):
     assert "convolutions" in capsys.readouterr().out
 
 
-def test_under_a_list_compares_turns_of_one_process(tmp_path, capsys):
+def test_under_a_list_benchmark_compares_turns_of_one_process(tmp_path, capsys):
     pytest.importorskip("transformers")
     output = tmp_path / "rows.json"
     under_a_list.main(["--layers", "4", "--steps", "2", "--rounds", "1", "--json", str(output)])

@@ -1,4 +1,4 @@
-"""The benchmark of reuse measures what it says, on real or simulated CUDA."""
+"""The benchmark of reuse reports each mode, on real or simulated CUDA."""
 
 import json
 
@@ -9,7 +9,7 @@ from memplug import native
 pytestmark = pytest.mark.gpu
 
 
-def test_it_gives_a_row_for_each_mode(tmp_path, capsys):
+def test_reuse_benchmark_has_a_row_for_each_mode(tmp_path, capsys):
     pytest.importorskip("transformers")
     if not native.load().StorageSwapper.is_possible():
         pytest.skip("a swap list needs torch 2.13")

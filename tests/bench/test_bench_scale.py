@@ -13,7 +13,7 @@ from tests.support.readmes import commands_of
 FITS = Predicted(fits=True, tokens_per_s=1100.0, device_bytes=7e10, host_bytes=2e10)
 
 
-def test_every_model_has_a_configuration_that_fits_on_each_machine() -> None:
+def test_every_model_has_a_fitting_configuration_on_each_machine() -> None:
     models = {each.model for each in CONFIGURATIONS}
     assert {(each.model, each.gpu) for each in CONFIGURATIONS} == {
         (model, gpu) for model in models for gpu in ("h100", "h200")
@@ -25,7 +25,7 @@ def test_every_model_has_a_configuration_that_fits_on_each_machine() -> None:
         assert found[each.name]["memplug"].fits and "full" in found[each.name], each.name
 
 
-def test_the_readme_has_the_commands_and_the_table_of_what_was_predicted() -> None:
+def test_readme_has_the_commands_and_the_predicted_table() -> None:
     """Check the section; tests/repository/test_readmes.py checks its commands like those of all READMEs."""
     section = scale.section(scale.read())
     assert section in scale.README.read_text(), "python -m tests.bench.scale --readme"
@@ -33,7 +33,7 @@ def test_the_readme_has_the_commands_and_the_table_of_what_was_predicted() -> No
     assert trains == [each.command for each in CONFIGURATIONS]
 
 
-def test_a_tuned_configuration_is_the_given_one_with_what_was_found() -> None:
+def test_tuned_configuration_keeps_the_given_settings() -> None:
     for each in (each for each in CONFIGURATIONS if each.is_tuned):
         given, made = (
             json.loads((ROOT / "configs" / name).read_text()) for name in (each.ds_json, f"tuned/{each.name}.json")
@@ -45,7 +45,7 @@ def test_a_tuned_configuration_is_the_given_one_with_what_was_found() -> None:
         assert load_config(made["memplug"]).enabled
 
 
-def test_a_line_says_that_it_is_predicted_and_what_does_not_fit() -> None:
+def test_table_marks_predictions_and_modes_that_do_not_fit() -> None:
     estimated, tuned = (next(each for each in CONFIGURATIONS if each.is_tuned is way) for way in (False, True))
     full = Predicted(fits=True, tokens_per_s=1000.0)
     found = {
@@ -59,7 +59,7 @@ def test_a_line_says_that_it_is_predicted_and_what_does_not_fit() -> None:
     assert cells[1][3:] == ["by `memplug tune`", "1,100", "70.0", "20.0", "does not fit", "", "not predicted"]
 
 
-def test_what_was_predicted_is_kept_for_the_next_run(monkeypatch, tmp_path) -> None:
+def test_predictions_are_kept_for_the_next_run(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(scale, "FOUND", tmp_path / "scale.json")
     assert scale.read() == {}
     found = {"llama3_8b_h100": {"memplug": FITS, "keep": Predicted(fits=False, took_s=3.0)}}

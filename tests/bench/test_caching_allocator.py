@@ -16,7 +16,7 @@ MIB = 2**20
     [(1, 2 * MIB), (MIB, 2 * MIB), (MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB), (10 * MIB, 10 * MIB)]
     + [(10 * MIB + 1, 12 * MIB), (33 * MIB, 34 * MIB)],
 )
-def test_a_segment_is_as_large_as_its_request_asks_for(nbytes, expected):
+def test_segment_size_follows_the_request_size(nbytes, expected):
     allocator = CachingAllocator()
     allocator.malloc(nbytes)
     assert allocator.reserved_bytes == expected
@@ -31,7 +31,7 @@ def test_small_requests_share_a_segment_and_are_rounded_to_512():
     assert allocator.reserved_bytes == 4 * MIB
 
 
-def test_a_large_block_is_split_only_where_more_than_a_mebibyte_is_left():
+def test_large_block_is_split_only_if_more_than_a_mebibyte_remains():
     allocator = CachingAllocator()
     pool_and_block = allocator.malloc(20 * MIB)
     allocator.free(pool_and_block)
@@ -41,7 +41,7 @@ def test_a_large_block_is_split_only_where_more_than_a_mebibyte_is_left():
     assert allocator.reserved_bytes == 20 * MIB and second[1].address == first[1].address + 18 * MIB
 
 
-def test_free_neighbours_become_one_block_and_segments_stay_apart():
+def test_free_neighbours_merge_within_their_segment():
     allocator = CachingAllocator()
     handles = [allocator.malloc(4 * MIB) for _ in range(5)]
     assert allocator.reserved_bytes == 20 * MIB
@@ -51,10 +51,10 @@ def test_free_neighbours_become_one_block_and_segments_stay_apart():
     assert allocator.reserved_bytes == 20 * MIB
     allocator.free(allocator.malloc(20 * MIB))
     allocator.malloc(40 * MIB)
-    assert allocator.reserved_bytes == 80 * MIB, "two segments of 20 MiB are no place for 40"
+    assert allocator.reserved_bytes == 80 * MIB, "40 MiB do not fit into two segments of 20"
 
 
-def test_the_smallest_free_block_that_is_large_enough_is_taken():
+def test_smallest_sufficient_free_block_is_taken():
     allocator = CachingAllocator()
     large, _, small = (allocator.malloc(size * MIB) for size in (40, 12, 24))
     allocator.free(large)
@@ -71,16 +71,16 @@ def test_streams_and_pools_never_share_a_block():
     assert allocator.reserved_bytes == 62 * MIB
 
 
-def test_an_expandable_range_grows_at_its_end_by_what_is_missing():
+def test_expandable_range_grows_at_its_end_by_missing_bytes():
     allocator = CachingAllocator(expandable=True)
     first, second = allocator.malloc(20 * MIB), allocator.malloc(20 * MIB)
     allocator.free(first)
     allocator.free(second)
     allocator.malloc(60 * MIB)
-    assert allocator.reserved_bytes == 60 * MIB, "both and one granule more"
+    assert allocator.reserved_bytes == 60 * MIB, "both segments and one granule more"
 
 
-def test_a_step_that_runs_again_is_served_from_the_cache():
+def test_repeated_step_is_served_from_the_cache():
     events = np.array([(Event.MALLOC, 0, 30 * MIB, 0), (Event.MALLOC, 1, 512, 0), (Event.FREE, 0, 0, 0)])
     assert reserved(events, times=1) == reserved(events, times=5) == (32 * MIB, 30 * MIB + 512)
 

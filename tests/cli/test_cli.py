@@ -44,7 +44,7 @@ def test_check_lists_every_problem_and_fails(write):
     assert result.stdout == ""
 
 
-def test_check_json_of_a_bad_block_is_json_with_every_problem(write):
+def test_check_json_lists_every_problem_of_a_bad_block(write):
     result = run(app, ["check", write({"enabled": 3, "host_budget_gib": 0}), "--json"])
     answer = json.loads(result.stdout)
     assert result.exit_code == 1 and answer["ok"] is False and answer["advice"]
@@ -54,7 +54,7 @@ def test_check_json_of_a_bad_block_is_json_with_every_problem(write):
     ]
 
 
-def test_check_says_in_words_what_memplug_will_do(write):
+def test_check_describes_the_settings_in_words(write):
     block = {"enabled": True, "host_budget_gib": 64, "tokenwise": {"alpha": 0.125, "regions": ["m.*.attn", "m.*.mlp"]}}
     result = run(app, ["check", write(block)])
     assert result.exit_code == 0
@@ -72,7 +72,7 @@ def test_check_says_in_words_what_memplug_will_do(write):
         ({"tokenwise": {"enabled": False}}, ("recompute is switched off", "planned addresses")),
     ],
 )
-def test_check_says_in_words_what_the_arena_will_do(write, block, expected):
+def test_check_describes_the_arena_in_words(write, block, expected):
     result = run(app, ["check", write({"enabled": True, **block})])
     assert result.exit_code == 0 and all(part in result.stdout for part in expected)
 
@@ -83,13 +83,13 @@ def test_check_says_that_memplug_is_off(write, block):
     assert result.exit_code == 0 and "memplug is off" in result.stdout and "is on" not in result.stdout
 
 
-def test_check_json_holds_the_configuration_that_training_would_use(write):
+def test_check_json_has_the_configuration_of_training(write):
     path = write({"enabled": True, "tokenwise": {"alpha": 0.5}})
     answer = json.loads(run(app, ["check", path, "--json"]).stdout)
     assert answer == {"ok": True, "config": load_config(path).model_dump(mode="json"), "warnings": []}
 
 
-def test_check_shows_a_misspelt_block_as_a_warning_in_both_outputs(write):
+def test_check_warns_of_misspelt_block_in_text_and_json(write):
     path = write({"enabled": True}, mem_plug={})
     assert '"mem_plug" is ignored' in run(app, ["check", path]).stderr
     (warning,) = json.loads(run(app, ["check", path, "--json"]).stdout)["warnings"]
@@ -110,12 +110,12 @@ def test_check_schema_prints_the_schema_alone():
 
 
 @pytest.mark.parametrize("command", ["check", "doctor", "show", "plan", "diff", "estimate", "tune"])
-def test_help_of_every_command_has_an_example(command):
+def test_every_command_has_an_example_in_its_help(command):
     result = run(app, [command, "--help"])
     assert result.exit_code == 0 and f"Example: memplug {command}" in result.stdout
 
 
-def test_every_command_is_covered_by_the_help_test():
+def test_help_test_covers_every_command():
     assert {command.callback.__name__ for command in app.registered_commands} == {
         "check",
         "doctor",
@@ -202,13 +202,13 @@ def test_doctor_measures_a_profile_into_a_file_and_prints_its_rates(tmp_path, me
     assert Hardware.named(str(file)).name == "NVIDIA H200" and json.loads(file.read_text()) == measured
 
 
-def test_doctor_json_of_a_measured_profile_is_what_the_file_has(tmp_path, measured):
+def test_doctor_json_equals_the_measured_profile_file(tmp_path, measured):
     file = tmp_path / "mine.json"
     answer = json.loads(run(app, ["doctor", "--measure", str(file), "--json"]).stdout)
     assert answer["file"] == str(file) and answer["profile"] == json.loads(file.read_text()) == measured
 
 
-def test_doctor_measures_nothing_for_a_file_that_cannot_be(tmp_path, measured):
+def test_doctor_refuses_an_unwritable_profile_file(tmp_path, measured):
     result = run(app, ["doctor", "--measure", str(tmp_path / "absent" / "mine.json")])
     assert result.exit_code == 2 and "measuring" not in result.stderr
     result = run(app, ["doctor", "--measure", str(tmp_path)])
@@ -238,7 +238,7 @@ def test_show_json_is_the_summary(trace_file):
     assert answer["peak_bytes"] == 360 * 2**20
 
 
-def test_show_writes_what_is_asked_for_and_says_so_on_stderr(chrome, trace_file):
+def test_show_writes_requested_files_and_names_them_on_stderr(chrome, trace_file):
     wanted = {"html": b"<!doctype html>", "png": b"\x89PNG", "snapshot": b"\x80\x04", "chrome": b'{"displayTimeUnit"'}
     options = [text for view in wanted for text in (f"--{view}", str(trace_file.with_name(view)))]
     result = run(app, ["show", str(trace_file), "--json", *options])
@@ -249,7 +249,7 @@ def test_show_writes_what_is_asked_for_and_says_so_on_stderr(chrome, trace_file)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not an archive", b"PK\x03\x04 cut short"])
-def test_show_of_no_trace_is_one_error(tmp_path, content):
+def test_show_reports_one_error_if_the_file_is_no_trace(tmp_path, content):
     path = tmp_path / "trace.npz"
     if content is not None:
         path.write_bytes(content)
@@ -259,7 +259,7 @@ def test_show_of_no_trace_is_one_error(tmp_path, content):
     assert "Traceback" not in result.stderr and not (tmp_path / "page.html").exists()
 
 
-def test_show_without_the_packages_for_pictures_prints_the_summary_and_says_what_to_install(trace_file, monkeypatch):
+def test_show_without_picture_packages_prints_summary_and_names_them(trace_file, monkeypatch):
     hidden = [name for name in sys.modules if name.partition(".")[0] in ("plotly", "kaleido")]
     for name in {"plotly", "kaleido", *hidden}:
         monkeypatch.setitem(sys.modules, name, None)
@@ -272,14 +272,14 @@ def test_show_without_the_packages_for_pictures_prints_the_summary_and_says_what
     assert files["snapshot"].exists() and not files["html"].exists() and not files["png"].exists()
 
 
-def test_show_writes_the_other_files_where_one_cannot_be_written(trace_file):
+def test_show_writes_other_files_if_one_cannot_be_written(trace_file):
     unwritable, written = trace_file / "page.html", trace_file.with_name("trace.json")
     result = run(app, ["show", str(trace_file), "--html", str(unwritable), "--chrome", str(written)])
     assert result.exit_code == 1 and f"--html was not written: {unwritable}: " in result.stderr
     assert json.loads(written.read_text())["traceEvents"]
 
 
-def test_show_of_one_step_is_that_step(tmp_path):
+def test_show_step_option_selects_that_step(tmp_path):
     save(training_trace(steps=3), tmp_path / "trace.npz")
     one, all_of_them = (
         json.loads(run(app, ["show", str(tmp_path / "trace.npz"), "--json", *more]).stdout)

@@ -38,7 +38,7 @@ ON = {"enabled": True}
 
 
 @pytest.mark.parametrize("section", [{}, {"partition_activations": True, "cpu_checkpointing": True}])
-def test_check_says_what_becomes_of_activation_checkpointing(warnings_of, section):
+def test_check_warns_of_activation_checkpointing(warnings_of, section):
     (warning,) = warnings_of({"memplug": ON, "activation_checkpointing": section})
     for expected in ('"activation_checkpointing"', "deepspeed.checkpointing.configure", "refuses to attach"):
         assert expected in warning
@@ -58,19 +58,19 @@ OFFLOADS = [
 
 
 @pytest.mark.parametrize(("zero", "named"), OFFLOADS)
-def test_check_names_what_zero_offloads_and_advises_a_host_budget(warnings_of, zero, named):
+def test_check_names_zero_offloads_and_advises_a_host_budget(warnings_of, zero, named):
     (warning,) = warnings_of({"memplug": ON, "zero_optimization": {"stage": 3, **zero}})
     assert f"({named})" in warning and "host memory and the link" in warning
     assert 'set "memplug": {"host_budget_gib": ...}' in warning
 
 
-def test_check_names_all_that_zero_offloads_in_one_warning(warnings_of):
+def test_check_names_all_zero_offloads_in_one_warning(warnings_of):
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     (warning,) = warnings_of({"memplug": ON, "zero_optimization": zero})
     assert "offload_optimizer: cpu and zero_optimization.offload_param: cpu" in warning
 
 
-def test_check_refuses_a_setting_under_its_former_and_its_present_name(tmp_path):
+def test_check_refuses_setting_under_both_former_and_present_name(tmp_path):
     path = tmp_path / "ds.json"
     zero = {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}
     path.write_text(json.dumps({"memplug": ON, "zero_optimization": zero}))
@@ -100,18 +100,18 @@ def test_check_does_not_advise_a_host_budget_that_is_set(warnings_of):
         },
     ],
 )
-def test_check_does_not_warn_where_nothing_conflicts_or_competes(warnings_of, ds_config):
+def test_check_is_silent_without_conflicts(warnings_of, ds_config):
     assert warnings_of(ds_config) == []
 
 
-def test_check_names_each_auto_that_others_who_read_the_file_would_refuse(warnings_of):
+def test_check_names_each_auto_that_accelerate_would_refuse(warnings_of):
     spelt_out = {**ON, "host_budget_gib": "auto", "tokenwise": {"alpha": "auto", "regions": ["layers.*"]}}
     (warning,) = warnings_of({"memplug": spelt_out, "train_batch_size": "auto"})
     assert "memplug.host_budget_gib, memplug.tokenwise.alpha out" in warning and "Accelerate" in warning
     assert warnings_of({"memplug": ON, "train_batch_size": "auto"}) == []
 
 
-def test_deepspeed_knows_the_settings_that_check_looks_for():
+def test_settings_that_check_looks_for_exist_in_deepspeed():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
 
@@ -132,23 +132,23 @@ MISPLACED = [
 
 @pytest.mark.parametrize(("ds_config", "path"), MISPLACED)
 @pytest.mark.parametrize("block", [{}, {"memplug": ON}])
-def test_a_block_below_the_top_level_is_found_and_its_path_named(warnings_of, block, ds_config, path):
+def test_check_names_the_path_of_a_block_below_top_level(warnings_of, block, ds_config, path):
     (warning,) = warnings_of({**ds_config, **block})
     assert warning.startswith(f"{path} is ignored") and "top level" in warning
 
 
 @pytest.mark.parametrize("key", ["tokenwise", "arena", "host_budget_gib", "device_budget_gib", "plan_dir", "enabled"])
-def test_a_part_of_the_block_at_the_top_level_is_a_warning(warnings_of, key):
+def test_check_warns_of_memplug_fields_at_top_level(warnings_of, key):
     (warning,) = warnings_of({key: {}, "memplug": {"enabled": False}})
     assert warning == f'top-level "{key}" is ignored: it belongs in the "memplug" block'
 
 
-def test_keys_of_other_tools_are_no_warning(warnings_of):
+def test_check_accepts_keys_of_other_tools(warnings_of):
     others = {"profiler": {}, "report": {}, "flops_profiler": {"enabled": True}, "plugins": {"memory": {"plug": 1}}}
     assert warnings_of({"memplug": {"enabled": False}, **others}) == []
 
 
-def test_training_logs_a_misplaced_block_once_and_nothing_of_what_only_check_says(caplog):
+def test_training_logs_misplaced_block_once_but_no_other_check_warnings(caplog):
     ds_config = {
         "memplug": ON,
         "activation_checkpointing": {"profile": True},
@@ -160,7 +160,7 @@ def test_training_logs_a_misplaced_block_once_and_nothing_of_what_only_check_say
     assert record.levelno == logging.WARNING and record.getMessage().startswith('"zero_optimization.memplug" is')
 
 
-def test_a_file_that_is_the_block_itself_is_off_with_a_warning(tmp_path, caplog):
+def test_file_with_a_bare_block_is_off_with_a_warning(tmp_path, caplog):
     path = tmp_path / "block.json"
     path.write_text('{"enabled": true}')
     assert not load_config(path).enabled
@@ -199,7 +199,7 @@ def test_doctor_says_whether_the_limit_on_locked_memory_matters(doctor_of, limit
     assert ("`ulimit -l unlimited`" in row) == ("less than" in row)
 
 
-def test_the_verdict_points_to_the_warning_of_a_refusal(doctor_of):
+def test_memlock_row_quotes_the_registration_warning(doctor_of):
     """The row uses the words of that warning, so that a search finds it."""
     row, _ = doctor_of(0, "cuda:0")
     words = "the driver refused to register host memory"

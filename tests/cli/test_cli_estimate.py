@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 MODEL = ROOT / "configs" / "models" / "tiny.yaml"
 
 
-def test_the_table_and_the_files_say_the_same(tmp_path: Path) -> None:
+def test_table_and_files_agree(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     block = {"enabled": True, "host_budget_gib": 1, "device_budget_gib": 1}
     settings = {"train_micro_batch_size_per_gpu": 3, "fp16": {"enabled": True}, "memplug": block}
@@ -40,7 +40,7 @@ def test_the_table_and_the_files_say_the_same(tmp_path: Path) -> None:
     assert len(list((tmp_path / "plans").glob("*.json"))) == 1
 
 
-def test_an_arena_that_is_unknown_has_a_reason_beside_it(tmp_path: Path) -> None:
+def test_unknown_arena_size_has_a_reason(tmp_path: Path) -> None:
     block = {"enabled": True, "arena": {"enabled": False}}
     (tmp_path / "ds.json").write_text(json.dumps({"memplug": block}))
     words = ["estimate", tmp_path / "ds.json", "--model", MODEL, "--no-limits", "--json", tmp_path / "found.json"]
@@ -52,7 +52,7 @@ def test_an_arena_that_is_unknown_has_a_reason_beside_it(tmp_path: Path) -> None
         assert f"{mode}: reserved with the arena unknown: {found['arena_off_because']}" in told.stderr
 
 
-def test_a_loss_in_tiles_takes_less_memory_and_is_hugging_faces_alone(tmp_path: Path) -> None:
+def test_tiled_loss_takes_less_memory_and_needs_hugging_face(tmp_path: Path) -> None:
     words = ["estimate", "--model", MODEL, "--mode", "keep", "--no-limits", "--json", tmp_path / "found.json"]
     peaks = []
     for tiles in (1, 8):
@@ -60,14 +60,14 @@ def test_a_loss_in_tiles_takes_less_memory_and_is_hugging_faces_alone(tmp_path: 
         assert told.exit_code == 0, told.stderr
         peaks.append(json.loads((tmp_path / "found.json").read_text())["modes"]["keep"]["peak_allocated_bytes"])
     assert "head, loss in 8 tiles, AdamW" in told.stdout
-    logits_bytes = 4 * 320 * 2048  # in float32, of which there are several at once
+    logits_bytes = 4 * 320 * 2048  # in float32; several such tensors exist at once
     assert peaks[0] - peaks[1] > logits_bytes
     told = run_command(tmp_path, [*words, "--tiled-loss", 2, "--tensor", 2])
     assert told.exit_code == 2 and "--tiled-loss" in told.stderr
 
 
 @pytest.mark.long
-def test_limits_of_one_mode_are_in_the_table_and_in_the_file(tmp_path: Path) -> None:
+def test_limits_of_one_mode_are_in_table_and_file(tmp_path: Path) -> None:
     told = run_command(tmp_path, ["estimate", "--model", MODEL, "--mode", "keep", "--json", tmp_path / "found.json"])
     assert told.exit_code == 0, told.stderr
     keep = json.loads((tmp_path / "found.json").read_text())["modes"]["keep"]
@@ -78,7 +78,7 @@ def test_limits_of_one_mode_are_in_the_table_and_in_the_file(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_a_rank_of_deepspeed_is_estimated_with_its_zero(tmp_path: Path) -> None:
+def test_deepspeed_rank_is_estimated_with_its_zero_stage(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     settings = json.loads((ROOT / "configs" / "ds_zero3.json").read_text())
     facts, words = {}, ["estimate", tmp_path / "ds.json"]
@@ -99,7 +99,7 @@ def test_a_rank_of_deepspeed_is_estimated_with_its_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_of_deepspeed_trains_a_qwen3_with_its_loss_in_tiles(tmp_path: Path) -> None:
+def test_deepspeed_rank_is_estimated_for_qwen3_with_tiled_loss(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     (tmp_path / "qwen3.yaml").write_text(MODEL.read_text() + "model_type: qwen3\nhead_dim: 64\n")
     (tmp_path / "ds.json").write_text((ROOT / "configs" / "ds_zero3.json").read_text())
@@ -116,7 +116,7 @@ def test_a_rank_of_deepspeed_trains_a_qwen3_with_its_loss_in_tiles(tmp_path: Pat
 
 
 @pytest.mark.long
-def test_a_rank_of_megatron_is_estimated_and_told_with_its_layout(tmp_path: Path) -> None:
+def test_megatron_rank_is_estimated_and_shown_with_its_layout(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     model = ROOT / "configs" / "models" / "mixtral_tiny.yaml"
     options = ["--expert", 2, "--seq-len", 256, "--mode", "keep", "--json", tmp_path / "found.json"]
@@ -130,7 +130,7 @@ def test_a_rank_of_megatron_is_estimated_and_told_with_its_layout(tmp_path: Path
 
 
 @pytest.mark.long
-def test_a_pipeline_is_told_with_its_bubble_and_its_stages(tmp_path: Path) -> None:
+def test_pipeline_estimate_has_bubble_and_stages(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     (tmp_path / "ds.json").write_text(json.dumps({"gradient_accumulation_steps": 3, "bf16": {"enabled": True}}))
     options = ["--pipeline", 4, "--seq-len", 256, "--mode", "keep", "--json", tmp_path / "found.json"]
@@ -149,7 +149,7 @@ def test_a_pipeline_is_told_with_its_bubble_and_its_stages(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_a_mixtral_without_a_layout_is_one_rank_of_megatron_and_is_refused_with_an_engine(tmp_path: Path) -> None:
+def test_mixtral_defaults_to_megatron_and_needs_a_trace_with_deepspeed(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     model = ROOT / "configs" / "models" / "mixtral_tiny.yaml"
     told = run_command(tmp_path, ["estimate", "--model", model, "--seq-len", 256, "--mode", "full"])
@@ -172,7 +172,7 @@ with memplug.record_values(model, sys.argv[2]):
 
 
 @pytest.mark.long
-def test_a_mixtral_of_hugging_face_is_estimated_from_a_trace_of_values_and_with_an_engine(tmp_path: Path) -> None:
+def test_hugging_face_mixtral_is_estimated_from_a_value_trace(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     model, facts = ROOT / "configs" / "models" / "mixtral_tiny.yaml", {}
     settings = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
@@ -209,7 +209,7 @@ def test_a_mixtral_of_hugging_face_is_estimated_from_a_trace_of_values_and_with_
         (["--model", "absent.yaml"], 1, "absent.yaml"),
     ],
 )
-def test_what_is_not_usable_is_said(options: list[str], code: int, said: str) -> None:
+def test_unusable_options_are_refused(options: list[str], code: int, said: str) -> None:
     told = CliRunner().invoke(app, ["estimate", *([] if "--model" in options else ["--model", str(MODEL)]), *options])
     assert told.exit_code == code and said in told.stderr
 
@@ -221,15 +221,13 @@ def test_what_is_not_usable_is_said(options: list[str], code: int, said: str) ->
         (["--model", MODEL, "--html", "/absent/chart.html", "--mode", "keep", "--no-limits"], "/absent/chart.html"),
     ],
 )
-def test_what_the_virtual_device_shows_not_to_be_usable_is_said(
-    options: list[object], said: str, tmp_path: Path
-) -> None:
+def test_options_unusable_on_the_virtual_device_are_refused(options: list[object], said: str, tmp_path: Path) -> None:
     told = run_command(tmp_path, ["estimate", *options])
     assert told.exit_code == 1 and said in told.stderr and "Traceback" not in told.stderr
 
 
 @pytest.mark.long
-def test_what_cannot_fit_says_the_least(tmp_path: Path) -> None:
+def test_model_that_cannot_fit_reports_the_least_budget(tmp_path: Path) -> None:
     small = json.loads((ROOT / "configs" / "hardware" / "4090.json").read_text())
     small["memory_bytes"]["value"] = 20e6
     (tmp_path / "small.json").write_text(json.dumps(small))

@@ -33,7 +33,7 @@ def answer(*arguments: object) -> dict:
     return json.loads(result.stdout)
 
 
-def test_a_trace_is_planned_and_the_plan_is_one_that_the_judge_accepts(tmp_path):
+def test_judge_accepts_the_plan_of_a_trace(tmp_path):
     result = run("plan", TRACE, "-o", tmp_path / "plan.json")
     assert result.exit_code == 0 and "1,284" in result.stdout and "fragmentation" in result.stdout
     made = load(tmp_path / "plan.json")
@@ -43,7 +43,7 @@ def test_a_trace_is_planned_and_the_plan_is_one_that_the_judge_accepts(tmp_path)
     assert plan.predictions.fragmentation <= 0.005
 
 
-def test_json_has_the_keys_and_what_they_say_is_what_was_planned(tmp_path):
+def test_json_facts_match_the_plan(tmp_path):
     facts = answer(TRACE, "-o", tmp_path / "plan.json")
     assert list(facts)[: len(KEYS)] == KEYS
     plan = AddressPlan.of(load(tmp_path / "plan.json"))
@@ -54,18 +54,18 @@ def test_json_has_the_keys_and_what_they_say_is_what_was_planned(tmp_path):
 
 
 @pytest.mark.parametrize("planner", ["exact", "bilevel", "spatiotemporal", "search", "auto"])
-def test_every_planner_can_be_asked_for(planner):
+def test_every_planner_can_be_selected(planner):
     facts = answer(TRACE, "--planner", planner, "--time-limit", 2)
     assert facts["height_bytes"] >= facts["lower_bound_bytes"] and facts["seconds"] < 60
     assert facts["planner"] == planner or planner == "auto"
 
 
-def test_an_unknown_planner_is_a_usage_error_that_names_the_known_ones():
+def test_unknown_planner_is_a_usage_error_that_names_the_known_ones():
     result = run("plan", TRACE, "--planner", "magic")
     assert result.exit_code == 2 and "spatiotemporal" in result.stderr
 
 
-def test_a_csv_gets_its_offsets_and_fits_its_capacity(tmp_path):
+def test_csv_gets_offsets_within_its_capacity(tmp_path):
     output = tmp_path / "out.csv"
     facts = answer(INSTANCE, "--capacity", 1048576, "-o", output)
     assert facts["fits"] is True and facts["height_bytes"] <= 1048576
@@ -78,7 +78,7 @@ def test_a_csv_gets_its_offsets_and_fits_its_capacity(tmp_path):
             assert lower >= other_upper or other_lower >= upper or begin >= other_end or other_begin >= end
 
 
-def test_a_capacity_below_the_lower_bound_says_what_is_in_use_at_the_peak():
+def test_capacity_below_lower_bound_lists_requests_at_the_peak():
     result = run("plan", INSTANCE, "--capacity", 1000000, "--time-limit", 1)
     assert result.exit_code == 1 and "fits" in result.stdout
     assert "No plan fits" in result.stderr and "are in use at once" in result.stderr
@@ -86,13 +86,13 @@ def test_a_capacity_below_the_lower_bound_says_what_is_in_use_at_the_peak():
     assert answer(INSTANCE, "--capacity", 1000000, "--time-limit", 1)["fits"] is False
 
 
-def test_a_time_limit_that_runs_out_gives_the_best_so_far_and_says_so(tmp_path):
+def test_expired_time_limit_gives_the_best_plan_so_far(tmp_path):
     result = run("plan", DATA / "dsa" / "minimalloc_D.1048576.csv", "--time-limit", 0, "-o", tmp_path / "out.csv")
     assert result.exit_code == 0 and "the best when the time ran out" in result.stdout
     assert (tmp_path / "out.csv").exists()
 
 
-def test_a_malformed_line_is_named_by_its_number(tmp_path):
+def test_malformed_line_is_reported_by_number(tmp_path):
     lines = INSTANCE.read_text().splitlines()
     lines[7] = "6,1,2,-5"
     (tmp_path / "bad.csv").write_text("\n".join(lines))
@@ -101,19 +101,19 @@ def test_a_malformed_line_is_named_by_its_number(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["absent.npz", "absent.csv"])
-def test_a_file_that_is_not_there_fails_with_advice(tmp_path, name):
+def test_missing_file_fails_with_advice(tmp_path, name):
     result = run("plan", tmp_path / name)
     assert result.exit_code == 1 and name in result.stderr and "What to do" in result.stderr
 
 
-def test_a_step_may_be_chosen_and_must_be_there(tmp_path):
+def test_chosen_step_must_exist(tmp_path):
     save(training_trace(steps=3), tmp_path / "trace.npz")
     assert answer(tmp_path / "trace.npz", "--step", 1)["requests"] > 0
     result = run("plan", tmp_path / "trace.npz", "--step", 3)
     assert result.exit_code == 1 and "3" in result.stderr
 
 
-def test_dynamic_requests_are_no_part_of_the_plan_and_what_the_arena_has_for_them_is_said(tmp_path):
+def test_dynamic_requests_are_unplanned_and_their_served_share_is_reported(tmp_path):
     step = record(Schedule(source="mixtral_ckpt", layers=2, micro_batches=4, dynamic=True, recompute=True))
     save(step, tmp_path / "trace.npz")
     facts = answer(tmp_path / "trace.npz")
@@ -123,12 +123,12 @@ def test_dynamic_requests_are_no_part_of_the_plan_and_what_the_arena_has_for_the
     assert "would have found room" in run("plan", tmp_path / "trace.npz").stdout
 
 
-def test_an_output_that_cannot_be_written_fails(tmp_path):
+def test_unwritable_output_fails_with_advice(tmp_path):
     result = run("plan", TRACE, "-o", tmp_path / "no" / "plan.json")
     assert result.exit_code == 1 and "What to do" in result.stderr
 
 
-def test_diff_of_a_plan_with_itself_finds_nothing_and_of_two_steps_says_what_moved(tmp_path):
+def test_diff_counts_moved_requests_and_finds_none_between_equal_plans(tmp_path):
     for name, planner in (("a", "search"), ("b", "spatiotemporal")):
         assert run("plan", TRACE, "--planner", planner, "-o", tmp_path / f"{name}.json").exit_code == 0
     a, b = tmp_path / "a.json", tmp_path / "b.json"

@@ -25,7 +25,7 @@ def path(tmp_path):
     return path
 
 
-def test_show_says_what_was_in_use_and_what_torch_reserved(path):
+def test_show_reports_memory_in_use_and_reserved_by_torch(path):
     result = run(app, ["show", str(path)])
     assert result.exit_code == 0, result.output
     for words in (
@@ -53,7 +53,7 @@ def test_show_draws_a_snapshot_and_writes_it_for_memory_viz(chrome, path, tmp_pa
     assert refused.exit_code == 1 and "only memory requests" in refused.stderr
 
 
-def test_plan_says_what_an_arena_would_have_taken_beside_what_torch_reserved(path, tmp_path):
+def test_plan_compares_arena_size_with_torchs_reserved_memory(path, tmp_path):
     result = run(app, ["plan", str(path), "-o", str(tmp_path / "plan.json"), "--json"])
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
@@ -66,7 +66,7 @@ def test_plan_says_what_an_arena_would_have_taken_beside_what_torch_reserved(pat
     assert run(app, ["show", str(tmp_path / "plan.json")]).exit_code == 0
 
 
-def test_fragmentation_of_torch_is_none_of_the_arenas(tmp_path):
+def test_arena_avoids_torchs_fragmentation(tmp_path):
     """Freed blocks of 3 MiB between used ones of 2 MiB leave torch no room for a block of 4 MiB."""
     blocks = {START + 5 * MIB * number: 3 * MIB for number in range(8)}
     small = {at + 3 * MIB: 2 * MIB for at in blocks}
@@ -86,7 +86,7 @@ def test_fragmentation_of_torch_is_none_of_the_arenas(tmp_path):
     assert facts["torch_fragmentation"] == pytest.approx(1 - 40 / 64) and facts["fragmentation"] == 0
 
 
-def test_a_snapshot_of_memplug_has_no_reserved_memory_of_torch(tmp_path):
+def test_snapshot_by_memplug_has_no_reserved_memory_of_torch(tmp_path):
     path = tmp_path / "step.pickle"
     write_snapshot(training_trace(), path)
     for command in ("show", "plan"):
@@ -95,14 +95,14 @@ def test_a_snapshot_of_memplug_has_no_reserved_memory_of_torch(tmp_path):
         assert "or memplug wrote it" in run(app, [command, str(path)]).stdout
 
 
-def test_options_that_a_snapshot_does_not_have_are_usage_errors(path, tmp_path):
+def test_trace_options_are_refused_for_snapshots(path, tmp_path):
     for command in ("show", "plan"):
         assert run(app, [command, str(path), "--step", "0"]).exit_code == 2
         refused = run(app, [command, str(path), "--device", "3"])
         assert refused.exit_code == 1 and "no events of device 3" in refused.stderr
 
 
-def test_nothing_in_a_snapshot_is_run(tmp_path):
+def test_code_in_a_snapshot_is_never_executed(tmp_path):
     path = tmp_path / "evil.pickle"
     path.write_bytes(pickle.dumps({"device_traces": [[time.sleep]]}))
     for command in ("show", "plan"):

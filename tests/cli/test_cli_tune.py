@@ -27,7 +27,7 @@ def arguments(folder: Path, ds_config: dict[str, Any], **options: Any) -> list[s
     return ["tune", str(folder / "ds.json"), *words, "-o", str(folder / "tuned.json")]
 
 
-def test_the_best_configuration_is_written_and_the_ten_best_are_shown(tmp_path: Path) -> None:
+def test_best_configuration_is_written_and_ten_best_are_shown(tmp_path: Path) -> None:
     ds_config = {"train_batch_size": 32, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
     facts_file = tmp_path / "facts.json"
     words = [*arguments(tmp_path, ds_config), "--json", str(facts_file)]
@@ -50,7 +50,7 @@ def test_the_best_configuration_is_written_and_the_ten_best_are_shown(tmp_path: 
     assert sum(facts["ruled_out"].values()) > 0 and "fixed by the DeepSpeed JSON" in done.stdout
 
 
-def test_where_nothing_fits_the_least_is_said_and_by_which(tmp_path: Path) -> None:
+def test_least_memory_is_reported_with_its_layout_if_nothing_fits(tmp_path: Path) -> None:
     ds_config = {"memplug": {"enabled": True, "device_budget_gib": 0.001}}
     done = run_command(tmp_path, arguments(tmp_path, ds_config))
     assert done.exit_code == 1 and not (tmp_path / "tuned.json").exists()
@@ -69,7 +69,7 @@ def test_where_nothing_fits_the_least_is_said_and_by_which(tmp_path: Path) -> No
         ({}, {"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "contradict each other"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused_with_advice(
+def test_invalid_inputs_are_refused_with_advice(
     tmp_path: Path, options: dict[str, Any], ds_config: dict[str, Any], said: str
 ) -> None:
     result = CliRunner().invoke(app, arguments(tmp_path, ds_config, **options))
@@ -90,7 +90,7 @@ def test_what_cannot_be_tuned_is_refused_with_advice(
         ),
     ],
 )
-def test_a_shape_that_is_none_is_refused_by_what_is_wrong_with_it(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_shape_is_refused_with_the_reason(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "model.yaml").write_text(text)
     result = CliRunner().invoke(app, arguments(tmp_path, {}, model=tmp_path / "model.yaml"))
     assert result.exit_code == 1 and said in result.stderr and "What to do:" in result.stderr

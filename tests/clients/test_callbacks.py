@@ -1,4 +1,4 @@
-"""Callbacks attach during a training, leave alone what is attached otherwise, and say what they need."""
+"""Callbacks attach during a training, leave models alone that are attached otherwise, and name missing packages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def begin(one: Any, model: Any, args: Any = WITHOUT_DEEPSPEED) -> None:
     one.on_train_begin(args, None, None, model=model, optimizer=None)
 
 
-def test_a_training_has_a_session_from_its_begin_to_its_end_with_each_step_marked() -> None:
+def test_session_lasts_for_one_training_and_counts_its_steps() -> None:
     model, one = tiny_llama(), callback(block(alpha=1))
     kinds = [type(module) for module in model.modules()]
     begin(one, model)
@@ -48,7 +48,7 @@ def test_a_training_has_a_session_from_its_begin_to_its_end_with_each_step_marke
     assert [type(module) for module in model.modules()] == kinds
 
 
-def test_a_training_after_one_that_an_error_broke_off_has_a_session_of_its_own() -> None:
+def test_training_after_a_failed_one_has_a_new_session() -> None:
     first, second, one = tiny_llama(), tiny_llama(), callback(block())
     begin(one, first)
     broken_off = one.session
@@ -58,9 +58,7 @@ def test_a_training_after_one_that_an_error_broke_off_has_a_session_of_its_own()
 
 
 @pytest.mark.parametrize("attached", [False, True], ids=["not attached", "attached"])
-def test_a_model_that_deepspeed_trains_is_left_alone_and_that_is_said_once(
-    attached: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_model_under_deepspeed_is_left_alone_and_logged_once(attached: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="memplug")
     model, one = tiny_llama(), callback(block())
     session = memplug.attach(model, block(alpha=1)) if attached else None  # in place of an engine's
@@ -78,7 +76,7 @@ def test_a_model_that_deepspeed_trains_is_left_alone_and_that_is_said_once(
         assert session.stage is Stage.STABLE and session.report().steps == 0
 
 
-def test_a_model_that_is_attached_already_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_attached_model_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="memplug")
     model, one = tiny_llama(), callback(block())
     with memplug.attach(model, block(alpha=1)) as session:
@@ -89,7 +87,7 @@ def test_a_model_that_is_attached_already_is_left_alone(caplog: pytest.LogCaptur
     assert any("attached already" in message for message in caplog.messages)
 
 
-def test_a_block_that_is_off_changes_nothing() -> None:
+def test_disabled_block_changes_nothing() -> None:
     model, one = tiny_llama(), callback({"enabled": False})
     begin(one, model)
     one.on_step_end(WITHOUT_DEEPSPEED, None, None, model=model)
@@ -97,7 +95,7 @@ def test_a_block_that_is_off_changes_nothing() -> None:
     assert attached_to(model) is None and one.session.report().as_dict() == {"stage": "off"}
 
 
-def test_a_block_with_a_mistake_is_refused_before_there_is_a_trainer() -> None:
+def test_invalid_block_is_refused_before_a_trainer_exists() -> None:
     with pytest.raises(ConfigError, match="aplha"):
         callback({"enabled": True, "tokenwise": {"aplha": 1}})
 
@@ -106,7 +104,7 @@ def test_a_block_with_a_mistake_is_refused_before_there_is_a_trainer() -> None:
     "name, packages",
     [("transformers", ["transformers"]), ("lightning", ["lightning", "lightning.pytorch", "pytorch_lightning"])],
 )
-def test_a_callback_whose_framework_is_missing_says_what_to_install(
+def test_callback_without_its_framework_names_the_package_to_install(
     name: str, packages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, f"memplug.integrations.{name}", raising=False)

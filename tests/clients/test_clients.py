@@ -40,7 +40,7 @@ def _marks(name: str, case: Case) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("case", chosen(lambda name, case: name != REFUSED))
-def test_losses_and_weights_are_those_without_memplug(case: str, results: Results) -> None:
+def test_losses_and_weights_equal_those_without_memplug(case: str, results: Results) -> None:
     for ours, theirs in zip(results(case, "with"), results(case, "without"), strict=True):
         assert len(set(ours["losses"])) > 2, "the model learns"
         assert ours["losses"] == theirs["losses"]
@@ -50,10 +50,10 @@ def test_losses_and_weights_are_those_without_memplug(case: str, results: Result
 
 
 @pytest.mark.parametrize("case", chosen(lambda name, case: name not in (REFUSED, BROKEN_OFF)))
-def test_each_step_is_marked_and_swapped_and_the_arena_serves(case: str, results: Results) -> None:
+def test_every_step_is_counted_and_swapped_and_arena_serves(case: str, results: Results) -> None:
     several = case.startswith("two ")
     for rank in results(case, "with"):
-        assert len(rank["reports"]) == 1 + several, "what does not train is left alone"
+        assert len(rank["reports"]) == 1 + several, "models that do not train are left alone"
         for report in rank["reports"]:
             assert report["steps"] == rank["steps"]
             assert (report["offloaded_bytes"] > 0) == (case != WITHOUT_REGIONS)
@@ -65,7 +65,7 @@ def test_each_step_is_marked_and_swapped_and_the_arena_serves(case: str, results
 
 
 @pytest.mark.parametrize("case", chosen(lambda name, case: case.planned is not None))
-def test_training_is_planned(case: str, results: Results) -> None:
+def test_training_reaches_a_plan(case: str, results: Results) -> None:
     for ours, theirs in zip(results(case, "planned"), results(case, "without"), strict=True):
         (report,) = ours["reports"]
         assert "stable" in report["history"], ours["told"]
@@ -76,9 +76,7 @@ def test_training_is_planned(case: str, results: Results) -> None:
 
 
 @pytest.mark.parametrize("case", chosen(lambda name, case: name == REFUSED))
-def test_the_gradient_checkpointing_that_trl_switches_on_is_refused_with_what_to_set(
-    case: str, results: Results
-) -> None:
+def test_gradient_checkpointing_of_trl_is_refused_with_advice(case: str, results: Results) -> None:
     (refused,) = results(case, "with")
     assert "gradient checkpointing" in refused["refused"] and "is on" in refused["refused"]
     assert "gradient_checkpointing=False" in refused["refused"] and "TRL" in refused["refused"]
@@ -86,7 +84,7 @@ def test_the_gradient_checkpointing_that_trl_switches_on_is_refused_with_what_to
 
 
 @pytest.mark.parametrize("case", chosen(lambda name, case: name == BROKEN_OFF))
-def test_an_error_in_lightnings_training_detaches(case: str, results: Results) -> None:
+def test_error_in_lightning_training_detaches(case: str, results: Results) -> None:
     (broken,) = results(case, "with")
     (report,) = broken["reports"]
     assert broken["stage"] == "detached"

@@ -25,7 +25,7 @@ from tests.support.serving import llama
 
 
 @pytest.fixture(autouse=True)
-def as_users_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def plans_beside_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Beside, "__init__", tests.made_as_users_do)
 
 
@@ -44,7 +44,7 @@ def children() -> list[psutil.Process]:
 # -- one task ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_task_runs_in_another_process_and_gives_what_it_returned() -> None:
+def test_task_runs_in_another_process_and_returns_its_result() -> None:
     beside = Beside(waits=False)
     assert not beside.is_busy
     beside.begin(os.getpid)
@@ -52,13 +52,13 @@ def test_a_task_runs_in_another_process_and_gives_what_it_returned() -> None:
     assert not beside.is_busy and not children()
 
 
-def test_where_training_is_to_wait_the_task_runs_in_this_process() -> None:
+def test_task_runs_in_this_process_if_training_waits() -> None:
     beside = Beside(waits=True)
     beside.begin(os.getpid)
     assert beside.is_done and beside.take() == os.getpid()
 
 
-def test_what_a_task_raises_is_raised_with_its_advice() -> None:
+def test_error_of_a_task_is_raised_with_its_advice() -> None:
     beside = Beside(waits=False)
     beside.begin(tasks.fails, "no addresses")
     with pytest.raises(LayoutError, match="no addresses") as raised:
@@ -66,38 +66,38 @@ def test_what_a_task_raises_is_raised_with_its_advice() -> None:
     assert raised.value.advice == "Do something else." and not beside.is_busy
 
 
-def test_taking_waits_for_the_task() -> None:
+def test_take_waits_for_the_task() -> None:
     beside = Beside(waits=False)
     beside.begin(time.sleep, 0.5)
     assert not beside.is_done and beside.take() is None
 
 
-def test_a_task_that_is_stopped_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_task_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     beside = Beside(waits=False)
     beside.begin(time.sleep, 60)
     assert len(children()) == 1 and len(list(tmp_path.iterdir())) == 1
     beside.begin(time.sleep, 61)
-    assert len(children()) == 1, "the new one alone"
+    assert len(children()) == 1, "only the new task runs"
     beside.stop()
     assert not beside.is_busy and not children() and not list(tmp_path.iterdir())
 
 
-def test_a_task_that_nobody_waits_for_any_more_ends_with_its_object() -> None:
+def test_task_ends_with_its_object() -> None:
     beside = Beside(waits=False)
     beside.begin(time.sleep, 60)
     del beside
     assert not children()
 
 
-def test_a_process_that_dies_is_said_and_the_task_runs_here(caplog: pytest.LogCaptureFixture) -> None:
+def test_task_of_a_dead_process_runs_here_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     beside = Beside(waits=False)
     beside.begin(tasks.ends_its_process)
     assert done(beside).take() == 7
     assert "which waits for the plan instead" in caplog.text
 
 
-def test_a_process_that_cannot_start_is_said_and_the_task_runs_here(
+def test_task_runs_here_with_a_warning_if_no_process_can_start(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
@@ -108,7 +108,7 @@ def test_a_process_that_cannot_start_is_said_and_the_task_runs_here(
 
 
 @pytest.mark.parametrize("module", [planning, candidates])
-def test_what_plans_needs_no_torch(module: Any) -> None:
+def test_planning_imports_no_torch(module: Any) -> None:
     beside = Beside(waits=False)
     beside.begin(tasks.imported_with, module.__name__)
     assert "torch" not in done(beside).take()
@@ -148,13 +148,13 @@ def serves(stages: list[tuple[Stage, State]]) -> bool:
     return len(stages) > 3 and all(state is State.SERVING for _, state in stages[-3:])
 
 
-def test_training_goes_on_while_plans_are_made_and_takes_them_when_they_are_there() -> None:
+def test_training_continues_while_planning_and_adopts_plans_later() -> None:
     losses, stages, session = train(serves)
     seen = list(dict.fromkeys(stages))
     assert [stage for stage, _ in seen][:3] == [Stage.WARM_UP, Stage.GEN_POLICY, Stage.STABLE]
     states = [state for _, state in stages]
     assert states.count(State.PLANNING) > 1, "no step waited for addresses"
-    assert [stage for stage, _ in stages].count(Stage.GEN_POLICY) > 2, "nor for decisions"
+    assert [stage for stage, _ in stages].count(Stage.GEN_POLICY) > 2, "no step waited for decisions"
     report = session.report()
     assert report.replans == 1 and report.recorded_steps < 8, "steps while something is planned are not recorded"
     enough = len(losses)
@@ -162,6 +162,6 @@ def test_training_goes_on_while_plans_are_made_and_takes_them_when_they_are_ther
     assert not children()
 
 
-def test_a_session_that_is_detached_while_it_plans_leaves_no_process() -> None:
+def test_session_detached_while_planning_leaves_no_process() -> None:
     _, stages, _ = train(lambda stages: stages and stages[-1][1] is State.PLANNING)
     assert stages[-1][1] is State.PLANNING and not children()

@@ -64,7 +64,7 @@ def leaf(path: str, value: object) -> dict:
 
 @settings(deadline=None)
 @given(BLOCKS)
-def test_a_valid_block_survives_the_way_through_json_and_keeps_what_was_given(block):
+def test_valid_block_survives_json_and_keeps_given_values(block):
     config = parse_block(block)
     assert parse_block(json.loads(json.dumps(config.model_dump()))) == config
     dumped = config.model_dump(mode="json")
@@ -76,7 +76,7 @@ def test_a_valid_block_survives_the_way_through_json_and_keeps_what_was_given(bl
 
 @settings(deadline=None)
 @given(st.floats().filter(lambda alpha: not 0 <= alpha <= 1))
-def test_alpha_outside_0_to_1_is_refused_nan_and_infinity_too(alpha):
+def test_alpha_outside_0_to_1_is_refused_including_nan_and_infinity(alpha):
     (problem,) = problems_of(leaf("tokenwise.alpha", alpha))
     assert problem.startswith("memplug.tokenwise.alpha: ") and "from 0 to 1" in problem
 
@@ -106,7 +106,7 @@ def test_alpha_outside_0_to_1_is_refused_nan_and_infinity_too(alpha):
         ),
     ],
 )
-def test_a_wrong_value_is_one_problem_with_its_path_the_value_and_what_is_allowed(path, value):
+def test_wrong_value_is_reported_with_path_and_allowed_values(path, value):
     (problem,) = problems_of(leaf(path, value))
     assert problem.startswith(f"memplug.{path}: got {json.dumps(value)}; allowed: ")
 
@@ -129,7 +129,7 @@ def test_a_wrong_value_is_one_problem_with_its_path_the_value_and_what_is_allowe
         ("report.timeline", "traces", "traces"),
     ],
 )
-def test_numbers_as_people_write_them_in_json_are_accepted(path, value, stored):
+def test_equivalent_json_numbers_are_accepted(path, value, stored):
     found = parse_block(leaf(path, value))
     for name in path.split("."):
         found = getattr(found, name)
@@ -168,22 +168,22 @@ def test_all_problems_are_reported_at_once():
         ("tokenwise.host_budget", "memplug.host_budget_gib"),
     ],
 )
-def test_an_unknown_key_names_the_key_that_was_probably_meant(path, meant):
+def test_unknown_key_suggests_the_intended_one(path, meant):
     (problem,) = problems_of(leaf(path, 1))
     assert problem.startswith(f"memplug.{path}: unknown") and f"did you mean `{meant}`?" in problem
 
 
-def test_an_unknown_key_like_no_other_lists_the_known_ones_of_its_level():
+def test_unknown_key_without_similar_ones_lists_all_of_its_level():
     (problem,) = problems_of(leaf("report.xyz", 1))
     assert "did you mean" not in problem and problem.endswith("known here: monitor, timeline, snapshot_on_oom")
 
 
-def test_a_whole_deepspeed_dict_in_place_of_the_block_says_so():
+def test_deepspeed_dict_in_place_of_the_block_is_recognised():
     problems = problems_of({"memplug": {"enabled": True}})
     assert "pass the block itself" in problems[0]
 
 
-def test_off_is_the_default_everywhere(tmp_path):
+def test_memplug_is_off_by_default(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": 1}')
     off = MemplugConfig()
@@ -191,7 +191,7 @@ def test_off_is_the_default_everywhere(tmp_path):
     assert load_config(None) == load_config(path) == load_config(str(path)) == read_ds_config({}) == off
 
 
-def test_a_block_without_enabled_stays_off_and_warns_once(caplog):
+def test_block_without_enabled_stays_off_and_warns_once(caplog):
     with caplog.at_level(logging.WARNING, "memplug"):
         config = parse_block({"tokenwise": {"alpha": 0.5}})
     assert not config.enabled and config.tokenwise.alpha == 0.5
@@ -200,30 +200,30 @@ def test_a_block_without_enabled_stays_off_and_warns_once(caplog):
 
 
 @pytest.mark.parametrize("block", [{"enabled": True}, {"enabled": False}])
-def test_a_block_with_enabled_does_not_warn(caplog, block):
+def test_block_with_enabled_does_not_warn(caplog, block):
     parse_block(block)
     assert not caplog.records
 
 
 @pytest.mark.parametrize("key", ["mem_plug", "memPlug", "memplugs", "mem-plug", "memplgu", "MEMPLUG"])
-def test_a_misspelt_top_level_key_leaves_memplug_off_with_one_warning(caplog, key):
+def test_misspelt_top_level_key_leaves_memplug_off_with_one_warning(caplog, key):
     assert read_ds_config({key: {"enabled": True}, "zero_optimization": {"stage": 1}}) == MemplugConfig()
     (record,) = caplog.records
     assert f'"{key}"' in record.getMessage() and 'did you mean "memplug"?' in record.getMessage()
 
 
-def test_deepspeeds_own_keys_are_not_taken_for_a_misspelt_memplug(caplog):
+def test_deepspeeds_own_keys_are_not_mistaken_for_memplug(caplog):
     read_ds_config(dict.fromkeys(["memory_breakdown", "dump_state", "flops_profiler", "compile", "amp", "autotuning"]))
     assert not caplog.records
 
 
 @pytest.mark.parametrize("block", [None, True, [], "auto"])
-def test_a_block_that_is_no_object_is_refused(block):
+def test_block_that_is_no_object_is_refused(block):
     with pytest.raises(ConfigError, match="allowed: an object"):
         read_ds_config({"memplug": block})
 
 
-def test_any_mapping_is_read_and_none_is_changed():
+def test_any_mapping_is_read_and_left_unchanged():
     off = MappingProxyType({"snapshot_on_oom": False})
     block = {"enabled": True, "tokenwise": MappingProxyType({"alpha": 0.25}), "report": off}
     before = dict(block)
@@ -231,7 +231,7 @@ def test_any_mapping_is_read_and_none_is_changed():
     assert block == before
 
 
-def test_a_configuration_is_returned_as_it_is_and_cannot_be_changed():
+def test_configuration_is_immutable_and_returned_as_is():
     config = MemplugConfig(enabled=True)
     assert load_config(config) is config
     with pytest.raises(ValidationError):
@@ -249,7 +249,7 @@ def test_a_configuration_is_returned_as_it_is_and_cannot_be_changed():
         ('"memplug"', "not a JSON object"),
     ],
 )
-def test_a_file_that_holds_no_json_object_says_what_and_where(tmp_path, text, said):
+def test_file_without_json_object_is_reported_with_its_place(tmp_path, text, said):
     path = tmp_path / "ds.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -257,7 +257,7 @@ def test_a_file_that_holds_no_json_object_says_what_and_where(tmp_path, text, sa
     assert said in str(caught.value) and str(path) in str(caught.value)
 
 
-def test_a_file_that_is_missing_or_unreadable_is_a_config_error(tmp_path):
+def test_missing_or_unreadable_file_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path / "absent.json")
     with pytest.raises(ConfigError, match="unreadable"):
@@ -268,7 +268,7 @@ def test_a_file_that_is_missing_or_unreadable_is_a_config_error(tmp_path):
         load_config(binary)
 
 
-def test_a_file_with_comments_is_read_as_deepspeed_reads_it(tmp_path):
+def test_file_with_comments_is_read_like_deepspeed_does(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{\n  // mine\n  "memplug": {"enabled": true, "tokenwise": {"alpha": 0.5},},\n}')
     assert load_config(path) == parse_block({"enabled": True, "tokenwise": {"alpha": 0.5}})
@@ -295,25 +295,25 @@ def fields_of_the_block():
     }
 
 
-def test_the_sections_are_all_that_the_block_has():
+def test_tested_sections_are_all_sections_of_the_block():
     nested = {name for name, field in MemplugConfig.model_fields.items() if isinstance(field.default, BaseModel)}
     assert {f"{name}." for name in nested} | {""} == set(SECTIONS)
 
 
-def test_the_readme_has_one_row_for_each_field_with_its_default():
+def test_readme_has_one_row_per_field_with_its_default():
     text = (ROOT / "configs" / "README.md").read_text()
     section = text[text.index("\n## The block\n") :]
     rows = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \| (.+) \|$", section, re.M)
-    assert len(rows) == sum(line.startswith("| `") for line in section.splitlines()), "a row of another form"
+    assert len(rows) == sum(line.startswith("| `") for line in section.splitlines()), "a row has another format"
     assert sorted((name, default) for name, default, _ in rows) == sorted(fields_of_the_block().items())
 
 
-def test_the_schema_file_is_in_step_with_the_code():
+def test_schema_file_matches_the_code():
     stored = json.loads((ROOT / "configs" / "memplug.schema.json").read_text())
     assert stored == json_schema(), "run: memplug check --schema > configs/memplug.schema.json"
 
 
-def test_the_schema_knows_every_field_its_bounds_and_no_others():
+def test_schema_has_exactly_the_fields_and_their_bounds():
     schema = json_schema()
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert schema["properties"]["memplug"] == {"$ref": "#/$defs/MemplugConfig"}
@@ -327,7 +327,7 @@ def test_the_schema_knows_every_field_its_bounds_and_no_others():
     assert [kind.get("const", kind.get("type")) for kind in swap["enabled"]["anyOf"]] == ["boolean", "auto"]
 
 
-def test_the_text_of_an_error_shows_each_problem_and_the_advice():
+def test_error_text_has_each_problem_and_the_advice():
     error = ConfigError(["first", "second"])
     assert all(part in str(error) for part in ("first", "second", error.advice))
 
@@ -335,6 +335,6 @@ def test_the_text_of_an_error_shows_each_problem_and_the_advice():
 @pytest.mark.parametrize(
     "error", [ConfigError(["a", "b"], "do c"), PatchError("deepspeed.initialize", "deepspeed 0.16 to 0.19")]
 )
-def test_errors_reach_another_process_whole(error):
+def test_errors_survive_pickling(error):
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error) and str(copy) == str(error) and copy.__dict__ == error.__dict__

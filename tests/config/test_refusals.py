@@ -59,7 +59,7 @@ def train(block: dict[str, Any], steps: int = 8) -> None:
             session.step()
 
 
-def test_json_that_is_nested_too_deeply(tmp_path: Path):
+def test_deeply_nested_json_is_refused(tmp_path: Path):
     file = tmp_path / "ds.json"
     file.write_text(TOO_DEEP)
     with pytest.raises(ConfigError, match="nested too deeply"):
@@ -72,7 +72,7 @@ NO_PATHS = [5, None, ["x"], b"abc", "a\0b", Path("a\0b")]
 
 
 @pytest.mark.parametrize("given", NO_PATHS, ids=repr)
-def test_what_is_no_path_is_refused_as_one(given: Any):
+def test_invalid_paths_are_refused(given: Any):
     readers = [memplug.load_plan, load_trace, Values.read, Hardware.named, is_snapshot, load_snapshot, read_csv]
     for read in readers:
         with pytest.raises(MemplugError, match="is not the path of a .*\nWhat to do: Give it as text"):
@@ -91,13 +91,13 @@ def test_what_is_no_path_is_refused_as_one(given: Any):
 
 @pytest.mark.parametrize("given", [*NO_PATHS, "", " "], ids=repr)
 @pytest.mark.parametrize("field", ["plan_dir", "timeline", "snapshot_on_oom"])
-def test_what_is_no_folder_is_refused_as_one(field: str, given: Any):
+def test_invalid_folder_names_are_refused(field: str, given: Any):
     value = {field: given} if field == "plan_dir" else {"report": {field: given}}
     with pytest.raises(ConfigError, match=f"{field}: got .*the name of a folder"):
         load_config({"enabled": True, **value})
 
 
-def test_folder_and_forbidden_file_where_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folders_and_forbidden_files_are_refused_by_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "file"
     file.write_text("1")
     readers = [memplug.load_plan, load_trace, Values.read, is_snapshot, load_snapshot, read_csv]
@@ -114,18 +114,18 @@ def test_folder_and_forbidden_file_where_files_are_read(tmp_path: Path, monkeypa
             read(file)
 
 
-def test_profile_of_a_gpu_by_its_path():
+def test_gpu_profile_is_found_by_path_and_name():
     path = ROOT / "configs/hardware/h100.json"
     assert Hardware.named(path) == Hardware.named(str(path)) == Hardware.named("H100")
 
 
-def test_path_with_a_null_byte():
+def test_path_with_null_byte_is_refused():
     with pytest.raises(MemplugError, match="null"):
         opened(Path("a\0b"), "plan", MemplugError)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_profile_of_a_gpu_with_a_number_that_is_none(value: float, tmp_path: Path):
+def test_gpu_profile_with_non_finite_number_is_refused(value: float, tmp_path: Path):
     profile = json.loads((ROOT / "configs/hardware/h100.json").read_text())
     profile["memory_bytes"]["value"] = value
     file = tmp_path / "gpu.json"
@@ -135,20 +135,20 @@ def test_profile_of_a_gpu_with_a_number_that_is_none(value: float, tmp_path: Pat
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_number_of_a_deepspeed_json_that_is_none(value: float):
+def test_non_finite_number_in_deepspeed_json_is_refused(value: float):
     with pytest.raises(TuneError, match="train_batch_size"):
         Fixed.of({"train_batch_size": value}, load_config(None), None)
 
 
 @pytest.mark.parametrize("host_bytes", [math.inf, math.nan, -1.0])
-def test_host_memory_that_no_machine_has(host_bytes: float):
+def test_tune_refuses_impossible_host_memory(host_bytes: float):
     machine = Machine(hardware=Hardware.named("h100"), gpus=1)
     with pytest.raises(TuneError, match="host memory"):
         tuning.tune({}, Shape.read(ROOT / "configs/models/tiny.yaml"), machine, host_bytes)
 
 
 @pytest.mark.parametrize("host_bytes", [math.nan, -1.0])
-def test_host_memory_that_no_estimate_is_for(host_bytes: float):
+def test_estimate_refuses_impossible_host_memory(host_bytes: float):
     with pytest.raises(EstimateError, match="host memory"):
         memplug.estimate(nn.Identity, tuple, {"enabled": True}, modes=["keep"], host_bytes=host_bytes)
 
@@ -161,7 +161,7 @@ def test_host_memory_that_no_estimate_is_for(host_bytes: float):
         "rms_norm_eps: [1]",
     ],
 )
-def test_shape_that_transformers_makes_no_model_of(field: str, tmp_path: Path):
+def test_shape_that_transformers_rejects_is_refused(field: str, tmp_path: Path):
     tiny = (ROOT / "configs/models/tiny.yaml").read_text().splitlines()
     kept = [line for line in tiny if line.split(":")[0] != field.split(":")[0]]
     file = tmp_path / "model.yaml"
@@ -171,24 +171,24 @@ def test_shape_that_transformers_makes_no_model_of(field: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("budget", ["host_budget_gib", "device_budget_gib"])
-def test_budgets_may_be_as_large_as_any_number(budget: str):
+def test_huge_budgets_are_accepted(budget: str):
     train({budget: 1e300})
 
 
-def test_plan_folder_that_cannot_be_looked_into(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_unreadable_plan_folder_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING, "memplug"):
         train({"plan_dir": str(tmp_path / TOO_LONG)})
     assert "plan" in caplog.text
 
 
-def test_timeline_folder_that_cannot_be_looked_into(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_unreadable_timeline_folder_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING, "memplug"):
         train({"report": {"timeline": str(tmp_path / TOO_LONG)}})
     assert "was not saved" in caplog.text
 
 
 @pytest.mark.parametrize("take", ["resize", "data"])
-def test_memory_that_is_taken_before_backward(take: str):
+def test_weight_memory_freed_before_backward_raises(take: str):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2)))
     with memplug.attach(model, {**BLOCK, "tokenwise": {**BLOCK["tokenwise"], "alpha": 0.0}}):
         loss, weight = model(torch.ones(4, 16)).sum(), model[1][0].weight
@@ -201,7 +201,7 @@ def test_memory_that_is_taken_before_backward(take: str):
     assert "until its backward is over" in raised.value.advice
 
 
-def test_arena_says_who_has_the_allocator(monkeypatch: pytest.MonkeyPatch):
+def test_arena_error_quotes_the_owner_of_the_allocator(monkeypatch: pytest.MonkeyPatch):
     arena = Arena("cpu")
 
     def refuse(on: bool) -> None:

@@ -42,7 +42,7 @@ def restored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     memplug.uninstall()
 
 
-def test_the_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
+def test_script_runs_as_under_python(tmp_path: Path) -> None:
     folder = tmp_path / "scripts"
     folder.mkdir()
     (folder / "train.py").write_text(PROBE)
@@ -54,7 +54,7 @@ def test_the_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
     assert path == str(folder.resolve())
 
 
-def test_arguments_come_from_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_default_to_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("train.py").write_text(PROBE)
     monkeypatch.setattr(sys, "argv", ["run.py", "train.py", "x"])
     run.main()
@@ -64,7 +64,7 @@ def test_arguments_come_from_the_command_line(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("arguments", "problem"), [([], "no script"), (["--local_rank=0"], "no script"), (["a.py"], "a.py")]
 )
-def test_a_missing_script_is_an_error_with_advice(arguments: list[str], problem: str) -> None:
+def test_missing_script_is_an_error_with_advice(arguments: list[str], problem: str) -> None:
     import deepspeed
 
     original = deepspeed.initialize
@@ -74,7 +74,7 @@ def test_a_missing_script_is_an_error_with_advice(arguments: list[str], problem:
     assert deepspeed.initialize is original
 
 
-def test_the_error_of_a_script_reaches_the_launcher() -> None:
+def test_exit_status_of_the_script_reaches_the_launcher() -> None:
     Path("train.py").write_text("raise SystemExit(7)")
     with pytest.raises(SystemExit) as exit_:
         run.main(["train.py"])
@@ -95,7 +95,7 @@ def trained(tmp_path: Path, name: str, config: dict, by_memplug: bool) -> list:
 
 
 @pytest.mark.parametrize("off", [None, {"enabled": False}], ids=["absent", "disabled"])
-def test_off_is_bit_identical_and_leaves_deepspeed_as_it_was(tmp_path: Path, off: dict | None) -> None:
+def test_disabled_run_is_bit_identical_and_restores_deepspeed(tmp_path: Path, off: dict | None) -> None:
     with process_group(tmp_path):
         import deepspeed
 
@@ -109,7 +109,7 @@ def test_off_is_bit_identical_and_leaves_deepspeed_as_it_was(tmp_path: Path, off
         assert os.environ["LOCAL_RANK"] == "0"
 
 
-def test_on_trains_to_the_same_weights_with_every_layer_attached(tmp_path: Path) -> None:
+def test_enabled_run_attaches_every_layer_and_trains_to_the_same_weights(tmp_path: Path) -> None:
     with process_group(tmp_path):
         losses, weights, _ = trained(tmp_path, "plain", ds_config(1), by_memplug=False)
         measured = trained(tmp_path, "on", ds_config(1, block(alpha=1)), by_memplug=True)

@@ -1,4 +1,4 @@
-"""`memplug.run` around a script of Megatron-LM: its model is attached, and its steps are marked.
+"""`memplug.run` around a script of Megatron-LM: its model is attached, and its steps are counted.
 
 Megatron-LM's `megatron.training` is not on PyPI: the tests have their own version of the two functions, with the same
 signatures.
@@ -84,7 +84,7 @@ def result() -> tuple[list[float], list[str]]:
 
 
 @pytest.mark.parametrize("option", [["--memplug-config", "ds.json"], ["--memplug-config=ds.json"]])
-def test_the_option_is_taken_out_and_the_model_trains_as_it_would(repository, option, caplog):
+def test_option_is_removed_and_training_is_unchanged(repository, option, caplog):
     run.main(["pretrain_gpt.py", "--lr", "1", "--memplug-config=off.json"])
     losses, arguments = result()
     assert arguments == ["--lr", "1"] and not hasattr(sys.modules[megatron_training.MODULE].train_step, "__wrapped__")
@@ -95,7 +95,7 @@ def test_the_option_is_taken_out_and_the_model_trains_as_it_would(repository, op
     assert hasattr(sys.modules[megatron_training.MODULE].train_step, "__memplug_original__")
 
 
-def test_every_step_is_marked(repository, monkeypatch):
+def test_every_step_is_counted(repository, monkeypatch):
     import memplug
 
     sessions = []
@@ -111,20 +111,20 @@ def test_every_step_is_marked(repository, monkeypatch):
     assert sessions[0].report().tokenwise.offloaded_bytes > 0
 
 
-def test_an_option_without_a_file_is_an_error(repository):
+def test_option_without_file_is_an_error(repository):
     for arguments in (["pretrain_gpt.py", "--memplug-config"], ["pretrain_gpt.py", "--memplug-config="]):
         with pytest.raises(ConfigError, match="names no file"):
             run.main(arguments)
 
 
-def test_without_megatron_lm_the_error_says_where_it_is_expected(repository):
+def test_missing_megatron_lm_error_names_pythonpath(repository):
     (repository / "megatron" / "training" / "training.py").unlink()
     with pytest.raises(PatchError, match=r"megatron\.training\.training") as caught:
         run.main(["pretrain_gpt.py", "--memplug-config", "ds.json"])
     assert "PYTHONPATH" in caught.value.advice
 
 
-def test_a_training_loop_without_the_function_is_named(repository):
+def test_missing_train_step_function_is_named(repository):
     file = repository / "megatron" / "training" / "training.py"
     file.write_text(file.read_text().replace("def train_step", "def another_step"))
     with pytest.raises(PatchError, match="train_step"):

@@ -21,28 +21,28 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def test_every_collective_has_the_numbers_of_gloo_under_every_schedule(ranks: list[dict[str, Any]]) -> None:
+def test_every_collective_equals_gloo_under_every_schedule(ranks: list[dict[str, Any]]) -> None:
     assert [rank["differ"] for rank in ranks] == [[], []]
 
 
-def test_what_is_waited_for_is_ordered(ranks: list[dict[str, Any]]) -> None:
+def test_collectives_with_wait_are_ordered(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert len(rank["violations"]) == 5 and set(rank["violations"].values()) == {0}
 
 
-def test_a_result_that_is_read_without_wait_is_a_race(ranks: list[dict[str, Any]]) -> None:
+def test_result_read_without_wait_is_a_race(ranks: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(ranks):
         none = [name for name, races in rank["not waited"].items() if races == 0]
         assert none == [name for name in rank["not waited"] if "broadcast" in name and number == 1], (
-            "the sender already has it"
+            "the sender already has the result"
         )
-    nobody = [name for name in ranks[0]["not waited"] if all(rank["not waited"][name] is None for rank in ranks)]
-    assert nobody == [], "some rank gets a result of each"
+    unchecked = [name for name in ranks[0]["not waited"] if all(rank["not waited"][name] is None for rank in ranks)]
+    assert unchecked == [], "some rank gets a result of every collective"
 
 
-def test_what_is_dropped_without_a_wait_keeps_its_memory_until_it_is_done(ranks: list[dict[str, Any]]) -> None:
+def test_tensors_dropped_without_wait_keep_their_memory_until_done(ranks: list[dict[str, Any]]) -> None:
     assert [name for rank in ranks for name, races in rank["dropped"].items() if races] == []
 
 
-def test_a_barrier_ends_when_the_device_is_done(ranks: list[dict[str, Any]]) -> None:
+def test_barrier_returns_when_the_device_is_done(ranks: list[dict[str, Any]]) -> None:
     assert [rank["pending after a barrier"] for rank in ranks] == [0, 0]

@@ -72,7 +72,7 @@ def train(settings: dict | None) -> tuple[list[float], dict]:
             session.detach()
 
 
-def test_a_run_begins_with_the_estimated_plan_and_fits_where_it_does_not_without(plan_dir: Path, limited: None) -> None:
+def test_run_starts_with_the_estimated_plan_and_fits_only_with_it(plan_dir: Path, limited: None) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         train(block(BUDGET_GIB, False))
     gc.collect()

@@ -74,7 +74,7 @@ def estimate(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_ranks_begin_with_the_estimated_plan_and_so_does_the_run_after_them(
+def test_ranks_start_with_the_estimated_plan_in_both_runs(
     stage: int, tmp_path: Path, launch: Callable[..., str]
 ) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(ds_config(stage, tmp_path / "plans")))

@@ -131,7 +131,7 @@ class InFunction(Waiting):
 
 
 class OfView(Waiting):
-    """The same with a view of its input."""
+    """Reads a view of its input only in an autograd function, which waits by itself."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = WaitsItself.apply(x.view(-1, 32), self.side)
@@ -159,7 +159,7 @@ class Filled(torch.autograd.Function):
 
 
 class InUnit(Waiting):
-    """The same with a function whose kernels no operator shows."""
+    """Reads its input only in a function that waits by itself and whose kernels no operator shows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = Filled.apply(x, self.side)
@@ -250,7 +250,7 @@ CASES = {
 
 @pytest.mark.parametrize("schedule", ORDERS, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_the_models_are_ordered_without_memplug(case: str, schedule: Schedule) -> None:
+def test_models_are_ordered_without_memplug(case: str, schedule: Schedule) -> None:
     make, _ = CASES[case]
     before = device.violations()
     expected, _ = train(make, {"enabled": False}, STEPS)
@@ -263,7 +263,7 @@ def test_the_models_are_ordered_without_memplug(case: str, schedule: Schedule) -
 @pytest.mark.parametrize("schedule", ORDERS, ids=str)
 @pytest.mark.parametrize("alpha", [0, 1])
 @pytest.mark.parametrize("case", CASES)
-def test_every_access_is_ordered_and_values_hold(case: str, alpha: float, schedule: Schedule) -> None:
+def test_every_access_is_ordered_and_values_are_unchanged(case: str, alpha: float, schedule: Schedule) -> None:
     make, regions = CASES[case]
     expected, _ = train(make, {"enabled": False}, STEPS)
     tokenwise = {"alpha": alpha, "regions": regions, "min_offload_bytes": 256}

@@ -1,4 +1,4 @@
-"""Each wait of the arena's streams, left out of a copy of the core, is noticed.
+"""A wait of the arena's streams that is left out of a copy of the core is detected.
 
 Waits of the executor are left out in tests/tokenwise/engine/test_races.py. The recorder has none: it records what the
 host does.
@@ -77,13 +77,13 @@ def run(folder: Path, *ways: str) -> int:
     return int(found[1])
 
 
-def test_nothing_is_unordered_with_all_of_them() -> None:
+def test_every_access_is_ordered_with_all_waits() -> None:
     assert run(ROOT, *{ways for _, _, ways in WAITS.values()}) == 0
 
 
 @pytest.mark.long  # each builds the core
 @pytest.mark.parametrize("wait", WAITS)
-def test_a_wait_of_the_arena_that_is_left_out_is_noticed(wait: str, tmp_path: Path) -> None:
+def test_missing_wait_of_the_arena_is_detected(wait: str, tmp_path: Path) -> None:
     name, text, ways = WAITS[wait]
     shutil.copytree(ROOT / "memplug", tmp_path / "memplug", ignore=shutil.ignore_patterns("__pycache__"))
     (source,) = (tmp_path / "memplug").rglob(name)

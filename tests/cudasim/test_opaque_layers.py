@@ -40,7 +40,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("alpha", EXACT)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_losses_gradients_and_scales_are_those_without_memplug_to_the_bit_under_every_schedule(
+def test_numbers_equal_those_without_memplug_under_every_schedule(
     program: str, alpha: str, results: dict[str, Any]
 ) -> None:
     plain, found = results[f"{program} none"], results[f"{program} {alpha}"]
@@ -49,19 +49,19 @@ def test_losses_gradients_and_scales_are_those_without_memplug_to_the_bit_under_
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_no_access_of_a_unit_is_out_of_order(program: str, results: dict[str, Any]) -> None:
+def test_every_access_of_a_unit_is_ordered(program: str, results: dict[str, Any]) -> None:
     for alpha in ("none", *EXACT):
         assert results[f"{program} {alpha}"]["violations"] == 0, alpha
 
 
 @pytest.mark.parametrize("wait", MISSING)
-def test_a_wait_that_is_left_out_is_noticed(wait: str, results: dict[str, Any]) -> None:
+def test_missing_wait_is_detected(wait: str, results: dict[str, Any]) -> None:
     assert results[wait]["violations"] > 0
 
 
 @pytest.mark.parametrize("alpha", EXACT)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_no_region_is_opaque_and_attention_runs_once_in_a_step(
+def test_no_region_is_opaque_and_attention_runs_once_per_step(
     program: str, alpha: str, results: dict[str, Any]
 ) -> None:
     plain, found = results[f"{program} none"]["functions"], results[f"{program} {alpha}"]
@@ -71,6 +71,6 @@ def test_no_region_is_opaque_and_attention_runs_once_in_a_step(
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_what_units_saved_is_on_the_host_between_forward_and_backward(program: str, results: dict[str, Any]) -> None:
+def test_tensors_saved_by_units_are_offloaded(program: str, results: dict[str, Any]) -> None:
     assert results[f"{program} 1"]["report"]["offloaded_bytes"] > 0
     assert results[f"{program} 1"]["functions"] == results[f"{program} none"]["functions"]

@@ -38,7 +38,7 @@ def test_only_the_ranks_of_the_group_attach(by: str, tmp_path: Path, launch: Cal
     assert one["with"]["stopped"] is None and one["warnings"] == other["warnings"] == []
 
 
-def test_ranks_that_end_more_steps_go_on_with_what_was_decided(tmp_path: Path, launch: Callable[..., str]) -> None:
+def test_ranks_with_more_steps_keep_the_agreed_decisions(tmp_path: Path, launch: Callable[..., str]) -> None:
     ranks = run(tmp_path, 2, launch, kind="uneven", backend="nccl", limit_s=LIMIT_S)
     for rank in ranks:
         assert_equal(rank)

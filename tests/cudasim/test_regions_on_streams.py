@@ -74,7 +74,7 @@ def train(
 
 @pytest.mark.parametrize("schedule", ORDERS, ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_the_layers_are_ordered_without_memplug(layer: type[nn.Module], schedule: Schedule) -> None:
+def test_layers_are_ordered_without_memplug(layer: type[nn.Module], schedule: Schedule) -> None:
     before = device.violations()
     expected, _ = train(layer, {"enabled": False})
     with scheduled(schedule):
@@ -87,7 +87,7 @@ def test_the_layers_are_ordered_without_memplug(layer: type[nn.Module], schedule
 @pytest.mark.parametrize("arena", ARENA)
 @pytest.mark.parametrize("alpha", [0, 1])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_every_access_is_ordered_and_values_hold(
+def test_every_access_is_ordered_and_values_are_unchanged(
     layer: type[nn.Module], alpha: float, arena: str, schedule: Schedule
 ) -> None:
     expected, _ = train(layer, {"enabled": False})
@@ -100,7 +100,7 @@ def test_every_access_is_ordered_and_values_hold(
 
 
 @pytest.mark.unordered
-def test_a_missing_wait_for_the_stream_that_restored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wait_for_the_restoring_stream_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out one wait; tests/tokenwise/engine/test_races.py leaves out the others."""
     monkeypatch.setattr(CudaDevice, "streams", leaving_out_of(CudaDevice, Wait.USE_FOR_COMPUTE))
     before = device.violations()

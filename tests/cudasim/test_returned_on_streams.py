@@ -42,7 +42,7 @@ def ordered(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def swapper() -> Iterator[Any]:
-    """Yield an active swapper that sees all operators, for an empty list: tests say what leaves and returns."""
+    """Yield an active swapper that sees all operators, for an empty list: tests choose the transfers."""
     core, own = native.load(), device_of(torch.device("cuda"))
     pool = HostPool(own, SLAB_BYTES, core)
     pool.reserve(SLAB_BYTES)
@@ -64,7 +64,7 @@ def away(swapper: Any, tensor: torch.Tensor, key: int) -> None:
     swapper.release(key)
 
 
-def test_the_other_stream_waits_for_what_returned_for_the_first(swapper: Any) -> None:
+def test_other_stream_waits_for_storages_restored_on_the_first(swapper: Any) -> None:
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     weights, found = [sample(seed) for seed in range(4)], []
     with torch.cuda.stream(side):
@@ -86,7 +86,7 @@ def test_the_other_stream_waits_for_what_returned_for_the_first(swapper: Any) ->
         assert torch.equal(one, expected * 2) and torch.equal(other, expected * 3)
 
 
-def test_the_first_stream_waits_for_what_returned_for_the_other(swapper: Any) -> None:
+def test_first_stream_waits_for_storages_restored_on_the_other(swapper: Any) -> None:
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     weight, found = sample(0), []
     for _ in range(3):
@@ -100,7 +100,7 @@ def test_the_first_stream_waits_for_what_returned_for_the_other(swapper: Any) ->
         assert torch.equal(one, sample(0) * 2) and torch.equal(other, sample(0) * 3)
 
 
-def test_the_new_memory_is_reused_after_the_other_stream(swapper: Any) -> None:
+def test_new_memory_is_reused_only_after_the_other_stream(swapper: Any) -> None:
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     for seed in range(4):
         tensor = sample(seed)
@@ -116,7 +116,7 @@ def test_the_new_memory_is_reused_after_the_other_stream(swapper: Any) -> None:
         assert torch.equal(found, sample(seed).sin().cos())
 
 
-def test_the_former_memory_is_reused_after_the_other_stream(swapper: Any) -> None:
+def test_former_memory_is_reused_only_after_the_other_stream(swapper: Any) -> None:
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     weight = sample(0)
     for _ in range(4):
@@ -130,7 +130,7 @@ def test_the_former_memory_is_reused_after_the_other_stream(swapper: Any) -> Non
         swapper.restore(1)
 
 
-def test_between_two_steps_the_other_stream_finds_what_returned(swapper: Any) -> None:
+def test_other_stream_reads_restored_storages_between_steps(swapper: Any) -> None:
     core, side = native.load(), torch.cuda.Stream()
     weight = sample(0)
     side.wait_stream(torch.cuda.current_stream())
@@ -190,7 +190,7 @@ def train(swaps: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
     return [value.cpu() for value in [*losses, *model.parameters()]], report
 
 
-def test_a_training_on_two_streams_swaps_to_the_bit() -> None:
+def test_training_on_two_streams_swaps_bit_identically() -> None:
     expected, _ = train(swaps=False)
     found, report = train(swaps=True)
     assert all(map(torch.equal, found, expected))

@@ -1,4 +1,4 @@
-"""Many random schedules of the arena, of a planning session, and of ZeRO 3: nothing changes, nothing is unordered."""
+"""Many random schedules of the arena, a planning session and ZeRO 3: results are unchanged, every access is ordered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEEDS, AT_ONCE = 50, 10
 
 @pytest.mark.parametrize("first", range(100, 100 + SEEDS, AT_ONCE))
 @pytest.mark.parametrize("name", ["arena alone", "auto"])
-def test_training_is_that_without_memplug_under_random_schedules(name: str, first: int) -> None:
+def test_training_equals_that_without_memplug_under_random_schedules(name: str, first: int) -> None:
     expected = reference(name)
     for seed in range(first, first + AT_ONCE):
         with scheduled(Schedule("random", seed)):
@@ -32,7 +32,7 @@ def test_training_is_that_without_memplug_under_random_schedules(name: str, firs
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("processes", [1, 2])
-def test_zero_3_is_that_without_memplug_under_a_random_schedule_in_each_step(processes: int, tmp_path: Path) -> None:
+def test_zero_3_equals_that_without_memplug_under_random_schedules(processes: int, tmp_path: Path) -> None:
     schedules = [("random", seed) for seed in range(100, 100 + SEEDS)]
     every = {name: case(3, memplug, processes, schedules) for name, memplug in BLOCKS.items()}
     with ranks_on_cuda("deepspeed") as launch:

@@ -39,7 +39,7 @@ def train(where: str, dtype: torch.dtype = torch.float32) -> list[float]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tiny_llama_trains_as_on_the_cpu_whatever_the_schedule(dtype: torch.dtype) -> None:
+def test_tiny_llama_trains_as_on_the_cpu_under_every_schedule(dtype: torch.dtype) -> None:
     runs = []
     for schedule in ORDERS:
         with scheduled(schedule):
@@ -50,7 +50,7 @@ def test_a_tiny_llama_trains_as_on_the_cpu_whatever_the_schedule(dtype: torch.dt
 
 @pytest.mark.unordered
 @pytest.mark.parametrize("schedule", ORDERS, ids=str)
-def test_a_missing_wait_is_found_by_the_detector_under_every_schedule(schedule: Schedule) -> None:
+def test_detector_finds_missing_wait_under_every_schedule(schedule: Schedule) -> None:
     side = torch.cuda.Stream()
     with scheduled(schedule):
         before = device.violations()
@@ -69,7 +69,7 @@ def test_a_missing_wait_is_found_by_the_detector_under_every_schedule(schedule: 
 
 
 @pytest.mark.unordered
-def test_a_missing_wait_gives_wrong_numbers_under_the_schedule_that_it_loses() -> None:
+def test_missing_wait_gives_wrong_numbers_under_copyfirst() -> None:
     results = {}
     for schedule in (Schedule("eager"), Schedule("copyfirst")):
         side = torch.cuda.Stream()
@@ -83,7 +83,7 @@ def test_a_missing_wait_gives_wrong_numbers_under_the_schedule_that_it_loses() -
     assert results["copyfirst"].unique().tolist() != [6.0], "it reads memory that has not been written"
 
 
-def test_memory_ends_at_the_capacity_and_what_is_freed_can_be_had_again() -> None:
+def test_memory_is_limited_to_capacity_and_reusable_after_free() -> None:
     torch.cuda.empty_cache()
     with device.memory_of(device.memory_used_bytes() + 64 * MIB):
         kept = torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")
@@ -94,7 +94,7 @@ def test_memory_ends_at_the_capacity_and_what_is_freed_can_be_had_again() -> Non
     torch.cuda.empty_cache()
 
 
-def test_registration_is_refused_beyond_what_can_be_pinned_and_for_what_is_registered() -> None:
+def test_registration_is_refused_beyond_the_limit_and_if_repeated() -> None:
     host, cudart, before = torch.zeros(MIB, dtype=torch.uint8), torch.cuda.cudart(), device.registered()
     with device.pinned_memory_of(0):
         assert int(cudart.cudaHostRegister(host.data_ptr(), MIB, 0)) == 2, "out of memory"
@@ -106,7 +106,7 @@ def test_registration_is_refused_beyond_what_can_be_pinned_and_for_what_is_regis
     assert torch.zeros(1, device="cuda").item() == 0
 
 
-def test_copies_to_pageable_memory_wait_and_those_to_pinned_memory_do_not() -> None:
+def test_copies_to_pageable_memory_block_and_to_pinned_memory_do_not() -> None:
     with scheduled(Schedule("lazy")):
         source = torch.full((1000,), 5.0, device="cuda")
         pinned, pageable = torch.zeros(1000, pin_memory=True), torch.zeros(1000)
@@ -128,12 +128,12 @@ runtime.cudaLaunchKernel(ctypes.c_void_p(64), *[ctypes.c_ulonglong(0)] * 6)
 """
 
 
-def test_a_kernel_that_is_not_simulated_ends_the_process_with_its_name() -> None:
+def test_unsimulated_kernel_aborts_with_its_name() -> None:
     done = subprocess.run([sys.executable, "-c", LAUNCH], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == -6 and "not simulated was launched: planted_kernel" in done.stderr, done.stderr[-2000:]
 
 
-def test_statistics_are_torchs_own() -> None:
+def test_memory_statistics_match_torch() -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -143,7 +143,7 @@ def test_statistics_are_torchs_own() -> None:
     assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() == before + 3 * MIB
 
 
-def test_events_tell_the_time_of_copies_over_the_link() -> None:
+def test_events_measure_copies_at_link_speed() -> None:
     source, target = torch.zeros(64 * MIB, dtype=torch.uint8, pin_memory=True), None
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     target = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
@@ -155,7 +155,7 @@ def test_events_tell_the_time_of_copies_over_the_link() -> None:
     assert 0.8 * expected_ms < begin.elapsed_time(end) < 4 * expected_ms, "25 GB/s, or as fast as the host copies"
 
 
-def test_random_numbers_follow_the_generators_state_and_dropout_is_that_of_its_backward() -> None:
+def test_random_numbers_follow_generator_state_and_dropout_mask_is_kept() -> None:
     x = torch.ones(10_000, device="cuda", requires_grad=True)
     state = torch.cuda.get_rng_state()
     first = torch.nn.functional.dropout(x, 0.3)
@@ -167,7 +167,7 @@ def test_random_numbers_follow_the_generators_state_and_dropout_is_that_of_its_b
     assert torch.equal(torch.nn.functional.dropout(x, 0.3), first)
 
 
-def test_a_captured_graph_replays_and_a_stream_that_does_not_join_again_is_refused() -> None:
+def test_captured_graph_replays_and_unjoined_stream_is_refused() -> None:
     x, side = torch.zeros(100, device="cuda"), torch.cuda.Stream()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -189,7 +189,7 @@ def test_a_captured_graph_replays_and_a_stream_that_does_not_join_again_is_refus
     torch.cuda.synchronize()
 
 
-def test_a_host_function_runs_in_its_place_of_the_stream() -> None:
+def test_host_function_runs_in_stream_order() -> None:
     seen: list[float] = []
     host = torch.zeros(1, pin_memory=True)
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: None)
@@ -203,7 +203,7 @@ def test_a_host_function_runs_in_its_place_of_the_stream() -> None:
     assert seen == [0.0] and host.item() == 4.0
 
 
-def test_a_child_of_a_fork_has_a_device_of_its_own_as_long_as_the_parent_had_none() -> None:
+def test_forked_child_has_its_own_device_if_parent_had_none() -> None:
     script = (
         "import os, torch\n"
         "child = os.fork()\n"

@@ -62,9 +62,7 @@ def on_two_streams(alpha: float | str | None) -> torch.Tensor:
 
 @pytest.mark.parametrize("schedule", ORDERS, ids=str)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, "auto"])
-def test_forwards_in_flight_on_two_streams_have_the_gradients_without_memplug(
-    alpha: float | str, schedule: Schedule
-) -> None:
+def test_forwards_in_flight_on_two_streams_have_right_gradients(alpha: float | str, schedule: Schedule) -> None:
     expected = on_two_streams(None)
     with scheduled(schedule):
         found = on_two_streams(alpha)
@@ -97,7 +95,7 @@ def test_rounding_buffers_are_ordered_after_the_stream_that_ends_the_step(alpha:
 
 
 @pytest.mark.parametrize("parts", [ALONE, {}], ids=["alone", "with recorder and arena"])
-def test_a_session_that_is_dropped_gives_all_that_it_held_back_once_its_copies_are_done(parts: dict) -> None:
+def test_dropped_session_frees_everything_once_its_copies_are_done(parts: dict) -> None:
     gc.collect()
     before = device.registered()
     with scheduled(Schedule("lazy")):
@@ -138,7 +136,7 @@ print("done")
 """
 
 
-def test_memory_of_an_abandoned_graph_is_unmapped_once_its_copies_out_have_read_it() -> None:
+def test_memory_of_abandoned_graph_is_unmapped_after_its_offloads() -> None:
     environment = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDASIM_POLICY": "computefirst"}
     done = subprocess.run(
         [sys.executable, "-c", UNMAP], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120
@@ -146,7 +144,7 @@ def test_memory_of_an_abandoned_graph_is_unmapped_once_its_copies_out_have_read_
     assert done.returncode == 0 and "done" in done.stdout, done.stderr[-2000:]
 
 
-def test_a_region_that_is_captured_into_a_graph_runs_as_it_is_and_that_is_said_once(
+def test_region_captured_into_cuda_graph_runs_unmodified_and_logs_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     network, reference = model(), model()
@@ -171,7 +169,7 @@ def test_a_region_that_is_captured_into_a_graph_runs_as_it_is_and_that_is_said_o
     assert caplog.records and all(record.levelno >= logging.INFO for record in caplog.records)
 
 
-def test_what_the_link_is_measured_with_leaves_the_peak_of_memory_as_it_is() -> None:
+def test_link_measurement_does_not_raise_the_memory_peak() -> None:
     from memplug.device import hardware
 
     hardware.link_rates.cache_clear()

@@ -1,4 +1,4 @@
-"""Each wait of the swap list's copies, left out, is noticed.
+"""A wait of the swap list's copies that is left out is detected.
 
 Waits of regions are left out in tests/tokenwise/engine/test_races.py.
 """
@@ -26,12 +26,12 @@ def unordered(missing: Wait | None) -> int:
     before = device.violations()
     for schedule in SCHEDULES:
         with scheduled(schedule):
-            there_and_back(missing)
+            offload_and_restore(missing)
             torch.cuda.synchronize()
     return device.violations() - before
 
 
-def there_and_back(missing: Wait | None) -> None:
+def offload_and_restore(missing: Wait | None) -> None:
     """Offload and return storages around operators that write to them and to their former memory."""
     core, own = native.load(), device_of(torch.device("cuda"))
     pool = HostPool(own, SLAB_BYTES, core)
@@ -59,11 +59,11 @@ def there_and_back(missing: Wait | None) -> None:
     pool.close()
 
 
-def test_storages_leave_and_return_in_order() -> None:
+def test_storage_transfers_are_ordered() -> None:
     assert unordered(missing=None) == 0
 
 
 @pytest.mark.unordered
 @pytest.mark.parametrize("missing", WAITS, ids=lambda wait: wait.name.lower())
-def test_a_wait_of_a_storage_that_is_left_out_is_noticed(missing: Wait) -> None:
+def test_missing_wait_of_a_storage_is_detected(missing: Wait) -> None:
     assert unordered(missing) > 0

@@ -25,7 +25,7 @@ def selected(name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "schedule"), [case for name in CASES for case in selected(name)])
-def test_losses_and_gradients_are_those_without_memplug(name: str, schedule: Schedule) -> None:
+def test_losses_and_gradients_equal_those_without_memplug(name: str, schedule: Schedule) -> None:
     expected = reference(name)
     with scheduled(schedule):
         found = train(CASES[name])

@@ -15,7 +15,7 @@ from tests.support.beside_plain import ROWS, Training
 
 pytestmark = pytest.mark.gpu
 
-STEPS = 24  # one step in eight is watched; this has more than one of them
+STEPS = 24  # one step in eight is observed: several of these are
 CHECKED = 1  # the step whose times a number for alpha is checked against
 BEGINS: dict[str, list[str]] = {"alpha 0.5": [], "alpha 1, arena": ["serving"], "auto": ["stable", "serving"]}
 CASES = {"alpha 0.5": block(0.5, **ALONE), "alpha 1, arena": block(1.0), "auto": block()}
@@ -44,7 +44,7 @@ def waits(used: dict[str, Any] | None) -> tuple[list[int], list[str]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_host_waits_where_alpha_is_checked_a_plan_is_made_or_the_arena_begins_and_in_no_other_step(
+def test_host_waits_only_for_alpha_check_planning_and_arena_start(
     case: str,
 ) -> None:
     with scheduled(Schedule("lazy")):
@@ -57,7 +57,7 @@ def test_the_host_waits_where_alpha_is_checked_a_plan_is_made_or_the_arena_begin
     assert states[-1].startswith("stable") and max(added, default=0) < STEPS - 9
 
 
-def test_the_host_waits_in_no_step_under_a_swap_list_that_has_settled() -> None:
+def test_host_never_waits_under_a_settled_swap_list() -> None:
     with torch.device("cuda"), scheduled(Schedule("lazy")):
         training = Training()
         x = training.inputs()

@@ -1,4 +1,4 @@
-"""Measured rates and capacities: plausible, in bounds, and without traces in the run that asked for them."""
+"""Measured rates and capacities: plausible, in bounds, and without side effects on the run."""
 
 import dataclasses
 import os
@@ -32,18 +32,18 @@ def machine(tmp_path):
     return group
 
 
-def test_without_control_groups_the_host_has_what_the_kernel_says(machine):
+def test_host_memory_without_cgroups_is_the_kernels_figure(machine):
     assert host_available_bytes(machine.root) == 1000 * MIB
 
 
 @pytest.mark.parametrize("v1", [False, True])
-def test_a_lower_limit_of_the_control_group_caps_it_and_droppable_cache_counts_as_free(machine, v1):
+def test_cgroup_limit_caps_host_memory_and_droppable_cache_is_free(machine, v1):
     machine.write("proc/self/cgroup", "3:cpu,cpuacct:/x\n4:memory:/job" if v1 else "0::/job")
     machine("job", 500 * MIB, usage=300 * MIB, cache=50 * MIB, v1=v1)
     assert host_available_bytes(machine.root) == 250 * MIB
 
 
-def test_the_tightest_group_on_the_way_up_decides(machine):
+def test_tightest_parent_cgroup_decides(machine):
     machine.write("proc/self/cgroup", "0::/slice/job")
     machine("slice/job", "max", usage=1 * MIB)
     machine("slice", 400 * MIB, usage=100 * MIB)
@@ -51,25 +51,25 @@ def test_the_tightest_group_on_the_way_up_decides(machine):
     assert host_available_bytes(machine.root) == 300 * MIB
 
 
-def test_a_group_with_more_room_than_the_machine_changes_nothing(machine):
+def test_cgroup_larger_than_the_machine_changes_nothing(machine):
     machine.write("proc/self/cgroup", "0::/job")
     machine("job", 5000 * MIB, usage=100 * MIB)
     assert host_available_bytes(machine.root) == 1000 * MIB
 
 
-def test_in_a_container_the_group_is_mounted_at_the_base(machine):
+def test_cgroup_of_a_container_is_read_at_the_base(machine):
     machine.write("proc/self/cgroup", "4:memory:/docker/0123")
     machine("", 200 * MIB, usage=50 * MIB, v1=True)
     assert host_available_bytes(machine.root) == 150 * MIB
 
 
-def test_a_group_over_its_limit_leaves_nothing_rather_than_less(machine):
+def test_cgroup_over_its_limit_leaves_zero_bytes(machine):
     machine.write("proc/self/cgroup", "0::/job")
     machine("job", 100 * MIB, usage=120 * MIB)
     assert host_available_bytes(machine.root) == 0
 
 
-def test_measuring_the_cpu_is_plausible_frozen_and_leaves_the_random_state_alone():
+def test_cpu_measurement_is_plausible_frozen_and_keeps_the_random_state():
     state = torch.get_rng_state()
     hardware = measure("cpu")
     assert torch.equal(torch.get_rng_state(), state)
@@ -85,14 +85,14 @@ def test_measuring_the_cpu_is_plausible_frozen_and_leaves_the_random_state_alone
         hardware.d2h_bytes_per_s = 1.0
 
 
-def test_the_rate_does_not_depend_on_the_size_of_the_copy_by_more_than_the_caches():
+def test_link_rate_is_independent_of_copy_size_but_for_caches():
     # A rate that is not divided by the size, or is timed on a fixed piece, would differ by the ratio of the sizes: 32.
     small, large = measure_links("cpu", 4 * MIB), measure_links("cpu", 128 * MIB)
     for few, many in zip(small, large, strict=True):
         assert 1 / 16 < many / few < 16
 
 
-def test_a_device_that_cannot_be_measured_and_an_empty_copy_are_refused():
+def test_unmeasurable_device_and_empty_copy_are_refused():
     with pytest.raises(ValueError, match="meta"):
         measure("meta")
     with pytest.raises(ValueError, match="size_bytes"):
@@ -101,7 +101,7 @@ def test_a_device_that_cannot_be_measured_and_an_empty_copy_are_refused():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_measuring_a_gpu_gives_link_rates_and_keeps_no_host_memory():
+def test_gpu_measurement_is_plausible_and_keeps_no_host_memory():
     measure("cuda")
     before = resident_bytes()
     hardware = measure("cuda")

@@ -40,7 +40,7 @@ class Pins(Device):
 
 
 @pytest.mark.parametrize("nbytes", [1, 511, 512, 513, 4095, 4096, 4097, 100_000])
-def test_a_slot_has_the_bytes_asked_for(nbytes: int) -> None:
+def test_slot_has_the_requested_bytes(nbytes: int) -> None:
     pool = HostPool(Device(), 1 << 20, core())
     slot = pool.rows.take(nbytes)
     assert slot.nbytes == nbytes <= slot.size < nbytes + HOST_ROW_BYTES
@@ -48,7 +48,7 @@ def test_a_slot_has_the_bytes_asked_for(nbytes: int) -> None:
     assert slot.offset + slot.size <= pool.slabs[slot.slab].numel()
 
 
-def test_memory_given_back_is_used_again_before_the_pool_grows() -> None:
+def test_freed_memory_is_reused_before_the_pool_grows() -> None:
     pool = HostPool(Device(), 1 << 20, core())
     slots = [pool.rows.take(1024) for _ in range(4)]
     capacity = pool.capacity_bytes
@@ -59,7 +59,7 @@ def test_memory_given_back_is_used_again_before_the_pool_grows() -> None:
     assert pool.capacity_bytes == capacity
 
 
-def test_an_exhausted_budget_gives_none_and_holds_what_was_given() -> None:
+def test_exhausted_budget_gives_none_until_a_slot_is_freed() -> None:
     pool = HostPool(Device(), 3 * SLAB_BYTES, core())
     taken = []
     while (slot := pool.rows.take(1000)) is not None:
@@ -71,14 +71,14 @@ def test_an_exhausted_budget_gives_none_and_holds_what_was_given() -> None:
     assert pool.rows.take(1) is not None
 
 
-def test_a_budget_of_nothing_gives_nothing() -> None:
+def test_zero_budget_gives_no_slot() -> None:
     pool = HostPool(Device(), 0, core())
     assert pool.rows.take(1) is None
     pool.reserve(1000)
     assert pool.capacity_bytes == 0
 
 
-def test_reserved_memory_is_there_before_the_first_use() -> None:
+def test_reserved_memory_exists_before_first_use() -> None:
     pool = HostPool(Device(), 1 << 20, core())
     pool.reserve(50_000)
     assert (capacity := pool.capacity_bytes) >= 50_000
@@ -89,7 +89,7 @@ def test_reserved_memory_is_there_before_the_first_use() -> None:
     assert pool.capacity_bytes <= 1 << 20
 
 
-def test_beyond_a_plan_the_pool_grows_little() -> None:
+def test_pool_grows_little_beyond_a_plan() -> None:
     """A plan knows its needs, so the tensors on the swap list, which come on top, are few beside them."""
     planned, unplanned = (HostPool(Device(), 1 << 24, core()) for _ in range(2))
     planned.reserve(1 << 20)
@@ -110,7 +110,7 @@ def test_closing_unregisters_every_slab() -> None:
     assert not device.pinned and pool.capacity_bytes == 0
 
 
-def test_a_driver_that_refuses_is_said_once_and_memory_still_comes(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusing_driver_warns_once_and_pool_still_serves(caplog: pytest.LogCaptureFixture) -> None:
     pool = HostPool(Pins(accepts=False), 1 << 20, core())
     slots = [pool.rows.take(3000) for _ in range(20)]
     assert None not in slots and len(pool.slabs) > 1
@@ -123,7 +123,7 @@ ACTIONS = st.lists(st.one_of(st.integers(1, 6000), st.integers(-1000, -1)), max_
 
 @settings(max_examples=150, deadline=None)
 @given(ACTIONS, st.integers(0, 40_000))
-def test_slots_never_overlap_and_everything_merges_in_the_end(actions: list[int], budget_bytes: int) -> None:
+def test_slots_never_overlap_and_freed_memory_merges(actions: list[int], budget_bytes: int) -> None:
     pool = HostPool(Device(), budget_bytes, core())
     alive: list[Any] = []
     for action in actions:  # positive: take so many bytes; negative: give one back

@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.gpu
-def test_holes_are_free_bytes_beside_tensors_in_a_segment() -> None:
+def test_holes_are_free_bytes_in_segments_with_tensors() -> None:
     gc.collect()
     torch.cuda.empty_cache()
     memory = CudaDevice(0).memory
@@ -25,5 +25,5 @@ def test_holes_are_free_bytes_beside_tensors_in_a_segment() -> None:
     assert memory.holes_bytes - before == 16 * MIB
     large = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
     del large
-    assert memory.holes_bytes - before == 16 * MIB, "what is free as a whole can go back"
+    assert memory.holes_bytes - before == 16 * MIB, "a wholly free segment can be released"
     assert lasting.numel() == 4 * MIB

@@ -19,7 +19,7 @@ def zero_of(zero: Any, **fields: Any) -> Any:
 
 
 def meant(zero: Any) -> dict[str, Any]:
-    """Return what DeepSpeed makes of a section, under present names, without offloads to "none"."""
+    """Return DeepSpeed's reading of a section, under present names, without offloads to "none"."""
     read = get_zero_config({"zero_optimization": zero})
     former = {*FORMER_OFFLOADS, *RENAMED, *WITHOUT_EFFECT}
     found = {key: getattr(read, key) for key in FIELDS if key not in former}
@@ -28,7 +28,7 @@ def meant(zero: Any) -> dict[str, Any]:
     return found
 
 
-def test_the_list_has_every_name_that_deepspeed_calls_deprecated():
+def test_list_has_every_deprecated_name_of_deepspeed():
     deprecated = {
         key: field.json_schema_extra
         for key, field in FIELDS.items()
@@ -40,7 +40,7 @@ def test_the_list_has_every_name_that_deepspeed_calls_deprecated():
     assert all(deprecated[key]["set_new_param"] is False for key in WITHOUT_EFFECT)
 
 
-def test_the_list_has_every_name_that_may_be_short():
+def test_list_has_every_short_name():
     assert {key: field.alias for key, field in FIELDS.items() if field.alias} == SHORT
 
 
@@ -63,7 +63,7 @@ def test_the_list_has_every_name_that_may_be_short():
     ],
     ids=str,
 )
-def test_deepspeed_makes_the_same_of_present_names(zero):
+def test_deepspeed_reads_present_names_like_former_ones(zero):
     found = zero_of(zero)
     assert meant(zero) == meant(found)
     assert not set(found) & {*FORMER_OFFLOADS, *RENAMED, *WITHOUT_EFFECT, *SHORT}
@@ -84,27 +84,27 @@ def test_deepspeed_makes_the_same_of_present_names(zero):
     ],
     ids=str,
 )
-def test_what_deepspeed_refuses_is_a_config_error(zero):
+def test_section_refused_by_deepspeed_is_a_config_error(zero):
     with pytest.raises((AssertionError, ValueError, TypeError)):
         get_zero_config({"zero_optimization": zero})
     with pytest.raises(ConfigError, match="zero_optimization"):
         zero_of(zero)
 
 
-def test_a_setting_given_twice_is_named_by_both_names():
+def test_setting_given_twice_is_reported_with_both_names():
     with pytest.raises(ConfigError, match="offload_param and cpu_offload_param are one setting"):
         zero_of({"offload_param": {"device": "none"}, "stage": 3, "cpu_offload_param": True})
 
 
 @pytest.mark.parametrize("bf16", [None, {"enabled": True}, {"enabled": False}])
 @pytest.mark.parametrize("bfloat16", [None, {"enabled": True}])
-def test_the_former_name_of_bf16_counts_where_the_present_one_says_nothing(bf16, bfloat16):
+def test_former_name_of_bf16_counts_only_without_the_present_one(bf16, bfloat16):
     given = {key: value for key, value in {"bf16": bf16, "bfloat16": bfloat16}.items() if value is not None}
     assert get_bfloat16_config(given) == get_bfloat16_config(present(given))
     assert "bfloat16" not in present(given)
 
 
-def test_auto_stays_under_present_names_and_the_given_mapping_as_it_is():
+def test_auto_is_kept_under_present_names_and_input_is_unchanged():
     given = {"train_batch_size": "auto", "zero_optimization": {"stage": "auto", "cpu_offload": True}}
     before = repr(given)
     expected = {"stage": "auto", "offload_optimizer": {"device": "cpu"}}
@@ -122,5 +122,5 @@ def test_auto_stays_under_present_names_and_the_given_mapping_as_it_is():
         (True, []),
     ],
 )
-def test_offloads_are_named_as_the_user_wrote_them(zero, named):
+def test_offloads_have_the_names_in_the_users_file(zero, named):
     assert list(offloads_of({"zero_optimization": zero})) == named

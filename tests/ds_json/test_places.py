@@ -26,7 +26,7 @@ from memplug.ds_json.places import line_of, repeated
     ],
     ids=str,
 )
-def test_keys_that_an_object_has_twice_are_found_with_their_lines(text, found):
+def test_repeated_keys_are_found_with_their_lines(text, found):
     assert repeated(text) == found
 
 
@@ -37,23 +37,23 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.text(), VALUES, max_size=4), st.integers(0, 2))
-def test_no_json_is_said_to_have_a_key_twice_that_it_has_once(value, indent):
+def test_unique_keys_are_not_reported_as_repeated(value, indent):
     assert repeated(json.dumps(value, indent=indent or None)) == []
     assert repeated(json.dumps(value, ensure_ascii=False)) == []
 
 
 @given(st.lists(st.text("abc", min_size=1), unique=True, max_size=8), VALUES)
-def test_every_key_of_a_json_is_in_its_line(keys, value):
+def test_every_key_is_found_in_its_line(keys, value):
     text = "{\n" + ",\n".join(f'"{key}": {json.dumps([value])}' for key in keys) + "}"
     assert [line_of(text, key) for key in keys] == [number + 2 for number in range(len(keys))]
 
 
 @given(st.text("{}[]:,\"'#/*\\ \nax1"))
-def test_any_text_comes_to_an_end(text):
+def test_search_for_repeated_keys_always_terminates(text):
     repeated(text)
 
 
-def test_long_comments_and_blanks_without_an_end_take_no_time():
+def test_long_unterminated_comments_and_blanks_are_read_quickly():
     for text in (
         '{"a"' + " " * 50_000,
         '{"a"' + "#" * 50_000 + "\n",

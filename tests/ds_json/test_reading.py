@@ -51,7 +51,7 @@ TWICE = [
 
 
 @pytest.mark.parametrize(("text", "said"), TWICE, ids=str)
-def test_a_key_given_twice_is_an_error_as_for_deepspeed(tmp_path, text, said):
+def test_repeated_key_is_an_error_like_in_deepspeed(tmp_path, text, said):
     path = written(tmp_path / "ds.json", text)
     assert refused_by(deepspeed, path)
     with pytest.raises(ConfigError) as caught:
@@ -86,7 +86,7 @@ def test_check_says_where_a_file_is_not_json(tmp_path, text, said):
 
 
 @pytest.mark.parametrize("text", [f"{{{BLOCK}}}", f'{{\n"a": "// no", "b": "NaN", "c": 5e8,{BLOCK}}}', "{}"], ids=str)
-def test_nothing_is_said_of_a_file_that_all_read_alike(tmp_path, text):
+def test_file_that_all_readers_accept_has_no_remarks(tmp_path, text):
     path = written(tmp_path / "ds.json", text)
     assert deepspeed(path) == accelerate(path).config == read(path).content
     assert read(path).remarks == ()
@@ -107,7 +107,7 @@ def test_nothing_is_said_of_a_file_that_all_read_alike(tmp_path, text):
     ],
     ids=lambda text: text[:30],
 )
-def test_a_file_that_none_reads_is_an_error_with_its_place(tmp_path, text, said):
+def test_unreadable_file_is_an_error_with_its_place(tmp_path, text, said):
     with pytest.raises(ConfigError, match="What to do") as caught:
         load_config(written(tmp_path / "ds.json", text))
     assert said in str(caught.value)
@@ -136,7 +136,7 @@ def here(tmp_path, monkeypatch):
         ("a.yaml", f'deepspeed: {{{BLOCK}, "train_batch_size": 8}}'),
     ],
 )
-def test_a_file_that_names_the_deepspeed_json_is_followed(here, name, text, caplog):
+def test_named_deepspeed_json_is_followed(here, name, text, caplog):
     path = written(here / name, text)
     assert read(path).content == read("ds.json").content and caplog.text == ""
     result = run(app, ["check", name])
@@ -152,7 +152,7 @@ def test_a_file_that_names_the_deepspeed_json_is_followed(here, name, text, capl
         (f"deepspeed: ds.json\n{BLOCK}\n", 2, "memplug"),
     ],
 )
-def test_a_block_beside_the_name_of_the_deepspeed_json_is_a_warning_with_its_line(here, text, line, block, caplog):
+def test_block_beside_a_named_deepspeed_json_warns_with_its_line(here, text, line, block, caplog):
     path = written(here / "a.yaml", text)
     with caplog.at_level(logging.WARNING, "memplug"):
         assert load_config(path).enabled
@@ -166,7 +166,7 @@ def test_a_block_beside_the_name_of_the_deepspeed_json_is_a_warning_with_its_lin
     "content",
     [{}, {"memplug": {"enabled": True}}, {"deepspeed_config": {"zero_stage": 2, "memplug": {"enabled": True}}}],
 )
-def test_a_file_of_accelerate_that_names_no_deepspeed_json_is_an_error(tmp_path, suffix, content):
+def test_accelerate_file_without_deepspeed_json_is_an_error(tmp_path, suffix, content):
     text = json.dumps({"distributed_type": "DEEPSPEED", **content}, indent=1)
     path = written(tmp_path / f"a{suffix}", text)
     result = run(app, ["check", str(path)])
@@ -189,7 +189,7 @@ def test_a_file_of_accelerate_that_names_no_deepspeed_json_is_an_error(tmp_path,
     ],
     ids=lambda text: text[:40],
 )
-def test_what_is_wrong_with_a_yaml_is_said(here, text, said):
+def test_yaml_errors_are_reported(here, text, said):
     written(here / "a.yaml", text)
     result = run(app, ["check", "a.yaml"])
     assert result.exit_code == 1 and said in result.stderr and "What to do" in result.stderr

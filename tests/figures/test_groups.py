@@ -13,7 +13,7 @@ from memplug.profile.trace import Layer, Pass, Phase
 
 
 @given(st.lists(st.integers(-1, 2), max_size=40), st.integers(1, 9))
-def test_runs_cover_the_clock_and_are_exact_where_they_are_few(values, at_most):
+def test_runs_cover_the_clock_and_are_exact_if_few(values, at_most):
     found = runs(np.array(values, np.int64), at_most)
     assert len(found.start) <= max(at_most, 1)
     edges = [0, *found.end.tolist()] if values else []
@@ -28,7 +28,7 @@ def test_many_layers_share_few_groups_in_order():
     groups = by_layer([Layer(f"model.layers.{i}") for i in range(80)])
     labels = [group.label for group in groups.groups]
     assert labels[:3] == [BEFORE, OUTSIDE, "layers 0-9"] and labels[-1] == "layers 70-79"
-    assert groups.of.tolist() == [2 + i // 10 for i in range(80)] + [1], "the last entry is what -1 refers to"
+    assert groups.of.tolist() == [2 + i // 10 for i in range(80)] + [1], "index -1 refers to the last entry"
     assert len({group.colour for group in groups.groups}) == len(labels)
 
 
@@ -44,11 +44,11 @@ def test_many_layers_share_few_groups_in_order():
         ([f"b{i}" for i in range(10)], ["b0 to b1", "b2 to b3", "b4 to b5", "b6 to b7", "b8 to b9"]),
     ],
 )
-def test_layers_are_named_by_what_tells_them_apart(names, labels):
+def test_layer_labels_have_only_the_distinguishing_parts(names, labels):
     assert [group.label for group in by_layer([Layer(name) for name in names]).groups[2:]] == labels
 
 
-def test_phases_are_stacked_by_kind_and_micro_batch_and_many_share_groups():
+def test_phases_are_ordered_by_kind_and_many_share_groups():
     phases = [Phase(kind, i) for i in range(16) for kind in (Pass.FORWARD, Pass.BACKWARD)] + [Phase(Pass.OPTIMIZER)]
     groups = by_phase(phases)
     assert [group.label for group in groups.groups[:4]] == [
@@ -76,7 +76,7 @@ def test_phases_are_stacked_by_kind_and_micro_batch_and_many_share_groups():
         (Phase(Pass.EITHER, 3), "forward or backward 3", "P3"),
     ],
 )
-def test_phases_in_words_and_in_letters(phase, words, letters):
+def test_phases_have_words_and_letters(phase, words, letters):
     assert (phase_words(phase), phase_letters(phase)) == (words, letters)
 
 

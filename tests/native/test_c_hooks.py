@@ -28,7 +28,7 @@ def out_of_memory() -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError("out of memory")
 
 
-def test_a_tensor_that_is_saved_in_a_forward_that_is_over_is_an_error() -> None:
+def test_tensor_saved_after_its_forward_ended_raises() -> None:
     run = Run(core(), lambda: torch.randn(2, requires_grad=True).exp())
     pack = run.forward.pack()
     del run
@@ -38,7 +38,7 @@ def test_a_tensor_that_is_saved_in_a_forward_that_is_over_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
-def test_what_a_recompute_pass_raises_is_the_error_of_backward(error: Callable[[], BaseException]) -> None:
+def test_error_of_a_recompute_pass_is_raised_by_backward(error: Callable[[], BaseException]) -> None:
     model = Stack(2, Fails)
     tokenwise(model, 0.0)
     loss = model(torch.randn(2, 6, 16))
@@ -48,7 +48,7 @@ def test_what_a_recompute_pass_raises_is_the_error_of_backward(error: Callable[[
     Failing.arm(0)
 
 
-def test_what_is_raised_while_an_error_is_explained_takes_nothing_of_pythons_stack() -> None:
+def test_error_while_explaining_an_error_leaves_recursion_depth_unchanged() -> None:
     model = Stack(1, Fails)
     executor = tokenwise(model, 0.0)
 

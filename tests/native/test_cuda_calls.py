@@ -1,4 +1,4 @@
-"""The calls of torch's CUDA allocator that the arena does not hand on are found in the header."""
+"""Calls of torch's CUDA allocator that the arena does not forward are found in the header."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def found(tmp_path: Path, added: str) -> list[str]:
     return not_handed_on(tmp_path)
 
 
-def test_calls_that_the_arena_hands_on_are_none(tmp_path: Path) -> None:
+def test_calls_that_the_arena_forwards_are_not_reported(tmp_path: Path) -> None:
     assert found(tmp_path, "") == []
 
 
@@ -56,11 +56,11 @@ def test_calls_that_the_arena_hands_on_are_none(tmp_path: Path) -> None:
         ("  virtual void pure() = 0;", "pure, parameters: 0"),
     ],
 )
-def test_a_new_call_is_found_by_name_and_parameters(added: str, name: str, tmp_path: Path) -> None:
+def test_new_call_is_reported_by_name_and_parameters(added: str, name: str, tmp_path: Path) -> None:
     assert found(tmp_path, added) == [name]
 
 
 @pytest.mark.gpu
-def test_the_installed_torch_has_none() -> None:
+def test_installed_torch_has_no_unforwarded_call() -> None:
     assert torch.version.cuda is not None
     assert not_handed_on() == []

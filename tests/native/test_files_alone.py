@@ -35,7 +35,7 @@ FIRST_INCLUDED = re.compile(r'\A(?://.*\n|\s*\n)*#include "([\w./]+)"').match
 
 
 def files_of(extension: Extension) -> list[Path]:
-    """Return the extension's files that are to compile by themselves.
+    """Return the extension's files that must compile by themselves.
 
     A header that a source begins with is left out, since it compiles if the source does.
     """
@@ -61,7 +61,7 @@ def complaint(extension: Extension, file: Path) -> str:
 
 
 @pytest.mark.parametrize(("text", "compiles"), [("#include <vector>\n", True), ("", False)])
-def test_a_file_that_does_not_include_what_it_uses_is_found(text: str, compiles: bool, tmp_path: Path) -> None:
+def test_file_with_a_missing_include_is_found(text: str, compiles: bool, tmp_path: Path) -> None:
     file = tmp_path / "list.h"
     file.write_text(f"{text}inline bool is_empty(const std::vector<int>& list) {{ return list.empty(); }}\n")
     assert (complaint(Extension("alone", "test", (tmp_path,)), file) == "") == compiles

@@ -56,7 +56,7 @@ class Interrupts:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("block", [Block, DropsAttention], ids=lambda block: block.__name__)
-def test_an_interrupt_at_any_moment_leaves_nothing_behind_and_the_next_step_is_right(
+def test_interrupt_at_any_moment_leaves_a_clean_state_and_right_next_step(
     block: Callable[[], nn.Module], alpha: float
 ) -> None:
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def test_an_interrupt_at_any_moment_leaves_nothing_behind_and_the_next_step_is_r
             del loss
             model.zero_grad()
             assert core().paused() == 0 and executor.recomputing == 0 and torch.is_grad_enabled()
-            assert eval_frame._stance.stance == "default", "of the compiler"
+            assert eval_frame._stance.stance == "default", "the compiler's stance is unchanged"
             assert_clean(executor)
             for network in (model, reference):
                 torch.manual_seed(moment)
@@ -96,9 +96,7 @@ class DropsThenMayFail(Drops):
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_error_in_a_recompute_pass_leaves_the_random_generator_as_it_was(
-    error: type[BaseException], alpha: float
-) -> None:
+def test_error_in_a_recompute_pass_restores_the_random_generator(error: type[BaseException], alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(3, DropsThenMayFail)
     executor = tokenwise(model, alpha)

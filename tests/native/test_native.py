@@ -60,16 +60,14 @@ def refusal(root: Path) -> Callable[[], str]:
     return refused
 
 
-def test_a_compiler_that_is_not_there_is_said_with_advice(
-    refusal: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_compiler_is_reported_with_advice(refusal: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     said = refusal()
     assert "What to do: Install a C++ compiler" in said and "/nonexistent" in said
 
 
 @pytest.mark.long  # two workers of the tests that start together build it once too
-def test_processes_that_start_at_once_build_once_after_builds_that_failed_and_were_killed(root: Path) -> None:
+def test_concurrent_processes_build_once_after_failed_and_killed_builds(root: Path) -> None:
     folder = native.CORE.build_folder()
     assert folder.parent == root and not native.CORE.is_built()
     failed = run_python(FAILS, env={"CXX": "/nonexistent/c++"})
@@ -94,20 +92,20 @@ def test_processes_that_start_at_once_build_once_after_builds_that_failed_and_we
     assert (folder / f"{native.CORE.name}.so").stat().st_mtime_ns == library
 
 
-def test_a_folder_that_cannot_be_made_is_said_with_advice(root: Path, refusal: Callable[[], str]) -> None:
+def test_folder_that_cannot_be_created_is_reported_with_advice(root: Path, refusal: Callable[[], str]) -> None:
     root.write_text("a file")
     output = refusal()
     assert "What to do:" in output and str(root) in output and "Not a directory" in output
 
 
-def test_a_folder_that_cannot_be_written_to_is_said_with_advice(root: Path, refusal: Callable[[], str]) -> None:
+def test_unwritable_folder_is_reported_with_advice(root: Path, refusal: Callable[[], str]) -> None:
     folder = native.CORE.build_folder()
     (folder / "build.lock").mkdir(parents=True)  # not even root can write a file there
     output = refusal()
     assert "What to do:" in output and str(folder) in output and "Is a directory" in output
 
 
-def test_a_library_that_is_broken_is_said_with_advice(root: Path, refusal: Callable[[], str]) -> None:
+def test_broken_library_is_reported_with_advice(root: Path, refusal: Callable[[], str]) -> None:
     folder = native.CORE.build_folder()
     folder.mkdir(parents=True)
     (folder / f"{native.CORE.name}.so").write_bytes(b"cut off")
@@ -118,9 +116,7 @@ def test_a_library_that_is_broken_is_said_with_advice(root: Path, refusal: Calla
     assert not native.CORE.is_built()
 
 
-def test_the_cpp_runtime_is_torchs_even_where_the_compiler_links_its_own_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpp_runtime_is_torchs_even_with_static_libstdcxx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With two C++ runtimes numbers in messages end the process: one runtime writes them with the other's locale."""
     compiler = shutil.which("g++") or pytest.skip("there is no g++")
     wrapper = tmp_path / "g++"
@@ -155,8 +151,8 @@ ROOMS_BELOW = {
 }
 
 
-def test_sources_include_rooms_below_alone() -> None:
-    """So the folder of a technique can be removed, and the core still builds."""
+def test_sources_include_only_lower_rooms() -> None:
+    """The core then still builds without the folder of a technique."""
     package = Path(native.__file__).parent.parent
     room_of = {name: path.relative_to(package).parts[0] for name, path in native.CORE.sources().items()}
     seen = Counter[str]()
@@ -168,7 +164,7 @@ def test_sources_include_rooms_below_alone() -> None:
     assert set(seen) == set(ROOMS_BELOW) and all(seen.values()), seen
 
 
-def test_each_source_each_flag_and_each_version_has_a_folder_of_its_own(
+def test_every_source_flag_and_version_changes_the_build_folder(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies = tuple(tmp_path / str(number) for number in range(len(native.CORE.folders)))
@@ -176,7 +172,7 @@ def test_each_source_each_flag_and_each_version_has_a_folder_of_its_own(
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("__pycache__"))
     folders = [native.CORE.build_folder()]
     monkeypatch.setattr(native, "CORE", replace(native.CORE, folders=copies))
-    assert native.CORE.build_folder() == folders[0], "the same sources elsewhere"
+    assert native.CORE.build_folder() == folders[0], "the folder depends on sources, not on their place"
     sources = native.CORE.sources()
     assert len(sources) > 100
     for source in sorted(sources.values()):
@@ -194,7 +190,7 @@ def test_each_source_each_flag_and_each_version_has_a_folder_of_its_own(
     assert {folder.parent for folder in folders} == {root}
 
 
-def test_the_folder_is_torchs_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_folder_is_torchs_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.cpp_extension import get_default_build_root
 
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
@@ -217,7 +213,7 @@ ninja: build stopped: subcommand failed.
         ("10: fatal error: ATen/SequenceNumber.h: No such file or directory", "ATen/SequenceNumber.h: No such file"),
     ],
 )
-def test_a_name_of_torch_that_moved_is_said_with_the_versions_that_are_known(
+def test_moved_torch_name_is_reported_with_supported_versions(
     error: str, said: str, refusal: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> None:
@@ -229,7 +225,7 @@ def test_a_name_of_torch_that_moved_is_said_with_the_versions_that_are_known(
     assert f"Install {KNOWN}, or a newer memplug." in refused
 
 
-def test_a_python_that_runs_without_its_lock_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_without_gil_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     native.load()
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     with pytest.raises(NativeError, match="runs without its lock"):

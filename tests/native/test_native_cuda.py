@@ -1,4 +1,4 @@
-"""Requirements for recording CUDA memory, checked without a GPU: headers, and an allocator to listen to."""
+"""Requirements for recording CUDA memory, checked without a GPU: headers, and an allocator that can be observed."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_cuda_is_initialised_before_the_listener_is_attached(recorder_on):
     recorder.stop()
 
 
-def test_memory_in_use_at_the_beginning_leaves_out_blocks_that_only_wait_for_another_stream(recorder_on):
-    # 2048 - 1536 bytes are in blocks whose free was requested earlier: it has been seen, and is not seen again.
+def test_initial_memory_excludes_freed_blocks_that_wait_for_a_stream(recorder_on):
+    # 2048 - 1536 bytes are in blocks that were freed earlier: the recorder sees no second free of them.
     core = _Core()
     recorder = recorder_on(core)
     recorder.begin(Detail.REQUESTS)
@@ -88,7 +88,7 @@ def test_memory_in_use_at_the_beginning_leaves_out_blocks_that_only_wait_for_ano
 
 
 @pytest.mark.parametrize("backend", ["cudaMallocAsync", "pluggable"])
-def test_an_allocator_that_cannot_be_heard_is_an_error_that_says_which_setting_to_change(recorder_on, backend):
+def test_unobservable_allocator_raises_with_the_setting_to_change(recorder_on, backend):
     # The text of torch's error, which goes on with a stack.
     core = _Core(
         f"{backend} does not yet support attachAllocatorTraceTracker.\nException raised from here (most recent"
@@ -117,9 +117,7 @@ def test_an_allocator_that_cannot_be_heard_is_an_error_that_says_which_setting_t
         (None, "a build of torch with CUDA"),
     ],
 )
-def test_a_core_that_was_built_without_cudas_headers_names_the_packages_that_have_them(
-    recorder_on, monkeypatch, cuda, remedy
-):
+def test_core_built_without_cuda_headers_names_their_packages(recorder_on, monkeypatch, cuda, remedy):
     class WithoutCuda(_Core):
         install_cuda = property()  # raises AttributeError
 
@@ -132,7 +130,7 @@ def test_a_core_that_was_built_without_cudas_headers_names_the_packages_that_hav
 
 
 @pytest.mark.parametrize("backend", ["cudaMallocAsync", "pluggable"])
-def test_an_allocator_that_nothing_can_stand_in_front_of_is_refused_with_advice(monkeypatch, backend):
+def test_arena_refuses_unsupported_allocator_with_advice(monkeypatch, backend):
     monkeypatch.setattr(native, "load", _Core)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
@@ -142,7 +140,7 @@ def test_an_allocator_that_nothing_can_stand_in_front_of_is_refused_with_advice(
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_settings_that_would_reserve_more_than_was_planned_are_refused_with_advice(monkeypatch, variable):
+def test_settings_that_round_requests_up_are_refused_with_advice(monkeypatch, variable):
     monkeypatch.setattr(native, "load", _Core)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
@@ -152,7 +150,7 @@ def test_settings_that_would_reserve_more_than_was_planned_are_refused_with_advi
     assert "Take that out" in caught.value.advice
 
 
-def test_a_core_without_the_arena_for_cuda_is_said_to_be_one(monkeypatch):
+def test_core_without_cuda_arena_is_reported(monkeypatch):
     monkeypatch.setattr(native, "load", _Core)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
@@ -169,23 +167,23 @@ TOOLKIT = ("include/cuda_runtime_api.h", "include/crt/host_config.h")
 @pytest.mark.parametrize(
     "cuda, installed, found",
     [
-        pytest.param("13.0", TOOLKIT + CU13 + TRITON, ("include",), id="the toolkit comes first"),
+        pytest.param("13.0", TOOLKIT + CU13 + TRITON, ("include",), id="toolkit before packages"),
         pytest.param("13.0", CU13 + TRITON, ("nvidia/cu13/include",), id="packages of CUDA 13"),
         pytest.param(
             "12.4",
             CU12 + TRITON,
             ("nvidia/cuda_runtime/include", "nvidia/cuda_nvcc/include"),
-            id="packages of CUDA 12, the compiler's too",
+            id="packages of CUDA 12 and its compiler",
         ),
         # The result of `pip install torch`: the runtime without `crt`, and Triton.
         pytest.param("13.0", CU13[:1] + TRITON, ("triton/backends/nvidia/include",), id="torch's wheel of CUDA 13"),
         pytest.param("12.4", CU12[:1] + TRITON, ("triton/backends/nvidia/include",), id="torch's wheel of CUDA 12"),
-        pytest.param("12.4", CU12[:1], (), id="half of them are not enough"),
-        pytest.param("12.4", CU13, (), id="of another CUDA"),
+        pytest.param("12.4", CU12[:1], (), id="half of the headers"),
+        pytest.param("12.4", CU13, (), id="packages of another CUDA"),
         pytest.param(None, TOOLKIT + CU13 + TRITON, (), id="torch without CUDA"),
     ],
 )
-def test_headers_are_found_where_toolkits_and_wheels_put_them(tmp_path, monkeypatch, cuda, installed, found):
+def test_headers_of_toolkits_and_wheels_are_found(tmp_path, monkeypatch, cuda, installed, found):
     for header in installed:
         (tmp_path / header).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / header).touch()
@@ -199,7 +197,7 @@ def test_headers_are_found_where_toolkits_and_wheels_put_them(tmp_path, monkeypa
         building.cuda_headers.cache_clear()
 
 
-def test_a_package_is_found_without_importing_it(tmp_path, monkeypatch):
+def test_package_is_found_without_importing_it(tmp_path, monkeypatch):
     # Namespaces may lie in several places.
     for place in ("a", "b"):
         (tmp_path / place / "memplug_test_namespace").mkdir(parents=True)

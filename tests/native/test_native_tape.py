@@ -1,4 +1,4 @@
-"""The native tape is the one that a Python dispatch mode notes during the same forward."""
+"""The native tape equals the one that a Python dispatch mode records during the same forward."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def core() -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_the_tape_of_every_forward_is_that_of_the_dispatch_mode(core: Any, kind: type[Layer]) -> None:
+def test_tape_of_every_forward_equals_the_dispatch_modes(core: Any, kind: type[Layer]) -> None:
     torch.manual_seed(0)
     layer = kind()
     x = torch.randn(6, 4, 16, requires_grad=True)
@@ -47,7 +47,7 @@ def test_the_tape_of_every_forward_is_that_of_the_dispatch_mode(core: Any, kind:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_a_second_forward_is_verified_against_the_first(core: Any, kind: type[Layer]) -> None:
+def test_repeated_forward_follows_the_template(core: Any, kind: type[Layer]) -> None:
     torch.manual_seed(0)
     layer = kind()
     x = torch.randn(6, 4, 16)
@@ -72,7 +72,7 @@ CHANGES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_forward_that_differs_departs_where_it_does(core: Any, change: str) -> None:
+def test_different_forward_departs_from_the_template(core: Any, change: str) -> None:
     x = torch.randn(4, 4)
     first = Run(core, lambda: CHANGES[change](x.tanh(), 0))
     second = Run(core, lambda: CHANGES[change](x.tanh(), 1), (first.tape,))
@@ -84,14 +84,14 @@ def test_a_forward_that_differs_departs_where_it_does(core: Any, change: str) ->
     assert Run(core, lambda: CHANGES[change](x.tanh(), 0), both_known).tape is first.tape
 
 
-def test_a_forward_that_saves_other_tensors_departs(core: Any) -> None:
+def test_forward_that_saves_other_tensors_departs(core: Any) -> None:
     x = torch.randn(4, 4)
     first = Run(core, lambda: x.clone().requires_grad_() @ x)
     second = Run(core, lambda: x.clone() @ x, (first.tape,))
     assert not second.follows and len(second.saved) < len(first.saved)
 
 
-def test_one_operator_less_departs(core: Any) -> None:
+def test_forward_with_one_operator_less_departs(core: Any) -> None:
     x = torch.randn(4, 4)
     first = Run(core, lambda: x.exp().sin())
     second = Run(core, lambda: x.exp(), (first.tape,))
@@ -100,7 +100,7 @@ def test_one_operator_less_departs(core: Any) -> None:
 
 @pytest.mark.parametrize("kind", REPLAYED, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("captured", ["nothing", "matmuls", "rows"])
-def test_a_replay_restores_what_backward_asks_for(core: Any, kind: type[Layer], captured: str) -> None:
+def test_replay_restores_saved_tensors(core: Any, kind: type[Layer], captured: str) -> None:
     torch.manual_seed(0)
     layer = kind()
     x = torch.randn(6, 4, 16, requires_grad=True) * 1
@@ -164,7 +164,7 @@ class Drops(nn.Module):
         return (y * mask).exp() * torch.randperm(x.shape[-1])
 
 
-def test_random_operators_draw_again_what_they_drew(core: Any) -> None:
+def test_replayed_random_operators_draw_the_same_numbers(core: Any) -> None:
     x = torch.randn(8, 8, requires_grad=True) * 1
     run = Run(core, lambda: Drops()(x))
     torch.rand(7)
@@ -177,7 +177,7 @@ def test_random_operators_draw_again_what_they_drew(core: Any) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_only_what_is_asked_for_runs(core: Any) -> None:
+def test_replay_runs_only_needed_operators(core: Any) -> None:
     x = torch.randn(4, 4)
 
     def call() -> torch.Tensor:
@@ -197,7 +197,7 @@ def test_only_what_is_asked_for_runs(core: Any) -> None:
 
 
 class Ran(TorchDispatchMode):
-    """Notes the operators that ran, except those after a pause until the next mode."""
+    """Records the operators that ran, except the three after each pause."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class Ran(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_casts_of_autocast_are_operators_of_their_own(core: Any) -> None:
+def test_autocast_casts_are_separate_operators(core: Any) -> None:
     weight, x = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
     with torch.autocast("cpu", torch.bfloat16):
         run, reference = both(core, lambda: (x @ weight).exp())
@@ -225,7 +225,7 @@ def test_casts_of_autocast_are_operators_of_their_own(core: Any) -> None:
     assert [record.func._schema.name for record in records_of(run.tape)].count("aten::_to_copy") == 2
 
 
-def test_memory_that_was_taken_away_is_an_error_and_no_crash(core: Any) -> None:
+def test_freed_input_memory_raises_instead_of_crashing(core: Any) -> None:
     weight = torch.randn(1000, 1000)
     run = Run(core, lambda: (torch.ones(1000, 1000).requires_grad_() @ weight).exp())
     weight.untyped_storage().resize_(0)
@@ -241,8 +241,8 @@ class Silent(torch.Tensor):
         raise TypeError("it does not say")
 
 
-def test_a_frame_that_dies_asks_no_tensor_for_its_bytes(core: Any) -> None:
-    """An error there would end the process."""
+def test_frame_is_freed_without_asking_tensors_for_their_bytes(core: Any) -> None:
+    """An error in the frame's destructor would end the process."""
     run = Run(core, lambda: torch.ones(4).requires_grad_().exp())
     run.forward.restore(0, torch.ones(4))
     with pytest.raises(TypeError, match="does not say"):
@@ -256,14 +256,14 @@ def test_a_frame_that_dies_asks_no_tensor_for_its_bytes(core: Any) -> None:
     assert run.flow.recomputed_bytes == 0
 
 
-def test_memory_that_a_pass_lacks_is_a_divergence_and_no_crash(core: Any) -> None:
+def test_missing_memory_in_a_recompute_pass_is_a_divergence(core: Any) -> None:
     run = Run(core, lambda: (torch.ones(4, 4).requires_grad_() @ torch.ones(4, 4)).exp())
     (matmul,) = [i for i, record in enumerate(records_of(run.tape)) if record.func._schema.name in MATMULS]
     with pytest.raises(core.Diverged, match="memory that an operator reads is not there"):
         run.restored({matmul: True}, lambda index: ([], -1))
 
 
-def test_a_tensor_from_outside_that_changed_since_is_an_error(core: Any) -> None:
+def test_outside_tensor_changed_before_replay_raises(core: Any) -> None:
     scale = torch.tensor([2.0])
     run = Run(core, lambda: (torch.ones(3).requires_grad_() * 1 + scale).exp())
     scale.mul_(3)
@@ -271,7 +271,7 @@ def test_a_tensor_from_outside_that_changed_since_is_an_error(core: Any) -> None
         run.restored({}, pytest.fail)
 
 
-def test_a_collective_that_runs_again_is_waited_for(core: Any, group: Any) -> None:
+def test_recomputed_collective_is_waited_for(core: Any, group: Any) -> None:
     weight, x = torch.ones(4, requires_grad=True), torch.randn(4)
     collectives = torch.ops._c10d_functional
 
@@ -289,9 +289,7 @@ REDUCTIONS = {"sum": dist.ReduceOp.SUM, "maximum": dist.ReduceOp.MAX}
 
 
 @pytest.mark.parametrize(("first", "second"), [("sum", "sum"), ("sum", "maximum")])
-def test_an_exchange_is_the_same_where_its_group_and_its_reduction_are(
-    core: Any, group: Any, first: str, second: str
-) -> None:
+def test_collective_matches_only_with_same_group_and_reduction(core: Any, group: Any, first: str, second: str) -> None:
     def call(reduction: str) -> torch.Tensor:
         y = torch.ones(4)
         dist.all_reduce(y, REDUCTIONS[reduction], group)
@@ -300,5 +298,5 @@ def test_an_exchange_is_the_same_where_its_group_and_its_reduction_are(
 
     tape = Run(core, lambda: call(first)).tape
     assert not tape.opaque and [r.form.value for r in records_of(tape)].count("exchange") == 2
-    assert len(records_of(tape)) == 4, "what the back end does to hand out a result is no operator"
+    assert len(records_of(tape)) == 4, "the back end's own work to return a result is not an operator"
     assert Run(core, lambda: call(second), (tape,)).follows == (first == second)

@@ -46,17 +46,19 @@ def destroy() -> None:
 
 
 @pytest.mark.distributed
-def test_a_tape_keeps_no_process_group_alive(tmp_path: Path) -> None:
+def test_tape_keeps_no_process_group_alive(tmp_path: Path) -> None:
     """A thread of the group may free a frame with its tape, and would then wait for itself."""
     launch_forked(["tests.support.group_worker", tmp_path], module=True)
     for rank in (0, 1):
         before, meanwhile, after, *errors = json.loads((tmp_path / f"{rank}.json").read_text())
         assert before == after < meanwhile
-        assert errors == ["c10d::allreduce_", "_c10d_functional::all_reduce"], "what a recompute pass cannot launch"
+        assert errors == ["c10d::allreduce_", "_c10d_functional::all_reduce"], (
+            "the collectives that a recompute pass cannot launch"
+        )
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_a_forward_on_another_group_has_another_tape(core: Any, init: Callable[[], Any], name: str) -> None:
+def test_forward_on_another_group_has_another_tape(core: Any, init: Callable[[], Any], name: str) -> None:
     first = init()
     second = dist.new_group([0])
     tapes = [Run(core, lambda group=group: saving(COLLECTIVES[name], group)).tape for group in (first, second)]
@@ -67,7 +69,7 @@ def test_a_forward_on_another_group_has_another_tape(core: Any, init: Callable[[
 
 
 @pytest.mark.parametrize("name", ["of c10d", "functional, by the group"])
-def test_a_later_group_is_not_taken_for_one_that_is_gone(core: Any, init: Callable[[], Any], name: str) -> None:
+def test_new_group_is_not_mistaken_for_a_destroyed_one(core: Any, init: Callable[[], Any], name: str) -> None:
     """The later group could have the former one's address if the tape did not hold that."""
     tapes: tuple[Any, ...] = ()
     for _ in range(8):
@@ -81,9 +83,7 @@ def test_a_later_group_is_not_taken_for_one_that_is_gone(core: Any, init: Callab
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_a_recompute_pass_launches_a_collective_on_its_group_again(
-    core: Any, init: Callable[[], Any], name: str
-) -> None:
+def test_recompute_pass_relaunches_the_collective_on_its_group(core: Any, init: Callable[[], Any], name: str) -> None:
     group = init()
     run = Run(core, lambda: saving(COLLECTIVES[name], group))
     (restored,) = run.restored({}, pytest.fail).values()
@@ -91,7 +91,7 @@ def test_a_recompute_pass_launches_a_collective_on_its_group_again(
 
 
 @pytest.mark.parametrize("name", ["of c10d", "functional, by the group"])
-def test_a_recompute_pass_without_its_group_says_so(core: Any, init: Callable[[], Any], name: str) -> None:
+def test_recompute_pass_without_its_group_raises(core: Any, init: Callable[[], Any], name: str) -> None:
     init()
     run = Run(core, lambda: saving(COLLECTIVES[name], dist.group.WORLD))
     destroy()
@@ -105,7 +105,7 @@ def test_a_recompute_pass_without_its_group_says_so(core: Any, init: Callable[[]
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_backward_after_the_group_was_destroyed_is_an_error_and_a_new_group_trains(init: Callable[[], Any]) -> None:
+def test_backward_after_group_destruction_raises_and_new_group_trains(init: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     model = Stack(2, filling(dist.all_gather_into_tensor, torch.zeros(2, 6, 16)))
     reference = twin(model)

@@ -1,4 +1,4 @@
-"""The native tapes of Megatron-Core's layers, on two processes, are those of the reference."""
+"""The native tapes of Megatron-Core's layers, on two processes, equal those of the reference."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_tapes_of_megatron_cores_layers_are_those_of_the_dispatch_mode(
-    ranks: list[dict[str, Any]], layout: str
-) -> None:
+def test_tapes_of_megatron_layers_equal_the_dispatch_modes(ranks: list[dict[str, Any]], layout: str) -> None:
     for rank in ranks:
         layers = rank[layout]
         assert not isinstance(layers, str), layers

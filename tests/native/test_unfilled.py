@@ -1,4 +1,4 @@
-"""Memory that was requested and not filled, element by element: the native core finds what a mask of bytes shows."""
+"""The native core finds the same unfilled elements of requested memory as a mask of bytes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def use(seed: int) -> torch.Tensor:
     return Keeps.apply(torch.ones(1, requires_grad=True), some(y, chance))
 
 
-def test_what_was_not_filled_is_found_element_by_element(core: Any) -> None:
+def test_unfilled_memory_is_found_element_by_element(core: Any) -> None:
     found = []
     for seed in range(600):
         run, reference = both(core, lambda seed=seed: use(seed))
@@ -78,7 +78,7 @@ def in_halves(rows: int, but: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("rows", "but"), [(1 << 20, 0), (100, 0), (1 << 20, 1), (100, 1)])
-def test_memory_of_any_size_is_filled_in_columns(core: Any, rows: int, but: int) -> None:
+def test_column_wise_fills_are_followed_at_any_size(core: Any, rows: int, but: int) -> None:
     run = Run(core, lambda: in_halves(rows, but))
     assert bool(run.tape.opaque & UNFILLED) == (but > 0)
 
@@ -111,7 +111,7 @@ def written_and_read(read: Callable[[torch.Tensor], Any]) -> Callable[[], Any]:
         (lambda y: Keeps.apply(torch.ones(1, requires_grad=True), y), True),
     ],
 )
-def test_memory_that_is_filled_in_part_may_be_read_there(core: Any, read: Callable[..., Any], unfilled: bool) -> None:
+def test_partly_filled_memory_may_be_read_where_filled(core: Any, read: Callable[..., Any], unfilled: bool) -> None:
     run, reference = both(core, written_and_read(read))
     assert reference.has_unfilled() == unfilled
     compare(run.tape, reference)

@@ -12,7 +12,7 @@ from tests.support.memory_plans import assert_same, decided_plan, decisions, sma
 
 
 @pytest.mark.parametrize("without", [{}, {"parts": small_plan().alone().parts}, {"training": None}])
-def test_decisions_are_loaded_as_they_were_saved(tmp_path, without):
+def test_loaded_decisions_equal_saved_ones(tmp_path, without):
     plan = replace(decided_plan(), **without)
     path = tmp_path / "plan.json"
     save(plan, path)
@@ -55,7 +55,7 @@ def other_program(program):
         (other_program(replace(decided_plan().training.program, operators=(2,))), "operators without a name"),
     ],
 )
-def test_decisions_that_no_region_can_run_by_are_refused_by_the_judge(plan, mistake):
+def test_judge_refuses_decisions_unusable_by_regions(plan, mistake):
     assert not list(mistakes_of(decided_plan(), JUDGES))
     (found,) = mistakes_of(plan, JUDGES)
     assert mistake in found

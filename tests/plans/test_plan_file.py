@@ -1,4 +1,4 @@
-"""A plan file gives its plan back, or one error that says what to do, whatever happened to its bytes."""
+"""A plan file loads as the saved plan, or raises one error with advice, however its bytes were changed."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ def path(tmp_path):
 
 @given(address_plans(streams=3), st.booleans(), st.booleans(), st.floats(0, 1e9), st.text(max_size=5))
 @in_one_folder
-def test_what_is_saved_is_what_is_loaded(tmp_path, plan, optimal, timed_out, seconds, planner):
+def test_loaded_plan_equals_saved_one(tmp_path, plan, optimal, timed_out, seconds, planner):
     solution = replace(plan.solution, optimal=optimal, timed_out=timed_out, seconds=seconds, planner=planner)
     plan = replace(plan, solution=solution)
     save(plan.alone(), tmp_path / "plan.json")
@@ -51,7 +51,7 @@ def test_equal_plans_are_equal_files(path):
     assert path.read_bytes() == first
 
 
-def test_a_plan_of_numpy_numbers_is_the_same_file(path):
+def test_plan_of_numpy_numbers_is_the_same_file(path):
     plan = small_plan()
     save(plan.alone(), path)
     first = path.read_bytes()
@@ -61,7 +61,7 @@ def test_a_plan_of_numpy_numbers_is_the_same_file(path):
     assert path.read_bytes() == first
 
 
-def test_any_JSON_reader_reads_it_and_a_person_reads_its_head(path):
+def test_plan_file_is_plain_json_with_a_readable_head(path):
     plan = small_plan()
     save(plan.alone(), path)
     document = json.loads(path.read_text())
@@ -105,7 +105,7 @@ def test_every_truncated_file_is_an_error(path, tmp_path):
 
 @given(data=st.data())
 @in_one_folder
-def test_a_piece_overwritten_or_added_leaves_the_same_plan_or_an_error(tmp_path, data):
+def test_overwritten_bytes_leave_the_same_plan_or_an_error(tmp_path, data):
     plan = small_plan()
     path = tmp_path / "overwritten.json"
     save(plan.alone(), path)
@@ -118,7 +118,7 @@ def test_a_piece_overwritten_or_added_leaves_the_same_plan_or_an_error(tmp_path,
         assert_same(load(path), plan)
 
 
-def test_an_edited_plan_says_that_it_was_changed_and_what_to_do(path):
+def test_edited_plan_is_refused_with_advice(path):
     save(small_plan().alone(), path)
     path.write_text(path.read_text().replace('"height_bytes": 2048', '"height_bytes": 4096'))
     with pytest.raises(LayoutError, match="not what was saved") as refused:
@@ -127,7 +127,7 @@ def test_an_edited_plan_says_that_it_was_changed_and_what_to_do(path):
     assert "memplug plan" in refused.value.advice
 
 
-def test_a_plan_that_an_editor_has_formatted_is_still_seen_to_be_one_and_refused(path):
+def test_reformatted_plan_is_recognised_and_refused(path):
     save(small_plan().alone(), path)
     path.write_text(json.dumps(json.loads(path.read_text()), indent=4))
     assert is_plan(path)
@@ -136,7 +136,7 @@ def test_a_plan_that_an_editor_has_formatted_is_still_seen_to_be_one_and_refused
 
 
 @pytest.mark.parametrize("version", [0, 1, FORMAT - 1, 17])
-def test_another_format_is_refused_with_both_versions(path, version):
+def test_other_format_is_refused_with_both_versions(path, version):
     save(small_plan().alone(), path)
     path.write_bytes(path.read_bytes().replace(b'"memplug_plan": %d' % FORMAT, b'"memplug_plan": %d' % version))
     with pytest.raises(LayoutError, match=f"format {version}, and this memplug reads format {FORMAT}") as refused:
@@ -155,7 +155,7 @@ def forge(path, change):
     )
 
 
-def test_a_forged_file_that_changes_nothing_is_the_same_plan(path):
+def test_rewritten_file_with_the_same_content_is_the_same_plan(path):
     save(small_plan().alone(), path)
     forge(path, lambda document: None)
     assert_same(load(path), small_plan())
@@ -224,7 +224,7 @@ FORGED |= {
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_a_file_with_a_right_digest_is_not_trusted_either(path, name):
+def test_forged_file_with_a_right_digest_is_refused(path, name):
     save(small_plan().alone(), path)
     forge(path, FORGED[name])
     with pytest.raises(LayoutError) as refused:
@@ -250,7 +250,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_what_is_no_plan_is_seen_and_is_one_error_that_names_the_file(path, kind):
+def test_foreign_file_is_one_error_that_names_it(path, kind):
     FOREIGN[kind](path)
     assert not is_plan(path)
     with pytest.raises(LayoutError) as refused:
@@ -260,14 +260,14 @@ def test_what_is_no_plan_is_seen_and_is_one_error_that_names_the_file(path, kind
 
 
 @pytest.mark.parametrize("content", [b"", b"[", b"[" * 10**6, b"\xff}", b"}"], ids=["", "[", "[[[", "bytes", "}"])
-def test_signed_nonsense_is_an_error(path, content):
+def test_nonsense_with_a_right_digest_is_refused(path, content):
     path.write_bytes(signed(content))
     assert is_plan(path)
     with pytest.raises(LayoutError, match="not a plan that memplug has written"):
         load(path)
 
 
-def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(path, monkeypatch):
+def test_failed_save_leaves_only_the_old_file(path, monkeypatch):
     save(small_plan().alone(), path)
 
     def full(*args):
@@ -280,13 +280,13 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(path, monkeypatc
     assert_same(load(path), small_plan())
 
 
-def test_saving_where_there_is_no_folder_says_so(path):
+def test_save_into_a_missing_folder_is_refused_with_advice(path):
     with pytest.raises(LayoutError, match="No such file or directory") as refused:
         save(small_plan().alone(), path.parent / "missing" / "plan.json")
     assert "folder that exists" in refused.value.advice
 
 
-def test_a_part_of_an_unknown_technique_is_saved_as_it_was_loaded(path, tmp_path):
+def test_part_of_unknown_technique_is_saved_unchanged(path, tmp_path):
     later = {"steps": [1, 2.5, None], "nested": {"µ": [[0, 1], []]}}
     plan = small_plan().alone()
     save(replace(plan, parts={**plan.parts, "later": later}), path)
@@ -297,7 +297,7 @@ def test_a_part_of_an_unknown_technique_is_saved_as_it_was_loaded(path, tmp_path
     assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
 
 
-def test_a_swap_list_is_loaded_as_it_was_saved(path):
+def test_loaded_swap_list_equals_saved_one(path):
     first = target("", 1, last_use=-1, key=3)
     part = SwapPart(
         names=("aten::mm", "µ"),
@@ -327,7 +327,7 @@ def test_a_swap_list_is_loaded_as_it_was_saved(path):
         (Decisions, lambda document: document["parts"]["tokenwise"].pop("frame_bytes")),  # it has a default
     ],
 )
-def test_parts_with_a_right_digest_are_not_trusted_either(path, kind, change):
+def test_forged_parts_with_a_right_digest_are_refused(path, kind, change):
     save(decided_plan().with_part(SwapPart(targets=(target("aten::mm", 3),))), path)
     assert kind.of(load(path)) is not None
     forge(path, change)

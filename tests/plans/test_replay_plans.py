@@ -1,4 +1,4 @@
-"""The judge accepts plans that hold for their run, and no others, whichever field is corrupted."""
+"""The judge accepts valid plans and no others, whichever field is corrupted."""
 
 from dataclasses import fields, replace
 
@@ -22,7 +22,7 @@ def codes(findings):
 
 
 @given(address_plans(streams=2))
-def test_a_plan_that_holds_is_accepted(plan):
+def test_valid_plan_is_accepted(plan):
     assert is_valid_plan(plan)
     assert judge_addresses(plan) == ()
 
@@ -140,7 +140,7 @@ def test_every_field_of_a_plan_is_corrupted_in_some_test():
 @pytest.mark.parametrize("field", OF_THE_PROBLEM | OF_THE_REST)
 @given(plan=address_plans(most=5, streams=2, fewest=1, fewest_groups=1), data=st.data())
 @settings(max_examples=25)
-def test_a_corrupted_field_is_rejected_unless_the_plan_still_holds(field, plan, data):
+def test_corrupted_field_is_rejected_unless_the_plan_stays_valid(field, plan, data):
     try:
         corrupted = (OF_THE_PROBLEM | OF_THE_REST)[field](data.draw, plan)
     except LayoutError:
@@ -183,13 +183,13 @@ DYNAMIC = {
 
 
 @pytest.mark.parametrize("name", DYNAMIC)
-def test_dynamic_spaces_are_free_all_of_their_time(name):
+def test_dynamic_spaces_must_be_free_for_their_whole_interval(name):
     group, code = DYNAMIC[name]
     found = judge_addresses(plan_of(FOUR, 0, 4, 4, 8, **group))
     assert codes(found) == ([] if code is None else [code])
 
 
-def test_a_prediction_that_the_plan_does_not_give_says_both_numbers():
+def test_wrong_prediction_is_reported_with_both_numbers():
     plan = address_plan(TWO, at(TWO, 0, 4))
     wrong = replace(plan, predictions=replace(plan.predictions, static_peak_bytes=11))
     (found,) = judge_addresses(wrong)

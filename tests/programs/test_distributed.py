@@ -64,7 +64,7 @@ def recipe(stage: int, log: Path) -> list[Any]:
 @pytest.mark.long
 @pytest.mark.parametrize("alpha", ["1", "auto"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_losses_are_those_without_memplug(
+def test_losses_equal_those_without_memplug(
     stage: int, alpha: str, tmp_path: Path, plain_losses: Callable[[int], Losses]
 ) -> None:
     """Start the ranks by a fork; the test that kills and resumes a run covers torchrun."""
@@ -81,17 +81,17 @@ def test_losses_are_those_without_memplug(
 
 
 @pytest.mark.long
-def test_an_unchanged_script_under_the_deepspeed_launcher_has_the_losses_without_memplug(
+def test_unchanged_script_under_deepspeed_launcher_has_the_same_losses(
     tmp_path: Path, plain_losses: Callable[[int], Losses]
 ) -> None:
     log = tmp_path / "log.jsonl"
     arguments = ["memplug.run", *recipe(1, log), "--memplug", "none", "--alpha", "1"]
     done = launch(arguments, launcher="deepspeed", module=True)
     assert read_losses(log) == plain_losses(1)
-    assert done.stdout.count("memplug: stable: 4 regions, alpha 1") == 1, "rank 0 says once that memplug is at work"
+    assert done.stdout.count("memplug: stable: 4 regions, alpha 1") == 1, "rank 0 logs once that memplug is active"
 
 
-def test_ranks_that_differ_in_host_memory_train_without_a_deadlock_and_partition_again(tmp_path: Path) -> None:
+def test_ranks_with_unequal_host_memory_train_without_deadlock(tmp_path: Path) -> None:
     """Give rank 1 no host memory: under ZeRO 3 a rank that left out a recompute pass would leave the other waiting."""
     unequal = {"host_budget_gib": [1.0, 1e-6]}
     cases = {
@@ -112,10 +112,12 @@ def test_ranks_that_differ_in_host_memory_train_without_a_deadlock_and_partition
         assert reports[0]["alpha_by_link"] == reports[1]["alpha_by_link"] is not None
         assert reports[0]["alpha_by_host"] == reports[1]["alpha_by_host"] == 0.0
         assert results["auto"]["report"]["stage"] == "stable"
-        assert results["auto"]["report"]["predicted_host_bytes"] <= 1e-6 * 2**30, "the smallest budget counts for all"
+        assert results["auto"]["report"]["predicted_host_bytes"] <= 1e-6 * 2**30, (
+            "the smallest budget applies to all ranks"
+        )
 
 
-def test_a_device_budget_that_is_impossible_on_one_rank_is_refused_on_both_in_the_same_words(tmp_path: Path) -> None:
+def test_impossible_device_budget_of_one_rank_raises_on_both(tmp_path: Path) -> None:
     """Refuse on both ranks: under ZeRO 3 a rank that raised alone would leave the other waiting."""
     cases = {
         "impossible": {
@@ -130,7 +132,7 @@ def test_a_device_budget_that_is_impossible_on_one_rank_is_refused_on_both_in_th
     assert ranks[0]["impossible"] == ranks[1]["impossible"]
     assert '"device_budget_gib" is 1e-06, and on rank 1 a step takes' in ranks[0]["impossible"]["refused"]
     for results in ranks:
-        assert results["ample"]["stages"][-1] == "stable", "once the first session is detached"
+        assert results["ample"]["stages"][-1] == "stable", "the next session plans once the first is detached"
 
 
 STAGES = pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.long)])
@@ -159,7 +161,7 @@ def adapt(folder: Path, stage: int, **cases: dict[str, Any]) -> list[dict[str, A
 
 
 @STAGES
-def test_a_change_that_one_rank_alone_sees_moves_all_ranks_at_the_same_step(stage: int, tmp_path: Path) -> None:
+def test_change_seen_by_one_rank_moves_all_ranks_at_the_same_step(stage: int, tmp_path: Path) -> None:
     """Give rank 1 longer sequences, or other operators, for a while; rank 0 goes on as before."""
     steady, short, long = [12] * 20, [12] * 8, [20] * 7
     found = adapt(
@@ -171,12 +173,12 @@ def test_a_change_that_one_rank_alone_sees_moves_all_ranks_at_the_same_step(stag
     for result in found:
         changed = [(step, stage, program) for step, stage, program in result["history"] if step > 8]
         assert changed[:2] == [(10, "warm-up", 1), (11, "gen-policy", 1)]
-        assert changed[-1] == (17, "stable", 0), "seen in step 16, read a step later"
+        assert changed[-1] == (17, "stable", 0), "the change of step 16 takes effect a step later"
         assert result["stages"][8] == "stable" and result["stages"][-4:] == ["stable"] * 4
         assert result["report"]["replans"] == 2 and result["report"]["programs"] == 2
 
 
-def test_every_rank_compares_what_its_own_recorder_saw(tmp_path: Path) -> None:
+def test_every_rank_compares_its_own_recorded_programs(tmp_path: Path) -> None:
     """Compare programs, although ZeRO 3 learns in its first steps which parameters to fetch."""
     profiler = {**block(), "profiler": {"warmup_steps": 1, "policy_steps": 2}}
     cases = {
@@ -195,7 +197,7 @@ def test_every_rank_compares_what_its_own_recorder_saw(tmp_path: Path) -> None:
 
 
 @STAGES
-def test_a_step_that_differs_on_one_rank_alone_changes_no_plan_on_any(stage: int, tmp_path: Path) -> None:
+def test_single_different_step_of_one_rank_changes_no_plan(stage: int, tmp_path: Path) -> None:
     """Let rank 1 run a validation."""
     operators = [1] * 8 + [2] + [1] * 4 + [2] + [1] * 4
     case = {"lengths": [[12] * 18] * 2, "operators": [[1] * 18, operators]}
@@ -205,7 +207,7 @@ def test_a_step_that_differs_on_one_rank_alone_changes_no_plan_on_any(stage: int
 
 
 @pytest.mark.long
-def test_a_run_with_memplug_that_is_killed_resumes_with_the_losses_it_would_have_had(tmp_path: Path) -> None:
+def test_killed_run_with_memplug_resumes_with_the_same_losses(tmp_path: Path) -> None:
     """Use the killed run as the reference: it trains past its checkpoint, and dies in the middle of a step."""
     killed_log, resumed_log = tmp_path / "killed.jsonl", tmp_path / "resumed.jsonl"
     common = [TRAIN, "--memplug", "install", "--alpha", "1", "--seq-len", "64"]

@@ -37,11 +37,11 @@ SELECTION = [
 
 
 @pytest.mark.parametrize(("layout", "names"), SELECTION)
-def test_losses_and_gradients_of_four_ranks_are_those_without_memplug(layout, names, tmp_path):
+def test_losses_and_gradients_of_four_ranks_equal_those_without_memplug(layout, names, tmp_path):
     """Include ranks that run short of host memory in the middle: no rank may wait forever for another."""
     cases = {name: CASES[name] for name in names}
     ranks = train(tmp_path, {"steps": STEPS, **LAYOUTS[layout]}, {"without": None, **cases}, processes=4)
-    assert len(set(ranks[0]["without"]["digests"])) == STEPS, "it trains: each step is another"
+    assert len(set(ranks[0]["without"]["digests"])) == STEPS, "it trains: every step differs"
     for name in names:
         for rank in ranks:
             assert_same(rank[name], rank["without"], exactly=name in ("0", "1", "0, short"))

@@ -12,7 +12,7 @@ from memplug.session.table import Stage
 from tests.support.awkward import LENGTHS, STEPS, Fails, awkward_steps, left_behind, plain
 from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
 
-ROUND = len(STEPS) * len(LENGTHS)  # steps until all kinds and lengths have come by
+ROUND = len(STEPS) * len(LENGTHS)  # steps until every kind and length has occurred
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
@@ -37,7 +37,7 @@ def test_awkward_steps_leave_nothing_behind(alpha: float | str, rounds: int) -> 
             run(ROUND)
         after = left_behind(session._attached.executor)
         forwards = session._attached.executor.flow.forwards
-        assert forwards > 3 * rounds * ROUND, "it is not out of the way"
+        assert forwards > 3 * rounds * ROUND, "memplug runs every region"
         assert after == before
         reference = twin(model)
         x = torch.randn(2, 6, 16)

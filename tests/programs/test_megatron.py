@@ -34,7 +34,7 @@ SELECTION = [
     ("pipeline", ("auto",), 6),
     ("interleaved", ("1",), 6),
     ("all-to-all", ("auto",), 6),
-    # the arena needs more steps if the choice of experts makes each step unlike the last
+    # the arena needs more steps if routing changes from step to step
     *(
         pytest.param(name, tuple(CASES), 14 if "experts" in LAYOUTS[name] else 10, marks=pytest.mark.long)
         for name in LAYOUTS
@@ -42,13 +42,13 @@ SELECTION = [
 ]
 
 
-def assert_sent_as_expected(rank: dict[str, Any]) -> None:
+def assert_offloaded_as_planned(rank: dict[str, Any]) -> None:
     report = rank["auto"]["report"]
     assert report["offloaded_step_bytes"] == pytest.approx(report["expected_step_bytes"], rel=0.02)
 
 
 @pytest.mark.parametrize(("layout", "alphas", "steps"), SELECTION)
-def test_gradients_and_losses_are_those_without_memplug(layout, alphas, steps, tmp_path):
+def test_gradients_and_losses_equal_those_without_memplug(layout, alphas, steps, tmp_path):
     cases = {"without": None, **{alpha: CASES[alpha] for alpha in alphas}}
     for rank in train(tmp_path, {"steps": steps, **LAYOUTS[layout]}, cases):
         plain = rank["without"]
@@ -63,8 +63,8 @@ def test_gradients_and_losses_are_those_without_memplug(layout, alphas, steps, t
             assert rank[alpha]["report"]["offloaded_bytes"] > 0, f"alpha {alpha}"
         if "auto" in alphas:
             assert "stable" in dict((stage, step) for step, stage in rank["auto"]["history"])
-            if "experts" not in LAYOUTS[layout]:  # the experts of tokens differ from step to step
-                assert_sent_as_expected(rank)
+            if "experts" not in LAYOUTS[layout]:  # routing differs from step to step
+                assert_offloaded_as_planned(rank)
         if "1" in alphas:
             assert rank["1"]["report"]["arena_served"] > 0
         if {"0", "1"} <= set(alphas):
@@ -72,7 +72,7 @@ def test_gradients_and_losses_are_those_without_memplug(layout, alphas, steps, t
 
 
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
-def test_a_swap_list_keeps_every_rank_to_its_budget_with_the_same_numbers(layout, tmp_path):
+def test_swap_list_keeps_every_rank_within_budget_bit_identically(layout, tmp_path):
     """Include a pipeline, which has graphs of several micro-batches in flight."""
     alone = {
         "enabled": True,
@@ -104,18 +104,18 @@ def test_a_swap_list_keeps_every_rank_to_its_budget_with_the_same_numbers(layout
         *(pytest.param(name, marks=pytest.mark.long) for name in ("all-gather", "tensor, sequence and expert")),
     ],
 )
-def test_a_mixture_whose_tokens_go_the_same_way_again_sends_what_its_plan_says(layout, tmp_path):
+def test_mixture_with_repeated_routing_offloads_the_planned_bytes(layout, tmp_path):
     settings = {**LAYOUTS[layout], "same": True, "steps": 8}
     for rank in train(tmp_path, settings, {"auto": block("auto", arena=False)}):
-        assert_sent_as_expected(rank)
+        assert_offloaded_as_planned(rank)
 
 
 @pytest.mark.parametrize("alpha", [0.5, pytest.param(1.0, marks=pytest.mark.long)])
-def test_all_ranks_swap_less_together_once_one_is_short_of_host_memory(alpha, tmp_path):
+def test_all_ranks_swap_less_once_one_is_short_of_host_memory(alpha, tmp_path):
     short = {**block(alpha, arena=False), "short_of_host_memory": [1, 4]}
     layout = {"tensor": 2, "sequence": True, "steps": 12}
     ranks = train(tmp_path, layout, {"without": None, "short": short})
-    assert ranks[0]["short"]["shares"] == ranks[1]["short"]["shares"], "in the same steps, by as much"
+    assert ranks[0]["short"]["shares"] == ranks[1]["short"]["shares"], "in the same steps, by the same share"
     shares = ranks[0]["short"]["shares"]
     assert shares[:5] == [1.0] * 5 and sorted(shares, reverse=True) == shares and shares[-1] < 0.9
     for rank in ranks:
@@ -123,6 +123,6 @@ def test_all_ranks_swap_less_together_once_one_is_short_of_host_memory(alpha, tm
     assert ranks[1]["short"]["report"]["host_refusals"] > 0 == ranks[0]["short"]["report"]["host_refusals"]
 
 
-def test_ranks_with_other_blocks_are_refused_before_the_first_step(tmp_path):
+def test_ranks_with_different_blocks_are_refused_before_the_first_step(tmp_path):
     ranks = train(tmp_path, {"tensor": 2}, {"other": {**block(0.0, arena=False), "alpha_of_rank": [0.0, 0.5]}})
     assert all("rank 1 differs from that of rank 0, in tokenwise" in rank["other"]["error"] for rank in ranks)

@@ -58,13 +58,13 @@ def train_alike(model: Causal, alpha: float, batch: int = 1, steps: int = 2, **s
 @pytest.mark.parametrize(("batch", "dtype"), SOME)
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("kind", MODELS)
-def test_gradients_are_those_without_memplug(kind: str, alpha: float, batch: int, dtype: torch.dtype) -> None:
+def test_gradients_equal_those_without_memplug(kind: str, alpha: float, batch: int, dtype: torch.dtype) -> None:
     train_alike(Causal(kind, dtype, attention="eager" if kind == "gemma2" else "sdpa"), alpha, batch)
 
 
 @pytest.mark.parametrize(("batch", "dtype"), OTHERS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_gradients_are_those_without_memplug_before_and_after_a_plan_is_made(
+def test_gradients_equal_those_without_memplug_before_and_after_planning(
     kind: str, batch: int, dtype: torch.dtype
 ) -> None:
     model = Causal(kind, dtype, attention="eager" if kind == "gemma2" else "sdpa")
@@ -85,18 +85,18 @@ def test_gradients_are_those_without_memplug_before_and_after_a_plan_is_made(
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("kind", ["llama with grouped queries", "qwen3"])
-def test_gradients_are_those_without_memplug_under_eager_attention(kind: str, alpha: float) -> None:
+def test_gradients_equal_those_without_memplug_under_eager_attention(kind: str, alpha: float) -> None:
     train_alike(Causal(kind, attention="eager"), alpha, batch=2)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_dropped_attention_weights_are_those_of_forward(attention: str, alpha: float) -> None:
+def test_attention_dropout_is_the_same_in_forward_and_backward(attention: str, alpha: float) -> None:
     train_alike(Causal("llama", attention=attention, attention_dropout=0.3), alpha, batch=2)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_gradients_are_those_without_memplug_where_layers_share_a_host_that_is_full(alpha: float) -> None:
+def test_gradients_equal_those_without_memplug_when_host_memory_is_full(alpha: float) -> None:
     train_alike(Causal("llama"), alpha, host_budget_bytes=8192)
 
 

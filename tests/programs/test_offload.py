@@ -54,7 +54,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("setup", SETUPS)
-def test_losses_and_weights_are_those_without_memplug_and_the_arena_serves(
+def test_losses_and_weights_equal_those_without_memplug_and_arena_serves(
     setup: str, alpha: float, ranks: list[dict[str, Any]]
 ) -> None:
     for results in ranks:

@@ -23,7 +23,7 @@ def make_batches(tokens: torch.Tensor, *, rank: int = 0, world_size: int = 1, mi
     return data.Batches(tokens=tokens, seq_len=8, micro_batch=micro_batch, rank=rank, world_size=world_size, seed=seed)
 
 
-def test_text_is_read_in_the_order_of_file_names_and_decodes_to_itself(tmp_path):
+def test_text_is_read_in_file_name_order_and_decodes_to_itself(tmp_path):
     first, second = "först".encode(), b"second\xff"
     (tmp_path / "b.txt").write_bytes(second)
     (tmp_path / "a").mkdir()
@@ -39,7 +39,7 @@ def test_folder_without_files_is_refused(tmp_path):
         text.load_tokens(tmp_path, text.ByteTokenizer())
 
 
-def test_default_text_is_there_on_every_machine_and_no_more_of_it_is_read_than_needed():
+def test_default_text_exists_and_is_read_only_as_far_as_needed():
     tokens = text.load_tokens(None, text.ByteTokenizer())
     assert len(tokens) == text.DEFAULT_TOKENS
     more = text.load_tokens(None, text.ByteTokenizer(), 2 * text.DEFAULT_TOKENS)
@@ -47,14 +47,14 @@ def test_default_text_is_there_on_every_machine_and_no_more_of_it_is_read_than_n
     assert torch.equal(more[: len(tokens)], tokens)
 
 
-def test_default_text_lasts_for_a_validation_on_eight_ranks_with_long_sequences():
+def test_default_text_suffices_for_eight_ranks_with_long_sequences():
     batch_tokens = 8 * 32768
     tokens = text.load_tokens(None, text.ByteTokenizer(), data.tokens_wanted(batch_tokens))
     train, validation = data.split(tokens, batch_tokens)
     assert len(validation) == batch_tokens and len(train) == 19 * batch_tokens
 
 
-def test_validation_is_the_last_twentieth_or_one_micro_batch_and_no_part_of_training():
+def test_validation_is_the_last_twentieth_or_at_least_one_batch():
     tokens = torch.arange(2000, dtype=torch.int16)
     for batch_tokens, cut in ((0, 1900), (99, 1900), (300, 1700), (3000, 0)):
         train, validation = data.split(tokens, batch_tokens)
@@ -63,7 +63,7 @@ def test_validation_is_the_last_twentieth_or_one_micro_batch_and_no_part_of_trai
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 1), (2, 4), (3, 2)])
-def test_one_epoch_shows_no_window_twice_over_all_ranks(world_size, micro_batch):
+def test_one_epoch_repeats_no_window_over_all_ranks(world_size, micro_batch):
     tokens = torch.arange(1003, dtype=torch.int16)
     ranks = [
         make_batches(tokens, rank=rank, world_size=world_size, micro_batch=micro_batch) for rank in range(world_size)
@@ -85,7 +85,7 @@ def test_batch_depends_on_seed_and_index_alone():
     assert not torch.equal(make_batches(tokens, seed=1)[0], expected[0])
 
 
-def test_too_little_text_is_refused_with_what_to_do():
+def test_too_little_text_is_refused_with_advice():
     with pytest.raises(ValueError, match="--seq-len"):
         make_batches(torch.arange(15, dtype=torch.int16))
 
@@ -128,7 +128,7 @@ def die(*args, **kwargs):
 
 
 @pytest.mark.parametrize("moment", ["files half written", "before the rename", "before the pointer"])
-def test_save_that_is_cut_short_leaves_the_former_checkpoint_to_resume_from(tmp_path, single_rank, monkeypatch, moment):
+def test_interrupted_save_leaves_the_former_checkpoint(tmp_path, single_rank, monkeypatch, moment):
     engine, folder = FileEngine(), tmp_path / "checkpoints"
     checkpoint.save(engine, folder, {"step": 3})
     where = {
@@ -156,7 +156,7 @@ def test_last_two_checkpoints_are_kept(tmp_path, single_rank):
     assert checkpoint.latest(tmp_path) == "step-00000004"
 
 
-def test_random_state_continues_where_it_was_saved(tmp_path, single_rank):
+def test_random_state_continues_from_its_checkpoint(tmp_path, single_rank):
     engine = FileEngine()
     checkpoint.save(engine, tmp_path, {"step": 1})
     expected = torch.rand(4)
@@ -173,7 +173,7 @@ def test_checkpoint_of_fewer_ranks_is_refused(tmp_path, single_rank, monkeypatch
         checkpoint.load(engine, tmp_path)
 
 
-def test_nothing_to_resume_from_is_refused(tmp_path, single_rank):
+def test_resume_without_checkpoint_is_refused(tmp_path, single_rank):
     assert checkpoint.latest(tmp_path) is None
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         checkpoint.load(FileEngine(), tmp_path)
@@ -188,7 +188,7 @@ def read_losses(log: Path) -> dict[int, float]:
 
 @pytest.mark.distributed
 @pytest.mark.long  # tests/programs/test_distributed.py kills and resumes a run with memplug
-def test_run_that_is_killed_resumes_with_the_losses_it_would_have_had(tmp_path):
+def test_killed_run_resumes_with_the_same_losses(tmp_path):
     """Use the killed run as the reference: it trains well past its checkpoint before it dies."""
     config = json.loads((ROOT / "configs/ds_tiny.json").read_text())
     config.update(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=2)

@@ -129,7 +129,7 @@ LONG = list(CASES)[list(CASES).index("flash, context") :]
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in CASES]
 )
-def test_a_run_has_the_losses_that_it_has_without_memplug_to_the_bit(case: str, tmp_path: Path) -> None:
+def test_losses_equal_those_without_memplug_to_the_bit(case: str, tmp_path: Path) -> None:
     recipe, model, options, processes = CASES[case]
     compare(tmp_path, recipe, model, *options, processes=processes, bf16="flash" in options)
 
@@ -138,7 +138,7 @@ def test_a_run_has_the_losses_that_it_has_without_memplug_to_the_bit(case: str, 
 @MEGATRON
 @pytest.mark.skipif(cuda_is_simulated(), reason="kernels of other packages are not simulated")
 @pytest.mark.parametrize("case", ["flash", *(f"Megatron-Core, {kind}" for kind in ("flash", "te", "fp8"))])
-def test_so_it_has_with_the_packages_themselves(case: str, tmp_path: Path) -> None:
+def test_losses_equal_those_without_memplug_with_the_real_packages(case: str, tmp_path: Path) -> None:
     for name in ("flash_attn", "transformer_engine"):
         pytest.importorskip(name)
     recipe, model, options, _ = CASES[case]
@@ -165,7 +165,7 @@ def assert_same_training(ours: list[dict[str, Any]], theirs: list[dict[str, Any]
     ours, theirs = ours[-1]["report"], theirs[-1]["report"]
     assert ours["validation_loss"] == pytest.approx(theirs["validation_loss"], rel=1e-3)
     tokens = [report["tokens_per_s"] * report["step_s"] for report in (ours, theirs)]
-    assert tokens == pytest.approx([4 * TOKENS] * 2), "each counts once, however many ranks share it"
+    assert tokens == pytest.approx([4 * TOKENS] * 2), "each token counts once, however many ranks share it"
     flops = [
         report["mfu"] * report["peak_flop_per_s"] * report["ranks"] * report["step_s"] for report in (ours, theirs)
     ]
@@ -173,13 +173,13 @@ def assert_same_training(ours: list[dict[str, Any]], theirs: list[dict[str, Any]
 
 
 @pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 2, 3))])
-def test_two_ranks_that_share_sequences_train_with_deepspeed_as_one_rank_does(stage: int, tmp_path: Path) -> None:
+def test_two_deepspeed_ranks_that_share_sequences_train_as_one_rank(stage: int, tmp_path: Path) -> None:
     alone = run(tmp_path, "llama2", "llama", stage=stage)
     assert_same_training(run(tmp_path, "llama2", "llama", *SHARING, processes=2, stage=stage), alone)
 
 
 @pytest.mark.long
-def test_four_ranks_of_which_two_share_a_sequence_train_as_two_ranks_do(tmp_path: Path) -> None:
+def test_four_ranks_sharing_sequences_in_pairs_train_as_two_ranks(tmp_path: Path) -> None:
     alone = run(tmp_path, "llama2", "mixtral", processes=2)
     together = run(tmp_path, "llama2", "mixtral", *SHARING, processes=4)
     # the loss that balances experts counts only the rank's own tokens
@@ -187,7 +187,7 @@ def test_four_ranks_of_which_two_share_a_sequence_train_as_two_ranks_do(tmp_path
 
 
 @MEGATRON
-def test_two_ranks_that_share_sequences_train_with_megatron_core_as_one_rank_does(tmp_path: Path) -> None:
+def test_two_megatron_ranks_that_share_sequences_train_as_one_rank(tmp_path: Path) -> None:
     alone = run(tmp_path, "megatron_llama2", "llama", *TE)
     assert_same_training(run(tmp_path, "megatron_llama2", "llama", *TE, *SHARING, processes=2), alone)
 
@@ -202,7 +202,7 @@ def test_ranks_that_share_sequences_resume_where_they_stopped(tmp_path: Path) ->
     assert rest[-1]["report"]["validation_loss"] == whole[-1]["report"]["validation_loss"]
 
 
-def test_a_rank_has_the_part_of_a_sequence_that_deepspeeds_own_adapter_deals_it(
+def test_rank_gets_the_same_sequence_part_as_from_deepspeeds_adapter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from deepspeed.runtime.sequence_parallel import ulysses_sp

@@ -29,7 +29,7 @@ def config_with(path: Path, **fields: Any) -> Path:
     return path
 
 
-def test_everything_that_is_wrong_with_a_deepspeed_run_is_said_at_once(tmp_path: Path) -> None:
+def test_every_problem_of_a_deepspeed_run_is_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "shape.yaml").write_text("vocab_size: 320\nhidden_size: 100\n")
     found = problems(
         *(settings, 2, "--model", tmp_path / "shape.yaml", "--deepspeed_config", tmp_path / "none.json"),
@@ -52,7 +52,7 @@ def test_everything_that_is_wrong_with_a_deepspeed_run_is_said_at_once(tmp_path:
         ({"model_type": "qwen3", "head_dim": 32, "hidden_size": 130}, ""),
     ],
 )
-def test_a_shape_that_no_model_of_the_recipes_has_is_refused(
+def test_shape_that_fits_no_recipe_model_is_refused(
     recipe: Any, fields: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
     (tmp_path / "shape.yaml").write_text(yaml.safe_dump({**SHAPES["tiny"], **fields}))
@@ -72,12 +72,12 @@ def test_a_shape_that_no_model_of_the_recipes_has_is_refused(
         (4, ["--context", "2"], ""),
     ],
 )
-def test_ranks_that_cannot_share_sequences_by_ulysses_are_found(ranks: int, argv: list[str], complaint: str) -> None:
+def test_ranks_that_cannot_share_sequences_by_ulysses_are_refused(ranks: int, argv: list[str], complaint: str) -> None:
     found = problems(settings, ranks, *argv)
     assert complaint in found and bool(found) == bool(complaint)
 
 
-def test_heads_that_ulysses_cannot_deal_to_the_ranks_are_found(tmp_path: Path) -> None:
+def test_heads_that_ulysses_cannot_distribute_are_refused(tmp_path: Path) -> None:
     heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96}
     (tmp_path / "shape.yaml").write_text(yaml.safe_dump({**SHAPES["tiny"], **heads}))
     where = ["--model", tmp_path / "shape.yaml", "--seq-len", "96", "--context"]
@@ -85,7 +85,7 @@ def test_heads_that_ulysses_cannot_deal_to_the_ranks_are_found(tmp_path: Path) -
     assert problems(settings, 12, *where, "12") == problems(settings, 2, *where, "2") == ""
 
 
-def test_batches_are_those_of_the_ranks_that_read_other_sequences(tmp_path: Path) -> None:
+def test_batch_size_counts_only_ranks_that_read_different_sequences(tmp_path: Path) -> None:
     fields = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": None}
     config = config_with(tmp_path / "ds.json", **fields)
     args = settings.parse_args(["--deepspeed_config", str(config), "--context", "2", "--check"])
@@ -104,7 +104,7 @@ def test_batches_are_those_of_the_ranks_that_read_other_sequences(tmp_path: Path
         (layout, ["--attention", "te"], "te needs transformer_engine.pytorch, which cannot be imported"),
     ],
 )
-def test_an_attention_that_this_machine_or_these_weights_cannot_have_is_refused(
+def test_attention_unsupported_by_machine_or_dtype_is_refused(
     recipe: Any, argv: list[str], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package in checks.ATTENTION_PACKAGES.values():
@@ -113,7 +113,7 @@ def test_an_attention_that_this_machine_or_these_weights_cannot_have_is_refused(
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_flash_attention_without_a_gpu_is_refused_unless_the_run_is_elsewhere(
+def test_flash_attention_without_gpu_is_refused_unless_run_is_elsewhere(
     gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
@@ -135,11 +135,11 @@ def test_flash_attention_without_a_gpu_is_refused_unless_the_run_is_elsewhere(
         (["--alpha", "2"], "alpha"),
     ],
 )
-def test_an_argument_that_would_fail_later_is_refused(argv: list[str], complaint: str) -> None:
+def test_argument_that_would_fail_later_is_refused(argv: list[str], complaint: str) -> None:
     assert complaint in problems(settings, 8, *argv)
 
 
-def test_text_for_one_micro_batch_of_all_ranks_twice_over_is_enough_and_a_token_less_is_not(tmp_path: Path) -> None:
+def test_least_text_is_one_training_and_one_validation_batch_of_all_ranks(tmp_path: Path) -> None:
     needed = 2 * 2 * 4 * 64  # to train and to validate, 2 ranks, 4 sequences of 64
     for missing, complaint in ((0, ""), (1, "--data")):
         (tmp_path / "text").write_bytes(b"a" * (needed - 1 - missing))  # an end-of-text token follows the text
@@ -152,7 +152,7 @@ def test_text_for_one_micro_batch_of_all_ranks_twice_over_is_enough_and_a_token_
             assert [len(batches) for batches in checks.make_batches(tokens, **where)] == [1, 1]
 
 
-def test_a_vocabulary_that_is_too_small_for_the_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_vocabulary_too_small_for_the_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "shape.yaml").write_text(yaml.safe_dump({**SHAPES["tiny"], "vocab_size": 256}))
     for recipe in (settings, layout):
         assert "bytes need 257" in problems(recipe, 1, "--model", tmp_path / "shape.yaml")
@@ -170,14 +170,14 @@ def test_a_vocabulary_that_is_too_small_for_the_tokenizer_is_refused(tmp_path: P
         ({"train_batch_size": 16, "gradient_accumulation_steps": None}, 2, ""),
     ],
 )
-def test_a_configuration_that_deepspeed_or_memplug_would_refuse_is_found(
+def test_configuration_refused_by_deepspeed_or_memplug_is_reported(
     fields: dict[str, Any], ranks: int, complaint: str, tmp_path: Path
 ) -> None:
     found = problems(settings, ranks, "--deepspeed_config", config_with(tmp_path / "ds.json", **fields))
     assert complaint in found and bool(found) == bool(complaint)
 
 
-def test_checkpoints_that_are_there_need_resume_and_the_ranks_that_saved_them(tmp_path: Path) -> None:
+def test_existing_checkpoints_need_resume_and_the_saving_rank_count(tmp_path: Path) -> None:
     (tmp_path / "step-00000003").mkdir()
     for rank in range(2):
         (tmp_path / "step-00000003" / f"random_state_rank{rank:05d}.pt").touch()
@@ -212,7 +212,7 @@ def test_checkpoints_that_are_there_need_resume_and_the_ranks_that_saved_them(tm
         (4, ["--tensor", "2", "--sequence", "--pipeline", "2", "--chunks", "2"], ""),
     ],
 )
-def test_a_layout_that_megatron_would_refuse_is_found(ranks: int, argv: list[Any], complaint: str) -> None:
+def test_layout_refused_by_megatron_is_reported(ranks: int, argv: list[Any], complaint: str) -> None:
     found = problems(layout, ranks, *argv)
     assert complaint in found and bool(found) == bool(complaint)
 
@@ -229,7 +229,7 @@ def test_a_layout_that_megatron_would_refuse_is_found(ranks: int, argv: list[Any
         (4, ["--context", "2", "--fp8"], ""),
     ],
 )
-def test_a_layout_of_transformer_engine_that_would_be_refused_is_found(
+def test_layout_refused_by_transformer_engine_is_reported(
     ranks: int, argv: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -242,9 +242,7 @@ def test_a_layout_of_transformer_engine_that_would_be_refused_is_found(
 @pytest.mark.distributed
 @pytest.mark.long  # test_readmes.py tests the same verdicts in one process
 @pytest.mark.parametrize(("ranks", "status", "said"), [(1, 1, "too few"), (8, 0, "the run can start")])
-def test_a_check_ends_with_status_one_where_the_run_would_not_fit_and_zero_where_it_would(
-    ranks: int, status: int, said: str
-) -> None:
+def test_check_exits_with_1_if_the_run_does_not_fit_else_0(ranks: int, status: int, said: str) -> None:
     script, configs = ROOT / "examples/llama2/train.py", ROOT / "configs"
     big = ["--model", configs / "models/7b.yaml", "--deepspeed_config", configs / "ds_zero3.json"]
     output = launch_forked([script, *big, "--check", ranks, "--gpu-gib", "80"], processes=1, status=status)
@@ -254,9 +252,7 @@ def test_a_check_ends_with_status_one_where_the_run_would_not_fit_and_zero_where
 @pytest.mark.distributed
 @pytest.mark.long  # the tests above find the same problems in one process
 @pytest.mark.parametrize("recipe", ["llama2", "megatron_llama2"])
-def test_a_run_that_cannot_start_says_all_that_is_wrong_once_before_the_model_is_built(
-    recipe: str, tmp_path: Path
-) -> None:
+def test_run_that_cannot_start_reports_problems_once_before_building_model(recipe: str, tmp_path: Path) -> None:
     libraries = "deepspeed"
     if recipe == "megatron_llama2":
         pytest.importorskip("megatron.core")

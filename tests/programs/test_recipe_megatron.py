@@ -39,7 +39,7 @@ def loss(report: str, which: str) -> str:
         ("mixtral_megatron.sh", "mixtral/train_megatron.py", ["--expert", "2", "--distributed-optimizer"]),
     ],
 )
-def test_the_megatron_recipe_trains_as_without_memplug(script, recipe, split, tmp_path):
+def test_megatron_recipe_trains_as_without_memplug(script, recipe, split, tmp_path):
     config = tmp_path / "ds.json"
     config.write_text('{"memplug": {"enabled": true, "tokenwise": {"alpha": 1.0, "min_offload_bytes": 1024}}}')
     plain = launch_forked([ROOT / "examples" / recipe, *SHORT, *split, "--no-memplug"], libraries="megatron")
@@ -54,7 +54,7 @@ def test_the_megatron_recipe_trains_as_without_memplug(script, recipe, split, tm
 
 
 @pytest.mark.long
-def test_the_mixtral_recipe_trains_with_deepspeed():
+def test_mixtral_recipe_trains_with_deepspeed():
     report = run("mixtral_torchrun.sh", *SHORT)
     first, last = map(float, loss(report, "training").split(" → "))
     assert last < first and "3,036,288 parameters" in report

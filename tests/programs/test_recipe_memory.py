@@ -34,7 +34,7 @@ def build(shape: dict[str, Any]) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_parameters_counted_by_shape_are_those_of_the_model(name: str) -> None:
+def test_parameters_counted_by_shape_equal_the_models(name: str) -> None:
     shape = SHAPES[name]
     with torch.device("meta"):
         model = build(shape)
@@ -45,13 +45,13 @@ def test_parameters_counted_by_shape_are_those_of_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_a_tied_head_counts_once(model_type: str) -> None:
+def test_tied_head_counts_once(model_type: str) -> None:
     shape = {**SHAPES["tiny"], "model_type": model_type, "tie_word_embeddings": True, "head_dim": 48}
     model = build(shape)
     assert memory.count(shape).total == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_ranks_that_share_sequences_have_the_logits_of_their_tokens_and_the_states_of_the_others() -> None:
+def test_sharing_sequences_divides_logits_but_not_states() -> None:
     alone, shared = (megatron_estimate("7b", 8, "--distributed-optimizer", "--context", size) for size in ("1", "4"))
     assert shared.states_bytes == alone.states_bytes and shared.logits_bytes == alone.logits_bytes / 4
     assert "context 4, data 2" in shared.notes["on"]
@@ -67,7 +67,7 @@ def deepspeed_states(name: str, ranks: int, **zero: Any) -> memory.Estimate:
     return memory.deepspeed_estimate(SHAPES[name], {"zero_optimization": zero}, ranks, 1, logits=0)
 
 
-def test_memory_under_zero_is_that_of_deepspeeds_own_estimators() -> None:
+def test_memory_under_zero_equals_deepspeeds_own_estimators() -> None:
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as stage_3
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as stage_2
 
@@ -92,7 +92,7 @@ def megatron_states(name: str, ranks: int, *argv: str) -> float:
     return megatron_estimate(name, ranks, *argv).states_bytes
 
 
-def test_memory_under_megatron_is_eighteen_bytes_a_parameter_or_six_and_a_share_of_twelve() -> None:
+def test_megatron_states_take_18_or_6_plus_shared_12_bytes_per_parameter() -> None:
     total = 6_738_415_616
     assert megatron_states("7b", 8) == 18 * total
     assert megatron_states("7b", 8, "--distributed-optimizer") == 7.5 * total
@@ -113,7 +113,7 @@ cpu.pretend()
 import model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 new_group = torch.distributed.new_group
-torch.distributed.new_group = lambda *args, backend=None, **fields: new_group(*args, **fields)  # no gloo among them
+torch.distributed.new_group = lambda *args, backend=None, **fields: new_group(*args, **fields)  # without gloo
 for ranks, rank, shape, fields in {cases!r}:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     parallel = model.Parallel(**fields)
@@ -141,7 +141,7 @@ LAYOUTS = [
 
 
 @pytest.mark.long
-def test_parameters_of_a_rank_are_those_that_megatron_builds() -> None:
+def test_parameters_of_a_rank_equal_those_megatron_builds() -> None:
     pytest.importorskip("megatron.core")
     script = COUNT.format(cases=LAYOUTS, folder=str(ROOT / "examples/megatron_llama2"))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

@@ -139,9 +139,9 @@ def first_loss(folder: Path, name: str, stage: int) -> float:
 @pytest.mark.distributed
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_training_goes_on_from_the_weights_in_a_folder(name: str, stage: int, folder: Path, runs: Any) -> None:
+def test_training_continues_from_weights_in_a_folder(name: str, stage: int, folder: Path, runs: Any) -> None:
     expected = first_loss(folder, name, stage)
-    # rounding depends on the machine, and a token near a tie of two experts can then go to the other one
+    # rounding depends on the machine, and may change the expert of a token near a tie
     tolerance = 1e-3 if name == "mixtral" else 1e-4
     for result in runs[f"{name} {stage}"]:
         assert result["losses"][0] == pytest.approx(expected, rel=tolerance)
@@ -150,7 +150,7 @@ def test_training_goes_on_from_the_weights_in_a_folder(name: str, stage: int, fo
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", OFFLOADING)
-def test_a_shipped_configuration_with_offloading_trains_on_two_processes(name: str, runs: Any) -> None:
+def test_shipped_offloading_configuration_trains_on_two_processes(name: str, runs: Any) -> None:
     first, second = runs[name]
     assert first["losses"] == second["losses"] and len(set(first["losses"])) == 2
     assert first["offloads"] and first["swapped"] > 0, "DeepSpeed offloads, and memplug too"
@@ -158,15 +158,15 @@ def test_a_shipped_configuration_with_offloading_trains_on_two_processes(name: s
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", TILED)
-def test_steps_with_a_tiled_loss_are_those_of_the_whole_one_under_zero_and_accumulation(name: str, runs: Any) -> None:
+def test_tiled_loss_trains_like_the_whole_one_under_zero_and_accumulation(name: str, runs: Any) -> None:
     whole, tiled = (runs[f"{name}, {tiles}"][0]["losses"] for tiles in (1, 3))
     assert tiled == pytest.approx(whole, rel=1e-4)  # kernels of other shapes round differently
-    assert whole[-1] < whole[0] - 0.1, "a gradient of another size would be seen"
+    assert whole[-1] < whole[0] - 0.1, "a scaled gradient would show"
 
 
 @pytest.mark.parametrize("mixture", [False, True])
 @pytest.mark.parametrize("with_memplug", [False, True])
-def test_a_tiled_loss_has_the_gradients_of_the_whole_one(mixture: bool, with_memplug: bool) -> None:
+def test_tiled_loss_has_the_gradients_of_the_whole_one(mixture: bool, with_memplug: bool) -> None:
     def gradients(tiles: int) -> tuple[torch.Tensor, list[torch.Tensor], bool]:
         torch.manual_seed(0)
         made = (
@@ -185,7 +185,7 @@ def test_a_tiled_loss_has_the_gradients_of_the_whole_one(mixture: bool, with_mem
         return outputs.loss.detach(), [parameter.grad for parameter in model.parameters()], outputs.logits is None
 
     (whole, expected, _), (tiled, found, no_logits) = gradients(1), gradients(4)
-    assert no_logits, "no tensor of all logits is made"
+    assert no_logits, "no tensor holds all logits"
     torch.testing.assert_close(tiled, whole)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -222,7 +222,7 @@ class Memory(TorchDispatchMode):
 
 @pytest.mark.parametrize("tiles", [1, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_logits_and_loss_take_the_memory_of_the_estimate(dtype: torch.dtype, tiles: int) -> None:
+def test_logits_and_loss_take_the_estimated_memory(dtype: torch.dtype, tiles: int) -> None:
     sizes = {**SIZES, "vocab_size": 8000, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     model = tiled_loss.tile_loss(LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype), tiles)
     tokens = torch.randint(0, 8000, (1, 513))
@@ -231,7 +231,7 @@ def test_logits_and_loss_take_the_memory_of_the_estimate(dtype: torch.dtype, til
     assert held.peak_bytes == pytest.approx(memory.logits_bytes(8000, 512, tiles), rel=0.15)
 
 
-def test_a_tile_at_a_time_has_its_logits() -> None:
+def test_only_one_tile_has_logits_at_a_time() -> None:
     head, sizes = torch.nn.Linear(8, 50), []
     head.register_forward_hook(lambda module, inputs, output: sizes.append(output.shape[0]))
     labels = torch.arange(20).reshape(2, 10)
@@ -239,7 +239,7 @@ def test_a_tile_at_a_time_has_its_logits() -> None:
     assert max(sizes) == 5 and len(sizes) == 8, "18 tokens in four tiles, forward and again in backward"
 
 
-def test_a_tokenizer_of_a_folder_parts_texts_and_keeps_ids_past_int16(tmp_path: Path) -> None:
+def test_folder_tokenizer_separates_texts_and_keeps_ids_beyond_int16(tmp_path: Path) -> None:
     tokenizer = text.FolderTokenizer(save_tokenizer(tmp_path / "tokenizer"))
     (tmp_path / "text.jsonl").write_text('{"text": "w39999 w2"}\n\n{"text": "nothing", "more": 1}\n')
     tokens = text.load_tokens(tmp_path / "text.jsonl", tokenizer)
@@ -249,7 +249,7 @@ def test_a_tokenizer_of_a_folder_parts_texts_and_keeps_ids_past_int16(tmp_path: 
 
 
 @pytest.mark.parametrize("line", ["no json", '["text"]', '{"words": "a"}', '{"text": 3}'])
-def test_a_line_without_a_text_is_refused_by_its_number(line: str, tmp_path: Path) -> None:
+def test_line_without_text_is_refused_with_its_number(line: str, tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text(f'{{"text": "a"}}\n{line}\n')
     with pytest.raises(ValueError, match="line 2"):
         text.load_tokens(tmp_path / "text.jsonl", text.ByteTokenizer())

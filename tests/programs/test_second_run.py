@@ -22,17 +22,17 @@ __all__ = ["folder", "kept"]
 
 
 @pytest.mark.device
-def test_the_second_run_is_planned_and_served_from_its_first_step(kept: tuple[Path, Run], folder: Path) -> None:
+def test_second_run_is_planned_and_served_from_its_first_step(kept: tuple[Path, Run], folder: Path) -> None:
     content = only_plan(folder).read_bytes()
     second = train(folder)
     assert second.is_second() and second.losses == kept[1].losses
-    assert min(second.shares) == 1.0, "from the first request on"
+    assert min(second.shares) == 1.0, "served from the first request on"
     assert second.report["resumed_from"] == str(only_plan(folder))
     assert second.report["arena_served"] > kept[1].report["arena_served"]
     assert only_plan(folder).read_bytes() == content
 
 
-def test_the_plan_on_disk_is_what_ran(kept: tuple[Path, Run]) -> None:
+def test_plan_on_disk_is_the_one_that_ran(kept: tuple[Path, Run]) -> None:
     plan, report = plan_file.load(kept[0]), kept[1].report
     decisions, addresses = Decisions.of(plan), AddressPlan.of(plan)
     assert decisions is not None and addresses is not None and plan.training.program is not None
@@ -45,21 +45,21 @@ def test_the_plan_on_disk_is_what_ran(kept: tuple[Path, Run]) -> None:
     assert not plan.training.gradients_stay
 
 
-def test_a_mixture_goes_on_too(tmp_path: Path) -> None:
+def test_mixture_resumes_from_its_plan(tmp_path: Path) -> None:
     first, second = (train(tmp_path, mixtral) for _ in range(2))
     assert first.report["resumed_from"] is None and second.is_second()
     assert second.losses == first.losses
-    assert min(second.shares) > 0.9, "the choice of experts is another in each step"
+    assert min(second.shares) > 0.9, "routing differs in each step"
 
 
-def test_gradients_that_stay_take_no_address_of_what_does_not(tmp_path: Path) -> None:
+def test_persistent_gradients_resume_from_their_plan(tmp_path: Path) -> None:
     first, second = (train(tmp_path, keeps_gradients=True) for _ in range(2))
     assert plan_file.load(only_plan(tmp_path)).training.gradients_stay
     assert second.is_second() and second.losses == first.losses
     assert min(second.shares) == 1.0
 
 
-def test_the_arena_alone_goes_on_too(tmp_path: Path) -> None:
+def test_arena_alone_resumes_from_its_plan(tmp_path: Path) -> None:
     block = {"tokenwise": {"enabled": False}}
     first, second = (train(tmp_path, block=block) for _ in range(2))
     assert first.states[0] is not State.SERVING and set(second.states) == {State.SERVING}
@@ -67,7 +67,7 @@ def test_the_arena_alone_goes_on_too(tmp_path: Path) -> None:
     assert second.losses == first.losses and min(second.shares) == 1.0
 
 
-def test_decisions_alone_go_on_too(tmp_path: Path) -> None:
+def test_decisions_alone_resume_from_their_plan(tmp_path: Path) -> None:
     block = {"arena": {"enabled": False}}
     first, second = (train(tmp_path, block=block) for _ in range(2))
     assert first.stages[0] is Stage.WARM_UP and set(second.stages) == {second.before[0]} == {Stage.STABLE}
@@ -75,7 +75,7 @@ def test_decisions_alone_go_on_too(tmp_path: Path) -> None:
     assert second.losses == first.losses
 
 
-def test_a_run_that_ends_before_it_has_addresses_leaves_its_decisions(tmp_path: Path) -> None:
+def test_run_that_ends_before_it_has_addresses_leaves_its_decisions(tmp_path: Path) -> None:
     first = train(tmp_path, steps=4)
     assert first.stages[-1] is Stage.STABLE and State.SERVING not in first.states
     second, third = train(tmp_path), train(tmp_path)
@@ -93,7 +93,7 @@ def with_unknown_part(file: Path) -> dict[str, Any]:
     return part
 
 
-def test_a_part_of_an_unknown_technique_is_left_alone_and_said_to_be_there(
+def test_part_of_unknown_technique_is_kept_and_logged(
     kept: tuple[Path, Run], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     part = with_unknown_part(only_plan(folder))
@@ -104,7 +104,7 @@ def test_a_part_of_an_unknown_technique_is_left_alone_and_said_to_be_there(
     assert "has parts that no technique here reads: later" in caplog.text
 
 
-def test_a_part_of_an_unknown_technique_outlasts_new_addresses_and_no_new_decisions(tmp_path: Path) -> None:
+def test_unknown_part_outlasts_new_addresses_but_not_new_decisions(tmp_path: Path) -> None:
     train(tmp_path, steps=4)  # decisions only
     part = with_unknown_part(only_plan(tmp_path))
     train(tmp_path)
@@ -115,7 +115,7 @@ def test_a_part_of_an_unknown_technique_outlasts_new_addresses_and_no_new_decisi
     assert sorted(plan_file.load(only_plan(tmp_path)).parts) == ["arena", "tokenwise"]
 
 
-def test_every_program_of_the_first_run_is_known_in_the_second(tmp_path: Path) -> None:
+def test_second_run_knows_every_program_of_the_first(tmp_path: Path) -> None:
     """Change lengths for good halfway."""
     halves = {"length": lambda step: 16 if step < 14 else 24, "steps": 28}
     first, second = (train(tmp_path, **halves) for _ in range(2))
@@ -124,7 +124,7 @@ def test_every_program_of_the_first_run_is_known_in_the_second(tmp_path: Path) -
     assert second.losses == first.losses
 
 
-def test_a_compiled_model_goes_on_too(tmp_path: Path) -> None:
+def test_compiled_model_resumes_from_its_plan(tmp_path: Path) -> None:
     def compiled() -> nn.Module:
         network = llama()
         network.compile(backend="eager")

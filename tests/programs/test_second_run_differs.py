@@ -52,7 +52,7 @@ def cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def of_more_host_memory(file: Path) -> None:
+def with_more_host_memory(file: Path) -> None:
     plan = plan_file.load(file)
     decisions = Decisions.of(plan)
     larger = replace(decisions, solution=replace(decisions.solution, host_bytes=2**60))
@@ -66,7 +66,7 @@ def lose(file: Path, what: str) -> None:
     plan_file.save(replace(plan, parts=parts, training=training), file)
 
 
-def of_something_else(file: Path) -> None:
+def with_foreign_part(file: Path) -> None:
     plan = plan_file.load(file)
     plan_file.save(replace(plan, parts={**plan.parts, "swap": {"tensors": 3}}), file)
 
@@ -76,18 +76,18 @@ SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
     "versions": (lambda file: change(file, versions=(("torch", "2.0.0"),)), "versions torch 2.0.0, now "),
     "layout": (lambda file: change(file, layout=(("zero_stage", 3),)), "layout zero_stage 3, now none"),
     "device": (lambda file: change(file, device="NVIDIA H200"), "device NVIDIA H200, now cpu"),
-    "one bit": (flip, "not what was saved"),
-    "its end": (cut_short, "not what was saved"),
+    "flipped bit": (flip, "not what was saved"),
+    "truncated": (cut_short, "not what was saved"),
     "addresses": (overlap, "the judge refuses it"),
-    "host memory": (of_more_host_memory, "and the host budget is"),
+    "host memory": (with_more_host_memory, "and the host budget is"),
     "no decisions": (lambda file: lose(file, "tokenwise"), "a program without decisions"),
     "no program": (lambda file: lose(file, "program"), "decisions without a program"),
-    "a part": (of_something_else, "in its part swap"),
+    "foreign part": (with_foreign_part, "in its part swap"),
 }
 
 
 @pytest.mark.parametrize("what", SPOILT)
-def test_a_plan_that_does_not_hold_is_refused_with_the_reason(
+def test_invalid_plan_is_refused_with_the_reason(
     what: str, kept: tuple[Path, Run], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoil, reason = SPOILT[what]
@@ -109,7 +109,7 @@ def test_a_plan_that_does_not_hold_is_refused_with_the_reason(
         ({"block": {"profiler": {"warmup_steps": 1, "policy_steps": 0, "length_tolerance": 0.1}}}, '"memplug" block'),
     ],
 )
-def test_another_job_begins_as_a_first_run_and_says_how_it_differs(
+def test_other_job_begins_as_a_first_run_and_says_how_it_differs(
     other: dict[str, Any], reason: str, folder: Path
 ) -> None:
     run = train(folder, **other)
@@ -118,7 +118,7 @@ def test_another_job_begins_as_a_first_run_and_says_how_it_differs(
 
 
 @pytest.mark.parametrize("other", [{"batch": 4}, {"batch": 1}, {"micro_batches": 2}, {"length": lambda step: 24}])
-def test_other_inputs_are_noticed_in_the_first_step(other: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+def test_other_inputs_are_detected_in_the_first_step(other: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     run, first = train(folder, **other), train(tmp_path / "new", **other)
     assert run.losses == first.losses and run.stages == first.stages
     assert run.report["replans"] == run.report["arena_plans"] == 1
@@ -127,7 +127,7 @@ def test_other_inputs_are_noticed_in_the_first_step(other: dict[str, Any], folde
     assert train(folder, **other).is_second(), "its own plan is the latest"
 
 
-def test_inputs_that_hardly_differ_run_by_the_plan_from_the_second_step_on(
+def test_slightly_different_inputs_use_the_plan_from_the_second_step(
     folder: Path, kept: tuple[Path, Run], caplog: pytest.LogCaptureFixture
 ) -> None:
     loose = {"profiler": {**SMALL["profiler"], "length_tolerance": 0.5}}
@@ -141,7 +141,7 @@ def test_inputs_that_hardly_differ_run_by_the_plan_from_the_second_step_on(
     assert run.report["offloaded_bytes"] > kept[1].report["offloaded_bytes"] // 2
 
 
-def test_a_batch_that_changes_back_finds_its_plan_in_the_second_step(folder: Path) -> None:
+def test_batch_size_that_changes_back_finds_its_plan(folder: Path) -> None:
     train(folder, batch=4)
     back = train(folder)
     assert back.stages[0] is Stage.STABLE and back.report["replans"] == back.report["arena_plans"] == 0

@@ -18,7 +18,7 @@ def ranks_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.distributed
-def test_ranks_of_every_zero_stage_go_on_together(tmp_path: Path) -> None:
+def test_ranks_of_every_zero_stage_resume_together(tmp_path: Path) -> None:
     """Start each run in new processes."""
     block = {"enabled": True, **SMALL}
     cases = {
@@ -46,7 +46,7 @@ def test_ranks_of_every_zero_stage_go_on_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_where_one_rank_has_no_plan_all_begin_as_a_first_run(tmp_path: Path) -> None:
+def test_all_ranks_begin_as_a_first_run_if_one_has_no_plan(tmp_path: Path) -> None:
     case = {"stage": 1, "memplug": {"enabled": True, **SMALL, "plan_dir": str(tmp_path / "plans")}}
     case["lengths"] = [[12] * 10] * 2
     launch_forked(["tests.support.training_worker", tmp_path, json.dumps({"first": case})], module=True)
@@ -63,7 +63,7 @@ def test_where_one_rank_has_no_plan_all_begin_as_a_first_run(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "layout", [{"tensor": 2}, pytest.param({"expert": 2, "experts": 8, "same": True}, marks=pytest.mark.long)]
 )
-def test_ranks_of_a_megatron_model_go_on_together(layout: dict[str, Any], tmp_path: Path) -> None:
+def test_ranks_of_a_megatron_model_resume_together(layout: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
     steps = 14
     block = {"enabled": True, **SMALL, "plan_dir": str(tmp_path / "plans")}

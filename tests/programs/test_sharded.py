@@ -15,7 +15,7 @@ from tests.support.sharded_worker import RINGS, SHORT_RANK
 
 
 @pytest.mark.long
-def test_losses_and_gradients_are_those_without_memplug_under_ddp_and_fsdp2(tmp_path: Path) -> None:
+def test_ddp_and_fsdp2_numbers_equal_those_without_memplug(tmp_path: Path) -> None:
     launch_forked(["tests.support.sharded_worker", tmp_path], module=True)
     for rank in (0, 1):
         results = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -28,7 +28,7 @@ def test_losses_and_gradients_are_those_without_memplug_under_ddp_and_fsdp2(tmp_
 
 
 @pytest.mark.long
-def test_losses_and_gradients_are_those_without_memplug_where_keys_and_values_go_round_four_ranks(
+def test_ring_attention_numbers_equal_those_without_memplug(
     tmp_path: Path,
 ) -> None:
     """Include an unbalanced ring, whose ranks run different operators, and a rank without host memory."""

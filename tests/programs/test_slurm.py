@@ -12,9 +12,7 @@ from tests.support.folders import ROOT
 
 
 @pytest.mark.parametrize("recipe", ["llama2", "megatron"])
-def test_a_job_starts_the_recipe_on_all_its_machines_where_the_first_of_them_listens(
-    recipe: str, tmp_path: Path
-) -> None:
+def test_slurm_job_starts_the_recipe_on_all_machines(recipe: str, tmp_path: Path) -> None:
     """Replace Slurm's commands by stand-ins, and copy the script to another folder, as Slurm does."""
     script, copy = ROOT / "launch" / f"{recipe}_slurm.sh", tmp_path / "slurm_script"
     copy.write_bytes(script.read_bytes())

@@ -39,7 +39,7 @@ def check(layout: dict[str, Any], names: tuple[str, ...], folder: Any, processes
     layout = {"steps": STEPS, "transformer_engine": True, **layout}
     cases = {name: CASES[name] for name in names}
     ranks = train(folder, layout, {"without": None, **cases}, processes=processes)
-    assert len(set(ranks[0]["without"]["digests"])) == layout["steps"], "it trains: each step is another"
+    assert len(set(ranks[0]["without"]["digests"])) == layout["steps"], "it trains: every step differs"
     for name in names:
         for rank in ranks:
             assert_same(rank[name], rank["without"], exactly=name in ("0", "1"))
@@ -49,11 +49,11 @@ def check(layout: dict[str, Any], names: tuple[str, ...], folder: Any, processes
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=() if name == "scales" else pytest.mark.long) for name in LAYOUTS]
 )
-def test_losses_and_gradients_of_two_ranks_are_those_without_memplug(layout: str, tmp_path: Any) -> None:
+def test_losses_and_gradients_of_two_ranks_equal_those_without_memplug(layout: str, tmp_path: Any) -> None:
     check(LAYOUTS[layout], ("0", "1", "auto"), tmp_path, 2)
 
 
-def test_ranks_that_observed_other_operators_run_no_unit_again_alone_where_they_swap_less_than_half(
+def test_ranks_with_different_plans_do_not_recompute_communicating_units(
     tmp_path: Any,
 ) -> None:
     """Give each rank a plan of its own, under which units that communicate never run again."""
@@ -62,5 +62,5 @@ def test_ranks_that_observed_other_operators_run_no_unit_again_alone_where_they_
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", FOUR)
-def test_losses_and_gradients_of_four_ranks_are_those_without_memplug(layout: str, tmp_path: Any) -> None:
+def test_losses_and_gradients_of_four_ranks_equal_those_without_memplug(layout: str, tmp_path: Any) -> None:
     check(FOUR[layout], tuple(CASES), tmp_path, 4)

@@ -46,9 +46,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", ["0.0", "1.0", "auto", "auto, short"])
 @pytest.mark.parametrize("model", ["ulysses", "alst"])
-def test_losses_gradients_and_weights_of_four_ranks_are_those_without_memplug(
-    model: str, case: str, ranks: list[dict[str, Any]]
-) -> None:
+def test_numbers_of_four_ranks_equal_those_without_memplug(model: str, case: str, ranks: list[dict[str, Any]]) -> None:
     """Include a rank that runs short of host memory: it must not launch an exchange that the others do not."""
     for rank, results in enumerate(ranks):
         plain, ours = results[f"{model}: plain"], results[f"{model}: {case}"]
@@ -66,9 +64,11 @@ def test_losses_gradients_and_weights_of_four_ranks_are_those_without_memplug(
             assert ours["shares"][-1] < 0.9 < 1.0 == ours["shares"][SHORT_STEP]
 
 
-def test_ranks_that_share_a_sequence_have_its_parts(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_of_a_group_share_a_sequence(ranks: list[dict[str, Any]]) -> None:
     plain = [results["ulysses: plain"] for results in ranks]
     assert len({tuple(rank["losses"]) for rank in plain}) == 4 and len({rank["digest"] for rank in plain}) == 1
     plain = [results["alst: plain"] for results in ranks]
-    assert plain[0]["losses"] == plain[1]["losses"] != plain[2]["losses"] == plain[3]["losses"], "their mean"
-    assert len(set(plain[0]["digests"])) == len(plain[0]["digests"]), "it trains: each step is another"
+    assert plain[0]["losses"] == plain[1]["losses"] != plain[2]["losses"] == plain[3]["losses"], (
+        "ranks of a group report their mean loss"
+    )
+    assert len(set(plain[0]["digests"])) == len(plain[0]["digests"]), "it trains: every step differs"

@@ -21,7 +21,7 @@ REST = [(0, 2), (1, 64), (2, 4096), (3, 2), (3, 4096)]
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [*SOME, *(pytest.param(*pair, marks=pytest.mark.long) for pair in REST)])
-def test_the_step_after_a_plan_is_the_same_program(stage: int, ranks: int, tmp_path: Path) -> None:
+def test_step_after_a_plan_is_the_same_program(stage: int, ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     kinds = KINDS if ranks < 64 else ("kept", "mixed")
     launch_forked([WORKER, tmp_path, str(stage), str(ranks), *kinds], processes=1, module=True)
@@ -32,12 +32,12 @@ def test_the_step_after_a_plan_is_the_same_program(stage: int, ranks: int, tmp_p
         assert steps == steps[: len(steps) - len(planned)] + planned, "the plan stays in force"
         assert {unseen for *_, unseen, _ in planned} == {PLAIN[kind]}, kind
         assert len({tuple(step[:3]) for step in steps}) == 1, (kind, steps)
-        assert found["arena_reserved_bytes"], "what lasts is served by the arena"
+        assert found["arena_reserved_bytes"], "the arena serves kept buffers"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
-def test_how_many_ranks_there_are_is_no_part_of_the_program(stage: int, tmp_path: Path) -> None:
+def test_program_is_independent_of_the_number_of_ranks(stage: int, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     found = set()
     for ranks in (2, 512):

@@ -50,12 +50,12 @@ def names_in(folder: Path) -> Iterator[str]:
         yield from CALLED_BY_CPP.findall(path.read_text())
 
 
-def test_all_that_is_bound_is_used() -> None:
+def test_every_binding_is_used() -> None:
     bound, used = bindings(), set(names_in(ROOT / "memplug"))
     assert len(bound) > 200
     by_device = {name for name in bound if name.startswith("stand_before_")}  # memplug/arena/arena.py
     assert bound - used - by_device == FOR_TESTS
 
 
-def test_what_is_bound_for_tests_is_used_by_one() -> None:
+def test_bindings_for_tests_are_used_by_tests() -> None:
     assert FOR_TESTS <= {node for node in names_in(ROOT / "tests")}

@@ -27,11 +27,11 @@ def over_full(amount: str) -> list[float]:
     return [found[(*case, "memplug")] / found[(*case, "full")] for case in cases]
 
 
-def test_the_chart_is_drawn_from_the_rows() -> None:
+def test_chart_is_drawn_from_the_rows() -> None:
     assert CHART.read_text() == draw(groups()), "run `python -m tests.bench.chart`"
 
 
-def test_each_bar_is_as_high_as_its_figure() -> None:
+def test_bar_heights_match_their_figures() -> None:
     name = "{http://www.w3.org/2000/svg}"
     bars = [bar for bar in ElementTree.parse(CHART).iter(f"{name}rect") if "data-mode" in bar.attrib]
     shown = [ratio for group in groups() for ratio in group.over_keep_all.values()]
@@ -40,7 +40,7 @@ def test_each_bar_is_as_high_as_its_figure() -> None:
     assert heights == pytest.approx([heights[0]] * len(bars), rel=0.02)
 
 
-def test_a_changed_row_changes_the_chart() -> None:
+def test_changed_row_changes_the_chart() -> None:
     first, *others = groups()
     changed = Group(first.layer, first.tokens, first.layers, {**first.over_keep_all, "memplug": 1.2})
     assert draw([changed, *others]) != CHART.read_text()
@@ -51,7 +51,7 @@ def test_every_mode_of_the_legend_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("group", groups(), ids=lambda group: f"{group.layer}, {group.tokens}")
-def test_the_table_of_figures_has_the_times_and_ratios_of_the_rows(group: Group) -> None:
+def test_table_of_figures_has_the_times_and_ratios_of_the_rows(group: Group) -> None:
     titles = {
         HUGGING_FACE: f"| {group.tokens:,} × {group.layers} |",
         "Transformer Engine": "| Transformer Engine's | s |",
@@ -70,7 +70,7 @@ def test_the_table_of_figures_has_the_times_and_ratios_of_the_rows(group: Group)
             assert f"| ({group.over_keep_all['selective']:.2f}) |" in line
 
 
-def test_the_landing_page_states_the_ranges_of_the_rows() -> None:
+def test_landing_page_states_the_ranges_of_the_rows() -> None:
     percent = {
         mode: [100 * (group.over_keep_all[mode] - 1) for group in groups() if mode in group.over_keep_all]
         for mode in COLOURS

@@ -1,4 +1,4 @@
-"""tests/gpu_session.sh, for a machine with a GPU: what it names exists, and its steps are limited and independent."""
+"""tests/gpu_session.sh, for a machine with a GPU: its commands exist, its steps are limited and independent."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def limits() -> dict[str, int]:
     return {name: int(seconds) for name, seconds in found}
 
 
-def test_it_is_valid_bash():
+def test_script_is_valid_bash():
     subprocess.run(["bash", "-n", SCRIPT], check=True)
 
 
@@ -80,7 +80,7 @@ def test_every_step_runs_once_and_is_in_the_summary(everything: Ran):
     assert len(everything.commands) == len(limits())
 
 
-def test_what_it_names_exists(everything: Ran):
+def test_files_and_modules_in_commands_exist(everything: Ran):
     for command in everything.commands:
         for before, word in zip(command, command[1:], strict=False):
             if before in ("-m", "-p") and re.fullmatch(r"[\w.]+", word):
@@ -89,7 +89,7 @@ def test_what_it_names_exists(everything: Ran):
                 assert (ROOT / word).exists(), command
 
 
-def test_benchmarks_know_their_arguments(everything: Ran):
+def test_benchmarks_accept_their_arguments(everything: Ran):
     def of(module: str) -> list[list[str]]:
         return [command[3:] for command in everything.commands if command[1:3] == ["-m", module]]
 
@@ -103,7 +103,7 @@ def test_benchmarks_know_their_arguments(everything: Ran):
 
 @pytest.mark.parametrize("name", trained.RECIPES)
 @pytest.mark.parametrize(("tiny", "budget_bytes"), [([], None), (["--tiny"], 2**30)])
-def test_recipes_know_theirs(name: str, tiny: list[str], budget_bytes: int | None, tmp_path: Path):
+def test_recipes_accept_their_arguments(name: str, tiny: list[str], budget_bytes: int | None, tmp_path: Path):
     recipe = trained.RECIPES[name]
     script, *words = trained.arguments(recipe, trained.parse_args([name, *tiny]), tmp_path, budget_bytes)
     assert Path(script).is_file()
@@ -113,13 +113,13 @@ def test_recipes_know_theirs(name: str, tiny: list[str], budget_bytes: int | Non
     assert not inputs.problems
 
 
-def test_a_step_that_fails_leaves_the_others_alone(tmp_path: Path):
+def test_failed_step_does_not_stop_the_others(tmp_path: Path):
     ran = run(tmp_path, fails="doctor --measure")
     assert ran.status == 1
     assert ran.summary == dict.fromkeys(limits(), "0") | {"measure": "1"}
 
 
-def test_it_runs_the_steps_that_it_is_given(tmp_path: Path):
+def test_only_requested_steps_run(tmp_path: Path):
     ran = run(tmp_path, "step_time_8k", "build")
     assert list(ran.summary) == ["build", "step_time_8k"]
     assert json.loads((ran.folder / "rows.json").read_text()) == []
@@ -129,5 +129,5 @@ def test_it_runs_the_steps_that_it_is_given(tmp_path: Path):
     ("one", "other", "expected"),
     [([2.0, 1.0], [2.0, 1.0], 0.0), ([2.0, 1.0], [2.0, 1.1], 0.1), ([2.0], [float("nan")], float("inf"))],
 )
-def test_losses_are_apart_by_the_worst_step(one: list[float], other: list[float], expected: float):
+def test_loss_difference_is_that_of_the_worst_step(one: list[float], other: list[float], expected: float):
     assert trained.apart(one, other) == pytest.approx(expected)

@@ -30,11 +30,11 @@ def sections() -> dict[str, str]:
     return dict(found)
 
 
-def test_each_code_has_a_section_and_each_section_a_message():
+def test_codes_and_sections_match():
     assert list(sections()) == sorted({text for text in constants() if re.fullmatch(r"MP\d{3}", text)})
 
 
-def test_each_section_quotes_messages_that_memplug_has():
+def test_sections_quote_existing_messages():
     known = constants()
     for code, text in sections().items():
         messages = re.findall(r"`([^`]+)`", text.strip().partition("\n\n")[0])
@@ -43,11 +43,11 @@ def test_each_section_quotes_messages_that_memplug_has():
             assert len(part) < 3 or any(part in each for each in known), f"{code}: {part}"
 
 
-def test_each_section_says_why_and_what_to_do():
+def test_sections_have_reason_and_advice():
     for code, text in sections().items():
         assert re.search(r"\n\n\*\*Why:\*\* .*\n\n\*\*What to do:\*\* ", text, re.S), code
 
 
-def test_an_error_shows_its_advice_and_its_code():
+def test_error_text_has_advice_and_code():
     assert str(MemplugError("it failed", "Try again.", code="MP001")) == "it failed\nWhat to do: Try again. [MP001]"
     assert str(ConfigError(["bad"], "Mend it.")).endswith("bad\nWhat to do: Mend it.")

@@ -13,7 +13,7 @@ from tests.support.readmes import broken_links, check, commands_of, documents, r
 
 
 @pytest.fixture(autouse=True)
-def as_a_user_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run in the repository's folder, under a launcher."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("RANK", "0")
@@ -21,19 +21,19 @@ def as_a_user_would(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("readme", readmes(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_command_of_a_readme_would_start_on_the_gpus_that_it_names(readme: Path) -> None:
+def test_readme_commands_would_start_on_their_stated_gpus(readme: Path) -> None:
     for command in commands_of(readme.read_text()):
         if described := check(command):
             logging.getLogger(__name__).info("%s\n%s", command, described)
 
 
-def test_the_readmes_of_the_recipes_are_among_them() -> None:
+def test_recipe_readmes_are_checked() -> None:
     found = {str(path.relative_to(ROOT)) for path in readmes()}
     assert {"README.md", *(f"examples/{name}/README.md" for name in ("llama2", "mixtral", "megatron_llama2"))} <= found
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_link_of_a_document_leads_to_a_file_or_a_heading(document: Path) -> None:
+def test_document_links_lead_to_files_or_headings(document: Path) -> None:
     assert broken_links(document.read_text(), document.parent) == []
 
 
@@ -46,11 +46,11 @@ def test_every_link_of_a_document_leads_to_a_file_or_a_heading(document: Path) -
         ("## The host's time\n[a](#the-hosts-time) [b](#the-host)", ["#the-host"]),
     ],
 )
-def test_a_link_that_leads_nowhere_is_found(text: str, broken: list[str]) -> None:
+def test_broken_link_is_found(text: str, broken: list[str]) -> None:
     assert broken_links(text, ROOT) == broken
 
 
-def test_the_map_of_the_package_has_every_room() -> None:
+def test_package_map_has_every_room() -> None:
     text = (ROOT / "memplug/README.md").read_text()
     linked = set(re.findall(r"\]\(([\w/.]+?)(?:/README\.md)?\)", text[: text.index("Imports point downwards")]))
     rooms = {
@@ -96,7 +96,7 @@ EXPERTS = f"{BIG} --expert 8 --tensor 2 --sequence --distributed-optimizer --mic
         ("Run `launch/llama2_torchrun.sh --deepspeed_config configs/ds_none.json` now.", "ds_none"),
     ],
 )
-def test_a_command_that_would_not_start_is_found(text: str, complaint: str) -> None:
+def test_command_that_would_not_start_is_found(text: str, complaint: str) -> None:
     with pytest.raises(AssertionError, match=complaint):
         for command in commands_of(text):
             check(command)
@@ -112,7 +112,7 @@ def test_a_command_that_would_not_start_is_found(text: str, complaint: str) -> N
         "memplug show trace.npz --jpg step.jpg",
     ],
 )
-def test_an_option_that_does_not_exist_is_found(line: str) -> None:
+def test_nonexistent_option_is_found(line: str) -> None:
     with pytest.raises((SystemExit, Exception), match="(?i)2|no such option"):
         for command in commands_of(bash(line)):
             check(command)
@@ -122,7 +122,7 @@ PATH = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|cpp|h|md|sh))`")
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_path_that_a_document_names_is_there(document: Path) -> None:
+def test_paths_in_documents_exist(document: Path) -> None:
     """Paths are relative to the repository, the package or the folder of the document."""
     named = PATH.findall(document.read_text())
     roots = (ROOT, ROOT / "memplug", document.parent)

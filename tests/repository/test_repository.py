@@ -45,7 +45,7 @@ def imports_by_module() -> dict[str, set[str]]:
     return found
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_imports_have_no_cycles() -> None:
     left = imports_by_module()
     assert len(left) > 200
     while leaves := [name for name, imported in left.items() if not imported & left.keys()]:
@@ -59,7 +59,7 @@ def test_no_module_imports_a_test_module() -> None:
     assert [file for file in (ROOT / "tests").rglob("*.py") if importing.search(file.read_text(encoding="utf-8"))] == []
 
 
-def test_importing_memplug_imports_nothing_heavy() -> None:
+def test_importing_memplug_imports_no_heavy_package() -> None:
     result = run(
         "-c",
         "import sys, memplug; print([m for m in ('torch', 'deepspeed', 'transformers', 'scipy') if m in sys.modules])",
@@ -77,21 +77,21 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "memplug"
 
 
-def test_an_installed_memplug_has_all_of_its_sources(installed: Path) -> None:
-    """The C++ sources too, in any folder: the native core is built from them."""
+def test_installed_package_has_all_sources(installed: Path) -> None:
+    """Include the C++ sources of all folders: the native core is built from them."""
     for pattern in ("*.py", "*.cpp", "*.h"):
         files = [path.relative_to(ROOT / "memplug") for path in (ROOT / "memplug").rglob(pattern)]
         assert files and [str(file) for file in files if not (installed / file).is_file()] == []
 
 
-def test_an_installed_memplug_has_the_profiles_of_gpus(installed: Path) -> None:
+def test_installed_package_has_the_gpu_profiles(installed: Path) -> None:
     profiles = installed / "predict" / "virtual" / "profiles"
     assert not profiles.is_symlink()
     for file in (ROOT / "configs" / "hardware").iterdir():
         assert (profiles / file.name).read_bytes() == file.read_bytes()
 
 
-def test_scripts_and_configurations_that_the_readmes_name_exist() -> None:
+def test_scripts_and_configurations_in_readmes_exist() -> None:
     for readme in readmes():
         for name in re.findall(
             r"(?<![\w/])((?:launch|configs|examples|memplug|tests)/[\w/.-]+\.(?:sh|json|yaml|py))\b", readme.read_text()
@@ -99,7 +99,7 @@ def test_scripts_and_configurations_that_the_readmes_name_exist() -> None:
             assert (ROOT / name).exists(), f"{readme} names {name}"
 
 
-def test_the_two_commands_of_the_readme_install_the_same_way() -> None:
+def test_both_install_commands_of_the_readme_agree() -> None:
     """The commands to train and to test differ in the extra that they install and in what they run."""
     text = (ROOT / "README.md").read_text()
     blocks = [re.search(rf"<!-- {name} -->\s*```bash\n(.*?)```", text, re.S).group(1) for name in ("train", "tests")]

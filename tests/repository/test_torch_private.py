@@ -63,7 +63,7 @@ def chain_of(node: ast.expr) -> list[str]:
         "sys.modules['torch._inductor.config']",
     ],
 )
-def test_a_private_name_of_torch_is_found(source: str) -> None:
+def test_private_torch_name_is_found(source: str) -> None:
     assert private_uses(source)
 
 
@@ -76,7 +76,7 @@ def test_a_private_name_of_torch_is_found(source: str) -> None:
         "'Use torch._C._x.'",
     ],
 )
-def test_what_is_none_is_not(source: str) -> None:
+def test_public_torch_name_is_not_reported(source: str) -> None:
     assert not private_uses(source)
 
 
@@ -84,13 +84,13 @@ def modules() -> Iterator[Path]:
     return (path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "torch_private.py")
 
 
-def test_python_has_private_names_of_torch_from_one_file() -> None:
+def test_python_uses_private_torch_names_in_one_file() -> None:
     uses = {str(path.relative_to(ROOT)): private_uses(path.read_text()) for path in modules()}
     assert len(uses) > 200
     assert {file: names for file, names in uses.items() if names} == {}
 
 
-def test_the_versions_of_torch_are_stated_alike_everywhere() -> None:
+def test_torch_versions_are_stated_consistently() -> None:
     assert f"memplug knows {KNOWN}." in (ROOT / "README.md").read_text()
     assert f"    torch>={OLDEST}\n" in (ROOT / "setup.cfg").read_text()
     sources = [*modules(), *PACKAGE.rglob("*.cpp"), *PACKAGE.rglob("*.h"), *readmes()]
@@ -120,18 +120,18 @@ def native_sources() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("header", HEADERS)
-def test_cpp_includes_what_torch_may_change_in_one_place(header: str) -> None:
+def test_cpp_includes_unstable_torch_headers_only_in_known_files(header: str) -> None:
     found = {path.name for path in native_sources() if re.search(rf"<{header}", path.read_text())}
     assert found == HEADERS[header]
 
 
-def test_cpp_has_private_names_of_torch_from_one_file() -> None:
+def test_cpp_uses_private_torch_names_in_one_file() -> None:
     uses = {path.name: re.search(NAMES, re.sub("//.*", "", path.read_text())) for path in native_sources()}
     assert len(uses) > 100
     assert {file for file, found in uses.items() if found} == {"torch_private.h"}
 
 
-def test_names_of_python_that_the_cpp_has_are_asked_for() -> None:
+def test_python_names_in_cpp_are_checked_at_attach() -> None:
     named = re.findall(r"char\* \w+ = \"([\w.]+)\"", (PACKAGE / "native/torch_private.h").read_text())
     asked = (PACKAGE / "torch_private.py").read_text()
     assert len(named) == 6

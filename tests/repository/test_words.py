@@ -1,4 +1,4 @@
-"""Docstrings begin with what they say, and a class name stands for one thing."""
+"""Docstrings are sentences from their first word on, and class names are unique."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
             yield getattr(node, "lineno", 1), text
 
 
-def test_no_docstring_begins_in_the_middle_of_a_sentence() -> None:
+def test_docstrings_do_not_begin_with_fragments() -> None:
     read, fragments = 0, []
     for path in sources((".py",), *FOLDERS):
         for line, text in docstrings(path):
@@ -56,7 +56,7 @@ def classes() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     return python, native
 
 
-def test_a_class_name_stands_for_one_thing() -> None:
+def test_class_names_are_unique() -> None:
     python, native = classes()
     assert len(python) > 300 and len(native) > 150
     twice = {name: files for names in (python, native) for name, files in names.items() if len(files) > 1}

@@ -23,7 +23,7 @@ STEP = [
 ]
 
 
-def test_neighbours_of_a_kind_are_one_bar_and_each_is_on_its_track() -> None:
+def test_neighbouring_spans_of_a_kind_are_one_bar_on_their_track() -> None:
     bars = {(bar.track, bar.kind, bar.begin_s, bar.end_s, bar.count) for bar in bars_of(STEP, 1.0)}
     assert bars == {
         ("compute", "matrix product", 0.0, 0.3, 2),
@@ -37,18 +37,18 @@ def test_neighbours_of_a_kind_are_one_bar_and_each_is_on_its_track() -> None:
 
 
 @pytest.mark.parametrize("name", [*MATMULS, CONVOLUTION])
-def test_whatever_the_costs_count_as_a_product_is_drawn_as_one(name: str) -> None:
+def test_every_matmul_operator_is_drawn_as_matrix_product(name: str) -> None:
     (bar,) = [bar for bar in bars_of([Span(0, 0.0, 1.0, 0.0, name)], 1.0) if bar.track == "compute"]
     assert bar.kind == "matrix product"
 
 
-def test_a_long_step_has_no_more_bars_than_a_picture_shows() -> None:
+def test_bars_of_a_long_step_are_limited() -> None:
     spans = [Span(0, at * 1e-4, at * 1e-4 + 0.9e-4, 0.0, "aten::add") for at in range(100_000)]
     assert len([bar for bar in bars_of(spans, 10.0) if bar.track == "compute"]) <= BARS
 
 
 @pytest.mark.parametrize("long_s", [1.0, 40.0])
-def test_a_figure_has_a_panel_for_each_step_on_one_clock(long_s: float, tmp_path: Path) -> None:
+def test_figure_has_one_panel_per_step_on_one_clock(long_s: float, tmp_path: Path) -> None:
     figure = gantt("a title", {"keep": (1.0, STEP), "memplug": (long_s, STEP)})
     (column,) = figure.columns
     assert len(column.panels) == 2 and set(column.panels[0].y.ticks) == set(range(len(TRACKS)))
@@ -60,12 +60,12 @@ def test_a_figure_has_a_panel_for_each_step_on_one_clock(long_s: float, tmp_path
     assert "matrix product" in page and "copies to host: 1 in" in page and "the host queues: 4 in" in page
 
 
-def test_a_figure_is_a_picture_too(chrome: None, tmp_path: Path) -> None:
+def test_figure_is_written_as_picture(chrome: None, tmp_path: Path) -> None:
     write_picture(gantt("a title", {"keep": (1.0, STEP), "memplug": (40.0, STEP)}), tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 5_000
 
 
-def test_a_chrome_trace_has_every_span_in_microseconds(tmp_path: Path) -> None:
+def test_chrome_trace_has_every_span_in_microseconds(tmp_path: Path) -> None:
     write_chrome({"keep": (1.0, STEP), "full": (1.0, STEP[:1])}, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]

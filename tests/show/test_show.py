@@ -1,4 +1,4 @@
-"""`memplug show` says and draws what the trace holds: sums, maxima, places and words."""
+"""The sums, maxima, places and words that `memplug show` derives from a trace."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_summary_of_a_training_run():
 
 
 @given(recordings(), st.sampled_from((0, 7, 2**30)))
-def test_what_holds_the_peak_adds_up_to_it(recording, base_bytes):
+def test_contributions_add_up_to_the_peak(recording, base_bytes):
     trace = recording.trace(base_bytes=base_bytes)
     facts = summary(trace)
     assert facts["peak_bytes"] == max([base_bytes, *trace.live_bytes.tolist()])
@@ -67,7 +67,7 @@ def test_what_holds_the_peak_adds_up_to_it(recording, base_bytes):
     assert all(isinstance(name, str) and isinstance(value, str) for name, value in rows(facts))
 
 
-def test_summary_says_by_how_much_the_replay_misses_the_allocators_counter():
+def test_summary_states_difference_between_replay_and_allocator_counter():
     recording = training()
     highest = recording.trace().replayed_peak()[1]
     words = {
@@ -80,7 +80,7 @@ def test_summary_says_by_how_much_the_replay_misses_the_allocators_counter():
     assert words[highest - 1] == f"{highest - 1:,} bytes, 1 fewer than the requests give"
 
 
-def test_summary_counts_what_other_threads_free_what_stays_and_what_was_there():
+def test_summary_counts_cross_thread_frees_live_and_earlier_requests():
     recording = Recording()
     freed, _ = recording.malloc(10, thread=0), recording.malloc(20, thread=1, stream=1)
     recording.free(freed, thread=2)
@@ -91,7 +91,7 @@ def test_summary_counts_what_other_threads_free_what_stays_and_what_was_there():
     assert (facts["earlier_requests_freed"], facts["streams"], facts["base_bytes"]) == (1, 2, 100)
 
 
-def test_text_stays_short_where_there_are_many_layers():
+def test_summary_stays_short_with_many_layers():
     text = rows(summary(training_trace(layers=40)))
     by_layer = [name for name, _ in text].index("  by layer")
     assert text[by_layer + 7][1].endswith(f"{41 - 7} others, at most 64.00 MiB each")
@@ -99,7 +99,7 @@ def test_text_stays_short_where_there_are_many_layers():
 
 
 @given(recordings(), st.sampled_from((0, 7, 2**30)), st.integers(1, 12))
-def test_both_views_of_a_timeline_add_up_to_the_replay_and_keep_its_peak(recording, base_bytes, bins):
+def test_both_timeline_views_add_up_to_the_replay_and_keep_its_peak(recording, base_bytes, bins):
     trace = recording.trace(base_bytes=base_bytes)
     line = timeline(trace, bins)
     replayed = np.append(trace.live_bytes, base_bytes)[line.event]  # -1: before the first event
@@ -111,7 +111,7 @@ def test_both_views_of_a_timeline_add_up_to_the_replay_and_keep_its_peak(recordi
     assert len(line.at) <= 4 * bins + 2
 
 
-def test_each_stretch_of_the_clock_keeps_its_highest_and_lowest_memory():
+def test_each_bin_of_the_clock_keeps_its_highest_and_lowest_memory():
     trace, bins = load(LEGACY[1]), 50
     line = timeline(trace, bins)
     assert len(line.at) < len(trace.events) / 50
@@ -123,7 +123,7 @@ def test_each_stretch_of_the_clock_keeps_its_highest_and_lowest_memory():
         assert (drawn.max(), drawn.min()) == (replayed.max(), replayed.min())
 
 
-def test_a_group_holds_what_its_own_phase_asked_for_until_it_is_freed():
+def test_groups_hold_the_live_requests_of_their_phase():
     trace = training_trace(layers=2, micro_batches=2)
     line = timeline(trace)
     requests = trace.requests
@@ -137,14 +137,14 @@ def test_a_group_holds_what_its_own_phase_asked_for_until_it_is_freed():
             assert line.bytes_by_phase[group, sample] == requests["nbytes"][live & mine].sum()
 
 
-def test_what_is_freed_from_before_is_taken_from_what_was_there_before():
+def test_frees_of_earlier_requests_reduce_pre_existing_memory():
     line = timeline(odd_trace())
     before = [group.label for group in line.phases.groups].index(BEFORE)
     assert line.bytes_by_phase[before].tolist() == line.bytes_by_layer[before].tolist()
     assert (line.bytes_by_phase[before, 0], line.bytes_by_phase[before, -1]) == (5 * MIB, 3 * MIB)
 
 
-def test_operators_are_the_clock_and_their_events_lie_between_them_in_order():
+def test_events_lie_between_operators_in_order():
     recording = Recording()
     request = recording.malloc(1)  # before the first operator: drawn with it
     recording.op("aten::a")
@@ -156,7 +156,7 @@ def test_operators_are_the_clock_and_their_events_lie_between_them_in_order():
     assert line.at.tolist() == [0, 0.5, 1 + 1 / 3, 1 + 2 / 3, 2]
 
 
-def test_without_operators_the_requests_are_the_clock():
+def test_requests_are_the_clock_without_operators():
     trace = load(LEGACY[0])
     line = timeline(trace)
     assert (line.clock, line.length) == ("request event", len(trace.events))
@@ -167,12 +167,12 @@ def test_without_operators_the_requests_are_the_clock():
     "nbytes, words",
     [(0, "0 bytes"), (1023, "1,023 bytes"), (1024, "1.00 KiB"), (3 * 2**19, "1.50 MiB"), (27.25 * 2**30, "27.25 GiB")],
 )
-def test_sizes_in_words(nbytes, words):
+def test_sizes_are_given_in_the_right_unit(nbytes, words):
     assert size(int(nbytes)) == words
     assert axis_unit(int(nbytes))[0] in ("KiB", *words.split())
 
 
-def test_a_moment_names_what_ran_and_its_step_where_there_are_several():
+def test_moment_names_operator_and_step_if_several():
     trace = training(steps=2).trace()
     event = int(np.flatnonzero(trace.events["kind"] == Event.FREE)[-1])
     assert str(moment(trace, event)) == "step 1, backward of micro-batch 1, layers.0, aten::mul (operator 33)"

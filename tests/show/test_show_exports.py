@@ -68,7 +68,7 @@ def replayed(made: dict) -> tuple[int, dict[int, int]]:
 
 
 @given(recordings())
-def test_snapshot_never_puts_two_blocks_in_one_place(recording):
+def test_snapshot_blocks_never_overlap(recording):
     trace = recording.trace(base_bytes=2**41)
     made = snapshot(trace)
     given_back = int(trace.events["nbytes"][(trace.events["request"] < 0)].sum())
@@ -91,7 +91,7 @@ def test_snapshot_never_puts_two_blocks_in_one_place(recording):
 
 
 @pytest.mark.parametrize("trace", [training_trace(), load(LEGACY[0]), odd_trace(), Recording().trace()])
-def test_snapshot_is_read_by_torch_and_holds_only_what_memory_viz_can_unpickle(tmp_path, trace):
+def test_snapshot_is_readable_by_torch_and_memory_viz(tmp_path, trace):
     write_snapshot(trace, tmp_path / "snapshot.pickle")
     content = (tmp_path / "snapshot.pickle").read_bytes()
     assert {opcode.name for opcode, _, _ in pickletools.genops(content)} <= OPCODES_OF_MEMORY_VIZ
@@ -110,7 +110,7 @@ def test_snapshot_is_read_by_torch_and_holds_only_what_memory_viz_can_unpickle(t
             ]
 
 
-def test_snapshot_peaks_where_the_trace_does_and_starts_with_its_segments():
+def test_snapshot_has_the_traces_peak_and_starts_with_its_segments():
     for trace in (training_trace(), load(LEGACY[0])):
         made = snapshot(trace)
         peak_bytes = trace.replayed_peak()[1]
@@ -132,12 +132,12 @@ def test_snapshot_names_operator_layer_and_phase_of_each_request():
     assert {each["category"] for each in allocations} == {"forward", "backward", "optimizer"}
 
 
-def test_snapshot_gives_memory_viz_the_category_without_which_it_stops():
+def test_snapshot_has_the_category_that_memory_viz_requires():
     events = snapshot(training_trace())["device_traces"][0]
     assert "unknown" in {event.get("category") for event in events}
 
 
-def test_snapshot_keeps_streams_in_segments_of_their_own():
+def test_snapshot_has_separate_segments_per_stream():
     made = snapshot(odd_trace())
     assert [segment["stream"] for segment in made["segments"]] == [0, 3]
     # 5 MiB from before, of which 2 are given back; a request of 0 bytes has an address too.
@@ -179,7 +179,7 @@ def test_chrome_trace_is_well_formed(chrome, trace):
             assert one["ts"] + one["dur"] <= following["ts"] + 1e-6, "Perfetto drops what overlaps on a track"
 
 
-def test_chrome_trace_has_every_operator_at_its_time_within_its_layer_phase_and_step(chrome):
+def test_chrome_trace_nests_operators_in_layer_phase_and_step(chrome):
     trace = training_trace(layers=2, micro_batches=1, steps=2)
     tracks = defaultdict(list)
     for event in chrome(trace)["traceEvents"]:
@@ -201,7 +201,7 @@ def test_chrome_trace_has_every_operator_at_its_time_within_its_layer_phase_and_
     assert layers[1]["args"] == {"dynamic": True}
 
 
-def test_chrome_traces_counter_reaches_the_peak_at_its_operator():
+def test_chrome_trace_counter_peaks_at_the_peak_operator():
     trace = training_trace()
     counter = [event for event in trace_events.events(process_of(trace)) if event["ph"] == "C"]
     highest = max(counter, key=lambda event: event["args"]["bytes"])
@@ -212,7 +212,7 @@ def test_chrome_traces_counter_reaches_the_peak_at_its_operator():
 
 
 @given(recordings())
-def test_chrome_trace_can_be_made_of_any_recording_with_operators(recording):
+def test_every_recording_with_operators_has_a_chrome_trace(recording):
     if recording.operators:
         spans = [
             event
@@ -222,7 +222,7 @@ def test_chrome_trace_can_be_made_of_any_recording_with_operators(recording):
         assert len(spans) == len(recording.operators)
 
 
-def test_chrome_trace_of_requests_alone_is_refused_and_nothing_is_written(tmp_path):
+def test_chrome_trace_without_operators_is_refused(tmp_path):
     with pytest.raises(MemplugError, match="only memory requests"):
         write_chrome(load(LEGACY[0]), tmp_path / "trace.json")
     assert not (tmp_path / "trace.json").exists()

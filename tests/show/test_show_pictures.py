@@ -50,7 +50,7 @@ def page(tmp_path):
     return write
 
 
-def test_page_needs_nothing_from_elsewhere_and_is_the_same_each_time(page):
+def test_page_is_self_contained_and_deterministic(page):
     text = page(training_trace()).text
     assert page(training_trace()).text == text
     outside_of_scripts = re.sub(r"<script.*?</script>", "", text, flags=re.S)
@@ -60,7 +60,7 @@ def test_page_needs_nothing_from_elsewhere_and_is_the_same_each_time(page):
 
 
 @pytest.mark.parametrize("trace", [training_trace(layers=12, steps=2), load(LEGACY[0]), odd_trace()])
-def test_page_holds_memory_in_use_in_both_views_and_the_exact_peak(page, trace):
+def test_page_has_memory_in_use_in_both_views_and_the_exact_peak(page, trace):
     written, line = page(trace), timeline(trace)
     (total,) = written.named(name="in use")
     unit_bytes = {"GiB": 2**30, "MiB": MIB, "KiB": 2**10}[written.layout["yaxis"]["title"]["text"].split()[-1]]
@@ -80,7 +80,7 @@ def test_page_holds_memory_in_use_in_both_views_and_the_exact_peak(page, trace):
     assert mark["text"].startswith("peak ")
 
 
-def test_page_switches_between_the_views_and_says_what_it_shows(page):
+def test_page_switches_between_views_and_has_titles(page):
     trace = training_trace()
     written = page(trace)
     by_phase, by_layer = written.layout["updatemenus"][0]["buttons"]
@@ -96,7 +96,7 @@ def test_page_switches_between_the_views_and_says_what_it_shows(page):
     assert written.layout["yaxis"]["title"]["text"] == "memory in use, MiB"
 
 
-def test_page_tells_on_hover_what_ran_and_how_much_was_in_use(page):
+def test_hover_text_names_operator_and_memory_in_use(page):
     trace = training_trace()
     (total,) = page(trace).named(name="in use")
     line = timeline(trace)
@@ -105,7 +105,7 @@ def test_page_tells_on_hover_what_ran_and_how_much_was_in_use(page):
     assert total["hovertemplate"].startswith("<b>%{y:.3f} MiB</b>")
 
 
-def test_page_has_what_ran_along_the_axis(page):
+def test_page_has_phases_and_layers_along_the_axis(page):
     trace = training_trace(layers=3, micro_batches=2)
     phases, layers = page(trace).named(type="bar")
     assert phases["text"] == ["", "F0", "B0", "F1", "B1", "opt"]
@@ -151,7 +151,7 @@ def colour(text: str) -> list[int]:
     return [int(text[i : i + 2], 16) for i in (1, 3, 5)]
 
 
-def test_picture_shows_every_group_in_its_colour_as_high_as_it_is(pixels):
+def test_picture_shows_every_group_in_its_colour_and_height(pixels):
     trace = training_trace(layers=4, micro_batches=2, base_bytes=512 * MIB)
     image, line = pixels(trace), timeline(trace)
     # Without the legends at the side and the strips below.
@@ -172,7 +172,7 @@ def test_picture_shows_every_group_in_its_colour_as_high_as_it_is(pixels):
                 assert heights[group.label] == pytest.approx(scale * level.max() / MIB, abs=4), group.label
 
 
-def test_picture_has_no_trace_of_a_group_where_it_holds_nothing(pixels):
+def test_picture_omits_groups_where_they_are_empty(pixels):
     recording = Recording()
     for i in range(30):
         recording.op("aten::mm")
@@ -184,7 +184,7 @@ def test_picture_has_no_trace_of_a_group_where_it_holds_nothing(pixels):
 
 
 @pytest.mark.parametrize("trace", [Recording().trace(), odd_trace(), load(LEGACY[1])])
-def test_picture_can_be_drawn_of_anything(pixels, trace):
+def test_picture_of_any_trace_can_be_drawn(pixels, trace):
     image = pixels(trace)
     colours = image.reshape(-1, 3).astype(int) @ [1, 1 << 8, 1 << 16]
     assert len(set(colours.tolist())) > 2
@@ -193,7 +193,7 @@ def test_picture_can_be_drawn_of_anything(pixels, trace):
 @pytest.mark.parametrize(
     "package, write", [("plotly", write_page), ("plotly", write_picture), ("kaleido", write_picture)]
 )
-def test_without_the_package_one_sentence_says_what_to_install(tmp_path, monkeypatch, package, write):
+def test_missing_package_is_reported_with_its_install_command(tmp_path, monkeypatch, package, write):
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, package, None)
@@ -218,7 +218,7 @@ class Kaleido:
         return b"a picture"
 
 
-def test_kaleido_is_given_the_figure_and_its_size_and_nothing_from_the_network(tmp_path, monkeypatch):
+def test_kaleido_gets_figure_and_size_and_no_network_resources(tmp_path, monkeypatch):
     given = Kaleido(monkeypatch)
     write_picture(trace_figure(training_trace()), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes() == b"a picture"
@@ -228,7 +228,7 @@ def test_kaleido_is_given_the_figure_and_its_size_and_nothing_from_the_network(t
     assert given.figure["layout"]["title"]["text"].startswith("Memory in use: Stack")
 
 
-def test_without_chrome_one_sentence_says_what_to_install_or_to_do_without(tmp_path, monkeypatch):
+def test_missing_chrome_is_reported_with_alternatives(tmp_path, monkeypatch):
     errors = pytest.importorskip("kaleido.errors")
     Kaleido(monkeypatch, errors.ChromeNotFoundError("none"))
     with pytest.raises(MemplugError, match="needs Chrome or Chromium") as caught:
@@ -237,13 +237,13 @@ def test_without_chrome_one_sentence_says_what_to_install_or_to_do_without(tmp_p
     assert not (tmp_path / "file").exists()
 
 
-def test_where_chrome_fails_its_own_words_are_said(tmp_path, monkeypatch):
+def test_chrome_error_is_quoted(tmp_path, monkeypatch):
     Kaleido(monkeypatch, RuntimeError("the pipe is closed"))
     with pytest.raises(MemplugError, match="RuntimeError: the pipe is closed"):
         write_picture(trace_figure(training_trace()), tmp_path / "file")
 
 
-def test_the_legends_of_a_picture_name_every_layer_also_one_that_begins_with_an_underscore(tmp_path, monkeypatch):
+def test_legends_name_every_layer_including_underscore_names(tmp_path, monkeypatch):
     given = Kaleido(monkeypatch)
     write_picture(trace_figure(odd_trace()), tmp_path / "picture.png")
     named: dict[str, list[str]] = {}
@@ -256,9 +256,7 @@ def test_the_legends_of_a_picture_name_every_layer_also_one_that_begins_with_an_
     assert titles == ["asked for by phase", "asked for by layer"]
 
 
-def test_each_legend_of_a_picture_is_in_the_middle_beside_its_panel_so_that_a_long_one_meets_no_other(
-    tmp_path, monkeypatch
-):
+def test_legends_are_centred_beside_their_panels(tmp_path, monkeypatch):
     given = Kaleido(monkeypatch)
     write_picture(trace_figure(training_trace(micro_batches=8)), tmp_path / "picture.png")
     layout = given.figure["layout"]
@@ -268,7 +266,7 @@ def test_each_legend_of_a_picture_is_in_the_middle_beside_its_panel_so_that_a_lo
 
 
 @pytest.mark.parametrize("operators, every", [(2, 1), (100, None)])
-def test_a_short_clock_has_whole_numbers_alone(page, operators, every):
+def test_short_clock_has_whole_number_ticks(page, operators, every):
     recording = Recording()
     for _ in range(operators):
         recording.op("aten::mm")

@@ -23,7 +23,7 @@ def run(*arguments: object):
     return CliRunner().invoke(app, ["show", *map(str, arguments)])
 
 
-def test_show_tells_a_plan_from_a_trace(recorded, tmp_path):
+def test_show_distinguishes_plans_from_traces(recorded, tmp_path):
     save(recorded.alone(), tmp_path / "plan.json")
     shown = run(tmp_path / "plan.json", "--json")
     assert shown.exit_code == 0 and json.loads(shown.stdout)["height_bytes"] == recorded.solution.height
@@ -40,13 +40,13 @@ def test_show_draws_a_plan(recorded, chrome, tmp_path):
 
 
 @pytest.mark.parametrize("option", [("--snapshot", "x"), ("--chrome", "x"), ("--step", "0")])
-def test_what_is_for_traces_alone_is_refused_for_a_plan(recorded, tmp_path, option):
+def test_trace_options_are_refused_for_a_plan(recorded, tmp_path, option):
     save(recorded.alone(), tmp_path / "plan.json")
     shown = run(tmp_path / "plan.json", *option)
     assert shown.exit_code == 2 and option[0] in shown.stderr and "traces" in shown.stderr
 
 
-def test_a_damaged_plan_is_refused(recorded, tmp_path):
+def test_damaged_plan_is_refused(recorded, tmp_path):
     save(recorded.alone(), tmp_path / "plan.json")
     text = (tmp_path / "plan.json").read_text()
     (tmp_path / "plan.json").write_text(

@@ -46,8 +46,8 @@ KEYS = {"tokenwise": "decisions", "swap": "swap_list", "arena": "height_bytes"}
 
 
 @pytest.mark.parametrize("gone", TECHNIQUES)
-@pytest.mark.parametrize("left", ["native", ""], ids=["but its C++", "at all"])
-def test_without_a_technique_plans_and_traces_are_shown_by_the_others(gone: str, left: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", ["native", ""], ids=["C++ left", "nothing left"])
+def test_plans_and_traces_are_shown_without_the_room_of_a_technique(gone: str, left: str, tmp_path: Path) -> None:
     environment = copy_without(gone, left, tmp_path)
     save_plan(decided_plan().with_part(SwapPart(targets=(target("aten::mm", 3),))), tmp_path / "plan.json")
     save_trace(training_trace(), tmp_path / "trace.npz")

@@ -21,14 +21,14 @@ def plan():
     return decided_plan().with_part(SwapPart(targets=(target("aten::mm", 3),)))
 
 
-def test_every_technique_of_the_block_has_a_picture_and_a_place_of_its_own():
+def test_every_technique_has_a_picture_and_a_unique_place():
     found = techniques.pictures()
     assert tuple(found) == TECHNIQUES and all(isinstance(each, TechniquePicture) for each in found.values())
     assert len({each.place for each in found.values()}) == len(found)
     assert [each.place for each in techniques.in_place()] == sorted(each.place for each in found.values())
 
 
-def test_no_technique_takes_the_keys_of_another():
+def test_keys_of_techniques_are_disjoint():
     a, found = plan(), techniques.in_place()
     for keys in (
         [key for each in found for key in each.facts(a)],
@@ -46,7 +46,7 @@ def gone(request, monkeypatch) -> str:
     return request.param
 
 
-def test_without_a_technique_the_others_show_their_parts(gone, tmp_path):
+def test_other_techniques_show_their_parts_if_one_is_missing(gone, tmp_path):
     a = plan()
     facts = plan_summary.summary(a)
     keys = {"arena": "height_bytes", "tokenwise": "decisions", "swap": "swap_list"}
@@ -56,7 +56,7 @@ def test_without_a_technique_the_others_show_their_parts(gone, tmp_path):
     write_page(plan_figure(a), tmp_path / "page.html")
 
 
-def test_a_technique_without_a_picture_of_its_own_has_nothing_to_say(monkeypatch, tmp_path):
+def test_default_picture_of_a_technique_is_empty(monkeypatch, tmp_path):
     monkeypatch.setattr(techniques, "pictures", lambda: {"toy": TechniquePicture()})
     a = plan()
     assert plan_summary.summary(a).keys() == {"fingerprint"} and plan_figure(a).columns == []

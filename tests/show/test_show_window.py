@@ -49,25 +49,25 @@ def markup_of(page: str) -> str:
     return re.sub(r"<script.*?</script>", "", page, flags=re.S)
 
 
-def test_a_page_is_exactly_as_high_as_the_window(page):
+def test_page_is_exactly_as_high_as_the_window(page):
     markup = markup_of(page)
     assert re.search(r"<style>[^<]*\bbody \{margin: 0\}", markup), "a browser's own margins would make it scroll"
     heights = re.findall(r'style="height: ?([^;]+);', markup)
-    assert heights == ["100vh", "100%"], "the element around the figure, and the figure's"
+    assert heights == ["100vh", "100%"], "the element around the figure, and the figure"
 
 
-def test_the_figure_has_no_size_of_its_own_and_follows_the_window(page):
+def test_figure_has_no_fixed_size_and_follows_the_window(page):
     _, layout, _ = figure_of(page)
     assert "height" not in layout and "width" not in layout
     div = re.search(r'id="(\w+)" class="plotly-graph-div"', page)[1]
     assert f"addEventListener('resize', () => Plotly.relayout('{div}', {{autosize: true}}))" in page
 
 
-def test_a_browser_finds_the_encoding_where_it_looks_for_it(page):
+def test_encoding_is_declared_in_the_first_kibibyte(page):
     assert b'charset="utf-8"' in page.encode()[:1024]
 
 
-def test_every_number_of_bytes_under_the_pointer_has_the_unit_of_its_axis(page):
+def test_hovered_bytes_have_the_unit_of_their_axis(page):
     data, layout, _ = figure_of(page)
     unit = layout["yaxis"]["title"]["text"].split()[-1]
     assert unit in ("KiB", "MiB", "GiB")
@@ -75,7 +75,7 @@ def test_every_number_of_bytes_under_the_pointer_has_the_unit_of_its_axis(page):
     assert templates and all(re.search(rf"%{{y:\.3f}} {unit}\b", template) for template in templates)
 
 
-def test_every_place_on_the_clock_under_the_pointer_says_what_the_clock_counts(page):
+def test_hovered_clock_positions_name_the_clock(page):
     data, layout, _ = figure_of(page)
     clock = next(axis["title"]["text"] for name, axis in layout.items() if name.startswith("xaxis") and "title" in axis)
     word = clock.split(",")[0].removesuffix(" of the step")

@@ -6,7 +6,7 @@ from memplug import native
 
 
 @pytest.fixture(autouse=True)
-def writes_are_told() -> None:
+def torch_reports_writes() -> None:
     """Skip the test if torch does not report writes."""
     if not native.load().StorageSwapper.is_possible():
         pytest.skip("a swap list needs torch 2.13")

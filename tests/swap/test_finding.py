@@ -1,4 +1,4 @@
-"""The swap list's tensors are found again in slightly different steps, and no other tensor is taken."""
+"""Tensors of the swap list are found in slightly different steps, and never confused with others."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ KINDS = {"llama": 0.99, "t5": 0.99, "vit": 0.99, "convolutions": 0.98}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_the_planned_step_all_are_found(kind: str) -> None:
+def test_planned_step_finds_every_tensor(kind: str) -> None:
     _, tensors, step = listed(kind)
     assert len(tensors) > 25
     assert found_in(kind, step) == list(tensors)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nearly_all_are_found_where_one_operator_in_a_hundred_differs_and_never_another(kind: str) -> None:
+def test_step_with_one_percent_edits_finds_nearly_all_and_no_wrong_tensor(kind: str) -> None:
     _, tensors, step = listed(kind)
     chance, there, found = random.Random(0), 0, 0
     for _ in range(150):
@@ -67,7 +67,7 @@ def test_nearly_all_are_found_where_one_operator_in_a_hundred_differs_and_never_
 
 @pytest.mark.long
 @pytest.mark.parametrize("share", [0.01, 0.03])
-def test_no_other_tensor_is_ever_taken(share: float) -> None:
+def test_edited_steps_never_match_a_wrong_tensor(share: float) -> None:
     _, tensors, step = listed("llama")
     chance = random.Random(1)
     for _ in range(2500):
@@ -75,7 +75,7 @@ def test_no_other_tensor_is_ever_taken(share: float) -> None:
         assert all(taken in (tensor, -1) for tensor, taken in zip(tensors, found_in("llama", changed), strict=True))
 
 
-def test_a_target_of_another_size_or_dtype_is_not_taken() -> None:
+def test_tensor_of_other_size_or_dtype_is_not_matched() -> None:
     _, _, step = listed("llama")
     for change in (lambda nbytes, dtype: (3 * nbytes + 1, dtype), lambda nbytes, dtype: (nbytes, dtype + 1)):
         changed = [
@@ -89,7 +89,7 @@ def test_a_target_of_another_size_or_dtype_is_not_taken() -> None:
     assert set(found_in("llama", [])) == {-1}
 
 
-def test_the_clock_follows_what_is_inserted_and_left_out() -> None:
+def test_clock_recovers_after_inserted_and_missing_operators() -> None:
     """Return to the places of the planned step within a few operators."""
     program = [number % 17 for number in range(200)]
     places = extension.load().program_places

@@ -1,4 +1,4 @@
-"""Steps under a swap list that are followed by their requests for memory alone."""
+"""Repeated steps under a swap list, which memplug follows by their memory requests alone."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.support.swapped import block
 pytestmark = pytest.mark.device
 
 
-def test_steps_that_repeat_are_followed_until_one_departs() -> None:
+def test_repeated_steps_are_followed_until_one_departs() -> None:
     training = Training()
     training.until_it_swaps()
-    for repeated in (0, 0, 0, 0, 1, 2):  # three of them were like the one before
+    for repeated in (0, 0, 0, 0, 1, 2):  # following starts after three equal steps
         training.step()
         assert training.report["swap_repeated"] == repeated
     tensors, found = training.report["swap_tensors"], training.report["swap_found"]
@@ -25,13 +25,22 @@ def test_steps_that_repeat_are_followed_until_one_departs() -> None:
     training.step(ROWS // 2)
     training.step(ROWS // 2)
     assert training.report["swap_repeated"] == 2
-    for repeated in (2, 2, 2, 2, 2, 2, 3, 4):  # now it takes six, the first of which is like the last one learnt
+    for repeated in (
+        2,
+        2,
+        2,
+        2,
+        2,
+        2,
+        3,
+        4,
+    ):  # after a departure it takes six: the first equals the last step learnt
         training.step()
         assert training.report["swap_repeated"] == repeated
     assert training.report["swap_found"] == found + 8 * tensors and training.report["swap_demanded"] == 0
 
 
-def test_what_is_prefetched_at_its_use_takes_no_memory_before_it_in_steps_that_repeat() -> None:
+def test_late_prefetch_requests_no_memory_earlier_in_followed_steps() -> None:
     model = Deep()
     with memplug.attach(model, block(budget_gib())) as session:
 
@@ -76,8 +85,8 @@ class Positions(torch.autograd.Function):
         return grad * positions[: grad.numel()].view_as(grad)
 
 
-@pytest.mark.cpu("a device has more than was asked for")
-def test_what_an_operator_is_given_to_fill_is_found_though_it_has_no_memory_as_that_begins() -> None:
+@pytest.mark.cpu("a device has more memory than requested")
+def test_output_without_memory_at_operator_begin_is_found() -> None:
     model, swap = Deep(), {"enabled": True, "min_bytes": 8 * ROWS * WIDTH * 4}
     with memplug.attach(model, block(budget_gib(76 * ROWS * WIDTH * 4), swap=swap)) as session:
         for _ in range(12):
@@ -88,8 +97,8 @@ def test_what_an_operator_is_given_to_fill_is_found_though_it_has_no_memory_as_t
     assert report.missed == 0 < report.repeated
 
 
-@pytest.mark.cpu("a device has more than was asked for")
-def test_what_a_followed_step_has_made_cannot_leave_where_it_departs() -> None:
+@pytest.mark.cpu("a device has more memory than requested")
+def test_tensors_of_a_followed_step_cannot_be_offloaded_when_it_departs() -> None:
     training = Training()
     training.until_it_swaps()
     training.until_it_repeats()
@@ -106,9 +115,9 @@ def test_what_a_followed_step_has_made_cannot_leave_where_it_departs() -> None:
     loss.backward()
 
 
-@pytest.mark.cpu("a device has more than was asked for")
-def test_what_a_kernel_uses_stays_where_the_step_departs_inside_of_it() -> None:
-    """Depart inside of a kernel: its beginning was not seen, its operators are over, and it may hold addresses."""
+@pytest.mark.cpu("a device has more memory than requested")
+def test_tensors_of_a_kernel_stay_when_the_step_departs_inside_it() -> None:
+    """Depart inside of a kernel: its begin was unobserved, its operators are over, and it may hold addresses."""
     x, training = torch.ones(ROWS, 8), Training()
     training.until_it_swaps()
     training.until_it_repeats()

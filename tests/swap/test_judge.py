@@ -1,4 +1,4 @@
-"""The judge of swap lists accepts those of the planner, and no broken one."""
+"""The judge of swap lists accepts the planner's lists and refuses broken ones."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def limits(**changes):
     return sound._replace(**changes)
 
 
-def test_a_sound_list_is_accepted():
+def test_valid_list_is_accepted():
     assert list(mistakes_of_swaps(SOUND, three_tensors(), limits())) == []
     assert list(mistakes_of_swaps([], three_tensors(), limits())) == []
     # two gaps of one tensor
@@ -33,7 +33,7 @@ def test_a_sound_list_is_accepted():
     assert list(mistakes_of_swaps(twice, three_tensors(), limits())) == []
 
 
-def test_what_the_optimizer_uses_counts_while_that_runs():
+def test_optimizer_tensors_count_while_the_optimizer_runs():
     swap, times = JudgedSwap(1, 50, -1, 0, 3, 3), {"operator_s": np.ones(4), "stall_s": 99.0}
     busy = {"d2h_busy_s": np.zeros(4), "h2d_busy_s": np.zeros(4)}
     assert list(mistakes_of_swaps([swap], with_an_optimizer(), limits(device_bytes=132, **times, **busy))) == []
@@ -42,47 +42,51 @@ def test_what_the_optimizer_uses_counts_while_that_runs():
 
 
 BROKEN = {
-    "a tensor that the step has not": ([FIRST._replace(tensor=4)], {}, "is of tensor 4"),
-    "a tensor below the first": ([FIRST._replace(tensor=-1)], {}, "is of tensor -1"),
-    "fewer bytes than the tensor has": ([FIRST._replace(nbytes=29)], {}, "its tensor of 30"),
-    "more bytes than the tensor has": ([FIRST._replace(nbytes=31)], {}, "its tensor of 30"),
+    "unknown tensor": ([FIRST._replace(tensor=4)], {}, "is of tensor 4"),
+    "negative tensor index": ([FIRST._replace(tensor=-1)], {}, "is of tensor -1"),
+    "too few bytes": ([FIRST._replace(nbytes=29)], {}, "its tensor of 30"),
+    "too many bytes": ([FIRST._replace(nbytes=31)], {}, "its tensor of 30"),
     "no bytes": ([FIRST._replace(nbytes=0)], {}, "of 0 bytes"),
     "another tensor's size": ([FIRST._replace(tensor=1)], {}, "its tensor of 20"),
-    "a tensor of another technique": (SOUND, {"others": (1,)}, "another technique"),
-    "released while it is still used": ([FIRST._replace(release=0)], {}, "not in order"),
+    "tensor of another technique": (SOUND, {"others": (1,)}, "another technique"),
+    "released before its last use ends": ([FIRST._replace(release=0)], {}, "not in order"),
     "prefetched before it is released": ([FIRST._replace(release=8)], {}, "not in order"),
-    "away for no operator": ([FIRST._replace(release=7)], {}, "not in order"),
+    "offloaded for no operator": ([FIRST._replace(release=7)], {}, "not in order"),
     "prefetched after its next use": ([FIRST._replace(prefetch=11)], {}, "not in order"),
-    "used again before it leaves": ([FIRST._replace(last_use=10, next_use=0)], {}, "not in order"),
-    "a last use long before the step": ([FIRST._replace(last_use=-2)], {}, "not in order"),
-    "a last use before the step that makes it": ([FIRST._replace(last_use=-1)], {}, "not there as the step begins"),
-    "a use in a gap until the step's end": ([FIRST._replace(next_use=12)], {}, "used while it is swapped"),
-    "a next use long behind the step": ([FIRST._replace(next_use=13)], {}, "not in order"),
-    "a last use that uses something else": ([SECOND._replace(last_use=2)], {}, "its last use, does not use it"),
-    "a next use that uses something else": ([SECOND._replace(next_use=8)], {}, "its next use, does not use it"),
-    "a use in between": ([JudgedSwap(2, 10, 2, 3, 5, 5)], {}, "used while it is swapped"),
+    "next use before last use": ([FIRST._replace(last_use=10, next_use=0)], {}, "not in order"),
+    "last use below -1": ([FIRST._replace(last_use=-2)], {}, "not in order"),
+    "last use before the step of a tensor made in it": (
+        [FIRST._replace(last_use=-1)],
+        {},
+        "not there as the step begins",
+    ),
+    "use in a gap until the end of the step": ([FIRST._replace(next_use=12)], {}, "used while it is swapped"),
+    "next use beyond the step": ([FIRST._replace(next_use=13)], {}, "not in order"),
+    "last use of another tensor": ([SECOND._replace(last_use=2)], {}, "its last use, does not use it"),
+    "next use of another tensor": ([SECOND._replace(next_use=8)], {}, "its next use, does not use it"),
+    "use inside the gap": ([JudgedSwap(2, 10, 2, 3, 5, 5)], {}, "used while it is swapped"),
     "the same swap twice": ([FIRST, FIRST], {"host_bytes": 99, "stall_s": 99.0}, "before it is back"),
-    "one tensor away twice at a time": (
+    "overlapping swaps of one tensor": (
         [FIRST, FIRST._replace(release=8, prefetch=9)],
         {"host_bytes": 99, "stall_s": 99.0},
         "before it is back",
     ),
-    "an operator above the budget": (SOUND, {"device_bytes": 66}, "operator 3 has 67 bytes in use"),
-    "more than the host has": (SOUND, {"host_bytes": 49}, "the host has 49"),
-    "a copy to the host that is late": ([FIRST._replace(release=3)], {"stall_s": 0.5}, "copies to the host"),
-    "a copy to the device that is late": ([FIRST._replace(prefetch=8)], {"stall_s": 0.5}, "copies to the device"),
-    "copies that are late together": (SOUND, {"stall_s": 0.9}, "copies to the device"),
-    "a link that others have": (
+    "operator above the budget": (SOUND, {"device_bytes": 66}, "operator 3 has 67 bytes in use"),
+    "more than host memory": (SOUND, {"host_bytes": 49}, "the host has 49"),
+    "late copy to the host": ([FIRST._replace(release=3)], {"stall_s": 0.5}, "copies to the host"),
+    "late copy to the device": ([FIRST._replace(prefetch=8)], {"stall_s": 0.5}, "copies to the device"),
+    "copies late only in sum": (SOUND, {"stall_s": 0.9}, "copies to the device"),
+    "link shared with other copies": (
         [FIRST],
         {"stall_s": 0.0, "d2h_busy_s": np.full(12, 0.5)},
         "copies to the host",
     ),
-    "a slower link": ([FIRST], {"stall_s": 0.0, "h2d_bytes_per_s": 9.0}, "copies to the device"),
+    "slower link": ([FIRST], {"stall_s": 0.0, "h2d_bytes_per_s": 9.0}, "copies to the device"),
 }
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_list_is_refused_for_what_is_wrong_with_it(kind):
+def test_broken_list_is_refused_for_its_mistake(kind):
     swaps, changes, words = BROKEN[kind]
     found = list(mistakes_of_swaps(swaps, three_tensors(), limits(**changes)))
     assert any(words in mistake for mistake in found), found
@@ -98,7 +102,7 @@ def judged(found, problem):
 
 @given(recordings(), st.sampled_from([0.0, 0.5, 0.9]), st.sampled_from([1.0, 20.0, 1000.0]))
 @settings(max_examples=200, deadline=None)
-def test_what_the_planner_finds_is_accepted_and_with_less_memory_refused(recording, share, rate):
+def test_planned_lists_are_accepted_and_refused_with_one_byte_less(recording, share, rate):
     trace = recording.trace()
     if not len(trace.operators):
         return

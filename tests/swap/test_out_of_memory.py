@@ -1,4 +1,4 @@
-"""Steps that do not fit complete, slowly and with the same numbers, or end with an error that says why."""
+"""Steps that do not fit finish with the same numbers, only slower, or raise an error that says why."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def assert_in_order(events: list[tuple[str, int]], may_release: bool) -> None:
         assert all(kind in ("failed", "left", "turned back") for kind in middle[1:])
 
 
-def test_a_first_step_that_does_not_fit_completes_in_order(expected: list[float]) -> None:
+def test_first_step_that_does_not_fit_completes_by_algorithm_3(expected: list[float]) -> None:
     model = Deep()
     with device_of(LIMIT_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
         found = losses_of(model, [ROWS], session)
@@ -121,9 +121,9 @@ def test_a_first_step_that_does_not_fit_completes_in_order(expected: list[float]
     assert found == expected[:1]
 
 
-@pytest.mark.cpu("its allocator rounds, and what it had before is in the way")
-def test_a_recorded_step_is_the_one_with_memory_enough() -> None:
-    """Count tensors that were offloaded for a failed request, and prefetched, as in use all the time."""
+@pytest.mark.cpu("its allocator rounds, and earlier blocks are in the way")
+def test_recording_under_short_memory_equals_one_with_enough() -> None:
+    """Count tensors as in use even while they were offloaded for a failed request."""
     traces = []
     for limit_bytes in (100 * TENSOR_BYTES, LIMIT_BYTES):
         with memplug.attach(model := Deep(), block(limit_bytes / GIB)) as session:
@@ -138,7 +138,7 @@ def test_a_recorded_step_is_the_one_with_memory_enough() -> None:
     assert tight.live_bytes.max() > LIMIT_BYTES and tight.peak_bytes == tight.live_bytes.max()
 
 
-def test_planned_steps_have_no_request_that_fails(expected: list[float]) -> None:
+def test_planned_steps_have_no_failed_request(expected: list[float]) -> None:
     model = Deep()
     passive = []
     with device_of(LIMIT_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
@@ -151,7 +151,7 @@ def test_planned_steps_have_no_request_that_fails(expected: list[float]) -> None
     assert report.demanded == report.cancelled == report.refused == 0
 
 
-def test_a_longer_batch_than_planned_completes(expected: list[float]) -> None:
+def test_longer_batch_than_planned_completes(expected: list[float]) -> None:
     sizes = [ROWS] * 6 + [ROWS * 5 // 4, ROWS, ROWS // 2, ROWS * 5 // 4]
     reference = losses_of(Deep(), sizes)
     model = Deep()
@@ -160,8 +160,8 @@ def test_a_longer_batch_than_planned_completes(expected: list[float]) -> None:
     assert reference[:6] == expected[:6]
 
 
-def test_what_is_on_its_way_out_goes_first() -> None:
-    """Install a list that releases offloaded tensors too late, and is then made anew."""
+def test_offloaded_tensors_are_released_first() -> None:
+    """Install a list that releases offloaded tensors too late; memplug then plans a new one."""
     model = Deep()
     with device_of(LIMIT_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
         losses_of(model, [ROWS] * 5, session)
@@ -182,7 +182,7 @@ def test_what_is_on_its_way_out_goes_first() -> None:
         assert session.report().swap.state == "swapping" and session.report().swap.passive == passive
 
 
-def test_a_request_that_nothing_helps_says_what_memplug_knows() -> None:
+def test_out_of_memory_error_lists_the_remedies() -> None:
     model = Deep()
     with device_of(3 * TENSOR_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
         with pytest.raises(torch.OutOfMemoryError) as raised:
@@ -200,7 +200,7 @@ def test_a_request_that_nothing_helps_says_what_memplug_knows() -> None:
         assert losses_of(model, [16] * 2, session) == losses_of(small, [16] * 2)
 
 
-def test_without_host_memory_it_fails_and_says_so() -> None:
+def test_step_without_host_memory_raises_out_of_memory() -> None:
     model = Deep()
     with (
         device_of(LIMIT_BYTES) as budget_gib,
@@ -211,8 +211,8 @@ def test_without_host_memory_it_fails_and_says_so() -> None:
         assert session.report().swap.refused > 0
 
 
-@pytest.mark.cpu("a device has more than was asked for, in what its allocator has reserved")
-def test_a_step_that_failed_is_not_planned_from() -> None:
+@pytest.mark.cpu("a device's allocator has reserved more than requested")
+def test_failed_step_is_not_used_for_planning() -> None:
     """Limit the device so that the recorded rest of the failed step fits."""
     model = Deep()
     with device_of(3 * TENSOR_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
@@ -225,7 +225,7 @@ def test_a_step_that_failed_is_not_planned_from() -> None:
     assert report.recorded_steps > 1 and report.swap.state == "recording"
 
 
-def test_a_snapshot_is_beside_the_error(tmp_path: Path) -> None:
+def test_out_of_memory_error_names_its_snapshot(tmp_path: Path) -> None:
     model = Deep()
     asked = {"report": {"snapshot_on_oom": str(tmp_path)}}
     with device_of(3 * TENSOR_BYTES) as budget_gib, memplug.attach(model, block(budget_gib, **asked)):
@@ -238,7 +238,7 @@ def test_a_snapshot_is_beside_the_error(tmp_path: Path) -> None:
         assert (tmp_path / "step000001.pickle").stat().st_size > 0
 
 
-def test_detached_nothing_is_limited_or_caught() -> None:
+def test_detached_model_has_no_limit_and_no_relief() -> None:
     model = Deep()
     with device_of(LIMIT_BYTES) as budget_gib:
         with memplug.attach(model, block(budget_gib)) as session:
@@ -251,7 +251,7 @@ def test_detached_nothing_is_limited_or_caught() -> None:
             assert "memplug" not in str(raised.value)
 
 
-def test_a_session_that_is_dropped_in_a_step_leaves_nothing_behind() -> None:
+def test_session_dropped_during_a_step_leaves_no_relief_behind() -> None:
     model = Deep()
     with device_of(LIMIT_BYTES) as budget_gib:
         session = memplug.attach(model, block(budget_gib))

@@ -16,7 +16,7 @@ def said(part: SwapPart | None) -> tuple[Any, dict[str, str]]:
     return facts["swap_list"], dict(rows(facts))
 
 
-def test_its_bytes_are_told_by_the_operator_behind_which_they_leave():
+def test_summary_groups_swapped_bytes_by_last_operator():
     targets = [target("aten::mm", 3), target("aten::gelu", 8), target("aten::mm", 2), target("", 1, last_use=-1, key=3)]
     part = SwapPart(
         targets=tuple(targets),
@@ -34,12 +34,12 @@ def test_its_bytes_are_told_by_the_operator_behind_which_they_leave():
     assert words["  waiting"].startswith("250") or words["  waiting"].startswith("0.25")
 
 
-def test_of_many_operators_the_largest_are_named():
+def test_summary_names_the_largest_of_many_operators():
     _, words = said(SwapPart(targets=tuple(target(f"aten::op{mib}", mib) for mib in range(1, 8))))
     assert words["  they leave"].endswith("4.00 MiB behind aten::op4, 3 others")
 
 
-def test_why_there_is_none_is_said_and_of_a_step_that_fits_nothing():
+def test_summary_says_why_no_list_exists_and_is_silent_if_the_step_fits():
     facts, words = said(SwapPart(impossible="1 GiB of the device are too little"))
     assert facts["impossible"] and words["swap list"] == "there is none: 1 GiB of the device are too little"
     for part in (None, SwapPart()):

@@ -19,7 +19,7 @@ def promises(told: list[tuple[str, int]], copies_itself: bool = False) -> Promis
 
 
 @pytest.mark.parametrize(("nbytes", "warnings"), [(900, 0), (1020, 0), (1030, 1)])
-def test_a_peak_above_the_promised_one_is_told(nbytes: int, warnings: int) -> None:
+def test_peak_above_prediction_warns(nbytes: int, warnings: int) -> None:
     told: list[tuple[str, int]] = []
     list_of = promises(told)
     list_of.compare_peak(SimpleNamespace(live_bytes=np.array([10, nbytes, 20])))
@@ -28,7 +28,7 @@ def test_a_peak_above_the_promised_one_is_told(nbytes: int, warnings: int) -> No
 
 
 @pytest.mark.parametrize(("stall_s", "copies_itself", "warnings"), [(0.19, False, 0), (0.21, False, 1), (9.0, True, 0)])
-def test_waiting_longer_than_promised_is_told(stall_s: float, copies_itself: bool, warnings: int) -> None:
+def test_stall_longer_than_predicted_warns(stall_s: float, copies_itself: bool, warnings: int) -> None:
     told: list[tuple[str, int]] = []
     list_of = promises(told, copies_itself)
     list_of.compare_stall(None)
@@ -38,7 +38,7 @@ def test_waiting_longer_than_promised_is_told(stall_s: float, copies_itself: boo
 
 
 @pytest.mark.device
-def test_the_report_has_what_a_step_waited() -> None:
+def test_report_has_measured_stall() -> None:
     training = Training()
     training.until_it_swaps()
     assert training.report["swap_stall_s"] is None
@@ -46,4 +46,4 @@ def test_the_report_has_what_a_step_waited() -> None:
         training.step()
     report = training.report
     assert report["predicted_swap_stall_s"] is not None and report["swap_peak_bytes"] > 0
-    assert report["swap_stall_s"] > 0, "copies of the processor's; of a device, two events are never at one time"
+    assert report["swap_stall_s"] > 0, "CPU copies take time, and two device events never coincide"

@@ -41,7 +41,7 @@ def budget_of(share: float, kind: str = "wide") -> int:
 
 
 @pytest.mark.parametrize("share", [0.75, 0.56])
-def test_states_are_away_until_the_optimizer_runs_and_losses_are_the_same(share: float) -> None:
+def test_swapped_optimizer_states_keep_losses_and_budget(share: float) -> None:
     reference = train("wide", None, STEPS)
     budget_bytes = budget_of(share)
     swapped = train("wide", block(budget_bytes / GIB, swap=SWAP), STEPS)
@@ -56,7 +56,7 @@ def test_states_are_away_until_the_optimizer_runs_and_losses_are_the_same(share:
     assert report["swap_planned_state_bytes"] > 0 or share > 0.6
 
 
-def test_frozen_weights_are_away_between_forward_and_backward() -> None:
+def test_frozen_weights_are_swapped_between_forward_and_backward() -> None:
     reference = train("adapted", None, STEPS)
     budget_bytes = budget_of(0.6, "adapted")
     swapped = train("adapted", block(budget_bytes / GIB, swap={**SWAP, "min_bytes": 10_000}), STEPS)
@@ -69,7 +69,7 @@ def test_frozen_weights_are_away_between_forward_and_backward() -> None:
     assert report["swap_missed"] == report["swap_demanded"] == report["swap_cancelled"] == 0
     outputs_bytes, weights_bytes = 250 * 256 * 4, 256 * 256 * 4
     more_bytes = report["swap_planned_bytes"] - report["swap_tensors"] * outputs_bytes
-    assert more_bytes > 0 == more_bytes % (weights_bytes - outputs_bytes)  # of either kind, and some weights'
+    assert more_bytes > 0 == more_bytes % (weights_bytes - outputs_bytes)  # both outputs and weights are swapped
 
 
 Between = Callable[[nn.Module, torch.optim.Optimizer, Any], Any]
@@ -127,7 +127,7 @@ def evaluate(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> Non
 
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("between", [skip, clip, load, evaluate])
-def test_states_are_right_whatever_is_done_between_two_steps(between: Between, foreach: bool) -> None:
+def test_states_stay_right_when_steps_skip_clip_load_or_evaluate(between: Between, foreach: bool) -> None:
     steps = [*[update] * 10, between, *[update] * 3, between, between, *[update] * 3]
     expected, _ = run(steps, None, foreach=foreach)
     found, reports = run(steps, budget_of(0.75) / GIB, foreach=foreach)
@@ -136,7 +136,7 @@ def test_states_are_right_whatever_is_done_between_two_steps(between: Between, f
     assert reports[-1]["swap_refused"] == 0
 
 
-def test_after_a_detach_in_the_middle_of_a_step_everything_is_there() -> None:
+def test_detach_during_a_step_restores_everything() -> None:
     def detach(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
         if session is not None:
             assert session.report().swap.repeated > 0

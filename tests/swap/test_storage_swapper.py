@@ -1,4 +1,4 @@
-"""Offloaded and prefetched storages have the values of the last write, whoever uses them and whenever."""
+"""Offloaded and prefetched storages always have the values of the last write."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def away(swapper: Any, tensor: torch.Tensor, key: int = 1) -> None:
     swapper.release(key)
 
 
-def test_waits_are_measured_while_that_is_asked_for(swapper: Any) -> None:
+def test_waits_are_measured_only_on_request(swapper: Any) -> None:
     tensor = sample()
 
     def waited_s(measured: bool) -> float:
@@ -64,12 +64,12 @@ def test_waits_are_measured_while_that_is_asked_for(swapper: Any) -> None:
 
     assert waited_s(False) == 0
     seconds = waited_s(True)
-    assert 0 < seconds < 10 and waited_s(False) == seconds, "it is kept"
+    assert 0 < seconds < 10 and waited_s(False) == seconds, "the last measurement is kept"
     swapper.measure(True)
     assert swapper.waited_s() == 0
 
 
-def test_a_storage_that_is_away_comes_back_whole(swapper: Any) -> None:
+def test_offloaded_storage_is_restored_unchanged(swapper: Any) -> None:
     tensor, before = sample(), sample()
     away(swapper, tensor)
     assert swapper.host_bytes == 4096
@@ -82,7 +82,7 @@ def test_a_storage_that_is_away_comes_back_whole(swapper: Any) -> None:
     assert counters["demanded"] == counters["cancelled"] == counters["refused"] == 0
 
 
-def test_it_is_read_where_it_is(swapper: Any) -> None:
+def test_operators_read_offloaded_storage(swapper: Any) -> None:
     tensor, before = sample(), sample()
     away(swapper, tensor)
     assert torch.equal(tensor + 1, before + 1)
@@ -101,7 +101,7 @@ WRITES = {
 
 @pytest.mark.parametrize("when", ["leaving", "away", "returning"])
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_while_it_is_on_its_way_is_not_lost(swapper: Any, write: str, when: str) -> None:
+def test_write_during_a_transfer_is_not_lost(swapper: Any, write: str, when: str) -> None:
     tensor, expected = sample(), sample()
     assert swapper.offload(tensor, 1)
     if when != "leaving":
@@ -118,7 +118,7 @@ def test_a_write_while_it_is_on_its_way_is_not_lost(swapper: Any, write: str, wh
 
 
 @pytest.mark.parametrize("when", ["leaving", "away", "returning"])
-def test_a_storage_that_dies_on_its_way_gives_everything_back(swapper: Any, when: str) -> None:
+def test_storage_freed_during_a_transfer_frees_its_host_memory(swapper: Any, when: str) -> None:
     tensor = sample()
     assert swapper.offload(tensor, 1)
     if when != "leaving":
@@ -135,9 +135,9 @@ def test_a_storage_that_dies_on_its_way_gives_everything_back(swapper: Any, when
     assert swapper.host_bytes == 0
 
 
-@pytest.mark.cpu("torch copies what it resizes as device memory; where that operator is seen, it is restored before")
+@pytest.mark.cpu("torch copies resized storages as device memory; an observed resize restores them first")
 @pytest.mark.parametrize("when", ["leaving", "away", "returning"])
-def test_a_storage_that_gets_other_memory_goes_on_with_it(swapper: Any, when: str) -> None:
+def test_storage_resized_during_a_transfer_keeps_its_values(swapper: Any, when: str) -> None:
     tensor, before = sample(), sample()
     assert swapper.offload(tensor, 1)
     if when != "leaving":
@@ -151,7 +151,7 @@ def test_a_storage_that_gets_other_memory_goes_on_with_it(swapper: Any, when: st
     assert torch.equal(tensor[:1000], before) and bool((tensor[1000:] == 7).all())
 
 
-def test_the_host_has_no_room_for_more(swapper: Any) -> None:
+def test_full_host_memory_refuses_offloads(swapper: Any) -> None:
     large, small = torch.zeros(SLAB_BYTES // 4), sample()
     away(swapper, large)
     assert not swapper.offload(small, 2)
@@ -160,13 +160,13 @@ def test_the_host_has_no_room_for_more(swapper: Any) -> None:
     assert swapper.offload(small, 2)
 
 
-def test_memory_that_is_not_the_allocators_stays(swapper: Any) -> None:
+def test_memory_of_other_allocators_is_not_offloaded(swapper: Any) -> None:
     tensor = torch.from_dlpack(sample()) if torch.get_default_device().type == "cpu" else torch.empty(0)
     assert not swapper.offload(tensor, 1)
     assert not swapper.offload(torch.empty(0), 2)
 
 
-def test_it_stays_on_the_host_where_its_swapper_is_gone(pool: HostPool) -> None:
+def test_offloaded_storage_outlives_its_swapper(pool: HostPool) -> None:
     core = native.load()
     swapper = core.StorageSwapper(this_device().streams(core), pool.slabs[0])
     tensor, before = sample(), sample()
@@ -178,7 +178,7 @@ def test_it_stays_on_the_host_where_its_swapper_is_gone(pool: HostPool) -> None:
     del tensor
 
 
-def test_autograd_saves_storages_that_are_away(swapper: Any) -> None:
+def test_autograd_reads_offloaded_storages(swapper: Any) -> None:
     """Compare views, several graphs, and a write that autograd itself refuses."""
     weight = sample(2).requires_grad_()
     graphs = []
@@ -205,7 +205,7 @@ def test_autograd_saves_storages_that_are_away(swapper: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_another_stream_finds_the_values_too(swapper: Any) -> None:
+def test_values_are_right_on_another_stream(swapper: Any) -> None:
     tensor, before = sample(), sample()
     away(swapper, tensor)
     side = torch.cuda.Stream()
@@ -219,7 +219,7 @@ def test_another_stream_finds_the_values_too(swapper: Any) -> None:
     assert torch.equal(doubled, before * 2) and torch.equal(tensor, before * 3)
 
 
-def test_all_that_is_leaving_is_released_at_once(swapper: Any) -> None:
+def test_release_leaving_releases_all_offloaded_storages(swapper: Any) -> None:
     tensors = [sample(seed) for seed in range(3)]
     for key, tensor in enumerate(tensors[:2]):
         assert swapper.offload(tensor, key)
@@ -230,7 +230,7 @@ def test_all_that_is_leaving_is_released_at_once(swapper: Any) -> None:
     assert swapper.counters["demanded"] == swapper.counters["passive"] == 0
 
 
-def test_one_that_leaves_for_no_plan_is_back_when_it_is_used(swapper: Any) -> None:
+def test_passively_offloaded_storage_is_restored_on_use(swapper: Any) -> None:
     tensor, before = sample(), sample()
     assert swapper.leave_now(tensor) == 4000 and swapper.leave_now(tensor) == 0
     assert swapper.host_bytes == 4096
@@ -244,7 +244,7 @@ def test_one_that_leaves_for_no_plan_is_back_when_it_is_used(swapper: Any) -> No
     assert counters["offloads"] == counters["releases"] == counters["prefetches"] == counters["demanded"] == 0
 
 
-def test_of_those_on_their_way_back_the_last_one_is_turned_back(swapper: Any) -> None:
+def test_turn_back_cancels_the_last_prefetch(swapper: Any) -> None:
     tensors = [sample(seed) for seed in range(2)]
     for key, tensor in enumerate(tensors):
         away(swapper, tensor, key)
@@ -257,7 +257,7 @@ def test_of_those_on_their_way_back_the_last_one_is_turned_back(swapper: Any) ->
     assert swapper.host_bytes == 0 and torch.equal(tensors[1], sample(1)) and torch.equal(tensors[0], sample(0))
 
 
-def test_host_memory_for_those_without_a_plan_is_added_up_to_a_bound() -> None:
+def test_passive_offloads_get_host_memory_up_to_a_limit() -> None:
     core = native.load()
     swapper = core.StorageSwapper(this_device().streams(core), passive_bytes=10_000)
     tensors = [sample(seed) for seed in range(3)]
@@ -276,7 +276,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_happens_in_any_order_no_value_is_lost(swapper: Any, seed: int) -> None:
+def test_random_event_orders_lose_no_value(swapper: Any, seed: int) -> None:
     chance = random.Random(seed)
     tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     keys = {}

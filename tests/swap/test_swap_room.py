@@ -38,7 +38,7 @@ def step() -> Trace:
     return recording.trace()
 
 
-def test_it_leaves_the_largest_tensor_of_a_collective(step: Trace) -> None:
+def test_budget_of_list_excludes_the_largest_collective_tensor(step: Trace) -> None:
     assert room().budget_bytes == 1000 and room().of_list(step) == 960
     alone = Recording()
     alone.step()
@@ -46,7 +46,7 @@ def test_it_leaves_the_largest_tensor_of_a_collective(step: Trace) -> None:
     assert room().of_list(alone.trace()) == 1000
 
 
-def test_what_a_step_lacked_is_left_too_a_few_times(step: Trace) -> None:
+def test_missing_bytes_tighten_the_budget_a_few_times(step: Trace) -> None:
     tight = room()
     assert not tight.tighten(0) and tight.of_list(step) == 960
     assert [tight.tighten(10) for _ in range(TIGHTER + 1)] == [True] * TIGHTER + [False]
@@ -55,18 +55,18 @@ def test_what_a_step_lacked_is_left_too_a_few_times(step: Trace) -> None:
     assert tight.of_list(step) == 960 and tight.tighten(10)
 
 
-def test_where_no_list_leaves_so_much_the_next_one_leaves_nothing_and_there_is_no_other(step: Trace) -> None:
+def test_loosened_budget_leaves_no_reserve_and_is_final(step: Trace) -> None:
     tight = room()
     assert tight.of_list(step) == 960
     assert tight.loosen() and tight.of_list(step) == 1000
     assert not tight.loosen() and not tight.tighten(10)
 
 
-def test_a_step_without_failed_requests_fits() -> None:
+def test_step_without_failed_requests_fits() -> None:
     assert room().holds(was_short=False) and not room().holds(was_short=True)
 
 
-def test_a_list_plans_with_what_is_reserved_as_tokenwise_does() -> None:
+def test_list_plans_with_reserved_memory_like_tokenwise() -> None:
     """Count torch's cache without the arena; with it, count holes and the arena's measured memory."""
     memory = Counted()
     device = SimpleNamespace(kind="cuda", memory=memory)

@@ -1,4 +1,4 @@
-"""The life of the swap list: made, in force and gone; training is correct throughout."""
+"""The life of a swap list: planned, in force, withdrawn; training is right throughout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def training(request: pytest.FixtureRequest) -> Training:
     return training
 
 
-def test_a_list_is_in_force_from_the_step_after_it_was_made(training: Training) -> None:
+def test_list_is_in_force_from_the_step_after_planning(training: Training) -> None:
     assert training.report["swap_tensors"] > 2
     for _ in range(4):
         training.step()
@@ -41,7 +41,7 @@ def test_a_list_is_in_force_from_the_step_after_it_was_made(training: Training) 
     assert report["swap_released_bytes"] == steps * report["swap_planned_bytes"]
 
 
-def test_a_followed_step_whose_middle_is_another_loses_few_tensors(training: Training) -> None:
+def test_step_with_one_changed_layer_loses_few_tensors(training: Training) -> None:
     report = training.report
     for model in (training.model, training.plain):
         model.layers[LAYERS // 2].register_forward_pre_hook(lambda layer, inputs: (inputs[0] + 1,))
@@ -52,7 +52,7 @@ def test_a_followed_step_whose_middle_is_another_loses_few_tensors(training: Tra
         training.step()
 
 
-def test_a_list_is_made_of_how_long_each_operator_of_the_recorded_step_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planner_gets_measured_time_of_each_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[np.ndarray] = []
     monkeypatch.setattr(technique, "plan_part", lambda *args: given.append(args[2]) or plan_part(*args))
     training = Training()
@@ -63,7 +63,7 @@ def test_a_list_is_made_of_how_long_each_operator_of_the_recorded_step_took(monk
 
 
 @pytest.mark.gpu
-def test_a_budget_that_nothing_keeps_to_is_told_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_impossible_budget_warns_and_training_continues(caplog: pytest.LogCaptureFixture) -> None:
     model = Deep()
     with memplug.attach(model, block(1e-6)) as session:
         for _ in range(6):
@@ -74,8 +74,8 @@ def test_a_budget_that_nothing_keeps_to_is_told_and_training_goes_on(caplog: pyt
     assert "are too little" in caplog.text and "device_budget_gib" in caplog.text
 
 
-@pytest.mark.cpu("a device has a budget by itself")
-def test_without_a_budget_auto_is_silent_and_true_is_not(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.cpu("a device sets a budget by itself")
+def test_missing_budget_warns_if_enabled_is_true_but_not_auto(caplog: pytest.LogCaptureFixture) -> None:
     for enabled in ("auto", True):
         config = {**block(1.0), "device_budget_gib": "auto", "swap": {"enabled": enabled}}
         model = Deep()
@@ -88,14 +88,14 @@ def test_without_a_budget_auto_is_silent_and_true_is_not(caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
-def test_a_program_that_wanders_costs_swaps_and_no_values(training: Training, share: float) -> None:
+def test_changing_program_keeps_training_right(training: Training, share: float) -> None:
     training.model.noise = share
     training.plain.noise = share
     for _ in range(15):
         training.step()
 
 
-def test_an_exception_in_the_middle_of_a_forward_leaves_nothing_away(training: Training) -> None:
+def test_exception_in_forward_leaves_no_tensor_offloaded(training: Training) -> None:
     for fails in (True, False, True):
         training.model.fails = fails
         if fails:
@@ -107,7 +107,7 @@ def test_an_exception_in_the_middle_of_a_forward_leaves_nothing_away(training: T
     assert training.away_bytes() == 0
 
 
-def test_an_exception_in_the_middle_of_a_backward_leaves_nothing_away(training: Training) -> None:
+def test_exception_in_backward_leaves_no_tensor_offloaded(training: Training) -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ def test_an_exception_in_the_middle_of_a_backward_leaves_nothing_away(training: 
     training.step()
 
 
-def test_detached_with_tensors_away_the_backward_is_right(training: Training) -> None:
+def test_backward_is_right_after_detach_with_offloaded_tensors(training: Training) -> None:
     x = training.inputs()
     loss = training.model(x)
     assert training.away_bytes() > 0
@@ -140,7 +140,7 @@ def test_detached_with_tensors_away_the_backward_is_right(training: Training) ->
         assert torch.equal(one.grad, other.grad)
 
 
-def test_graphs_that_outlive_their_step_are_right() -> None:
+def test_graphs_that_outlive_their_step_have_right_gradients() -> None:
     training = Training()
     training.until_it_swaps()
     x = training.inputs()
@@ -156,7 +156,7 @@ def test_graphs_that_outlive_their_step_are_right() -> None:
     assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
 
 
-def test_a_validation_and_another_length_between_steps_change_nothing(training: Training) -> None:
+def test_validation_and_other_lengths_keep_training_right(training: Training) -> None:
     for rows in (ROWS, ROWS // 2, ROWS, 2 * ROWS, ROWS):
         with torch.no_grad():
             x = training.inputs(64)
@@ -164,7 +164,7 @@ def test_a_validation_and_another_length_between_steps_change_nothing(training: 
         training.step(rows)
 
 
-def test_saved_tensors_of_functions_that_no_operator_shows_are_right(training: Training) -> None:
+def test_hidden_functions_read_right_saved_tensors(training: Training) -> None:
     """Read a saved tensor by its address, as Triton's kernels do in a custom function."""
 
     class Scale(torch.autograd.Function):
@@ -210,13 +210,13 @@ print("both are right")
 
 
 @pytest.mark.cpu("a child has no device")
-def test_a_fork_with_tensors_away_is_right_in_both_processes() -> None:
-    """Fork a fresh process: a large one may not fork."""
+def test_fork_with_offloaded_tensors_is_right_in_both_processes() -> None:
+    """Fork a fresh process, since a large one may lack the memory to fork."""
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0 and "both are right" in done.stdout, done.stderr
 
 
-def test_a_second_run_swaps_from_its_first_step_on(tmp_path: Path) -> None:
+def test_second_run_swaps_from_its_first_step(tmp_path: Path) -> None:
     first = Training(asked_gib := budget_gib(), plan_dir=str(tmp_path))
     first.until_it_swaps()
     for _ in range(3):
@@ -231,14 +231,16 @@ def test_a_second_run_swaps_from_its_first_step_on(tmp_path: Path) -> None:
         second.step()
     report = second.report
     assert report["swap_planned_bytes"] == planned
-    assert report["recorded_steps"] == 1 and report["swap_peak_bytes"] is not None, "to see what a step takes"
+    assert report["recorded_steps"] == 1 and report["swap_peak_bytes"] is not None, (
+        "one step is recorded to measure its peak"
+    )
     # Operators before the first forward of a run are not seen: until the clock is right, a few are not found.
     assert report["swap_found"] + report["swap_missed"] == 3 * report["swap_tensors"]
     assert 2 * report["swap_tensors"] < report["swap_found"]
 
 
 @pytest.mark.gpu
-def test_a_list_with_no_host_memory_is_refused() -> None:
+def test_list_without_host_memory_is_refused() -> None:
     training = Training(host_budget_gib=1e-6)
     for _ in range(6):
         training.step()

@@ -1,4 +1,4 @@
-"""Whole trainings with less memory than a step takes: the same numbers to the bit, and never above the budget."""
+"""Whole trainings with less memory than a step takes: bit-identical, and never above the budget."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plain(kind: str, steps: int) -> Trained:
 
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_keeps_to_its_budget_with_the_same_numbers(kind: str, share: float) -> None:
+def test_training_within_budget_is_bit_identical(kind: str, share: float) -> None:
     steps = 12 if share in (0.9, 0.5) else 20
     reference = plain(kind, steps)
     budget_bytes = int(share * reference.peak_bytes)
@@ -68,15 +68,15 @@ def test_a_step_keeps_to_its_budget_with_the_same_numbers(kind: str, share: floa
 @pytest.mark.parametrize(
     "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("t5", "vit", "mixtral"))]
 )
-def test_regions_that_swap_and_recompute_keep_a_step_to_its_budget(kind: str, share: float) -> None:
-    """Need no list, except where parameters count, which take much of a small budget."""
+def test_regions_that_swap_and_recompute_stay_within_budget(kind: str, share: float) -> None:
+    """Use no list, except if parameters count and take much of a small budget."""
     swapped = beside_regions(kind, share)
     report = swapped.report
     assert report["swap"] in ("fits", "swapping" if counts_parameters() and share == 0.5 else "fits")
     assert report["offloaded_bytes"] > 0
 
 
-def test_what_regions_cannot_free_the_list_swaps() -> None:
+def test_list_swaps_memory_that_regions_cannot_free() -> None:
     """Use a model whose logits are most of the step's memory."""
     swapped = beside_regions("large vocabulary", 0.81 if counts_parameters() else 0.8)
     report = swapped.report

@@ -23,19 +23,19 @@ THREE = ((30, 0, 10), (20, 1, 9), (10, 2, 5))
 """Bytes in use: 30 at operator 0, 50 at 1, 60 from 2 to 5, 50 from 6 to 9, 30 at 10, none at 11."""
 
 
-def test_the_memory_reduction_list_has_what_each_operator_is_above_the_budget():
+def test_reductions_are_bytes_above_the_budget_per_operator():
     problem = step(THREE, budget_bytes=40)
     assert reductions(problem).tolist() == [0, 10, 20, 20, 20, 20, 10, 10, 10, 10, 0, 0]
     assert reductions(problem, (Swap(0, 4, 7),)).tolist() == [0, 10, 20, 20, 0, 0, 0, 10, 10, 10, 0, 0]
 
 
-def test_the_score_is_the_share_of_entries_in_the_gap_and_the_share_of_the_largest_size():
+def test_score_adds_share_of_excess_in_the_gap_and_relative_size():
     problem = step(THREE, budget_bytes=40)
     scores = [score(each, reductions(problem), 30) for each in problem.candidates]
     assert scores == pytest.approx([9 / 9 + 30 / 30, 7 / 9 + 20 / 30, 2 / 9 + 10 / 30])
 
 
-def test_the_candidate_list_leaves_out_gaps_without_entries_and_what_is_chosen():
+def test_candidate_list_omits_chosen_candidates_and_gaps_without_excess():
     problem = step((*THREE, (40, 10, 11), (50, 0, 2)), other_bytes=0, budget_bytes=80)
     excess = reductions(problem)
     assert np.flatnonzero(excess).tolist() == [1, 2]
@@ -44,7 +44,7 @@ def test_the_candidate_list_leaves_out_gaps_without_entries_and_what_is_chosen()
     assert candidate_list(problem, excess, {0: NOT_FORCED}) == [4, 1]
 
 
-def test_a_copy_takes_its_size_over_the_rate_of_what_others_leave():
+def test_copy_takes_its_bytes_over_the_remaining_rate():
     problem = step(THREE, budget_bytes=40, busy_s=0.5)
     assert problem.out_link.seconds(30) == 3.0
     assert problem.out_link.finish_s(1.0, 30) == 7.0  # half of each second is left
@@ -54,7 +54,7 @@ def test_a_copy_takes_its_size_over_the_rate_of_what_others_leave():
     assert problem.in_link.bytes_between(2.0, 6.0) == 20.0
 
 
-def test_a_copy_waits_while_others_have_the_whole_link():
+def test_copy_waits_while_other_copies_fill_the_link():
     busy = np.array([0.0, 1.0, 1.0, *[0.0] * 9])
     problem = step(THREE, budget_bytes=40, d2h_busy_s=busy, h2d_busy_s=busy)
     assert problem.out_link.finish_s(0.5, 10) == 3.5
@@ -63,7 +63,7 @@ def test_a_copy_waits_while_others_have_the_whole_link():
     assert problem.in_link.start_s(4.0, 10) == 3.0
 
 
-def test_offloads_follow_one_another_and_prefetches_end_where_the_next_one_begins():
+def test_offloads_and_prefetches_are_placed_back_to_back():
     problem = step(THREE, budget_bytes=40, rate=20.0)
     # Out: [1, 2.5), [2.5, 3.5), [3.5, 4). In, from the last: [8.5, 10), [7.5, 8.5), [4.5, 5).
     swaps = place(problem, dict.fromkeys(range(3), NOT_FORCED))
@@ -71,7 +71,7 @@ def test_offloads_follow_one_another_and_prefetches_end_where_the_next_one_begin
     assert simulate(problem, swaps).stall_s == 0.0
 
 
-def test_needed_operators_are_covered_and_what_that_waits_for_is_predicted():
+def test_forced_operators_are_covered_and_their_stalls_predicted():
     problem = step(THREE, budget_bytes=40)
     swaps = place(problem, {0: (1, 10)})
     assert swaps == (Swap(0, 1, 10),)
@@ -81,7 +81,7 @@ def test_needed_operators_are_covered_and_what_that_waits_for_is_predicted():
     assert simulation.in_use_bytes.tolist() == [30, 20, 30, 30, 30, 30, 20, 20, 20, 20, 30, 0]
 
 
-def test_a_stall_moves_what_comes_after_it():
+def test_stall_delays_later_operators_and_copies():
     problem = step(((30, 0, 10), (20, 1, 9)), budget_bytes=40)
     simulation = simulate(problem, (Swap(0, 2, 7), Swap(1, 3, 6)))
     # Operator 2 begins at 4 instead of 2. The second copy, from 4 to 6, is waited for from 5; in: 9 to 11, 11 to 14.
@@ -90,26 +90,26 @@ def test_a_stall_moves_what_comes_after_it():
     assert simulation.step_s == pytest.approx(16.0)
 
 
-def test_algorithm_2_takes_the_highest_score_that_nothing_waits_for():
+def test_algorithm_2_takes_highest_score_without_stall():
     problem = step(THREE, budget_bytes=50, rate=100.0)
     assert algorithm_2(problem) == {0: NOT_FORCED}
 
 
-def test_algorithm_2_lets_the_step_wait_where_nothing_else_is_left():
+def test_algorithm_2_stalls_as_last_resort():
     problem = step(THREE, budget_bytes=40)
     # Of the three only the first helps without a stall, for operators 4 to 6; then it is needed for all of 1 to 9.
     assert algorithm_2(problem) == {0: (1, 10)}
     assert swap_list(problem).swaps == (Swap(0, 1, 10),)
 
 
-def test_fewer_bytes_are_found_than_the_highest_score_has():
+def test_swap_list_finds_fewer_bytes_than_the_highest_score():
     problem = step(((30, 0, 10), (20, 0, 9), (10, 2, 5)), budget_bytes=50, rate=100.0)
     assert algorithm_2(problem) == {0: NOT_FORCED}
     found = swap_list(problem)
     assert (found.swaps, found.swapped_bytes, found.simulation.step_s) == ((Swap(1, 2, 8),), 20, 12.0)
 
 
-def test_the_redundant_are_left_out_the_largest_first():
+def test_redundant_swaps_are_dropped_largest_first():
     problem = step(((30, 0, 10), (20, 0, 10), (10, 0, 10)), budget_bytes=60, rate=100.0)
     assert without_redundant(problem, dict.fromkeys(range(3), NOT_FORCED)) == {}
     problem = step(
@@ -120,7 +120,7 @@ def test_the_redundant_are_left_out_the_largest_first():
     assert without_redundant(problem, {0: (1, 10), 1: NOT_FORCED}) == {0: (1, 10)}
 
 
-def test_a_choice_of_fewer_bytes_is_without_what_is_redundant(monkeypatch):
+def test_swap_list_drops_redundant_swaps_of_the_solver(monkeypatch):
     """Let the solver stop within a share of the fewest bytes, a share that exceeds small tensors."""
     problem = step(((50, 0, 10), (20, 1, 9), (1, 1, 10)), other_bytes=[0] * 5 + [9] + [0] * 6, budget_bytes=72)
     assert [swap.candidate for swap in swap_list(problem).swaps] == [1]
@@ -128,12 +128,12 @@ def test_a_choice_of_fewer_bytes_is_without_what_is_redundant(monkeypatch):
     assert [swap.candidate for swap in swap_list(problem).swaps] == [1]
 
 
-def test_what_fits_swaps_nothing():
+def test_step_that_fits_swaps_nothing():
     found = swap_list(step(THREE, budget_bytes=60))
     assert (found.swaps, found.swapped_bytes, found.simulation.stall_s) == ((), 0, 0.0)
 
 
-def test_an_impossible_budget_names_the_least_one_and_the_operator_that_needs_it():
+def test_impossible_budget_error_names_least_budget_and_its_operator():
     problem = step(THREE, other_bytes=7, budget_bytes=36)
     # Operators 0 and 10 use the first tensor, and 1 needs the second one as well.
     with pytest.raises(OverBudgetError) as refused:
@@ -143,7 +143,7 @@ def test_an_impossible_budget_names_the_least_one_and_the_operator_that_needs_it
     assert swap_list(step(THREE, other_bytes=7, budget_bytes=37)).swapped_bytes == 30
 
 
-def test_host_memory_bounds_what_is_swapped():
+def test_host_memory_limits_swapped_bytes():
     with pytest.raises(OverBudgetError) as refused:
         swap_list(step(THREE, budget_bytes=30, host_bytes=29))
     assert refused.value.host_limited
@@ -152,7 +152,7 @@ def test_host_memory_bounds_what_is_swapped():
 
 @given(steps(most=8))
 @settings(max_examples=150, deadline=None)
-def test_no_operator_is_above_the_budget_and_nothing_waits_where_nothing_has_to(problem):
+def test_no_operator_exceeds_budget_and_steps_stall_only_if_unavoidable(problem):
     found = swap_list(problem)
     assert (found.simulation.in_use_bytes <= problem.budget_bytes).all()
     waits = found.simulation.stall_s > NEGLIGIBLE_S
@@ -160,15 +160,15 @@ def test_no_operator_is_above_the_budget_and_nothing_waits_where_nothing_has_to(
 
 
 @given(steps(most=20))
-@settings(max_examples=60, deadline=None, derandomize=True)  # one step in several thousand is an exception
-def test_the_bytes_are_at_most_a_tenth_more_than_the_best_of_all_subsets_swaps(problem):
+@settings(max_examples=60, deadline=None, derandomize=True)  # about one step in several thousand exceeds the bound
+def test_swapped_bytes_are_within_a_tenth_of_the_best_subset(problem):
     found = swap_list(problem)
     best = fewest_bytes(problem, longest_stall_s=found.simulation.stall_s)
     # None: every subset stalls longer than the list that was found.
     assert best is None or found.swapped_bytes <= 1.1 * best
 
 
-def test_a_smaller_tensor_takes_the_place_of_a_larger_one_where_a_step_has_to_wait():
+def test_smaller_tensor_replaces_larger_one_if_the_step_stalls_anyway():
     tiny = [(1, 0, 2)] * 7
     candidates = [(68, 7, 9), *tiny[:2], (15, 0, 7), (3, 0, 7), *tiny[2:4], (47, 4, 8), *tiny[4:]]
     in_use = np.array([25, 25, 25, 18, 65, 89, 65, 133, 115, 68])
@@ -179,7 +179,7 @@ def test_a_smaller_tensor_takes_the_place_of_a_larger_one_where_a_step_has_to_wa
 
 @given(steps(most=8))
 @settings(max_examples=100, deadline=None)
-def test_forcing_covers_every_operator_that_any_swap_list_can(problem):
+def test_forcing_covers_every_operator_that_exceeds_the_budget(problem):
     waiting = forced(problem, {})
     assert waiting is not None, "the budget is at least the least one"
     assert not reductions(problem, place(problem, waiting)).any()

@@ -26,14 +26,14 @@ def budgets(device_bytes, host_bytes=99, rate=100.0):
 
 
 def distinct():
-    """Return the step of `three_tensors` with different operators, so that every use can be told apart."""
+    """Return the step of `three_tensors` with different operators, so that every use is distinct."""
     step = three_tensors()
     operators = step.operators.copy()
     operators["name"] = range(len(operators))
     return replace(step, names=tuple(f"aten::op{index}" for index in range(len(operators))), operators=operators)
 
 
-def test_a_part_has_where_tensors_leave_and_return_and_what_that_promises():
+def test_part_has_release_and_prefetch_places_and_predictions():
     part = plan_part(distinct(), budgets(57))
     (target,) = part.targets
     assert (target.nbytes, target.dtype, target.operator, target.output) == (30, "float32", "aten::op0", True)
@@ -43,11 +43,11 @@ def test_a_part_has_where_tensors_leave_and_return_and_what_that_promises():
     assert [part.names[name] for name in part.program] == [f"aten::op{index}" for index in range(12)]
 
 
-def test_a_step_that_fits_has_a_list_of_nothing():
+def test_step_that_fits_has_an_empty_list():
     assert plan_part(distinct(), budgets(67)).targets == ()
 
 
-def test_an_impossible_budget_names_the_least_one_and_the_operator_that_holds_it_up():
+def test_impossible_budget_error_names_least_budget_and_its_operator():
     with pytest.raises(SwapError, match="operator 0 .aten::op0. takes 3.45e-08 GiB") as refused:
         plan_part(distinct(), budgets(36))
     assert "3.45e-08" in refused.value.advice
@@ -57,13 +57,13 @@ def test_an_impossible_budget_names_the_least_one_and_the_operator_that_holds_it
     assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
 
 
-def test_tensors_of_another_technique_are_left_alone():
+def test_tensors_of_other_techniques_are_not_swapped():
     assert [target.nbytes for target in plan_part(distinct(), budgets(57), others=(1, 2)).targets] == [30]
     with pytest.raises(SwapError):
         plan_part(distinct(), budgets(50), others=(0, 1, 2))
 
 
-def test_copies_of_layers_have_the_link_from_a_forward_on_and_by_its_backward():
+def test_layer_copies_occupy_the_link_after_forward_and_before_backward():
     """Use operators of a second each, and copies of 3 and 1 s to the host, 1.5 and 0.5 s back.
 
     Forwards of the two layers begin at 0 and 2 s, and at 8 and 10 s; their backwards at 6 and 4 s, and at 14 and 12 s.
@@ -75,7 +75,7 @@ def test_copies_of_layers_have_the_link_from_a_forward_on_and_by_its_backward():
     assert not any(each.any() for each in busy_s(step, np.arange(19.0), {}, 10.0, 20.0))
 
 
-def test_tensors_are_swapped_in_the_time_that_copies_of_layers_leave():
+def test_swaps_use_the_link_time_that_layer_copies_leave():
     """Use 20 bytes until 2 s, when they must be released: their copy takes 2 s, for which the step stalls.
 
     A layer's copy has the link from 1 to 4 s.
@@ -92,7 +92,7 @@ def test_tensors_are_swapped_in_the_time_that_copies_of_layers_leave():
         assert part.predicted_stall_s == stall_s
 
 
-def test_a_part_is_the_same_after_it_was_a_file():
+def test_part_survives_its_file():
     part = plan_part(distinct(), budgets(50))
     assert SwapPart.from_file(json.loads(json.dumps(part.to_file()))) == part
     assert SwapPart.from_file(json.loads(json.dumps(SwapPart().to_file()))) == SwapPart()
@@ -112,21 +112,21 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("words", BROKEN)
-def test_a_part_that_cannot_be_is_refused(words):
+def test_judge_refuses_impossible_part(words):
     part = plan_part(distinct(), budgets(50))
     assert list(mistakes_of_places(part)) == []
     broken = replace(part, targets=(replace(part.targets[0], **BROKEN[words]),))
     assert any(words in mistake for mistake in mistakes_of_places(broken))
 
 
-def test_features_are_how_many_operators_have_read_a_tensor_which_ones_and_the_last_eight():
+def test_features_are_use_count_operator_kinds_and_last_eight_readers():
     features = Features()
     for rank in (1, 2, 2, 33, 255, 1, 1, 1, 1):
         features = features.read_by(rank)
     assert features == Features(uses=9, kinds=0b11, recent=int("020221ff01010101", 16))
 
 
-def test_the_commonest_operator_has_the_first_rank():
+def test_commonest_operator_has_rank_one():
     recording = Recording()
     recording.step()
     for name in ("b", "a", "b", "c", "b", "a"):
@@ -134,7 +134,7 @@ def test_the_commonest_operator_has_the_first_rank():
     assert {recording.names[name]: rank for name, rank in ranks(recording.trace()).items()} == {"b": 1, "a": 2, "c": 3}
 
 
-def test_outputs_are_seen_behind_what_runs_inside_of_an_operator():
+def test_operator_output_follows_its_inner_operators():
     recording = Recording()
     recording.step()
     tensor = recording.tensor(100)
@@ -153,7 +153,7 @@ def test_outputs_are_seen_behind_what_runs_inside_of_an_operator():
 
 
 def doubles(anchored):
-    """Return the tolerances of three tensors that are made and read alike, two of them three places apart.
+    """Return the tolerances of three look-alike tensors, two of them read three places apart.
 
     If `anchored`, an anchor lies in between.
     """
@@ -168,15 +168,15 @@ def doubles(anchored):
     return {tensor: tolerance for (tensor, _), (_, tolerance) in looks.items()}
 
 
-def test_a_use_is_told_apart_by_how_far_the_nearest_double_is():
-    # If as many operators come in or go as lie between them, one of the other two is taken for the other.
+def test_tolerance_is_limited_by_the_nearest_look_alike():
+    # If as many operators are inserted or left out as lie between the two, one is mistaken for the other.
     assert doubles(anchored=False) == {0: 14}
 
 
-def test_an_operator_that_reads_a_parameter_tells_its_neighbours_apart():
-    # The last one is not: operators that come in before the second one would turn that into the last.
+def test_anchor_distinguishes_look_alikes_on_its_two_sides():
+    # The last one is not distinguished: operators inserted before the second one would make that look like the last.
     assert doubles(anchored=True) == {0: 14, 1: 1}
 
 
-def test_parameters_are_anchors_where_outermost_operators_read_them():
+def test_parameters_read_by_outermost_operators_are_anchors():
     assert anchors(distinct()) == [(place, 0, 3) for place in (0, 1, 2, 3, 6, 7, 8, 11)]

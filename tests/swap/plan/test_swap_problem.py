@@ -13,18 +13,18 @@ from tests.support.traces import Recording, recordings
 IN_USE = [37, 57, 67, 67, 67, 67, 57, 57, 57, 57, 37, 7]
 
 
-def test_memory_in_use_is_the_most_while_an_operator_runs():
+def test_memory_in_use_is_the_peak_during_each_operator():
     assert in_use_bytes(three_tensors()).tolist() == IN_USE
 
 
-def test_gaps_lie_between_two_uses_in_a_row_of_tensors_made_in_the_step():
+def test_gaps_lie_between_consecutive_uses_of_tensors_made_in_the_step():
     # The third is used at 2, 4 and 5; the parameter existed before.
     assert gaps(three_tensors(), 1) == [Candidate(0, 30, 0, 10), Candidate(1, 20, 1, 9), Candidate(2, 10, 2, 4)]
     assert gaps(three_tensors(), 20, others=(0,)) == [Candidate(1, 20, 1, 9)]
 
 
 @given(recordings())
-def test_no_tensor_is_used_in_its_gap_and_none_was_there_before(recording):
+def test_gaps_have_no_use_inside_and_belong_to_tensors_of_the_step(recording):
     trace = recording.trace()
     for each in gaps(trace, 1):
         users = trace.uses[trace.uses["tensor"] == each.tensor]
@@ -35,7 +35,7 @@ def test_no_tensor_is_used_in_its_gap_and_none_was_there_before(recording):
 
 
 @given(recordings())
-def test_memory_in_use_is_that_of_a_loop_over_the_events(recording):
+def test_memory_in_use_equals_a_loop_over_events(recording):
     trace = recording.trace()
     expected = []
     for operator in range(len(trace.operators)):
@@ -46,7 +46,7 @@ def test_memory_in_use_is_that_of_a_loop_over_the_events(recording):
     assert in_use_bytes(trace).tolist() == expected
 
 
-def test_with_states_what_the_optimizer_uses_has_gaps_from_the_beginning_and_until_it_runs():
+def test_optimizer_tensors_have_gaps_before_and_after_program_uses():
     """Use two layers of 100 bytes, with a state of 50 each: forward at places 0 and 1, backward at 2 and 3.
 
     The optimizer is no part of the program. A batch that only the program uses is no state; a frozen weight is one.
@@ -86,7 +86,7 @@ def test_with_states_what_the_optimizer_uses_has_gaps_from_the_beginning_and_unt
     assert outside_of(step, 3) == operators["name"][4:].tolist()
 
 
-def test_what_the_optimizer_uses_is_there_while_that_runs():
+def test_optimizer_tensors_are_in_use_while_the_optimizer_runs():
     step = with_an_optimizer()
     assert in_use_bytes(step).tolist() == [62, 152, 62, 132]
     problem = swap_problem(step, Link(1.0, 1.0), budget_bytes=120, host_bytes=99, min_bytes=2, states=True)
@@ -96,7 +96,7 @@ def test_what_the_optimizer_uses_is_there_while_that_runs():
     assert np.diff(problem.begin_s).tolist() == [pytest.approx(1 / 3)] * 3 + [0]
 
 
-def test_a_problem_has_the_candidates_whose_gap_is_above_the_budget():
+def test_candidates_are_tensors_with_excess_memory_in_their_gap():
     problem = swap_problem(three_tensors(), Link(10.0, 20.0), budget_bytes=60, host_bytes=99)
     assert problem.in_use_bytes.tolist() == IN_USE
     assert [each.tensor for each in problem.candidates] == [0, 1, 2]
