@@ -67,7 +67,7 @@ def test_check_describes_the_settings_in_words(write):
     [
         ({}, ("planned addresses (planner auto)\n", "kept in memplug_plans")),
         ({"plan_dir": False}, ("not kept",)),
-        ({"arena": {"planner": "exact", "checks": True}}, ("(planner exact), with freed memory",)),
+        ({"arena": {"planner": "exact", "checks": True}}, ("(planner exact), watching freed memory",)),
         ({"arena": {"enabled": False}}, ("arena is switched off", "torch's own allocator")),
         ({"tokenwise": {"enabled": False}}, ("recompute is switched off", "planned addresses")),
     ],

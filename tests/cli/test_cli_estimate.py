@@ -203,7 +203,7 @@ def test_hugging_face_mixtral_is_estimated_from_a_value_trace(tmp_path: Path) ->
         (["--sequence"], 1, "--sequence is given without --tensor"),
         (["--trace", "absent.json"], 1, "absent.json: unreadable"),
         (["--trace", "absent.json", "--tensor", "2"], 2, "--trace"),
-        (["--trace", "absent.json", "--no-head"], 2, "all of a model"),
+        (["--trace", "absent.json", "--no-head"], 2, "whole model"),
         (["--tensor", "2", "--plan-dir", "plans"], 1, "no plan can be written for Megatron-Core's ranks"),
         (["--mode", "kept"], 2, "'kept' is none of"),
         (["--model", "absent.yaml"], 1, "absent.yaml"),

@@ -94,7 +94,7 @@ def test_task_of_a_dead_process_runs_here_with_a_warning(caplog: pytest.LogCaptu
     beside = Beside(waits=False)
     beside.begin(tasks.ends_its_process)
     assert done(beside).take() == 7
-    assert "which waits for the plan instead" in caplog.text
+    assert "training waits for this one plan" in caplog.text
 
 
 def test_task_runs_here_with_a_warning_if_no_process_can_start(
@@ -104,7 +104,7 @@ def test_task_runs_here_with_a_warning_if_no_process_can_start(
     beside = Beside(waits=False)
     beside.begin(os.getpid)
     assert beside.is_done and beside.take() == os.getpid()
-    assert "which waits for the plan instead" in caplog.text
+    assert "training waits for this one plan" in caplog.text
 
 
 @pytest.mark.parametrize("module", [planning, candidates])

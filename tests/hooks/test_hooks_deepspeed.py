@@ -83,7 +83,7 @@ def test_engine_with_separately_attached_model_is_refused(cpu_engine: None) -> N
     model = tiny_llama()
     with memplug.attach(model, block()):
         engine = make_engine(ds_config(memplug=block()), model)
-        with pytest.raises(ConflictError, match="by itself") as error:
+        with pytest.raises(ConflictError, match="to the engine.s model alone") as error:
             memplug.attach(engine)
     assert "attach to the engine" in error.value.advice
     assert isinstance(memplug.attach(engine), Session)

@@ -259,7 +259,7 @@ def test_frame_is_freed_without_asking_tensors_for_their_bytes(core: Any) -> Non
 def test_missing_memory_in_a_recompute_pass_is_a_divergence(core: Any) -> None:
     run = Run(core, lambda: (torch.ones(4, 4).requires_grad_() @ torch.ones(4, 4)).exp())
     (matmul,) = [i for i, record in enumerate(records_of(run.tape)) if record.func._schema.name in MATMULS]
-    with pytest.raises(core.Diverged, match="memory that an operator reads is not there"):
+    with pytest.raises(core.Diverged, match="memory that an operator reads is missing"):
         run.restored({matmul: True}, lambda index: ([], -1))
 
 
