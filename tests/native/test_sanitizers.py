@@ -28,7 +28,7 @@ TESTS = [
 ]
 # the first are bit-identical only on some CPUs, as products of fewer rows may round differently; a fork has no
 # sanitizer
-UNRELATED = "rows- and test_replay_restores or test_forked_child"
+UNRELATED = "rows- and test_replay_restores or test_both_processes_of_a_fork"
 ADDRESS = {
     # Python and torch keep memory until the process ends, and libraries free memory that others have allocated
     "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0:detect_odr_violation=0",
