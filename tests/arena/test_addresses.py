@@ -97,6 +97,7 @@ def test_requests_name_the_other_streams_that_use_their_bytes(recording) -> None
         assert crosses == expected
 
 
+@pytest.mark.long
 @given(recordings())
 def test_reusable_space_is_unused_for_its_whole_interval(recording) -> None:
     plan = plan_of(last_step(recording.trace()))

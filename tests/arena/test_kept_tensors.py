@@ -49,6 +49,7 @@ def test_two_thousand_steps_are_served_in_constant_memory(keeper: Keeper) -> Non
     assert run.report["arena_plans"] <= 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", [ALONE, SWAPPED], ids=["alone", "swapped"])
 @pytest.mark.parametrize("name", SHORT)
 def test_three_hundred_steps_are_served_in_constant_memory(name: str, block: dict[str, Any]) -> None:

@@ -87,6 +87,7 @@ def test_curve_marks_the_peak_and_largest_means_largest_area(recorded):
     assert len(phases.content[0].begin) == len(recorded.problem.phases) and len(layers.content[0].begin) > 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("made", ["recorded", "named", "empty", "one", "csv"])
 def test_picture_and_page_are_made_for_any_plan(made, recorded, chrome, tmp_path):
     problems = {"empty": problem_of(), "one": problem_of((5, 9, 100)), "csv": problem_of((0, 9, 7), (2, 5, 9000))}

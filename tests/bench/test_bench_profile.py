@@ -144,6 +144,7 @@ def test_long_run_writes_its_memory_curve_and_growth(steps, chrome, tmp_path):
     assert leaks.growth_bytes_a_step([(step, 1000 + 7 * max(step, 50)) for step in range(100)]) == pytest.approx(7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alpha", ["0", "auto"])
 def test_awkward_steps_grow_no_object_count_in_a_long_run(alpha, capsys):
     leaks.main(["--steps", "160", "--awkward", "--alpha", alpha])

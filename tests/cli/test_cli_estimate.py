@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 MODEL = ROOT / "configs" / "models" / "tiny.yaml"
 
 
+@pytest.mark.long
 def test_table_and_files_agree(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     block = {"enabled": True, "host_budget_gib": 1, "device_budget_gib": 1}

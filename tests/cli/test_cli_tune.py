@@ -27,6 +27,7 @@ def arguments(folder: Path, ds_config: dict[str, Any], **options: Any) -> list[s
     return ["tune", str(folder / "ds.json"), *words, "-o", str(folder / "tuned.json")]
 
 
+@pytest.mark.long
 def test_best_configuration_is_written_and_ten_best_are_shown(tmp_path: Path) -> None:
     ds_config = {"train_batch_size": 32, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
     facts_file = tmp_path / "facts.json"

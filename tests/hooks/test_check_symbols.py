@@ -284,6 +284,7 @@ def test_every_private_torch_name_is_checked() -> None:
     assert {name for name in named - public if not re.search(rf"\b{name}\b", known)} == set()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "package"), [("megatron.core", MEGATRON), ("deepspeed", DEEPSPEED), ("torch", TORCH)])
 def test_installed_package_has_all_names_that_memplug_uses(name: str, package: Package) -> None:
     if importlib.util.find_spec(name.partition(".")[0]) is None:

@@ -11,7 +11,7 @@ from tests.support.forking import launch_forked
 from tests.support.with_and_without import EXACT, assert_same, cases_of
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.long]
 
 LAYERS = 3
 PROGRAMS = {name: {"layer": name} for name in ("DeepEP", "HybridEP")}

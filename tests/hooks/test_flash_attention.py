@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.with_and_without import EXACT, assert_same, cases_of, run
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("transformers")
 
 BATCHES = ["whole", "padded", "packed", "lengths"]

@@ -48,6 +48,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> int:
     return sum("FlexAttention is not compiled" in record.message for record in caplog.records)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 @pytest.mark.parametrize("layer", [Attends, Biased])
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
@@ -87,6 +88,7 @@ def test_plain_regions_use_the_compiled_code(monkeypatch: pytest.MonkeyPatch) ->
     assert counted.graphs == 1 and counted.calls == 20 * LAYER_COUNT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_no_length_is_compiled_twice(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
@@ -97,6 +99,7 @@ def test_no_length_is_compiled_twice(alpha: float, monkeypatch: pytest.MonkeyPat
     assert not any(graphs for graphs, _ in report["compiled"][3:])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_compiled_call_runs_once_per_step_under_autocast(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
@@ -106,6 +109,7 @@ def test_compiled_call_runs_once_per_step_under_autocast(alpha: float, monkeypat
     assert report["compiled"][1:] == 3 * [(0, LAYER_COUNT)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_opaque_region_runs_the_compiled_call_again(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
@@ -115,6 +119,7 @@ def test_opaque_region_runs_the_compiled_call_again(alpha: float, monkeypatch: p
     assert report["compiled"] == [(1, 2 * LAYER_COUNT), *3 * [(0, 2 * LAYER_COUNT)]]
 
 
+@pytest.mark.long
 def test_inductor_kernels_form_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile with Inductor: no operator shows its kernels, and it has none for a backward on the CPU."""
     counted = Counted("inductor")
@@ -124,6 +129,7 @@ def test_inductor_kernels_form_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["compiled"] == [(1, LAYER_COUNT), *3 * [(0, LAYER_COUNT)]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_number_of_saved_tensors_may_change_between_steps(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = SavesMore(lambda calls: calls // (2 * LAYER_COUNT) % 3 == 1)
@@ -166,6 +172,7 @@ def test_recompute_pass_that_saves_more_tensors_raises(
         recomputed(SavesMore(lambda calls: calls >= before), monkeypatch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("is_first_inside", [True, False])
 def test_calls_outside_regions_run_as_without_memplug(
@@ -245,6 +252,7 @@ def test_detach_restores_torch_functions() -> None:
     assert (flex.setup_compilation_env, compiler._callback_from_stance) == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_attention_compiled_by_transformers_runs_once_per_step(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")

@@ -33,12 +33,14 @@ def assert_right(case: dict[str, Any], layers: int = 3, without: tuple[int, ...]
     assert case["exchanges"] == [0 if step in without else layers * 2 * 2 for step in range(STEPS)]
 
 
+@pytest.mark.long
 def test_function_is_a_unit_on_each_rank_after_its_first_tokens(tmp_path: Path) -> None:
     for case in ranks(tmp_path, "Function", "all, then half", "all for long", "in turn", "half"):
         assert_right(case)
         assert case["opaque"][-1] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layer", ["NoFunction", "ExchangeUnit"])
 def test_opaque_region_keeps_its_saved_tensors(layer: str, tmp_path: Path) -> None:
     for case in ranks(tmp_path, layer, "half"):

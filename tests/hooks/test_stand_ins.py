@@ -12,6 +12,8 @@ import torch
 
 from tests.support.launching import launch
 
+pytestmark = pytest.mark.long
+
 DELAYED = ("plain", "checkpoint", "again", "contexts")
 
 

@@ -95,6 +95,7 @@ assert standing() == (False, 0)
 """
 
 
+@pytest.mark.long
 def test_last_detach_removes_kernels_and_gc_callback() -> None:
     run_python(
         ATTACHED

@@ -75,6 +75,7 @@ def test_recorded_steps_fragment_by_at_most_half_a_percent(case, name):
     assert fragmentation(problem.lower_bound, solution.height) <= 0.005
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["gpt2-n", "llama2-7b-r"])
 def test_synthetic_steps_fragment_by_at_most_half_a_percent(case):
     problem = problem_of_trace(record(SCHEDULES[case]))

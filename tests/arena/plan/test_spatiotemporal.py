@@ -1,6 +1,7 @@
 """STWeaver's groups: by phase, fused if that is denser, then by size in as few layers as possible."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,6 +95,7 @@ def test_space_left_above_a_placed_request_is_reused_validly():
     assert is_valid(problem, grouped(problem))
 
 
+@pytest.mark.long
 @given(problems(most=40, fewest=15, latest=30, largest=9))
 def test_final_pass_never_raises_a_valid_grouped_solution(problem):
     alone = grouped(problem)

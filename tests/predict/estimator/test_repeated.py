@@ -39,6 +39,7 @@ def differing(found: dict[str, Any], fresh: dict[str, Any]) -> list[tuple[str, s
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [SOME, pytest.param(PAIRS, marks=pytest.mark.long)], ids=["some", "pairs"])
 def test_estimates_are_the_same_as_in_a_fresh_process(names: list[str], tmp_path: Path) -> None:
     fresh = {name: estimated([name], tmp_path / name)[0] for name in sorted({*names} - {"failing"})}
