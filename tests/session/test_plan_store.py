@@ -1,4 +1,4 @@
-"""The plan file of each rank, and when ranks resume from theirs."""
+"""The plan file that each rank keeps, and when ranks resume from these files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORLD_SIZE = 3
 
 
 class OtherRanks:
-    """The ranks as seen by this one: the others answer a `gather` with given answers."""
+    """Stand-in for `Ranks`: the other ranks answer a `gather` with given answers, or do not exist (`are_made_up`)."""
 
     def __init__(self, are_made_up: bool = False, answers: list[Any] | None = None):
         self.are_made_up = are_made_up
@@ -47,7 +47,7 @@ def keep(store: PlanStore, plan: MemoryPlan) -> None:
 
 
 @pytest.mark.parametrize("are_made_up", [True, False])
-def test_estimated_plan_is_kept_for_all_ranks_and_a_runs_plan_for_its_own(are_made_up: bool, tmp_path: Path) -> None:
+def test_estimate_keeps_a_plan_for_every_rank_and_a_run_for_its_own(are_made_up: bool, tmp_path: Path) -> None:
     keep(store(tmp_path, 0, OtherRanks(are_made_up)), plan("run"))
     files = sorted(tmp_path.glob("*.json"))
     assert len(files) == (WORLD_SIZE if are_made_up else 1)
@@ -55,7 +55,7 @@ def test_estimated_plan_is_kept_for_all_ranks_and_a_runs_plan_for_its_own(are_ma
     assert all(file.samefile(files[0]) for file in files)
 
 
-def test_rank_that_keeps_its_own_plan_leaves_the_estimated_one_to_others(tmp_path: Path) -> None:
+def test_rank_replaces_an_estimated_plan_for_itself_alone(tmp_path: Path) -> None:
     keep(store(tmp_path, 0, OtherRanks(are_made_up=True)), plan("estimate"))
     keep(store(tmp_path, 1, OtherRanks()), plan("run", rank=1))
     files = sorted(tmp_path.glob("*.json"))
@@ -98,7 +98,7 @@ SAME = {
     ),
     "another swap list": (decided_plan().with_part(SWAPPED), decided_plan().with_part(SwapPart()), False),
     "an added swap list": (decided_plan(), decided_plan().with_part(SWAPPED), False),
-    "another unknown part": (
+    "other contents of an unknown part": (
         replace(decided_plan(), parts={"later": {"a": 1}}),
         replace(decided_plan(), parts={"later": {"a": 2}}),
         False,
