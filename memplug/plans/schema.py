@@ -14,7 +14,7 @@ from memplug.profile.records import Fingerprint
 FORMAT = 7
 """Version of the files that `plan_file.save` writes."""
 
-DAMAGED = "Make the plan again with `memplug plan`, or copy it again from where it was made; a plan is not edited."
+DAMAGED = "Make the plan again with `memplug plan`, or copy it again from where it was made; do not edit plans."
 
 Part = TypeVar("Part", bound="PlanPart")
 
@@ -43,10 +43,11 @@ class Training:
     """The state that a run resumes from, apart from its techniques' parts.
 
     Attributes:
-        run: name of the run that made the plan; later runs sort behind earlier ones.
+        run: name of the run that made the plan; names of later runs sort after those of earlier ones.
         index: index of the program in that run, in the order in which programs came.
-        program: the planned program; None if steps are not compared, and there are no decisions.
-        first: the program of a run's first step, if it differs: ZeRO 3 learns the order of parameters in it.
+        program: the planned program; None if the plan has no decisions to compare steps for.
+        first: the program of a run's first step, if it has the sizes of `program` but is not similar to it: in the
+            first step ZeRO 3 learns the order of parameters.
         gradients_stay: True if parameters keep the memory of their gradients from step to step.
     """
 
@@ -65,7 +66,7 @@ class MemoryPlan:
         fingerprint: fingerprint of the recorded step.
         training: the state to resume from; None for a plan of `memplug plan`, which has addresses alone.
         parts: the parts by technique: as objects if they were made here, or as JSON values until `PlanPart.of` reads
-            them. Parts of techniques that are not there stay unread.
+            them. Parts of techniques that this memplug lacks stay unread.
         file: the file that the plan was loaded from; None if it was made here.
     """
 
@@ -80,7 +81,7 @@ class MemoryPlan:
 
 
 class PlanPart:
-    """One technique's part of a plan: a dataclass in the technique's folder `plan`, which imports no torch.
+    """One technique's part of a plan: a dataclass in the technique's `plan` folder, which imports no torch.
 
     Attributes:
         name: name of the technique.
@@ -90,7 +91,7 @@ class PlanPart:
     name: ClassVar[str]
 
     def to_file(self) -> dict[str, Any]:
-        """Return the part as JSON values, with numpy's numbers and frozen sets among them."""
+        """Return the part as values for JSON; `memplug.plans.values` converts numpy's numbers and frozen sets."""
         return asdict(self)
 
     @classmethod
@@ -114,10 +115,10 @@ class PlanPart:
         try:
             return cls.from_file(part)
         except Exception as error:
-            # The digest matches, but a changed file may have a new digest: the fields may hold anything.
+            # The digest matches, but may have been renewed after a change: the fields may hold anything.
             reason = f"in its part {cls.name}: {type(error).__name__}: {error}"
             raise LayoutError(f"{plan.file}: not a plan that memplug has written: {reason}", DAMAGED) from error
 
     def does_as(self: Part, other: Part) -> bool:
-        """Return whether training does the same under another part, even if measurements and predictions differ."""
+        """Return whether training does the same under both parts, even if their measurements and predictions differ."""
         return self == other

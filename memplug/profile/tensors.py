@@ -1,8 +1,8 @@
 """Features of a tensor at each of its uses, by which the next iteration recognises it.
 
-See Chameleon, Detailed mode in section 4, and appendix A. Addresses change from one iteration to the next, and tensors
-have no names. The number of uses, the operators that used the tensor, its dtype and its size stay the same. All of
-these are integers, and are compared as such.
+See Chameleon, "Detailed mode" in section 4, and appendix A. Addresses change from one iteration to the next, and
+tensors have no names. The number of uses, the operators that used the tensor, its dtype and its size stay the same. All
+of these are integers, and are compared as such.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 from memplug.profile.trace import Pass, Trace
 
 TAGGED = 32
-"""Number of operators, the most frequent ones, that have a bit in a tag."""
+"""Number of operators that have a bit in a tag: the most frequent ones."""
 REMEMBERED = 8
-"""Number of last uses in a stack, eight bits each."""
+"""Number of uses in a stack: the last ones, eight bits each."""
 
 FEATURES = np.dtype(
     [
@@ -57,8 +57,8 @@ def features(trace: Trace, ranks: Sequence[str] | None = None) -> np.ndarray:
 
     Args:
         trace: any trace; without uses the result is empty.
-        ranks: names of operators, the most frequent first; by default `ranking(trace)`. Features of two traces compare
-            only under the same ranks and equal `Trace.dtypes`. An operator that is not among them sets no bit in tags
+        ranks: names of operators, the most frequent first; by default `ranking(trace)`. Compare features of two
+            traces only under the same ranks and equal `Trace.dtypes`. An operator without a rank sets no bit in tags
             and is 255 in stacks.
 
     Returns:
@@ -81,10 +81,10 @@ def features(trace: Trace, ranks: Sequence[str] | None = None) -> np.ndarray:
 
 
 def lives(trace: Trace, ranks: Sequence[str] | None = None) -> np.ndarray:
-    """Return the first and last use of every tensor, and its features when a forward has finished with it.
+    """Return the first and last operator that used each tensor, and its features at its last use in a forward.
 
-    A swap-out begins there (Chameleon, 5.3): the features are those of the last use in a phase of kind
-    `Pass.FORWARD`, or of the last use if there is none. For one step of several, `cut` the trace first.
+    After that use a swap-out begins (Chameleon, 5.3). If no phase of kind `Pass.FORWARD` uses the tensor, the features
+    are those of its last use. If a trace has several steps, `cut` one out first.
 
     Args:
         trace: any trace.
@@ -117,7 +117,7 @@ def lives(trace: Trace, ranks: Sequence[str] | None = None) -> np.ndarray:
 
 
 def _rank_of_uses(trace: Trace, ranks: Sequence[str]) -> np.ndarray:
-    """Return the rank of each use's operator, int64[uses]; names without a rank come after all others."""
+    """Return the rank of each use's operator, int64[uses]; names without a rank get one behind all others."""
     rank_of = {name: rank for rank, name in enumerate(ranks)}
     none = max(len(ranks), 255)
     of_name = np.array([rank_of.get(name, none) for name in trace.names], np.int64)
@@ -130,8 +130,8 @@ def _tags(tensor: np.ndarray, rank: np.ndarray, past: np.ndarray) -> np.ndarray:
     _, first = np.unique(tensor[tagged].astype(np.int64) * TAGGED + rank[tagged], return_index=True)
     added = np.zeros(len(rank), np.uint64)
     added[tagged[first]] = np.uint64(1) << rank[tagged[first]].astype(np.uint64)
-    # No bit is added twice for a tensor, so sums are disjunctions. The running sum over all tensors may wrap around,
-    # and the difference wraps back.
+    # No bit is added twice for a tensor, so its sum is the bitwise OR. The running sum over all tensors may wrap;
+    # the difference is right all the same.
     total = np.cumsum(added)
     begin = np.arange(len(rank)) - past
     return total - (total[begin] - added[begin])

@@ -1,10 +1,10 @@
 """One attached model: its regions and executor, the ends of its steps, and its report.
 
-The user holds a `memplug.session.session.Session` in front of it.
+The user calls it through a `memplug.session.session.Session`.
 
 Until there is a plan, every region runs at the safest setting: inputs and attention outputs are swapped, every matmul
-is recomputed. With a number for alpha there is nothing to plan: the session is stable at once, and times a single step
-to check the number.
+is recomputed. If `tokenwise.alpha`, the fraction of rows to swap, is a number, regions need no plan: the session is
+stable at once, and times a single step to check the number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from memplug.torch_private import current_graph_task_id
 
 log = logging.getLogger("memplug")
 
-UNMARKED_FORWARDS = 100  # forwards of the model after which `step()` seems to have been forgotten
+UNMARKED_FORWARDS = 100  # warn after so many forwards of the model without a `step()`
 
 
 class AttachedModel:
@@ -50,7 +50,7 @@ class AttachedModel:
         agreed: the technique that decides how regions run.
         executor: runs the regions.
         plain: those of the regions that run as without memplug.
-        forwards: number of forwards with gradients, of regions, or of a model that has none.
+        forwards: number of forwards with gradients, as `begin_forward` counts them.
         steps_are_marked: True if a hook marks the ends of steps, so that the user need not call `Session.step`.
         owner: the callback that attached and that will detach; None if the user does.
         on_step: callbacks, each called after a step has ended.
@@ -154,13 +154,13 @@ class AttachedModel:
 
     @property
     def warmup_steps(self) -> int:
-        """Return the number of similar steps after which their program is planned for."""
+        """Return how many similar steps the session waits for before it plans."""
         return self.boundary.adjuster.warmup_steps
 
     # -- for hooks alone -----------------------------------------------------------------------------------------------
 
     def begin_run(self, inputs: str, *forward: Any) -> None:
-        """Begin a run that resumes from an earlier run's plan, at its first forward.
+        """Begin a run that resumes from a kept plan; call at the run's first forward.
 
         Args:
             inputs: shapes and dtypes of the forward's inputs.
@@ -170,7 +170,7 @@ class AttachedModel:
             self.boundary.begin_run(inputs, *forward)
 
     def begin_forward(self) -> None:
-        """Note a forward with gradients of the model or of a region; the first of a step begins the step's program."""
+        """Count a forward with gradients, of a region or the model; the first of a step begins the step's program."""
         self.forwards += 1
         if self.forwards == self._unmarked_forwards and not self.steps:
             self.miss_steps(f"{self.forwards:,} forwards with gradients have run")
@@ -181,7 +181,7 @@ class AttachedModel:
             self.boundary.begin_program()
 
     def miss_steps(self, seen: str) -> None:
-        """Warn once that training goes on without marked ends of steps.
+        """Warn once that training runs, but nothing marks the ends of its steps.
 
         Args:
             seen: the evidence, for the warning.
@@ -193,12 +193,12 @@ class AttachedModel:
         log.warning(coded("MP008", text), seen)
 
     def in_optimizer(self) -> AbstractContextManager[None]:
-        """Return a context; a recording attributes the operators inside it to the optimizer."""
+        """Return a context in which a recording attributes operators to the optimizer."""
         recording = self.boundary.recording
         return contextlib.nullcontext() if recording is None else recording.in_optimizer()
 
     def at_detach(self, undo: Callable[[], None]) -> None:
-        """Register a function that undoes a patch; `detach` calls them in reverse order."""
+        """Register a function that undoes a patch; `detach` calls all such functions, the latest first."""
         self._undo.append(undo)
 
     @contextlib.contextmanager
@@ -219,7 +219,7 @@ class AttachedModel:
             out_of_memory.add_note(error, self._out_of_memory(phase, region.name if region else None))
 
     def _request_failed(self) -> str:
-        """Return the note for a request for memory that failed for good inside an operator of a training thread."""
+        """Return the note for a memory request, made by an operator of a training thread, that failed for good."""
         recording = self.boundary.recording
         phase, layer = recording.here if recording is not None else ("a step", None)
         return self._out_of_memory(phase, layer)

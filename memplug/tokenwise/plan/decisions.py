@@ -1,4 +1,4 @@
-"""The decisions of a plan for each region of a program, operator by operator, as they are kept on disk."""
+"""The tokenwise part of a plan, as it is kept on disk: decisions for each region of a program, by operator."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Decision(NamedTuple):
     """
 
     operator: str
-    """The operator's name with its overload, such as "aten::mm". A forward that runs another operator at this index
-    captures by kind."""
+    """The operator's name with its overload, such as "aten::mm". If a forward runs another operator at this index,
+    that operator's kind decides how much is swapped."""
     fraction: float
     """Fraction of the rows to swap, in (0, 1]; 1 where the outputs are kept."""
     keep: bool = False
@@ -29,9 +29,9 @@ class Learnt:
 
     Attributes:
         communicates: its recompute passes launch collectives, which all ranks must launch alike.
-        offloads_late: its backward ran before its tensors had to be released, so offloading waits until release.
-        unneeded: operators whose captured outputs no backward asked for: name, as in `Decision.operator`, by index.
-        asks: its forward asks for a gradient itself, and needs all that autograd has saved until then.
+        offloads_late: in its last step backward ran before any tensor had to be released, so it offloads on release.
+        unneeded: operators whose captured outputs no backward asked for: index to name, as in `Decision.operator`.
+        asks: its forward computes a gradient itself, and until then needs all that autograd has saved.
     """
 
     communicates: bool
@@ -47,7 +47,7 @@ class Setting:
     A setting with default values is the safest: inputs and attention outputs swapped, every matmul recomputed.
 
     Attributes:
-        key: regions of one key ran the same operators and share a plan.
+        key: regions with the same key ran the same operators and share a plan.
         rows: fraction of the rows of every matmul's output to swap, in [0, 1], where `plan` does not decide.
         plan: decisions by index of the operator in the region's tape; None before there is a plan.
         swaps_input: the input is offloaded; else it is held on the device.
@@ -58,8 +58,9 @@ class Setting:
             None: it never does.
         kept_bytes: planned bytes of outputs that stay on the device from one forward to its backward.
         recomputed_bytes: planned bytes of outputs that one recompute pass makes.
-        is_agreed: all ranks that the region's units communicate with run it by the same setting, so that a recompute
-            pass may run such a unit again. Otherwise all outputs of these units are swapped.
+        is_agreed: True if all ranks that the region's units (calls whose kernels no operator shows) communicate with
+            run the region by the same setting; then a recompute pass may run such a unit again. Else all outputs of
+            these units are swapped.
         learnt: findings of an earlier run under this setting; None: nothing yet.
     """
 
@@ -86,10 +87,10 @@ class Decisions(PlanPart):
     frame_bytes: int = 0
     """Largest number of device bytes that one region's tensors take once prefetched."""
     peak_bytes: int | None = None
-    """Predicted largest allocation total of the device, without rounding buffers."""
+    """Predicted peak of the memory allocated on the device, without rounding buffers; None: unknown."""
     held_bytes: int | None = None
-    """Device bytes that saved tensors of regions may take at a time for the predicted peak to hold; None: as many as
-    with full recomputation."""
+    """Most device bytes that the saved tensors of all regions may take together, for the predicted peak to hold; None:
+    as many as with full recomputation."""
     full_recomputation_s: float | None = None
     """Predicted time of all regions in a step that recomputes everything."""
     d2h_bytes_per_s: float = 0.0
@@ -98,5 +99,5 @@ class Decisions(PlanPart):
     """Link rate from host to device, likewise."""
 
     def does_as(self, other: Decisions) -> bool:
-        """Return whether regions run the same under both."""
+        """Return whether regions run the same under these decisions and `other`."""
         return self.settings == other.settings
