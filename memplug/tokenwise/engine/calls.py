@@ -93,7 +93,7 @@ class UnitCalls(ABC):
 
     Attributes:
         writes: indices of the tensors among its arguments that it writes to.
-        writes_unsaid: whether it may write to arguments that it returns without advancing their versions.
+        writes_unsaid: whether it may write, without advancing a version, to arguments that it returns.
         puts_back: whether it may draw random numbers and then restore the generator's state.
         reads: returns the parameters that it reads and that are not among its arguments; called before the unit runs.
         lasting: returns tensors that outlive the unit; called after the unit has run.
