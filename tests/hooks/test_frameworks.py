@@ -1,4 +1,4 @@
-"""A framework is one class in one file and one entry in a list; a session that is off has the same interface."""
+"""A framework needs one class in one file and one list entry; a disabled session has an active one's interface."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.hosts import DISABLED, block, fingerprint, tiny_llama
 
 
 class Network(nn.Module):
-    """A network with layers that no framework of memplug recognises."""
+    """A network whose layers none of memplug's frameworks recognises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def test_framework_refuses_an_engine_that_recomputes(toy: Toy) -> None:
     assert fingerprint(trainer.network) == before and not trainer.after_step
 
 
-def test_framework_outside_the_list_is_refused() -> None:
+def test_engine_of_an_unlisted_framework_is_refused() -> None:
     with pytest.raises(RegionError, match="not to Trainer"):
         memplug.attach(Trainer(network()))
     with pytest.raises(RegionError, match="no decoder layers were recognised in Network"):
@@ -140,7 +140,7 @@ def test_disabled_session_can_be_used_like_an_active_one(off: dict[str, Any]) ->
     assert called == ["step 1", "step 2"] and session.steps == 2 and session.stage is Stage.OFF
 
 
-def test_disabled_session_has_the_same_interface() -> None:
+def test_disabled_session_has_the_interface_of_an_active_one() -> None:
     def methods(kind: type) -> dict[str, Any]:
         return {name: found for name, found in vars(kind).items() if not name.startswith("_")}
 

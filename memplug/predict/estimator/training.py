@@ -22,14 +22,14 @@ class Training:
             such as meta, is moved to the virtual device without its values.
         example_inputs: Makes the arguments of forward, on any device: a tensor, a tuple of positional arguments, or a
             mapping of keyword arguments.
-        make_optimizer: Called with the module's parameters; None: gradients stay from step to step.
+        make_optimizer: Makes the optimizer from the module's parameters; None: gradients stay from step to step.
 
     Raises:
         EstimateError: The module cannot be made on the virtual device.
     """
 
     marks_steps = False
-    """Whether `step` ends memplug's step as well."""
+    """Whether `step` itself tells memplug that the step has ended."""
 
     def __init__(
         self,
@@ -59,25 +59,26 @@ class Training:
 
     @property
     def schedule_s(self) -> float | None:
-        """Return how long forward and backward of all micro-batches took in the last step, once the device is done.
+        """Return how long forward and backward of all micro-batches took in the last step; the device must be done.
 
         Returns:
-            Seconds; None: this training does not report it.
+            Seconds; None from a training that does not measure it, such as this one.
         """
         return None
 
     def close(self) -> None:
-        """Release everything that would outlive the training; a plain module leaves nothing behind."""
+        """Release what would outlive the training: nothing, for a plain module."""
 
     def step(self) -> None:
         """Run forward, backward and the optimizer.
 
         Backward starts from the `loss` of forward's output if it has one, otherwise from every output that needs a
-        gradient; an output that is not a scalar gets a gradient of its own shape.
+        gradient. Unless that is one scalar, each output gets an uninitialised gradient of its own shape.
 
         Raises:
             EstimateError: An operator cannot run on the virtual device, such as one that needs values; or no output
                 needs a gradient.
+            torch.OutOfMemoryError: The virtual device's memory is used up.
         """
         try:
             self._train()
@@ -88,7 +89,7 @@ class Training:
 
     def _train(self) -> None:
         outputs = differentiable(self.model(*self._args, **self._kwargs))
-        is_loss = len(outputs) == 1 and outputs[0].dim() == 0  # torch makes the gradient of a scalar
+        is_loss = len(outputs) == 1 and outputs[0].dim() == 0  # torch supplies its gradient
         torch.autograd.backward(outputs, None if is_loss else [torch.empty_like(output) for output in outputs])
         del outputs
         if self._optimizer is not None:
@@ -117,7 +118,7 @@ class Training:
 
 
 def differentiable(given: Any) -> list[torch.Tensor]:
-    """Return the tensors to differentiate of a forward's output: its `loss`, or all that need a gradient.
+    """Return the tensors from which backward starts: the output's `loss`, or all outputs that need a gradient.
 
     Raises:
         EstimateError: No output needs a gradient.
@@ -134,7 +135,7 @@ def differentiable(given: Any) -> list[torch.Tensor]:
 
 
 def unable(what: str, error: Exception) -> EstimateError:
-    """Return the error for something that cannot run on the virtual device, with the first line of its cause."""
+    """Return an error that says what cannot run on the virtual device, with the first line of `error`."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return EstimateError(
         f"{what} cannot run on the virtual device: {first}",

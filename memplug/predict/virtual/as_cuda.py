@@ -1,10 +1,11 @@
-"""Lets programs written for CUDA run on the virtual device by replacing functions of `torch.cuda`.
+"""Lets programs written for CUDA run on the virtual device, by replacing functions of `torch.cuda`.
 
     with as_cuda():
         import megatron.core  # names CUDA explicitly: `device="cuda"`, `torch.cuda.current_device()`
 
-Tensors requested on CUDA are made on the virtual device, and report CUDA's type names. Streams, events and memory
-numbers are the virtual device's. `torch.cuda.is_available()` is unchanged, because CUDA's kernels cannot run.
+Tensors requested on CUDA are made on the virtual device. Their `is_cuda` and `type()` answer as on CUDA; their `device`
+is the virtual one. Streams, events and memory numbers are the virtual device's. `torch.cuda.is_available()` is
+unchanged, because CUDA's kernels cannot run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from memplug.torch_private import KNOWN
 
 @contextlib.contextmanager
 def as_cuda() -> Iterator[None]:
-    """Redirect this thread's use of CUDA to the virtual device inside the context; the device must exist."""
+    """Redirect CUDA to the virtual device inside the context; the device must exist.
+
+    Functions of `torch.cuda` are replaced for all threads; calls that name CUDA are redirected on this thread only.
+    """
     VirtualDevice.current()
     with contextlib.ExitStack() as stack:
         for name, value in _replaced().items():
@@ -49,7 +53,7 @@ class _OnVirtual(TorchFunctionMode):
 
 
 class _Generators:
-    """Random generators by device index; all are the CPU's, because the virtual device draws nothing."""
+    """Random generators by device index; each is the CPU's, because the virtual device draws no random numbers."""
 
     def __getitem__(self, index: Any) -> torch.Generator:
         return torch.default_generator

@@ -1,8 +1,8 @@
 """All Python that the native core calls while regions run.
 
-The C++ has the same names in native/tape/calls.h: `bind` compares the two, and a class that lacks a method of its base
-here cannot be instantiated. The core keeps no bound method: one would keep its executor alive, in a cycle that Python's
-collector does not see.
+native/tape/calls.h has the same names: `bind` compares the two. Python cannot instantiate a subclass that lacks one of
+the methods here. The core keeps no bound method: one would keep its executor alive, in a cycle that Python's collector
+does not see.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ExecutorCalls(ABC):
     @property
     @abstractmethod
     def stands_around(self) -> bool:
-        """Return whether every recompute pass needs `restore`, whatever its frame."""
+        """Return whether all recompute passes go through `restore`, even those whose frames do not need it."""
 
     @abstractmethod
     def is_alone(self) -> bool:
@@ -39,7 +39,7 @@ class ExecutorCalls(ABC):
 
     @abstractmethod
     def written_buffers(self) -> BuffersCalls:
-        """Return an object in which a forward notes its writes; called before its first write."""
+        """Return a new object in which a forward notes its writes in place; called before the first of them."""
 
     @abstractmethod
     def note_opaque(self, region: Any, why: int | str, why_it_keeps: str = "") -> None:
@@ -48,7 +48,7 @@ class ExecutorCalls(ABC):
         Args:
             region: the region.
             why: the reason in words, or as bits of `Opaque`.
-            why_it_keeps: why all that it saves stays on the device; "": its module can run again.
+            why_it_keeps: why all that it saves stays on the device; "" if that is released and its module runs again.
         """
 
     @abstractmethod
@@ -57,15 +57,19 @@ class ExecutorCalls(ABC):
 
     @abstractmethod
     def restore(self, frame: Any, region: Any) -> None:
-        """Run a frame's recompute pass, where it takes more than the tape's operators."""
+        """Run a frame's recompute pass, if the core cannot do so alone.
+
+        It cannot if `stands_around` is true, if the frame is opaque or timed or has `written_buffers`, or if the core's
+        own attempt failed.
+        """
 
     @abstractmethod
     def explain(self, phase: str, region: Any, error: BaseException) -> None:
-        """Add a note to an error of the device's memory that is being raised."""
+        """Add a note to an out-of-memory error of the device that is being raised."""
 
     @abstractmethod
     def with_region(self, region: Any, error: RuntimeError) -> RuntimeError:
-        """Return the error that backward raises instead, with the region's name."""
+        """Return the error for backward to raise: `error` itself, or in its place one that names the region."""
 
     @abstractmethod
     def run_unit_again(
@@ -85,13 +89,13 @@ class ExecutorCalls(ABC):
 
 
 class UnitCalls(ABC):
-    """A unit, as the core reads it around a call.
+    """A unit (a call whose kernels no operator shows), as the core uses it before and after the call.
 
     Attributes:
         writes: indices of the tensors among its arguments that it writes to.
-        writes_unsaid: it may write to arguments that it returns, although no version shows it.
-        puts_back: it may draw from a generator and then restore its state.
-        reads: returns parameters of its own, which are not among its arguments; called before the unit runs.
+        writes_unsaid: whether it may write, without advancing a version, to arguments that it returns.
+        puts_back: whether it may draw random numbers and then restore the generator's state.
+        reads: returns the parameters that it reads and that are not among its arguments; called before the unit runs.
         lasting: returns tensors that outlive the unit; called after the unit has run.
     """
 
@@ -136,7 +140,7 @@ class TimesCalls(ABC):
 
     @abstractmethod
     def begin_backward(self) -> None:
-        """Take the time, once, at which backward asks for a saved tensor."""
+        """Take the time at which backward first asks for a saved tensor; do nothing in later calls."""
 
 
 class StateCalls(ABC):
@@ -153,7 +157,7 @@ def bind(core: Any) -> None:
     """Give the core's module the Python names that it calls.
 
     Raises:
-        AttributeError: the core calls another name than these classes have, or not all of theirs.
+        AttributeError: the core calls a name that these classes lack, or does not call one that they have.
     """
     classes = ExecutorCalls, UnitCalls, BuffersCalls, TimesCalls, StateCalls
     names = {each.__name__: {*each.__abstractmethods__, *each.__annotations__} for each in classes}
@@ -162,7 +166,7 @@ def bind(core: Any) -> None:
 
 
 def default_device() -> torch.device | None:
-    """Return the device of factory functions, where one was set.
+    """Return the default device of factory functions, or None if none was set.
 
     `torch.get_default_device` would make a tensor to find out.
     """
@@ -201,7 +205,7 @@ def fail(kind: int, size: str) -> NoReturn:
         )
     if kind == 5:
         raise RecomputeError(
-            f"a region asks for a gradient in its own forward, which its forwards before did not, and the {size} "
+            f"a region asks for a gradient in its own forward, which its earlier forwards did not, and the {size} "
             "tensor that this needs is gone",
             "Run the step again: from now on the region keeps what it needs until its forward is over.",
             code="MP026",

@@ -36,13 +36,13 @@ struct Kept {
 // Memory from outside of a region that a recompute pass has to find again: an input that is kept by reference, or a
 // literal that the forward wrote to.
 struct Held {
-  // `itself`: hold a parameter as it is, since code that shards or offloads parameters exchanges their memory. Other
-  // tensors are held without their graph.
+  // `itself`: hold `value` itself, not an alias without its graph. This is for parameters: code that shards or offloads
+  // them exchanges the memory behind the tensor.
   Held(const at::Tensor& value, bool itself);
 
   // Copies the present value: the forward is about to write to it in place.
   void before_write();
-  // Returns the tensor. Throws where autograd would: it was written to since.
+  // Returns the tensor. Throws autograd's error if it was written to since.
   const at::Tensor& get() const;
   // Returns a copy for a recompute pass, which writes to it as the forward did.
   at::Tensor fresh() const;
@@ -67,7 +67,7 @@ struct Part {
   }
 };
 
-// Returns a copy with the memory layout of the original, so that views of one fit the other.
+// Returns a copy of the tensor and all of its storage, with the same layout, so that views of one fit the other.
 at::Tensor copy_of(const at::Tensor& tensor);
 
 // One forward of one region in one autograd graph, and the captured tensors. A frame lives as long as its graph, so
@@ -84,7 +84,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
 
   // -- forward
 
-  // Registers a region input, before the first operator. `swaps`: offload it if possible. Returns its copy, or null.
+  // Registers a region input, before the first operator. `swaps`: offload it if possible. Returns the swapped input, or
+  // null if it is not swapped.
   std::shared_ptr<Swapped> enter(const at::Tensor& value, bool swaps);
 
   void note_stream() override;
@@ -95,7 +96,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   void before_write(int32_t storage, const at::Tensor& tensor) override;
 
   // Ends the forward: decides how backward gets each saved tensor, and counts the reads of swapped tensors. `direct`:
-  // take a saved tensor from a copy that has all of its rows.
+  // backward takes a saved tensor straight from a capture that has all of its rows, without a recompute pass.
   void close(bool direct);
 
   // -- between
@@ -103,37 +104,38 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // Releases the device memory, ordered after the copies out.
   void release();
 
-  // Releases as few tensors as have `nbytes`, those first whose copies end first, without a wait for copies that were
-  // queued later. Returns false, and releases nothing, if that takes all tensors, or if the copies are not queued yet.
+  // Releases `nbytes` or more, in the order in which the copies out end, and no more tensors than that takes. Waits for
+  // no copy that was queued later. Returns false, and releases nothing, if that takes all tensors, or if the copies are
+  // not queued yet.
   bool release_first(int64_t nbytes);
 
   // -- backward
 
-  // Takes note that backward asks for a saved tensor of a timed forward.
+  // Takes the time at which backward first asks for a saved tensor of a timed forward.
   virtual void begin_backward() = 0;
 
   // Runs the recompute pass, when backward asks for a saved tensor that has to be recomputed and is not there. The pass
-  // restores all such tensors. A further backward runs it again with its first request.
+  // restores all such tensors. In a further backward, the first such request runs it again.
   virtual void restore() = 0;
 
   // Runs the recompute pass for saved tensor `index` on the current stream, to which all restored tensors then belong.
-  // Throws if the module would have to run again and memory that the tensor may have been computed from was written to
-  // since.
+  // Throws if the pass would run the module again, and memory that the tensor may be computed from was written to since
+  // the forward.
   void restore_here(size_t index);
 
   // Returns a restored tensor for the current stream. Throws if it was written to since.
   at::Tensor take(size_t index);
 
-  // Adds the region to Python's present error, raised while backward asked for a tensor.
+  // Adds what is known of the region to Python's pending error, which was raised while backward asked for a tensor.
   virtual void explain() = 0;
 
   // Returns a saved tensor that the forward itself needs for a gradient (again.cpp). Throws `ASKED_EARLY` if the tensor
-  // is neither there nor can be recomputed.
+  // is gone and cannot be recomputed.
   at::Tensor early(size_t index);
 
-  // Recomputes tensors as the operators of `own_tape`, a tape of this forward, left them, from memory that existed
-  // before the region. Reads and releases no capture. Returns none if a tensor cannot be recomputed: ranks would have
-  // to communicate, or no operator shows how it was made. Not for tapes of opaque forwards.
+  // Recomputes tensors, as the operators of `own_tape` left them, from memory that existed before the region. It is a
+  // tape of this forward, which must not be opaque. Neither reads nor releases captured outputs. Returns none if a
+  // tensor cannot be recomputed, such as when ranks would have to communicate or no operator shows how it was made.
   std::optional<std::vector<at::Tensor>> again(
       const std::shared_ptr<const Tape>& own_tape, const std::vector<Use>& uses);
 
@@ -141,11 +143,11 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // the captured tensor is still needed.
   at::Tensor view(size_t index);
 
-  // Returns a saved tensor that existed before the region. It is a copy if backward's kernels may write to it and it is
-  // an input, or the recompute pass is still to read it.
+  // Returns a saved tensor that existed before the region. It is a copy if backward's kernels may write to it while
+  // others may still read it: other regions (if it is an input) or the recompute pass. A parameter is never copied.
   at::Tensor given(size_t index) const;
 
-  // A recompute pass: the saved tensors that it restores, and from what. Parts of the graph may die while it runs.
+  // A recompute pass: the saved tensors that it restores, and what it reads. Parts of the graph may die while it runs.
   struct Pass {
     std::vector<size_t> indices;
     std::vector<const Use*> wanted;
@@ -165,11 +167,11 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // graph is kept and that memory is the only copy.
   void consume(const std::shared_ptr<Swapped>& part);
 
-  // Decides what a recompute pass does, given the captured operators, in program order, and the launches that they
-  // replace. Returns the operators whose captured results the pass needs.
+  // Decides what a recompute pass does, given the captured operators, in program order, and the launches of collectives
+  // that they replace. Returns the operators whose captured results the pass needs.
   const std::vector<size_t>& decide(const std::vector<Captured>& captured, const std::vector<size_t>& launches);
 
-  // Returns the bytes of the storages that backward asks for and that a recompute pass is still to make.
+  // Returns the bytes of the storages that a recompute pass is still to make for backward.
   int64_t pending_bytes() const {
     return is_restored ? 0 : forward.pending_bytes;
   }
@@ -196,26 +198,26 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::weak_ptr<Frame> previous; // of the same thread: its backward follows this one's
   Inputs inputs; // those that are swapped
   std::vector<std::shared_ptr<Swapped>> swapped; // in the order of their copies out, including inputs
-  // those of `swapped` that are away and needed in backward, the soonest last
+  // those of `swapped` that are away and that backward needs, the first needed last
   std::vector<std::shared_ptr<Swapped>> todo;
   // inputs and literals that the forward wrote to: their former values, by storage
   std::map<int32_t, std::shared_ptr<Held>> written;
   std::set<int32_t> changing; // storages from outside that a recompute pass may find changed
-  int64_t input_bytes = 0; // of inputs with a copy that no other region made
-  int64_t offered = 0, offered_bytes = 0; // number and bytes of these inputs and of those that the host had no room for
+  int64_t input_bytes = 0; // of swapped inputs that no earlier region had swapped
+  int64_t offered = 0, offered_bytes = 0; // number and bytes of these inputs, and of those that found the host full
   const int64_t sent_before_bytes; // offloaded by all earlier forwards
   bool writes_input = false;
   bool recomputes = false; // some saved tensor has to be recomputed
   bool communicates = false; // the recompute pass launches collectives
   bool is_opaque = false;
   bool is_unrepeatable = false; // its module depends on state that cannot be restored, so it never runs again
-  // Autograd's saved tensors stay on the device: the region is opaque, and its module cannot run again, because it is
-  // unrepeatable, because dispatch modes changed its operators, or because it communicates with ranks on which the
-  // region may not be opaque, and would launch collectives that they do not.
+  // Autograd's saved tensors stay on the device: the region is opaque and its module cannot run again. Either it is
+  // unrepeatable, or dispatch modes changed its operators, or it would launch collectives that other ranks, on which
+  // the region may not be opaque, do not.
   bool keeps = false;
   bool is_restored = false; // by a recompute pass
   std::set<size_t> spared; // collectives, and waits for them, that no recompute pass repeats
-  // storages that such a collective filled, or a communicating unit made, and that a recompute pass takes from captures
+  // storages that a recompute pass takes from captures because such a collective, or a communicating unit, filled them
   std::set<int32_t> received;
   bool has_launches() const {
     return !launches_.empty();
@@ -226,12 +228,12 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
     return !unread_.empty();
   }
 
-  // Returns the saved tensors that a recompute pass restores.
+  // Returns the indices of the saved tensors that a recompute pass restores.
   std::vector<size_t> recomputed() const;
   std::shared_ptr<Swapped> input_of(int32_t storage) const; // null if it was not swapped
 
-  // Orders a tensor of the forward, or from before it, after the forward's streams for use on the current one, and
-  // returns it.
+  // Returns `tensor`, made by the forward or before it, for use on the current stream, which waits for the forward's
+  // streams first.
   const at::Tensor& ordered(const at::Tensor& tensor) const;
 
   // Saves the present value of memory from before the region, which an operator is about to write to for the first
@@ -242,7 +244,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   virtual std::vector<at::Tensor> run_again(
       const Decisions& decisions, Bases bases, const std::vector<const Use*>& wanted) = 0;
 
-  // Saves a leaf's gradient that another thread is about to accumulate, which no operator shows.
+  // Saves a leaf's gradient before another thread accumulates into it, a write that no operator shows.
   virtual void before_accumulating(const at::Tensor& gradient) = 0;
 
  private:
@@ -250,8 +252,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   void hold_so_far();
   void close_unread();
   void forget_read();
-  // Returns a storage from before the region, for a pass that runs no operator from `end` on. Adds a swapped input to
-  // `read`.
+  // Returns the memory of a storage from before the region, for a pass that runs only operators before `end`. A swapped
+  // input is added to `read`.
   at::Tensor base_of(int32_t storage, size_t end, std::vector<std::shared_ptr<Swapped>>& read);
   struct Capture {
     std::vector<Part> parts; // none for a collective whose result no backward asks for
