@@ -125,11 +125,11 @@ class ProfilerConfig(Section):
 
 
 class ArenaConfig(TechniqueSection):
-    """The planned arena: training's memory comes from one reserved piece, at planned addresses (STWeaver)."""
+    """The planned arena: reserved memory that serves training at planned addresses (STWeaver)."""
 
     enabled: Switch = True
-    """true or false. Serves the memory of a training step from one reserved piece at planned addresses, once the
-    program repeats; torch's own allocator serves the requests that are not in the plan."""
+    """true or false. Serves a training step from reserved memory, at planned addresses, once the program
+    repeats; torch's own allocator serves the requests that are not in the plan."""
     planner: Planner = Field(
         default="auto",
         description='The planner that finds the addresses: "auto" for the lower result of search and exact within ten '
