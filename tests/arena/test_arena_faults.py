@@ -22,7 +22,7 @@ from torch import nn
 
 import memplug
 from memplug.arena import planning
-from memplug.arena.technique import State
+from memplug.arena.technique import ArenaState
 from memplug.errors import ArenaError
 from tests.support.serving import ALONE, CHECKED, llama, nothing_leaks, owned, reserved_bytes, serving_of, train
 
@@ -92,7 +92,7 @@ def test_a_program_that_departs_from_its_plan_loses_addresses_and_nothing_else(
     regions = {"regions": ["layers.*"], "enabled": False}
     run = train({**block, "tokenwise": regions}, Wandering, steps=24, around=around)
     assert run.losses == train(OFF, Wandering, steps=24, around=around).losses
-    assert run.states[5] is State.SERVING and max(run.mismatched[5:7]) == 0
+    assert run.states[5] is ArenaState.SERVING and max(run.mismatched[5:7]) == 0
     assert sum(run.mismatched[7:]) > 0
     assert run.served > 1 - 1.5 * share - 0.05, "one request too many or too few shifts no other"
 
@@ -140,7 +140,7 @@ def test_requests_of_other_threads_are_left_to_the_native_allocator(block: dict[
                 thread.start()
                 thread.join()
             session.step()
-        assert serving_of(session).state is State.SERVING
+        assert serving_of(session).state is ArenaState.SERVING
         assert serving_of(session).counters.elsewhere >= 4
     assert not any(owned(tensor) for tensor in strangers)
     assert all((tensor == 1).all() for tensor in strangers)
@@ -261,7 +261,7 @@ def test_the_mode_that_checks_finds_a_stray_write(spoil: str, how: str) -> None:
         for step in range(12):
             model(batch, labels=batch).loss.backward()
             if step == 8:
-                assert serving_of(session).state is State.SERVING
+                assert serving_of(session).state is ArenaState.SERVING
                 scratch = torch.empty(100, dtype=torch.uint8)
                 assert owned(scratch)
                 address = scratch.data_ptr()

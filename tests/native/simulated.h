@@ -30,7 +30,7 @@ const Stream MAIN = &main_stream, SIDE = &side_stream;
 constexpr int64_t UNIT = BLOCK_BYTES;
 
 // Work queued on a stream is a running number; waiting for an event brings a stream up to another's.
-struct Simulated final : Device {
+struct Simulated final : ArenaDevice {
   ~Simulated() override {
     CHECK(events == 0);
     CHECK(reserved.empty());
