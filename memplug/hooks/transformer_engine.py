@@ -50,16 +50,16 @@ from memplug.hooks.patching import patch
 from memplug.hooks.units import make_unit
 from memplug.session.attached import AttachedModel
 from memplug.tokenwise.engine.executor import Executor
-from memplug.tokenwise.engine.operators import Kind
+from memplug.tokenwise.engine.operators import CaptureKind
 from memplug.tokenwise.engine.units import Unit
 
 VERSIONS = "transformer-engine 1.13 to 2.20"
 
 _ROW_WISE = {"Linear", "LayerNormLinear", "LayerNormMLP", "LayerNorm", "RMSNorm"}
 _KINDS = {
-    **dict.fromkeys(("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"), Kind.ROWS),
+    **dict.fromkeys(("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"), CaptureKind.ROWS),
     **dict.fromkeys(("LayerNorm", "RMSNorm"), None),
-    "DotProductAttention": Kind.ATTENTION,
+    "DotProductAttention": CaptureKind.ATTENTION,
 }
 _QUEUE = "global_fp8_buffer_pos_fwd_recompute"
 _NOTHING = contextlib.nullcontext()

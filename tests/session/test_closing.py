@@ -82,10 +82,10 @@ def test_a_number_for_alpha_is_no_missing_plan_and_an_arena_that_is_off_has_its_
 
 def test_the_estimate_of_full_recomputation_runs_every_operator_again_and_swaps_nothing() -> None:
     operators = tuple(
-        plan.Operator(name=str(i), time_s=1.0, inputs=(i,), outputs=(i + 1,), output_bytes=100, capture="rows")
+        plan.PlannedOperator(name=str(i), time_s=1.0, inputs=(i,), outputs=(i + 1,), output_bytes=100, capture="rows")
         for i in range(3)
     )
-    region = plan.Region(
+    region = plan.PlannedRegion(
         key="r",
         instances=2,
         operators=operators,

@@ -153,6 +153,6 @@ def plans_by_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "_solve_around", solve_by_alpha)
 
 
-def solve_by_alpha(regions: list[plan.Region], budget: plan.Budget, factor: float) -> plan.TokenwisePlan:
+def solve_by_alpha(regions: list[plan.PlannedRegion], budget: plan.Budget, factor: float) -> plan.TokenwisePlan:
     """A plan for each link factor that is another for certain: it swaps a fraction of its own, see `ALPHAS`."""
     return plan.solve(regions, budget, ALPHAS[factor])

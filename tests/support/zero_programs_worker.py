@@ -41,7 +41,7 @@ SHAPE = {
     "vocab_size": 128,
     "max_position_embeddings": 64,
 }
-Regions = Sequence[tokenwise.Region]
+Regions = Sequence[tokenwise.PlannedRegion]
 
 
 def kept(regions: Regions, budget: tokenwise.Budget) -> tokenwise.TokenwisePlan | None:
@@ -79,7 +79,7 @@ def trained(kind: str, stage: int, ranks: int) -> dict[str, Any]:
             digest = hashlib.sha256(program.operators.tobytes()).hexdigest()[:12]
             steps.append([digest, len(program.operators), program.nodes, len(program.unseen), planned])
 
-    def choose(task: candidates.Task, solved: Any, gather: Any) -> list[tokenwise.TokenwisePlan]:
+    def choose(task: candidates.SolveTask, solved: Any, gather: Any) -> list[tokenwise.TokenwisePlan]:
         return [KINDS[kind](task.regions, task.budget.with_buffers(task.regions))]
 
     original = Adjuster.end_step

@@ -224,7 +224,7 @@ def test_a_module_that_another_wraps_by_its_class_keeps_it() -> None:
 def test_some_regions_run_as_without_memplug_and_others_by_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has room for the saved tensors of half of them."""
 
-    def solve(task: candidates.Task) -> list[plan.TokenwisePlan | None]:
+    def solve(task: candidates.SolveTask) -> list[plan.TokenwisePlan | None]:
         everything = sum((region.instances + region.staying) * region.saved_bytes for region in task.regions)
         return [plain.solve_partly(task.regions, replace(task.budget, device_bytes=everything // 2))] * 2
 

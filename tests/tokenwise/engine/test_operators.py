@@ -14,7 +14,7 @@ from torch import nn
 
 from memplug.tokenwise.engine import operators
 from memplug.tokenwise.engine.core import core
-from memplug.tokenwise.engine.operators import Kind, kind_of
+from memplug.tokenwise.engine.operators import CaptureKind, kind_of
 from memplug.tokenwise.engine.tape import records_of
 from tests.support.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
 from tests.support.counting import Launches
@@ -90,8 +90,8 @@ def test_a_grouped_product_over_the_token_dimension_has_no_rows_to_split() -> No
 # -- kinds -----------------------------------------------------------------------------------------------------------
 
 KINDS = {
-    Kind.ROWS: ["mm", "addmm", "bmm", "baddbmm", "_grouped_mm"],
-    Kind.ATTENTION: [
+    CaptureKind.ROWS: ["mm", "addmm", "bmm", "baddbmm", "_grouped_mm"],
+    CaptureKind.ATTENTION: [
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention",
@@ -101,7 +101,7 @@ KINDS = {
         "_efficient_attention_forward",
         "_cudnn_attention_forward",
     ],
-    Kind.CHOICE: ["topk", "sort", "argsort", "argmax", "argmin", "multinomial", "nonzero", "_unique2"],
+    CaptureKind.CHOICE: ["topk", "sort", "argsort", "argmax", "argmin", "multinomial", "nonzero", "_unique2"],
     None: [
         "add.Tensor",
         "detach_",
@@ -122,19 +122,19 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for kind, names in KINDS.items() for name in names])
-def test_operators_are_of_the_kind_that_the_table_says(name: str, kind: Kind | None) -> None:
+def test_operators_are_of_the_kind_that_the_table_says(name: str, kind: CaptureKind | None) -> None:
     packet, _, overload = name.partition(".")
     assert hasattr(aten, packet), f"this torch has no aten::{packet}"
     assert kind_of(getattr(getattr(aten, packet), overload or "default")) is kind
 
 
 def test_a_maximum_along_a_dimension_is_a_choice_and_a_plain_maximum_is_not() -> None:
-    assert kind_of(aten.max.dim) is kind_of(aten.min.dim) is Kind.CHOICE
+    assert kind_of(aten.max.dim) is kind_of(aten.min.dim) is CaptureKind.CHOICE
     assert kind_of(aten.max.default) is kind_of(aten.max.other) is None
 
 
 def test_collectives_are_captured_where_they_are_waited_for() -> None:
-    assert kind_of(torch.ops._c10d_functional.wait_tensor.default) is Kind.COLLECTIVE
+    assert kind_of(torch.ops._c10d_functional.wait_tensor.default) is CaptureKind.COLLECTIVE
     assert kind_of(torch.ops._c10d_functional.all_reduce.default) is None
     assert operators.is_communication(torch.ops._c10d_functional.all_reduce.default)
 
@@ -203,7 +203,7 @@ def test_registered_flash_attention_is_captured_and_never_run_again(
             return x + self.out(self.inner(FlashAttention.apply(*self.qkv(self.norm(x)).chunk(3, -1))).sigmoid())
 
     kind_of.cache_clear()
-    assert kind_of(torch.ops.flash_attn._flash_attn_forward.default) is Kind.ATTENTION
+    assert kind_of(torch.ops.flash_attn._flash_attn_forward.default) is CaptureKind.ATTENTION
     assert kind_of(torch.ops.flash_attn._flash_attn_backward.default) is None
     train_alike(Attends, alpha, steps=3)
     assert flash_calls["forward"] == 2 * 3 * 3  # the model and its twin, layers, steps
@@ -264,7 +264,7 @@ def test_flash_attention_3_is_captured_unless_it_writes_to_memory_that_it_is_giv
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.out(self.inner(FlashAttention3.apply(*self.qkv(self.norm(x)).chunk(3, -1))).sigmoid())
 
-    assert kind_of(torch.ops.flash_attn_3.fwd.default) is Kind.ATTENTION
+    assert kind_of(torch.ops.flash_attn_3.fwd.default) is CaptureKind.ATTENTION
     assert kind_of(torch.ops.flash_attn_3.bwd.default) is None
     executor = train_alike(Attends, alpha, steps=3)
     assert executor.opaque_regions == 0
