@@ -33,8 +33,8 @@ std::atomic<bool> silent{false};
 
 // State of the calling thread.
 thread_local int32_t enclosing = 0; // seen operators that it is inside of
-thread_local Moment outermost; // number 0: the step does not know of the operator
-thread_local Moment unseen; // operator that it was inside of when the step departed, if it still is
+thread_local OperatorMoment outermost; // number 0: the step does not know of the operator
+thread_local OperatorMoment unseen; // operator that it was inside of when the step departed, if it still is
 
 // The followed step, for requests at which nothing must happen; it lives as long as requests are watched.
 std::atomic<RepeatedStep*> followed{nullptr};
@@ -129,7 +129,7 @@ bool is_inside_of_a_kernel() {
 
 // Notes that an operator begins that is inside of no seen operator. In a step that has departed, it may be inside of an
 // unseen one: its tensors count as in use until that one is over.
-Moment enter(SwapStep& step) {
+OperatorMoment enter(SwapStep& step) {
   if (!step.has_departed()) {
     return step.enter();
   }
