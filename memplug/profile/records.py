@@ -21,7 +21,7 @@ class Pass(enum.IntEnum):
     NO_GRAD = 5  # a forward that no backward follows: validation, or a reference model
 
 
-class Event(enum.IntEnum):
+class EventKind(enum.IntEnum):
     """What a request for memory asks."""
 
     MALLOC = 0
@@ -42,7 +42,7 @@ USE = np.dtype([("operator", "<i4"), ("tensor", "<i4"), ("output", "?")])  # by 
 TENSOR = np.dtype([("nbytes", "<i8"), ("dtype", "<i4")])  # a storage; dtype into Trace.dtypes
 REQUEST_EVENT = np.dtype(
     [
-        ("kind", "<i4"),  # Event
+        ("kind", "<i4"),  # EventKind
         ("request", "<i8"),  # running number of the malloc, from 0; -1: allocated before the recording
         ("nbytes", "<i8"),  # as asked for, unrounded; on a free 0, or what a request of before gave back, if known
         ("stream", "<i8"),  # running number of the stream in this trace; on the CPU 0

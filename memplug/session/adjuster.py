@@ -19,7 +19,7 @@ from memplug.profile.recorder import Detail
 from memplug.profile.similarity import Program, difference, similar
 from memplug.session.programs import ALIKE, MOST_PROGRAMS, Programs, Remembered
 from memplug.session.ranks import Ranks
-from memplug.session.table import Event, Stage, after
+from memplug.session.table import Stage, StepOutcome, after
 from memplug.session.technique import AgreedTechnique
 
 log = logging.getLogger("memplug")
@@ -29,7 +29,7 @@ LONGEST_HISTORY = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class _Ballot:
+class _StepBallot:
     """A step that all ranks vote on, while the next one may run already."""
 
     program: Program
@@ -82,7 +82,7 @@ class Adjuster:
         self._tries, self._technique, self._ranks = profiler.policy_steps, technique, ranks
         self._lasting = Lasting(None, None)
         self._proposed: Any = None
-        self._ballot: _Ballot | None = None
+        self._ballot: _StepBallot | None = None
         self._passing: tuple[Remembered, Any] | None = None
         self._is_proven = False  # a watched step was of the program under the settings in force
         self._turned: tuple[Remembered, Remembered] | None = None  # a program, and what it became by a plan
@@ -129,7 +129,7 @@ class Adjuster:
             return
         if self.stage is Stage.STABLE:
             earlier, self._ballot = self._ballot, None
-            if earlier is None or self._follow(earlier) is Event.STEADY:
+            if earlier is None or self._follow(earlier) is StepOutcome.STEADY:
                 self._ballot = self._call(program)
                 return
         self._follow(self._call(program))
@@ -177,16 +177,16 @@ class Adjuster:
         mask = self.programs.vote(program)
         if similar(program, self.first, *self.programs.limits):
             mask |= 1 << self.programs.current.index
-        if self._follow(_Ballot(program, self._ranks.vote(mask))) is Event.CHANGED:
+        if self._follow(_StepBallot(program, self._ranks.vote(mask))) is StepOutcome.CHANGED:
             self._similar_steps = 1  # as in a first run
 
-    def _call(self, program: Program) -> _Ballot:
+    def _call(self, program: Program) -> _StepBallot:
         mask, planned = self.programs.vote(program), self.stage is not Stage.WARM_UP
         if planned and not self._is_proven and self.programs.is_alike(program):
             mask |= ALIKE
-        return _Ballot(program, self._ranks.vote(mask))
+        return _StepBallot(program, self._ranks.vote(mask))
 
-    def _follow(self, ballot: _Ballot) -> Event:
+    def _follow(self, ballot: _StepBallot) -> StepOutcome:
         """Take one step's program, as agreed by all ranks, along the table."""
         mask = ballot.agreed()
         seen = self.programs.agreed(mask)
@@ -196,16 +196,16 @@ class Adjuster:
         event = self._judge(seen)
         before, self.stage = self.stage, after(self.stage, event)
         passing, self._passing = self._passing, None
-        if event is Event.KNOWN:
+        if event is StepOutcome.KNOWN:
             self._resume(seen, before, passing)
-        elif event is Event.CHANGED:
+        elif event is StepOutcome.CHANGED:
             self._passing = (seen, self.decisions) if before is Stage.STABLE else None
             self._start_over(seen, ballot.program, before, self._change(seen, ballot.program))
         elif before is Stage.WARM_UP:
             self.programs.renew(ballot.program)
-            if event is Event.SETTLED:
+            if event is StepOutcome.SETTLED:
                 self._propose()
-        elif event is Event.SETTLED:
+        elif event is StepOutcome.SETTLED:
             self._adopt()
         elif before is Stage.STABLE and ballot.program.operators is not None:
             self._is_proven = True
@@ -223,20 +223,20 @@ class Adjuster:
         elif alike and seen is not current and not seen.is_settled:
             self._turned = current, seen
 
-    def _judge(self, seen: Remembered) -> Event:
+    def _judge(self, seen: Remembered) -> StepOutcome:
         current = self.programs.current
         if current is None:
             self.programs.enter(seen)
         elif seen is not current:
-            return Event.KNOWN if seen.is_settled else Event.CHANGED
+            return StepOutcome.KNOWN if seen.is_settled else StepOutcome.CHANGED
         self._similar_steps += 1
         if self.stage is Stage.GEN_POLICY:
             self._proposed = self._technique.propose(None)
-            return Event.STEADY if self._proposed is None else Event.SETTLED
+            return StepOutcome.STEADY if self._proposed is None else StepOutcome.SETTLED
         if self.stage is Stage.STABLE:  # a borrowed plan is for what is gone before one of its own could be made
             stays = self._similar_steps > self.warmup_steps + self._tries
-            return Event.CHANGED if seen.borrowed and stays else Event.STEADY
-        return Event.SETTLED if self._similar_steps > self.warmup_steps else Event.STEADY
+            return StepOutcome.CHANGED if seen.borrowed and stays else StepOutcome.STEADY
+        return StepOutcome.SETTLED if self._similar_steps > self.warmup_steps else StepOutcome.STEADY
 
     def _propose(self) -> None:
         """To gen-policy: the next step is observed."""
@@ -277,7 +277,7 @@ class Adjuster:
         """To warm-up, at the safest setting: no plan may keep what it keeps any longer."""
         self._ballot, self._passing = None, None
         self.programs.forget_plans()
-        self.stage = after(Stage.STABLE, Event.CHANGED)
+        self.stage = after(Stage.STABLE, StepOutcome.CHANGED)
         self._start_over(self.programs.current, program, Stage.STABLE, "the device has less room than its plan needs")
 
     def _start_over(self, seen: Remembered, program: Program, before: Stage, change: str) -> None:

@@ -28,7 +28,7 @@ SETTLED_STEPS = 8  # that ran by other addresses than those kept, amended ones, 
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _RanPlan:
     """What ran, and the parts of the techniques that followed it: none of them while some are missing."""
 
     lasting: Lasting
@@ -58,10 +58,10 @@ class KeptPlans:
         self._store, self._beside, self._job = store, beside, job
         self._agreed, self._adjuster = agreed, adjuster
         self._plans: dict[Lasting, MemoryPlan] = {}  # that the run began with
-        self._kept: dict[int, _Made] = {}  # by index of the program
+        self._kept: dict[int, _RanPlan] = {}  # by index of the program
         self._is_first = True  # the step that ends next
         self._is_turned_away = False  # it began with other inputs than were expected
-        self._made: _Made | None = None
+        self._made: _RanPlan | None = None
         self._steps = 0  # that ran by it
 
     def resume(self) -> bool:
@@ -84,14 +84,14 @@ class KeptPlans:
             lasting = self._adjuster.resume(known, str(self.file), first and _program_of(first))
             self._agreed.reserve(decided)
         self._plans = dict(zip(lasting, plans, strict=False))
-        self._kept = {_index_of(each): _Made(each, ()) for each in self._plans}
+        self._kept = {_index_of(each): _RanPlan(each, ()) for each in self._plans}
         return True
 
     def begin(self, followers: Followers) -> None:
         """The recorder was got: techniques go on from their parts of the plans."""
         if self._adjuster.lasting in self._plans:
             for lasting, parts in followers.resume(self._plans, self._adjuster.lasting).items():
-                self._kept[_index_of(lasting)] = _Made(lasting, tuple(parts.items()))
+                self._kept[_index_of(lasting)] = _RanPlan(lasting, tuple(parts.items()))
 
     def check(self, inputs: str, followers: Followers) -> None:
         """The first forward is given these inputs: for others than the plan was made for, it is not in force."""
@@ -127,7 +127,7 @@ class KeptPlans:
         if lasting is None or parts is None or (lasting.program and lasting.program.borrowed):
             self._steps = 0
             return
-        made, kept = _Made(lasting, tuple(parts.items())), self._kept.get(_index_of(lasting))
+        made, kept = _RanPlan(lasting, tuple(parts.items())), self._kept.get(_index_of(lasting))
         is_amended = kept is not None and kept.lasting == lasting and len(made.parts) <= len(kept.parts)
         self._steps = 0 if is_amended and made != self._made else self._steps + 1
         self._made = made
@@ -145,7 +145,7 @@ class KeptPlans:
         if lasting is not None and not (lasting.program and lasting.program.borrowed):
             kept = self._kept.get(_index_of(lasting))
             is_amended = kept is not None and kept.lasting == lasting
-            made = _Made(lasting, tuple(parts.items()) if parts and is_amended else ())
+            made = _RanPlan(lasting, tuple(parts.items()) if parts and is_amended else ())
             self._keep(made, followers, recording)
         self._finish(waits=True)
 
@@ -163,7 +163,7 @@ class KeptPlans:
         if why:
             self._adjuster.tell(f"begins as a first run: {why}")
 
-    def _keep(self, made: _Made, followers: Followers, recording: Recording | None) -> None:
+    def _keep(self, made: _RanPlan, followers: Followers, recording: Recording | None) -> None:
         lasting = made.lasting
         index = _index_of(lasting)
         former = self._kept.get(index)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from memplug.profile.trace import Event, Trace
+from memplug.profile.trace import EventKind, Trace
 
 
 class JudgedSwap(NamedTuple):
@@ -183,7 +183,7 @@ def _above_the_budget(
         for passed in range(at, min(max(operator, 0) + 1, len(away))):
             worst, where = max((worst, where), (in_use - away[passed], passed))
         at = max(at, operator, 0)
-        if kind == Event.MALLOC:
+        if kind == EventKind.MALLOC:
             in_use += nbytes
         else:
             in_use -= int(sizes[request]) if request >= 0 else nbytes

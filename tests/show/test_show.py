@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplug.figures.groups import BEFORE, phase_words
-from memplug.profile.trace import Event, cut
+from memplug.profile.trace import EventKind, cut
 from memplug.profile.trace_file import load
 from memplug.show.summary import rows, summary
 from memplug.show.timeline import timeline
@@ -174,7 +174,7 @@ def test_sizes_in_words(nbytes, words):
 
 def test_a_moment_names_what_ran_and_its_step_where_there_are_several():
     trace = training(steps=2).trace()
-    event = int(np.flatnonzero(trace.events["kind"] == Event.FREE)[-1])
+    event = int(np.flatnonzero(trace.events["kind"] == EventKind.FREE)[-1])
     assert str(moment(trace, event)) == "step 1, backward of micro-batch 1, layers.0, aten::mul (operator 33)"
     assert moment(cut(trace, 1), 0).step is None
     assert moment(trace, -1) == Moment() and str(Moment()) == BEFORE

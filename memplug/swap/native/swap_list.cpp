@@ -47,9 +47,9 @@ bool is_awaited(int32_t number) {
   return only == SwapStep::ANY || only == number;
 }
 
-bool on_number(Call& call);
-bool on_begin(Call& call);
-void on_end(Call& call);
+bool on_number(OperatorCall& call);
+bool on_begin(OperatorCall& call);
+void on_end(OperatorCall& call);
 constexpr Watcher of_numbers{Need::BEGINNINGS, on_number};
 constexpr Watcher of_tensors{Need::TENSORS, on_begin, on_end};
 
@@ -108,7 +108,7 @@ void on_request(size_t nbytes, const void* stream, const void* memory) {
 }
 
 // Called in a followed step in which numbers of operators suffice.
-bool on_number(Call& call) {
+bool on_number(OperatorCall& call) {
   const int32_t number = call.number();
   if (number == NOT_AN_OPERATOR || !is_awaited(number) || !in_program()) {
     return false;
@@ -165,7 +165,7 @@ void tell(const at::RecordFunction& function, int32_t number, bool is_outermost)
   see_what_is_needed(in_force());
 }
 
-bool on_begin(Call& call) {
+bool on_begin(OperatorCall& call) {
   const int32_t number = call.number();
   if (number == NOT_AN_OPERATOR) {
     return false;
@@ -180,7 +180,7 @@ bool on_begin(Call& call) {
   return true;
 }
 
-void on_end(Call& call) {
+void on_end(OperatorCall& call) {
   struct Leaves { // declared first, so that it runs last: a copy that begins below runs inside of the operator
     ~Leaves() {
       --enclosing;
