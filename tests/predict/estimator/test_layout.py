@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memplug.errors import EstimateError
-from memplug.predict.estimator.layout import Layout
+from memplug.predict.estimator.layout import RankLayout
 from memplug.predict.estimator.shapes import Shape
 from tests.support.folders import ROOT
 
@@ -35,13 +35,13 @@ def test_a_layout_that_does_not_divide_the_model_is_refused_with_what_would(
     shape: Shape, layout: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(EstimateError, match=said):
-        Layout(**layout).check(shape, shape.layers, 4096)
+        RankLayout(**layout).check(shape, shape.layers, 4096)
 
 
 def test_a_rank_has_whole_tokens_of_what_sequence_parallel_ranks_share() -> None:
     with pytest.raises(EstimateError, match="--tensor, with --sequence, is 8, which does not divide a rank's tokens"):
-        Layout(tensor=8, sequence=True).check(LLAMA, 80, 4092)
-    Layout(tensor=8, sequence=True).check(LLAMA, 80, 4096)
+        RankLayout(tensor=8, sequence=True).check(LLAMA, 80, 4092)
+    RankLayout(tensor=8, sequence=True).check(LLAMA, 80, 4096)
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,13 @@ def test_a_rank_has_whole_tokens_of_what_sequence_parallel_ranks_share() -> None
     ],
 )
 def test_what_is_left_of_the_ranks_is_data_parallel(layout: dict[str, Any], gpus: int, data: int, told: str) -> None:
-    made = Layout(**layout)
+    made = RankLayout(**layout)
     made.check(MIXTRAL, 32, 4096)
     assert (made.gpus, made.data) == (gpus, data) and told in str(made)
 
 
 def test_a_rank_of_each_stage_that_differs_stands_for_all() -> None:
-    layout = Layout(gpus=16, tensor=2, pipeline=8)
+    layout = RankLayout(gpus=16, tensor=2, pipeline=8)
     assert layout.stages == {0: 1, 1: 6, 7: 1} and [layout.rank(stage) for stage in layout.stages] == [0, 2, 14]
-    assert Layout().stages == {0: 1} and Layout(pipeline=2).stages == {0: 1, 1: 1}
-    assert layout.micro_batches == 16 and Layout(tensor=2).micro_batches == 1
+    assert RankLayout().stages == {0: 1} and RankLayout(pipeline=2).stages == {0: 1, 1: 1}
+    assert layout.micro_batches == 16 and RankLayout(tensor=2).micro_batches == 1

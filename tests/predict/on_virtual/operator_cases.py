@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from memplug.errors import HardwareError
-from memplug.predict.virtual import Hardware, Rate, VirtualDevice, costs
+from memplug.predict.virtual import GpuProfile, Rate, VirtualDevice, costs
 from tests.support.virtual_devices import H200, SIMPLE
 
 
@@ -149,7 +149,7 @@ def test_attention_takes_what_its_back_end_takes_at_its_length() -> None:
 
 @pytest.mark.parametrize("file", sorted(H200.parent.glob("*.json")), ids=lambda file: file.stem)
 def test_profiles_that_are_shipped_are_some(file: Path) -> None:
-    hardware = Hardware.read(file)
+    hardware = GpuProfile.read(file)
     assert {"bfloat16", "float32"} <= set(hardware.matmul_flops) and hardware.memory_bytes > 20e9
     for alone, both in (
         (hardware.to_host_bytes_per_s, hardware.to_host_both_bytes_per_s),
@@ -161,10 +161,10 @@ def test_profiles_that_are_shipped_are_some(file: Path) -> None:
 def test_a_profile_is_found_by_the_name_of_its_gpu_or_by_its_path(tmp_path: Path) -> None:
     mine = tmp_path / "mine.json"
     mine.write_text(H200.read_text().replace("NVIDIA H200", "mine"))
-    assert Hardware.named("h200") == Hardware.named("H200") == Hardware.read(H200)
-    assert Hardware.named(str(mine)).name == Hardware.named("mine", tmp_path).name == "mine"
+    assert GpuProfile.named("h200") == GpuProfile.named("H200") == GpuProfile.read(H200)
+    assert GpuProfile.named(str(mine)).name == GpuProfile.named("mine", tmp_path).name == "mine"
     with pytest.raises(HardwareError, match="no GPU 'h201': there are 4090, 910b, a100, h100, h200") as refused:
-        Hardware.named("h201")
+        GpuProfile.named("h201")
     assert "memplug doctor --measure" in refused.value.advice
 
 
@@ -194,7 +194,7 @@ def test_attention_computes_two_products_and_in_backward_five() -> None:
 def test_a_profile_that_is_none_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "gpu.json").write_text(text)
     with pytest.raises(HardwareError, match=said):
-        Hardware.read(tmp_path / "gpu.json")
+        GpuProfile.read(tmp_path / "gpu.json")
 
 
 def test_what_a_program_waits_for_on_the_host_has_values_of_any_size(device: VirtualDevice) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplug.predict.tune.protrain import (
-    Blocks,
+    BlockCounts,
     ChunkTimes,
     MemoryUnits,
     OperatorMemory,
@@ -84,14 +84,14 @@ def test_memory_in_use_is_followed_from_operator_to_operator() -> None:
 @pytest.mark.parametrize(
     ("blocks", "expected"),
     [
-        (Blocks(4), 1000 + 20 * 2 + 10 * 3),
-        (Blocks(4, swap=1, checkpoint=2), 1070 - 50 - 2 * 40),
-        (Blocks(4, swap=1, checkpoint=3), 1070 - 50 - 3 * 40 + 40),
-        (Blocks(4, checkpoint=4), 1070 - 4 * 40 + 40),
-        (Blocks(4, swap=4), 1070 - 4 * 50 + 40),
+        (BlockCounts(4), 1000 + 20 * 2 + 10 * 3),
+        (BlockCounts(4, swap=1, checkpoint=2), 1070 - 50 - 2 * 40),
+        (BlockCounts(4, swap=1, checkpoint=3), 1070 - 50 - 3 * 40 + 40),
+        (BlockCounts(4, checkpoint=4), 1070 - 4 * 40 + 40),
+        (BlockCounts(4, swap=4), 1070 - 4 * 50 + 40),
     ],
 )
-def test_where_no_block_keeps_what_it_saves_one_is_recomputed_at_the_peak(blocks: Blocks, expected: int) -> None:
+def test_where_no_block_keeps_what_it_saves_one_is_recomputed_at_the_peak(blocks: BlockCounts, expected: int) -> None:
     units = MemoryUnits(persistent=20, buffer=10, swapped=50, checkpointed=40)
     assert peak_bytes(1000, units, Placement(2, 3), blocks) == expected
 

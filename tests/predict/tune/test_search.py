@@ -14,9 +14,9 @@ from memplug.predict.tune.search import (
     SLOWER,
     Box,
     Configuration,
-    Layout,
-    Limits,
+    MemoryLimits,
     Prediction,
+    StepLayout,
     least_memory,
     search,
 )
@@ -63,7 +63,11 @@ estimators = st.builds(
 )
 layouts = st.lists(
     st.builds(
-        Layout, stage=st.integers(1, 3), offload=st.just("none"), micro_batch=st.integers(1, 2), accumulation=st.just(1)
+        StepLayout,
+        stage=st.integers(1, 3),
+        offload=st.just("none"),
+        micro_batch=st.integers(1, 2),
+        accumulation=st.just(1),
     ),
     min_size=1,
     max_size=2,
@@ -85,7 +89,9 @@ def spaces(draw: st.DrawFn) -> list[Box]:
     ]
 
 
-def brute_force(boxes: list[Box], table: Table, limits: Limits, count: int) -> list[tuple[Configuration, Prediction]]:
+def brute_force(
+    boxes: list[Box], table: Table, limits: MemoryLimits, count: int
+) -> list[tuple[Configuration, Prediction]]:
     """By trying all, with nothing of the search but its types."""
     every = [(at, table.predict(at)) for box in boxes for at in box]
     fitting = [
@@ -104,7 +110,7 @@ def brute_force(boxes: list[Box], table: Table, limits: Limits, count: int) -> l
 def test_the_best_are_those_of_trying_all_with_bounds_and_without(
     boxes: list[Box], table: Table, device: int, host: int, count: int
 ) -> None:
-    limits = Limits(device, host)
+    limits = MemoryLimits(device, host)
     expected = brute_force(boxes, table, limits, count)
     for exhaustive in (0, 10_000):
         found = search(boxes, table, limits, count, exhaustive=exhaustive)
@@ -120,7 +126,7 @@ def test_the_least_memory_is_that_of_trying_all(boxes: list[Box], table: Table, 
         return
     on_host = [made.device_bytes for made in every if made.host_bytes <= host]
     for exhaustive in (0, 10_000):
-        _, least = least_memory(boxes, table, Limits(0, host), exhaustive=exhaustive)
+        _, least = least_memory(boxes, table, MemoryLimits(0, host), exhaustive=exhaustive)
         if on_host:
             assert least.device_bytes == min(on_host) and least.host_bytes <= host
         else:
@@ -139,7 +145,7 @@ def test_a_bound_is_not_above_what_it_bounds(boxes: list[Box], table: Table) -> 
 
 
 def test_a_box_has_no_more_blocks_than_there_are_and_its_halves_are_all_of_it() -> None:
-    layout = Layout(stage=3, offload="none", micro_batch=1, accumulation=1)
+    layout = StepLayout(stage=3, offload="none", micro_batch=1, accumulation=1)
     box = Box(layout=layout, blocks=5, n_persist=range(2), n_buffer=range(1, 4), n_swap=range(4), n_checkpoint=range(6))
     every = list(box)
     assert len(every) == len(box) == len(set(every)) == 2 * 3 * (6 + 5 + 4 + 3)
@@ -149,10 +155,10 @@ def test_a_box_has_no_more_blocks_than_there_are_and_its_halves_are_all_of_it() 
 
 
 def test_reasons_are_counted_and_a_large_space_is_not_predicted_one_by_one() -> None:
-    layout = Layout(stage=3, offload="none", micro_batch=1, accumulation=1)
+    layout = StepLayout(stage=3, offload="none", micro_batch=1, accumulation=1)
     table = Table(4, (1, 0, 0), (1, 1), (1, 1, 0), (1, 1))
     box = Box(layout=layout, blocks=4, n_persist=range(5), n_buffer=range(4), n_swap=range(5), n_checkpoint=range(5))
-    limits = Limits(6, 18)
+    limits = MemoryLimits(6, 18)
     tried = search([box], table, limits, 3)
     assert set(tried.ruled_out) == {DEVICE, HOST} and tried.predicted == len(box)
     bounded = search([box], table, limits, 3, exhaustive=0)
@@ -161,9 +167,9 @@ def test_reasons_are_counted_and_a_large_space_is_not_predicted_one_by_one() -> 
 
 
 def test_seconds_of_a_token_count_not_seconds_of_a_step() -> None:
-    small, large = (Layout(stage=3, offload="none", micro_batch=n, accumulation=1) for n in (1, 2))
+    small, large = (StepLayout(stage=3, offload="none", micro_batch=n, accumulation=1) for n in (1, 2))
     table = Table(4, (0, 0, 0), (0, 0), (0, 0, 0), (0, 0))
     ranges = {"n_persist": range(1), "n_buffer": range(1), "n_swap": range(1), "n_checkpoint": range(1)}
     boxes = [Box(layout=each, blocks=4, **ranges) for each in (small, large)]
-    (first, made), _ = search(boxes, table, Limits(100, 100), 2).best
+    (first, made), _ = search(boxes, table, MemoryLimits(100, 100), 2).best
     assert first.layout == large and made.tokens_per_s == pytest.approx(32 / made.step_s)
