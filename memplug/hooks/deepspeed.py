@@ -34,7 +34,7 @@ from torch import nn
 from memplug.config import MemplugConfig, read_ds_config
 from memplug.ds_json.keys import offloads_of
 from memplug.errors import ConflictError, PatchError, UnsupportedVersionError
-from memplug.hooks.framework import Framework, Layers, Target
+from memplug.hooks.framework import AttachTarget, Framework, Layers
 from memplug.hooks.patching import ORIGINAL, is_patched, patch, put_back, uncompared, unnoticed, wrapped
 from memplug.session import report
 from memplug.session.attached import AttachedModel
@@ -49,32 +49,32 @@ VERSIONS = "deepspeed 0.16.5 to 0.19"
 class DeepSpeed(Framework):
     """See `Framework`."""
 
-    def claim(self, given: Any) -> Target | None:
+    def claim(self, given: Any) -> AttachTarget | None:
         if not is_engine(given):
             return None
-        return Target(given.module, (given.module,), given, torch.device(given.device))
+        return AttachTarget(given.module, (given.module,), given, torch.device(given.device))
 
-    def is_in(self, target: Target) -> bool:
+    def is_in(self, target: AttachTarget) -> bool:
         return is_engine(target.engine)
 
     def is_expert(self, module: nn.Module) -> bool:
         return type(module).__name__ == "Experts"
 
-    def block(self, target: Target) -> MemplugConfig:
+    def block(self, target: AttachTarget) -> MemplugConfig:
         return read_block(target.engine)
 
-    def explain_off(self, target: Target) -> None:
+    def explain_off(self, target: AttachTarget) -> None:
         if not has_block(target.engine):
             log.warning('memplug: off: the engine\'s configuration has no "memplug" block; pass {"enabled": true}')
 
-    def check_attached(self, target: Target) -> None:
+    def check_attached(self, target: AttachTarget) -> None:
         if not is_patched(target.engine, "step"):
             raise ConflictError(
                 "the engine's model was attached by itself, so that the session does not see the engine's steps",
                 "Detach that session and attach to the engine, or leave it to `memplug.install()`.",
             )
 
-    def check(self, target: Target, modules: Layers) -> None:
+    def check(self, target: AttachTarget, modules: Layers) -> None:
         checkpointing = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
         if checkpointing is not None and checkpointing.is_configured():
             raise ConflictError(
@@ -84,7 +84,7 @@ class DeepSpeed(Framework):
                 code="MP002",
             )
 
-    def check_states(self, target: Target) -> None:
+    def check_states(self, target: AttachTarget) -> None:
         offloads = " and ".join(offloads_of(_configuration(target.engine)))
         if offloads:
             raise ConflictError(
@@ -92,7 +92,7 @@ class DeepSpeed(Framework):
                 "Remove one of the two; only DeepSpeed's helps where the device has no room while the optimizer runs.",
             )
 
-    def groups(self, target: Target) -> Sequence[Any]:
+    def groups(self, target: AttachTarget) -> Sequence[Any]:
         """All that share the engine's parameters; where it splits layers too, all ranks of the job."""
         engine = target.engine
         group = getattr(engine, "seq_data_parallel_group", None) or getattr(engine, "data_parallel_group", None)
@@ -100,17 +100,17 @@ class DeepSpeed(Framework):
             return [group]
         return [list(range(dist.get_world_size()))] if dist.is_initialized() else []
 
-    def regathers(self, target: Target) -> bool:
+    def regathers(self, target: AttachTarget) -> bool:
         return target.engine.zero_optimization_stage() == 3
 
-    def layout(self, target: Target) -> Mapping[str, int]:
+    def layout(self, target: AttachTarget) -> Mapping[str, int]:
         engine = target.engine
         return {
             "zero_stage": engine.zero_optimization_stage(),
             "micro_batches": engine.gradient_accumulation_steps(),
         }
 
-    def hook(self, target: Target, modules: Layers, attached: AttachedModel) -> None:
+    def hook(self, target: AttachTarget, modules: Layers, attached: AttachedModel) -> None:
         """Let the engine mark steps, explain out-of-memory errors, and keep parameter gathering out of the regions."""
         engine = target.engine
 

@@ -40,7 +40,7 @@ def lies_in(name: str, outer: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class AttachTarget:
     """What `memplug.attach` was given.
 
     Attributes:
@@ -64,14 +64,14 @@ class Framework:
     `claim`, `layers` and `is_expert` are asked of all frameworks, the rest only of those that are in the target.
     """
 
-    def claim(self, given: Any) -> Target | None:
+    def claim(self, given: Any) -> AttachTarget | None:
         """The target, where memplug was given an engine or a list of modules of this framework's; else None.
 
         Raises:
             RegionError: it is the framework's, and cannot be attached to.
         """
 
-    def is_in(self, target: Target) -> bool:
+    def is_in(self, target: AttachTarget) -> bool:
         """Whether the target is driven by, or made of, this framework; without importing it."""
         raise NotImplementedError
 
@@ -83,40 +83,40 @@ class Framework:
         """Whether it holds experts of a mixture, whose memory depends on where the router sends the tokens."""
         return False
 
-    def block(self, target: Target) -> MemplugConfig | None:
+    def block(self, target: AttachTarget) -> MemplugConfig | None:
         """The block of the engine's own configuration; None where there is no engine of this framework's."""
 
-    def explain_off(self, target: Target) -> None:
+    def explain_off(self, target: AttachTarget) -> None:
         """Attached without a block, and memplug is off: log why, if this framework knows."""
 
-    def groups(self, target: Target) -> Sequence[Any]:
+    def groups(self, target: AttachTarget) -> Sequence[Any]:
         """Process groups, or lists of ranks, that train the target together, where this framework knows."""
         return ()
 
     def check_block(self, config: MemplugConfig, ranks: Ranks) -> None:
         """Called by all ranks that attach. Raises `ConfigError` where the block cannot be used with this framework."""
 
-    def check_attached(self, target: Target) -> None:
+    def check_attached(self, target: AttachTarget) -> None:
         """Raises `ConflictError` where the session that the model has is not one of this target."""
 
-    def check(self, target: Target, modules: Layers) -> None:
+    def check(self, target: AttachTarget, modules: Layers) -> None:
         """Raises `ConflictError`, `RegionError` or `UnsupportedVersionError` where modules cannot run as regions."""
 
-    def check_states(self, target: Target) -> None:
+    def check_states(self, target: AttachTarget) -> None:
         """Raises `ConflictError` where this framework moves optimizer states or parameters by itself."""
 
-    def regathers(self, target: Target) -> bool:
+    def regathers(self, target: AttachTarget) -> bool:
         """Whether parameters are gathered in every forward (ZeRO 3)."""
         return False
 
-    def layout(self, target: Target) -> Mapping[str, int]:
+    def layout(self, target: AttachTarget) -> Mapping[str, int]:
         """How the job is split over its ranks, such as {"zero_stage": 2}: a plan is good for no other."""
         return {}
 
-    def prepare(self, target: Target, name: str) -> Prepare | None:
+    def prepare(self, target: AttachTarget, name: str) -> Prepare | None:
         """What changes or checks the arguments of a region before each forward; of several frameworks, the first's."""
 
-    def hook(self, target: Target, modules: Layers, attached: AttachedModel) -> None:
+    def hook(self, target: AttachTarget, modules: Layers, attached: AttachedModel) -> None:
         """Mark steps and micro-batches, and keep out of the regions what is not theirs; `attached.at_detach` undoes it.
 
         Args:

@@ -40,7 +40,7 @@ from torch import nn
 from memplug.config import MemplugConfig
 from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
 from memplug.hooks import random_states
-from memplug.hooks.framework import Framework, Layers, Target, instances, outermost
+from memplug.hooks.framework import AttachTarget, Framework, Layers, instances, outermost
 from memplug.hooks.patching import patch, unnoticed
 from memplug.hooks.regions import Call, Prepare
 from memplug.session.attached import AttachedModel
@@ -72,13 +72,13 @@ _CONFLICTS = {
 class Megatron(Framework):
     """See `Framework`."""
 
-    def claim(self, given: Any) -> Target | None:
+    def claim(self, given: Any) -> AttachTarget | None:
         if not isinstance(given, (list, tuple)) or not given or not all(isinstance(part, nn.Module) for part in given):
             return None
         check_chunks(given)
-        return Target(nn.ModuleList(given), tuple(given))
+        return AttachTarget(nn.ModuleList(given), tuple(given))
 
-    def is_in(self, target: Target) -> bool:
+    def is_in(self, target: AttachTarget) -> bool:
         return bool(self.layers(target.model))
 
     def layers(self, model: nn.Module) -> Layers:
@@ -87,7 +87,7 @@ class Megatron(Framework):
     def is_expert(self, module: nn.Module) -> bool:
         return type(module).__name__ in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")
 
-    def groups(self, target: Target) -> Sequence[Any]:
+    def groups(self, target: AttachTarget) -> Sequence[Any]:
         """Its parallel groups are made of all ranks of the job, whichever of them a model's part talks to."""
         return [list(range(dist.get_world_size()))] if dist.is_initialized() else []
 
@@ -103,7 +103,7 @@ class Megatron(Framework):
                 "Give all ranks the same file.",
             )
 
-    def layout(self, target: Target) -> Mapping[str, int]:
+    def layout(self, target: AttachTarget) -> Mapping[str, int]:
         """Stages of a pipeline differ in how many micro-batches are in flight."""
         state = _module("megatron.core.parallel_state")
         if not state.model_parallel_is_initialized():
@@ -116,7 +116,7 @@ class Megatron(Framework):
             "tensor_parallel": state.get_tensor_model_parallel_world_size(),
         }
 
-    def check(self, target: Target, modules: Layers) -> None:
+    def check(self, target: AttachTarget, modules: Layers) -> None:
         """The model's configuration must not recompute, offload or capture the same layers."""
         check_version()
         for name, layer in self.layers(target.model):
@@ -141,10 +141,10 @@ class Megatron(Framework):
                     code="MP003",
                 )
 
-    def prepare(self, target: Target, name: str) -> Prepare:
+    def prepare(self, target: AttachTarget, name: str) -> Prepare:
         return arguments
 
-    def hook(self, target: Target, modules: Layers, attached: AttachedModel) -> None:
+    def hook(self, target: AttachTarget, modules: Layers, attached: AttachedModel) -> None:
         _hook_schedules(attached)
         _hook_memory_buffer(attached)
         _hook_losses(attached)

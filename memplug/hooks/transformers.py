@@ -9,7 +9,7 @@ from torch import nn
 
 from memplug.errors import ConflictError
 from memplug.hooks import caches
-from memplug.hooks.framework import Framework, Layers, Target, instances, lies_in, outermost
+from memplug.hooks.framework import AttachTarget, Framework, Layers, instances, lies_in, outermost
 from memplug.hooks.regions import Call, Prepare
 from memplug.hooks.withheld import Uses
 
@@ -19,7 +19,7 @@ LAYER_CLASS = "transformers.modeling_layers.GradientCheckpointingLayer"  # trans
 class Transformers(Framework):
     """See `Framework`. Any model may be made of its layers: a class of one's own may take a key-value cache too."""
 
-    def is_in(self, target: Target) -> bool:
+    def is_in(self, target: AttachTarget) -> bool:
         return True
 
     def layers(self, model: nn.Module) -> Layers:
@@ -29,11 +29,11 @@ class Transformers(Framework):
     def is_expert(self, module: nn.Module) -> bool:
         return "Experts" in type(module).__name__
 
-    def check(self, target: Target, modules: Layers) -> None:
+    def check(self, target: AttachTarget, modules: Layers) -> None:
         for name, _ in modules:
             check_checkpointing_is_off(layers_around(target.model, name))
 
-    def prepare(self, target: Target, name: str) -> Prepare:
+    def prepare(self, target: AttachTarget, name: str) -> Prepare:
         return functools.partial(arguments, layers_around(target.model, name), name, target.cache_uses)
 
 
@@ -81,7 +81,7 @@ def arguments(
         return call, args, kwargs
 
     def found(value: Any) -> Any:
-        return caches.Found(value, region, uses) if caches.is_cache(value) else value
+        return caches.FoundCache(value, region, uses) if caches.is_cache(value) else value
 
     kwargs = {name: found(value) for name, value in kwargs.items()}
     return functools.partial(caches.run, call), tuple(map(found, args)), kwargs

@@ -37,7 +37,7 @@ class PlannedProgram:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
+class TrainingPart:
     """What a run goes on from, whatever its techniques are.
 
     Attributes:
@@ -69,7 +69,7 @@ class MemoryPlan:
     """
 
     fingerprint: Fingerprint
-    training: Training | None = None
+    training: TrainingPart | None = None
     parts: Mapping[str, PlanPart | dict[str, Any]] = field(default_factory=dict)
     file: Path | None = None
 

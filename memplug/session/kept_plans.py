@@ -12,7 +12,7 @@ import numpy as np
 from memplug import native
 from memplug.beside import Beside
 from memplug.errors import LayoutError, coded
-from memplug.plans.schema import MemoryPlan, PlannedProgram, Training
+from memplug.plans.schema import MemoryPlan, PlannedProgram, TrainingPart
 from memplug.profile.records import Fingerprint
 from memplug.profile.similarity import Program, similar
 from memplug.session.adjuster import Adjuster, Lasting
@@ -191,11 +191,11 @@ class KeptPlans:
             parts=resumed.parts if resumed is not None else {},
         )
 
-    def _training(self, index: int, lasting: Lasting, recording: Recording | None) -> Training:
+    def _training(self, index: int, lasting: Lasting, recording: Recording | None) -> TrainingPart:
         program, resumed = lasting.program, self._plans.get(lasting)
         # a plan that was amended stays one of the run that made it: other ranks may have nothing to amend
         run, index = (self._store.run, index) if resumed is None else (resumed.training.run, resumed.training.index)
-        return Training(
+        return TrainingPart(
             run=run,
             index=index,
             program=program and _planned(program.baseline, recording),

@@ -14,7 +14,7 @@ from memplug.profile.trace import EventKind, cut
 from memplug.profile.trace_file import load
 from memplug.show.summary import rows, summary
 from memplug.show.timeline import timeline
-from memplug.show.words import Moment, moment
+from memplug.show.words import TraceMoment, moment
 from memplug.words import axis_unit, size
 from tests.support.rows import requests
 from tests.support.show_traces import MIB, odd_trace, training_trace
@@ -177,5 +177,5 @@ def test_a_moment_names_what_ran_and_its_step_where_there_are_several():
     event = int(np.flatnonzero(trace.events["kind"] == EventKind.FREE)[-1])
     assert str(moment(trace, event)) == "step 1, backward of micro-batch 1, layers.0, aten::mul (operator 33)"
     assert moment(cut(trace, 1), 0).step is None
-    assert moment(trace, -1) == Moment() and str(Moment()) == BEFORE
+    assert moment(trace, -1) == TraceMoment() and str(TraceMoment()) == BEFORE
     assert str(moment(load(LEGACY[0]), 3)) == "step 0, forward or backward 0, request event 3"
