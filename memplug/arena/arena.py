@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from memplug import native
-from memplug.arena.tables import Tables
+from memplug.arena.tables import ArenaTables
 from memplug.errors import ArenaError
 from memplug.profile.records import Pass
 from memplug.sizes import GIB
@@ -109,7 +109,7 @@ class Arena:
             raise ArenaError(f"there can be no planned arena: {_first_line(error)}", code="MP006") from None
         self._leave: weakref.finalize | None = None  # set while it serves; runs even if the session is never detached
 
-    def serve(self, tables: Tables) -> None:
+    def serve(self, tables: ArenaTables) -> None:
         """Serve this plan from the next step on; blocks of earlier plans stay valid.
 
         Torch's cached memory is released first, so that both fit.

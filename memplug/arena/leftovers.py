@@ -12,7 +12,7 @@ import numpy as np
 
 from memplug.arena.arena import Arena, Counters
 from memplug.arena.plan.part import AddressPlan
-from memplug.arena.tables import Tables
+from memplug.arena.tables import ArenaTables
 from memplug.sizes import BLOCK_BYTES, rounded_up
 
 SPARE_SHARE = 0.25  # of an annex, added because its requests are placed in the order in which they come
@@ -37,7 +37,7 @@ class LeftoverRoom:
         self._bytes = self._crowded_steps = 0
         self._refused = False
 
-    def end_step(self, step: Counters, plan: AddressPlan, tables: Tables) -> bool:
+    def end_step(self, step: Counters, plan: AddressPlan, tables: ArenaTables) -> bool:
         """Reserve, enlarge or release the annex between two steps.
 
         Args:
@@ -69,7 +69,7 @@ class LeftoverRoom:
         return True
 
 
-def displaced_bytes(plan: AddressPlan, tables: Tables, held: list[tuple[int, int]]) -> int:
+def displaced_bytes(plan: AddressPlan, tables: ArenaTables, held: list[tuple[int, int]]) -> int:
     """Return the most bytes in use at once by requests whose planned bytes overlap those that leftovers hold.
 
     Args:

@@ -10,14 +10,14 @@ from memplug.arena.plan.dynamic import dynamic_peak_bytes, dynamic_spaces, renew
 from memplug.arena.plan.from_trace import last_step, problem_of
 from memplug.arena.plan.part import AddressPlan, address_plan
 from memplug.arena.plan.problem import Problem, Solution
-from memplug.arena.tables import MARGIN_BYTES, Tables, tables_of
+from memplug.arena.tables import MARGIN_BYTES, ArenaTables, tables_of
 from memplug.profile.trace import Trace
 
 AMENDING_S = 2.0
 PLANNING_BYTES_PER_S = 64 << 20  # of the arena: a smaller arena can save less, so its plan gets less time
 
 
-def planned(trace: Trace, planner: str, checks: bool, folder: Path | None = None) -> tuple[AddressPlan, Tables]:
+def planned(trace: Trace, planner: str, checks: bool, folder: Path | None = None) -> tuple[AddressPlan, ArenaTables]:
     """Plan the last step of a trace.
 
     Args:
@@ -45,7 +45,7 @@ def plan_with_spaces(step: Trace, problem: Problem, solution: Solution) -> Addre
     return address_plan(problem, solution, dynamic_spaces(step, problem, solution), dynamic_peak_bytes(step))
 
 
-def amended(plan: AddressPlan, problem: Problem, planner: str) -> tuple[AddressPlan, Tables]:
+def amended(plan: AddressPlan, problem: Problem, planner: str) -> tuple[AddressPlan, ArenaTables]:
     """Plan the requests of `plan` again with the lifetimes of `problem`.
 
     Raises:

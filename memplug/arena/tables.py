@@ -40,7 +40,7 @@ MOST_STREAMS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tables:
+class ArenaTables:
     """A plan as the native arena reads it.
 
     Attributes:
@@ -71,7 +71,7 @@ PARTS = 32  # that a step is divided into, to look up which bytes are unused whe
 Spaces = tuple[tuple[int, int], ...]
 
 
-def tables_of(plan: AddressPlan) -> Tables:
+def tables_of(plan: AddressPlan) -> ArenaTables:
     """Return the tables of a plan that the judge has accepted.
 
     Requests on a 65th stream, for which `crosses` has no bit, are left to torch's allocator.
@@ -97,7 +97,7 @@ def tables_of(plan: AddressPlan) -> Tables:
     requests["spare"] = np.where(kept[rows], -1, len(groups) + len(reusable) + of_row)
     groups += [*reusable, *spare]
     spaces = [tuple((begin - kept_bytes, end - kept_bytes) for begin, end in group) for group in groups]
-    return Tables(
+    return ArenaTables(
         requests=requests,
         rows=rows,
         slots=_rows(KEPT_SLOT, offset=offsets[kept], kept=kind[kept]),

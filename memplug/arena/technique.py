@@ -27,7 +27,7 @@ from memplug.arena.judge import mistakes_of
 from memplug.arena.leftovers import LeftoverRoom
 from memplug.arena.plan.part import AddressPlan
 from memplug.arena.report import ArenaReport, report_of
-from memplug.arena.tables import Tables, tables_of
+from memplug.arena.tables import ArenaTables, tables_of
 from memplug.beside import Beside
 from memplug.block import ArenaConfig
 from memplug.errors import ArenaError
@@ -45,7 +45,7 @@ MOST_RECORDED_STEPS = 8
 MOST_AMENDMENTS = 16  # of one plan
 
 
-class State(enum.Enum):
+class ArenaState(enum.Enum):
     """The states of the arena."""
 
     WAITING = "waiting"  # until a program repeats
@@ -64,11 +64,11 @@ class Addresses:
         tables: the same plan, as the native arena reads it.
         amendments: how often it was amended.
         source: origin of the plan, for people; "" once it has served.
-        gradients_stay: see `memplug.plans.schema.Training`.
+        gradients_stay: see `memplug.plans.schema.TrainingPart`.
     """
 
     plan: AddressPlan
-    tables: Tables
+    tables: ArenaTables
     amendments: int
     source: str
     gradients_stay: bool = False
@@ -108,7 +108,7 @@ class PlannedAddresses(Technique[Addresses]):
         self.plan: AddressPlan | None = None
         self.plans = self.amendments = 0
         self._config, self._arena, self._beside, self._tell, self._folder = config, arena, beside, tell, folder
-        self._state = State.WAITING
+        self._state = ArenaState.WAITING
         self._serving: Addresses | None = None
         self._amending = 0  # how often the plan in the making will have been amended; 0: a new plan
         self._recorded: list[Trace] = []
@@ -135,14 +135,14 @@ class PlannedAddresses(Technique[Addresses]):
         return cls(config, Arena(given.device.torch_device, config.checks), given.beside(), given.tell, folder)
 
     @property
-    def state(self) -> State:
+    def state(self) -> ArenaState:
         """Return the present state; OFF once the technique is switched off."""
-        return State.OFF if self.off_because else self._state
+        return ArenaState.OFF if self.off_because else self._state
 
     @property
     def has_served_whole(self) -> bool:
         """Return whether the last step was served with no pass withheld; see `Technique`."""
-        return self.state is State.SERVING and self.step.planned > 0 and not self._was_withheld
+        return self.state is ArenaState.SERVING and self.step.planned > 0 and not self._was_withheld
 
     @property
     def counters(self) -> Counters:
@@ -159,12 +159,12 @@ class PlannedAddresses(Technique[Addresses]):
     @property
     def detail(self) -> Detail | None:
         """Return the detail to record the next step with: requests, if it will be planned from; else None."""
-        return Detail.REQUESTS if self.state is State.RECORDING else None
+        return Detail.REQUESTS if self.state is ArenaState.RECORDING else None
 
     @property
     def needs_places(self) -> bool:
         """Return whether requests need their places in the program, by which the arena tells them apart."""
-        return self.state is State.RECORDING or self._arena.serving
+        return self.state is ArenaState.RECORDING or self._arena.serving
 
     def begin_step(self) -> None:
         """Start serving the step."""
@@ -203,11 +203,11 @@ class PlannedAddresses(Technique[Addresses]):
         """
         if self._beside.is_busy:
             return self._made()
-        if self._state is State.WAITING:
-            self._state = State.RECORDING
-        elif self._state is State.RECORDING and trace is not None:
+        if self._state is ArenaState.WAITING:
+            self._state = ArenaState.RECORDING
+        elif self._state is ArenaState.RECORDING and trace is not None:
             return self._take(trace)
-        elif self._state is State.SERVING and not self._was_withheld:  # a step with withheld passes is not typical
+        elif self._state is ArenaState.SERVING and not self._was_withheld:  # a step with withheld passes is not typical
             if self._room.end_step(self.step, self._serving.plan, self._serving.tables):
                 self._mismatched_steps = 0
                 return None
@@ -215,7 +215,7 @@ class PlannedAddresses(Technique[Addresses]):
                 return self._amend()
             if self._departs():
                 self._tell(f"arena: {self._departure()}; making a new plan", logging.INFO)
-                self._state = State.RECORDING
+                self._state = ArenaState.RECORDING
         return None
 
     def judge(self, part: Addresses) -> str:
@@ -235,7 +235,7 @@ class PlannedAddresses(Technique[Addresses]):
             self._steps, self._mismatched_steps, self._patience = 0, 0, 1
         if self._is_first:
             self._withheld = (Pass.OPTIMIZER, Pass.BACKWARD) if part.gradients_stay else (Pass.OPTIMIZER,)
-        self._serving, self._state, self.plan = part, State.SERVING, part.plan
+        self._serving, self._state, self.plan = part, ArenaState.SERVING, part.plan
         problem, promised = part.plan.problem, part.plan.predictions
         self._tell(
             f"arena: {size(promised.arena_bytes)} for {len(problem):,} requests, the largest "
@@ -250,7 +250,7 @@ class PlannedAddresses(Technique[Addresses]):
         self._beside.stop()
         self._arena.close()
         self._recorded.clear()
-        self._state, self._serving, self._withheld = State.WAITING, None, ()
+        self._state, self._serving, self._withheld = ArenaState.WAITING, None, ()
         self._steps, self._mismatched_steps, self._patience = 0, 0, 1
 
     def report(self) -> ArenaReport:
@@ -305,7 +305,7 @@ class PlannedAddresses(Technique[Addresses]):
         if len(recorded) < 2 or not (_alike(*recorded[-2:]) or len(recorded) >= MOST_RECORDED_STEPS):
             return None
         recorded.clear()
-        self._state, self._amending = State.PLANNING, 0
+        self._state, self._amending = ArenaState.PLANNING, 0
         self._beside.begin(planning.planned, trace, self._config.planner, self._config.checks, self._folder)
         return self._made()
 

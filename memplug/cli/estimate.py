@@ -13,8 +13,8 @@ from memplug.cli.output import collected_warnings, echo_warnings, print_table, p
 
 if TYPE_CHECKING:
     from memplug.predict.estimator import Estimate
-    from memplug.predict.estimator.layout import Layout
-    from memplug.predict.estimator.request import Request
+    from memplug.predict.estimator.layout import RankLayout
+    from memplug.predict.estimator.request import EstimateRequest
     from memplug.predict.estimator.workload import Workload
 
 _ALL = "all"
@@ -167,10 +167,10 @@ class _Asked:
     """
 
     workload: "Workload"
-    request: "Request"
+    request: "EstimateRequest"
     settings: dict[str, Any]
     gpus: int | None
-    layout: "Layout | None"
+    layout: "RankLayout | None"
     micro_batches: int
 
     def run(self, say: Callable[[str], None]) -> "Estimate":
@@ -187,11 +187,11 @@ class _Asked:
 
     def limits(self, say: Callable[[str], None]) -> dict[str, dict[str, int]]:
         """Return the longest sequence and largest micro-batch that fit, by mode; empty if they are not searched for."""
-        from memplug.predict.estimator.limits import Limits
+        from memplug.predict.estimator.limits import LimitSearch
 
         if self.gpus is not None or self.layout is not None or self.request.trace is not None:
             return {}
-        searches = {mode: Limits(self.workload, self.request, mode, say) for mode in self.request.modes}
+        searches = {mode: LimitSearch(self.workload, self.request, mode, say) for mode in self.request.modes}
         return {
             mode: {"longest_seq_len": search.longest(), "largest_micro_batch": search.largest_batch()}
             for mode, search in searches.items()
@@ -213,13 +213,13 @@ def _asked(
         model: The file with the model's shape.
         split: Options of Megatron-Core's layout; empty: none was given.
         gpus: Ranks; None: not given.
-        request: Options of `Request.of`.
+        request: Options of `EstimateRequest.of`.
         given: Fields of `Workload`; None: taken from the files.
     """
     from memplug.config import read_ds_config
     from memplug.ds_json.reading import read_json
     from memplug.predict.estimator.engine import dtype_of, micro_batch_of
-    from memplug.predict.estimator.request import Request
+    from memplug.predict.estimator.request import EstimateRequest
     from memplug.predict.estimator.shapes import Shape
     from memplug.predict.estimator.values import Values
     from memplug.predict.estimator.workload import Workload
@@ -243,7 +243,7 @@ def _asked(
     if given["loss_tiles"] > 1 and (layout is not None or trace is not None or not head):
         raise typer.BadParameter("works only for a head of Hugging Face's, without --trace", param_hint="--tiled-loss")
     micro_batches = layouts.micro_batches_of(layout, settings)
-    return _Asked(workload, Request.of(block, **request), settings, gpus, layout, micro_batches)
+    return _Asked(workload, EstimateRequest.of(block, **request), settings, gpus, layout, micro_batches)
 
 
 def _modes(asked: str) -> tuple[str, ...]:

@@ -6,24 +6,24 @@ import typer
 
 if TYPE_CHECKING:
     from memplug.predict.estimator import Estimate
-    from memplug.predict.estimator.layout import Layout
+    from memplug.predict.estimator.layout import RankLayout
     from memplug.predict.estimator.workload import Workload
 
 
-def layout_of(workload: "Workload", split: dict[str, Any], gpus: int | None) -> "Layout | None":
+def layout_of(workload: "Workload", split: dict[str, Any], gpus: int | None) -> "RankLayout | None":
     """Return Megatron-Core's layout, or None if another framework trains."""
-    from memplug.predict.estimator.layout import Layout
+    from memplug.predict.estimator.layout import RankLayout
 
     if not split and (gpus is not None or not workload.shape.is_mixture):
         return None
     if not workload.head:
         raise typer.BadParameter("Megatron-Core trains all of the model", param_hint="--no-head")
-    layout = Layout(gpus=gpus or 0, **split)
+    layout = RankLayout(gpus=gpus or 0, **split)
     layout.check(workload.shape, workload.layers, workload.seq_len)
     return layout
 
 
-def micro_batches_of(layout: "Layout | None", settings: dict[str, Any]) -> int:
+def micro_batches_of(layout: "RankLayout | None", settings: dict[str, Any]) -> int:
     """Return the number of micro-batches in a step of Megatron-Core."""
     given = settings.get("gradient_accumulation_steps")
     return given if isinstance(given, int) or layout is None else layout.micro_batches
@@ -43,7 +43,7 @@ def words_of(workload: "Workload", *, optimizer: bool = True, micro_batches: int
     return ", ".join(parts)
 
 
-def facts_of(found: "Estimate", workload: "Workload", layout: "Layout", micro_batches: int) -> dict[str, Any]:
+def facts_of(found: "Estimate", workload: "Workload", layout: "RankLayout", micro_batches: int) -> dict[str, Any]:
     """Return facts on a training by Megatron-Core: title, layout, and each stage of the pipeline that was estimated."""
     import dataclasses
 

@@ -76,10 +76,10 @@ def _tuned(
     from memplug.predict.estimator.shapes import Shape
     from memplug.predict.tune import tuning
     from memplug.predict.tune.machine import Machine
-    from memplug.predict.virtual import Hardware
+    from memplug.predict.virtual import GpuProfile
 
     ds_config = read_json(ds_json)
-    shape, machine = Shape.read(model), Machine(hardware=Hardware.named(gpu), gpus=gpus)
+    shape, machine = Shape.read(model), Machine(hardware=GpuProfile.named(gpu), gpus=gpus)
     return tuning.tune(ds_config, shape, machine, host_gib * _GIB, seq_len=seq_len, micro_batch=micro_batch)
 
 

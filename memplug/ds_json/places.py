@@ -18,7 +18,7 @@ _LITERAL = re.compile(r"(?:true|false|null|NaN|-?Infinity|-?[0-9][-+.0-9eE]*)(?=
 _TO_THE_END = re.compile(r"[^\r\n]*")
 
 
-class Place(NamedTuple):
+class KeyPlace(NamedTuple):
     """A key of an object.
 
     Attributes:
@@ -59,9 +59,9 @@ class _Walk:
     def __init__(self, text: str) -> None:
         self._text, self._at, self._objects = text.removeprefix("\ufeff"), 0, 0
 
-    def keys(self) -> list[tuple[int, Place]]:
+    def keys(self) -> list[tuple[int, KeyPlace]]:
         """Return every key in the order of the text, with the running number of its object."""
-        found: list[tuple[int, Place]] = []
+        found: list[tuple[int, KeyPlace]] = []
         line, counted = 1, 0
         self._skip(_BLANK)
         # The outermost object may lack its braces.
@@ -80,7 +80,7 @@ class _Walk:
                     break
                 path = f"{inside[-1].path}.{_plain(key[0])}".lstrip(".")
                 line, counted = line + self._text.count("\n", counted, self._at), self._at
-                found.append((inside[-1].number, Place(path, line)))
+                found.append((inside[-1].number, KeyPlace(path, line)))
                 self._at = key.end()
                 self._skip(_BLANK)
                 if not self._text.startswith(":", self._at):

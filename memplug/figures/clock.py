@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from memplug.figures.figure import Axis, Bars, Panel, Runs
+from memplug.figures.figure import Axis, Bars, Panel, Stretches
 from memplug.figures.groups import by_phase, phase_letters, phase_words, sequence, short_names
 from memplug.profile.records import Layer, Phase
 
 
 def strips(
-    phases: Sequence[Phase], layers: Sequence[Layer], phase_runs: Runs, layer_runs: Runs, clock: str
+    phases: Sequence[Phase], layers: Sequence[Layer], phase_runs: Stretches, layer_runs: Stretches, clock: str
 ) -> list[Panel]:
     """Return the phases and the layers that ran, as rows of coloured stretches; a row without any is left out.
 
@@ -40,7 +40,7 @@ def strips(
     ]
 
 
-def _strip(clock: str, runs: Runs, looks: list[tuple[str, str, str]]) -> Bars:
+def _strip(clock: str, runs: Stretches, looks: list[tuple[str, str, str]]) -> Bars:
     start, end, value = (column[runs.value >= 0] for column in runs)
     rows = [(*looks[value], a, b) for a, b, value in zip(start, end, value.tolist(), strict=True)]
     return Bars(
@@ -53,7 +53,7 @@ def _strip(clock: str, runs: Runs, looks: list[tuple[str, str, str]]) -> Bars:
     )
 
 
-def runs(values: np.ndarray, at_most: int = 2000) -> Runs:
+def runs(values: np.ndarray, at_most: int = 2000) -> Stretches:
     """Return the stretches of equal values; if there are more than `at_most`, of so many evenly spaced samples."""
     bounds = np.arange(len(values) + 1)
     if len(_edges(values)) > at_most:
@@ -61,10 +61,10 @@ def runs(values: np.ndarray, at_most: int = 2000) -> Runs:
         bounds, values = cells.astype(np.int64), values[((cells[:-1] + cells[1:]) / 2).astype(np.int64)]
     edges = _edges(values)
     ends = np.append(edges, len(values))[1:]
-    return Runs(bounds[edges], bounds[ends], values[edges].astype(np.int64))
+    return Stretches(bounds[edges], bounds[ends], values[edges].astype(np.int64))
 
 
-def layer_runs(rows: np.ndarray, at_most: int = 2000) -> Runs:
+def layer_runs(rows: np.ndarray, at_most: int = 2000) -> Stretches:
     """Return the stretches of layers in operators or events, as `runs` does; each also ends where its phase ends."""
     layers = int(rows["layer"].max(initial=-1)) + 2
     found = runs(rows["phase"].astype(np.int64) * layers + rows["layer"] + 1, at_most)

@@ -17,7 +17,7 @@ from memplug.words import axis_unit
 INK, GRID, PEAK = "#333333", "#dddddd", "#b00020"
 
 
-class Runs(NamedTuple):
+class Stretches(NamedTuple):
     """Neighbouring half-open stretches [start, end) of the clock, with one value each; int64."""
 
     start: np.ndarray
@@ -26,7 +26,7 @@ class Runs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ColourGroup:
     """One name and colour for the items that share them."""
 
     label: str  # in the legend
@@ -73,7 +73,7 @@ class Stack:
 
     x: np.ndarray
     levels: np.ndarray  # [groups, places]
-    groups: Sequence[Group]
+    groups: Sequence[ColourGroup]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -97,7 +97,7 @@ class Bars:
     words: Sequence[str]
     names: Sequence[str] = ()  # for each bar, drawn where it fits
     thickness: float = 1.0
-    group: Group | None = None  # the common group of all bars, if they have a legend
+    group: ColourGroup | None = None  # the common group of all bars, if they have a legend
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -108,7 +108,7 @@ class Rectangles:
     upper: np.ndarray
     start: np.ndarray  # bytes
     stop: np.ndarray
-    groups: Sequence[Group]
+    groups: Sequence[ColourGroup]
     of: np.ndarray  # int64[n], index of `groups`
     ids: np.ndarray  # int64[n] or text
     clock: str  # unit of `lower` and `upper`, such as "event"
@@ -143,7 +143,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class Callout:
     """An arrow to a place, with a text."""
 
     x: float
@@ -157,7 +157,7 @@ class Panel:
 
     y: Axis
     height: float  # relative to the other panels
-    content: Sequence[Stack | Steps | Bars | Rectangles | Outlines | Spaces | Line | Mark]
+    content: Sequence[Stack | Steps | Bars | Rectangles | Outlines | Spaces | Line | Callout]
     # Alternatives drawn below the content, by the name of their colouring: a page switches between them.
     views: Mapping[str, Stack | Rectangles] = field(default_factory=dict)
     pictured: int = 1  # a picture shows so many of the views, each in a panel of its own

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memplug.figures.figure import Group
+from memplug.figures.figure import ColourGroup
 from memplug.profile.trace import Layer, Pass, Phase
 
 BEFORE = "before the recording"
@@ -42,7 +42,7 @@ LAYER_COLOURS = ("#440154", "#3b528b", "#21918c", "#5ec962", "#e8d92b")
 class Grouping:
     """Groups from the bottom of the stack up, and the group of each item."""
 
-    groups: tuple[Group, ...]  # the first is for memory allocated before the recording
+    groups: tuple[ColourGroup, ...]  # the first is for memory allocated before the recording
     of: np.ndarray  # int64, group of each phase or layer; one more at the end, for index -1
 
 
@@ -61,7 +61,7 @@ def phase_letters(phase: Phase) -> str:
 
 def by_phase(phases: Sequence[Phase]) -> Grouping:
     """Group phases by kind and micro-batch; if there are many micro-batches, neighbours share a group."""
-    groups = [Group(BEFORE, _BEFORE_COLOUR)]
+    groups = [ColourGroup(BEFORE, _BEFORE_COLOUR)]
     of = np.zeros(len(phases) + 1, np.int64)
     for kind, its in PASSES.items():
         members = sorted({phase.micro_batch for phase in phases if phase.kind == kind})
@@ -71,18 +71,18 @@ def by_phase(phases: Sequence[Phase]) -> Grouping:
                 label = label.replace("micro-batch ", "micro-batches ") + f"-{members[last]}"
             held = members[first : last + 1]
             of[[i for i, phase in enumerate(phases) if phase.kind == kind and phase.micro_batch in held]] = len(groups)
-            groups.append(Group(label, colour))
+            groups.append(ColourGroup(label, colour))
     return Grouping(tuple(groups), of)
 
 
 def by_layer(layers: Sequence[Layer]) -> Grouping:
     """Group layers in their order into at most AT_MOST groups, and one more for memory outside of layers."""
-    groups = [Group(BEFORE, _BEFORE_COLOUR), Group(OUTSIDE, _OUTSIDE_COLOUR)]
+    groups = [ColourGroup(BEFORE, _BEFORE_COLOUR), ColourGroup(OUTSIDE, _OUTSIDE_COLOUR)]
     of = np.ones(len(layers) + 1, np.int64)
     names = short_names(layers)
     for first, last, colour in _shares(len(layers), LAYER_COLOURS):
         of[first : last + 1] = len(groups)
-        groups.append(Group(range_words(names[first], names[last]), colour))
+        groups.append(ColourGroup(range_words(names[first], names[last]), colour))
     return Grouping(tuple(groups), of)
 
 

@@ -1,8 +1,8 @@
 """The interface by which a technique describes and draws itself.
 
 It covers the technique's part of a plan, two plans, its section of the block, and the libraries that it builds.
-`memplug.<technique>.picture` has an implementation named `Picture`; the code that shows plans asks all techniques that
-are there, and names none.
+`memplug.<technique>.picture` has an instance of an implementation, named `PICTURE`; the code that shows plans asks all
+techniques that are there, and names none.
 """
 
 from __future__ import annotations

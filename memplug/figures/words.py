@@ -19,7 +19,7 @@ AT_MOST = 8
 """Rows of one kind."""
 
 
-class Tables(Protocol):
+class RequestTables(Protocol):
     """The tables that rows of requests refer to."""
 
     @property
@@ -31,7 +31,7 @@ class Tables(Protocol):
         """Return the layers, by index."""
 
 
-def bytes_by(column: str, tables: Tables, of: np.ndarray, nbytes: np.ndarray) -> Counter[str]:
+def bytes_by(column: str, tables: RequestTables, of: np.ndarray, nbytes: np.ndarray) -> Counter[str]:
     """Return sums of bytes by phase or by layer, in words.
 
     Args:

@@ -18,7 +18,7 @@ from memplug.device.device import KINDS, Device, device_of
 from memplug.errors import ConflictError, RegionError
 from memplug.hooks import first_forward, flex_attention, frameworks, groups, optimizers, transformer_engine, units
 from memplug.hooks import regions as region_hooks
-from memplug.hooks.framework import Layers, Target
+from memplug.hooks.framework import AttachTarget, Layers
 from memplug.hooks.groups import Group
 from memplug.hooks.job import job_of
 from memplug.hooks.places import Places
@@ -87,7 +87,7 @@ def attach(
     return session
 
 
-def _begin(target: Target, config: MemplugConfig, ranks: Ranks) -> Session:
+def _begin(target: AttachTarget, config: MemplugConfig, ranks: Ranks) -> Session:
     for framework in frameworks.frameworks_in(target):
         framework.check_block(config, ranks)
     if not config.active:
@@ -103,7 +103,7 @@ def _tensors_of(model: weakref.ref[nn.Module]) -> Iterator[torch.Tensor]:
     return iter(()) if alive is None else itertools.chain(alive.parameters(), alive.buffers())
 
 
-def _target_of(given: Any) -> Target:
+def _target_of(given: Any) -> AttachTarget:
     if isinstance(given, (list, tuple)) and len(given) == 1:
         given = given[0]
     claimed = next(filter(None, (framework.claim(given) for framework in frameworks.FRAMEWORKS)), None)
@@ -113,10 +113,10 @@ def _target_of(given: Any) -> Target:
             f"{type(given).__name__}",
             "Pass the engine or the model.",
         )
-    return claimed or Target(given, (given,))
+    return claimed or AttachTarget(given, (given,))
 
 
-def _attach(target: Target, config: MemplugConfig, device: Device, ranks: Ranks) -> Session:
+def _attach(target: AttachTarget, config: MemplugConfig, device: Device, ranks: Ranks) -> Session:
     used = frameworks.frameworks_in(target)
     found = find_layers(target.model, config)
     modules = found if config.tokenwise.enabled else []
@@ -188,7 +188,7 @@ def find_layers(model: nn.Module, config: MemplugConfig) -> Layers:
     return layers
 
 
-def _device_of(target: Target) -> torch.device:
+def _device_of(target: AttachTarget) -> torch.device:
     name = type(target.chunks[0]).__name__
     devices = {parameter.device for parameter in target.model.parameters()}
     if len(devices) != 1:

@@ -38,7 +38,7 @@ def is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length") and hasattr(value, "__dict__")
 
 
-class Found:
+class FoundCache:
     """A cache as one forward of a region found it; stands for the cache among that forward's arguments.
 
     Args:
@@ -61,7 +61,7 @@ class Found:
 
     def enter(self) -> Any:
         """Return the copy for a run that begins."""
-        return copied(self._cache, _Layers)
+        return copied(self._cache, _CacheLayers)
 
     def leave(self, used: Any) -> None:
         """Give the cache the state of the copy that a forward used, and keep the state that the forward found."""
@@ -75,7 +75,7 @@ class Found:
         kept = {id(tensor) for tensor in tensors_in(vars(before))}
         withheld = Withheld(self._region, self._uses)
         for name, value in list(vars(used).items()):
-            if isinstance(value, _Layers):
+            if isinstance(value, _CacheLayers):
                 value.put_into(cache.layers, self._region, self._uses)
                 # keep no other layers: tensors that they get later may lead back here through their graph
                 before.layers = [value.found.get(at) for at in range(len(before.layers))]
@@ -88,11 +88,11 @@ class Found:
 
 
 def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a region's forward on a copy of each `Found` cache."""
-    entered: list[tuple[Found, Any]] = []
+    """Run a region's forward on a copy of each `FoundCache` cache."""
+    entered: list[tuple[FoundCache, Any]] = []
 
     def own(value: Any) -> Any:
-        if isinstance(value, Found):
+        if isinstance(value, FoundCache):
             entered.append((value, value.enter()))
             return entered[-1][1]
         return value
@@ -104,7 +104,7 @@ def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return out
 
 
-class _Layers(list):
+class _CacheLayers(list):
     """A cache's layers; each is copied once a run asks for it.
 
     Attributes:

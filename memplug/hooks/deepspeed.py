@@ -34,7 +34,7 @@ from torch import nn
 from memplug.config import MemplugConfig, read_ds_config
 from memplug.ds_json.keys import offloads_of
 from memplug.errors import ConflictError, PatchError, UnsupportedVersionError
-from memplug.hooks.framework import Framework, Layers, Target
+from memplug.hooks.framework import AttachTarget, Framework, Layers
 from memplug.hooks.patching import ORIGINAL, is_patched, patch, put_back, uncompared, unnoticed, wrapped
 from memplug.session import report
 from memplug.session.attached import AttachedModel
@@ -49,13 +49,13 @@ VERSIONS = "deepspeed 0.16.5 to 0.19"
 class DeepSpeed(Framework):
     """DeepSpeed's engines, their configuration and their steps."""
 
-    def claim(self, given: Any) -> Target | None:
+    def claim(self, given: Any) -> AttachTarget | None:
         """Return the target for a DeepSpeed engine, else None."""
         if not is_engine(given):
             return None
-        return Target(given.module, (given.module,), given, torch.device(given.device))
+        return AttachTarget(given.module, (given.module,), given, torch.device(given.device))
 
-    def is_in(self, target: Target) -> bool:
+    def is_in(self, target: AttachTarget) -> bool:
         """Return whether a DeepSpeed engine drives the target."""
         return is_engine(target.engine)
 
@@ -63,16 +63,16 @@ class DeepSpeed(Framework):
         """Return whether a module is DeepSpeed's `Experts`."""
         return type(module).__name__ == "Experts"
 
-    def block(self, target: Target) -> MemplugConfig:
+    def block(self, target: AttachTarget) -> MemplugConfig:
         """Return the block of the engine's configuration."""
         return read_block(target.engine)
 
-    def explain_off(self, target: Target) -> None:
+    def explain_off(self, target: AttachTarget) -> None:
         """Warn if the engine's configuration has no block."""
         if not has_block(target.engine):
             log.warning('memplug: off: the engine\'s configuration has no "memplug" block; pass {"enabled": true}')
 
-    def check_attached(self, target: Target) -> None:
+    def check_attached(self, target: AttachTarget) -> None:
         """Raise `ConflictError` if the session was attached to the model alone, and does not see the engine's steps."""
         if not is_patched(target.engine, "step"):
             raise ConflictError(
@@ -80,7 +80,7 @@ class DeepSpeed(Framework):
                 "Detach that session and attach to the engine, or leave it to `memplug.install()`.",
             )
 
-    def check(self, target: Target, modules: Layers) -> None:
+    def check(self, target: AttachTarget, modules: Layers) -> None:
         """Raise `ConflictError` if DeepSpeed's activation checkpointing is configured."""
         checkpointing = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
         if checkpointing is not None and checkpointing.is_configured():
@@ -91,7 +91,7 @@ class DeepSpeed(Framework):
                 code="MP002",
             )
 
-    def check_states(self, target: Target) -> None:
+    def check_states(self, target: AttachTarget) -> None:
         """Raise `ConflictError` if DeepSpeed offloads optimizer states or parameters."""
         offloads = " and ".join(offloads_of(_configuration(target.engine)))
         if offloads:
@@ -100,7 +100,7 @@ class DeepSpeed(Framework):
                 "Remove one of the two; only DeepSpeed's helps if device memory runs out in the optimizer.",
             )
 
-    def groups(self, target: Target) -> Sequence[Any]:
+    def groups(self, target: AttachTarget) -> Sequence[Any]:
         """Return the group that shares the engine's parameters; if it splits layers too, all ranks of the job."""
         engine = target.engine
         group = getattr(engine, "seq_data_parallel_group", None) or getattr(engine, "data_parallel_group", None)
@@ -108,11 +108,11 @@ class DeepSpeed(Framework):
             return [group]
         return [list(range(dist.get_world_size()))] if dist.is_initialized() else []
 
-    def regathers(self, target: Target) -> bool:
+    def regathers(self, target: AttachTarget) -> bool:
         """Return whether the engine uses ZeRO 3."""
         return target.engine.zero_optimization_stage() == 3
 
-    def layout(self, target: Target) -> Mapping[str, int]:
+    def layout(self, target: AttachTarget) -> Mapping[str, int]:
         """Return the ZeRO stage and the number of micro-batches."""
         engine = target.engine
         return {
@@ -120,7 +120,7 @@ class DeepSpeed(Framework):
             "micro_batches": engine.gradient_accumulation_steps(),
         }
 
-    def hook(self, target: Target, modules: Layers, attached: AttachedModel) -> None:
+    def hook(self, target: AttachTarget, modules: Layers, attached: AttachedModel) -> None:
         """Patch the engine to mark steps, explain out-of-memory errors, and keep gathering out of the regions."""
         engine = target.engine
 

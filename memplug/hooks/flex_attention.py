@@ -31,7 +31,7 @@ from memplug.errors import coded
 from memplug.hooks.patching import patch
 from memplug.session.attached import AttachedModel
 from memplug.tokenwise.engine.core import core
-from memplug.tokenwise.engine.operators import Kind
+from memplug.tokenwise.engine.operators import CaptureKind
 from memplug.tokenwise.engine.units import Unit
 from memplug.tokenwise.engine.watch import AddressMode
 from memplug.torch_private import (
@@ -85,7 +85,7 @@ class _Backend:
                 executor = core().observing_executor()
                 if executor is None or not all(map(_is_plain, args)):  # in a recompute pass, or inside another unit
                     return call(*args)
-                unit = Unit(executor, "flex_attention", Kind.ATTENTION, puts_back=False)
+                unit = Unit(executor, "flex_attention", CaptureKind.ATTENTION, puts_back=False)
                 return unit.run(call, args, {})
             finally:
                 core().pause()

@@ -47,7 +47,7 @@ def lies_in(name: str, outer: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class AttachTarget:
     """The target of `memplug.attach`.
 
     Attributes:
@@ -71,7 +71,7 @@ class Framework:
     `claim`, `layers` and `is_expert` are called for all frameworks, the other methods only for those in the target.
     """
 
-    def claim(self, given: Any) -> Target | None:
+    def claim(self, given: Any) -> AttachTarget | None:
         """Return the target if `given` is an engine or a list of modules of this framework, else None.
 
         Args:
@@ -81,7 +81,7 @@ class Framework:
             RegionError: it belongs to the framework, but memplug cannot attach to it.
         """
 
-    def is_in(self, target: Target) -> bool:
+    def is_in(self, target: AttachTarget) -> bool:
         """Return whether this framework drives the target or defines its modules, without importing the framework."""
         raise NotImplementedError
 
@@ -93,40 +93,40 @@ class Framework:
         """Return whether a module holds experts of a mixture, whose memory depends on the router's choices."""
         return False
 
-    def block(self, target: Target) -> MemplugConfig | None:
+    def block(self, target: AttachTarget) -> MemplugConfig | None:
         """Return the block of the engine's own configuration; None without an engine of this framework."""
 
-    def explain_off(self, target: Target) -> None:
+    def explain_off(self, target: AttachTarget) -> None:
         """Log why memplug is off after an attach without a block, if this framework knows."""
 
-    def groups(self, target: Target) -> Sequence[Any]:
+    def groups(self, target: AttachTarget) -> Sequence[Any]:
         """Return the process groups, or lists of ranks, that train the target together, if this framework knows."""
         return ()
 
     def check_block(self, config: MemplugConfig, ranks: Ranks) -> None:
         """Raise `ConfigError` if the block cannot be used with this framework; called by all ranks that attach."""
 
-    def check_attached(self, target: Target) -> None:
+    def check_attached(self, target: AttachTarget) -> None:
         """Raise `ConflictError` if the model's existing session was not attached to this target."""
 
-    def check(self, target: Target, modules: Layers) -> None:
+    def check(self, target: AttachTarget, modules: Layers) -> None:
         """Raise `ConflictError`, `RegionError` or `UnsupportedVersionError` if the modules cannot run as regions."""
 
-    def check_states(self, target: Target) -> None:
+    def check_states(self, target: AttachTarget) -> None:
         """Raise `ConflictError` if this framework moves optimizer states or parameters itself."""
 
-    def regathers(self, target: Target) -> bool:
+    def regathers(self, target: AttachTarget) -> bool:
         """Return whether parameters are gathered in every forward (ZeRO 3)."""
         return False
 
-    def layout(self, target: Target) -> Mapping[str, int]:
+    def layout(self, target: AttachTarget) -> Mapping[str, int]:
         """Return how the job is split over its ranks, such as {"zero_stage": 2}; a plan is valid for one layout."""
         return {}
 
-    def prepare(self, target: Target, name: str) -> Prepare | None:
+    def prepare(self, target: AttachTarget, name: str) -> Prepare | None:
         """Return a function that changes or checks a region's arguments; the first framework that has one is asked."""
 
-    def hook(self, target: Target, modules: Layers, attached: AttachedModel) -> None:
+    def hook(self, target: AttachTarget, modules: Layers, attached: AttachedModel) -> None:
         """Mark steps and micro-batches, and keep the framework's own work out of the regions.
 
         Register each change with `attached.at_detach`, so that detaching undoes it.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from memplug.hooks.deepspeed import DeepSpeed
-from memplug.hooks.framework import Framework, Target
+from memplug.hooks.framework import AttachTarget, Framework
 from memplug.hooks.megatron import Megatron
 from memplug.hooks.transformers import Transformers
 
 FRAMEWORKS: tuple[Framework, ...] = (DeepSpeed(), Megatron(), Transformers())
 
 
-def frameworks_in(target: Target) -> list[Framework]:
+def frameworks_in(target: AttachTarget) -> list[Framework]:
     """Return the frameworks that drive the target or define its modules."""
     return [framework for framework in FRAMEWORKS if framework.is_in(target)]
 

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from memplug.errors import RanksError
-from memplug.hooks.framework import Target, instances
+from memplug.hooks.framework import AttachTarget, instances
 from memplug.hooks.patching import patch
 from memplug.session.attached import AttachedModel
 from memplug.torch_private import KNOWN
@@ -23,7 +23,7 @@ Group = Any
 """A process group, or a list of ranks of the world."""
 
 
-def members_of(target: Target, group: Group | None, found: Sequence[Group]) -> list[int] | None:
+def members_of(target: AttachTarget, group: Group | None, found: Sequence[Group]) -> list[int] | None:
     """Return the ranks of the world that train a model together, the same list on each of them.
 
     Without a group, these are the ranks of the largest group that the model's wrappers and parameters have
@@ -87,7 +87,7 @@ def _named(group: Group) -> list[int]:
     return ranks
 
 
-def _groups(target: Target) -> Iterator[Group]:
+def _groups(target: AttachTarget) -> Iterator[Group]:
     for chunk in (target.model, *target.chunks):
         for module in chunk.modules():
             if isinstance(module, DistributedDataParallel):

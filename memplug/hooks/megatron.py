@@ -40,7 +40,7 @@ from torch import nn
 from memplug.config import MemplugConfig
 from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
 from memplug.hooks import random_states
-from memplug.hooks.framework import Framework, Layers, Target, instances, outermost
+from memplug.hooks.framework import AttachTarget, Framework, Layers, instances, outermost
 from memplug.hooks.patching import patch, unnoticed
 from memplug.hooks.regions import Call, Prepare
 from memplug.session.attached import AttachedModel
@@ -71,14 +71,14 @@ _CONFLICTS = {
 class Megatron(Framework):
     """Megatron-Core's layers, schedules and parallel groups."""
 
-    def claim(self, given: Any) -> Target | None:
+    def claim(self, given: Any) -> AttachTarget | None:
         """Return the target for a list of the chunks of one Megatron-Core model, else None."""
         if not isinstance(given, (list, tuple)) or not given or not all(isinstance(part, nn.Module) for part in given):
             return None
         check_chunks(given)
-        return Target(nn.ModuleList(given), tuple(given))
+        return AttachTarget(nn.ModuleList(given), tuple(given))
 
-    def is_in(self, target: Target) -> bool:
+    def is_in(self, target: AttachTarget) -> bool:
         """Return whether the target has Megatron-Core layers."""
         return bool(self.layers(target.model))
 
@@ -90,7 +90,7 @@ class Megatron(Framework):
         """Return whether a module is one of Megatron-Core's expert MLPs."""
         return type(module).__name__ in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")
 
-    def groups(self, target: Target) -> Sequence[Any]:
+    def groups(self, target: AttachTarget) -> Sequence[Any]:
         """Return all ranks of the job, since Megatron-Core makes its parallel groups from all of them."""
         return [list(range(dist.get_world_size()))] if dist.is_initialized() else []
 
@@ -106,7 +106,7 @@ class Megatron(Framework):
                 "Give all ranks the same file.",
             )
 
-    def layout(self, target: Target) -> Mapping[str, int]:
+    def layout(self, target: AttachTarget) -> Mapping[str, int]:
         """Return the sizes of the parallel groups, and the pipeline rank: it decides the micro-batches in flight."""
         state = _module("megatron.core.parallel_state")
         if not state.model_parallel_is_initialized():
@@ -119,7 +119,7 @@ class Megatron(Framework):
             "tensor_parallel": state.get_tensor_model_parallel_world_size(),
         }
 
-    def check(self, target: Target, modules: Layers) -> None:
+    def check(self, target: AttachTarget, modules: Layers) -> None:
         """Raise an error if the model's configuration recomputes, offloads or captures the layers itself."""
         check_version()
         for name, layer in self.layers(target.model):
@@ -144,11 +144,11 @@ class Megatron(Framework):
                     code="MP003",
                 )
 
-    def prepare(self, target: Target, name: str) -> Prepare:
+    def prepare(self, target: AttachTarget, name: str) -> Prepare:
         """Return the check of a layer's arguments."""
         return arguments
 
-    def hook(self, target: Target, modules: Layers, attached: AttachedModel) -> None:
+    def hook(self, target: AttachTarget, modules: Layers, attached: AttachedModel) -> None:
         """Patch the schedules, the memory buffer, the losses and the gathering of parameters."""
         _hook_schedules(attached)
         _hook_memory_buffer(attached)

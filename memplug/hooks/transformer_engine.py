@@ -52,16 +52,16 @@ from memplug.hooks.patching import patch
 from memplug.hooks.units import make_unit
 from memplug.session.attached import AttachedModel
 from memplug.tokenwise.engine.executor import Executor
-from memplug.tokenwise.engine.operators import Kind
+from memplug.tokenwise.engine.operators import CaptureKind
 from memplug.tokenwise.engine.units import Unit
 
 VERSIONS = "transformer-engine 1.13 to 2.20"
 
 _ROW_WISE = {"Linear", "LayerNormLinear", "LayerNormMLP", "LayerNorm", "RMSNorm"}
 _KINDS = {
-    **dict.fromkeys(("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"), Kind.ROWS),
+    **dict.fromkeys(("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"), CaptureKind.ROWS),
     **dict.fromkeys(("LayerNorm", "RMSNorm"), None),
-    "DotProductAttention": Kind.ATTENTION,
+    "DotProductAttention": CaptureKind.ATTENTION,
 }
 _QUEUE = "global_fp8_buffer_pos_fwd_recompute"
 _NOTHING = contextlib.nullcontext()
@@ -170,7 +170,7 @@ def _partners(module: nn.Module, own: str) -> frozenset[int] | None:
 
 
 @dataclass
-class _State:
+class _UnitState:
     """The state that a unit's forward ran with.
 
     Attributes:
@@ -201,19 +201,19 @@ class _Passes:
         asked = (getattr(part, "will_execute_quantized", None) for part in self._modules)
         self._asked = [ask for ask in asked if ask is not None]
 
-    def forward(self) -> AbstractContextManager[_State]:
+    def forward(self) -> AbstractContextManager[_UnitState]:
         """Return a context for a forward; its state is complete once the context exits."""
-        state = _State(self.is_quantized(), _autocast()[0]())
+        state = _UnitState(self.is_quantized(), _autocast()[0]())
         return self._noting(state) if state.is_quantized else contextlib.nullcontext(state)
 
-    def again(self, state: _State | None) -> AbstractContextManager[None]:
+    def again(self, state: _UnitState | None) -> AbstractContextManager[None]:
         """Return a context that runs the unit again with a forward's state."""
         if state is None or not (state.is_quantized or _manager().is_fp8_enabled()):
             return _NOTHING
         return self._with(state)
 
     @contextlib.contextmanager
-    def _noting(self, state: _State) -> Iterator[_State]:
+    def _noting(self, state: _UnitState) -> Iterator[_UnitState]:
         recompute = _distributed().activation_recompute_forward
         lengths = {number: len(queue) for number, queue in self._queues()}
         firsts = len(recompute._is_first_fp8_module)
@@ -228,7 +228,7 @@ class _Passes:
                     state.is_first.append(recompute._is_first_fp8_module.pop())
 
     @contextlib.contextmanager
-    def _with(self, state: _State) -> Iterator[None]:
+    def _with(self, state: _UnitState) -> Iterator[None]:
         recompute, (get, put) = _distributed().activation_recompute_forward, _autocast()
         queues, firsts = dict(self._queues()), recompute._is_first_fp8_module
         lengths = {number: len(queue) for number, queue in queues.items()}

@@ -9,7 +9,7 @@ from torch import nn
 
 from memplug.errors import ConflictError
 from memplug.hooks import caches
-from memplug.hooks.framework import Framework, Layers, Target, instances, lies_in, outermost
+from memplug.hooks.framework import AttachTarget, Framework, Layers, instances, lies_in, outermost
 from memplug.hooks.regions import Call, Prepare
 from memplug.hooks.withheld import Uses
 
@@ -19,7 +19,7 @@ LAYER_CLASS = "transformers.modeling_layers.GradientCheckpointingLayer"  # trans
 class Transformers(Framework):
     """Hugging Face's layers and caches. Counts as part of every target: a user's own class may take a cache too."""
 
-    def is_in(self, target: Target) -> bool:
+    def is_in(self, target: AttachTarget) -> bool:
         """Return True: any model may contain such layers."""
         return True
 
@@ -31,12 +31,12 @@ class Transformers(Framework):
         """Return whether a module's class is named as one with experts."""
         return "Experts" in type(module).__name__
 
-    def check(self, target: Target, modules: Layers) -> None:
+    def check(self, target: AttachTarget, modules: Layers) -> None:
         """Raise `ConflictError` if gradient checkpointing is on in a layer that shares operators with a region."""
         for name, _ in modules:
             check_checkpointing_is_off(layers_around(target.model, name))
 
-    def prepare(self, target: Target, name: str) -> Prepare:
+    def prepare(self, target: AttachTarget, name: str) -> Prepare:
         """Return the function that gives a region copies of its caches."""
         return functools.partial(arguments, layers_around(target.model, name), name, target.cache_uses)
 
@@ -90,7 +90,7 @@ def arguments(
         return call, args, kwargs
 
     def found(value: Any) -> Any:
-        return caches.Found(value, region, uses) if caches.is_cache(value) else value
+        return caches.FoundCache(value, region, uses) if caches.is_cache(value) else value
 
     kwargs = {name: found(value) for name, value in kwargs.items()}
     return functools.partial(caches.run, call), tuple(map(found, args)), kwargs

@@ -58,7 +58,7 @@ class Withheld:
     def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Withhold a tensor; return a meta tensor that stands for it."""
         place = torch.empty_like(tensor, device="meta", requires_grad=False)
-        self._places.append((place, core().Withheld(tensor)))
+        self._places.append((place, core().WithheldTensor(tensor)))
         return place
 
     def has(self, tensor: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from memplug.errors import LayoutError
 from memplug.files import opened, path_of, write_whole
-from memplug.plans.schema import DAMAGED, FORMAT, MemoryPlan, PlanPart, Training
+from memplug.plans.schema import DAMAGED, FORMAT, MemoryPlan, PlanPart, TrainingPart
 from memplug.plans.values import read, text_of
 from memplug.profile.records import Fingerprint
 
@@ -26,11 +26,11 @@ _ANOTHER = "Give the path of a plan that `memplug plan` has written (.json)."
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Head:
+class _PlanHeader:
     """A plan without its parts."""
 
     fingerprint: Fingerprint
-    training: Training | None
+    training: TrainingPart | None
 
 
 def save(plan: MemoryPlan, path: str | Path) -> None:
@@ -119,5 +119,5 @@ def _plan(document: dict[str, Any], file: Path) -> MemoryPlan:
     parts = document.pop("parts")
     if not isinstance(parts, dict) or not all(isinstance(part, dict) for part in parts.values()):
         raise ValueError("a part is not a JSON object")
-    head = read(_Head, document)
+    head = read(_PlanHeader, document)
     return MemoryPlan(fingerprint=head.fingerprint, training=head.training, parts=parts, file=file)

@@ -39,7 +39,7 @@ class PlannedProgram:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
+class TrainingPart:
     """The state that a run resumes from, apart from its techniques' parts.
 
     Attributes:
@@ -71,7 +71,7 @@ class MemoryPlan:
     """
 
     fingerprint: Fingerprint
-    training: Training | None = None
+    training: TrainingPart | None = None
     parts: Mapping[str, PlanPart | dict[str, Any]] = field(default_factory=dict)
     file: Path | None = None
 

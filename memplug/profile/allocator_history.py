@@ -20,7 +20,18 @@ import numpy as np
 from memplug.errors import TraceError
 from memplug.files import opened, path_of
 from memplug.profile import plain_pickle
-from memplug.profile.trace import OPERATOR, REQUEST_EVENT, TENSOR, USE, Event, Fingerprint, Layer, Pass, Phase, Trace
+from memplug.profile.trace import (
+    OPERATOR,
+    REQUEST_EVENT,
+    TENSOR,
+    USE,
+    EventKind,
+    Fingerprint,
+    Layer,
+    Pass,
+    Phase,
+    Trace,
+)
 
 ADDRESSES, MADE_UP = "addresses", "made up by memplug"
 """Key and value in a snapshot that memplug made from a trace (see `show.snapshot`), and not torch."""
@@ -231,7 +242,7 @@ class _Replay:
         address, size = _size(entry["addr"]), _size(entry["size"])
         self._lose(address, max(size, 1))
         stream = self._stream(entry)
-        self._rows.append((Event.MALLOC, self._requests, size, stream, self._site(entry.get("frames") or ())))
+        self._rows.append((EventKind.MALLOC, self._requests, size, stream, self._site(entry.get("frames") or ())))
         self._live[address] = self._requests, size, stream
         bisect.insort(self._order, address)
         self._seen.add(address)
@@ -246,7 +257,7 @@ class _Replay:
         else:
             self._seen.add(address)
             self.base_bytes += size
-            self._rows.append((Event.FREE, -1, size, self._stream(entry), -1))
+            self._rows.append((EventKind.FREE, -1, size, self._stream(entry), -1))
 
     def _lose(self, address: int, size: int) -> None:
         """Free the blocks in use in a range, whose own frees are missing."""
@@ -259,7 +270,7 @@ class _Replay:
     def _drop(self, address: int, missing: int = 1) -> None:
         request, _, stream = self._live.pop(address)
         del self._order[bisect.bisect_left(self._order, address)]
-        self._rows.append((Event.FREE, request, 0, stream, -1))
+        self._rows.append((EventKind.FREE, request, 0, stream, -1))
         self.missing += missing
 
     def _stream(self, entry: Mapping[str, Any]) -> int:

@@ -21,7 +21,7 @@ class Pass(enum.IntEnum):
     NO_GRAD = 5  # a forward without a backward: validation, or a reference model
 
 
-class Event(enum.IntEnum):
+class EventKind(enum.IntEnum):
     """The kind of a request for memory."""
 
     MALLOC = 0
@@ -42,7 +42,7 @@ USE = np.dtype([("operator", "<i4"), ("tensor", "<i4"), ("output", "?")])  # sor
 TENSOR = np.dtype([("nbytes", "<i8"), ("dtype", "<i4")])  # a storage; dtype is an index into Trace.dtypes
 REQUEST_EVENT = np.dtype(
     [
-        ("kind", "<i4"),  # Event
+        ("kind", "<i4"),  # EventKind
         ("request", "<i8"),  # running number of the malloc, from 0; -1: allocated before the recording
         ("nbytes", "<i8"),  # requested size, unrounded; 0 for a free, or the size of an earlier request, if known
         ("stream", "<i8"),  # running number of the stream in this trace; 0 on the CPU

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from memplug.profile.records import REQUEST, Event, Layer
+from memplug.profile.records import REQUEST, EventKind, Layer
 
 
 def requests(events: np.ndarray, layers: Sequence[Layer]) -> np.ndarray:
@@ -20,8 +20,8 @@ def requests(events: np.ndarray, layers: Sequence[Layer]) -> np.ndarray:
         REQUEST[requests], read-only, by running number. Frees of memory that was allocated before the recording belong
         to no malloc here: see `earlier_frees`.
     """
-    mallocs = np.flatnonzero(events["kind"] == Event.MALLOC)
-    frees = np.flatnonzero((events["kind"] == Event.FREE) & (events["request"] >= 0))
+    mallocs = np.flatnonzero(events["kind"] == EventKind.MALLOC)
+    frees = np.flatnonzero((events["kind"] == EventKind.FREE) & (events["request"] >= 0))
     freed = events["request"][frees]
     table = np.empty(len(mallocs), REQUEST)
     table["number"] = np.arange(len(mallocs))
@@ -51,7 +51,7 @@ def freed_elsewhere(table: np.ndarray) -> np.ndarray:
 
 def earlier_frees(events: np.ndarray) -> np.ndarray:
     """Return the ascending indices into `Trace.events` of frees whose malloc was before the recording, int64[frees]."""
-    return np.flatnonzero((events["kind"] == Event.FREE) & (events["request"] < 0))
+    return np.flatnonzero((events["kind"] == EventKind.FREE) & (events["request"] < 0))
 
 
 def live_bytes(events: np.ndarray, base_bytes: int) -> np.ndarray:
@@ -66,7 +66,7 @@ def live_bytes(events: np.ndarray, base_bytes: int) -> np.ndarray:
     Returns:
         int64[events], read-only, aligned with `Trace.events`.
     """
-    malloc = events["kind"] == Event.MALLOC
+    malloc = events["kind"] == EventKind.MALLOC
     change = np.where(malloc, events["nbytes"], -events["nbytes"])
     frees = np.flatnonzero(~malloc & (events["request"] >= 0))
     change[frees] = -events["nbytes"][malloc][events["request"][frees]]

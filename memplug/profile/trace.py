@@ -18,7 +18,7 @@ from memplug.profile.records import (
     REQUEST_EVENT,
     TENSOR,
     USE,
-    Event,
+    EventKind,
     Fingerprint,
     Layer,
     Pass,
@@ -33,7 +33,7 @@ __all__ = [
     "REQUEST_EVENT",
     "TENSOR",
     "USE",
-    "Event",
+    "EventKind",
     "Fingerprint",
     "Layer",
     "Pass",
@@ -152,8 +152,8 @@ def cut(trace: Trace, step: int) -> Trace:
     events = trace.events[during].copy()
     # Another thread may still have been in an operator of the step before.
     events["operator"] = np.clip(events["operator"] - inside.start, -1, inside.stop - inside.start - 1)
-    before = int((trace.events["kind"][: during.start] == Event.MALLOC).sum())
-    outliving = (events["kind"] == Event.FREE) & (events["request"] >= 0) & (events["request"] < before)
+    before = int((trace.events["kind"][: during.start] == EventKind.MALLOC).sum())
+    outliving = (events["kind"] == EventKind.FREE) & (events["request"] >= 0) & (events["request"] < before)
     events["nbytes"][outliving] = trace.requests["nbytes"][events["request"][outliving]]
     events["request"] = np.maximum(events["request"] - before, -1)
     return Trace(

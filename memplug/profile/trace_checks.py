@@ -9,13 +9,13 @@ from typing import Protocol
 import numpy as np
 
 from memplug.errors import TraceError
-from memplug.profile.records import OPERATOR, REQUEST_EVENT, TENSOR, USE, Event, Fingerprint, Layer, Phase
+from memplug.profile.records import OPERATOR, REQUEST_EVENT, TENSOR, USE, EventKind, Fingerprint, Layer, Phase
 
 _ARRAYS = {"operators": OPERATOR, "uses": USE, "tensors": TENSOR, "events": REQUEST_EVENT}
 _TABLES = {"names": str, "dtypes": str, "phases": Phase, "layers": Layer}
 
 
-class Tables(Protocol):
+class TraceTables(Protocol):
     """The fields of `memplug.profile.trace.Trace`; see there."""
 
     fingerprint: Fingerprint
@@ -32,7 +32,7 @@ class Tables(Protocol):
     peak_bytes: int
 
 
-def check(trace: Tables) -> None:
+def check(trace: TraceTables) -> None:
     """Raise an error unless the trace is well formed.
 
     Args:
@@ -47,7 +47,7 @@ def check(trace: Tables) -> None:
             raise TraceError(f"not a well-formed trace: {problem}")
 
 
-def _types(trace: Tables) -> Iterator[str]:
+def _types(trace: TraceTables) -> Iterator[str]:
     for name, dtype in _ARRAYS.items():
         array = getattr(trace, name)
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
@@ -66,9 +66,9 @@ def _types(trace: Tables) -> Iterator[str]:
             yield f"`{name}` is {nbytes!r}, not a number of bytes"
 
 
-def _indices(trace: Tables) -> Iterator[str]:
+def _indices(trace: TraceTables) -> Iterator[str]:
     operators, events = len(trace.operators), trace.events
-    mallocs = int((events["kind"] == Event.MALLOC).sum())
+    mallocs = int((events["kind"] == EventKind.MALLOC).sum())
     bounds = (
         ("operators", "name", 0, len(trace.names)),
         ("operators", "phase", 0, len(trace.phases)),
@@ -77,7 +77,7 @@ def _indices(trace: Tables) -> Iterator[str]:
         ("uses", "operator", 0, operators),
         ("uses", "tensor", 0, len(trace.tensors)),
         ("tensors", "dtype", 0, len(trace.dtypes)),
-        ("events", "kind", 0, len(Event)),
+        ("events", "kind", 0, len(EventKind)),
         ("events", "request", -1, mallocs),
         ("events", "operator", -1, operators),
         ("events", "phase", 0, len(trace.phases)),
@@ -91,7 +91,7 @@ def _indices(trace: Tables) -> Iterator[str]:
         yield f"uses[{backwards + 1}].operator is lower than the one before: uses are in the order of operators"
 
 
-def _sizes(trace: Tables) -> Iterator[str]:
+def _sizes(trace: TraceTables) -> Iterator[str]:
     columns = (
         ("operators", "time_ns"),
         ("operators", "in_use_bytes"),
@@ -109,14 +109,14 @@ def _sizes(trace: Tables) -> Iterator[str]:
         yield "the requests ask for more bytes than fit an int64"
 
 
-def _requests(trace: Tables) -> Iterator[str]:
+def _requests(trace: TraceTables) -> Iterator[str]:
     kind, request = trace.events["kind"], trace.events["request"]
-    mallocs = np.flatnonzero(kind == Event.MALLOC)
+    mallocs = np.flatnonzero(kind == EventKind.MALLOC)
     if (wrong := _first(request[mallocs] != np.arange(len(mallocs)))) is not None:
         event = mallocs[wrong]
         yield f"events[{event}] is the malloc of request {request[event]}, where number {wrong} is due"
         return
-    frees = np.flatnonzero((kind == Event.FREE) & (request >= 0))
+    frees = np.flatnonzero((kind == EventKind.FREE) & (request >= 0))
     freed = request[frees]
     if (twice := _first(np.bincount(freed, minlength=1) > 1)) is not None:
         yield f"request {twice} is freed more than once"
@@ -126,7 +126,7 @@ def _requests(trace: Tables) -> Iterator[str]:
         yield f"events[{frees[sized]}] is a free of a request of this recording and has a size of its own"
 
 
-def _steps(trace: Tables) -> Iterator[str]:
+def _steps(trace: TraceTables) -> Iterator[str]:
     ends = (len(trace.operators), len(trace.events))
     before = (0, 0)
     if not isinstance(trace.steps, tuple):

@@ -21,7 +21,18 @@ from pydantic import BaseModel, ConfigDict
 
 from memplug.errors import TraceError
 from memplug.files import opened, path_of, write_whole
-from memplug.profile.trace import OPERATOR, REQUEST_EVENT, TENSOR, USE, Event, Fingerprint, Layer, Pass, Phase, Trace
+from memplug.profile.trace import (
+    OPERATOR,
+    REQUEST_EVENT,
+    TENSOR,
+    USE,
+    EventKind,
+    Fingerprint,
+    Layer,
+    Pass,
+    Phase,
+    Trace,
+)
 
 FORMAT = 2
 """Version of the files that `save` writes; `load` also reads format 0."""
@@ -126,7 +137,7 @@ def _read_legacy(rows: np.ndarray) -> Trace:
         raise TraceError(f"`events` is an array {rows.dtype}{list(rows.shape)}, not a recording of memory requests")
     events = np.zeros(len(rows), REQUEST_EVENT)
     columns = dict(zip(_LEGACY_COLUMNS, rows.T, strict=True))
-    if np.any((columns["kind"] < 0) | (columns["kind"] >= len(Event))) or np.any(columns["layer"] < -1):
+    if np.any((columns["kind"] < 0) | (columns["kind"] >= len(EventKind))) or np.any(columns["layer"] < -1):
         raise TraceError("`events` holds rows that are neither a malloc nor a free, or of a layer below -1")
     for name in ("kind", "request", "nbytes", "stream"):
         events[name] = columns[name]

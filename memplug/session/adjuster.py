@@ -19,7 +19,7 @@ from memplug.profile.recorder import Detail
 from memplug.profile.similarity import Program, difference, similar
 from memplug.session.programs import ALIKE, MOST_PROGRAMS, Programs, Remembered
 from memplug.session.ranks import Ranks
-from memplug.session.table import Event, Stage, after
+from memplug.session.table import Stage, StepOutcome, after
 from memplug.session.technique import AgreedTechnique
 
 log = logging.getLogger("memplug")
@@ -29,7 +29,7 @@ LONGEST_HISTORY = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class _Ballot:
+class _StepBallot:
     """A step that all ranks vote on; the next step may already run."""
 
     program: Program
@@ -84,7 +84,7 @@ class Adjuster:
         self._tries, self._technique, self._ranks = profiler.policy_steps, technique, ranks
         self._lasting = Lasting(None, None)
         self._proposed: Any = None
-        self._ballot: _Ballot | None = None
+        self._ballot: _StepBallot | None = None
         self._passing: tuple[Remembered, Any] | None = None
         self._is_proven = False  # a watched step ran the program under the settings in force
         self._turned: tuple[Remembered, Remembered] | None = None  # a program, and the one that a plan made of it
@@ -139,7 +139,7 @@ class Adjuster:
             return
         if self.stage is Stage.STABLE:
             earlier, self._ballot = self._ballot, None
-            if earlier is None or self._follow(earlier) is Event.STEADY:
+            if earlier is None or self._follow(earlier) is StepOutcome.STEADY:
                 self._ballot = self._call(program)
                 return
         self._follow(self._call(program))
@@ -197,16 +197,16 @@ class Adjuster:
         mask = self.programs.vote(program)
         if similar(program, self.first, *self.programs.limits):
             mask |= 1 << self.programs.current.index
-        if self._follow(_Ballot(program, self._ranks.vote(mask))) is Event.CHANGED:
+        if self._follow(_StepBallot(program, self._ranks.vote(mask))) is StepOutcome.CHANGED:
             self._similar_steps = 1  # as in a first run
 
-    def _call(self, program: Program) -> _Ballot:
+    def _call(self, program: Program) -> _StepBallot:
         mask, planned = self.programs.vote(program), self.stage is not Stage.WARM_UP
         if planned and not self._is_proven and self.programs.is_alike(program):
             mask |= ALIKE
-        return _Ballot(program, self._ranks.vote(mask))
+        return _StepBallot(program, self._ranks.vote(mask))
 
-    def _follow(self, ballot: _Ballot) -> Event:
+    def _follow(self, ballot: _StepBallot) -> StepOutcome:
         """Apply the program that all ranks agreed on for a step: change stage, program and decisions."""
         mask = ballot.agreed()
         seen = self.programs.agreed(mask)
@@ -216,16 +216,16 @@ class Adjuster:
         event = self._judge(seen)
         before, self.stage = self.stage, after(self.stage, event)
         passing, self._passing = self._passing, None
-        if event is Event.KNOWN:
+        if event is StepOutcome.KNOWN:
             self._resume(seen, before, passing)
-        elif event is Event.CHANGED:
+        elif event is StepOutcome.CHANGED:
             self._passing = (seen, self.decisions) if before is Stage.STABLE else None
             self._start_over(seen, ballot.program, before, self._change(seen, ballot.program))
         elif before is Stage.WARM_UP:
             self.programs.renew(ballot.program)
-            if event is Event.SETTLED:
+            if event is StepOutcome.SETTLED:
                 self._propose()
-        elif event is Event.SETTLED:
+        elif event is StepOutcome.SETTLED:
             self._adopt()
         elif before is Stage.STABLE and ballot.program.operators is not None:
             self._is_proven = True
@@ -245,21 +245,21 @@ class Adjuster:
         elif alike and seen is not current and not seen.is_settled:
             self._turned = current, seen
 
-    def _judge(self, seen: Remembered) -> Event:
+    def _judge(self, seen: Remembered) -> StepOutcome:
         current = self.programs.current
         if current is None:
             self.programs.enter(seen)
         elif seen is not current:
-            return Event.KNOWN if seen.is_settled else Event.CHANGED
+            return StepOutcome.KNOWN if seen.is_settled else StepOutcome.CHANGED
         self._similar_steps += 1
         if self.stage is Stage.GEN_POLICY:
             self._proposed = self._technique.propose(None)
-            return Event.STEADY if self._proposed is None else Event.SETTLED
+            return StepOutcome.STEADY if self._proposed is None else StepOutcome.SETTLED
         if self.stage is Stage.STABLE:
             # a borrowed plan is for programs that leave before a plan of their own is made
             stays = self._similar_steps > self.warmup_steps + self._tries
-            return Event.CHANGED if seen.borrowed and stays else Event.STEADY
-        return Event.SETTLED if self._similar_steps > self.warmup_steps else Event.STEADY
+            return StepOutcome.CHANGED if seen.borrowed and stays else StepOutcome.STEADY
+        return StepOutcome.SETTLED if self._similar_steps > self.warmup_steps else StepOutcome.STEADY
 
     def _propose(self) -> None:
         """Enter gen-policy: the next step is observed."""
@@ -300,7 +300,7 @@ class Adjuster:
         """Return to warm-up at the safest setting: the device has less room than the plans rely on."""
         self._ballot, self._passing = None, None
         self.programs.forget_plans()
-        self.stage = after(Stage.STABLE, Event.CHANGED)
+        self.stage = after(Stage.STABLE, StepOutcome.CHANGED)
         self._start_over(self.programs.current, program, Stage.STABLE, "the device has less room than its plan needs")
 
     def _start_over(self, seen: Remembered, program: Program, before: Stage, change: str) -> None:

@@ -45,7 +45,7 @@ _DECIDED, _ENDED = b"+", b"-"
 
 
 @dataclass(eq=False, slots=True)
-class _Ballot:
+class _OpenBallot:
     number: int
     value: Any
     combine: Callable[[list[Any]], Any]
@@ -126,7 +126,7 @@ class Ballots:
             limit_s: seconds after which the ballots of all ranks end if one rank has not voted.
         """
         self._number += 1
-        ballot = _Ballot(self._number, value, combine)
+        ballot = _OpenBallot(self._number, value, combine)
         self._sending.queue.put(ballot)
         return lambda: self._wait(ballot, limit_s)
 
@@ -134,7 +134,7 @@ class Ballots:
         """Return whether no other rank has reported yet why the ballots have ended."""
         return self._sending.is_first_to_say()
 
-    def _wait(self, ballot: _Ballot, limit_s: float) -> Any:
+    def _wait(self, ballot: _OpenBallot, limit_s: float) -> Any:
         quiet_s = min(PATIENCE_S, limit_s)
         with contextlib.suppress(NotYet):
             return ballot.decided.result(quiet_s)
@@ -159,11 +159,11 @@ class _Sending:
     """The work of the thread that sends ballots. It references nothing that holds a session alive."""
 
     def __init__(self, voters: Voters):
-        self.queue: queue.SimpleQueue[_Ballot | Callable[[], None] | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[_OpenBallot | Callable[[], None] | None] = queue.SimpleQueue()
         self.ended = ""
         self.torn = self._has_parted = False
         self._voters, self._store = voters, voters.store
-        self._open: deque[_Ballot] = deque()
+        self._open: deque[_OpenBallot] = deque()
         self._next = 1  # number of the ballot that this rank casts next
         self._longest_poll_s = LONGEST_POLL_S + LONGEST_POLL_S_PER_RANK * len(voters.members)
 
@@ -188,7 +188,7 @@ class _Sending:
             self._end(self._next, f"rank {self._voters.members[self._voters.own]} takes no more steps with the others")
         self._finish("the session is detached")
 
-    def tell_missing(self, ballot: _Ballot, limit_s: float) -> None:
+    def tell_missing(self, ballot: _OpenBallot, limit_s: float) -> None:
         """Warn, on one of the waiting ranks, which ranks the others wait for.
 
         Args:
@@ -215,19 +215,19 @@ class _Sending:
             self.torn = self.torn or bool(self._open)
             self._finish(f"torch's store is gone: {str(error).partition(chr(10))[0]}")
 
-    def _do(self, asked: _Ballot | Callable[[], None]) -> None:
-        if isinstance(asked, _Ballot):
+    def _do(self, asked: _OpenBallot | Callable[[], None]) -> None:
+        if isinstance(asked, _OpenBallot):
             self._open.append(asked)
             self._next = asked.number + 1
         with self._lost():
             if self.ended:
                 self._finish(self.ended)
-            elif isinstance(asked, _Ballot):
+            elif isinstance(asked, _OpenBallot):
                 self._cast(asked)
             else:
                 asked()
 
-    def _cast(self, ballot: _Ballot) -> None:
+    def _cast(self, ballot: _OpenBallot) -> None:
         if self._voters.leave(ballot.number, pickle.dumps(ballot.value)):
             self._decide(ballot)
         old = ballot.number - KEPT_BALLOTS
@@ -237,7 +237,7 @@ class _Sending:
                 self._store.delete_key(f"{old}/count")
                 self._store.delete_key(f"{old}/verdict")
 
-    def _decide(self, ballot: _Ballot) -> None:
+    def _decide(self, ballot: _OpenBallot) -> None:
         number = ballot.number
         values = self._store.multi_get([f"{number}/{index}" for index in range(len(self._voters.members))])
         verdict = ballot.combine([pickle.loads(value) for value in values])

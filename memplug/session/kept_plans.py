@@ -12,7 +12,7 @@ import numpy as np
 from memplug import native
 from memplug.beside import Beside
 from memplug.errors import LayoutError, coded
-from memplug.plans.schema import MemoryPlan, PlannedProgram, Training
+from memplug.plans.schema import MemoryPlan, PlannedProgram, TrainingPart
 from memplug.profile.records import Fingerprint
 from memplug.profile.similarity import Program, similar
 from memplug.session.adjuster import Adjuster, Lasting
@@ -28,7 +28,7 @@ SETTLED_STEPS = 8  # steps that amended addresses have to serve before they repl
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _RanPlan:
     """Decisions that ran, and the parts of the techniques that followed them; empty while a part is missing."""
 
     lasting: Lasting
@@ -58,10 +58,10 @@ class KeptPlans:
         self._store, self._beside, self._job = store, beside, job
         self._agreed, self._adjuster = agreed, adjuster
         self._plans: dict[Lasting, MemoryPlan] = {}  # the plans that the run began with
-        self._kept: dict[int, _Made] = {}  # by index of the program
+        self._kept: dict[int, _RanPlan] = {}  # by index of the program
         self._is_first = True  # the next step to end is the run's first
         self._is_turned_away = False  # the first step had other inputs than the plan was made for
-        self._made: _Made | None = None
+        self._made: _RanPlan | None = None
         self._steps = 0  # number of steps that ran under `_made`
 
     def resume(self) -> bool:
@@ -86,14 +86,14 @@ class KeptPlans:
             lasting = self._adjuster.resume(known, str(self.file), first and _program_of(first))
             self._agreed.reserve(decided)
         self._plans = dict(zip(lasting, plans, strict=False))
-        self._kept = {_index_of(each): _Made(each, ()) for each in self._plans}
+        self._kept = {_index_of(each): _RanPlan(each, ()) for each in self._plans}
         return True
 
     def begin(self, followers: Followers) -> None:
         """Let the techniques resume from their parts of the plans; called once the recorder is claimed."""
         if self._adjuster.lasting in self._plans:
             for lasting, parts in followers.resume(self._plans, self._adjuster.lasting).items():
-                self._kept[_index_of(lasting)] = _Made(lasting, tuple(parts.items()))
+                self._kept[_index_of(lasting)] = _RanPlan(lasting, tuple(parts.items()))
 
     def check(self, inputs: str, followers: Followers) -> None:
         """Take the plan out of force if the first forward has other inputs than the plan was made for."""
@@ -130,7 +130,7 @@ class KeptPlans:
         if lasting is None or parts is None or (lasting.program and lasting.program.borrowed):
             self._steps = 0
             return
-        made, kept = _Made(lasting, tuple(parts.items())), self._kept.get(_index_of(lasting))
+        made, kept = _RanPlan(lasting, tuple(parts.items())), self._kept.get(_index_of(lasting))
         is_amended = kept is not None and kept.lasting == lasting and len(made.parts) <= len(kept.parts)
         self._steps = 0 if is_amended and made != self._made else self._steps + 1
         self._made = made
@@ -154,7 +154,7 @@ class KeptPlans:
         if lasting is not None and not (lasting.program and lasting.program.borrowed):
             kept = self._kept.get(_index_of(lasting))
             is_amended = kept is not None and kept.lasting == lasting
-            made = _Made(lasting, tuple(parts.items()) if parts and is_amended else ())
+            made = _RanPlan(lasting, tuple(parts.items()) if parts and is_amended else ())
             self._keep(made, followers, recording)
         self._finish(waits=True)
 
@@ -176,7 +176,7 @@ class KeptPlans:
         if why:
             self._adjuster.tell(f"begins as a first run: {why}")
 
-    def _keep(self, made: _Made, followers: Followers, recording: Recording | None) -> None:
+    def _keep(self, made: _RanPlan, followers: Followers, recording: Recording | None) -> None:
         lasting = made.lasting
         index = _index_of(lasting)
         former = self._kept.get(index)
@@ -204,11 +204,11 @@ class KeptPlans:
             parts=resumed.parts if resumed is not None else {},
         )
 
-    def _training(self, index: int, lasting: Lasting, recording: Recording | None) -> Training:
+    def _training(self, index: int, lasting: Lasting, recording: Recording | None) -> TrainingPart:
         program, resumed = lasting.program, self._plans.get(lasting)
         # an amended plan keeps the name of the run that made it: other ranks may have nothing to amend
         run, index = (self._store.run, index) if resumed is None else (resumed.training.run, resumed.training.index)
-        return Training(
+        return TrainingPart(
             run=run,
             index=index,
             program=program and _planned(program.baseline, recording),

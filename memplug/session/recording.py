@@ -21,7 +21,7 @@ from memplug.profile.trace_file import save
 log = logging.getLogger("memplug")
 
 
-class Places(Protocol):
+class PlaceSource(Protocol):
     """Reports to the recorder where in the program training is; see `memplug.hooks.places`."""
 
     layers: Sequence[Layer]
@@ -59,7 +59,7 @@ class Recording:
         steps: number of recorded steps.
     """
 
-    def __init__(self, recorder: Recorder, places: Places):
+    def __init__(self, recorder: Recorder, places: PlaceSource):
         self.recorder = recorder
         self.trace: Trace | None = None
         self.step_trace: Trace | None = None

@@ -15,7 +15,7 @@ class Stage(enum.Enum):
     DETACHED = "detached"
 
 
-class Event(enum.Enum):
+class StepOutcome(enum.Enum):
     """The outcome of a step, once all ranks agree on the program that it ran."""
 
     STEADY = "the same program, for too few steps yet"
@@ -25,22 +25,22 @@ class Event(enum.Enum):
 
 
 TABLE = {
-    (Stage.WARM_UP, Event.STEADY): Stage.WARM_UP,
-    (Stage.WARM_UP, Event.SETTLED): Stage.GEN_POLICY,
-    (Stage.WARM_UP, Event.KNOWN): Stage.STABLE,
-    (Stage.WARM_UP, Event.CHANGED): Stage.WARM_UP,
-    (Stage.GEN_POLICY, Event.STEADY): Stage.GEN_POLICY,
-    (Stage.GEN_POLICY, Event.SETTLED): Stage.STABLE,
-    (Stage.GEN_POLICY, Event.KNOWN): Stage.STABLE,
-    (Stage.GEN_POLICY, Event.CHANGED): Stage.WARM_UP,
-    (Stage.STABLE, Event.STEADY): Stage.STABLE,
-    (Stage.STABLE, Event.SETTLED): Stage.STABLE,
-    (Stage.STABLE, Event.KNOWN): Stage.STABLE,
-    (Stage.STABLE, Event.CHANGED): Stage.WARM_UP,
+    (Stage.WARM_UP, StepOutcome.STEADY): Stage.WARM_UP,
+    (Stage.WARM_UP, StepOutcome.SETTLED): Stage.GEN_POLICY,
+    (Stage.WARM_UP, StepOutcome.KNOWN): Stage.STABLE,
+    (Stage.WARM_UP, StepOutcome.CHANGED): Stage.WARM_UP,
+    (Stage.GEN_POLICY, StepOutcome.STEADY): Stage.GEN_POLICY,
+    (Stage.GEN_POLICY, StepOutcome.SETTLED): Stage.STABLE,
+    (Stage.GEN_POLICY, StepOutcome.KNOWN): Stage.STABLE,
+    (Stage.GEN_POLICY, StepOutcome.CHANGED): Stage.WARM_UP,
+    (Stage.STABLE, StepOutcome.STEADY): Stage.STABLE,
+    (Stage.STABLE, StepOutcome.SETTLED): Stage.STABLE,
+    (Stage.STABLE, StepOutcome.KNOWN): Stage.STABLE,
+    (Stage.STABLE, StepOutcome.CHANGED): Stage.WARM_UP,
 }
 
 
-def after(stage: Stage, event: Event) -> Stage:
+def after(stage: Stage, event: StepOutcome) -> Stage:
     """Return the stage that follows `stage` on `event`; sessions that are off or detached have none."""
     following = TABLE.get((stage, event))
     assert following is not None, f"a session that is {stage.value} has no steps: {event.value}"

@@ -146,7 +146,7 @@ def _axis(axis: Axis) -> dict[str, Any]:
     return {**made, "tickformat": ",.0f", "hoverformat": ",.2f", **few}
 
 
-class _Made(NamedTuple):
+class _PlotlyParts(NamedTuple):
     """Traces, shapes and annotations for one piece of content.
 
     A key "xwhole" or "ywhole" in a shape or annotation says that its position is a share of the panel.
@@ -158,14 +158,14 @@ class _Made(NamedTuple):
 
 
 @singledispatch
-def _made(content: object, x: Axis, y: Axis) -> _Made:
+def _made(content: object, x: Axis, y: Axis) -> _PlotlyParts:
     raise AssertionError(f"no drawing of {type(content)}")
 
 
 @_made.register(Stack)
-def _stack(stack: Stack, x: Axis, y: Axis) -> _Made:
+def _stack(stack: Stack, x: Axis, y: Axis) -> _PlotlyParts:
     shown = [at for at, level in enumerate(stack.levels) if level.any()]
-    return _Made(
+    return _PlotlyParts(
         [
             {
                 **{"name": html.escape(stack.groups[at].label), "fillcolor": stack.groups[at].colour},
@@ -178,16 +178,16 @@ def _stack(stack: Stack, x: Axis, y: Axis) -> _Made:
 
 
 @_made.register(model.Steps)
-def _steps(steps: model.Steps, x: Axis, y: Axis) -> _Made:
+def _steps(steps: model.Steps, x: Axis, y: Axis) -> _PlotlyParts:
     line = {"width": 0.5, "shape": "hv", "color": "rgba(51, 51, 51, 0.5)"}
     made = {"name": steps.name, "x": steps.x, "y": steps.y / y.scale, "mode": "lines", "line": line}
     words = [html.escape(each) for each in steps.words]
     template = f"<b>%{{y:.3f}} {y.unit[0]}</b><br>%{{customdata}}"
-    return _Made([{**made, "customdata": words, "hovertemplate": template, "showlegend": False}])
+    return _PlotlyParts([{**made, "customdata": words, "hovertemplate": template, "showlegend": False}])
 
 
 @_made.register(model.Bars)
-def _bars(bars: model.Bars, x: Axis, y: Axis) -> _Made:
+def _bars(bars: model.Bars, x: Axis, y: Axis) -> _PlotlyParts:
     made: dict[str, Any] = {
         **{"type": "bar", "orientation": "h", "width": bars.thickness, "offset": -bars.thickness / 2},
         **{"base": bars.begin / x.scale, "x": bars.length / x.scale, "y": bars.row},
@@ -204,11 +204,11 @@ def _bars(bars: model.Bars, x: Axis, y: Axis) -> _Made:
         made |= {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
         made["text"] = [html.escape(name) for name in bars.names]
         made["insidetextfont"] = {"color": ["white" if is_dark(colour) else INK for colour in bars.colours]}
-    return _Made([made])
+    return _PlotlyParts([made])
 
 
 @_made.register(Rectangles)
-def _rectangles(drawn: Rectangles, x: Axis, y: Axis) -> _Made:
+def _rectangles(drawn: Rectangles, x: Axis, y: Axis) -> _PlotlyParts:
     """Draw the largest rectangles as shapes, one trace a group, above a raster of all if there are many."""
     traces = [_raster(drawn, x, y)] if len(drawn.of) > _RECTANGLES else []
     rows = largest(drawn, _RECTANGLES)
@@ -219,14 +219,14 @@ def _rectangles(drawn: Rectangles, x: Axis, y: Axis) -> _Made:
         looks = {"fill": "toself", "fillcolor": group.colour, "line": {"width": 0.5, "color": group.colour}}
         name = {"name": html.escape(group.label), "hoverinfo": "skip"}
         traces.append({"x": across, "y": up, "mode": "lines", **looks, **name})
-    return _Made(traces)
+    return _PlotlyParts(traces)
 
 
 @_made.register(model.Outlines)
-def _outlines(outlines: model.Outlines, x: Axis, y: Axis) -> _Made:
+def _outlines(outlines: model.Outlines, x: Axis, y: Axis) -> _PlotlyParts:
     across, up = _corners(outlines.boxes, y)
     looks = {"mode": "lines", "line": {"width": 0.5, "color": "white"}, "hoverinfo": "skip", "showlegend": False}
-    return _Made([{"x": across, "y": up, **looks}])
+    return _PlotlyParts([{"x": across, "y": up, **looks}])
 
 
 def _corners(boxes: np.ndarray, y: Axis) -> tuple[np.ndarray, np.ndarray]:
@@ -250,35 +250,37 @@ def _raster(drawn: Rectangles, x: Axis, y: Axis) -> dict[str, Any]:
 
 
 @_made.register(model.Spaces)
-def _spaces(spaces: model.Spaces, x: Axis, y: Axis) -> _Made:
+def _spaces(spaces: model.Spaces, x: Axis, y: Axis) -> _PlotlyParts:
     looks = {"type": "rect", "line": {"width": 1, "dash": "dot", "color": INK}, "legendgroup": spaces.label}
     boxes = [
         {"x0": left, "x1": right, "y0": low / y.scale, "y1": high / y.scale, "name": spaces.label, "showlegend": not at}
         for at, (left, right, low, high) in enumerate(spaces.boxes)
     ]
-    return _Made(shapes=[{**looks, **box} for box in boxes])
+    return _PlotlyParts(shapes=[{**looks, **box} for box in boxes])
 
 
 @_made.register(model.Line)
-def _line(line: model.Line, x: Axis, y: Axis) -> _Made:
+def _line(line: model.Line, x: Axis, y: Axis) -> _PlotlyParts:
     style = {"color": line.colour, "width": 1, "dash": "dash" if line.dashed else "solid"}
     made = {"type": "line", "line": style}
     if line.x is not None:
-        return _Made(
+        return _PlotlyParts(
             shapes=[{**made, "x0": line.x, "x1": line.x, "y0": 0, "y1": 1, "ywhole": " domain", "layer": "below"}]
         )
     at = line.y / y.scale
     side = {"x": 0, "xanchor": "left"} if line.label_left else {"x": 1, "xanchor": "right"}
     label = {"text": html.escape(line.label), **side, "y": at, "yanchor": "bottom", "showarrow": False}
-    return _Made(
+    return _PlotlyParts(
         shapes=[{**made, "x0": 0, "x1": 1, "y0": at, "y1": at, "xwhole": " domain"}],
         annotations=[{**label, "xwhole": " domain"}] if line.label else [],
     )
 
 
-@_made.register(model.Mark)
-def _mark(mark: model.Mark, x: Axis, y: Axis) -> _Made:
+@_made.register(model.Callout)
+def _mark(mark: model.Callout, x: Axis, y: Axis) -> _PlotlyParts:
     right = 2 * mark.x > x.low + x.high
     side = {"xanchor": "right" if right else "left", "ax": -20 if right else 20, "ay": -22}
     looks = {"arrowhead": 2, "arrowcolor": PEAK, "font": {"color": PEAK}, "bgcolor": "white"}
-    return _Made(annotations=[{"x": mark.x, "y": mark.y / y.scale, "text": html.escape(mark.text), **side, **looks}])
+    return _PlotlyParts(
+        annotations=[{"x": mark.x, "y": mark.y / y.scale, "text": html.escape(mark.text), **side, **looks}]
+    )

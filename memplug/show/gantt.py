@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from memplug.figures.figure import Axis, Bars, Column, Figure, Group, Panel
+from memplug.figures.figure import Axis, Bars, ColourGroup, Column, Figure, Panel
 from memplug.profile.operator_names import CONVOLUTION, MATMULS
 from memplug.show import trace_events
 from memplug.words import duration
@@ -23,7 +23,7 @@ LONG_S = 10.0  # steps at least this long are shown in seconds, others in millis
 QUEUE_S = 20e-6  # the host counts as busy between two kernels that it queues at most this far apart
 
 
-class Span(Protocol):
+class BusySpan(Protocol):
     """An interval in which a stream was busy, and when the host queued it; seconds from the beginning of the step."""
 
     stream: int
@@ -43,7 +43,7 @@ class Bar(NamedTuple):
     count: int
 
 
-def gantt(title: str, steps: Mapping[str, tuple[float, Sequence[Span]]]) -> Figure:
+def gantt(title: str, steps: Mapping[str, tuple[float, Sequence[BusySpan]]]) -> Figure:
     """Return a figure with one panel for each step, all on one clock.
 
     Args:
@@ -59,7 +59,8 @@ def gantt(title: str, steps: Mapping[str, tuple[float, Sequence[Span]]]) -> Figu
         for kind, colour in COLOURS.items():
             rows = [bar for bar in bars if bar.kind == kind]
             if rows:
-                group = Group(kind, colour) if kind in KINDS and not panels else None  # the legend names each kind once
+                # the legend names each kind once
+                group = ColourGroup(kind, colour) if kind in KINDS and not panels else None
                 drawn.append(_drawn(rows, colour, group, per_s))
         ticks = {row: f"{track}, {name}" if track == "compute" else track for row, track in enumerate(TRACKS)}
         y = Axis(title="", low=-0.6, high=len(TRACKS) - 0.4, ticks=ticks)
@@ -69,7 +70,7 @@ def gantt(title: str, steps: Mapping[str, tuple[float, Sequence[Span]]]) -> Figu
     return Figure(title=title, subtitle=f"Predicted: {told}", columns=[Column(x=x, panels=panels)])
 
 
-def _drawn(bars: Sequence[Bar], colour: str, group: Group | None, per_s: int) -> Bars:
+def _drawn(bars: Sequence[Bar], colour: str, group: ColourGroup | None, per_s: int) -> Bars:
     return Bars(
         begin=np.array([bar.begin_s * per_s for bar in bars]),
         length=np.array([(bar.end_s - bar.begin_s) * per_s for bar in bars]),
@@ -81,7 +82,7 @@ def _drawn(bars: Sequence[Bar], colour: str, group: Group | None, per_s: int) ->
     )
 
 
-def bars_of(spans: Iterable[Span], step_s: float) -> Iterator[Bar]:
+def bars_of(spans: Iterable[BusySpan], step_s: float) -> Iterator[Bar]:
     """Yield bars: neighbouring spans of one kind on a track are joined if the gap is too small to be seen."""
     resolution_s = step_s / BARS
     open_bars: dict[str, Bar] = {}
@@ -97,7 +98,7 @@ def bars_of(spans: Iterable[Span], step_s: float) -> Iterator[Bar]:
     yield from open_bars.values()
 
 
-def _placed(spans: Iterable[Span]) -> Iterator[tuple[str, str, float, float]]:
+def _placed(spans: Iterable[BusySpan]) -> Iterator[tuple[str, str, float, float]]:
     for span in spans:
         track = COPIES.get(span.name, "compute")
         yield track, _kind(span.name) if track == "compute" else track, span.begin_s, span.end_s
@@ -117,7 +118,7 @@ def _words(bar: Bar) -> str:
     return f"{what}: {bar.count:,} in {seconds}, from {1e3 * bar.begin_s:.3f} ms"
 
 
-def write_chrome(steps: Mapping[str, tuple[float, Sequence[Span]]], path: Path) -> None:
+def write_chrome(steps: Mapping[str, tuple[float, Sequence[BusySpan]]], path: Path) -> None:
     """Write all spans as Chrome trace events, a process for each step and a thread for each track.
 
     Raises:

@@ -18,7 +18,7 @@ import numpy as np
 
 from memplug.figures.groups import BEFORE, PASSES, phase_words
 from memplug.profile.allocator_history import ADDRESSES, MADE_UP
-from memplug.profile.trace import Event, Trace
+from memplug.profile.trace import EventKind, Trace
 
 _ROUNDING_BYTES = 512
 # Drivers put device memory there; the stride leaves room for a segment each, and the numbers are exact in JavaScript's
@@ -77,7 +77,7 @@ class _Writer:
 
     def _place_earlier(self) -> None:
         rows, first_stream = self.trace.events, min(self.spaces)
-        known = np.flatnonzero((rows["kind"] == Event.FREE) & (rows["request"] < 0) & (rows["nbytes"] > 0))
+        known = np.flatnonzero((rows["kind"] == EventKind.FREE) & (rows["request"] < 0) & (rows["nbytes"] > 0))
         frames = [self._frame("phase", 0, BEFORE)]
         for event, nbytes in zip(known.tolist(), rows["nbytes"][known].tolist(), strict=True):
             self.earlier[event] = self._occupy(first_stream, nbytes, frames)
@@ -95,7 +95,7 @@ class _Writer:
             frames.insert(0, self._frame("operator", operator, trace.names[trace.operators["name"][operator]]))
         time_us = int(trace.operators["time_ns"][operator]) // 1000 if operator >= 0 else 0
         entry = {"stream": stream, "frames": frames, "time_us": time_us}
-        if kind == Event.MALLOC:
+        if kind == EventKind.MALLOC:
             address = self.address_of[request] = self._occupy(stream, nbytes, frames)
             category = PASSES[trace.phases[phase].kind].words
             return [{"action": "alloc", "addr": address, "size": nbytes, "category": category, **entry}]

@@ -10,7 +10,7 @@ import numpy as np
 from memplug.figures.groups import BEFORE
 from memplug.figures.words import AT_MOST, bytes_by, held_rows
 from memplug.profile.trace import Trace, earlier_frees, freed_elsewhere, still_live
-from memplug.show.words import Moment, moment
+from memplug.show.words import TraceMoment, moment
 from memplug.words import count, size
 
 _OPERATORS_AT_MOST = 10
@@ -67,7 +67,7 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("requests", requests_in_words(facts)),
         (BEFORE, f"{size(facts['base_bytes'])} in use" if facts["base_bytes"] else "nothing in use, or unknown"),
         ("peak", f"{size(facts['peak_bytes'])} in use ({facts['peak_bytes']:,} bytes)"),
-        ("  where", str(Moment(**facts["peak_at"]))),
+        ("  where", str(TraceMoment(**facts["peak_at"]))),
         ("  allocator's counter", _counter_in_words(facts)),
         *held_rows("  by phase", facts["peak_bytes_by_phase"], facts["peak_bytes"]),
         *held_rows("  by layer", facts["peak_bytes_by_layer"], facts["peak_bytes"]),

@@ -10,7 +10,7 @@ from memplug.figures.technique_picture import TechniquePicture
 
 def pictures() -> dict[str, TechniquePicture]:
     """Return the pictures by name, in the order in which the techniques take effect."""
-    return {name: import_module(f"memplug.{name}.picture").Picture() for name in TECHNIQUES if has_technique(name)}
+    return {name: import_module(f"memplug.{name}.picture").PICTURE for name in TECHNIQUES if has_technique(name)}
 
 
 def in_place() -> list[TechniquePicture]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memplug.figures.clock import layer_runs, m4, runs
-from memplug.figures.figure import Runs
+from memplug.figures.figure import Stretches
 from memplug.figures.groups import Grouping, by_layer, by_phase
 from memplug.profile.trace import Trace, earlier_frees, still_live
 
@@ -26,8 +26,8 @@ class Timeline:
     layers: Grouping
     bytes_by_phase: np.ndarray  # int64[groups, samples], held from that place on by the groups of `phases`
     bytes_by_layer: np.ndarray  # the same for `layers`; each of both adds up to the memory in use
-    phase_runs: Runs
-    layer_runs: Runs
+    phase_runs: Stretches
+    layer_runs: Stretches
     step_starts: tuple[int, ...]  # places on the clock
     peak: int  # index of the first sample with the largest memory in use
 

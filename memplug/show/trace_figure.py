@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplug.figures.clock import strips
-from memplug.figures.figure import GRID, Axis, Column, Figure, Line, Mark, Panel, Stack, Steps, bytes_axis
+from memplug.figures.figure import GRID, Axis, Callout, Column, Figure, Line, Panel, Stack, Steps, bytes_axis
 from memplug.profile.trace import Trace
 from memplug.show.timeline import timeline
 from memplug.show.words import heading, moment, sampling
@@ -36,7 +36,7 @@ def trace_figure(trace: Trace, bins: int = 800) -> Figure:
             *(Line(x=int(at), colour=GRID) for at in boundaries),
             *(Line(x=at, dashed=True) for at in line.step_starts[1:]),
             Steps(line.at, line.in_use_bytes, "in use", [str(moment(trace, event)) for event in line.event.tolist()]),
-            Mark(float(line.at[line.peak]), peak_bytes, peak),
+            Callout(float(line.at[line.peak]), peak_bytes, peak),
         ),
     )
     clock = Axis(title=f"{line.clock}, running number", low=0, high=max(line.length, 1))

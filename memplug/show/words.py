@@ -13,7 +13,7 @@ from memplug.words import count
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class TraceMoment:
     """The place of an event in a trace; a field is None if the trace does not say, all before its first event."""
 
     step: int | None = None  # running number; also None if there is only one
@@ -34,14 +34,14 @@ class Moment:
         return ", ".join(filter(None, [step, self.phase, self.layer, last]))
 
 
-def moment(trace: Trace, event: int) -> Moment:
+def moment(trace: Trace, event: int) -> TraceMoment:
     """Return what ran when an event happened; `event` -1 stands for the time before the first."""
     if event < 0:
-        return Moment()
+        return TraceMoment()
     row = trace.events[event]
     operator = int(row["operator"])
     begun = sum(first_event <= event for _, first_event, _ in trace.steps)
-    return Moment(
+    return TraceMoment(
         step=begun - 1 if begun and len(trace.steps) > 1 else None,
         event=event,
         operator=operator if operator >= 0 else None,

@@ -17,7 +17,7 @@ from memplug.profile.operator_names import COLLECTIVES
 from memplug.profile.recorder import dtype_numbers
 from memplug.swap.plan.from_trace import Clock
 from memplug.swap.plan.part import SwapPart
-from memplug.swap.tables import Tables, tables_of
+from memplug.swap.tables import SwapTables, tables_of
 from memplug.torch_private import empty_host_cache
 from memplug.words import size
 
@@ -87,7 +87,7 @@ class InForce:
             SwapError: memplug cannot stand in front of the device's allocator.
         """
         self._catch(True)
-        self._load(Tables.empty(), self._min_bytes, None, self._host_bytes())
+        self._load(SwapTables.empty(), self._min_bytes, None, self._host_bytes())
 
     def swap(self, part: SwapPart) -> None:
         """Offload and prefetch tensors by this list.
@@ -170,7 +170,7 @@ class InForce:
             return None
         return np.array(measured[: clock.places], np.float64)
 
-    def _load(self, tables: Tables, min_bytes: int, slab: torch.Tensor | None, passive_bytes: int) -> None:
+    def _load(self, tables: SwapTables, min_bytes: int, slab: torch.Tensor | None, passive_bytes: int) -> None:
         self._swapper = self._core.StorageSwapper(self._device.streams(self._core), slab, max(0, passive_bytes))
         self._loaded[:] = [self._swapper]
         device_type = self._core.device_type(self._device.kind)

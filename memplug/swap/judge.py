@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from memplug.profile.trace import Event, Trace
+from memplug.profile.trace import EventKind, Trace
 
 
 class JudgedSwap(NamedTuple):
@@ -30,7 +30,7 @@ class JudgedSwap(NamedTuple):
     next_use: int
 
 
-class Placed(Protocol):
+class JudgedTarget(Protocol):
     """A tensor of a swap list in a plan; see `memplug.swap.plan.part.Target`."""
 
     nbytes: int
@@ -42,18 +42,18 @@ class Placed(Protocol):
     key: int
 
 
-class Part(Protocol):
+class JudgedPart(Protocol):
     """A swap list in a plan; see `memplug.swap.plan.part.SwapPart`."""
 
     names: tuple[str, ...]
     program: tuple[int, ...]
     outside: tuple[tuple[int, tuple[int, ...]], ...]
     anchors: tuple[tuple[int, int, int], ...]
-    targets: tuple[Placed, ...]
+    targets: tuple[JudgedTarget, ...]
     host_bytes: int
 
 
-class Limits(NamedTuple):
+class ListLimits(NamedTuple):
     """The limits that a list must keep to.
 
     Attributes:
@@ -77,7 +77,7 @@ class Limits(NamedTuple):
     others: Collection[int] = ()
 
 
-def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: Limits) -> Iterator[str]:
+def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: ListLimits) -> Iterator[str]:
     """Yield the mistakes of a swap list; if there are none, it is accepted.
 
     Every tensor must be one of the step, of that size, not another technique's, and swapped only between two
@@ -87,7 +87,7 @@ def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: Limits) 
     Args:
         swaps: the list.
         step: one step, recorded without swaps and with tensors.
-        limits: see `Limits`.
+        limits: see `ListLimits`.
     """
     is_outermost = step.operators["depth"] == 0
     place_of = np.maximum(np.add.accumulate(is_outermost, dtype=np.int64) - 1, 0)
@@ -111,7 +111,7 @@ def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: Limits) 
     yield from _late(swaps, limits)
 
 
-def mistakes_of_places(part: Part) -> Iterator[str]:
+def mistakes_of_places(part: JudgedPart) -> Iterator[str]:
     """Yield the mistakes of a list that show without the step that it was made from."""
     operators = len(part.program)
     keys = {key for place, _, key in part.anchors if place >= operators}
@@ -183,7 +183,7 @@ def _above_the_budget(
         for passed in range(at, min(max(operator, 0) + 1, len(away))):
             worst, where = max((worst, where), (in_use - away[passed], passed))
         at = max(at, operator, 0)
-        if kind == Event.MALLOC:
+        if kind == EventKind.MALLOC:
             in_use += nbytes
         else:
             in_use -= int(sizes[request]) if request >= 0 else nbytes
@@ -195,7 +195,7 @@ def _above_the_budget(
         yield f"operator {where} has {worst} bytes in use, and the budget is {budget_bytes}"
 
 
-def _late(swaps: Sequence[JudgedSwap], limits: Limits) -> Iterator[str]:
+def _late(swaps: Sequence[JudgedSwap], limits: ListLimits) -> Iterator[str]:
     """Yield a mistake if, between any two times, copies that must lie within take longer than the link is free there.
 
     A copy has the time from the end of its last use to its release, or from its prefetch to its next use, and all the

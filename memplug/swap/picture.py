@@ -14,7 +14,7 @@ from memplug.words import count, duration, size
 _LARGEST = 4
 
 
-class Picture(TechniquePicture):
+class SwapPicture(TechniquePicture):
     """The swap list's picture: words alone."""
 
     place = 2
@@ -26,6 +26,9 @@ class Picture(TechniquePicture):
     def rows(self, facts: dict[str, Any]) -> Rows:
         """Return these facts as rows of words; see `TechniquePicture.rows`."""
         return rows(facts["swap_list"]) if facts["swap_list"] else []
+
+
+PICTURE = SwapPicture()
 
 
 def swaps(plan: MemoryPlan) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from memplug.swap.plan.from_trace import held_bytes
 TIGHTER = 3  # times that a list may be made again for less memory, because a step under it exceeded its prediction
 
 
-class Room:
+class ListRoom:
     """The device budget, less the bytes that lists leave free.
 
     Lists leave bytes free because memory that a collective holds is freed a little earlier or later in every step, and

@@ -32,7 +32,7 @@ ANCHOR = np.dtype([("place", "<i4"), ("slot", "<i4"), ("key", "<i4")])
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
+class SwapTables:
     """The tables of one list, with numbers that this process gives to operators and dtypes.
 
     Attributes:
@@ -49,12 +49,12 @@ class Tables:
     anchors: bytes
 
     @classmethod
-    def empty(cls) -> Tables:
+    def empty(cls) -> SwapTables:
         """Return the tables of an empty list."""
         return cls([], [], b"", b"", b"")
 
 
-def tables_of(part: SwapPart, core: Any, dtypes: dict[str, int]) -> Tables:
+def tables_of(part: SwapPart, core: Any, dtypes: dict[str, int]) -> SwapTables:
     """Return the tables of a part.
 
     Args:
@@ -73,4 +73,6 @@ def tables_of(part: SwapPart, core: Any, dtypes: dict[str, int]) -> Tables:
             row[name] = getattr(target, name)
     program = [numbers[name] for name in part.program]
     outside = [(place, [numbers[name] for name in names]) for place, names in part.outside]
-    return Tables(program, outside, ranks.tobytes(), targets.tobytes(), np.array(list(part.anchors), ANCHOR).tobytes())
+    return SwapTables(
+        program, outside, ranks.tobytes(), targets.tobytes(), np.array(list(part.anchors), ANCHOR).tobytes()
+    )

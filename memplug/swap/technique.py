@@ -29,7 +29,7 @@ from memplug.swap.plan.from_trace import clock_of
 from memplug.swap.plan.part import SwapBudgets, SwapPart, plan_part
 from memplug.swap.promises import Promises
 from memplug.swap.report import SwapReport, report_of
-from memplug.swap.room import Room
+from memplug.swap.room import ListRoom
 from memplug.words import size
 
 MISSED_SHARE = 0.05  # of a list's tensors: if more are not found, the step counts against the list
@@ -38,7 +38,7 @@ OTHERS = 3  # recorded steps that may fit without a list before it is dropped: t
 MEASURED_STEP = 2  # under a list: the first step of a run is not seen from its beginning
 
 
-class State(enum.Enum):
+class SwapState(enum.Enum):
     """The states of the technique."""
 
     WAITING = "waiting"  # until a program repeats
@@ -71,10 +71,10 @@ class SwapsWhole(Technique[SwapPart]):
         self.part: SwapPart | None = None
         self._given, self._tell, self._beside = given, given.tell, given.beside()
         self._device = device = given.device
-        self._core, self._room = native.load(), Room(given.config.device_budget_gib, device, given.reserved)
+        self._core, self._room = native.load(), ListRoom(given.config.device_budget_gib, device, given.reserved)
         swap = given.config.swap
         self._min_bytes, self._states = swap.min_bytes, swap.states
-        self._state = State.WAITING
+        self._state = SwapState.WAITING
         self._in_force = InForce(device, self._core, self._min_bytes, given.host_bytes, given.explain)
         self.promises: Promises | None = None
         self._missed = self._missing_steps = 0
@@ -101,9 +101,9 @@ class SwapsWhole(Technique[SwapPart]):
         return technique
 
     @property
-    def state(self) -> State:
+    def state(self) -> SwapState:
         """Return the present state; OFF once the technique is switched off."""
-        return State.OFF if self.off_because else self._state
+        return SwapState.OFF if self.off_because else self._state
 
     @property
     def counters(self) -> dict[str, int]:
@@ -120,9 +120,9 @@ class SwapsWhole(Technique[SwapPart]):
     @property
     def detail(self) -> Detail | None:
         """Return the detail to record the next step with: tensors to plan from it, requests to measure its peak."""
-        if self.state is State.SWAPPING and self._steps == MEASURED_STEP - 1:
+        if self.state is SwapState.SWAPPING and self._steps == MEASURED_STEP - 1:
             return Detail.REQUESTS
-        return Detail.TENSORS if self.state is State.RECORDING else None
+        return Detail.TENSORS if self.state is SwapState.RECORDING else None
 
     def begin_step(self) -> None:
         """Start swapping: tensors are offloaded and prefetched until the step ends."""
@@ -132,15 +132,15 @@ class SwapsWhole(Technique[SwapPart]):
                 self._core.count_cpu(tensor)
         self._in_force.begin_step()
         self._in_force.measure(
-            waits=self.state is State.SWAPPING and self._steps == MEASURED_STEP - 1,
-            operators=self.state is State.RECORDING,
+            waits=self.state is SwapState.SWAPPING and self._steps == MEASURED_STEP - 1,
+            operators=self.state is SwapState.RECORDING,
         )
 
     def end_step(self) -> None:
         """Stop swapping: between two steps all tensors are on the device, unless it has no room for some."""
         self._in_force.end_step()
         self._in_force.measure()
-        if self.state is State.RECORDING and self._states:
+        if self.state is SwapState.RECORDING and self._states:
             self._resident = tuple(self._core.recorded_numbers(list(self._given.tensors())))
         self._steps += 1
         if self.promises is not None and self._steps >= MEASURED_STEP and self.promises.stall_s is None:
@@ -172,11 +172,11 @@ class SwapsWhole(Technique[SwapPart]):
             return None
         if self._beside.is_busy:
             return self._planned()
-        if self._state is State.WAITING and self.whole_steps:  # else the next step shows whether it fits
+        if self._state is SwapState.WAITING and self.whole_steps:  # else the next step shows whether it fits
             if self._room.holds(bool(self.relief)):
                 return SwapPart()
-            self._state = State.RECORDING
-        elif self._state is State.RECORDING and trace is not None and not self._in_force.has_failed:
+            self._state = SwapState.RECORDING
+        elif self._state is SwapState.RECORDING and trace is not None and not self._in_force.has_failed:
             return self._plan(trace)
         return None
 
@@ -196,8 +196,8 @@ class SwapsWhole(Technique[SwapPart]):
                 logging.INFO,
             )
         self.part = part
-        self._state = State.SWAPPING if part.targets else State.SHORT if part.impossible else State.FITS
-        if self._state is State.SHORT:
+        self._state = SwapState.SWAPPING if part.targets else SwapState.SHORT if part.impossible else SwapState.FITS
+        if self._state is SwapState.SHORT:
             self._watch()
         self._missed = self._missing_steps = self._steps = 0
         self.promises = Promises(part, self._tell, self._device.kind == "cpu") if part.targets else None
@@ -209,12 +209,12 @@ class SwapsWhole(Technique[SwapPart]):
 
     def _plan_anew(self) -> None:
         self._stay()
-        self._state, self._others_left = State.RECORDING, OTHERS
+        self._state, self._others_left = SwapState.RECORDING, OTHERS
 
     def _stay(self) -> None:
         self._beside.stop()
         self._end()
-        self.part, self.promises, self._state = None, None, State.WAITING
+        self.part, self.promises, self._state = None, None, SwapState.WAITING
         if not self.off_because:
             self._watch()
         elif self._device.kind == "cpu":
@@ -262,7 +262,7 @@ class SwapsWhole(Technique[SwapPart]):
             h2d_bytes_per_s=h2d,
         )
         seconds = self._in_force.operators_s(clock_of(trace))
-        self._state = State.PLANNING
+        self._state = SwapState.PLANNING
         others = _others(trace, self._given.has_regions, self._sizes_vary)
         states = self._states, self._resident
         self._beside.begin(plan_part, trace, budgets, seconds, others, self._given.layer_bytes(), *states)
@@ -276,7 +276,7 @@ class SwapsWhole(Technique[SwapPart]):
             return self._beside.take()
         except SwapError as error:
             if self._room.loosen():
-                self._state = State.RECORDING
+                self._state = SwapState.RECORDING
                 return None
             self._tell(f"no swap list: {error}", logging.WARNING)
             return SwapPart(impossible=error.problem)

@@ -16,7 +16,7 @@ model. At a lower rate a plan swaps less, at a higher one more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class SolveTask:
     """A problem for the planner, shared by all ranks with the same set of regions.
 
     Attributes:
@@ -27,7 +27,7 @@ class Task:
         solver: the lowest of these ranks, which solves for all of them.
     """
 
-    regions: list[plan.Region]
+    regions: list[plan.PlannedRegion]
     budget: plan.Budget
     fraction: float | None
     most: int
@@ -35,11 +35,11 @@ class Task:
 
 
 def agree(
-    own: tuple[list[plan.Region], plan.Budget],
+    own: tuple[list[plan.PlannedRegion], plan.Budget],
     gather: Callable[[Any], list[Any]],
     most: int = 1,
     alpha: Literal["auto", "memo"] = "auto",
-) -> Task | None:
+) -> SolveTask | None:
     """Return the problem to solve; None, on every rank, while one of them has no regions to plan.
 
     Args:
@@ -62,7 +62,7 @@ def agree(
     )
     fraction = min(gather(memo.fraction_of(regions, smallest))) if alpha == "memo" else None
     solver = next(rank for rank, (keys, _) in enumerate(everyone) if keys == mine)
-    return Task(regions, smallest, fraction, most, solver)
+    return SolveTask(regions, smallest, fraction, most, solver)
 
 
 def _tightest(ranks: list[tuple[plan.InFlight, ...]]) -> tuple[plan.InFlight, ...]:
@@ -75,7 +75,7 @@ def _tightest(ranks: list[tuple[plan.InFlight, ...]]) -> tuple[plan.InFlight, ..
     return tuple(min(same, key=lambda at: at.room_bytes) for same in zip(*ranks, strict=True))
 
 
-def solve(task: Task) -> list[plan.TokenwisePlan]:
+def solve(task: SolveTask) -> list[plan.TokenwisePlan]:
     """Return the plans for a task; needs no rank and no device.
 
     For "auto" these are the optimum, the plan that runs as many regions as without memplug as there is room for, and
@@ -90,7 +90,7 @@ def solve(task: Task) -> list[plan.TokenwisePlan]:
 
 
 def choose(
-    task: Task, solved: list[plan.TokenwisePlan] | None, gather: Callable[[Any], list[Any]]
+    task: SolveTask, solved: list[plan.TokenwisePlan] | None, gather: Callable[[Any], list[Any]]
 ) -> list[plan.TokenwisePlan]:
     """Return the plans to try, the predicted fastest first: as many on every rank, equal for equal regions.
 
@@ -119,7 +119,7 @@ def choose(
     return found[: task.most]
 
 
-def _solve_around(regions: list[plan.Region], budget: plan.Budget, factor: float) -> plan.TokenwisePlan:
+def _solve_around(regions: list[plan.PlannedRegion], budget: plan.Budget, factor: float) -> plan.TokenwisePlan:
     """Return the plan for a link of `factor` times the rates, with its cost at the measured rates."""
     d2h, h2d = budget.d2h_bytes_per_s * factor, budget.h2d_bytes_per_s * factor
     solved = plan.solve(regions, replace(budget, d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d))

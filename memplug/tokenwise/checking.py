@@ -56,7 +56,7 @@ class AlphaCheck:
         self.by_host: float | None = None
         self._budget, self._regions, self._executor, self._ranks = budget, regions, executor, ranks
         self._alpha = alpha or 0.0
-        self._observer = planning.Observer(executor.flow.is_large)
+        self._observer = planning.StepObserver(executor.flow.is_large)
         self._steps = 0
         self._is_over = not self._alpha
 
@@ -126,7 +126,7 @@ class AlphaCheck:
             )
 
 
-def fitting(regions: Sequence[plan.Region], budget: plan.Budget) -> tuple[float, float]:
+def fitting(regions: Sequence[plan.PlannedRegion], budget: plan.Budget) -> tuple[float, float]:
     """Return the largest fractions that fit the link and the host (MEMO, section 4.1).
 
     The first is the largest one, the same for all regions, whose copies fit the forward of each. Each is 0 where not

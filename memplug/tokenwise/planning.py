@@ -18,7 +18,7 @@ from memplug.sizes import HOST_ROW_BYTES
 from memplug.tokenwise import host_time
 from memplug.tokenwise.engine import operators
 from memplug.tokenwise.engine.executor import Executor
-from memplug.tokenwise.engine.operators import Kind
+from memplug.tokenwise.engine.operators import CaptureKind
 from memplug.tokenwise.engine.region import Region
 from memplug.tokenwise.engine.tape import Form, Tape
 from memplug.tokenwise.plan import solver as plan
@@ -28,7 +28,7 @@ from memplug.tokenwise.plan.model import part_bytes
 Seconds = Callable[[Any, Any], float]
 
 
-class Observer:
+class StepObserver:
     """A listener of `Executor.time_forwards` that keeps the last timed tape of every region.
 
     Attributes:
@@ -92,7 +92,7 @@ class Observer:
             self.input_tensors[name] -= len(large)
 
 
-def group_regions(regions: Sequence[Region], observer: Observer) -> dict[str, list[Region]]:
+def group_regions(regions: Sequence[Region], observer: StepObserver) -> dict[str, list[Region]]:
     """Set the key of every observed region, and return the regions by key.
 
     The key names the operator sequence: regions that ran the same operators share a plan.
@@ -115,7 +115,7 @@ def fingerprint(tape: Tape) -> str:
     return hashlib.sha256(f"{text}|{sorted(tape.asked)}".encode()).hexdigest()[:12]
 
 
-def describe(groups: dict[str, list[Region]], observer: Observer, executor: Executor) -> list[plan.Region]:
+def describe(groups: dict[str, list[Region]], observer: StepObserver, executor: Executor) -> list[plan.PlannedRegion]:
     """Return the planner's regions, one for each key, with measured times and bytes.
 
     Times are medians over the regions of a key.
@@ -138,7 +138,7 @@ def describe(groups: dict[str, list[Region]], observer: Observer, executor: Exec
         )
         operations, saved, given = _module(forward_s) if members[0].opaque else _replayed(tapes, seconds, observer)
         described.append(
-            plan.Region(
+            plan.PlannedRegion(
                 key=key,
                 instances=len(sending) * in_flight,
                 staying=(len(members) - len(sending)) * in_flight,
@@ -159,7 +159,9 @@ def describe(groups: dict[str, list[Region]], observer: Observer, executor: Exec
 
 def _chosen(tape: Tape) -> set[int]:
     """Return the storages made by choices (top experts, an order), which a recompute pass must not make anew."""
-    return {n for record in tape.records if operators.kind_of(record.func) is Kind.CHOICE for n in record.outputs}
+    return {
+        n for record in tape.records if operators.kind_of(record.func) is CaptureKind.CHOICE for n in record.outputs
+    }
 
 
 def _shared(tape: Tape) -> set[int]:
@@ -168,8 +170,8 @@ def _shared(tape: Tape) -> set[int]:
 
 
 def _replayed(
-    tapes: list[Tape], seconds: Seconds, observer: Observer
-) -> tuple[tuple[plan.Operator, ...], frozenset[int], frozenset[int]]:
+    tapes: list[Tape], seconds: Seconds, observer: StepObserver
+) -> tuple[tuple[plan.PlannedOperator, ...], frozenset[int], frozenset[int]]:
     """Return the operators of regions that ran the same ones, and two sets of storages.
 
     Backward asks for the storages of the first set; those of the second exist before the recompute pass.
@@ -181,15 +183,15 @@ def _replayed(
     return operations, frozenset(tape.asked), frozenset(given)
 
 
-def _small_parts(tape: Tape, observer: Observer) -> set[int]:
+def _small_parts(tape: Tape, observer: StepObserver) -> set[int]:
     """Return the storages of units that are too small to offload: they stay, and no unit runs again for them."""
     parts = [record for record in tape.records if operators.is_part_of_unit(record.func)]
     return {n for record in parts for n in record.outputs if not observer.is_large(tape.bytes[n])}
 
 
-def _module(forward_s: float) -> tuple[tuple[plan.Operator, ...], frozenset[int], frozenset[int]]:
+def _module(forward_s: float) -> tuple[tuple[plan.PlannedOperator, ...], frozenset[int], frozenset[int]]:
     """Return an opaque region for the planner: one operator, which runs the module again from its input."""
-    whole = plan.Operator(
+    whole = plan.PlannedOperator(
         name="the module", time_s=forward_s, inputs=(0,), outputs=(1,), output_bytes=0, capture="never"
     )
     return (whole,), frozenset({1}), frozenset({0})
@@ -209,7 +211,7 @@ def _sending(members: Sequence[Region]) -> Sequence[Region]:
 def decisions_of(
     solution: plan.TokenwisePlan,
     groups: dict[str, list[Region]],
-    observer: Observer,
+    observer: StepObserver,
     observed_peak_bytes: int | None = None,
     full_recomputation_s: float | None = None,
     held_bytes: int | None = None,
@@ -286,7 +288,7 @@ def _output_bytes(tape: Tape, index: int) -> int:
     return sum(_sizes(tape, index))
 
 
-def _swapped_bytes(tape: Tape, group: plan.Group, observer: Observer) -> dict[int, int]:
+def _swapped_bytes(tape: Tape, group: plan.Group, observer: StepObserver) -> dict[int, int]:
     """Return how many bytes of each operator's outputs are swapped, by index of the operator.
 
     The region's own tape counts, since the experts of a mixture have more tokens in one layer than in another. Small
@@ -298,7 +300,7 @@ def _swapped_bytes(tape: Tape, group: plan.Group, observer: Observer) -> dict[in
     }
 
 
-def _frame_bytes(tape: Tape, group: plan.Group, observer: Observer, name: str) -> int:
+def _frame_bytes(tape: Tape, group: plan.Group, observer: StepObserver, name: str) -> int:
     """Return the device bytes of a region's prefetched tensors.
 
     A tensor that is swapped in part is prefetched in full size: its other rows are recomputed in place.
@@ -321,14 +323,14 @@ def put(decisions: Decisions | None, regions: Sequence[Region], executor: Execut
     executor.flow.granted_bytes = decisions.solution.in_flight_bytes if decisions is not None else 0
 
 
-def _operator(tapes: list[Tape], index: int, seconds: Seconds, observer: Observer) -> plan.Operator:
+def _operator(tapes: list[Tape], index: int, seconds: Seconds, observer: StepObserver) -> plan.PlannedOperator:
     native, record = tapes[0].native, tapes[0].records[index]
     capture, is_part = native.capture(index), operators.is_part_of_unit(record.func)
     output_bytes = round(fmean(_output_bytes(tape, index) for tape in tapes))
     view = record.form is Form.VIEW
     # a write to given memory runs in any pass, but does not make a pass necessary
     always_runs = native.always_runs(index) and record.form is not Form.WRITE and index not in tapes[0].spared
-    return plan.Operator(
+    return plan.PlannedOperator(
         name=str(record.func),
         time_s=0.0 if view else median(seconds(*tape.stamps[index]) for tape in tapes),
         inputs=() if view else record.inputs,
@@ -337,7 +339,7 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, observer: Observe
         capture=capture if observer.is_large(output_bytes) else "never",
         rows=record.rows if len({tape.records[index].rows for tape in tapes}) == 1 else 0,
         always_runs=always_runs,
-        always_swapped=operators.kind_of(record.func) is Kind.ATTENTION,
+        always_swapped=operators.kind_of(record.func) is CaptureKind.ATTENTION,
         made_by_rows=_unit_of(tapes[0], index) if is_part and capture == "rows" else None,
     )
 
@@ -349,13 +351,13 @@ def _unit_of(tape: Tape, index: int) -> int:
 
 def _mean_fraction(tape: Tape, group: plan.Group) -> float:
     """Return the plan's share of matmul output bytes, for forwards that run other operators than the observed one."""
-    matmuls = [i for i, record in enumerate(tape.records) if operators.kind_of(record.func) is Kind.ROWS]
+    matmuls = [i for i, record in enumerate(tape.records) if operators.kind_of(record.func) is CaptureKind.ROWS]
     sizes = {i: _output_bytes(tape, i) for i in matmuls}
     total = sum(sizes.values())
     return sum(group.fractions.get(i, 0.0) * size for i, size in sizes.items()) / total if total else 0.0
 
 
-def _backward_seconds(observer: Observer, seconds: Seconds) -> dict[str, float]:
+def _backward_seconds(observer: StepObserver, seconds: Seconds) -> dict[str, float]:
     """Return each region's backward time, without its recompute pass.
 
     It lasts from the region's first request for a saved tensor to that of the next region. The last region gets the

@@ -63,7 +63,7 @@ def choose(trials: Sequence[Sequence[Trial]]) -> tuple[int, bool]:
     return min(range(len(by_plan)), key=lambda i: max(trial.device_bytes for trial in by_plan[i])), False
 
 
-class Search:
+class PlanSearch:
     """One search for decisions, from the start of GenPolicy to the decisions.
 
     Args:
@@ -90,7 +90,7 @@ class Search:
         self,
         regions: Sequence[Region],
         executor: Executor,
-        observer: planning.Observer,
+        observer: planning.StepObserver,
         ranks: Ranks,
         *,
         budget: DeviceBudget,
@@ -111,7 +111,7 @@ class Search:
         self._ranks, self._gather = ranks, ranks.gather
         self._step_peak, self._step_trace = step_peak, step_trace
         self._beside = beside
-        self._task: candidates.Task | None = None  # set while the planner runs
+        self._task: candidates.SolveTask | None = None  # set while the planner runs
         self._decisions_of: Callable[[plan.TokenwisePlan], Decisions]
         self._candidates: list[Decisions] = []
         self._trials: list[Trial] = []

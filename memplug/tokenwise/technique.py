@@ -22,7 +22,7 @@ from memplug.tokenwise import budgets, planning
 from memplug.tokenwise.budgets import DeviceBudget
 from memplug.tokenwise.checking import AlphaCheck
 from memplug.tokenwise.engine.executor import Executor
-from memplug.tokenwise.engine.hooks import Hooks
+from memplug.tokenwise.engine.hooks import EngineHooks
 from memplug.tokenwise.engine.region import Region
 from memplug.tokenwise.judge import mistakes_of
 from memplug.tokenwise.plain_regions import PlainRegions
@@ -31,7 +31,7 @@ from memplug.tokenwise.predictions import Predictions
 from memplug.tokenwise.report import TokenwiseReport, plan_in_words, report_of
 from memplug.tokenwise.room import Room
 from memplug.tokenwise.rounding import Rounding
-from memplug.tokenwise.search import Search
+from memplug.tokenwise.search import PlanSearch
 from memplug.tokenwise.shortage import Shortage
 from memplug.words import size
 
@@ -46,7 +46,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         plain: the regions that run as without memplug.
         decisions: the decisions in force; None at the safest setting, with a number for alpha, and while plans are
             tried.
-        observer: see `planning.Observer`.
+        observer: see `planning.StepObserver`.
         check: see `AlphaCheck`.
         predictions: see `Predictions`.
         rounding: see `Rounding`.
@@ -70,10 +70,10 @@ class TokenWise(AgreedTechnique[Decisions]):
             tokenwise.min_offload_bytes,
             given.regathers,
             tokenwise.buffers,
-            Hooks(explain=given.explain, on_larger=self.plain.enter_all, own=given.own),
+            EngineHooks(explain=given.explain, on_larger=self.plain.enter_all, own=given.own),
         )
         self.decisions: Decisions | None = None
-        self.observer = planning.Observer(self.executor.flow.is_large)
+        self.observer = planning.StepObserver(self.executor.flow.is_large)
         fixed = None if isinstance(self._alpha, str) else self._alpha
         for region in self._regions if fixed is not None else ():
             region.set(Setting(region.kind, fixed, is_agreed=True))
@@ -83,7 +83,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         self._sizes: tuple[tuple[int, ...], ...] = ()  # sizes of each forward's inputs, in the step that ended last
         self._shortage = Shortage(self.executor, self._ranks)
         self._room = Room(self._budget, self._ranks, given.reserved)
-        self._search: Search | None = None
+        self._search: PlanSearch | None = None
 
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         """Observe the next step, and try plans in the steps that follow: see `memplug.tokenwise.search`."""
         search = self._search
         if search is None:
-            self._search = Search(
+            self._search = PlanSearch(
                 *(self._regions, self.executor, self.observer, self._ranks),
                 budget=self._budget,
                 beside=self._given.beside(),

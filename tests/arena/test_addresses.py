@@ -11,7 +11,7 @@ from memplug.arena.plan.from_trace import last_step, problem_of
 from memplug.arena.plan.part import AddressPlan, address_plan
 from memplug.arena.plan.problem import solved
 from memplug.arena.planning import plan_with_spaces
-from memplug.arena.tables import PARTS, Tables, tables_of
+from memplug.arena.tables import PARTS, ArenaTables, tables_of
 from memplug.errors import LayoutError
 from memplug.profile.trace import Pass, Trace
 from memplug.profile.trace_file import load
@@ -25,7 +25,7 @@ def plan_of(step: Trace) -> AddressPlan:
     return plan_with_spaces(step, problem, solution)
 
 
-def spaces_of(tables: Tables, group: int) -> list[tuple[int, int]]:
+def spaces_of(tables: ArenaTables, group: int) -> list[tuple[int, int]]:
     rows = tables.spaces[tables.spaces["group"] == group]
     return list(zip(rows["begin"].tolist(), rows["end"].tolist(), strict=True))
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import memplug
 from memplug.arena.arena import Counters
-from memplug.arena.technique import State
+from memplug.arena.technique import ArenaState
 from memplug.device.device import Device
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Fingerprint
@@ -65,7 +65,7 @@ def test_dense_model_is_served_with_unchanged_losses(name: str, without: Run) ->
     with nothing_leaks():
         run = train(BLOCKS[name], steps=40, validate=10)
     assert run.losses == without.losses
-    assert run.states[-1] is State.SERVING and run.report["arena_plans"] >= 1
+    assert run.states[-1] is ArenaState.SERVING and run.report["arena_plans"] >= 1
     assert run.served >= 0.999
     assert run.report["arena_step_served"] == 1.0
     assert run.report["arena_predicted_fragmentation"] <= 0.005
@@ -101,7 +101,7 @@ def test_prefetched_outputs_land_at_planned_addresses(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Device, "streams", lambda self, core: python_streams(Noting()))
     run = train(BLOCKS["swapped"], steps=12)
-    first = run.states.index(State.SERVING) + 1
+    first = run.states.index(ArenaState.SERVING) + 1
     in_a_step = len(fetched) // 12
     assert in_a_step > 5 and not any(fetched[: in_a_step * (first - 1)])
     assert all(fetched[in_a_step * first :])
@@ -122,7 +122,7 @@ def test_tensors_kept_from_step_to_step_are_never_overwritten() -> None:
             out.loss.backward()
             kept.append((out.logits.detach(), out.logits.detach().clone()))
             session.step()
-        assert serving_of(session).state is State.SERVING
+        assert serving_of(session).state is ArenaState.SERVING
     assert sum(owned(tensor) for tensor, _ in kept) > 0
     for tensor, copied in kept:
         assert torch.equal(tensor, copied)
@@ -207,9 +207,9 @@ def test_each_program_has_its_own_plan() -> None:
 
     run = train(block, steps=48, length=length)
     assert run.losses == train(OFF, steps=48, length=length).losses
-    assert run.states[35] is run.states[47] is State.SERVING
+    assert run.states[35] is run.states[47] is ArenaState.SERVING
     assert run.mismatched[34] == run.mismatched[46] == 0
-    assert run.states[28:35] == [State.SERVING] * 7, "the first program's plan is still there"
+    assert run.states[28:35] == [ArenaState.SERVING] * 7, "the first program's plan is still there"
 
 
 def test_program_change_shown_only_by_requests_leads_to_a_new_plan() -> None:
@@ -273,7 +273,7 @@ def test_torch_profiler_sees_arena_blocks() -> None:
         for _ in range(8):
             step()
             session.step()
-        assert serving_of(session).state is State.SERVING
+        assert serving_of(session).state is ArenaState.SERVING
         before = serving_of(session).counters.planned
         with torch.profiler.profile(profile_memory=True) as profile:
             step()
@@ -297,7 +297,7 @@ def test_recording_of_a_served_step_has_all_its_requests(tmp_path: Path) -> None
             model.zero_grad()
             session.step()
         served = session.trace
-        assert serving_of(session).state is State.SERVING
+        assert serving_of(session).state is ArenaState.SERVING
     assert native is not served
     assert native.requests["nbytes"].tolist() == served.requests["nbytes"].tolist()
     assert served.replays_exactly() and (served.live_bytes >= 0).all()
@@ -322,7 +322,7 @@ def test_arena_of_an_undetached_session_is_released() -> None:
             model(batch, labels=batch).loss.backward()
             model.zero_grad()
             session.step()
-        assert serving_of(session).state is State.SERVING
+        assert serving_of(session).state is ArenaState.SERVING
         arena = serving_of(session)._arena
         session._attached.boundary.claim.followers = Followers()
         del arena
@@ -343,7 +343,7 @@ def test_collecting_an_old_session_leaves_the_new_ones_arena() -> None:
                 if step == 7:
                     sessions.clear()
                     gc.collect()
-            assert serving_of(session).state is State.SERVING
+            assert serving_of(session).state is ArenaState.SERVING
             assert serving_of(session).step.planned > 100
         sessions.append(session)
 

@@ -22,7 +22,7 @@ from torch import nn
 
 import memplug
 from memplug.arena import planning
-from memplug.arena.technique import State
+from memplug.arena.technique import ArenaState
 from memplug.errors import ArenaError
 from tests.support.serving import ALONE, CHECKED, llama, nothing_leaks, owned, reserved_bytes, serving_of, train
 
@@ -91,7 +91,7 @@ def test_deviating_requests_lose_only_their_own_planned_addresses(block: dict[st
     regions = {"regions": ["layers.*"], "enabled": False}
     run = train({**block, "tokenwise": regions}, Wandering, steps=24, around=around)
     assert run.losses == train(OFF, Wandering, steps=24, around=around).losses
-    assert run.states[5] is State.SERVING and max(run.mismatched[5:7]) == 0
+    assert run.states[5] is ArenaState.SERVING and max(run.mismatched[5:7]) == 0
     assert sum(run.mismatched[7:]) > 0
     assert run.served > 1 - 1.5 * share - 0.05, "an extra or missing request shifts no other"
 
@@ -139,7 +139,7 @@ def test_requests_of_other_threads_go_to_torchs_allocator(block: dict[str, Any])
                 thread.start()
                 thread.join()
             session.step()
-        assert serving_of(session).state is State.SERVING
+        assert serving_of(session).state is ArenaState.SERVING
         assert serving_of(session).counters.elsewhere >= 4
     assert not any(owned(tensor) for tensor in strangers)
     assert all((tensor == 1).all() for tensor in strangers)
@@ -260,7 +260,7 @@ def test_checking_mode_detects_stray_writes(spoil: str, how: str) -> None:
         for step in range(12):
             model(batch, labels=batch).loss.backward()
             if step == 8:
-                assert serving_of(session).state is State.SERVING
+                assert serving_of(session).state is ArenaState.SERVING
                 scratch = torch.empty(100, dtype=torch.uint8)
                 assert owned(scratch)
                 address = scratch.data_ptr()

@@ -12,7 +12,7 @@ from torch import nn
 
 import memplug
 from memplug import native
-from memplug.arena.technique import State
+from memplug.arena.technique import ArenaState
 from tests.support.serving import ALONE, CHECKED, llama, nothing_leaks, owned, serving_of
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +44,7 @@ def session() -> Iterator[memplug.Session]:
             step(model)
             model.zero_grad()
             session.step()
-        assert serving_of(session).state is State.SERVING
+        assert serving_of(session).state is ArenaState.SERVING
         session.model = model
         yield session
         model.zero_grad()  # gradients would keep the arena alive

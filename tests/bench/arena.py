@@ -42,7 +42,7 @@ from memplug.arena.plan.part import address_plan
 from memplug.arena.tables import tables_of
 from memplug.native import building
 from memplug.profile.recorder import Detail, Recorder
-from memplug.profile.trace import Event, Fingerprint, Trace
+from memplug.profile.trace import EventKind, Fingerprint, Trace
 from tests.bench.caching_allocator import reserved
 from tests.bench.table import Row, figures, render, write_rows
 
@@ -261,7 +261,7 @@ def host_seconds(step: Trace, device: torch.device, rounds: int = 15) -> dict[st
     """Return the seconds of a malloc and its free, by mode, over the requests of a step in their order."""
     events = step.events[step.events["request"] >= 0]
     request = torch.from_numpy(events["request"].copy())
-    sizes = np.where(events["kind"] == Event.MALLOC, np.maximum(events["nbytes"], 1), -1)
+    sizes = np.where(events["kind"] == EventKind.MALLOC, np.maximum(events["nbytes"], 1), -1)
     replay = functools.partial(_replayer(device.type).replay, request, torch.from_numpy(sizes), len(step.requests))
     recorder = Recorder(device)
     recorder.watch(False)

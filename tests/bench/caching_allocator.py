@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from memplug.profile.trace import Event
+from memplug.profile.trace import EventKind
 
 SMALLEST_BYTES = 512  # kMinBlockSize
 SMALL_BYTES = 2**20  # kSmallSize: the largest request of the small pool
@@ -154,8 +154,8 @@ def reserved(events: np.ndarray, *, expandable: bool = False, times: int = 3) ->
     """Return the bytes reserved and the most bytes allocated after some runs of a step, as in warm training.
 
     Args:
-        events: int64[k, 4], in order: kind (`Event`), running number of the request, its bytes (above 0), its stream.
-            Requests that are not freed are freed when the next run begins.
+        events: int64[k, 4], in order: kind (`EventKind`), running number of the request, its bytes (above 0), its
+            stream. Requests that are not freed are freed when the next run begins.
         expandable: As `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
         times: Number of runs.
     """
@@ -167,7 +167,7 @@ def reserved(events: np.ndarray, *, expandable: bool = False, times: int = 3) ->
             allocator.free(handle)
         live.clear()
         for kind, request, nbytes, stream in rows:
-            if kind == Event.MALLOC:
+            if kind == EventKind.MALLOC:
                 live[request] = allocator.malloc(nbytes, stream)
             else:
                 allocator.free(live.pop(request))

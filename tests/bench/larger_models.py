@@ -27,7 +27,7 @@ from torch import nn
 
 import memplug
 from memplug.errors import BudgetError
-from memplug.predict.virtual import Hardware, VirtualDevice
+from memplug.predict.virtual import GpuProfile, VirtualDevice
 from tests.bench.table import Row, figures, render, write_rows
 from tests.support.folders import ROOT
 
@@ -162,7 +162,7 @@ def largest(device: VirtualDevice, base: Shape, raised: str, mode: str) -> int:
 def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
     args = parse_args(argv)
-    hardware = Hardware.read(args.hardware)
+    hardware = GpuProfile.read(args.hardware)
     if args.memory_gib is not None:
         hardware = dataclasses.replace(hardware, memory_bytes=args.memory_gib * GIB)
     device = VirtualDevice(hardware, expandable_segments=True)

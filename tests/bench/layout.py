@@ -121,11 +121,11 @@ def _reserved(problem: Problem, *, expandable: bool) -> int:
 
 def _events(problem: Problem) -> np.ndarray:
     """Return rows of (kind, request, bytes, stream) in time; frees come before mallocs of the same instant."""
-    from memplug.profile.trace import Event
+    from memplug.profile.trace import EventKind
 
     table, count = problem.buffers, len(problem)
-    kinds = np.repeat([Event.MALLOC, Event.FREE], count)
-    order = np.lexsort((kinds == Event.MALLOC, np.concatenate([table["lower"], table["upper"]])))
+    kinds = np.repeat([EventKind.MALLOC, EventKind.FREE], count)
+    order = np.lexsort((kinds == EventKind.MALLOC, np.concatenate([table["lower"], table["upper"]])))
     columns = (kinds, np.tile(np.arange(count), 2), np.tile(table["size"], 2), np.tile(table["stream"], 2))
     return np.stack([column[order] for column in columns], axis=1)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 import memplug
-from memplug.arena.technique import State
+from memplug.arena.technique import ArenaState
 from memplug.beside import Beside
 from memplug.session.table import Stage
 from tests import made_as_users_do
@@ -52,14 +52,14 @@ class Step:
     seconds: float
     recorded: bool
     stage: Stage
-    state: State | None
+    state: ArenaState | None
 
     @property
     def kind(self) -> str:
         """Return one of `KINDS`, or "warm-up"."""
         if self.recorded or self.stage is not Stage.STABLE:
             return "recorded" if self.recorded else "warm-up" if self.stage is Stage.WARM_UP else "safest"
-        return "served" if self.state is State.SERVING else "decided"
+        return "served" if self.state is ArenaState.SERVING else "decided"
 
 
 def llama(layers: int) -> torch.nn.Module:
@@ -97,7 +97,7 @@ def run(layers: int, waits: bool) -> tuple[list[Step], int]:
             count = session.report().recorded_steps
             steps.append(Step(now - before, count > recorded, stage, state))
             before, recorded = time.perf_counter(), count
-            served += state is State.SERVING
+            served += state is ArenaState.SERVING
         serving = session._attached.boundary.followers.find("arena")
         assert serving is not None and serving.plan is not None
         return steps, len(serving.plan.problem)

@@ -89,10 +89,10 @@ class OnVirtual:
     """Predicts, with the clocks and the allocator of the virtual device."""
 
     def __init__(self, case: Case):
-        from memplug.predict.virtual import Hardware, VirtualDevice
+        from memplug.predict.virtual import GpuProfile, VirtualDevice
 
         attention = None if case.attention == "default" else case.attention
-        self.device = VirtualDevice(Hardware.named(case.gpu), attention=attention)
+        self.device = VirtualDevice(GpuProfile.named(case.gpu), attention=attention)
 
     def seconds(self, run: Any) -> float:
         began_s = self.device.synchronize()

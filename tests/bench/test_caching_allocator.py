@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplug.profile.trace import Event
+from memplug.profile.trace import EventKind
 from tests.bench.caching_allocator import CachingAllocator, reserved
 
 MIB = 2**20
@@ -81,7 +81,7 @@ def test_expandable_range_grows_at_its_end_by_missing_bytes():
 
 
 def test_repeated_step_is_served_from_the_cache():
-    events = np.array([(Event.MALLOC, 0, 30 * MIB, 0), (Event.MALLOC, 1, 512, 0), (Event.FREE, 0, 0, 0)])
+    events = np.array([(EventKind.MALLOC, 0, 30 * MIB, 0), (EventKind.MALLOC, 1, 512, 0), (EventKind.FREE, 0, 0, 0)])
     assert reserved(events, times=1) == reserved(events, times=5) == (32 * MIB, 30 * MIB + 512)
 
 

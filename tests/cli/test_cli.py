@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from memplug.cli import app
 from memplug.config import json_schema, load_config
-from memplug.predict.virtual.hardware import LINK_RATES, Hardware
+from memplug.predict.virtual.hardware import LINK_RATES, GpuProfile
 from memplug.profile.trace_file import load, save
 from memplug.show.summary import summary
 from tests.support.folders import ROOT
@@ -199,7 +199,7 @@ def test_doctor_measures_a_profile_into_a_file_and_prints_its_rates(tmp_path, me
     assert "620 TFLOP/s at 32,768 tokens" in lines["attention forward, cudnn"]
     assert "55.3 GB/s at 954 MiB" in lines["device to host"]
     assert "49.1 GB/s at 954 MiB" in lines["host to device, both directions"]
-    assert Hardware.named(str(file)).name == "NVIDIA H200" and json.loads(file.read_text()) == measured
+    assert GpuProfile.named(str(file)).name == "NVIDIA H200" and json.loads(file.read_text()) == measured
 
 
 def test_doctor_json_equals_the_measured_profile_file(tmp_path, measured):

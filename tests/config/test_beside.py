@@ -15,7 +15,7 @@ import torch
 import memplug
 import tests
 from memplug.arena import planning
-from memplug.arena.technique import State
+from memplug.arena.technique import ArenaState
 from memplug.beside import Beside
 from memplug.errors import LayoutError
 from memplug.session.table import Stage
@@ -117,7 +117,7 @@ def test_planning_imports_no_torch(module: Any) -> None:
 # -- training meanwhile ------------------------------------------------------------------------------------------------
 
 
-def train(until: Any, **block: Any) -> tuple[list[float], list[tuple[Stage, State]], memplug.Session]:
+def train(until: Any, **block: Any) -> tuple[list[float], list[tuple[Stage, ArenaState]], memplug.Session]:
     """Train until `until` is true; return the losses, the stages after each step, and the session.
 
     A stage is the session's together with its arena's state.
@@ -127,7 +127,7 @@ def train(until: Any, **block: Any) -> tuple[list[float], list[tuple[Stage, Stat
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
     tokens = torch.Generator().manual_seed(1)
     losses: list[float] = []
-    stages: list[tuple[Stage, State]] = []
+    stages: list[tuple[Stage, ArenaState]] = []
     settings = {"tokenwise": {"min_offload_bytes": 1}, "profiler": {"warmup_steps": 1, "policy_steps": 0}}
     with memplug.attach(network, {"enabled": True, "plan_dir": False, **settings, **block}) as session:
         deadline = time.monotonic() + 120
@@ -144,8 +144,8 @@ def train(until: Any, **block: Any) -> tuple[list[float], list[tuple[Stage, Stat
     return losses, stages, session
 
 
-def serves(stages: list[tuple[Stage, State]]) -> bool:
-    return len(stages) > 3 and all(state is State.SERVING for _, state in stages[-3:])
+def serves(stages: list[tuple[Stage, ArenaState]]) -> bool:
+    return len(stages) > 3 and all(state is ArenaState.SERVING for _, state in stages[-3:])
 
 
 def test_training_continues_while_planning_and_adopts_plans_later() -> None:
@@ -153,7 +153,7 @@ def test_training_continues_while_planning_and_adopts_plans_later() -> None:
     seen = list(dict.fromkeys(stages))
     assert [stage for stage, _ in seen][:3] == [Stage.WARM_UP, Stage.GEN_POLICY, Stage.STABLE]
     states = [state for _, state in stages]
-    assert states.count(State.PLANNING) > 1, "no step waited for addresses"
+    assert states.count(ArenaState.PLANNING) > 1, "no step waited for addresses"
     assert [stage for stage, _ in stages].count(Stage.GEN_POLICY) > 2, "no step waited for decisions"
     report = session.report()
     assert report.replans == 1 and report.recorded_steps < 8, "steps while something is planned are not recorded"
@@ -163,5 +163,5 @@ def test_training_continues_while_planning_and_adopts_plans_later() -> None:
 
 
 def test_session_detached_while_planning_leaves_no_process() -> None:
-    _, stages, _ = train(lambda stages: stages and stages[-1][1] is State.PLANNING)
-    assert stages[-1][1] is State.PLANNING and not children()
+    _, stages, _ = train(lambda stages: stages and stages[-1][1] is ArenaState.PLANNING)
+    assert stages[-1][1] is ArenaState.PLANNING and not children()

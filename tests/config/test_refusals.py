@@ -35,7 +35,7 @@ from memplug.predict.estimator.values import Values
 from memplug.predict.tune import tuning
 from memplug.predict.tune.fixed import Fixed
 from memplug.predict.tune.machine import Machine
-from memplug.predict.virtual import Hardware
+from memplug.predict.virtual import GpuProfile
 from memplug.profile.allocator_history import is_snapshot
 from memplug.profile.allocator_history import load as load_snapshot
 from memplug.profile.trace_file import load as load_trace
@@ -65,7 +65,7 @@ def test_deeply_nested_json_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="nested too deeply"):
         load_config(file)
     with pytest.raises(HardwareError):
-        Hardware.read(file)
+        GpuProfile.read(file)
 
 
 NO_PATHS = [5, None, ["x"], b"abc", "a\0b", Path("a\0b")]
@@ -73,7 +73,7 @@ NO_PATHS = [5, None, ["x"], b"abc", "a\0b", Path("a\0b")]
 
 @pytest.mark.parametrize("given", NO_PATHS, ids=repr)
 def test_invalid_paths_are_refused(given: Any):
-    readers = [memplug.load_plan, load_trace, Values.read, Hardware.named, is_snapshot, load_snapshot, read_csv]
+    readers = [memplug.load_plan, load_trace, Values.read, GpuProfile.named, is_snapshot, load_snapshot, read_csv]
     for read in readers:
         with pytest.raises(MemplugError, match="is not the path of a .*\nWhat to do: Give it as text"):
             read(given)
@@ -101,7 +101,7 @@ def test_folders_and_forbidden_files_are_refused_by_readers(tmp_path: Path, monk
     file = tmp_path / "file"
     file.write_text("1")
     readers = [memplug.load_plan, load_trace, Values.read, is_snapshot, load_snapshot, read_csv]
-    for read in [*readers, Hardware.named, load_config, Shape.read]:
+    for read in [*readers, GpuProfile.named, load_config, Shape.read]:
         with pytest.raises(MemplugError, match="not a file|no GPU|Is a directory"):
             read(tmp_path)
 
@@ -109,14 +109,14 @@ def test_folders_and_forbidden_files_are_refused_by_readers(tmp_path: Path, monk
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(io, "open", refuse)
-    for read in [*readers, Hardware.named, load_config, Shape.read]:
+    for read in [*readers, GpuProfile.named, load_config, Shape.read]:
         with pytest.raises(MemplugError, match="Permission denied"):
             read(file)
 
 
 def test_gpu_profile_is_found_by_path_and_name():
     path = ROOT / "configs/hardware/h100.json"
-    assert Hardware.named(path) == Hardware.named(str(path)) == Hardware.named("H100")
+    assert GpuProfile.named(path) == GpuProfile.named(str(path)) == GpuProfile.named("H100")
 
 
 def test_path_with_null_byte_is_refused():
@@ -131,7 +131,7 @@ def test_gpu_profile_with_non_finite_number_is_refused(value: float, tmp_path: P
     file = tmp_path / "gpu.json"
     file.write_text(json.dumps(profile))
     with pytest.raises(HardwareError, match="memory_bytes"):
-        Hardware.read(file)
+        GpuProfile.read(file)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -142,7 +142,7 @@ def test_non_finite_number_in_deepspeed_json_is_refused(value: float):
 
 @pytest.mark.parametrize("host_bytes", [math.inf, math.nan, -1.0])
 def test_tune_refuses_impossible_host_memory(host_bytes: float):
-    machine = Machine(hardware=Hardware.named("h100"), gpus=1)
+    machine = Machine(hardware=GpuProfile.named("h100"), gpus=1)
     with pytest.raises(TuneError, match="host memory"):
         tuning.tune({}, Shape.read(ROOT / "configs/models/tiny.yaml"), machine, host_bytes)
 

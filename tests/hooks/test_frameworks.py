@@ -13,7 +13,7 @@ from torch import nn
 import memplug
 from memplug.errors import ConflictError, RegionError
 from memplug.hooks import frameworks
-from memplug.hooks.framework import Framework, Layers, Target
+from memplug.hooks.framework import AttachTarget, Framework, Layers
 from memplug.session.attached import AttachedModel
 from memplug.session.session import Disabled, Session
 from memplug.session.table import Stage
@@ -50,30 +50,30 @@ class Trainer:
 class Toy(Framework):
     """A framework as a newcomer would write it."""
 
-    def claim(self, given: Any) -> Target | None:
-        return Target(given.network, (given.network,), given) if isinstance(given, Trainer) else None
+    def claim(self, given: Any) -> AttachTarget | None:
+        return AttachTarget(given.network, (given.network,), given) if isinstance(given, Trainer) else None
 
-    def is_in(self, target: Target) -> bool:
+    def is_in(self, target: AttachTarget) -> bool:
         return isinstance(target.engine, Trainer)
 
     def layers(self, model: nn.Module) -> Layers:
         return [(name, module) for name, module in model.named_modules() if isinstance(module, Block)]
 
-    def check(self, target: Target, modules: Layers) -> None:
+    def check(self, target: AttachTarget, modules: Layers) -> None:
         if getattr(target.engine, "recomputes", False):
             raise ConflictError("the trainer recomputes", "Switch that off.")
 
-    def regathers(self, target: Target) -> bool:
+    def regathers(self, target: AttachTarget) -> bool:
         return target.engine.shards
 
-    def prepare(self, target: Target, name: str) -> Callable[..., Any]:
+    def prepare(self, target: AttachTarget, name: str) -> Callable[..., Any]:
         def note(module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
             self.prepared.append(name)
             return call, args, kwargs
 
         return note
 
-    def hook(self, target: Target, modules: Layers, attached: AttachedModel) -> None:
+    def hook(self, target: AttachTarget, modules: Layers, attached: AttachedModel) -> None:
         attached.steps_are_marked = True
         target.engine.after_step.append(attached.step)
         attached.at_detach(target.engine.after_step.clear)

@@ -30,7 +30,7 @@ const Stream MAIN = &main_stream, SIDE = &side_stream;
 constexpr int64_t UNIT = BLOCK_BYTES;
 
 // Work queued on a stream is a running number; a stream that waits for an event knows the other stream's number.
-struct Simulated final : Device {
+struct Simulated final : ArenaDevice {
   ~Simulated() override {
     CHECK(events == 0);
     CHECK(reserved.empty());

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from memplug.arena.judge import Fault, judge_addresses
-from memplug.arena.plan.part import AddressPlan, DynamicSpace, Predictions, address_plan
+from memplug.arena.plan.part import AddressPlan, DynamicSpace, PromisedBytes, address_plan
 from memplug.arena.plan.problem import BUFFER, ORDERING, Problem, Solution
 from memplug.errors import LayoutError
 from memplug.profile.records import Fingerprint
@@ -125,7 +125,7 @@ OF_THE_PROBLEM = {
 }
 OF_THE_REST = {
     **{f"solution.{each.name}": in_solution(each.name) for each in fields(Solution)},
-    **{f"predictions.{each.name}": in_predictions(each.name) for each in fields(Predictions)},
+    **{f"predictions.{each.name}": in_predictions(each.name) for each in fields(PromisedBytes)},
     **{f"dynamic.{each.name}": in_dynamic(each.name) for each in fields(DynamicSpace)},
 }
 

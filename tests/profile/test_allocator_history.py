@@ -15,7 +15,7 @@ from memplug.arena.plan.from_trace import problem_of_all
 from memplug.cli import app
 from memplug.errors import TraceError
 from memplug.profile.allocator_history import History, is_snapshot, load
-from memplug.profile.trace import Event
+from memplug.profile.trace import EventKind
 from memplug.show.snapshot import snapshot as snapshot_of
 from tests.support.allocator_snapshots import MIB, event, freed, segment, snapshot, steps
 from tests.support.show_traces import training_trace
@@ -40,7 +40,7 @@ def rows(history: History) -> list[tuple]:
     return [tuple(row)[:4] for row in history.trace.events.tolist()]
 
 
-MALLOC, FREE = int(Event.MALLOC), int(Event.FREE)
+MALLOC, FREE = int(EventKind.MALLOC), int(EventKind.FREE)
 
 
 def test_requests_have_sizes_lifetimes_and_streams(history_of):

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from memplug.profile.trace import Event, Pass
+from memplug.profile.trace import EventKind, Pass
 from tests.support.schedules import SCHEDULES, Schedule, order, record, scripts
 
 SMALL = Schedule(source="llama7b_ckpt", layers=4, micro_batches=8, chunks=2)
@@ -91,4 +91,4 @@ def test_only_expert_requests_are_dynamic():
     assert step.requests["nbytes"][~dynamic].max() < step.requests["nbytes"][dynamic].max()
     still = record(Schedule(source="mixtral_ckpt", layers=2, micro_batches=4))
     assert not still.requests["dynamic"].any()
-    assert (still.events["kind"] == Event.MALLOC).sum() == (step.events["kind"] == Event.MALLOC).sum()
+    assert (still.events["kind"] == EventKind.MALLOC).sum() == (step.events["kind"] == EventKind.MALLOC).sum()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from memplug.errors import TraceError
 from memplug.profile.trace import (
     REQUEST,
-    Event,
+    EventKind,
     Fingerprint,
     Layer,
     Pass,
@@ -74,7 +74,7 @@ def test_request_table_matches_a_loop_over_the_events(recording):
     trace = recording.trace()
     expected = {}
     for index, event in enumerate(trace.events):
-        if event["kind"] == Event.MALLOC:
+        if event["kind"] == EventKind.MALLOC:
             layer = event["layer"]
             expected[int(event["request"])] = {
                 **dict.fromkeys(REQUEST.names, -1),
@@ -100,9 +100,9 @@ def test_live_bytes_and_peak_match_a_replay(recording, base):
     live, replayed, sizes = base, [], {}
     for event in trace.events.tolist():
         kind, request, nbytes = event[:3]
-        if kind == Event.MALLOC:
+        if kind == EventKind.MALLOC:
             sizes[request] = nbytes
-        live += nbytes if kind == Event.MALLOC else -(sizes[request] if request >= 0 else nbytes)
+        live += nbytes if kind == EventKind.MALLOC else -(sizes[request] if request >= 0 else nbytes)
         replayed.append(live)
     assert live_bytes(trace.events, trace.base_bytes).tolist() == replayed
     event, nbytes = trace.replayed_peak()

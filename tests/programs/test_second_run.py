@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from memplug.arena.plan.part import AddressPlan
-from memplug.arena.technique import State
+from memplug.arena.technique import ArenaState
 from memplug.plans import plan_file
 from memplug.session.table import Stage
 from memplug.tokenwise.plan.decisions import Decisions
@@ -62,7 +62,7 @@ def test_persistent_gradients_resume_from_their_plan(tmp_path: Path) -> None:
 def test_arena_alone_resumes_from_its_plan(tmp_path: Path) -> None:
     block = {"tokenwise": {"enabled": False}}
     first, second = (train(tmp_path, block=block) for _ in range(2))
-    assert first.states[0] is not State.SERVING and set(second.states) == {State.SERVING}
+    assert first.states[0] is not ArenaState.SERVING and set(second.states) == {ArenaState.SERVING}
     assert (second.report["arena_plans"], second.report["recorded_steps"]) == (0, 0)
     assert second.losses == first.losses and min(second.shares) == 1.0
 
@@ -77,10 +77,12 @@ def test_decisions_alone_resume_from_their_plan(tmp_path: Path) -> None:
 
 def test_run_that_ends_before_it_has_addresses_leaves_its_decisions(tmp_path: Path) -> None:
     first = train(tmp_path, steps=4)
-    assert first.stages[-1] is Stage.STABLE and State.SERVING not in first.states
+    assert first.stages[-1] is Stage.STABLE and ArenaState.SERVING not in first.states
     second, third = train(tmp_path), train(tmp_path)
     assert set(second.stages) == {second.before[0]} == {Stage.STABLE}
-    assert (second.report["replans"], second.report["arena_plans"]) == (0, 1) and second.states[-1] is State.SERVING
+    assert (second.report["replans"], second.report["arena_plans"]) == (0, 1) and second.states[
+        -1
+    ] is ArenaState.SERVING
     assert second.losses[:4] == first.losses[:4]
     assert third.is_second() and third.losses == second.losses
     only_plan(tmp_path)
@@ -132,5 +134,5 @@ def test_compiled_model_resumes_from_its_plan(tmp_path: Path) -> None:
 
     block = {"tokenwise": {"enabled": False}}
     first, second = (train(tmp_path, compiled, block=block) for _ in range(2))
-    assert second.losses == first.losses and set(second.states) == {State.SERVING}
+    assert second.losses == first.losses and set(second.states) == {ArenaState.SERVING}
     assert (second.report["arena_plans"], second.report["recorded_steps"]) == (0, 0)

@@ -82,10 +82,10 @@ def test_last_line_with_numeric_alpha_reports_no_missing_plan(
 
 def test_full_recomputation_estimate_reruns_all_operators_and_swaps_none() -> None:
     operators = tuple(
-        plan.Operator(name=str(i), time_s=1.0, inputs=(i,), outputs=(i + 1,), output_bytes=100, capture="rows")
+        plan.PlannedOperator(name=str(i), time_s=1.0, inputs=(i,), outputs=(i + 1,), output_bytes=100, capture="rows")
         for i in range(3)
     )
-    region = plan.Region(
+    region = plan.PlannedRegion(
         key="r",
         instances=2,
         operators=operators,

@@ -10,7 +10,7 @@ import pytest
 
 from memplug.beside import Beside
 from memplug.plans import plan_file
-from memplug.plans.schema import MemoryPlan, Training
+from memplug.plans.schema import MemoryPlan, TrainingPart
 from memplug.profile.records import Fingerprint
 from memplug.session.plan_store import PlanStore
 from memplug.session.techniques import JUDGES
@@ -37,7 +37,7 @@ def store(folder: Path, rank: int, ranks: OtherRanks) -> PlanStore:
 
 def plan(run: str, rank: int = 0) -> MemoryPlan:
     job = Fingerprint(model="Llama", rank=rank, world_size=WORLD_SIZE)
-    return MemoryPlan(fingerprint=job, training=Training(run=run, index=0, program=None, gradients_stay=False))
+    return MemoryPlan(fingerprint=job, training=TrainingPart(run=run, index=0, program=None, gradients_stay=False))
 
 
 def keep(store: PlanStore, plan: MemoryPlan) -> None:

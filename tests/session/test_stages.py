@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from memplug.session.table import TABLE, Event, Stage, after
+from memplug.session.table import TABLE, Stage, StepOutcome, after
 
 ALGORITHM_1 = """
     stage       steady      settled     known       changed
@@ -16,14 +16,14 @@ ALGORITHM_1 = """
 """
 HEAD, *ROWS = (line.split() for line in ALGORITHM_1.strip().splitlines())
 EXPECTED = {
-    (Stage(row[0]), Event[name.upper()]): Stage(cell)
+    (Stage(row[0]), StepOutcome[name.upper()]): Stage(cell)
     for row in ROWS
     for name, cell in zip(HEAD[1:], row[1:], strict=True)
 }
 
 
-@pytest.mark.parametrize(("stage", "event"), list(itertools.product(Stage, Event)))
-def test_each_event_leads_to_the_stage_of_algorithm_1(stage: Stage, event: Event) -> None:
+@pytest.mark.parametrize(("stage", "event"), list(itertools.product(Stage, StepOutcome)))
+def test_each_event_leads_to_the_stage_of_algorithm_1(stage: Stage, event: StepOutcome) -> None:
     if stage in (Stage.OFF, Stage.DETACHED):
         with pytest.raises(AssertionError, match=f"that is {stage.value} has no steps"):
             after(stage, event)
@@ -38,4 +38,4 @@ def test_table_has_no_other_entries() -> None:
 def test_only_a_settled_program_is_planned_for() -> None:
     assert [
         pair for pair, following in TABLE.items() if following is Stage.GEN_POLICY and pair[0] is not following
-    ] == [(Stage.WARM_UP, Event.SETTLED)]
+    ] == [(Stage.WARM_UP, StepOutcome.SETTLED)]

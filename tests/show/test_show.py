@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplug.figures.groups import BEFORE, phase_words
-from memplug.profile.trace import Event, cut
+from memplug.profile.trace import EventKind, cut
 from memplug.profile.trace_file import load
 from memplug.show.summary import rows, summary
 from memplug.show.timeline import timeline
-from memplug.show.words import Moment, moment
+from memplug.show.words import TraceMoment, moment
 from memplug.words import axis_unit, size
 from tests.support.rows import requests
 from tests.support.show_traces import MIB, odd_trace, training_trace
@@ -174,8 +174,8 @@ def test_sizes_are_given_in_the_right_unit(nbytes, words):
 
 def test_moment_names_operator_and_step_if_several():
     trace = training(steps=2).trace()
-    event = int(np.flatnonzero(trace.events["kind"] == Event.FREE)[-1])
+    event = int(np.flatnonzero(trace.events["kind"] == EventKind.FREE)[-1])
     assert str(moment(trace, event)) == "step 1, backward of micro-batch 1, layers.0, aten::mul (operator 33)"
     assert moment(cut(trace, 1), 0).step is None
-    assert moment(trace, -1) == Moment() and str(Moment()) == BEFORE
+    assert moment(trace, -1) == TraceMoment() and str(TraceMoment()) == BEFORE
     assert str(moment(load(LEGACY[0]), 3)) == "step 0, forward or backward 0, request event 3"

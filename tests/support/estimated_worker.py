@@ -13,7 +13,7 @@ from typing import Any
 import memplug
 from memplug.predict.estimator.shapes import Shape
 from memplug.predict.estimator.workload import Workload
-from memplug.predict.virtual import Hardware
+from memplug.predict.virtual import GpuProfile
 
 SHAPE = {
     "vocab_size": 128,
@@ -44,7 +44,7 @@ def block(budget_gib: float, plan_dir: Path | bool) -> dict[str, Any]:
 def main() -> None:
     """Write the plan."""
     folder, gpu, budget_gib = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-    hardware = dataclasses.replace(Hardware.named("h200"), name=gpu)
+    hardware = dataclasses.replace(GpuProfile.named("h200"), name=gpu)
     job = workload()
     found = memplug.estimate(
         job.make_model,

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from memplug.predict.estimator import modes
 from memplug.predict.estimator.shapes import Shape
-from memplug.predict.estimator.training import Training
+from memplug.predict.estimator.training import VirtualTraining
 from memplug.predict.estimator.workload import Workload
-from memplug.predict.virtual import Hardware, VirtualDevice
+from memplug.predict.virtual import GpuProfile, VirtualDevice
 from tests.support.folders import ROOT
 from tests.support.virtual_devices import H200, HIDDEN, TOKEN_HEADS, DecoderLayer
 
@@ -86,7 +86,7 @@ def measured() -> list[Measured]:
 def predicted(row: Measured) -> Predicted:
     """Predict a second step, when gradients exist already, as it was measured."""
     gc.collect()
-    device = VirtualDevice(Hardware.read(H200), attention="cudnn" if row.attention == BY_DEFAULT else row.attention)
+    device = VirtualDevice(GpuProfile.read(H200), attention="cudnn" if row.attention == BY_DEFAULT else row.attention)
     step = _llama(row) if row.layer == LLAMA else _own(row)
     step()
     began_s = device.synchronize()
@@ -117,7 +117,7 @@ def _own(row: Measured) -> Callable[[], None]:
 def _llama(row: Measured) -> Callable[[], None]:
     shape = Shape.read(ROOT / "configs" / "models" / "7b.yaml")
     workload = Workload(shape=shape, layers=row.layers, seq_len=row.tokens, head=False, optimizer=False)
-    training = Training(workload.make_model, workload.inputs)
+    training = VirtualTraining(workload.make_model, workload.inputs)
     modes.recompute(training.model.layers, row.mode)
     return training.step
 

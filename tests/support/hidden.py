@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memplug.tokenwise.engine.executor import Executor
-from memplug.tokenwise.engine.operators import Kind
+from memplug.tokenwise.engine.operators import CaptureKind
 from memplug.tokenwise.engine.units import Unit
 
 
@@ -112,7 +112,13 @@ class Part(nn.Module):
 class HiddenBlock(nn.Module):
     """Norm and qkv, attention, projection and gated MLP: hidden parts with visible operators between them."""
 
-    kinds = {"qkv": Kind.ROWS, "attention": Kind.ATTENTION, "projection": Kind.ROWS, "up": Kind.ROWS, "down": Kind.ROWS}
+    kinds = {
+        "qkv": CaptureKind.ROWS,
+        "attention": CaptureKind.ATTENTION,
+        "projection": CaptureKind.ROWS,
+        "up": CaptureKind.ROWS,
+        "down": CaptureKind.ROWS,
+    }
 
     def __init__(self, width: int = 16, heads: int = 2) -> None:
         super().__init__()

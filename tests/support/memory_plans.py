@@ -9,7 +9,7 @@ import numpy as np
 
 from memplug.arena.plan.part import AddressPlan, DynamicSpace, address_plan
 from memplug.arena.plan.problem import ORDERING, Buffer, Problem, buffers
-from memplug.plans.schema import MemoryPlan, PlannedProgram, Training
+from memplug.plans.schema import MemoryPlan, PlannedProgram, TrainingPart
 from memplug.profile.records import Fingerprint
 from memplug.swap.plan.part import Target
 from memplug.tokenwise.plan.decisions import Decision, Decisions, Learnt, Setting
@@ -91,7 +91,7 @@ def decided_plan() -> MemoryPlan:
     program = PlannedProgram(
         names=("aten::mm", "aten::t"), operators=(1, 0, 0), sizes=((1, 2), ()), nodes=3, unseen=(1,)
     )
-    training = Training(run="20261123T1-a", index=1, program=program, gradients_stay=True)
+    training = TrainingPart(run="20261123T1-a", index=1, program=program, gradients_stay=True)
     return replace(small_plan().alone(), training=training).with_part(decisions())
 
 

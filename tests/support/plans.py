@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from memplug.tokenwise.plan.linear_program import GAP as SOLVER_GAP
-from memplug.tokenwise.plan.solver import Budget, Operator, Region
+from memplug.tokenwise.plan.solver import Budget, PlannedOperator, PlannedRegion
 
 GAP = 1.0 + 2 * SOLVER_GAP
 """The ratio by which two optimal plans may differ: each may be off by the solver's tolerance."""
@@ -13,11 +13,13 @@ AMPLE = 10**15
 
 
 def operator(name, reads, writes, *, time_s=0.0, size=0, capture="rows", **flags):
-    return Operator(name=name, time_s=time_s, inputs=reads, outputs=writes, output_bytes=size, capture=capture, **flags)
+    return PlannedOperator(
+        name=name, time_s=time_s, inputs=reads, outputs=writes, output_bytes=size, capture=capture, **flags
+    )
 
 
 def region(*operators, saved, instances=1, forward_s=10.0, backward_s=20.0, input_bytes=0, key="layer", staying=0):
-    return Region(
+    return PlannedRegion(
         key=key,
         instances=instances,
         operators=operators,
@@ -79,8 +81,8 @@ budgets = st.builds(
 )
 
 
-OPERATOR = Operator(name="mm", time_s=1.0, inputs=(0,), outputs=(1,), output_bytes=100, capture="whole")
-REGION = Region(
+OPERATOR = PlannedOperator(name="mm", time_s=1.0, inputs=(0,), outputs=(1,), output_bytes=100, capture="whole")
+REGION = PlannedRegion(
     key="layer",
     instances=4,
     operators=(OPERATOR,),

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 
 import memplug
-from memplug.profile.trace import Event, Trace
+from memplug.profile.trace import EventKind, Trace
 from tests.support import hosts
 
 RECORDS: dict[str, Any] = {  # a block that only records: everything fits, so nothing is swapped
@@ -182,7 +182,7 @@ def _recorded(target: Any, step: Callable[[], None], steps_itself: bool = False)
 
 
 def _requests(trace: Trace) -> Requests:
-    events = trace.events[(trace.events["kind"] == Event.MALLOC) & (trace.events["thread"] == 0)]
+    events = trace.events[(trace.events["kind"] == EventKind.MALLOC) & (trace.events["thread"] == 0)]
     return [
         (trace.phases[event["phase"]].kind.name, int(event["nbytes"]), _outermost(trace, int(event["operator"])))
         for event in events

@@ -20,7 +20,7 @@ from memplug.profile.trace import (
     REQUEST_EVENT,
     TENSOR,
     USE,
-    Event,
+    EventKind,
     Fingerprint,
     Layer,
     Pass,
@@ -126,7 +126,7 @@ def _turn(events: np.ndarray, forward: tuple[int, int], again: tuple[int, int]) 
 
     The recompute lasts as long as its requests equal those of the forward.
     """
-    mallocs = np.flatnonzero(events["kind"] == Event.MALLOC)
+    mallocs = np.flatnonzero(events["kind"] == EventKind.MALLOC)
     first, second = (mallocs[(mallocs >= begin) & (mallocs < end)] for begin, end in (forward, again))
     count = min(len(first), len(second))
     differs = events["nbytes"][first[:count]] != events["nbytes"][second[:count]]
@@ -135,7 +135,7 @@ def _turn(events: np.ndarray, forward: tuple[int, int], again: tuple[int, int]) 
 
 def _mallocs(events: np.ndarray, begin: int, end: int) -> list[int]:
     rows = events[begin:end]
-    return rows["request"][rows["kind"] == Event.MALLOC].tolist()
+    return rows["request"][rows["kind"] == EventKind.MALLOC].tolist()
 
 
 def _actions(
@@ -163,12 +163,12 @@ class _Recorder:
         self.phase = self.phases.setdefault(Phase(kind, micro_batch), len(self.phases))
 
     def malloc(self, nbytes: int, layer: int) -> int:
-        self.rows.append((Event.MALLOC, self.requests, nbytes, self.phase, layer))
+        self.rows.append((EventKind.MALLOC, self.requests, nbytes, self.phase, layer))
         self.requests += 1
         return self.requests - 1
 
     def free(self, request: int, layer: int) -> None:
-        self.rows.append((Event.FREE, request, 0, self.phase, layer))
+        self.rows.append((EventKind.FREE, request, 0, self.phase, layer))
 
     def run(self, script: str, micro_batch: int, layer: int) -> None:
         factor = self.random.uniform(0.6, 1.4)

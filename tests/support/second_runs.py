@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import memplug
-from memplug.arena.technique import State
+from memplug.arena.technique import ArenaState
 from memplug.session.table import Stage
 from tests.support.serving import llama
 
@@ -26,9 +26,9 @@ class Run:
     """The results of a training: for each step its loss and the states of session and arena, and the last report."""
 
     losses: list[float] = field(default_factory=list)
-    before: tuple[Stage, State | None] = (Stage.OFF, None)
+    before: tuple[Stage, ArenaState | None] = (Stage.OFF, None)
     stages: list[Stage] = field(default_factory=list)
-    states: list[State | None] = field(default_factory=list)
+    states: list[ArenaState | None] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict)
     arena_bytes: int = 0  # size of the last plan that served
@@ -45,7 +45,7 @@ class Run:
             made == (0, 0, 0)
             and report["planned_steps"] == len(self.stages)
             and {self.before[0], *self.stages} == {Stage.STABLE}
-            and set(self.states) == {State.SERVING}
+            and set(self.states) == {ArenaState.SERVING}
         )
 
 
@@ -82,7 +82,7 @@ def train(
             counted = serving.step if serving is not None else None
             run.shares.append(counted.from_arena / max(1, counted.from_arena + counted.fallback) if counted else 0.0)
         run.report = session.report().as_dict()
-        if run.states[-1] is State.SERVING:
+        if run.states[-1] is ArenaState.SERVING:
             run.arena_bytes = session._attached.boundary.followers.find("arena").plan.predictions.arena_bytes
     run.losses.append(sum(parameter.double().sum().item() for parameter in network.parameters()))
     return run

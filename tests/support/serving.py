@@ -13,7 +13,7 @@ from torch import nn
 
 import memplug
 from memplug import native
-from memplug.arena.technique import PlannedAddresses, State
+from memplug.arena.technique import ArenaState, PlannedAddresses
 
 ALONE = {"enabled": True, "tokenwise": {"enabled": False}, "plan_dir": False}
 """A block with the arena, without token-wise recomputation."""
@@ -54,7 +54,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict)
     mismatched: list[int] = field(default_factory=list)
-    states: list[State] = field(default_factory=list)
+    states: list[ArenaState] = field(default_factory=list)
 
     @property
     def served(self) -> float:

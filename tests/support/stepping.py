@@ -155,6 +155,6 @@ def plans_by_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "_solve_around", solve_by_alpha)
 
 
-def solve_by_alpha(regions: list[plan.Region], budget: plan.Budget, factor: float) -> plan.TokenwisePlan:
+def solve_by_alpha(regions: list[plan.PlannedRegion], budget: plan.Budget, factor: float) -> plan.TokenwisePlan:
     """Return a plan that certainly differs between link factors: each swaps its own fraction (`ALPHAS`)."""
     return plan.solve(regions, budget, ALPHAS[factor])

@@ -10,7 +10,7 @@ from memplug.profile.trace import (
     REQUEST_EVENT,
     TENSOR,
     USE,
-    Event,
+    EventKind,
     Fingerprint,
     Layer,
     Pass,
@@ -53,12 +53,12 @@ class Recording:
         return number
 
     def malloc(self, nbytes: int, *, stream: int = 0, thread: int = 0) -> int:
-        self._event(Event.MALLOC, self.requests, nbytes, stream, thread)
+        self._event(EventKind.MALLOC, self.requests, nbytes, stream, thread)
         self.requests += 1
         return self.requests - 1
 
     def free(self, request: int, nbytes: int = 0, *, stream: int = 0, thread: int = 0) -> None:
-        self._event(Event.FREE, request, nbytes, stream, thread)
+        self._event(EventKind.FREE, request, nbytes, stream, thread)
 
     def fields(self) -> dict:
         """Return the arguments of `Trace`; its arrays may be written to."""
@@ -78,7 +78,7 @@ class Recording:
     def trace(self, **changes: object) -> Trace:
         return Trace(**{**self.fields(), **changes})
 
-    def _event(self, kind: Event, request: int, nbytes: int, stream: int, thread: int) -> None:
+    def _event(self, kind: EventKind, request: int, nbytes: int, stream: int, thread: int) -> None:
         place = (len(self.operators) - 1, self.in_phase, self.in_layer)
         self.events.append((kind, request, nbytes, stream, *place, thread))
 

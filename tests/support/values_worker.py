@@ -21,7 +21,7 @@ import memplug
 from memplug.predict.estimator import modes
 from memplug.predict.estimator.answers import Answers
 from memplug.predict.estimator.values import Values
-from memplug.profile.trace import Event
+from memplug.profile.trace import EventKind
 
 TOKENS, HIDDEN, EXPERTS, LAYERS = 96, 32, 4, 3
 SMALL_BYTES = 1024
@@ -94,7 +94,7 @@ def _requests(mode: str, device: str, folder: Path) -> list[int]:
             model(x).backward()
             session.step()
         events = session.trace.events
-    made = events[(events["kind"] == Event.MALLOC) & (events["thread"] == 0)]
+    made = events[(events["kind"] == EventKind.MALLOC) & (events["thread"] == 0)]
     return [int(nbytes) for nbytes in made["nbytes"] if nbytes > SMALL_BYTES and nbytes not in OF_THE_CPU_BYTES]
 
 

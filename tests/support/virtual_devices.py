@@ -6,12 +6,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memplug.predict.virtual import Hardware, Rate, VirtualDevice
+from memplug.predict.virtual import GpuProfile, Rate, VirtualDevice
 from tests.support.folders import ROOT
 
 H200 = ROOT / "configs" / "hardware" / "h200.json"
 MIB = 1 << 20
-SIMPLE = Hardware(
+SIMPLE = GpuProfile(
     name="simple",
     memory_bytes=1e12,
     peak_flops=2e9,

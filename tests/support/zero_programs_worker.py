@@ -21,10 +21,10 @@ from unittest import mock
 from memplug.config import load_config
 from memplug.predict.estimator.engine import EngineTraining, rank_of, settings_of
 from memplug.predict.estimator.estimate import estimate_training
-from memplug.predict.estimator.request import Request
+from memplug.predict.estimator.request import EstimateRequest
 from memplug.predict.estimator.shapes import Shape, needed
 from memplug.predict.estimator.workload import Workload
-from memplug.predict.virtual import Hardware, VirtualDevice
+from memplug.predict.virtual import GpuProfile, VirtualDevice
 from memplug.profile.similarity import Program
 from memplug.session.adjuster import Adjuster
 from memplug.tokenwise import candidates
@@ -32,7 +32,7 @@ from memplug.tokenwise.plan import plain
 from memplug.tokenwise.plan import solver as tokenwise
 
 LAYERS = 4
-HARDWARE = Hardware.named("h200")
+HARDWARE = GpuProfile.named("h200")
 SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -41,7 +41,7 @@ SHAPE = {
     "vocab_size": 128,
     "max_position_embeddings": 64,
 }
-Regions = Sequence[tokenwise.Region]
+Regions = Sequence[tokenwise.PlannedRegion]
 
 
 def kept(regions: Regions, budget: tokenwise.Budget) -> tokenwise.TokenwisePlan | None:
@@ -79,7 +79,7 @@ def trained(kind: str, stage: int, ranks: int) -> dict[str, Any]:
             digest = hashlib.sha256(program.operators.tobytes()).hexdigest()[:12]
             steps.append([digest, len(program.operators), program.nodes, len(program.unseen), planned])
 
-    def choose(task: candidates.Task, solved: Any, gather: Any) -> list[tokenwise.TokenwisePlan]:
+    def choose(task: candidates.SolveTask, solved: Any, gather: Any) -> list[tokenwise.TokenwisePlan]:
         return [KINDS[kind](task.regions, task.budget.with_buffers(task.regions))]
 
     original = Adjuster.end_step
@@ -98,7 +98,7 @@ def trained(kind: str, stage: int, ranks: int) -> dict[str, Any]:
         mock.patch.object(candidates, "choose", choose),
     ):
         train = functools.partial(EngineTraining, workload.make_model, workload.inputs, settings_of(settings, 1, ranks))
-        found = estimate_training(train, Request.of(block, HARDWARE, ("memplug",)))["memplug"]
+        found = estimate_training(train, EstimateRequest.of(block, HARDWARE, ("memplug",)))["memplug"]
     return {"steps": steps, "arena_reserved_bytes": found.arena_reserved_bytes}
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplug.swap.judge import JudgedSwap, Limits, mistakes_of_swaps
-from memplug.swap.plan.from_trace import Link, swap_problem
+from memplug.swap.judge import JudgedSwap, ListLimits, mistakes_of_swaps
+from memplug.swap.plan.from_trace import LinkLoad, swap_problem
 from memplug.swap.plan.policy import swap_list
 from memplug.swap.plan.problem import least_budget
 from tests.support.swapping import three_tensors, with_an_optimizer
@@ -21,7 +21,7 @@ SOUND = [FIRST, SECOND]
 
 def limits(**changes):
     n = 12
-    sound = Limits(67, 50, 10.0, 10.0, 2.0, np.ones(n), np.zeros(n), np.zeros(n))
+    sound = ListLimits(67, 50, 10.0, 10.0, 2.0, np.ones(n), np.zeros(n), np.zeros(n))
     return sound._replace(**changes)
 
 
@@ -107,11 +107,11 @@ def test_planned_lists_are_accepted_and_refused_with_one_byte_less(recording, sh
     if not len(trace.operators):
         return
     seconds = np.full(len(trace.operators), 0.1)
-    everything = swap_problem(trace, Link(rate, rate), budget_bytes=-(10**9), host_bytes=2**62, operator_s=seconds)
+    everything = swap_problem(trace, LinkLoad(rate, rate), budget_bytes=-(10**9), host_bytes=2**62, operator_s=seconds)
     least, most = least_budget(everything).nbytes, int(everything.in_use_bytes.max())
     problem = replace(everything, budget_bytes=least + int(share * (most - least)))
     found = swap_list(problem)
-    allowed = Limits(
+    allowed = ListLimits(
         problem.budget_bytes,
         found.swapped_bytes,
         rate,

@@ -9,14 +9,14 @@ import pytest
 from memplug.device.memory import DeviceMemory
 from memplug.device.reserved import Reserved, Served
 from memplug.profile.trace import Trace
-from memplug.swap.room import TIGHTER, Room
+from memplug.swap.room import TIGHTER, ListRoom
 from tests.support.traces import Recording
 
 CPU = SimpleNamespace(kind="cpu", memory=None)
 
 
-def room() -> Room:
-    return Room(1000 / 2**30, CPU, Reserved(None))
+def room() -> ListRoom:
+    return ListRoom(1000 / 2**30, CPU, Reserved(None))
 
 
 class Counted(DeviceMemory):
@@ -71,11 +71,11 @@ def test_list_plans_with_reserved_memory_like_tokenwise() -> None:
     memory = Counted()
     device = SimpleNamespace(kind="cuda", memory=memory)
     without, served = Reserved(memory), Reserved(memory, lambda: Served(wanted=True, whole=True))
-    assert Room("auto", device, without).budget_bytes == 920 * 500 // 625
-    assert Room("auto", device, served).budget_bytes == 920 - 70
+    assert ListRoom("auto", device, without).budget_bytes == 920 * 500 // 625
+    assert ListRoom("auto", device, served).budget_bytes == 920 - 70
     assert served.measure(peak_bytes=600) == 700 and without.measure(peak_bytes=600) is None
-    assert Room("auto", device, served).budget_bytes == 920 - 100
-    assert Room("auto", device, served).holds(was_short=False)
+    assert ListRoom("auto", device, served).budget_bytes == 920 - 100
+    assert ListRoom("auto", device, served).holds(was_short=False)
     for reserved in (without, served):
         peak_bytes = reserved.largest_peak(920)
         assert peak_bytes + reserved.beside(peak_bytes) <= 920 < peak_bytes + 2 + reserved.beside(peak_bytes + 2)

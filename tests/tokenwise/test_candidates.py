@@ -17,7 +17,7 @@ def budget(host: int = GIB, device: int = 0, d2h: float = 1e12, h2d: float = 1e1
 
 
 def chosen(
-    own: tuple[list[plan.Region], plan.Budget],
+    own: tuple[list[plan.PlannedRegion], plan.Budget],
     gather: Callable[[Any], list[Any]] = lambda value: [value],
     most: int = 1,
     alpha: Any = "auto",
@@ -33,7 +33,7 @@ def chosen(
 class Ranks:
     """Runs `chosen` for several ranks at once, with a gather that waits for all, as a collective does."""
 
-    def __init__(self, owns: list[tuple[list[plan.Region], plan.Budget]], most: int = 1, alpha: Any = "auto"):
+    def __init__(self, owns: list[tuple[list[plan.PlannedRegion], plan.Budget]], most: int = 1, alpha: Any = "auto"):
         self.calls = [0] * len(owns)
         self.most, self.alpha = most, alpha
         self.plans: list[list[plan.TokenwisePlan] | BaseException] = [RuntimeError("never ended")] * len(owns)
@@ -45,7 +45,7 @@ class Ranks:
         for thread in threads:
             thread.join()
 
-    def _run(self, rank: int, own: tuple[list[plan.Region], plan.Budget]) -> None:
+    def _run(self, rank: int, own: tuple[list[plan.PlannedRegion], plan.Budget]) -> None:
         def gather(value: Any) -> list[Any]:
             self.calls[rank] += 1
             self._slots[rank] = value
@@ -61,9 +61,11 @@ class Ranks:
             self._barrier.abort()
 
 
-def layer(key: str = "Block:a", instances: int = 4, time_s: float = 4.0) -> plan.Region:
-    matmul = plan.Operator(name="mm", time_s=time_s, inputs=(0,), outputs=(1,), output_bytes=1000, capture="rows")
-    return plan.Region(
+def layer(key: str = "Block:a", instances: int = 4, time_s: float = 4.0) -> plan.PlannedRegion:
+    matmul = plan.PlannedOperator(
+        name="mm", time_s=time_s, inputs=(0,), outputs=(1,), output_bytes=1000, capture="rows"
+    )
+    return plan.PlannedRegion(
         key=key,
         instances=instances,
         operators=(matmul,),

@@ -221,7 +221,7 @@ def test_class_set_by_a_wrapper_after_attach_is_kept() -> None:
 def test_some_regions_are_plain_while_others_follow_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the device room for the saved tensors of half of the regions."""
 
-    def solve(task: candidates.Task) -> list[plan.TokenwisePlan | None]:
+    def solve(task: candidates.SolveTask) -> list[plan.TokenwisePlan | None]:
         everything = sum((region.instances + region.staying) * region.saved_bytes for region in task.regions)
         return [plain.solve_partly(task.regions, replace(task.budget, device_bytes=everything // 2))] * 2
 

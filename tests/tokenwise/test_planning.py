@@ -36,7 +36,7 @@ class Observed:
         width: int = 16,
         backward: bool = True,
         min_offload_bytes: int = 1,
-        observer: type[planning.Observer] = planning.Observer,
+        observer: type[planning.StepObserver] = planning.StepObserver,
     ):
         self.executor = Executor(Device(), GIB, min_offload_bytes)
         self.observer = observer(self.executor.flow.is_large)
@@ -58,7 +58,7 @@ class Observed:
         planning.put(decisions, self.regions, self.executor)
         return decisions
 
-    def describe(self) -> list[plan.Region]:
+    def describe(self) -> list[plan.PlannedRegion]:
         return planning.describe(self.groups, self.observer, self.executor)
 
 
@@ -103,7 +103,7 @@ def test_region_key_does_not_depend_on_shapes() -> None:
 
 def test_planner_gets_bytes_times_and_captures_of_operators() -> None:
     (region,) = Observed(Stack(3)).describe()
-    by_name: dict[str, list[plan.Operator]] = {}
+    by_name: dict[str, list[plan.PlannedOperator]] = {}
     for operator in region.operators:
         by_name.setdefault(operator.name.split(".")[1], []).append(operator)
     tokens, width = 2 * 6, 16
@@ -144,7 +144,7 @@ class Draws(Layer):
 def test_planner_and_core_find_the_same_operators_to_run(layer: type[nn.Module]) -> None:
     found: list[Any] = []
 
-    class Keeping(planning.Observer):
+    class Keeping(planning.StepObserver):
         def __call__(self, region: Region, frame: Any, tape: Any) -> None:
             super().__call__(region, frame, tape)
             found.append(frame)
@@ -183,7 +183,7 @@ def test_matmul_of_stacked_groups_is_captured_whole(stacked: bool, capture: str)
 # -- applying ----------------------------------------------------------------------------------------------------------
 
 
-def solution_for(region: plan.Region, groups: list[plan.Group]) -> plan.TokenwisePlan:
+def solution_for(region: plan.PlannedRegion, groups: list[plan.Group]) -> plan.TokenwisePlan:
     planned = plan.RegionPlan(groups=tuple(groups), forward_s=1.0, backward_s=1.0)
     return plan.TokenwisePlan(
         regions={region.key: planned},

@@ -15,7 +15,7 @@ from memplug.device.device import Device
 from memplug.profile.trace import Pass
 from memplug.session.session import Session
 from memplug.tokenwise.budgets import DeviceBudget
-from memplug.tokenwise.plan.solver import Budget, Operator, Region
+from memplug.tokenwise.plan.solver import Budget, PlannedOperator, PlannedRegion
 from memplug.tokenwise.rounding import Rounding
 from tests.support.blocks import LAYERS, assert_same, gradients, train_stacks
 from tests.support.rounding import pair
@@ -143,11 +143,11 @@ def test_plan_leaves_room_for_buffers_of_the_largest_region() -> None:
     """Use the safest setting: its input and attention's output, with padding for any other tensor it may swap."""
     sizes = {"saved": frozenset({1}), "given": frozenset({0}), "forward_s": 1.0, "backward_s": 1.0}
     regions = [
-        Region(
+        PlannedRegion(
             key=key,
             instances=4,
             operators=(
-                Operator(
+                PlannedOperator(
                     name="attention",
                     time_s=1.0,
                     inputs=(0,),

@@ -29,7 +29,7 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
   const auto leave_lasting = [&] { return count(nullptr, counters_.lasting, counters_.lasting_bytes); };
   Spot* const spot = spot_of(phase, layer);
   int64_t* missed = reuse == Reuse::WITHOUT_GRADIENTS ? &counters_.without_gradients : &counters_.unplanned;
-  Kind kind{key_of(phase, layer), size, 0, NO_ROW};
+  RequestKind kind{key_of(phase, layer), size, 0, NO_ROW};
   void* found = nullptr;
   if (spot != nullptr && spot->dynamic_begin < spot->dynamic_end) {
     if (lasts(kind)) {
@@ -180,14 +180,14 @@ void* Arena::take_kept(Row& row, size_t nbytes, Stream stream) {
   return nullptr;
 }
 
-void* Arena::take_dynamic(Spot& spot, const Kind& kind, size_t nbytes, Stream stream) {
+void* Arena::take_dynamic(Spot& spot, const RequestKind& kind, size_t nbytes, Stream stream) {
   const int32_t group = plan_.dynamic[spot.dynamic_next].group;
   spot.dynamic_next = std::min(spot.dynamic_next + 1, spot.dynamic_end - 1);
   return group >= 0 ? take_reusable(group, kind, nbytes, stream) : nullptr;
 }
 
 // Serves from the smallest stretch of the group's space that is free now and large enough (Eq. 6).
-void* Arena::take_reusable(int32_t group, const Kind& kind, size_t nbytes, Stream stream) {
+void* Arena::take_reusable(int32_t group, const RequestKind& kind, size_t nbytes, Stream stream) {
   const int64_t size = kind.size;
   Stretch best{0, 0};
   for (int32_t at = spaces_of_[group].first; at < spaces_of_[group].second && is_stream(0, stream); ++at) {
@@ -203,7 +203,8 @@ void* Arena::take_reusable(int32_t group, const Kind& kind, size_t nbytes, Strea
   return take_other(*reused_, best.first, kind, nbytes, stream, plan_.crosses[group]);
 }
 
-void* Arena::take_other(Part& part, int64_t offset, const Kind& kind, size_t nbytes, Stream stream, uint64_t crosses) {
+void* Arena::take_other(
+    Reservation& part, int64_t offset, const RequestKind& kind, size_t nbytes, Stream stream, uint64_t crosses) {
   char* const begin = part.begin + offset;
   const bool wanted = hand_out(begin, kind.size, nbytes, stream, crosses);
   others_[begin] = {begin + kind.size, static_cast<int64_t>(nbytes), stream, &part, kind, wanted};
@@ -277,10 +278,10 @@ bool Arena::hand_out(char* begin, int64_t size, size_t nbytes, Stream stream, ui
 // -- freed blocks -----------------------------------------------------------------------------------------------------
 
 bool Arena::give_back(void* pointer) {
-  std::vector<std::unique_ptr<Part>> empty;
+  std::vector<std::unique_ptr<Reservation>> empty;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    Part* const part = part_of(pointer);
+    Reservation* const part = part_of(pointer);
     if (part == nullptr) {
       return false;
     }
@@ -296,7 +297,7 @@ bool Arena::give_back(void* pointer) {
       note_end(other);
       take_in(*part, begin, other.end, other.nbytes, other.stream, other.wanted, is_only_stream(other.stream));
     } else if (const auto kept = kept_blocks_.find(begin); kept != kept_blocks_.end()) {
-      const Kept block = kept->second;
+      const KeptBlock block = kept->second;
       kept_blocks_.erase(kept);
       for (int32_t slot = block.slot; slot < block.slots_end; ++slot) {
         --slots_[slot].held;
@@ -311,7 +312,7 @@ bool Arena::give_back(void* pointer) {
   return true;
 }
 
-void Arena::take_in(Part& part, char* begin, char* end, int64_t nbytes, Stream stream, bool wanted, bool alone) {
+void Arena::take_in(Reservation& part, char* begin, char* end, int64_t nbytes, Stream stream, bool wanted, bool alone) {
   // `alone`: the plan orders streams that share these bytes. The pattern written below must not be read by other
   // streams.
   pending_.end_block(begin, end, stream, alone, checks_);
@@ -342,11 +343,11 @@ bool Arena::owns(const void* pointer) const {
 
 char* Arena::reserved_with(const void* pointer) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const Part* const part = part_of(pointer);
+  const Reservation* const part = part_of(pointer);
   return part != nullptr ? part->begin : nullptr;
 }
 
-Arena::Part* Arena::part_of(const void* pointer) const {
+Arena::Reservation* Arena::part_of(const void* pointer) const {
   const auto* const address = static_cast<const char*>(pointer);
   for (const auto& part : parts_) {
     if (part->begin <= address && address < part->begin + part->nbytes) {

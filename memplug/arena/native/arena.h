@@ -1,5 +1,5 @@
 // Memory that is reserved once and serves requests at planned addresses (STWeaver, section 6). Includes neither torch
-// nor the kind of device, which `Device` hides.
+// nor the kind of device, which `ArenaDevice` hides.
 //
 // A request is matched by its place in the program, its size and its stream. The arena hands out only bytes that are
 // free at that moment, whatever the plan says: a program that departs from its plan loses addresses, never data. Every
@@ -25,9 +25,9 @@ namespace memplug {
 
 // A device, as the arena uses it, and the observer of its blocks. Called with the arena locked, except `reserve` and
 // `release`.
-class Device {
+class ArenaDevice {
  public:
-  virtual ~Device() = default;
+  virtual ~ArenaDevice() = default;
 
   // Returns memory at a multiple of BLOCK_BYTES; throws if there is too little. The memory belongs to the current
   // stream: only that stream is ordered after its earlier uses, and before its uses after `release`.
@@ -175,7 +175,7 @@ enum class Reuse {
 class Arena {
  public:
   // `checks`: freed bytes and margins of blocks hold a pattern, to detect stray writes.
-  Arena(Device& device, bool checks) : device_(device), checks_(checks), pending_(device) {}
+  Arena(ArenaDevice& device, bool checks) : device_(device), checks_(checks), pending_(device) {}
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
   ~Arena(); // all blocks must have been freed
@@ -236,7 +236,7 @@ class Arena {
 
  private:
   enum class Role { REUSED, KEPT, ANNEX }; // a step's blocks; those that outlive it; requests that leftovers displace
-  struct Part { // memory that was reserved in one piece
+  struct Reservation { // memory that was reserved in one piece
     char* begin;
     int64_t nbytes;
     Stream stream; // the stream that the memory belongs to outside of the arena
@@ -244,22 +244,22 @@ class Arena {
     int64_t live = 0; // blocks in use
     bool retired = false;
   };
-  struct Kind { // identifies requests: planned ones by their number within the place, others by NO_ROW
+  struct RequestKind { // identifies requests: planned ones by their number within the place, others by NO_ROW
     uint64_t place;
     int64_t size;
     int32_t stream;
     int32_t number;
-    bool operator==(const Kind& other) const {
+    bool operator==(const RequestKind& other) const {
       return place == other.place && size == other.size && stream == other.stream && number == other.number;
     }
   };
-  struct KindHash {
-    size_t operator()(const Kind& kind) const {
+  struct RequestKindHash {
+    size_t operator()(const RequestKind& kind) const {
       const uint64_t own = static_cast<uint64_t>(kind.size) << 20 ^ static_cast<uint64_t>(kind.number) << 6 ^ kind.stream;
       return (kind.place ^ own * 0x9E3779B97F4A7C15ull) * 0xC2B2AE3D27D4EB4Full >> 16;
     }
   };
-  struct Mark { // leftovers of one kind
+  struct LeftoverHistory { // leftovers of one kind
     int32_t held = 0; // leftovers in use
     int32_t live = 0; // blocks in use in reusable space that were not planned
     int32_t strikes = 0; // leftovers that lasted for a step or more before they were freed
@@ -275,7 +275,7 @@ class Arena {
     int32_t kept;
     int32_t spare;
     uint32_t served_in = 0; // the step that it was last served in
-    const Mark* mark = nullptr; // null: none of its blocks outlived a step
+    const LeftoverHistory* mark = nullptr; // null: none of its blocks outlived a step
   };
   struct Spot { // one place of the program
     int32_t begin = 0, end = 0, next = 0; // rows
@@ -293,13 +293,13 @@ class Arena {
     char* end;
     int64_t nbytes;
     Stream stream;
-    Part* part;
-    Kind kind;
+    Reservation* part;
+    RequestKind kind;
     bool wanted;
     int32_t steps = 0; // steps that began while it was in use
     bool counted = false; // whether it counts in its kind's `live`
   };
-  struct Kept { // a block in the kept part
+  struct KeptBlock { // a block in the kept part
     char* end;
     int64_t nbytes;
     Stream stream;
@@ -307,7 +307,7 @@ class Arena {
     bool wanted;
     uint32_t since; // the step that it was handed out in
   };
-  struct Slot {
+  struct LoadedSlot {
     int64_t offset;
     int64_t end;
     int32_t held = 0; // blocks in use that reach into it
@@ -323,24 +323,24 @@ class Arena {
 
   void stop();
   void retire(); // retires all parts
-  std::vector<std::unique_ptr<Part>> take_empty();
-  void release(std::vector<std::unique_ptr<Part>> parts);
+  std::vector<std::unique_ptr<Reservation>> take_empty();
+  void release(std::vector<std::unique_ptr<Reservation>> parts);
   void keep_live_blocks();
   void build();
   void build_spots();
   void build_slots();
-  Part* find_part(Role role, int64_t nbytes) const;
-  bool is_pinned(const Part& part) const;
-  Part* add_part(int64_t nbytes, Role role);
-  Kind kind_of(int32_t row) const;
+  Reservation* find_part(Role role, int64_t nbytes) const;
+  bool is_pinned(const Reservation& part) const;
+  Reservation* add_part(int64_t nbytes, Role role);
+  RequestKind kind_of(int32_t row) const;
   void mark_rows();
   void note_leftovers();
   void note_leftover(const Other& other);
   void note_end(const Other& other);
-  bool lasts(const Mark& mark) const {
+  bool lasts(const LeftoverHistory& mark) const {
     return mark.held > 0 || step_ < mark.until;
   }
-  bool lasts(const Kind& kind) const;
+  bool lasts(const RequestKind& kind) const;
   Spot* spot_of(int32_t phase, int32_t layer);
   Row* match(Spot& spot, int64_t size, Stream stream);
   bool is_stream(int32_t number, Stream stream);
@@ -350,34 +350,35 @@ class Arena {
   Stretch fitting(int64_t begin, int64_t end, int64_t size, bool highest) const;
   void* take_planned(Row& row, size_t nbytes, Stream stream);
   void* take_kept(Row& row, size_t nbytes, Stream stream);
-  void* take_dynamic(Spot& spot, const Kind& kind, size_t nbytes, Stream stream);
-  void* take_reusable(int32_t group, const Kind& kind, size_t nbytes, Stream stream);
-  void* serve_reusable(const Kind& kind, size_t nbytes, Stream stream);
-  void* serve_between(const Kind& kind, size_t nbytes, Stream stream);
-  void* take_annex(const Kind& kind, size_t nbytes, Stream stream);
-  void* take_other(Part& part, int64_t offset, const Kind& kind, size_t nbytes, Stream stream, uint64_t crosses);
+  void* take_dynamic(Spot& spot, const RequestKind& kind, size_t nbytes, Stream stream);
+  void* take_reusable(int32_t group, const RequestKind& kind, size_t nbytes, Stream stream);
+  void* serve_reusable(const RequestKind& kind, size_t nbytes, Stream stream);
+  void* serve_between(const RequestKind& kind, size_t nbytes, Stream stream);
+  void* take_annex(const RequestKind& kind, size_t nbytes, Stream stream);
+  void* take_other(
+      Reservation& part, int64_t offset, const RequestKind& kind, size_t nbytes, Stream stream, uint64_t crosses);
   bool hand_out(char* begin, int64_t size, size_t nbytes, Stream stream, uint64_t crosses);
-  void take_in(Part& part, char* begin, char* end, int64_t nbytes, Stream stream, bool wanted, bool alone);
+  void take_in(Reservation& part, char* begin, char* end, int64_t nbytes, Stream stream, bool wanted, bool alone);
   int64_t start_at(int64_t offset) const;
-  Part* part_of(const void* pointer) const;
+  Reservation* part_of(const void* pointer) const;
 
-  Device& device_;
+  ArenaDevice& device_;
   const bool checks_;
   mutable std::mutex mutex_;
   bool open_ = false;
   uint32_t step_ = 1;
   ArenaPlan plan_;
-  std::vector<std::unique_ptr<Part>> parts_;
-  Part* reused_ = nullptr;
-  Part* kept_ = nullptr;
-  Part* annex_ = nullptr;
+  std::vector<std::unique_ptr<Reservation>> parts_;
+  Reservation* reused_ = nullptr;
+  Reservation* kept_ = nullptr;
+  Reservation* annex_ = nullptr;
 
   std::vector<Row> rows_;
   std::unordered_map<uint64_t, Spot> spots_;
   uint64_t last_place_ = 0;
   Spot* last_spot_ = nullptr;
   std::vector<std::vector<int32_t>> slots_of_; // by slot class
-  std::vector<Slot> slots_;
+  std::vector<LoadedSlot> slots_;
   std::vector<std::pair<int32_t, int32_t>> spaces_of_; // by group: first and end in the plan's spaces
   std::vector<std::pair<bool, Stream>> streams_; // by number: whether it is known yet, and its handle
 
@@ -386,8 +387,8 @@ class Arena {
   LiveStarts live_starts_;
   std::vector<Live> live_; // by number of the offset
   std::map<char*, Other> others_;
-  std::map<char*, Kept> kept_blocks_;
-  std::unordered_map<Kind, Mark, KindHash> marks_;
+  std::map<char*, KeptBlock> kept_blocks_;
+  std::unordered_map<RequestKind, LeftoverHistory, RequestKindHash> marks_;
   PendingUses pending_;
   std::set<std::pair<int32_t, int32_t>> late_;
   ArenaCounters counters_;

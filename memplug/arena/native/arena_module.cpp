@@ -16,7 +16,7 @@ namespace py = pybind11;
 namespace memplug {
 namespace {
 
-Device& device_of(const std::string& type, int index) {
+ArenaDevice& device_of(const std::string& type, int index) {
 #ifdef MEMPLUG_CUDA_ARENA
   if (type == "cuda") {
     return cuda_device(index);

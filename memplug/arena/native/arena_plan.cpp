@@ -22,10 +22,10 @@ Arena::~Arena() {
 }
 
 void Arena::load(ArenaPlan plan) {
-  std::vector<std::unique_ptr<Part>> empty;
+  std::vector<std::unique_ptr<Reservation>> empty;
   const int64_t wanted[2] = {plan.reused_bytes, plan.kept_bytes};
   const Role roles[2] = {Role::REUSED, Role::KEPT};
-  Part* found[2];
+  Reservation* found[2];
   stop();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -59,9 +59,9 @@ void Arena::load(ArenaPlan plan) {
   open_ = true;
 }
 
-Arena::Part* Arena::add_part(int64_t nbytes, Role role) {
+Arena::Reservation* Arena::add_part(int64_t nbytes, Role role) {
   char* const begin = device_.reserve(static_cast<size_t>(nbytes));
-  auto part = std::make_unique<Part>(Part{begin, nbytes, device_.current_stream(), role});
+  auto part = std::make_unique<Reservation>(Reservation{begin, nbytes, device_.current_stream(), role});
   if (checks_) {
     device_.fill(begin, nbytes, FREED, part->stream);
   }
@@ -73,9 +73,9 @@ Arena::Part* Arena::add_part(int64_t nbytes, Role role) {
 
 // Returns reserved memory of that role to use again: the smallest that blocks pin anyway and is large enough; else the
 // smallest that is not much larger than needed; null: none.
-Arena::Part* Arena::find_part(Role role, int64_t nbytes) const {
-  Part* best = nullptr;
-  const auto rank = [&](const Part& part) { return std::make_pair(!is_pinned(part), part.nbytes); };
+Arena::Reservation* Arena::find_part(Role role, int64_t nbytes) const {
+  Reservation* best = nullptr;
+  const auto rank = [&](const Reservation& part) { return std::make_pair(!is_pinned(part), part.nbytes); };
   for (const auto& part : parts_) {
     const bool fits = part->role == role && nbytes > 0 && part->nbytes >= nbytes &&
         (is_pinned(*part) || part->nbytes <= LARGEST_PART * nbytes);
@@ -85,7 +85,7 @@ Arena::Part* Arena::find_part(Role role, int64_t nbytes) const {
 }
 
 void Arena::close() {
-  std::vector<std::unique_ptr<Part>> empty;
+  std::vector<std::unique_ptr<Reservation>> empty;
   stop();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -143,10 +143,10 @@ void Arena::retire() {
   last_spot_ = nullptr;
 }
 
-std::vector<std::unique_ptr<Arena::Part>> Arena::take_empty() {
+std::vector<std::unique_ptr<Arena::Reservation>> Arena::take_empty() {
   const auto kept = std::partition(
       parts_.begin(), parts_.end(), [](const auto& part) { return !part->retired || part->live > 0; });
-  std::vector<std::unique_ptr<Part>> empty(std::make_move_iterator(kept), std::make_move_iterator(parts_.end()));
+  std::vector<std::unique_ptr<Reservation>> empty(std::make_move_iterator(kept), std::make_move_iterator(parts_.end()));
   parts_.erase(kept, parts_.end());
   for (const auto& part : empty) {
     for (const auto& [known, other] : streams_) {
@@ -161,7 +161,7 @@ std::vector<std::unique_ptr<Arena::Part>> Arena::take_empty() {
   return empty;
 }
 
-void Arena::release(std::vector<std::unique_ptr<Part>> parts) {
+void Arena::release(std::vector<std::unique_ptr<Reservation>> parts) {
   for (const auto& part : parts) {
     device_.release(part->begin);
   }
@@ -257,8 +257,9 @@ void Arena::build_slots() {
   for (auto& [begin, held] : kept_blocks_) { // blocks that will be freed soon hold slots until then
     if (part_of(begin) == kept_) {
       const int64_t offset = begin - kept_->begin, end = held.end - kept_->begin;
-      held.slot = static_cast<int32_t>(
-          std::partition_point(slots_.begin(), slots_.end(), [&](const Slot& slot) { return slot.end <= offset; }) - slots_.begin());
+      const auto first = std::partition_point(
+          slots_.begin(), slots_.end(), [&](const LoadedSlot& slot) { return slot.end <= offset; });
+      held.slot = static_cast<int32_t>(first - slots_.begin());
       held.slots_end = held.slot;
       for (; held.slots_end < static_cast<int32_t>(slots_.size()) && slots_[held.slots_end].offset < end; ++held.slots_end) {
         ++slots_[held.slots_end].held;

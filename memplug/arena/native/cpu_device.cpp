@@ -46,7 +46,7 @@ class CpuDevice final : public NativeBlockDevice {
 
 } // namespace
 
-Device& cpu_device() {
+ArenaDevice& cpu_device() {
   static auto* instance = new CpuDevice();
   return *instance;
 }

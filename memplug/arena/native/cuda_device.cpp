@@ -19,9 +19,9 @@
 namespace memplug {
 namespace {
 
-class CudaDevice final : public RecordingDevice {
+class CudaArenaDevice final : public RecordingDevice {
  public:
-  explicit CudaDevice(int index)
+  explicit CudaArenaDevice(int index)
       : RecordingDevice(c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index))), index_(index) {}
 
   int index() const {
@@ -144,8 +144,8 @@ class CudaDevice final : public RecordingDevice {
 
 } // namespace
 
-Device& cuda_device(int index) {
-  static auto* const instance = new CudaDevice(index);
+ArenaDevice& cuda_device(int index) {
+  static auto* const instance = new CudaArenaDevice(index);
   if (instance->index() != index) {
     throw std::runtime_error("another device of this process has one");
   }

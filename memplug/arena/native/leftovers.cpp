@@ -22,13 +22,13 @@ constexpr size_t MANY_MARKS = 4096;
 
 } // namespace
 
-Arena::Kind Arena::kind_of(int32_t row) const {
+Arena::RequestKind Arena::kind_of(int32_t row) const {
   const PlannedRequest& request = plan_.requests[row];
   const uint64_t place = key_of(request.phase, request.layer);
   return {place, request.size, request.stream, row - spots_.at(place).begin};
 }
 
-bool Arena::lasts(const Kind& kind) const {
+bool Arena::lasts(const RequestKind& kind) const {
   if (marks_.empty()) {
     return false;
   }
@@ -70,8 +70,8 @@ void Arena::note_leftovers() {
 }
 
 void Arena::note_leftover(const Other& other) {
-  const Kind& kind = other.kind;
-  Mark& mark = marks_[kind];
+  const RequestKind& kind = other.kind;
+  LeftoverHistory& mark = marks_[kind];
   ++mark.held;
   if (kind.number == NO_ROW) {
     ++marks_[{kind.place, 0, 0, ANY_SIZE}].held;
@@ -89,7 +89,7 @@ void Arena::note_end(const Other& other) {
   if (found == marks_.end()) { // forgotten
     return;
   }
-  Mark& mark = found->second;
+  LeftoverHistory& mark = found->second;
   mark.live -= other.counted;
   if (other.steps > 0) {
     mark.held = std::max(mark.held - 1, 0);
@@ -141,7 +141,7 @@ std::vector<std::pair<int64_t, int64_t>> Arena::leftovers() const {
 }
 
 // Returns whether blocks will hold the part for a while, so that it cannot be released.
-bool Arena::is_pinned(const Part& part) const {
+bool Arena::is_pinned(const Reservation& part) const {
   return part.role == Role::KEPT ? part.live > 0 : std::any_of(others_.begin(), others_.end(), [&](const auto& block) {
     return block.second.part == &part && block.second.steps > 1;
   });
@@ -150,7 +150,7 @@ bool Arena::is_pinned(const Part& part) const {
 // -- the annex --------------------------------------------------------------------------------------------------------
 
 void Arena::extend(int64_t nbytes) {
-  std::vector<std::unique_ptr<Part>> empty;
+  std::vector<std::unique_ptr<Reservation>> empty;
   bool found;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -166,14 +166,14 @@ void Arena::extend(int64_t nbytes) {
   }
   release(std::move(empty));
   if (!found && nbytes > 0) {
-    Part* const part = add_part(nbytes, Role::ANNEX);
+    Reservation* const part = add_part(nbytes, Role::ANNEX);
     const std::lock_guard<std::mutex> lock(mutex_);
     annex_ = part;
   }
 }
 
 // Serves from the smallest free stretch of the annex that is large enough.
-void* Arena::take_annex(const Kind& kind, size_t nbytes, Stream stream) {
+void* Arena::take_annex(const RequestKind& kind, size_t nbytes, Stream stream) {
   char* const end = annex_->begin + annex_->nbytes;
   char* from = annex_->begin;
   char* best = nullptr;
@@ -194,7 +194,7 @@ void* Arena::take_annex(const Kind& kind, size_t nbytes, Stream stream) {
 }
 
 // Serves a validation, data or logging: where the plan needs the bytes last; else as high as possible.
-void* Arena::serve_reusable(const Kind& kind, size_t nbytes, Stream stream) {
+void* Arena::serve_reusable(const RequestKind& kind, size_t nbytes, Stream stream) {
   if (reused_ == nullptr || !is_stream(0, stream)) {
     return nullptr;
   }
@@ -211,7 +211,7 @@ void* Arena::serve_reusable(const Kind& kind, size_t nbytes, Stream stream) {
 }
 
 // Serves an unplanned request from reusable space or the annex, unless many blocks of its kind are kept.
-void* Arena::serve_between(const Kind& kind, size_t nbytes, Stream stream) {
+void* Arena::serve_between(const RequestKind& kind, size_t nbytes, Stream stream) {
   const auto known = marks_.find(kind);
   if (known != marks_.end() && known->second.live >= MOST_ALIKE) {
     return nullptr;

@@ -59,7 +59,7 @@ class OtherDevice final : public NativeBlockDevice {
 
 } // namespace
 
-Device& other_device() {
+ArenaDevice& other_device() {
   static auto* instance = new OtherDevice();
   return *instance;
 }

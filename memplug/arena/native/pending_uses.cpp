@@ -12,7 +12,7 @@ constexpr size_t MANY_PENDING = 64;
 } // namespace
 
 PendingUses::~PendingUses() {
-  for (const Pending& pending : pending_) {
+  for (const PendingUse& pending : pending_) {
     device_.drop(pending.event);
   }
 }
@@ -45,7 +45,7 @@ void PendingUses::end_block(char* begin, char* end, Stream stream, bool alone, b
 }
 
 void PendingUses::order(char* begin, char* end, Stream stream) {
-  for (const Pending& pending : pending_) {
+  for (const PendingUse& pending : pending_) {
     if (pending.begin < end && begin < pending.end && pending.stream != stream) {
       device_.wait(stream, pending.event);
     }
@@ -53,14 +53,14 @@ void PendingUses::order(char* begin, char* end, Stream stream) {
 }
 
 void PendingUses::order_after_all(Stream stream) {
-  for (const Pending& pending : pending_) {
+  for (const PendingUse& pending : pending_) {
     device_.wait(stream, pending.event);
   }
 }
 
 void PendingUses::forget_done() {
   const auto done = std::partition(
-      pending_.begin(), pending_.end(), [&](const Pending& pending) { return !device_.is_done(pending.event); });
+      pending_.begin(), pending_.end(), [&](const PendingUse& pending) { return !device_.is_done(pending.event); });
   for (auto pending = done; pending != pending_.end(); ++pending) {
     device_.drop(pending->event);
   }

@@ -7,14 +7,14 @@
 
 namespace memplug {
 
-class Device;
+class ArenaDevice;
 using Stream = const void*;
 using Event = void*;
 
 // Guarded by the arena's lock.
 class PendingUses {
  public:
-  explicit PendingUses(Device& device) : device_(device) {}
+  explicit PendingUses(ArenaDevice& device) : device_(device) {}
   ~PendingUses();
   PendingUses(const PendingUses&) = delete;
   PendingUses& operator=(const PendingUses&) = delete;
@@ -36,16 +36,16 @@ class PendingUses {
   void forget_done();
 
  private:
-  struct Pending {
+  struct PendingUse {
     char* begin;
     char* end;
     Stream stream;
     Event event;
   };
 
-  Device& device_;
+  ArenaDevice& device_;
   std::unordered_multimap<char*, Stream> also_used_on_;
-  std::vector<Pending> pending_;
+  std::vector<PendingUse> pending_;
 };
 
 } // namespace memplug

@@ -23,7 +23,7 @@ std::atomic<Arena*> arena{nullptr};
 // destruction.
 struct Arenas {
   std::mutex mutex;
-  std::map<std::pair<Device*, bool>, Arena*> all;
+  std::map<std::pair<ArenaDevice*, bool>, Arena*> all;
 };
 
 Arenas& arenas() {
@@ -106,7 +106,7 @@ class ArenaServer final : public Server {
 
 } // namespace
 
-Arena& open_arena(Device& device, bool checks) {
+Arena& open_arena(ArenaDevice& device, bool checks) {
   auto& known = arenas();
   const std::lock_guard<std::mutex> lock(known.mutex);
   Arena*& found = known.all[{&device, checks}];

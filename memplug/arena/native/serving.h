@@ -16,7 +16,7 @@
 namespace memplug {
 
 // Makes this device's arena the process's, creating it where needed. `device` must live for ever. `checks`: see Arena.
-Arena& open_arena(Device& device, bool checks);
+Arena& open_arena(ArenaDevice& device, bool checks);
 
 // Returns the process's arena; null if none was made yet.
 Arena* the_arena();
@@ -38,7 +38,7 @@ void lock_arenas_for_fork();
 void unlock_arenas_after_fork();
 
 // The common part of devices: reports blocks to the recorder and to torch's profiler.
-class RecordingDevice : public Device {
+class RecordingDevice : public ArenaDevice {
  public:
   explicit RecordingDevice(c10::Device device) : device_(device) {}
   bool handed_out(void* pointer, size_t nbytes, Stream stream) override;
@@ -67,10 +67,10 @@ class NativeBlockDevice : public RecordingDevice {
 };
 
 // The CPU's device; all of its streams are one.
-Device& cpu_device();
-Device& other_device(); // of other vendors' devices, see `install_other`
+ArenaDevice& cpu_device();
+ArenaDevice& other_device(); // of other vendors' devices, see `install_other`
 #ifdef MEMPLUG_CUDA
-Device& cuda_device(int index); // throws if this version of torch has calls that memplug does not know
+ArenaDevice& cuda_device(int index); // throws if this version of torch has calls that memplug does not know
 #endif
 
 } // namespace memplug

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from memplug.block import MemplugConfig
 
 
-class Picture(TechniquePicture):
+class ArenaPicture(TechniquePicture):
     """The arena's picture: planned addresses as a map."""
 
     place = 0
@@ -67,3 +67,6 @@ class Picture(TechniquePicture):
     def libraries(self) -> Mapping[str, tuple[str, Callable[[], object]]]:
         """Return the C++ libraries that planning compiles; see `TechniquePicture.libraries`."""
         return {"address_search": ("address search", packing.load)}
+
+
+PICTURE = ArenaPicture()

@@ -12,21 +12,21 @@ from memplug.figures.clock import m4, runs, strips
 from memplug.figures.figure import (
     PEAK,
     Axis,
+    Callout,
+    ColourGroup,
     Column,
-    Group,
     Line,
-    Mark,
     Panel,
     Rectangles,
-    Runs,
     Spaces,
     Stack,
+    Stretches,
     bytes_axis,
 )
 from memplug.figures.groups import by_layer, by_phase, phase_words, sequence
 from memplug.words import size
 
-_IN_USE = Group("in use", "#9fb4c7")
+_IN_USE = ColourGroup("in use", "#9fb4c7")
 _SIZE_CLASSES = 6
 _CURVE_BINS = 1000
 _CURVE_ROOM = 1.35  # times the arena's height, to leave space for its label
@@ -71,7 +71,7 @@ def _curve(plan: AddressPlan, clock: tuple[int, int]) -> Panel:
     peak = float(times[live.argmax()]) if len(times) else clock[1]
     # The label goes to the side that the mark of the peak leaves free.
     arena = Line(y=height, label=f"arena {size(height)}", label_left=2 * peak > sum(clock))
-    mark = [Mark(peak, bound, f"peak in use {size(bound)}")] if len(times) else []
+    mark = [Callout(peak, bound, f"peak in use {size(bound)}")] if len(times) else []
     return Panel(
         y=bytes_axis("in use", height, _CURVE_ROOM),
         height=5.5,
@@ -101,7 +101,7 @@ def _clock(problem: Problem) -> str:
     return "event" if problem.phases else "time"
 
 
-def _by_size(sizes: np.ndarray) -> tuple[tuple[Group, ...], np.ndarray]:
+def _by_size(sizes: np.ndarray) -> tuple[tuple[ColourGroup, ...], np.ndarray]:
     """Return size classes, each larger than the one before by the same factor, and the class of each request."""
     if not len(sizes):
         return (), np.zeros(0, np.int64)
@@ -109,18 +109,18 @@ def _by_size(sizes: np.ndarray) -> tuple[tuple[Group, ...], np.ndarray]:
     of = np.searchsorted(edges, sizes, "right")
     found = [sizes[of == index] for index in range(_SIZE_CLASSES)]
     labels = [f"{size(int(part.min()))} to {size(int(part.max()))}" if len(part) else "" for part in found]
-    return tuple(map(Group, labels, sequence(_SIZE_CLASSES))), of
+    return tuple(map(ColourGroup, labels, sequence(_SIZE_CLASSES))), of
 
 
-def _runs(problem: Problem, what: str, clock: tuple[int, int]) -> Runs:
+def _runs(problem: Problem, what: str, clock: tuple[int, int]) -> Stretches:
     """Return the phases or layers that ran when, as mallocs and frees show; each lasts until the next of them."""
     # Buffers that outlive the step are in use for all of it: their places say nothing of when these ran.
     table = problem.buffers[~problem.buffers["outlives"]]
     if (table[f"lower_{what}"] < 0).all():
-        return Runs(*np.zeros((3, 0), np.int64))
+        return Stretches(*np.zeros((3, 0), np.int64))
     values = np.concatenate([table[f"lower_{what}"], table[f"upper_{what}"]]).astype(np.int64)
     times = np.concatenate([table["lower"], table["upper"]])
     order = np.argsort(times, kind="stable")
     places = np.searchsorted(times[order], np.arange(*clock), "right") - 1
     found = runs(values[order][np.maximum(places, 0)])
-    return Runs(found.start + clock[0], found.end + clock[0], found.value)
+    return Stretches(found.start + clock[0], found.end + clock[0], found.value)

@@ -12,7 +12,7 @@ import numpy as np
 from memplug import planners
 from memplug.arena.judge import judge
 from memplug.arena.plan import exact, search
-from memplug.arena.plan.blocks import Blocks
+from memplug.arena.plan.blocks import BlockedProblem
 from memplug.arena.plan.problem import Problem, Solution, solved
 from memplug.arena.plan.streams import on_one_stream
 from memplug.errors import LayoutError, coded
@@ -134,7 +134,7 @@ class _Attempt:
     """
 
     problem: Problem
-    blocks: Blocks
+    blocks: BlockedProblem
     began_s: float
     deadline_s: float
     enough: int | None

@@ -17,7 +17,7 @@ import time
 import numpy as np
 
 from memplug.arena.plan import exact, search
-from memplug.arena.plan.blocks import Block, Blocks
+from memplug.arena.plan.blocks import BlockedProblem, BufferBlock
 from memplug.arena.plan.patterns import Stretch, stretches
 from memplug.arena.plan.problem import Problem, Solution, solved
 
@@ -48,7 +48,7 @@ def solve(problem: Problem, *, deadline_s: float | None = None, enough_bytes: in
 def _by_two_levels(problem: Problem, found: list[Stretch], deadline_s: float, enough_bytes: int) -> Solution:
     now = time.monotonic()
     inner = _place_patterns(problem, found, now + (deadline_s - now) * _SHARE_OF_PATTERNS)
-    blocks = Blocks.of(problem, [Block(stretch.rows, inner[stretch.pattern]) for stretch in found])
+    blocks = BlockedProblem.of(problem, [BufferBlock(stretch.rows, inner[stretch.pattern]) for stretch in found])
     planner = exact if len(blocks.problem) <= exact.PROMISING else search
     outer = planner.solve(blocks.problem, deadline_s=deadline_s, enough_bytes=enough_bytes)
     return solved(problem, blocks.expand(outer.offsets), "bilevel", timed_out=outer.timed_out)

@@ -10,7 +10,7 @@ from memplug.arena.plan.problem import BUFFER, Problem
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BufferBlock:
     """Buffers that move together.
 
     Attributes:
@@ -26,7 +26,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockedProblem:
     """A problem in which some buffers are merged into blocks.
 
     Attributes:
@@ -34,12 +34,12 @@ class Blocks:
     """
 
     problem: Problem
-    _blocks: list[Block]
+    _blocks: list[BufferBlock]
     _alone: np.ndarray
     _count: int
 
     @staticmethod
-    def of(problem: Problem, blocks: list[Block]) -> Blocks:
+    def of(problem: Problem, blocks: list[BufferBlock]) -> BlockedProblem:
         """Merge blocks of a problem's buffers: disjoint, and each with at least one row."""
         table = problem.buffers
         alone = np.ones(len(table), bool)
@@ -54,7 +54,7 @@ class Blocks:
             merged["alignment"][at] = np.lcm.reduce(rows["alignment"])
         singles = np.flatnonzero(alone)
         whole = replace(problem, buffers=np.concatenate([merged, table[singles]]), ids=None)
-        return Blocks(whole, blocks, singles, len(table))
+        return BlockedProblem(whole, blocks, singles, len(table))
 
     def expand(self, offsets: np.ndarray) -> np.ndarray:
         """Return the offsets of the original buffers from those of `problem`. int64[n], bytes."""

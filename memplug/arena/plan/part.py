@@ -49,7 +49,7 @@ class DynamicSpace:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Predictions:
+class PromisedBytes:
     """The predictions of a plan.
 
     Attributes:
@@ -73,14 +73,14 @@ class AddressPlan(PlanPart):
         problem: the planned requests. Loaded from a file, it has no fingerprint: the plan has it.
         solution: their offsets.
         dynamic: one space for each group of requests whose sizes are known only at run time.
-        predictions: see `Predictions`.
+        predictions: see `PromisedBytes`.
     """
 
     name = "arena"
     problem: Problem
     solution: Solution
     dynamic: tuple[DynamicSpace, ...]
-    predictions: Predictions
+    predictions: PromisedBytes
 
     def to_file(self) -> dict[str, Any]:
         """Return the part's values for a file: first those that people read, then the tables by column."""
@@ -105,7 +105,7 @@ class AddressPlan(PlanPart):
     def from_file(cls, values: dict[str, Any]) -> AddressPlan:
         """Return the part that a file's values describe; see `PlanPart.from_file`."""
         tables = "buffers", "orderings"
-        head = read(_Head, {name: value for name, value in values.items() if name not in tables})
+        head = read(_PartHeader, {name: value for name, value in values.items() if name not in tables})
         buffers, orderings = (values[name] for name in tables)
         if not 0 <= head.height_bytes < _MOST_BYTES:
             raise ValueError(f"the height is {head.height_bytes} bytes")
@@ -151,7 +151,7 @@ def address_plan(
         problem=problem,
         solution=solution,
         dynamic=dynamic,
-        predictions=Predictions(
+        predictions=PromisedBytes(
             arena_bytes=solution.height,
             static_peak_bytes=problem.lower_bound,
             dynamic_peak_bytes=dynamic_peak_bytes,
@@ -169,7 +169,7 @@ class _Phase:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Head:
+class _PartHeader:
     """The part's values in a file, except the tables."""
 
     planner: str
@@ -178,7 +178,7 @@ class _Head:
     seconds: float
     height_bytes: int
     requests: int
-    predictions: Predictions
+    predictions: PromisedBytes
     phases: tuple[_Phase, ...]
     layers: tuple[Layer, ...]
     dynamic: tuple[DynamicSpace, ...]

@@ -43,7 +43,7 @@ def solve(
         seed: of the random orders.
     """
     began = time.monotonic()
-    state = _State(problem, max(enough_bytes or 0, problem.lower_bound), deadline_s)
+    state = _BestPlacement(problem, max(enough_bytes or 0, problem.lower_bound), deadline_s)
     if start is not None:
         state.keep(start)
     for order, tightest in _fixed_orders(state.placer):
@@ -57,7 +57,7 @@ def solve(
     return solved(problem, state.offsets, "search", seconds=time.monotonic() - began, timed_out=timed_out)
 
 
-class _State:
+class _BestPlacement:
     """The best placement so far."""
 
     def __init__(self, problem: Problem, enough_bytes: int, deadline_s: float | None) -> None:
@@ -108,7 +108,7 @@ def _fixed_orders(placer: Placer) -> Iterator[tuple[np.ndarray, bool]]:
         yield order, True
 
 
-def _improve(state: _State, random: np.random.Generator) -> None:
+def _improve(state: _BestPlacement, random: np.random.Generator) -> None:
     draw = _random_orders(state, random)
     while not state.ends():
         if state.try_order(*next(draw)):
@@ -118,7 +118,7 @@ def _improve(state: _State, random: np.random.Generator) -> None:
             _move_to_front(state, random)
 
 
-def _move_to_front(state: _State, random: np.random.Generator | None = None) -> None:
+def _move_to_front(state: _BestPlacement, random: np.random.Generator | None = None) -> None:
     """Move buffers that rise above the target to the front, again and again, as long as that lowers the height."""
     # Start from the offsets, not from the order that led to them: lowest first gives no higher placement.
     order = np.argsort(state.offsets, kind="stable")
@@ -150,7 +150,7 @@ class _Features:
     load: np.ndarray  # load of each buffer's fullest instant, as a share of the lower bound; no logarithm
 
 
-def _random_orders(state: _State, random: np.random.Generator) -> Iterator[tuple[np.ndarray, bool]]:
+def _random_orders(state: _BestPlacement, random: np.random.Generator) -> Iterator[tuple[np.ndarray, bool]]:
     lower, upper, size = state.placer.lower, state.placer.upper, state.size
     load = largest_within(load_bytes(lower, upper, size), lower, upper) / state.problem.lower_bound
     features = _Features(np.log(size), np.log((upper - lower).astype(np.float64)), load)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from memplug.arena.plan.blocks import Block, Blocks
+from memplug.arena.plan.blocks import BlockedProblem, BufferBlock
 from memplug.arena.plan.first_fit import Placer
 from memplug.arena.plan.problem import Problem, Solution, solved, time_memory_product
 
@@ -52,7 +52,7 @@ def by_groups(problem: Problem, deadline_s: float | None = None) -> np.ndarray:
     floor = _stack(table, persistent, unit, offsets)
     others = np.flatnonzero(~persistent)
     if len(others):
-        blocks = Blocks.of(problem.part(others), _dense_groups(problem.part(others), deadline_s))
+        blocks = BlockedProblem.of(problem.part(others), _dense_groups(problem.part(others), deadline_s))
         offsets[others] = floor + blocks.expand(_by_sizes(blocks.problem, unit))
     return offsets
 
@@ -93,7 +93,7 @@ class _Group:
     weight: float
 
 
-def _dense_groups(problem: Problem, deadline_s: float | None) -> list[Block]:
+def _dense_groups(problem: Problem, deadline_s: float | None) -> list[BufferBlock]:
     table = problem.buffers
     known = np.flatnonzero((table["lower_phase"] >= 0) & (table["upper_phase"] >= 0))
     if not len(known):
@@ -107,7 +107,7 @@ def _dense_groups(problem: Problem, deadline_s: float | None) -> list[Block]:
         rows = known[np.sort(order[begin:end])]
         groups.append(_local_plan(table, first, last, rows, np.argsort(-table["size"][rows], kind="stable")))
     fused = fuse(table, groups, deadline_s)
-    return [Block(each.rows, each.offsets) for each in fused if len(each.rows) > 1 and each.product >= DENSE]
+    return [BufferBlock(each.rows, each.offsets) for each in fused if len(each.rows) > 1 and each.product >= DENSE]
 
 
 def _local_plan(table: np.ndarray, first: int, last: int, rows: np.ndarray, order: np.ndarray) -> _Group:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from memplug.arena.plan.blocks import Block, Blocks
+from memplug.arena.plan.blocks import BlockedProblem, BufferBlock
 from memplug.arena.plan.problem import Problem
 
 
-def on_one_stream(problem: Problem, place: Callable[[Problem], np.ndarray]) -> Blocks:
+def on_one_stream(problem: Problem, place: Callable[[Problem], np.ndarray]) -> BlockedProblem:
     """Return the problem as one of a single stream, for planners that know nothing of streams.
 
     Args:
@@ -37,8 +37,8 @@ def on_one_stream(problem: Problem, place: Callable[[Problem], np.ndarray]) -> B
         for begin, end in zip(begins, np.append(begins[1:], len(rows)), strict=True):
             part = rows[begin:end]
             held = (int(lower[begin:end].min()), int(upper[begin:end].max()))
-            blocks.append(Block(part, place(problem.part(part)), *held))
-    return Blocks.of(problem, blocks)
+            blocks.append(BufferBlock(part, place(problem.part(part)), *held))
+    return BlockedProblem.of(problem, blocks)
 
 
 def _held(problem: Problem, rows: np.ndarray, stream: int, main: int) -> tuple[np.ndarray, np.ndarray]:

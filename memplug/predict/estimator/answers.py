@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memplug.errors import EstimateError
-from memplug.predict.estimator.calls import Call, Calls, line
+from memplug.predict.estimator.calls import Calls, ModuleCall, line
 from memplug.predict.estimator.values import COPY, NUMBER, Output, Read, Values, modules_of
 from memplug.predict.virtual import VirtualDevice
 
@@ -75,7 +75,9 @@ class Answers:
         outputs = self._in_backward(call, at, sizes) if call.path is None else self._of(call, at, sizes, waits)
         return [each.tensor() for each in outputs] if outputs is not None else None
 
-    def _of(self, call: Call, at: tuple[str, str], sizes: tuple[Any, ...], waits: bool) -> Sequence[Output] | None:
+    def _of(
+        self, call: ModuleCall, at: tuple[str, str], sizes: tuple[Any, ...], waits: bool
+    ) -> Sequence[Output] | None:
         """Return the recorded outputs of the call's next read at this line; None if there is no record and no need."""
         found = self._reads_of(call).get(at, [])
         number = call.asked[at]
@@ -101,7 +103,7 @@ class Answers:
             given.append(read.outputs)
         return read.outputs
 
-    def _reads_of(self, call: Call) -> Reads:
+    def _reads_of(self, call: ModuleCall) -> Reads:
         calls = self._calls_read.get(call.path, [])
         if len(calls) > 1 and call.recomputes:
             raise EstimateError(
@@ -114,7 +116,7 @@ class Answers:
             return calls[0]
         return calls[call.number] if call.number < len(calls) else {}
 
-    def _in_backward(self, call: Call, at: tuple[str, str], sizes: tuple[Any, ...]) -> Sequence[Output] | None:
+    def _in_backward(self, call: ModuleCall, at: tuple[str, str], sizes: tuple[Any, ...]) -> Sequence[Output] | None:
         """Return the outputs of a read in backward: of the model's own code, a recompute pass, or a framework."""
         found = self._backward_read.get(at, [])
         if call.asked[at] < len(found):
@@ -130,7 +132,7 @@ class Answers:
             )
         return given[0] if len(given) == 1 else None
 
-    def _check(self, call: Call) -> None:
+    def _check(self, call: ModuleCall) -> None:
         """Raise if a finished forward read fewer values at one of its lines than the trace has there."""
         if self._values is None or call.recomputes:
             return
@@ -151,7 +153,7 @@ def _by_line(reads: Iterable[Read]) -> Reads:
     return dict(found)
 
 
-def _where(call: Call) -> str:
+def _where(call: ModuleCall) -> str:
     return f"module {call.path}" if call.path else "the model"
 
 

@@ -22,7 +22,7 @@ _NOT_THE_PROGRAM = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__)
 
 
 @dataclass(slots=True)
-class Call:
+class ModuleCall:
     """One forward of one module, or the part of a backward outside of recomputed forwards.
 
     Attributes:
@@ -52,14 +52,14 @@ class Calls:
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
-        began: Callable[[Call], None] = lambda call: None,
-        ended: Callable[[Call], None] = lambda call: None,
+        began: Callable[[ModuleCall], None] = lambda call: None,
+        ended: Callable[[ModuleCall], None] = lambda call: None,
     ):
         self._began, self._ended = began, ended
         self._paths = {id(module): path for path, module in modules.items()}
-        self._under_way: list[Call] = []
+        self._under_way: list[ModuleCall] = []
         self._numbers: Counter[str] = Counter()
-        self._backward = Call(None)
+        self._backward = ModuleCall(None)
         self._undo = contextlib.ExitStack()
         self.forwards = 0
         """Number of forwards of the model, including one in progress."""
@@ -71,7 +71,7 @@ class Calls:
                 self._swap(module, follower(type(module)))
 
     @property
-    def now(self) -> Call | None:
+    def now(self) -> ModuleCall | None:
         """Return the innermost call in progress; None if neither a forward nor a backward is in progress."""
         if self._under_way:
             return self._under_way[-1]
@@ -83,12 +83,12 @@ class Calls:
 
     @contextlib.contextmanager
     def _call(self, path: str) -> Iterator[None]:
-        call = Call(path, recomputes=_in_backward())
+        call = ModuleCall(path, recomputes=_in_backward())
         if not call.recomputes:
             if path == "":
                 self.forwards += 1
                 self._numbers.clear()
-                self._backward = Call(None)
+                self._backward = ModuleCall(None)
             call.number = self._numbers[path]
             self._numbers[path] += 1
         self._began(call)

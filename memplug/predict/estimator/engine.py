@@ -12,7 +12,7 @@ from torch import nn
 
 from memplug.ds_json.keys import offloads_of, present
 from memplug.errors import EstimateError
-from memplug.predict.estimator.training import Training, differentiable, unable
+from memplug.predict.estimator.training import VirtualTraining, differentiable, unable
 from memplug.predict.virtual.accelerator import accelerated
 from memplug.predict.virtual.ranks import joined
 
@@ -158,12 +158,12 @@ def _refuse_as_deepspeed(settings: Mapping[str, Any]) -> None:
         ) from error
 
 
-class EngineTraining(Training):
+class EngineTraining(VirtualTraining):
     """Training by a DeepSpeed engine, which marks the ends of its steps itself; usable within `rank_of`.
 
     Args:
-        make_model: See `Training`.
-        example_inputs: See `Training`.
+        make_model: See `VirtualTraining`.
+        example_inputs: See `VirtualTraining`.
         settings: The engine's settings, from `settings_of`.
     """
 

@@ -21,12 +21,12 @@ from memplug.predict.estimator import engine as engines
 from memplug.predict.estimator import modes as ways
 from memplug.predict.estimator.answers import Answers
 from memplug.predict.estimator.bound import bound
-from memplug.predict.estimator.request import UNLIMITED_BYTES, Request
+from memplug.predict.estimator.request import UNLIMITED_BYTES, EstimateRequest
 from memplug.predict.estimator.result import Estimate, ModeEstimate, Span
-from memplug.predict.estimator.training import MakeOptimizer, Training
+from memplug.predict.estimator.training import MakeOptimizer, VirtualTraining
 from memplug.predict.estimator.values import Values
 from memplug.predict.estimator.workload import Workload
-from memplug.predict.virtual import Hardware, VirtualDevice
+from memplug.predict.virtual import GpuProfile, VirtualDevice
 from memplug.session.session import Session
 from memplug.session.table import Stage
 
@@ -43,7 +43,7 @@ def estimate(
     make_model: Callable[[], nn.Module],
     example_inputs: Callable[[], Any],
     config: MemplugConfig | dict[str, Any] | str | Path | None = None,
-    gpu: str | Path | Hardware = "h200",
+    gpu: str | Path | GpuProfile = "h200",
     modes: Sequence[str] = ways.MODES,
     *,
     make_optimizer: MakeOptimizer | None = None,
@@ -65,7 +65,7 @@ def estimate(
         example_inputs: Makes the arguments of forward: a tensor, a tuple of positional arguments, or a mapping of
             keyword arguments. Tensors on other devices, such as meta, are moved without their values.
         config: As in `memplug.attach`.
-        gpu: The name of a profile in configs/hardware, such as "h200", the path of another profile, or a `Hardware`.
+        gpu: The name of a profile in configs/hardware, such as "h200", the path of another profile, or a `GpuProfile`.
         modes: Names from `MODES`.
         make_optimizer: Called with the parameters; None: the step has no optimizer, and gradients stay.
         engine: The contents of a DeepSpeed JSON. DeepSpeed's engine then trains with its own optimizer and the JSON's
@@ -91,7 +91,9 @@ def estimate(
         HardwareError: The GPU or its attention back end is unknown, or torch has no free place for the virtual device.
         RegionError: No decoder layers were found.
     """
-    request = Request.of(config, gpu, modes, attention=attention, host_bytes=host_bytes, plan_dir=plan_dir, trace=trace)
+    request = EstimateRequest.of(
+        config, gpu, modes, attention=attention, host_bytes=host_bytes, plan_dir=plan_dir, trace=trace
+    )
     return estimate_model(
         make_model, example_inputs, request, make_optimizer=make_optimizer, engine=engine, gpus=gpus, tell=tell
     )
@@ -100,7 +102,7 @@ def estimate(
 def estimate_model(
     make_model: Callable[[], nn.Module],
     example_inputs: Callable[[], Any],
-    request: Request,
+    request: EstimateRequest,
     *,
     make_optimizer: MakeOptimizer | None = None,
     engine: Mapping[str, Any] | None = None,
@@ -128,7 +130,9 @@ def estimate_model(
         raise EstimateError(
             f"gpus is {gpus}, and no engine is given", "Pass the contents of a DeepSpeed JSON as engine."
         )
-    make_training: Callable[[], Training] = functools.partial(Training, make_model, example_inputs, make_optimizer)
+    make_training: Callable[[], VirtualTraining] = functools.partial(
+        VirtualTraining, make_model, example_inputs, make_optimizer
+    )
     rank: Callable[[], Any] = contextlib.nullcontext
     if engine is not None:
         settings = engines.settings_of(engine, engines.micro_batch_of(engine, gpus), gpus)
@@ -146,7 +150,7 @@ def estimate_model(
 
 
 def estimate_workload(
-    workload: Workload, request: Request, tell: Callable[[str], None] = lambda mode: None
+    workload: Workload, request: EstimateRequest, tell: Callable[[str], None] = lambda mode: None
 ) -> Estimate:
     """Estimate a workload on one GPU, as `estimate` does."""
     make_optimizer = workload.make_optimizer if workload.optimizer else None
@@ -154,8 +158,8 @@ def estimate_workload(
 
 
 def estimate_training(
-    make_training: Callable[[], Training],
-    request: Request,
+    make_training: Callable[[], VirtualTraining],
+    request: EstimateRequest,
     *,
     rank: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     answers_to: AnswersTo = lambda device, model: contextlib.nullcontext(),
@@ -210,7 +214,7 @@ def _clear_frames(error: BaseException | None, handled: BaseException | None) ->
 
 
 def _estimated(
-    device: VirtualDevice, training: Training, mode: str, block: MemplugConfig, answers_to: AnswersTo
+    device: VirtualDevice, training: VirtualTraining, mode: str, block: MemplugConfig, answers_to: AnswersTo
 ) -> ModeEstimate:
     try:
         with answers_to(device, training.model):
@@ -225,7 +229,7 @@ def _estimated(
         training.close()
 
 
-def _attached(device: VirtualDevice, training: Training, mode: str, block: MemplugConfig) -> ModeEstimate:
+def _attached(device: VirtualDevice, training: VirtualTraining, mode: str, block: MemplugConfig) -> ModeEstimate:
     with attach(training.target, block) as session:
         step = functools.partial(_step, training, session)
         plain, plan, served = None, None, 0
@@ -253,7 +257,7 @@ def _attached(device: VirtualDevice, training: Training, mode: str, block: Mempl
         return _measured(device, training, step, mode, session, plain)
 
 
-def _step(training: Training, session: Session) -> None:
+def _step(training: VirtualTraining, session: Session) -> None:
     training.step()
     if not training.marks_steps:
         session.step()
@@ -272,7 +276,7 @@ def _layers(model: nn.Module, block: MemplugConfig, mode: str) -> Sequence[tuple
 
 def _measured(
     device: VirtualDevice,
-    training: Training,
+    training: VirtualTraining,
     step: Callable[[], None],
     mode: str,
     session: Session | None,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from memplug.predict.estimator.layout import Layout
+from memplug.predict.estimator.layout import RankLayout
 from memplug.predict.estimator.shapes import Shape
 
 
@@ -119,7 +119,7 @@ class RMSNorm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def config_of(shape: Shape, layers: int, layout: Layout, dtype: torch.dtype) -> Any:
+def config_of(shape: Shape, layers: int, layout: RankLayout, dtype: torch.dtype) -> Any:
     """Return a `TransformerConfig` of the whole model.
 
     Args:

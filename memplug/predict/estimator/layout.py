@@ -14,7 +14,7 @@ LEFT_OUT = ("attention_bias", "mlp_bias", "sliding_window")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class RankLayout:
     """The sizes of Megatron-Core's parallel groups; the ranks that remain are data-parallel.
 
     Attributes:

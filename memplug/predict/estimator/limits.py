@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from memplug.config import MemplugConfig
 from memplug.device.capacity import granted_bytes
 from memplug.predict.estimator.estimate import estimate_workload
-from memplug.predict.estimator.request import Request
+from memplug.predict.estimator.request import EstimateRequest
 from memplug.predict.estimator.workload import Workload
-from memplug.predict.virtual import Hardware
+from memplug.predict.virtual import GpuProfile
 from memplug.sizes import GIB
 
 SEQ_LEN_STEP = 256  # tokens
@@ -30,7 +30,7 @@ def _nothing(words: str) -> None:
     """Ignore the progress message (the default of `say`)."""
 
 
-class Limits:
+class LimitSearch:
     """The searches for one mode's limits; they share the steps that they ran.
 
     Args:
@@ -40,7 +40,7 @@ class Limits:
         say: Called before each step, with a sentence that names the step and the largest possible number of steps.
     """
 
-    def __init__(self, workload: Workload, request: Request, mode: str, say: Say = _nothing):
+    def __init__(self, workload: Workload, request: EstimateRequest, mode: str, say: Say = _nothing):
         self._workload, self._request, self._mode, self._say = workload, request, mode, say
         self._capacity_bytes = capacity_bytes(request.hardware, request.config, mode)
         self._taken: dict[tuple[int, int], float] = {}
@@ -90,7 +90,7 @@ class Limits:
         return self._taken[seq_len, micro_batch]
 
 
-def capacity_bytes(hardware: Hardware, config: MemplugConfig, mode: str) -> float:
+def capacity_bytes(hardware: GpuProfile, config: MemplugConfig, mode: str) -> float:
     """Return the device bytes that a step may use in this mode.
 
     memplug keeps to its budget, or leaves some of the device free.
@@ -100,7 +100,7 @@ def capacity_bytes(hardware: Hardware, config: MemplugConfig, mode: str) -> floa
     return granted_bytes(config.device_budget_gib, hardware.memory_bytes)
 
 
-def least_bytes(workload: Workload, request: Request, mode: str) -> float:
+def least_bytes(workload: Workload, request: EstimateRequest, mode: str) -> float:
     """Return the least device bytes that a step needs in this mode.
 
     With mode "memplug" everything inside layers is swapped or recomputed, and nothing outside of them; with other modes

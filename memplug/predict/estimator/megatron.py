@@ -11,8 +11,8 @@ from torch import nn
 
 from memplug.errors import EstimateError
 from memplug.predict.estimator import gpt
-from memplug.predict.estimator.layout import Layout
-from memplug.predict.estimator.training import Training, unable
+from memplug.predict.estimator.layout import RankLayout
+from memplug.predict.estimator.training import VirtualTraining, unable
 from memplug.predict.estimator.workload import DTYPES, Workload
 from memplug.predict.virtual import VirtualDevice
 from memplug.predict.virtual.as_cuda import as_cuda
@@ -25,7 +25,7 @@ MEGATRON = "megatron-core 0.16"
 
 
 @contextlib.contextmanager
-def rank_of(layout: Layout, stage: int, workload: Workload) -> Iterator[None]:
+def rank_of(layout: RankLayout, stage: int, workload: Workload) -> Iterator[None]:
     """Make this process the first rank of a pipeline stage for Megatron-Core inside the context.
 
     The virtual device must exist. Tokens are spread evenly over the experts of a mixture.
@@ -77,7 +77,7 @@ def _without_reading() -> Iterator[None]:
         yield
 
 
-class MegatronTraining(Training):
+class MegatronTraining(VirtualTraining):
     """Training of this rank's part of a model by Megatron-Core's own schedule; usable within `rank_of`.
 
     As in Megatron-LM, gradients are reduced in float32 and clipped, Adam's states are float32, and parameters in bf16
@@ -90,7 +90,7 @@ class MegatronTraining(Training):
         micro_batches: Micro-batches of a step on each data-parallel rank.
     """
 
-    def __init__(self, workload: Workload, layout: Layout, micro_batches: int):
+    def __init__(self, workload: Workload, layout: RankLayout, micro_batches: int):
         from megatron.core import parallel_state, tensor_parallel
 
         self._workload, self._layout, self._micro_batches = workload, layout, micro_batches

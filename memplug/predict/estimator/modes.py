@@ -46,5 +46,5 @@ def recompute(layers: Iterable[nn.Module], mode: str) -> None:
 
 
 def _attention_is_saved(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_attention = operators.kind_of(operator) is operators.Kind.ATTENTION
+    is_attention = operators.kind_of(operator) is operators.CaptureKind.ATTENTION
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE

@@ -11,7 +11,7 @@ from typing import Any
 
 from memplug.predict.estimator.engine import settings_of
 from memplug.predict.estimator.estimate import estimate_model
-from memplug.predict.estimator.request import Request
+from memplug.predict.estimator.request import EstimateRequest
 from memplug.predict.estimator.result import Estimate
 from memplug.predict.estimator.shapes import needed
 from memplug.predict.estimator.workload import Workload
@@ -21,7 +21,7 @@ log = logging.getLogger("memplug")
 
 def estimate_rank(
     workload: Workload,
-    request: Request,
+    request: EstimateRequest,
     ds_config: Mapping[str, Any],
     gpus: int,
     tell: Callable[[str], None] = lambda mode: None,
@@ -54,7 +54,7 @@ def estimate_rank(
     return Estimate(request.hardware, found, impossible)
 
 
-def _estimated(workload: Workload, request: Request, settings: Mapping[str, Any], gpus: int) -> Estimate:
+def _estimated(workload: Workload, request: EstimateRequest, settings: Mapping[str, Any], gpus: int) -> Estimate:
     """Estimate one mode; runs in its own process."""
     logging.getLogger("memplug").setLevel(logging.ERROR)
     name = workload.shape.family.lower()

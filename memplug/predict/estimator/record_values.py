@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memplug.errors import EstimateError
 from memplug.files import path_of
-from memplug.predict.estimator.calls import Call, Calls, line
+from memplug.predict.estimator.calls import Calls, ModuleCall, line
 from memplug.predict.estimator.values import COPY, MOST_BYTES, NUMBER, Output, Read, Values, modules_of
 from memplug.torch_private import TorchDispatchMode, tree_leaves
 
@@ -118,7 +118,7 @@ class _Recorder:
         read = Read(line=line(), operator=operator, inputs=sizes, outputs=outputs)
         (self._backward if call.path is None else self._found[call.path][call.number]).append(read)
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: ModuleCall) -> None:
         if self.calls.forwards <= 1 and not call.recomputes:
             self._found.setdefault(call.path, []).append([])
 

@@ -11,13 +11,13 @@ from memplug.config import MemplugConfig, load_config
 from memplug.errors import EstimateError
 from memplug.files import path_of
 from memplug.predict.estimator.modes import MODES
-from memplug.predict.virtual import Hardware
+from memplug.predict.virtual import GpuProfile
 
 UNLIMITED_BYTES = float(1 << 62)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class EstimateRequest:
     """The arguments of `memplug.estimate`, read and checked.
 
     Attributes:
@@ -35,7 +35,7 @@ class Request:
     """
 
     config: MemplugConfig
-    hardware: Hardware
+    hardware: GpuProfile
     modes: tuple[str, ...] = MODES
     attention: str | None = None
     host_bytes: float = UNLIMITED_BYTES
@@ -58,12 +58,12 @@ class Request:
     def of(
         cls,
         config: MemplugConfig | dict[str, Any] | str | Path | None,
-        gpu: str | Path | Hardware,
+        gpu: str | Path | GpuProfile,
         modes: Sequence[str],
         *,
         plan_dir: str | Path | None = None,
         **more: Any,
-    ) -> Request:
+    ) -> EstimateRequest:
         """Read the block, the GPU's profile and the folder, and return the request.
 
         Args:
@@ -75,12 +75,12 @@ class Request:
 
         Raises:
             ConfigError: The block cannot be used.
-            EstimateError: See `Request`; or `plan_dir` is not a path.
+            EstimateError: See `EstimateRequest`; or `plan_dir` is not a path.
             HardwareError: The GPU is unknown.
         """
         return cls(
             config=load_config({"enabled": True} if config is None else config),
-            hardware=gpu if isinstance(gpu, Hardware) else Hardware.named(gpu),
+            hardware=gpu if isinstance(gpu, GpuProfile) else GpuProfile.named(gpu),
             modes=tuple(modes),
             plan_dir=path_of(plan_dir, "folder of plans", EstimateError) if plan_dir is not None else None,
             **more,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from memplug.errors import BudgetError
-from memplug.predict.virtual import Hardware
+from memplug.predict.virtual import GpuProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Estimate(Mapping[str, ModeEstimate]):
         stages: Pipelines only: the estimate of each stage that ran, by stage number (stages.py).
     """
 
-    hardware: Hardware
+    hardware: GpuProfile
     modes: Mapping[str, ModeEstimate]
     impossible: Mapping[str, BudgetError]
     stages: Mapping[int, Estimate] = field(default_factory=dict)

@@ -13,8 +13,8 @@ from concurrent.futures import ProcessPoolExecutor
 from memplug.errors import EstimateError
 from memplug.predict.estimator import megatron
 from memplug.predict.estimator.estimate import estimate_training
-from memplug.predict.estimator.layout import Layout
-from memplug.predict.estimator.request import Request
+from memplug.predict.estimator.layout import RankLayout
+from memplug.predict.estimator.request import EstimateRequest
 from memplug.predict.estimator.result import Estimate, ModeEstimate
 from memplug.predict.estimator.workload import Workload
 
@@ -24,8 +24,8 @@ LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "to_host
 
 def estimate_megatron(
     workload: Workload,
-    request: Request,
-    layout: Layout,
+    request: EstimateRequest,
+    layout: RankLayout,
     micro_batches: int,
     say: Callable[[str], None] = lambda what: None,
 ) -> Estimate:
@@ -65,7 +65,7 @@ def _quietly() -> None:
     warnings.simplefilter("ignore")  # Megatron-Core warns of kernels that are not installed
 
 
-def of_all(stages: Mapping[int, Estimate], layout: Layout, micro_batches: int) -> Estimate:
+def of_all(stages: Mapping[int, Estimate], layout: RankLayout, micro_batches: int) -> Estimate:
     """Combine the stages' estimates into the pipeline's step.
 
     Time is the slowest stage's plus the bubble, and memory that of the stage with the most. A stage on the virtual
@@ -93,7 +93,7 @@ def of_all(stages: Mapping[int, Estimate], layout: Layout, micro_batches: int) -
     return Estimate(hardware, modes, impossible, stages)
 
 
-def _of_stages(stages: Mapping[int, ModeEstimate], layout: Layout, micro_batches: int) -> ModeEstimate:
+def _of_stages(stages: Mapping[int, ModeEstimate], layout: RankLayout, micro_batches: int) -> ModeEstimate:
     """Combine the stages' estimates of one mode; `flops` is the mean over all stages."""
     slowest = max(stages.values(), key=lambda stage: stage.step_s)
     passed_s = sum(layout.stages[number] * stage.schedule_s for number, stage in stages.items())

@@ -14,7 +14,7 @@ from memplug.torch_private import tree_leaves, tree_map
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-class Training:
+class VirtualTraining:
     """A module with its inputs and, if asked for, an optimizer; the virtual device must exist.
 
     Args:

@@ -68,7 +68,7 @@ class Workload:
             model = getattr(transformers, f"{name}ForCausalLM" if self.head else f"{name}Model")(config)
         if is_mixture and any(path.endswith(".experts") for path in values.calls):
             model.set_experts_implementation("eager")  # the trace has reads of each expert, one after the other
-        return tile_loss(model.train(), self.loss_tiles) if self.head else _Layers(model.train())
+        return tile_loss(model.train(), self.loss_tiles) if self.head else _DecoderStack(model.train())
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """Make the keyword arguments of the model's forward."""
@@ -87,7 +87,7 @@ class Workload:
         return torch.optim.AdamW(parameters, fused=True)
 
 
-class _Layers(nn.Module):
+class _DecoderStack(nn.Module):
     """The decoder layers of a model; their input is not a leaf, because an embedding's output is not one."""
 
     def __init__(self, model: Any):

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 
 from memplug.predict.tune import protrain
 from memplug.predict.tune.machine import Machine
-from memplug.predict.tune.profiled import ELEMENT_BYTES, ModelProfile, Part
+from memplug.predict.tune.profiled import ELEMENT_BYTES, ModelProfile, ProfiledPart
 from memplug.predict.tune.protrain import ChunkTimes, OperatorMemory, Placement
-from memplug.predict.tune.search import Box, Configuration, Layout, Prediction
+from memplug.predict.tune.search import Box, Configuration, Prediction, StepLayout
 
 MASTER_BYTES = 4
 STATE_BYTES = 12
@@ -48,7 +48,7 @@ class Chunk:
         blocks: The decoder layers in the chunk, from 0.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ProfiledPart, ...]
     blocks: range
 
     @property
@@ -71,7 +71,7 @@ def chunks_of(profile: ModelProfile) -> list[Chunk]:
     size = protrain.chunk_size(sizes, [max(sizes), *several])
     parts, chunks, block = iter(profile.parts), [], 0
     for filled in protrain.chunks_of(sizes, size):
-        inside: list[Part] = []
+        inside: list[ProfiledPart] = []
         while sum(part.count for part in inside) < filled:
             inside.append(next(parts))
         layers = sum(part is profile.layer for part in inside)
@@ -92,7 +92,7 @@ class StepEstimator:
         self._machine = machine
         self._laid = functools.cache(lambda layout: _Laid(machine, profiles[layout.micro_batch], layout))
 
-    def chunks(self, layout: Layout) -> list[Chunk]:
+    def chunks(self, layout: StepLayout) -> list[Chunk]:
         """Return the model's chunks, which `n_persist` and `n_buffer` count.
 
         Args:
@@ -143,7 +143,7 @@ class StepEstimator:
 class _Laid:
     """One layout of a model on a machine; computes once the values that its configurations share."""
 
-    def __init__(self, machine: Machine, profile: ModelProfile, layout: Layout):
+    def __init__(self, machine: Machine, profile: ModelProfile, layout: StepLayout):
         self.machine, self.profile, self.layout = machine, profile, layout
         self.chunks = chunks_of(profile)
         self.tokens = profile.tokens * layout.accumulation * machine.gpus
@@ -283,7 +283,7 @@ class _Laid:
         there = ELEMENT_BYTES * self.total if self.layout.stage < 2 and self.layout.accumulation > 1 else 0
         return max(backward, at_loss + profile.head.forward_peak_bytes) + there
 
-    def _operator(self, part: Part, at_rest_bytes: int, again_bytes: int) -> OperatorMemory:
+    def _operator(self, part: ProfiledPart, at_rest_bytes: int, again_bytes: int) -> OperatorMemory:
         """Return a part's backward: its saved activations are back, and with ZeRO 0 and 1 its gradients stay."""
         stay = ELEMENT_BYTES * part.count if self.layout.stage < 2 and self.layout.accumulation == 1 else 0
         return OperatorMemory(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memplug.predict.virtual.hardware import Hardware
+from memplug.predict.virtual.hardware import GpuProfile
 
 HOST_BYTES_PER_S = 1.5e11
 """Default bandwidth of host memory, shared by all processes: about half of eight channels of DDR5. Pass a measured
@@ -28,7 +28,7 @@ class Machine:
         host_bytes_per_s: Bandwidth of host memory, shared by all GPUs.
     """
 
-    hardware: Hardware
+    hardware: GpuProfile
     gpus: int
     host_bytes_per_s: float = HOST_BYTES_PER_S
 

@@ -12,14 +12,14 @@ from torch import nn
 
 from memplug.predict.estimator.shapes import Shape, needed
 from memplug.predict.estimator.workload import by_default
-from memplug.predict.virtual import Hardware, VirtualDevice
+from memplug.predict.virtual import GpuProfile, VirtualDevice
 
 ELEMENT_BYTES = 2
 """Bytes of one element of a parameter, gradient or activation in bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class ProfiledPart:
     """The embedding, one decoder layer, or the head with the loss, for one micro-batch.
 
     Attributes:
@@ -60,16 +60,16 @@ class ModelProfile:
         tokens: Tokens in a micro-batch.
     """
 
-    embedding: Part
-    layer: Part
-    head: Part
+    embedding: ProfiledPart
+    layer: ProfiledPart
+    head: ProfiledPart
     layers: int
     hidden_bytes: int
     swapped_bytes: int
     tokens: int
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ProfiledPart]:
         """Return all parts in forward order."""
         return [self.embedding, *[self.layer] * self.layers, self.head]
 
@@ -79,7 +79,7 @@ class ModelProfile:
         return sum(part.count for part in self.parts)
 
 
-def profile(hardware: Hardware, shape: Shape, micro_batch: int, seq_len: int) -> ModelProfile:
+def profile(hardware: GpuProfile, shape: Shape, micro_batch: int, seq_len: int) -> ModelProfile:
     """Run the model's parts forward and backward on the virtual device, and return their times and bytes.
 
     The parts are the embedding, one layer, and the final norm with head and loss. The process's virtual device is
@@ -128,7 +128,7 @@ def profile(hardware: Hardware, shape: Shape, micro_batch: int, seq_len: int) ->
     return _with_experts(found, shape)
 
 
-def _run(device: VirtualDevice, part: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Part:
+def _run(device: VirtualDevice, part: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> ProfiledPart:
     """Run one part and return its times and bytes.
 
     No gradients exist before; afterwards only those of parameters remain.
@@ -145,7 +145,7 @@ def _run(device: VirtualDevice, part: Callable[[torch.Tensor], torch.Tensor], x:
     backward_s = device.synchronize() - began_s
     # This function still holds the output, which is as large as its gradient. In a real backward the part above has
     # released the output already: so the peak is too high by that size.
-    return Part(
+    return ProfiledPart(
         forward_s=forward_s,
         backward_s=backward_s,
         saved_bytes=after - before,

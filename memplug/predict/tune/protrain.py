@@ -212,7 +212,7 @@ class MemoryUnits:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockCounts:
     """The number of blocks by their treatment; blocks that neither swap nor checkpoint keep their activations.
 
     Attributes:
@@ -226,7 +226,7 @@ class Blocks:
     checkpoint: int = 0
 
 
-def peak_bytes(base_bytes: int, units: MemoryUnits, placement: Placement, blocks: Blocks) -> int:
+def peak_bytes(base_bytes: int, units: MemoryUnits, placement: Placement, blocks: BlockCounts) -> int:
     """Return the peak device memory of a step, without fragmentation (Equation 10).
 
     If every block swaps or checkpoints, one of them is recomputing at the peak, so its activations are added again.

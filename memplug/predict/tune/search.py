@@ -19,7 +19,7 @@ SLOWER = "slower than the configurations found, by a bound"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class Layout:
+class StepLayout:
     """The layout of a step over ranks and micro-batches.
 
     Attributes:
@@ -47,7 +47,7 @@ class Configuration:
         n_checkpoint: The number of blocks, after those that swap, that recompute; all others keep their activations.
     """
 
-    layout: Layout
+    layout: StepLayout
     n_persist: int
     n_buffer: int
     n_swap: int
@@ -94,7 +94,7 @@ class Box:
         n_checkpoint: Range of `Configuration.n_checkpoint`.
     """
 
-    layout: Layout
+    layout: StepLayout
     blocks: int
     n_persist: range
     n_buffer: range
@@ -124,7 +124,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MemoryLimits:
     """The memory that a step may use.
 
     Attributes:
@@ -159,7 +159,7 @@ class Estimator(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -181,12 +181,12 @@ Order = Callable[[Prediction], tuple[float, ...]]
 def search(
     boxes: Sequence[Box],
     estimator: Estimator,
-    limits: Limits,
+    limits: MemoryLimits,
     count: int,
     *,
     exhaustive: int = EXHAUSTIVE,
     order: Order = lambda prediction: prediction.order,
-) -> Found:
+) -> SearchResult:
     """Return the best configurations that fit; ties go to the smaller numbers.
 
     Up to `exhaustive` configurations are predicted one by one. A larger space is searched by branch and bound: if the
@@ -211,7 +211,9 @@ def search(
     return _by_bounds(boxes, estimator, limits, count, order)
 
 
-def _one_by_one(boxes: Sequence[Box], estimator: Estimator, limits: Limits, count: int, order: Order) -> Found:
+def _one_by_one(
+    boxes: Sequence[Box], estimator: Estimator, limits: MemoryLimits, count: int, order: Order
+) -> SearchResult:
     fitting, ruled_out, predicted = [], Counter(), 0
     for configuration in itertools.chain.from_iterable(boxes):
         prediction = estimator.predict(configuration)
@@ -223,10 +225,12 @@ def _one_by_one(boxes: Sequence[Box], estimator: Estimator, limits: Limits, coun
             ruled_out[reason] += 1
     best = heapq.nsmallest(count, fitting, key=lambda each: each[:2])
     pairs = tuple((configuration, prediction) for _, configuration, prediction in best)
-    return Found(best=pairs, fits=len(fitting) - len(best), ruled_out=ruled_out, predicted=predicted)
+    return SearchResult(best=pairs, fits=len(fitting) - len(best), ruled_out=ruled_out, predicted=predicted)
 
 
-def _by_bounds(boxes: Sequence[Box], estimator: Estimator, limits: Limits, count: int, order: Order) -> Found:
+def _by_bounds(
+    boxes: Sequence[Box], estimator: Estimator, limits: MemoryLimits, count: int, order: Order
+) -> SearchResult:
     """Search by branch and bound.
 
     The heap holds boxes by their bounds and single configurations by their predictions. A box comes before a
@@ -267,11 +271,11 @@ def _by_bounds(boxes: Sequence[Box], estimator: Estimator, limits: Limits, count
     rest = sum(len(item) for _, _, item in heap if isinstance(item, Box))
     if rest:
         ruled_out[SLOWER] += rest
-    return Found(best=tuple(best), fits=len(singles), ruled_out=ruled_out, predicted=predicted)
+    return SearchResult(best=tuple(best), fits=len(singles), ruled_out=ruled_out, predicted=predicted)
 
 
 def least_memory(
-    boxes: Sequence[Box], estimator: Estimator, limits: Limits, *, exhaustive: int = EXHAUSTIVE
+    boxes: Sequence[Box], estimator: Estimator, limits: MemoryLimits, *, exhaustive: int = EXHAUSTIVE
 ) -> tuple[Configuration, Prediction]:
     """Return the configuration with the least device memory whose host memory fits.
 
@@ -286,7 +290,7 @@ def least_memory(
     on_device = search(
         boxes,
         estimator,
-        Limits(float("inf"), limits.host_bytes),
+        MemoryLimits(float("inf"), limits.host_bytes),
         1,
         exhaustive=exhaustive,
         order=lambda prediction: (prediction.device_bytes, *prediction.order),
@@ -296,7 +300,7 @@ def least_memory(
     on_host = search(
         boxes,
         estimator,
-        Limits(float("inf"), float("inf")),
+        MemoryLimits(float("inf"), float("inf")),
         1,
         exhaustive=exhaustive,
         order=lambda prediction: (prediction.host_bytes, prediction.device_bytes, prediction.step_s),

@@ -12,7 +12,7 @@ from memplug.predict.tune.estimate import chunks_of
 from memplug.predict.tune.fixed import Fixed, all_layouts, micro_batches
 from memplug.predict.tune.machine import Machine
 from memplug.predict.tune.profiled import ModelProfile
-from memplug.predict.tune.search import Box, Layout, Offload
+from memplug.predict.tune.search import Box, Offload, StepLayout
 from memplug.sizes import GIB
 
 FIXED = "fixed by the DeepSpeed JSON or the command line"
@@ -48,7 +48,7 @@ def space_of(fixed: Fixed, machine: Machine, profiles: Mapping[int, ModelProfile
     for micro_batch, accumulation in fixed.batches(machine.gpus):
         profile = profiles[micro_batch]
         for stage, offload in fixed.layouts():
-            layout = Layout(stage=stage, offload=offload, micro_batch=micro_batch, accumulation=accumulation)
+            layout = StepLayout(stage=stage, offload=offload, micro_batch=micro_batch, accumulation=accumulation)
             every = _narrowed(free_box(layout, profile), fixed, profile)
             hidden = replace(every, n_swap=range(min(every.n_swap.stop, most_swaps(machine, profile) + 1)))
             ruled_out[NOT_HIDDEN] += len(every) - len(hidden)
@@ -59,7 +59,7 @@ def space_of(fixed: Fixed, machine: Machine, profiles: Mapping[int, ModelProfile
     return Space(tuple(boxes), +ruled_out)
 
 
-def free_box(layout: Layout, profile: ModelProfile) -> Box:
+def free_box(layout: StepLayout, profile: ModelProfile) -> Box:
     """Return all configurations of a layout.
 
     Only ZeRO 3 gathers chunks, and only ZeRO 3 can keep part of the optimizer's states on the host. With ZeRO 1 and 2,
@@ -120,6 +120,6 @@ def _size_of_all(profile: ModelProfile) -> int:
     """
 
     def size(stage: int, offload: Offload) -> int:
-        return len(free_box(Layout(stage=stage, offload=offload, micro_batch=1, accumulation=1), profile))
+        return len(free_box(StepLayout(stage=stage, offload=offload, micro_batch=1, accumulation=1), profile))
 
     return len(micro_batches()) * sum(itertools.starmap(size, all_layouts()))

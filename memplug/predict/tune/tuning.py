@@ -17,7 +17,7 @@ from memplug.predict.tune.estimate import StepEstimator
 from memplug.predict.tune.fixed import Fixed
 from memplug.predict.tune.machine import Machine
 from memplug.predict.tune.profiled import profile
-from memplug.predict.tune.search import Box, Configuration, Limits, Prediction, least_memory, search
+from memplug.predict.tune.search import Box, Configuration, MemoryLimits, Prediction, least_memory, search
 from memplug.predict.tune.space import space_of
 from memplug.sizes import GIB
 
@@ -41,7 +41,7 @@ class Tuned:
     best: tuple[tuple[Configuration, Prediction], ...]
     fits: int
     ruled_out: Counter[str]
-    limits: Limits
+    limits: MemoryLimits
     ds_config: dict[str, Any]
 
 
@@ -80,7 +80,7 @@ def tune(
     space = space_of(fixed, machine, profiles)
     estimator = StepEstimator(machine, profiles)
     device_bytes = granted_bytes(block.device_budget_gib, machine.hardware.memory_bytes)
-    limits = Limits(device_bytes, host_bytes)
+    limits = MemoryLimits(device_bytes, host_bytes)
     found = search(space.boxes, estimator, limits, COUNT)
     if not found.best:
         raise _nothing_fits(space.boxes, estimator, limits)
@@ -111,10 +111,10 @@ def configuration_words(at: Configuration) -> str:
     )
 
 
-def _nothing_fits(boxes: tuple[Box, ...], estimator: StepEstimator, limits: Limits) -> TuneError:
+def _nothing_fits(boxes: tuple[Box, ...], estimator: StepEstimator, limits: MemoryLimits) -> TuneError:
     """Return the error with the least device memory that the host memory allows, and the least without that limit."""
     ways = [least_memory(boxes, estimator, limits)]
-    unlimited = least_memory(boxes, estimator, Limits(limits.device_bytes, float("inf")))
+    unlimited = least_memory(boxes, estimator, MemoryLimits(limits.device_bytes, float("inf")))
     if unlimited[0] != ways[0][0]:
         ways.append(unlimited)
     least = "; or ".join(

@@ -1,6 +1,6 @@
 """A virtual GPU: kernels and copies take the time that a GPU's rates predict, and memory is only addresses.
 
-    device = VirtualDevice(Hardware.named("h200"))
+    device = VirtualDevice(GpuProfile.named("h200"))
     with torch.device("virtual"):
         model = make_model()
     began_s = device.synchronize()
@@ -32,14 +32,14 @@ from memplug.device.host_time import HostTime
 from memplug.device.memory import DeviceMemory
 from memplug.errors import HardwareError
 from memplug.predict.virtual import costs, native
-from memplug.predict.virtual.hardware import Hardware, Rate
+from memplug.predict.virtual.hardware import GpuProfile, Rate
 from memplug.torch_private import PRIVATE_DEVICE_TYPE, get_private_device_name, register_device_module
 
 NAME = "virtual"
 _UNBOUNDED = 2**63 - 1  # bytes
 LINK_RATES_BYTES = 64 << 20
 """Size of the copies with which memplug measures a link."""
-__all__ = ["Hardware", "Rate", "VirtualDevice"]
+__all__ = ["GpuProfile", "Rate", "VirtualDevice"]
 
 
 class VirtualDevice(Device):
@@ -66,7 +66,7 @@ class VirtualDevice(Device):
 
     def __init__(
         self,
-        hardware: Hardware,
+        hardware: GpuProfile,
         *,
         expandable_segments: bool = False,
         attention: str | None = None,

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from memplug.errors import HardwareError
-from memplug.predict.virtual.hardware import Hardware
+from memplug.predict.virtual.hardware import GpuProfile
 from memplug.profile.operator_names import CONVOLUTION, MATMULS, SCALED_MATMULS
 
 DTYPES = {1: "float8", 2: "bfloat16", 4: "float32", 8: "float64"}
@@ -19,7 +19,7 @@ REDUCED_AND_GATHERED = ("allreduce_", "allreduce_coalesced_")
 """Collectives that move their bytes twice."""
 
 
-def cost(hardware: Hardware, attention: str, work: Any) -> tuple[float, float]:
+def cost(hardware: GpuProfile, attention: str, work: Any) -> tuple[float, float]:
     """Return the duration and the operations of one kernel.
 
     Args:
@@ -33,7 +33,7 @@ def cost(hardware: Hardware, attention: str, work: Any) -> tuple[float, float]:
     return kernel_s(hardware, attention, work), flops(work)
 
 
-def kernel_s(hardware: Hardware, attention: str, work: Any) -> float:
+def kernel_s(hardware: GpuProfile, attention: str, work: Any) -> float:
     """Return the duration of one kernel: the longer of its computation and its memory traffic.
 
     Args:
@@ -64,7 +64,7 @@ def flops(work: Any) -> float:
     return 0.0
 
 
-def _products_s(hardware: Hardware, work: Any, flops: float) -> float:
+def _products_s(hardware: GpuProfile, work: Any, flops: float) -> float:
     if not flops:
         return 0.0
     factor = _factors(work)[-1]
@@ -77,7 +77,7 @@ def _products_s(hardware: Hardware, work: Any, flops: float) -> float:
     return flops / rate.at(flops)
 
 
-def copy_s(hardware: Hardware, to_host: bool, nbytes: int) -> tuple[float, float]:
+def copy_s(hardware: GpuProfile, to_host: bool, nbytes: int) -> tuple[float, float]:
     """Return the duration of one copy over the link.
 
     Args:
@@ -96,7 +96,7 @@ def copy_s(hardware: Hardware, to_host: bool, nbytes: int) -> tuple[float, float
     return hardware.copy_s + nbytes / alone.at(nbytes), hardware.copy_s + nbytes / both.at(nbytes)
 
 
-def collective_s(hardware: Hardware, name: str, nbytes: int, ranks: int) -> float:
+def collective_s(hardware: GpuProfile, name: str, nbytes: int, ranks: int) -> float:
     """Return the duration of one collective in a ring, from the bus bandwidth of nccl-tests.
 
     Args:

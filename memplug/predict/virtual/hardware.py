@@ -54,7 +54,7 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Hardware:
+class GpuProfile:
     """One kind of GPU with its host and link.
 
     Attributes:
@@ -106,7 +106,7 @@ class Hardware:
     collective_s: float
 
     @classmethod
-    def named(cls, name: str | Path, folder: Path = PROFILES) -> Hardware:
+    def named(cls, name: str | Path, folder: Path = PROFILES) -> GpuProfile:
         """Read a GPU's profile by its name, such as "h200" in any case, or by a file's path.
 
         Args:
@@ -128,7 +128,7 @@ class Hardware:
         return cls.read(file)
 
     @classmethod
-    def read(cls, file: Path) -> Hardware:
+    def read(cls, file: Path) -> GpuProfile:
         """Read a profile from a JSON file.
 
         The file is an object with these attributes, each `{"value": ..., "from": ...}`, or several of these by name. A

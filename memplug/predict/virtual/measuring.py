@@ -66,8 +66,8 @@ def measure_profile(
         doing: Called with a few words on the measurement that begins.
 
     Returns:
-        The contents of a file for `Hardware.read`. Each value is `{"value": ..., "from": "measured"}`; only collectives
-        are "assumed": the other GPUs are taken to be at the other end of the link to the host.
+        The contents of a file for `GpuProfile.read`. Each value is `{"value": ..., "from": "measured"}`; only
+        collectives are "assumed": the other GPUs are taken to be at the other end of the link to the host.
 
     Raises:
         ValueError: The device is neither a CPU nor a CUDA device.
@@ -231,7 +231,7 @@ def _attention_inputs(watch: _Watch, tokens: int) -> list[torch.Tensor]:
 def _attention(watch: _Watch, backend: SDPBackend) -> tuple[Points, Points]:
     """Measure the rates of attention's forward and backward, by length.
 
-    They count 2 and 5 operations for each pair of tokens and channel (`Hardware`).
+    They count 2 and 5 operations for each pair of tokens and channel (`GpuProfile`).
     """
     backward_s: dict[int, float] = {}
 

@@ -28,8 +28,8 @@ Bus& bus() {
 
 // A running operator, and the watchers to notify of its end.
 struct Told {
-  int32_t number = Call::UNKNOWN;
-  std::array<void (*)(Call&), WATCHERS> ends{};
+  int32_t number = OperatorCall::UNKNOWN;
+  std::array<void (*)(OperatorCall&), WATCHERS> ends{};
 };
 
 // State of the calling thread.
@@ -55,7 +55,7 @@ void rethrow(const std::exception_ptr& failure) {
 
 template <Need NEED>
 std::unique_ptr<at::ObserverContext> begin_call(const at::RecordFunction& function) {
-  Call call(function);
+  OperatorCall call(function);
   Told now;
   std::exception_ptr failure;
   for (size_t order = 0; order < WATCHERS; ++order) {
@@ -86,9 +86,9 @@ void end_call(const at::RecordFunction& function, at::ObserverContext*) {
   }
   const Told now = all.back();
   all.pop_back();
-  Call call(function, now.number);
+  OperatorCall call(function, now.number);
   std::exception_ptr failure;
-  for (void (*const end)(Call&) : now.ends) {
+  for (void (*const end)(OperatorCall&) : now.ends) {
     if (end != nullptr) {
       failure = caught(std::move(failure), [&] { end(call); });
     }

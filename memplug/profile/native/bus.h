@@ -15,11 +15,12 @@ namespace memplug {
 enum class Need : uint8_t { BEGINNINGS, ENDS, TENSORS };
 
 // An operator of the calling thread, at its beginning or its end.
-class Call {
+class OperatorCall {
  public:
   static constexpr int32_t UNKNOWN = -2;
 
-  explicit Call(const at::RecordFunction& function, int32_t number = UNKNOWN) : function(function), number_(number) {}
+  explicit OperatorCall(const at::RecordFunction& function, int32_t number = UNKNOWN)
+      : function(function), number_(number) {}
 
   // Returns its number (operator_names.h), looked up once for all watchers.
   int32_t number() {
@@ -38,8 +39,9 @@ class Call {
 // Must never be destroyed. Torch logs what a watcher throws; the other watchers are still notified.
 struct Watcher {
   Need need;
-  bool (*begin)(Call& call); // returns whether `end` is called for this operator, even if the watcher is removed before
-  void (*end)(Call& call) = nullptr;
+  // returns whether `end` is called for this operator, even if the watcher is removed before
+  bool (*begin)(OperatorCall& call);
+  void (*end)(OperatorCall& call) = nullptr;
 };
 
 // Watchers with the same need are called in this order, at beginnings and at ends.

@@ -14,7 +14,7 @@ namespace memplug {
 namespace {
 
 // Nodes that the same thread makes from this sequence number on belong to this place.
-struct Mark {
+struct NodeMark {
   uint64_t sequence;
   int32_t micro_batch;
   int32_t layer;
@@ -22,7 +22,7 @@ struct Mark {
 
 struct Forwards {
   std::mutex mutex;
-  std::map<uint64_t, std::vector<Mark>> of_thread; // by autograd's thread number, in the order of sequence numbers
+  std::map<uint64_t, std::vector<NodeMark>> of_thread; // by autograd's thread number, in the order of sequence numbers
 };
 
 Forwards& forwards() {
@@ -87,7 +87,7 @@ Place find(uint64_t thread, uint64_t sequence) {
   }
   const auto& marks = found->second;
   const auto after = std::upper_bound(
-      marks.begin(), marks.end(), sequence, [](uint64_t s, const Mark& m) { return s < m.sequence; });
+      marks.begin(), marks.end(), sequence, [](uint64_t s, const NodeMark& m) { return s < m.sequence; });
   if (after == marks.begin()) {
     return {BACKWARD, -1, -1};
   }

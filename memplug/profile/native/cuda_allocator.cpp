@@ -26,7 +26,7 @@ std::atomic<int> counted{-1}; // and of the device whose bytes in use are counte
 thread_local int unheard = 0;
 
 // Bytes in use of one kind: the allocator's and the arena's together.
-struct Use {
+struct UsedBytes {
   std::atomic<int64_t> native{0}, arena{0}, peak{0};
 
   void raise() {
@@ -40,7 +40,7 @@ struct Use {
   }
 };
 
-Use requested, allocated;
+UsedBytes requested, allocated;
 
 void count(int64_t nbytes, int sign) {
   requested.native += sign * nbytes;

@@ -17,8 +17,8 @@ namespace memplug {
 
 // One action of relief.
 struct ReliefEvent {
-  enum Kind : int32_t { FAILED, RELEASED, LEFT, TURNED, SERVED, GIVEN_UP };
-  Kind kind;
+  enum ReliefKind : int32_t { FAILED, RELEASED, LEFT, TURNED, SERVED, GIVEN_UP };
+  ReliefKind kind;
   int64_t nbytes; // of the request, or of the memory that was freed for it
 };
 

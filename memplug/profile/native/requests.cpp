@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t BEFORE = -1;
 
-struct Block {
+struct LiveBlock {
   int64_t request;
   int64_t nbytes;
   int64_t stream;
@@ -26,7 +26,7 @@ struct Log {
   // taken under the allocator's own lock: code under it must not allocate on the device or need Python
   std::mutex mutex;
   std::vector<RequestEvent> events;
-  ska::flat_hash_map<void*, Block> alive;
+  ska::flat_hash_map<void*, LiveBlock> alive;
   std::vector<const void*> streams;
   int64_t requests = 0;
   int64_t tracked_bytes = 0;
@@ -54,7 +54,7 @@ int64_t stream_number(Log& l, const void* stream) {
   return static_cast<int64_t>(l.streams.size()) - 1;
 }
 
-void add(Log& l, int32_t kind, Block block, int64_t nbytes) {
+void add(Log& l, int32_t kind, LiveBlock block, int64_t nbytes) {
   const Place place = here();
   l.events.push_back(
       {kind, block.request, nbytes, block.stream, running_operator(), pack(place), place.layer, thread_number()});
@@ -114,7 +114,7 @@ void note_moved(void* from, void* to) {
   const std::lock_guard<std::mutex> lock(l.mutex);
   const auto found = l.alive.find(from);
   if (found != l.alive.end()) {
-    const Block block = found->second;
+    const LiveBlock block = found->second;
     l.alive.erase(found);
     l.alive[to] = block;
   }
@@ -136,7 +136,7 @@ bool note_malloc(void* pointer, size_t nbytes, const void* stream) {
   if (!recording_requests()) {
     return false;
   }
-  const Block block{l.requests++, static_cast<int64_t>(nbytes), stream_number(l, stream)};
+  const LiveBlock block{l.requests++, static_cast<int64_t>(nbytes), stream_number(l, stream)};
   l.alive[pointer] = block;
   l.tracked_bytes += block.nbytes;
   add(l, 0, block, block.nbytes);
@@ -149,7 +149,7 @@ void note_free(void* pointer, size_t nbytes) {
   }
   auto& l = log();
   const std::lock_guard<std::mutex> lock(l.mutex);
-  Block block{BEFORE, static_cast<int64_t>(nbytes), 0};
+  LiveBlock block{BEFORE, static_cast<int64_t>(nbytes), 0};
   const auto found = l.alive.find(pointer);
   const bool known = found != l.alive.end();
   if (known) {

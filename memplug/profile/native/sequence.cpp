@@ -31,7 +31,7 @@ Sequence& sequence() {
 }
 
 // A recording; the mutex guards everything.
-struct Recording {
+struct OpenRecording {
   std::mutex mutex;
   int64_t number = 0; // running number of this recording in the process
   bool open = false; // false: ignore a callback that still runs after it was removed
@@ -43,23 +43,23 @@ struct Recording {
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> seen;
 };
 
-Recording& recording() {
-  static auto* instance = new Recording();
+OpenRecording& recording() {
+  static auto* instance = new OpenRecording();
   return *instance;
 }
 
 // An operator from its beginning to its end, which may come after the end of the recording.
-struct Inside {
+struct RunningOperator {
   int64_t recording; // number; -1: its tensors are not recorded
   int64_t index;
 };
 
-thread_local std::vector<Inside> entered; // operators that the calling thread is inside of, while recording
+thread_local std::vector<RunningOperator> entered; // operators that the calling thread is inside of, while recording
 std::atomic<int64_t> running{-1};
 std::atomic<int32_t> detail{SEQUENCE};
 bool claimed = false; // guarded by Python's lock
 
-void use(Recording& r, int64_t index, const at::Tensor& tensor, bool output) {
+void use(OpenRecording& r, int64_t index, const at::Tensor& tensor, bool output) {
   if (!tensor.has_storage() || tensor.device().type() != r.device_type) {
     return;
   }
@@ -77,7 +77,7 @@ void use(Recording& r, int64_t index, const at::Tensor& tensor, bool output) {
   r.records.uses.push_back({static_cast<int32_t>(index), number, output});
 }
 
-void use(Recording& r, int64_t index, const c10::IValue& value, bool output) {
+void use(OpenRecording& r, int64_t index, const c10::IValue& value, bool output) {
   each_tensor_or_number(value, [&](const at::Tensor& tensor) { use(r, index, tensor, output); });
 }
 
@@ -89,14 +89,14 @@ void add_to_sequence(int32_t number) {
   }
 }
 
-bool on_operator(Call& call) {
+bool on_operator(OperatorCall& call) {
   if (in_model() && call.number() != NOT_AN_OPERATOR) {
     add_to_sequence(call.number());
   }
   return false;
 }
 
-int64_t add_operator(Recording& r, int32_t number) {
+int64_t add_operator(OpenRecording& r, int32_t number) {
   const Place place = here();
   const auto elapsed = std::chrono::steady_clock::now() - r.begin;
   r.records.operators.push_back(
@@ -112,7 +112,7 @@ int64_t add_operator(Recording& r, int32_t number) {
 }
 
 // Records the beginning of an operator, and its inputs if the recording has tensors.
-void begin_recorded(Call& call) {
+void begin_recorded(OperatorCall& call) {
   if (!trains()) {
     return;
   }
@@ -134,7 +134,7 @@ void begin_recorded(Call& call) {
   entered.back() = {r.number, index};
 }
 
-bool on_recorded_operator(Call& call) {
+bool on_recorded_operator(OperatorCall& call) {
   if (call.number() == NOT_AN_OPERATOR) {
     return false;
   }
@@ -143,8 +143,8 @@ bool on_recorded_operator(Call& call) {
   return true;
 }
 
-void on_recorded_end(Call& call) {
-  const Inside ended = entered.back();
+void on_recorded_end(OperatorCall& call) {
+  const RunningOperator ended = entered.back();
   entered.pop_back();
   if (ended.recording < 0) {
     return;

@@ -24,7 +24,7 @@ struct StorageSwapper::Absent {
   int64_t nbytes;
   Slot slot;
   StreamRef stream; // stream that its device memory belongs to
-  State state = State::LEAVING;
+  OffloadState state = OffloadState::LEAVING;
   EventRef offloaded, prefetched; // ends of copies that its stream has not waited for yet
   HostMemory* host = nullptr; // the context of its pointer while it is away
   bool passive = false; // no list names it: it left because a request failed

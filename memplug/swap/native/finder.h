@@ -56,7 +56,7 @@ struct SwapListPlan {
 };
 
 // When an outermost operator of any thread began: its number among all of them, and its stream.
-struct Moment {
+struct OperatorMoment {
   int64_t number = 0, stream = 0;
 };
 
@@ -141,7 +141,7 @@ class Finder {
 
   // Notes that an operator uses a storage. `made`: if it is new, this operator or an enclosing one has made it. Returns
   // whether it is new.
-  bool see(const void* storage, int64_t nbytes, int32_t dtype, const Moment& now, bool made = false) {
+  bool see(const void* storage, int64_t nbytes, int32_t dtype, const OperatorMoment& now, bool made = false) {
     if (nbytes != 0 && nbytes < plan_.min_bytes) { // a storage without memory may still get some
       return false;
     }
@@ -152,7 +152,7 @@ class Finder {
   }
 
   // Notes a use by an operator outside of the program, or by a collective.
-  void pass(const void* storage, const Moment& now, bool collective) {
+  void pass(const void* storage, const OperatorMoment& now, bool collective) {
     const auto seen = seen_.find(storage);
     if (seen != seen_.end()) {
       seen->second.use(now);
@@ -162,7 +162,7 @@ class Finder {
 
   // Returns the bytes of a storage that the program has made in this step, that only this stream has used, and last
   // before `now`; and the moment of its last use. 0: it is no such storage.
-  std::pair<int64_t, int64_t> idle(const void* storage, const Moment& now) const {
+  std::pair<int64_t, int64_t> idle(const void* storage, const OperatorMoment& now) const {
     const auto seen = seen_.find(storage);
     if (seen == seen_.end() || !seen->second.is_made || seen->second.is_shared || seen->second.stream != now.stream ||
         seen->second.last_use >= now.number) {
@@ -224,7 +224,7 @@ class Finder {
     bool is_made; // by the program
     bool is_shared = false; // another stream has used it too: it is not known when that stream is done
 
-    void use(const Moment& now) {
+    void use(const OperatorMoment& now) {
       last_use = now.number;
       is_shared |= stream != now.stream;
     }

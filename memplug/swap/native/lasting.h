@@ -15,9 +15,9 @@
 
 namespace memplug {
 
-class Lasting {
+class LastingTensors {
  public:
-  explicit Lasting(const SwapListPlan& plan) {
+  explicit LastingTensors(const SwapListPlan& plan) {
     auto first = static_cast<int32_t>(plan.program.size());
     for (const auto& [place, operators] : plan.outside) {
       runs_.push_back({place, first, &operators});
@@ -33,7 +33,7 @@ class Lasting {
   // Notes that the operator of the program at that place begins; -1: the step begins.
   void begin(int32_t place) {
     run_ = nullptr;
-    for (const Run& run : runs_) { // there are one or two
+    for (const OperatorRun& run : runs_) { // there are one or two
       if (run.after == place) {
         run_ = &run;
       }
@@ -73,14 +73,14 @@ class Lasting {
   }
 
  private:
-  struct Run {
+  struct OperatorRun {
     int32_t after, first; // places
     const std::vector<int32_t>* operators;
   };
-  std::vector<Run> runs_;
+  std::vector<OperatorRun> runs_;
   std::vector<Anchor> marks_; // by place and slot, rising
   ska::flat_hash_map<int32_t, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
-  const Run* run_ = nullptr; // the run that the operators since the last one of the program match so far
+  const OperatorRun* run_ = nullptr; // the run that the operators since the last one of the program match so far
   int32_t number_ = -1;
   size_t next_ = 0;
 };

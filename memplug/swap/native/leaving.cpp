@@ -79,7 +79,7 @@ bool StorageSwapper::offload(const c10::Storage& storage, int64_t key) {
 void StorageSwapper::release(int64_t key) {
   const Lock lock(swap_mutex());
   Absent* const absent = find(key);
-  if (absent != nullptr && absent->state == State::LEAVING && is_current(*absent) && !streams_.is_capturing()) {
+  if (absent != nullptr && absent->state == OffloadState::LEAVING && is_current(*absent) && !streams_.is_capturing()) {
     leave(*absent);
   }
 }
@@ -92,7 +92,7 @@ void StorageSwapper::leave(Absent& absent) {
   }
   copies_.wait(absent.stream, absent.offloaded, Wait::RELEASE_FOR_OFFLOAD);
   absent.offloaded = nullptr;
-  absent.state = State::AWAY;
+  absent.state = OffloadState::AWAY;
   const at::Tensor& slab = pool_->slab(absent.slot);
   absent.host = new HostMemory{&absent, slab};
   c10::DataPtr host(
@@ -120,7 +120,7 @@ int64_t StorageSwapper::release_leaving() {
   const int64_t before = counters_.released_bytes;
   std::vector<Absent*> leaving;
   for (const auto& absent : all_) {
-    if (absent->state == State::LEAVING && is_current(*absent) && !streams_.is_capturing()) {
+    if (absent->state == OffloadState::LEAVING && is_current(*absent) && !streams_.is_capturing()) {
       leaving.push_back(absent.get());
     }
   }

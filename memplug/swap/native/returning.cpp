@@ -13,7 +13,7 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 void StorageSwapper::prefetch(int64_t key) {
   const Lock lock(swap_mutex());
   Absent* const absent = find(key);
-  if (absent != nullptr && absent->state == State::AWAY && !absent->written && is_current(*absent) &&
+  if (absent != nullptr && absent->state == OffloadState::AWAY && !absent->written && is_current(*absent) &&
       !streams_.is_capturing()) {
     start_return(*absent);
   }
@@ -32,7 +32,7 @@ bool StorageSwapper::start_return(Absent& absent) {
   }
   absent.prefetched = copies_.prefetch(
       bytes_at(absent.arriving.get(), absent.nbytes, absent.storage->device()), absent.slot, absent.stream);
-  absent.state = State::RETURNING;
+  absent.state = OffloadState::RETURNING;
   absent.began = ++returns_;
   if (absent.passive) {
     note_moved_out(-absent.nbytes);
@@ -73,11 +73,11 @@ void StorageSwapper::stay(Absent& absent) {
 
 // Restores a storage in any state. False: the device has no room.
 bool StorageSwapper::bring_back(Absent& absent) {
-  if (absent.state == State::LEAVING) {
+  if (absent.state == OffloadState::LEAVING) {
     stay(absent);
     return true;
   }
-  if (absent.state == State::AWAY && !start_return(absent)) {
+  if (absent.state == OffloadState::AWAY && !start_return(absent)) {
     return false;
   }
   arrive(absent);
@@ -108,7 +108,7 @@ void StorageSwapper::use(const c10::StorageImpl* storage) {
   }
   const auto found = absents().find(storage);
   if (found != absents().end() && found->second->swapper == this) {
-    counters_.demanded += found->second->state != State::LEAVING && !found->second->passive;
+    counters_.demanded += found->second->state != OffloadState::LEAVING && !found->second->passive;
     bring_back(*found->second);
   }
 }
@@ -119,7 +119,7 @@ void StorageSwapper::before_write(c10::StorageImpl* storage) {
   const auto found = absents().find(storage);
   if (found != absents().end()) {
     Absent& absent = *found->second;
-    absent.swapper->counters_.demanded += absent.state != State::LEAVING && !absent.passive;
+    absent.swapper->counters_.demanded += absent.state != OffloadState::LEAVING && !absent.passive;
     if (!absent.swapper->bring_back(absent)) {
       absent.written = true;
     }
@@ -148,7 +148,8 @@ int64_t StorageSwapper::turn_back() {
   const Lock lock(swap_mutex());
   Absent* last = nullptr;
   for (const auto& absent : all_) {
-    if (absent->state == State::RETURNING && is_current(*absent) && (last == nullptr || absent->began > last->began)) {
+    if (absent->state == OffloadState::RETURNING && is_current(*absent) &&
+        (last == nullptr || absent->began > last->began)) {
       last = absent.get();
     }
   }
@@ -157,7 +158,7 @@ int64_t StorageSwapper::turn_back() {
   }
   copies_.wait(last->stream, last->prefetched, Wait::DISCARD_FOR_PREFETCH);
   last->prefetched = nullptr;
-  last->state = State::AWAY;
+  last->state = OffloadState::AWAY;
   if (last->passive) {
     note_moved_out(last->nbytes);
   }

@@ -57,7 +57,7 @@ bool SwapStep::relieve(int64_t nbytes, int failures) {
 
 // Returns tensors that no running operator of any thread uses, in the order in which they were first seen.
 std::vector<SwapStep::Idle> SwapStep::idle() const {
-  const Moment now{running_.empty() ? moments_ + 1 : running_.front(), swapper_->current_stream()};
+  const OperatorMoment now{running_.empty() ? moments_ + 1 : running_.front(), swapper_->current_stream()};
   std::vector<Idle> all;
   for (const auto& weak : alive_) {
     if (auto storage = weak.lock()) {

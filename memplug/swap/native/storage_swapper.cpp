@@ -34,7 +34,7 @@ StorageSwapper::~StorageSwapper() {
   copies_.drain();
   for (const auto& absent : all_) { // the device has no room for these: they stay on the host for good
     absents().erase(absent->storage);
-    if (absent->passive && absent->state == State::AWAY) {
+    if (absent->passive && absent->state == OffloadState::AWAY) {
       note_moved_out(-absent->nbytes);
     }
     if (absent->host != nullptr) {
@@ -131,9 +131,9 @@ void StorageSwapper::forget(void* host_memory) {
   auto record = swapper.take(*host->absent);
   if (record->passive) {
     note_free(static_cast<char*>(host->slab.mutable_data_ptr()) + record->slot.offset, record->nbytes);
-    note_moved_out(record->state == State::AWAY ? -record->nbytes : 0);
+    note_moved_out(record->state == OffloadState::AWAY ? -record->nbytes : 0);
   }
-  if (record->state != State::RETURNING) {
+  if (record->state != OffloadState::RETURNING) {
     swapper.copies_.give(record->slot);
     return;
   }

@@ -137,7 +137,7 @@ class StorageSwapper {
   SwapCounters counters();
 
  private:
-  enum class State : uint8_t { LEAVING, AWAY, RETURNING };
+  enum class OffloadState : uint8_t { LEAVING, AWAY, RETURNING };
   struct Absent;
   struct HostMemory;
 

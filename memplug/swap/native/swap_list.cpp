@@ -33,8 +33,8 @@ std::atomic<bool> silent{false};
 
 // State of the calling thread.
 thread_local int32_t enclosing = 0; // seen operators that it is inside of
-thread_local Moment outermost; // number 0: the step does not know of the operator
-thread_local Moment unseen; // operator that it was inside of when the step departed, if it still is
+thread_local OperatorMoment outermost; // number 0: the step does not know of the operator
+thread_local OperatorMoment unseen; // operator that it was inside of when the step departed, if it still is
 
 // The followed step, for requests at which nothing must happen; it lives as long as requests are watched.
 std::atomic<RepeatedStep*> followed{nullptr};
@@ -47,9 +47,9 @@ bool is_awaited(int32_t number) {
   return only == SwapStep::ANY || only == number;
 }
 
-bool on_number(Call& call);
-bool on_begin(Call& call);
-void on_end(Call& call);
+bool on_number(OperatorCall& call);
+bool on_begin(OperatorCall& call);
+void on_end(OperatorCall& call);
 constexpr Watcher of_numbers{Need::BEGINNINGS, on_number};
 constexpr Watcher of_tensors{Need::TENSORS, on_begin, on_end};
 
@@ -108,7 +108,7 @@ void on_request(size_t nbytes, const void* stream, const void* memory) {
 }
 
 // Called in a followed step in which numbers of operators suffice.
-bool on_number(Call& call) {
+bool on_number(OperatorCall& call) {
   const int32_t number = call.number();
   if (number == NOT_AN_OPERATOR || !is_awaited(number) || !in_program()) {
     return false;
@@ -129,7 +129,7 @@ bool is_inside_of_a_kernel() {
 
 // Notes that an operator begins that is inside of no seen operator. In a step that has departed, it may be inside of an
 // unseen one: its tensors count as in use until that one is over.
-Moment enter(SwapStep& step) {
+OperatorMoment enter(SwapStep& step) {
   if (!step.has_departed()) {
     return step.enter();
   }
@@ -165,7 +165,7 @@ void tell(const at::RecordFunction& function, int32_t number, bool is_outermost)
   see_what_is_needed(in_force());
 }
 
-bool on_begin(Call& call) {
+bool on_begin(OperatorCall& call) {
   const int32_t number = call.number();
   if (number == NOT_AN_OPERATOR) {
     return false;
@@ -180,7 +180,7 @@ bool on_begin(Call& call) {
   return true;
 }
 
-void on_end(Call& call) {
+void on_end(OperatorCall& call) {
   struct Leaves { // declared first, so that it runs last: a copy that begins below runs inside of the operator
     ~Leaves() {
       --enclosing;

@@ -97,7 +97,7 @@ void add_swaps(py::module_& module) {
     catch_out_of_memory(on, c10::Device(device), std::move(explain));
   });
   module.def("take_relief_events", [] {
-    static constexpr const char* kNames[] = {"failed", "released", "left", "turned back", "served", "given up"}; // in the order of ReliefEvent::Kind
+    static constexpr const char* kNames[] = {"failed", "released", "left", "turned back", "served", "given up"}; // in the order of ReliefEvent::ReliefKind
     py::list all;
     for (const ReliefEvent& event : take_relief_events()) {
       all.append(py::make_tuple(kNames[event.kind], event.nbytes));

@@ -72,20 +72,20 @@ bool SwapStep::end() {
   return swapper_->restore_all();
 }
 
-Moment SwapStep::enter() {
+OperatorMoment SwapStep::enter() {
   running_.push_back(++moments_);
   return {moments_, swapper_->current_stream()};
 }
 
-void SwapStep::leave(const Moment& moment) {
+void SwapStep::leave(const OperatorMoment& moment) {
   running_.erase(std::remove(running_.begin(), running_.end(), moment.number), running_.end());
 }
 
-bool SwapStep::is_in(const Moment& moment) const {
+bool SwapStep::is_in(const OperatorMoment& moment) const {
   return std::find(running_.begin(), running_.end(), moment.number) != running_.end();
 }
 
-void SwapStep::tick(const at::RecordFunction& function, int32_t number, const Moment& moment) {
+void SwapStep::tick(const at::RecordFunction& function, int32_t number, const OperatorMoment& moment) {
   swapper_->mark_operator(true);
   if (plan_.targets.empty() || repeated_.is_followed()) {
     return;
@@ -103,7 +103,7 @@ void SwapStep::tick(const at::RecordFunction& function, int32_t number, const Mo
 }
 
 // An input of a nested operator that the outermost one does not read was made in between: not every operator is shown.
-void SwapStep::read(const at::RecordFunction& function, int32_t number, const Moment& moment, bool outermost) {
+void SwapStep::read(const at::RecordFunction& function, int32_t number, const OperatorMoment& moment, bool outermost) {
   if (repeated_.is_followed()) {
     return_late(number);
     match(function.inputs(), number, false);
@@ -122,7 +122,7 @@ void SwapStep::read(const at::RecordFunction& function, int32_t number, const Mo
   find(function.inputs(), number, false);
 }
 
-void SwapStep::wrote(const at::RecordFunction& function, int32_t number, const Moment& moment) {
+void SwapStep::wrote(const at::RecordFunction& function, int32_t number, const OperatorMoment& moment) {
   if (repeated_.is_followed()) {
     match(function.outputs(), number, true);
     return;
@@ -137,7 +137,7 @@ void SwapStep::wrote(const at::RecordFunction& function, int32_t number, const M
   find(function.outputs(), number, true);
 }
 
-void SwapStep::pass(const at::RecordFunction& function, int32_t number, const Moment& moment) {
+void SwapStep::pass(const at::RecordFunction& function, int32_t number, const OperatorMoment& moment) {
   if (repeated_.is_followed()) {
     return_outside(function);
     return;
@@ -211,7 +211,7 @@ void SwapStep::take(const Turn& turn) {
   }
 }
 
-void SwapStep::see(const at::Tensor& tensor, const Moment& moment, bool made) {
+void SwapStep::see(const at::Tensor& tensor, const OperatorMoment& moment, bool made) {
   const c10::Storage& storage = tensor.storage();
   if (finder_.see(
           storage.unsafeGetStorageImpl(),

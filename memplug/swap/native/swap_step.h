@@ -70,9 +70,9 @@ class SwapStep {
 
   // Called when an outermost operator of the calling thread begins, and when it ends. `is_in`: returns whether it and
   // its step are still running.
-  Moment enter();
-  void leave(const Moment& moment);
-  bool is_in(const Moment& moment) const;
+  OperatorMoment enter();
+  void leave(const OperatorMoment& moment);
+  bool is_in(const OperatorMoment& moment) const;
 
   // Returns whether the step was followed until it departed: threads may be inside of operators that were not seen.
   bool has_departed() const {
@@ -85,14 +85,14 @@ class SwapStep {
   }
 
   // Called when an outermost operator of the program begins.
-  void tick(const at::RecordFunction& function, int32_t number, const Moment& moment);
+  void tick(const at::RecordFunction& function, int32_t number, const OperatorMoment& moment);
 
   // Called when an operator of the program begins, and when it ends; `moment` is that of its outermost operator.
-  void read(const at::RecordFunction& function, int32_t number, const Moment& moment, bool outermost);
-  void wrote(const at::RecordFunction& function, int32_t number, const Moment& moment);
+  void read(const at::RecordFunction& function, int32_t number, const OperatorMoment& moment, bool outermost);
+  void wrote(const at::RecordFunction& function, int32_t number, const OperatorMoment& moment);
 
   // Called when an operator outside of the program begins.
-  void pass(const at::RecordFunction& function, int32_t number, const Moment& moment);
+  void pass(const at::RecordFunction& function, int32_t number, const OperatorMoment& moment);
 
   // Called when an outermost operator of the program has ended: offloads the tensors that it was the last to use.
   void done();
@@ -106,9 +106,9 @@ class SwapStep {
  private:
   // An action on a target at a place.
   struct Turn {
-    enum Kind : uint8_t { RESTORE, RELEASE, PREFETCH }; // in the order in which they happen at one place
+    enum TurnKind : uint8_t { RESTORE, RELEASE, PREFETCH }; // in the order in which they happen at one place
     int32_t place;
-    Kind kind;
+    TurnKind kind;
     int32_t target;
   };
   struct Idle {
@@ -132,7 +132,7 @@ class SwapStep {
   void take(const Turn& turn);
   void take_until(int32_t place, bool outside);
   bool is_away(const at::RecordFunction& function) const;
-  void see(const at::Tensor& tensor, const Moment& moment, bool made);
+  void see(const at::Tensor& tensor, const OperatorMoment& moment, bool made);
   template <typename Values>
   void find(const Values& values, int32_t number, bool output);
   void match(c10::ArrayRef<c10::IValue> values, int32_t number, bool output);
@@ -149,7 +149,7 @@ class SwapStep {
   const std::shared_ptr<StorageSwapper> swapper_;
   const c10::DeviceType device_;
   Finder finder_;
-  Lasting lasting_;
+  LastingTensors lasting_;
   bool has_begun_ = false; // whether the program has begun in this step
   std::vector<Turn> turns_;
   std::vector<uint8_t> returned_outside_; // by target: whether an operator outside of the program restored it last time

@@ -38,7 +38,7 @@ class Features(NamedTuple):
         return Features(self.uses + 1, self.kinds | bit, (self.recent << 8 | rank) & (1 << 64) - 1)
 
 
-class Use(NamedTuple):
+class TensorUse(NamedTuple):
     """One use of a tensor by the program.
 
     Attributes:
@@ -63,7 +63,7 @@ def ranks(step: Trace) -> dict[int, int]:
     return {name: min(rank, RARE) for rank, (_, name) in enumerate(by_count, 1)}
 
 
-def uses_of(step: Trace) -> Iterator[tuple[int, Use]]:
+def uses_of(step: Trace) -> Iterator[tuple[int, TensorUse]]:
     """Yield every use of a tensor by the program, with the tensor, in the order in which the observer sees them.
 
     Inputs come as an operator begins, with the features after all of them; outputs as it ends, after the operators
@@ -75,9 +75,9 @@ def uses_of(step: Trace) -> Iterator[tuple[int, Use]]:
     for operator, tensor, output in step.uses.tolist():
         used.setdefault(operator, ([], []))[output].append(tensor)
 
-    def seen(operator: int, name: int, output: bool) -> Iterator[tuple[int, Use]]:
+    def seen(operator: int, name: int, output: bool) -> Iterator[tuple[int, TensorUse]]:
         for slot, tensor in enumerate(used[operator][output] if operator in used else ()):
-            yield tensor, Use(now[operator], name, output, slot, features.get(tensor, Features()))
+            yield tensor, TensorUse(now[operator], name, output, slot, features.get(tensor, Features()))
 
     running: list[tuple[int, int, int]] = []
     for operator, (name, depth) in enumerate(step.operators[["name", "depth"]].tolist()):
@@ -93,7 +93,7 @@ def uses_of(step: Trace) -> Iterator[tuple[int, Use]]:
         yield from seen(*running.pop()[:2], True)
 
 
-def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[Use, int]]:
+def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[TensorUse, int]]:
     """Return how tensors are told apart from others at the outermost operators that use them.
 
     Two uses look alike if operators, slots, sizes and dtypes are the same, and the tensors could have the same features
@@ -111,7 +111,7 @@ def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int]
         between that three operators cannot close the rest. Pairs that cannot be told apart are missing.
     """
     anchored = sorted({place for place, _, _ in anchors(step)})
-    found: dict[tuple[int, int], list[Use]] = {}
+    found: dict[tuple[int, int], list[TensorUse]] = {}
     alike: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
     made_at: dict[int, int] = {}
     for tensor, use in uses_of(step):
@@ -156,11 +156,11 @@ def anchors(step: Trace) -> list[tuple[int, int, int]]:
     return found
 
 
-def _kind(step: Trace, tensor: int, use: Use) -> tuple[object, ...]:
+def _kind(step: Trace, tensor: int, use: TensorUse) -> tuple[object, ...]:
     return use.name, use.output, use.slot, *step.tensors[tensor].item()
 
 
-def _tolerance(tensor: int, use: Use, alike: list[tuple[int, int, int]], anchored: list[int]) -> int:
+def _tolerance(tensor: int, use: TensorUse, alike: list[tuple[int, int, int]], anchored: list[int]) -> int:
     """Return the tolerance of `last_uses`; below 0: the use cannot be told apart."""
     nearest = nearest_without_anchor = 2 * REACH + 1
     for place, other, uses in alike:

@@ -20,7 +20,7 @@ NO_PART = -1
 """Depth of an operator outside of the program that is not memplug's own."""
 
 
-class Link(NamedTuple):
+class LinkLoad(NamedTuple):
     """Rates of the link in bytes per second while both directions run, and the link time that other copies take.
 
     Link times are seconds while each outermost operator runs: float64[n], or one number for all.
@@ -68,7 +68,7 @@ def clock_of(step: Trace) -> Clock:
 
 def swap_problem(
     step: Trace,
-    link: Link,
+    link: LinkLoad,
     *,
     budget_bytes: int,
     host_bytes: int,
@@ -198,7 +198,7 @@ def held_bytes(step: Trace) -> int:
     return int(step.tensors["nbytes"][tensors].max(initial=0))
 
 
-class Mark(NamedTuple):
+class FirstUse(NamedTuple):
     """The first use, outside of the program, of a tensor that lives from step to step, by which it is identified."""
 
     after: int
@@ -210,7 +210,7 @@ class Mark(NamedTuple):
     tensor: int
 
 
-def marks(step: Trace) -> list[Mark]:
+def marks(step: Trace) -> list[FirstUse]:
     """Return the marks of all tensors from before the step that are read outside of the program after it began."""
     clock = clock_of(step)
     begins = clock.outermost[0] if clock.ticks else len(step.operators)
@@ -227,7 +227,7 @@ def marks(step: Trace) -> list[Mark]:
             lasting.add(tensor)
         if operator in place_of and not output:
             if tensor in lasting and tensor not in found:
-                found[tensor] = Mark(*place_of[operator], slots[operator], tensor)
+                found[tensor] = FirstUse(*place_of[operator], slots[operator], tensor)
             slots[operator] += 1
     return sorted(found.values())
 

@@ -13,14 +13,14 @@ from memplug.errors import SwapError
 from memplug.plans.schema import PlanPart
 from memplug.profile.trace import Trace
 from memplug.sizes import GIB, HOST_ROW_BYTES, rounded_up
-from memplug.swap.judge import JudgedSwap, Limits, mistakes_of_swaps
-from memplug.swap.plan.features import Features, Use, anchors, last_uses, ranks
-from memplug.swap.plan.from_trace import Link, clock_of, even_s, marks, outside_of, swap_problem
+from memplug.swap.judge import JudgedSwap, ListLimits, mistakes_of_swaps
+from memplug.swap.plan.features import Features, TensorUse, anchors, last_uses, ranks
+from memplug.swap.plan.from_trace import LinkLoad, clock_of, even_s, marks, outside_of, swap_problem
 from memplug.swap.plan.other_copies import busy_s
 from memplug.swap.plan.policy import swap_list
 from memplug.swap.plan.problem import FROM_THE_BEGINNING, Candidate, OverBudgetError
 
-FROM_BEFORE = (Use(FROM_THE_BEGINNING, 0, False, 0, Features()), 0)
+FROM_BEFORE = (TensorUse(FROM_THE_BEGINNING, 0, False, 0, Features()), 0)
 """Stands for the last use of a tensor that is offloaded as the step begins."""
 _UNPREDICTED = {"predicted_peak_bytes": 0, "predicted_stall_s": 0.0, "predicted_step_s": 0.0}
 
@@ -150,7 +150,7 @@ def plan_part(
     busy = busy_s(step, np.concatenate(([0.0], operator_s.cumsum())), layer_bytes or {}, *rates)
     problem = swap_problem(
         step,
-        Link(*rates, *busy),
+        LinkLoad(*rates, *busy),
         budget_bytes=budgets.device_bytes,
         host_bytes=budgets.host_bytes,
         min_bytes=budgets.min_bytes,
@@ -182,7 +182,7 @@ def plan_part(
             for each, swap in placed
         ],
         step,
-        Limits(
+        ListLimits(
             budgets.device_bytes,
             budgets.host_bytes,
             budgets.d2h_bytes_per_s,
@@ -227,7 +227,7 @@ def _marked(
     return tuple(outside), anchors_there
 
 
-def target_of(step: Trace, candidate: Candidate, look: tuple[Use, int], release: int, prefetch: int) -> Target:
+def target_of(step: Trace, candidate: Candidate, look: tuple[TensorUse, int], release: int, prefetch: int) -> Target:
     """Return the target of a candidate that is away for [release, prefetch); `look` is an entry of `last_uses`."""
     use, tolerance = look
     return Target(

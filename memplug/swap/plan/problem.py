@@ -41,7 +41,7 @@ class Swap(NamedTuple):
     """The operator before which it gets memory, and the copy to the device begins; that is done at the next use."""
 
 
-class Link:
+class LinkDirection:
     """One direction of the link between device and host, shared with other copies.
 
     Args:
@@ -118,14 +118,14 @@ class SwapProblem:
         return len(self.in_use_bytes)
 
     @cached_property
-    def out_link(self) -> Link:
+    def out_link(self) -> LinkDirection:
         """Return the link from device to host."""
-        return Link(self.begin_s, self.d2h_busy_s, self.d2h_bytes_per_s)
+        return LinkDirection(self.begin_s, self.d2h_busy_s, self.d2h_bytes_per_s)
 
     @cached_property
-    def in_link(self) -> Link:
+    def in_link(self) -> LinkDirection:
         """Return the link from host to device."""
-        return Link(self.begin_s, self.h2d_busy_s, self.h2d_bytes_per_s)
+        return LinkDirection(self.begin_s, self.h2d_busy_s, self.h2d_bytes_per_s)
 
     @cached_property
     def times_s(self) -> list[float]:

@@ -178,7 +178,7 @@ def fail(kind: int, size: str) -> NoReturn:
     """Raise the error for a failure of the core.
 
     Args:
-        kind: a `Failure::Kind` of native/transfer/transfer.h.
+        kind: a `Failure::FailureKind` of native/transfer/transfer.h.
         size: shape and dtype of the tensor concerned, in words.
     """
     if kind == 0:

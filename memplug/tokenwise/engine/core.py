@@ -26,7 +26,7 @@ def core() -> Any:
     return module
 
 
-class Watching:
+class ProcessWatch:
     """Intercepts exchanges and follows garbage collections, for all executors of the process, while there is one.
 
     A collection runs finalizers of any dead object: their operators are not a region's.
@@ -63,7 +63,7 @@ class Watching:
             core().resume()
 
 
-watching = functools.cache(Watching)
+watching = functools.cache(ProcessWatch)
 
 
 @contextlib.contextmanager

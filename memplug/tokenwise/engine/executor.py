@@ -38,10 +38,10 @@ from memplug.tokenwise.engine.buffers import IN_PLACE, Buffers
 from memplug.tokenwise.engine.calls import ExecutorCalls
 from memplug.tokenwise.engine.core import core, watching
 from memplug.tokenwise.engine.hidden import HiddenFunctions
-from memplug.tokenwise.engine.hooks import Hooks
+from memplug.tokenwise.engine.hooks import EngineHooks
 from memplug.tokenwise.engine.region import Region
 from memplug.tokenwise.engine.rerun import as_before, rerun
-from memplug.tokenwise.engine.state import State
+from memplug.tokenwise.engine.state import CallState
 from memplug.tokenwise.engine.tape import Tape, named
 from memplug.tokenwise.engine.times import Times
 from memplug.tokenwise.engine.units import run_again
@@ -108,10 +108,10 @@ class Executor(ExecutorCalls):
         min_offload_bytes: int = 1 << 20,
         regathers: bool = False,
         buffers: int = 2,
-        hooks: Hooks | None = None,
+        hooks: EngineHooks | None = None,
     ):
         self.device = device
-        self.hooks = hooks or Hooks()
+        self.hooks = hooks or EngineHooks()
         self.buffers = buffers
         self.regathers = regathers
         self.core = core()
@@ -368,11 +368,11 @@ class Executor(ExecutorCalls):
         log.warning(coded("MP017", text), self.pool.budget_bytes / GIB)
 
 
-def _state_before(region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> State:
+def _state_before(region: Region, call: Callable[..., Any], args: Any, kwargs: Any) -> CallState:
     """Return the Python state before a forward that may be opaque."""
     if region.unknown_state is not None:
         return region.unknown_state
-    state = State.of(call, args, kwargs)
+    state = CallState.of(call, args, kwargs)
     if state.unknown:
         region.unknown_state = state
     return state

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memplug.tokenwise.engine.operators import Kind
-from memplug.tokenwise.engine.runs import Runs
+from memplug.tokenwise.engine.operators import CaptureKind
+from memplug.tokenwise.engine.runs import RegionRunner
 from memplug.tokenwise.engine.units import Unit
 
 log = logging.getLogger("memplug")
@@ -47,7 +47,7 @@ _CHOICES = {torch.bool, torch.int16, torch.int32, torch.int64}  # not 8 bits: qu
 class HiddenFunctions:
     """The custom autograd functions of one session's regions."""
 
-    def __init__(self, executor: Runs):
+    def __init__(self, executor: RegionRunner):
         self._executor = executor
         self._units: dict[type, Unit] = {}
         self._visible: set[type] = set()
@@ -116,12 +116,12 @@ class HiddenFunctions:
 
     def _unit(self, function: type, communicates: bool, chooses: bool) -> Unit:
         if communicates:
-            kind = Kind.COLLECTIVE
+            kind = CaptureKind.COLLECTIVE
         elif chooses:
-            kind = Kind.CHOICE
+            kind = CaptureKind.CHOICE
         else:
             kind = (
-                Kind.ATTENTION if _ATTENTION.search(_name(function)) else Kind.ROWS
+                CaptureKind.ATTENTION if _ATTENTION.search(_name(function)) else CaptureKind.ROWS
             )  # it may be as expensive as a product
         return Unit(self._executor, function.__name__, kind, is_shared=communicates, writes_unsaid=True)
 

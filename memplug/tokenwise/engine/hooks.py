@@ -21,7 +21,7 @@ def _nothing(*_: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Hooks:
+class EngineHooks:
     """The functions that an executor calls; by default they do nothing.
 
     Attributes:

@@ -27,7 +27,7 @@ from memplug.profile.operator_names import COLLECTIVE_NAMESPACES
 from memplug.torch_private import OpOverload
 
 
-class Kind(enum.Enum):
+class CaptureKind(enum.Enum):
     """A kind of expensive operator, by how it may be captured; see the table above."""
 
     ROWS = "rows"
@@ -101,16 +101,16 @@ _FLASH_ATTENTION = (
 PART_OF_UNIT = "memplug::of_unit"
 _UNITS = {"memplug::unit", "memplug::unit_"}  # the latter writes to its arguments
 _KINDS = {
-    **dict.fromkeys(("rows", "whole", "whole_shared"), Kind.ROWS),
-    **dict.fromkeys(("attention", "attention_shared"), Kind.ATTENTION),
-    "exchange": Kind.COLLECTIVE,
-    "choice": Kind.CHOICE,
+    **dict.fromkeys(("rows", "whole", "whole_shared"), CaptureKind.ROWS),
+    **dict.fromkeys(("attention", "attention_shared"), CaptureKind.ATTENTION),
+    "exchange": CaptureKind.COLLECTIVE,
+    "choice": CaptureKind.CHOICE,
 }
 """Kinds by the overloads of native/units/units.cpp."""
 
 
 @functools.cache
-def kind_of(func: Any) -> Kind | None:
+def kind_of(func: Any) -> CaptureKind | None:
     """Return the kind of an operator (an `OpOverload`), None when it is cheap or must not be captured."""
     if not isinstance(func, OpOverload) or (func._schema.is_mutable and not _may_write_nothing(func)):
         return None
@@ -119,14 +119,14 @@ def kind_of(func: Any) -> Kind | None:
     if name == PART_OF_UNIT:
         return _KINDS.get(func._overloadname)
     if name in _ROWS and func._overloadname in ("default", ""):
-        return Kind.ROWS
+        return CaptureKind.ROWS
     if name in _ATTENTION:
-        return Kind.ATTENTION
+        return CaptureKind.ATTENTION
     if _FLASH_ATTENTION in namespace and "backward" not in operator and "bwd" not in operator:
-        return Kind.ATTENTION if "forward" in operator or "fwd" in operator else None
+        return CaptureKind.ATTENTION if "forward" in operator or "fwd" in operator else None
     if name == _WAIT or name in _FILLS:
-        return Kind.COLLECTIVE
-    return Kind.CHOICE if name in _CHOICE or f"{name}.{func._overloadname}" in _CHOICE else None
+        return CaptureKind.COLLECTIVE
+    return CaptureKind.CHOICE if name in _CHOICE or f"{name}.{func._overloadname}" in _CHOICE else None
 
 
 def _may_write_nothing(func: Any) -> bool:
@@ -203,7 +203,7 @@ def is_random(func: Any) -> bool:
     """
     if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
         return True
-    return kind_of(func) is Kind.ATTENTION and any(each.name in _DROPOUT for each in func._schema.arguments)
+    return kind_of(func) is CaptureKind.ATTENTION and any(each.name in _DROPOUT for each in func._schema.arguments)
 
 
 def has_effects(func: Any) -> bool:
@@ -275,7 +275,7 @@ def describe(name: str, overload: str) -> int:
         name in _RESHAPES,
         is_factory(func),
         name == _WAIT,
-        *(kind_of(func) is kind for kind in Kind),
+        *(kind_of(func) is kind for kind in CaptureKind),
         fills_in_part(func),
         name in _UNITS,
         name == PART_OF_UNIT,

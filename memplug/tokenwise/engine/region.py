@@ -21,7 +21,7 @@ class Region:
         key: the key of its last observed operators, see `Setting`.
         setting: its decisions, from the next forward on.
         partners: ranks that its units communicate with outside of torch's operators; None: unknown.
-        unknown_state: a `memplug.tokenwise.engine.state.State` if it depends on state that cannot be put back; else
+        unknown_state: a `memplug.tokenwise.engine.state.CallState` if it depends on state that cannot be put back; else
             None.
         native: the region as the native core has it, with the core's findings (native/tape/region.h).
     """

@@ -11,12 +11,12 @@ import torch
 from memplug.errors import RecomputeError
 from memplug.tokenwise.engine.ambient import no_transforms, restored
 from memplug.tokenwise.engine.region import Region
-from memplug.tokenwise.engine.runs import Runs
-from memplug.tokenwise.engine.state import State
+from memplug.tokenwise.engine.runs import RegionRunner
+from memplug.tokenwise.engine.state import CallState
 from memplug.tokenwise.engine.tape import named
 
 
-def rerun(executor: Runs, frame: Any, region: Region) -> None:
+def rerun(executor: RegionRunner, frame: Any, region: Region) -> None:
     """Run the region's module again, and store the tensors that it saves.
 
     All of it runs, whatever was captured, including its collectives. So a module that launches any is not run again
@@ -99,7 +99,7 @@ def _names_as_before(frame: Any, region: Region, args: tuple[Any, ...], kwargs: 
         with frame.state.as_before():
             yield
         return
-    now = State.of(frame.call, args, kwargs, for_backward=False)
+    now = CallState.of(frame.call, args, kwargs, for_backward=False)
     changed = bool(now.unknown)
     try:
         yield

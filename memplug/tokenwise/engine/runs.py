@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from memplug.device.device import Device
-from memplug.tokenwise.engine.hooks import Hooks
+from memplug.tokenwise.engine.hooks import EngineHooks
 
 
-class Runs(Protocol):
+class RegionRunner(Protocol):
     """The part of an executor that units and recompute passes use.
 
     See `memplug.tokenwise.engine.executor.Executor`.
@@ -18,7 +18,7 @@ class Runs(Protocol):
 
     core: Any
     device: Device
-    hooks: Hooks
+    hooks: EngineHooks
     functions: Any
 
     @property

@@ -24,13 +24,13 @@ import torch
 from memplug.tokenwise.engine.buffers import alias_of
 from memplug.tokenwise.engine.calls import StateCalls
 from memplug.tokenwise.engine.core import paused
-from memplug.tokenwise.engine.state_kinds import CLASS, Kind, Part, Unknown, is_own, is_plain, kind_of
+from memplug.tokenwise.engine.state_kinds import CLASS, ObjectPart, StateKind, UnknownObject, is_own, is_plain, kind_of
 
 MOST_OBJECTS = 20_000
 _GENERATORS = (random._inst, np.random.mtrand._rand)  # type: ignore[attr-defined]  # used by `random`, `numpy.random`
 
 
-class State(StateCalls):
+class CallState(StateCalls):
     """The Python state before a call.
 
     Attributes:
@@ -39,12 +39,12 @@ class State(StateCalls):
 
     def __init__(self, unknown: str = "") -> None:
         self.unknown = unknown
-        self._found: list[tuple[Any, Kind, Any]] = []
+        self._found: list[tuple[Any, StateKind, Any]] = []
 
     @classmethod
     def of(
         cls, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], for_backward: bool = True
-    ) -> State:
+    ) -> CallState:
         """Return the state before `call(*args, **kwargs)`.
 
         Args:
@@ -72,10 +72,10 @@ class State(StateCalls):
             kind = CLASS if isinstance(live, type) and is_own(live) else kind_of(type(live))
             if kind is None or (isinstance(live, torch.Tensor) and (live.grad_fn is not None or not is_plain(live))):
                 continue
-            if isinstance(kind, Unknown):
+            if isinstance(kind, UnknownObject):
                 self.unknown = f"it holds a {kind.name}, whose state cannot be put back"
                 return
-            key = type(live), id(live.owner if isinstance(live, Part) else live)
+            key = type(live), id(live.owner if isinstance(live, ObjectPart) else live)
             if key in seen:
                 continue
             seen[key] = live
@@ -85,7 +85,7 @@ class State(StateCalls):
                 self.unknown = f"it holds more than {MOST_OBJECTS} objects, too many to put back"
                 return
 
-    def _add(self, live: Any, kind: Kind) -> Iterable[Any]:
+    def _add(self, live: Any, kind: StateKind) -> Iterable[Any]:
         state = kind.read(live)
         if kind.write is not None:
             self._found.append((live, kind, state))
@@ -109,7 +109,7 @@ class State(StateCalls):
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
         """Enter a context in which everything is as it was found."""
-        now = State()
+        now = CallState()
         with paused():
             now._found = [(live, kind, kind.read(live)) for live, kind, _ in self._found]
         try:

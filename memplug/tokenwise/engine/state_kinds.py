@@ -50,7 +50,7 @@ def is_same(one: Any, other: Any) -> bool:
     return one is other
 
 
-class Kind(NamedTuple):
+class StateKind(NamedTuple):
     """A kind of Python object, with the functions that handle its state.
 
     Attributes:
@@ -66,13 +66,13 @@ class Kind(NamedTuple):
     is_same: Callable[[Any, Any], bool] = is_same
 
 
-class Unknown(NamedTuple):
+class UnknownObject(NamedTuple):
     """A kind of object that may change without any sign."""
 
     name: str
 
 
-class Part(NamedTuple):
+class ObjectPart(NamedTuple):
     """A part of an object with a kind of its own: a module's parameters, or the globals that a function names."""
 
     owner: Any
@@ -80,14 +80,14 @@ class Part(NamedTuple):
     names: Iterable[str] = ()
 
 
-class Parameters(Part):
+class Parameters(ObjectPart):
     """The parameters of a module.
 
     Only plain ones are followed: frameworks exchange parameters for shards and views.
     """
 
 
-class Globals(Part):
+class Globals(ObjectPart):
     """Variables of a Python module."""
 
 
@@ -109,7 +109,7 @@ def _once_for_each_class(function: Callable[[type], Result]) -> Callable[[type],
 
 
 @_once_for_each_class
-def kind_of(cls: type) -> Kind | Unknown | None:
+def kind_of(cls: type) -> StateKind | UnknownObject | None:
     """Return how to treat objects of a class.
 
     None: they are constant, or do not belong to the model.
@@ -124,11 +124,11 @@ def kind_of(cls: type) -> Kind | Unknown | None:
     if issubclass(cls, _CONSTANT) or package in _LIBRARIES - _MODELS:
         return None
     if issubclass(cls, (io.BytesIO, io.StringIO, bytearray, memoryview)) or package == "array":
-        return Unknown(cls.__qualname__)
+        return UnknownObject(cls.__qualname__)
     if cls.__dictoffset__ or _slots(cls):
         return _OBJECT
     is_known = package in sys.stdlib_module_names and not hasattr(cls, "__next__")
-    return None if is_known else Unknown(cls.__qualname__)
+    return None if is_known else UnknownObject(cls.__qualname__)
 
 
 def is_own(thing: Any) -> bool:
@@ -297,7 +297,7 @@ def _is_equal(one: Any, other: Any) -> bool:
     return np.array_equal(one, other)
 
 
-def _both(one: Kind, other: Kind) -> Kind:
+def _both(one: StateKind, other: StateKind) -> StateKind:
     kinds = one, other
 
     def write(live: Any, state: tuple[Any, Any]) -> None:
@@ -311,46 +311,48 @@ def _both(one: Kind, other: Kind) -> Kind:
     def is_same_pair(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
         return one.is_same(a[0], b[0]) and other.is_same(a[1], b[1])
 
-    return Kind(lambda live: (one.read(live), other.read(live)), write, inside, is_same_pair)
+    return StateKind(lambda live: (one.read(live), other.read(live)), write, inside, is_same_pair)
 
 
-CLASS = Kind(_read_class, _write_class, _inside_class)
-_TENSOR = Kind(alias_of, _write_tensor, is_same=_is_same_memory)
-_OBJECT = Kind(_read_object, _write_object, dict.values)
-_CONTAINERS: dict[type, Kind] = {
-    dict: Kind(_items, _write_dict, dict.values),
-    list: Kind(lambda live: list.__getitem__(live, slice(None)), _write_list, iter),
-    collections.deque: Kind(lambda live: list(collections.deque.__iter__(live)), _write_deque, iter),
-    set: Kind(lambda live: list(set.__iter__(live)), _write_set),
+CLASS = StateKind(_read_class, _write_class, _inside_class)
+_TENSOR = StateKind(alias_of, _write_tensor, is_same=_is_same_memory)
+_OBJECT = StateKind(_read_object, _write_object, dict.values)
+_CONTAINERS: dict[type, StateKind] = {
+    dict: StateKind(_items, _write_dict, dict.values),
+    list: StateKind(lambda live: list.__getitem__(live, slice(None)), _write_list, iter),
+    collections.deque: StateKind(lambda live: list(collections.deque.__iter__(live)), _write_deque, iter),
+    set: StateKind(lambda live: list(set.__iter__(live)), _write_set),
 }
-_FUNCTION = Kind(
+_FUNCTION = StateKind(
     lambda live: (live, live.__closure__ or (), live.__defaults__, live.__kwdefaults__, live.__dict__),
     None,
     _inside_function,
 )
-_KINDS: dict[type, Kind] = {
-    nn.Module: Kind(lambda live: dict(vars(live)), lambda live, state: _write_dict(vars(live), state), _inside_module),
-    Parameters: Kind(_read_parameters, _write_parameters),
-    Globals: Kind(_read_globals, _write_globals, dict.values),
-    tuple: Kind(lambda live: live, None, tuple.__iter__),
+_KINDS: dict[type, StateKind] = {
+    nn.Module: StateKind(
+        lambda live: dict(vars(live)), lambda live, state: _write_dict(vars(live), state), _inside_module
+    ),
+    Parameters: StateKind(_read_parameters, _write_parameters),
+    Globals: StateKind(_read_globals, _write_globals, dict.values),
+    tuple: StateKind(lambda live: live, None, tuple.__iter__),
     **_CONTAINERS,
     types.FunctionType: _FUNCTION,
-    types.CellType: Kind(_read_cell, _write_cell, iter),
-    types.MethodType: Kind(lambda live: (live.__self__, live.__func__), None, iter),
-    functools.partial: Kind(lambda live: (live.func, live.args, live.keywords), None, iter),
-    torch.Generator: Kind(
+    types.CellType: StateKind(_read_cell, _write_cell, iter),
+    types.MethodType: StateKind(lambda live: (live.__self__, live.__func__), None, iter),
+    functools.partial: StateKind(lambda live: (live.func, live.args, live.keywords), None, iter),
+    torch.Generator: StateKind(
         lambda live: live.get_state(), lambda live, state: live.set_state(state), is_same=torch.equal
     ),
-    random.Random: Kind(
+    random.Random: StateKind(
         lambda live: live.getstate(), lambda live, state: live.setstate(state), is_same=lambda a, b: a == b
     ),
-    np.random.Generator: Kind(
+    np.random.Generator: StateKind(
         lambda live: live.bit_generator.state,
         lambda live, state: setattr(live.bit_generator, "state", state),
         is_same=_is_equal,
     ),
-    np.random.RandomState: Kind(
+    np.random.RandomState: StateKind(
         lambda live: live.get_state(legacy=False), lambda live, state: live.set_state(state), is_same=_is_equal
     ),
-    np.ndarray: Kind(lambda live: live.copy(), _write_array, is_same=lambda a, b: a.tobytes() == b.tobytes()),
+    np.ndarray: StateKind(lambda live: live.copy(), _write_array, is_same=lambda a, b: a.tobytes() == b.tobytes()),
 }

@@ -16,10 +16,10 @@ import torch
 from memplug.errors import RecomputeError
 from memplug.tokenwise.engine.ambient import no_transforms, restored
 from memplug.tokenwise.engine.calls import UnitCalls
-from memplug.tokenwise.engine.operators import Kind
+from memplug.tokenwise.engine.operators import CaptureKind
 from memplug.tokenwise.engine.region import Region
 from memplug.tokenwise.engine.rerun import held_meanwhile
-from memplug.tokenwise.engine.runs import Runs
+from memplug.tokenwise.engine.runs import RegionRunner
 
 _NOTHING = contextlib.nullcontext()
 
@@ -49,9 +49,9 @@ class Unit(UnitCalls):
 
     def __init__(
         self,
-        executor: Runs,
+        executor: RegionRunner,
         name: str,
-        kind: Kind | None,
+        kind: CaptureKind | None,
         is_row_wise: Callable[[Any], bool] = lambda state: False,
         is_shared: bool = False,
         puts_back: bool = True,
@@ -90,18 +90,18 @@ class Unit(UnitCalls):
             return executor.core.run_unit(self, overload, self.name, state, surroundings, call, args, kwargs)
 
 
-def _overload(kind: Kind | None, is_shared: bool) -> str:
+def _overload(kind: CaptureKind | None, is_shared: bool) -> str:
     """Return the overload of its operators on the tape (native/units/units.cpp), unless it is by rows."""
     if kind is None:
         return "shared" if is_shared else ""
-    if kind in (Kind.COLLECTIVE, Kind.CHOICE):
-        return "exchange" if kind is Kind.COLLECTIVE else "choice"
-    name = "attention" if kind is Kind.ATTENTION else "whole"
+    if kind in (CaptureKind.COLLECTIVE, CaptureKind.CHOICE):
+        return "exchange" if kind is CaptureKind.COLLECTIVE else "choice"
+    name = "attention" if kind is CaptureKind.ATTENTION else "whole"
     return f"{name}_shared" if is_shared else name
 
 
 def run_again(
-    executor: Runs,
+    executor: RegionRunner,
     unit: Unit,
     region: Region,
     call: Callable[..., Any],

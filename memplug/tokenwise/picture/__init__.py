@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from memplug.block import MemplugConfig
 
 
-class Picture(TechniquePicture):
+class TokenwisePicture(TechniquePicture):
     """Shows decisions in words, and as one bar per region."""
 
     place = 1
@@ -56,3 +56,6 @@ class Picture(TechniquePicture):
     def libraries(self) -> Mapping[str, tuple[str, Callable[[], object]]]:
         """Return the library of the planner's rules: see `TechniquePicture.libraries`."""
         return {"planner_rules": ("planner's rules", rules.load)}
+
+
+PICTURE = TokenwisePicture()

@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from memplug.figures.figure import Axis, Bars, Column, Group, Panel, bytes_axis
+from memplug.figures.figure import Axis, Bars, ColourGroup, Column, Panel, bytes_axis
 from memplug.plans.schema import MemoryPlan
 from memplug.tokenwise.picture.decisions import decisions, region_words, short_region_names
 from memplug.words import duration, size
 
 # Colours that the map does not use; the lighter, the less a byte takes of link and memory.
 _SWAPPED, _LATE, _KEPT, _PLAIN, _RECOMPUTED = (
-    Group("swapped", "#8e2f6f"),
-    Group("swapped, only if needed", "#8e2f6f", hatched=True),
-    Group("kept", "#d77fb0"),
-    Group("kept, as without memplug", "#f0c9de"),
-    Group("recomputed", "#c9c4bb"),
+    ColourGroup("swapped", "#8e2f6f"),
+    ColourGroup("swapped, only if needed", "#8e2f6f", hatched=True),
+    ColourGroup("kept", "#d77fb0"),
+    ColourGroup("kept, as without memplug", "#f0c9de"),
+    ColourGroup("recomputed", "#c9c4bb"),
 )
 _LABELS_AT_MOST = 40  # labels of regions along the axis; more would touch
 _LETTERS_AT_MOST = 18  # letters of a label
@@ -50,7 +50,7 @@ def column(plan: MemoryPlan) -> Column | None:
     return Column(x=axis, panels=(panel,), width=_WIDTH)
 
 
-def _split(region: dict[str, Any]) -> dict[Group, int]:
+def _split(region: dict[str, Any]) -> dict[ColourGroup, int]:
     """Return the bytes of a region by group, from the left of its bar."""
     found = dict.fromkeys((_SWAPPED, _LATE, _KEPT, _PLAIN, _RECOMPUTED), 0)
     found[_LATE if region["offloads_late"] else _SWAPPED] = region["swapped_bytes"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from memplug.tokenwise.plan.model import Bound, Budget, Group, InFlight, Region, RegionPlan, TokenwisePlan
+from memplug.tokenwise.plan.model import Bound, Budget, Group, InFlight, PlannedRegion, RegionPlan, TokenwisePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def together(one: Amounts, instances: int, staying: int) -> Amounts:
     return Amounts().plus(one, instances).plus(stays, staying)
 
 
-def unchosen(region: Region, budget: Budget, inputs_swapped: bool, plain: bool = False) -> Amounts:
+def unchosen(region: PlannedRegion, budget: Budget, inputs_swapped: bool, plain: bool = False) -> Amounts:
     """Return the amounts that one instance of a region takes before any decision.
 
     A plain instance swaps nothing and has no overhead.
@@ -140,7 +140,7 @@ def passes_s(
 
 
 def amounts(
-    regions: Sequence[Region], groups: Sequence[Sequence[Group]], budget: Budget, inputs_swapped: bool
+    regions: Sequence[PlannedRegion], groups: Sequence[Sequence[Group]], budget: Budget, inputs_swapped: bool
 ) -> tuple[Amounts, Amounts]:
     """Return the amounts of the first groups of all regions, and those of all other groups."""
     first, last = Amounts(), Amounts()
@@ -159,7 +159,7 @@ def amounts(
 
 
 def measure(
-    regions: Sequence[Region],
+    regions: Sequence[PlannedRegion],
     groups: Sequence[Sequence[Group]],
     budget: Budget,
     *,
@@ -213,7 +213,7 @@ def measure(
     )
 
 
-def in_flight_bytes(regions: Sequence[Region], groups: Sequence[Sequence[Group]], budget: Budget) -> int:
+def in_flight_bytes(regions: Sequence[PlannedRegion], groups: Sequence[Sequence[Group]], budget: Budget) -> int:
     """Return the bytes by which outputs in flight raise the step's peak above that of the safest setting.
 
     Rounding buffers are not included.
@@ -222,7 +222,7 @@ def in_flight_bytes(regions: Sequence[Region], groups: Sequence[Sequence[Group]]
     return max(at.count * most_bytes - at.room_bytes for at in (*budget.in_flight, InFlight(0)))
 
 
-def most_in_flight_bytes(regions: Sequence[Region], groups: Sequence[Sequence[Group]]) -> int:
+def most_in_flight_bytes(regions: Sequence[PlannedRegion], groups: Sequence[Sequence[Group]]) -> int:
     """Return the largest number of bytes that one instance has in flight beyond those of the safest setting."""
     each = (
         region.in_flight_bytes(group.fractions)
@@ -233,12 +233,12 @@ def most_in_flight_bytes(regions: Sequence[Region], groups: Sequence[Sequence[Gr
     return max(each, default=0)
 
 
-def swapped_tensors(region: Region, swapped: Iterable[int]) -> int:
+def swapped_tensors(region: PlannedRegion, swapped: Iterable[int]) -> int:
     """Return how many tensors of one instance these operators put on the host."""
     return sum(len(region.operators[index].outputs) for index in swapped)
 
 
-def _can_spare(regions: Sequence[Region], groups: Sequence[Sequence[Group]]) -> bool:
+def _can_spare(regions: Sequence[PlannedRegion], groups: Sequence[Sequence[Group]]) -> bool:
     """Return whether a recompute pass runs an operator that takes time and that could be captured instead."""
     return any(
         region.operators[index].time_s > 0.0 and region.operators[index].capturable

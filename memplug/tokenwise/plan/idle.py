@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from memplug.tokenwise.plan.cost import amounts, chosen, measure, passes_s, together
 from memplug.tokenwise.plan.model import (
     Budget,
-    Region,
+    PlannedRegion,
     TokenwisePlan,
     group_of,
     part_bytes,
@@ -16,7 +16,7 @@ from memplug.tokenwise.plan.model import (
 )
 
 
-def without_idle(regions: Sequence[Region], plan: TokenwisePlan, budget: Budget) -> TokenwisePlan:
+def without_idle(regions: Sequence[PlannedRegion], plan: TokenwisePlan, budget: Budget) -> TokenwisePlan:
     """Return the plan with each output recomputed instead, one after the other, where the step gets no longer.
 
     A try has to pay for all that it changes, including the further operators that have to run.

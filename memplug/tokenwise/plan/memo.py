@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from memplug.tokenwise.plan.cost import measure, swapped_tensors
-from memplug.tokenwise.plan.model import Budget, Region, TokenwisePlan, group_of, needed
+from memplug.tokenwise.plan.model import Budget, PlannedRegion, TokenwisePlan, group_of, needed
 
 
 def alpha_of_layer(
@@ -31,7 +31,7 @@ def alpha_of_layer(
     return min(max(min(by_link, by_host), 0.0), 1.0)
 
 
-def fraction_of(regions: Sequence[Region], budget: Budget) -> float:
+def fraction_of(regions: Sequence[PlannedRegion], budget: Budget) -> float:
     """Return the largest fraction, the same for all regions, whose copies fit the forward of each.
 
     Section 4.1 of MEMO. Host memory does not count here: `fixed` lowers the fraction to what the host has room for.
@@ -50,7 +50,7 @@ def fraction_of(regions: Sequence[Region], budget: Budget) -> float:
     return min(fractions)
 
 
-def _parts(region: Region) -> tuple[set[int], set[int]]:
+def _parts(region: PlannedRegion) -> tuple[set[int], set[int]]:
     """Return the operators that MEMO swaps whole, and those whose first rows it swaps."""
     capturable = {i for i, operator in enumerate(region.operators) if operator.capturable}
     always = {i for i in capturable if region.operators[i].always_swapped}
@@ -59,7 +59,7 @@ def _parts(region: Region) -> tuple[set[int], set[int]]:
 
 
 def fixed(
-    regions: Sequence[Region], budget: Budget, alpha: float, room_bytes: int, inputs_swapped: bool
+    regions: Sequence[PlannedRegion], budget: Budget, alpha: float, room_bytes: int, inputs_swapped: bool
 ) -> TokenwisePlan:
     """Return MEMO's plan: one fraction, lowered to fit host memory.
 

@@ -15,7 +15,7 @@ from memplug.tokenwise.plan.rules import Passes, rows_taken
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Operator:
+class PlannedOperator:
     """One operator of a region's forward; inputs and outputs are ids of storages, not of tensors.
 
     A view moves no bytes: list it without inputs and outputs and let its readers name the storage itself, otherwise
@@ -50,13 +50,13 @@ class Operator:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Region:
+class PlannedRegion:
     """One kind of region; identical layers are one region with several instances."""
 
     key: str
     instances: int
     """Forwards alive at once at the peak of a step: layers times graphs in flight."""
-    operators: tuple[Operator, ...]
+    operators: tuple[PlannedOperator, ...]
     """The operators of its forward, in program order."""
     saved: frozenset[int]
     """Storages that backward asks for."""
@@ -133,7 +133,7 @@ class Budget:
     """Rounding buffers that the plan has to leave device memory for, each as large as one instance's swapped
     tensors."""
 
-    def with_buffers(self, regions: Sequence[Region]) -> Budget:
+    def with_buffers(self, regions: Sequence[PlannedRegion]) -> Budget:
         """Return the budget less the rounding buffers of the safest setting.
 
         A plan that swaps more needs larger buffers. Without room for those of the safest setting there are none.
@@ -232,7 +232,7 @@ class TokenwisePlan:
 
 
 def needed(
-    operators: Sequence[Operator], saved: Iterable[int], given: Collection[int], available: Collection[int]
+    operators: Sequence[PlannedOperator], saved: Iterable[int], given: Collection[int], available: Collection[int]
 ) -> frozenset[int]:
     """Return the indices of the operators that a recompute pass must run.
 
@@ -248,13 +248,13 @@ def needed(
     return passes_of(operators, given).asked(saved, available)[0]
 
 
-def passes_of(operators: Sequence[Operator], given: Collection[int]) -> Passes:
+def passes_of(operators: Sequence[PlannedOperator], given: Collection[int]) -> Passes:
     """Return the recompute passes of a region with these operators."""
     inputs, outputs = [each.inputs for each in operators], [each.outputs for each in operators]
     return Passes(inputs, outputs, [each.always_runs for each in operators], given)
 
 
-def group_of(region: Region, instances: int, fractions: dict[int, float], keep: Collection[int]) -> Group:
+def group_of(region: PlannedRegion, instances: int, fractions: dict[int, float], keep: Collection[int]) -> Group:
     """Return the group of a choice, with the operators that run so that backward gets all that it asks for.
 
     Any choice is thus valid. Choices for outputs that are not asked for are dropped.
@@ -279,7 +279,7 @@ def group_of(region: Region, instances: int, fractions: dict[int, float], keep: 
     )
 
 
-def recompute_s(operators: Sequence[Operator], runs: Collection[int], fractions: dict[int, float]) -> float:
+def recompute_s(operators: Sequence[PlannedOperator], runs: Collection[int], fractions: dict[int, float]) -> float:
     """Return the seconds of a recompute pass that runs these operators, on the rows that are not swapped."""
     rest: dict[int, float] = {}  # operator that makes outputs by rows -> the largest fraction that one of them lacks
     for index in runs:

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from memplug.tokenwise.plan import solver as tokenwise
 from memplug.tokenwise.plan.cost import measure
-from memplug.tokenwise.plan.model import Budget, Group, Region, TokenwisePlan
+from memplug.tokenwise.plan.model import Budget, Group, PlannedRegion, TokenwisePlan
 
 
-def solve(regions: Sequence[Region], budget: Budget) -> TokenwisePlan | None:
+def solve(regions: Sequence[PlannedRegion], budget: Budget) -> TokenwisePlan | None:
     """Return the plan that keeps everything and recomputes nothing.
 
     Args:
@@ -31,7 +31,7 @@ def solve(regions: Sequence[Region], budget: Budget) -> TokenwisePlan | None:
     return solution if solution.device_bytes <= budget.device_bytes else None
 
 
-def solve_partly(regions: Sequence[Region], budget: Budget) -> TokenwisePlan | None:
+def solve_partly(regions: Sequence[PlannedRegion], budget: Budget) -> TokenwisePlan | None:
     """Return the plan whose last instances run as without memplug.
 
     The last instances are the same share of each region, and as many as the device has room for. The others are planned
@@ -57,7 +57,7 @@ def solve_partly(regions: Sequence[Region], budget: Budget) -> TokenwisePlan | N
     return None
 
 
-def _beside(regions: Sequence[Region], sizes: Sequence[int], budget: Budget) -> TokenwisePlan:
+def _beside(regions: Sequence[PlannedRegion], sizes: Sequence[int], budget: Budget) -> TokenwisePlan:
     """Return the plan with the last `sizes` instances of each region plain and the others planned."""
     rest = [
         replace(region, instances=region.instances - size, staying=0 if size else region.staying)
@@ -71,7 +71,7 @@ def _beside(regions: Sequence[Region], sizes: Sequence[int], budget: Budget) -> 
     return measure(regions, groups, budget, inputs_swapped=planned.inputs_swapped)
 
 
-def _group(region: Region, instances: int) -> Group:
+def _group(region: PlannedRegion, instances: int) -> Group:
     return Group(
         instances=instances,
         fractions={},

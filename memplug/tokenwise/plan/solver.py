@@ -31,8 +31,8 @@ from memplug.tokenwise.plan.model import (
     Budget,
     Group,
     InFlight,
-    Operator,
-    Region,
+    PlannedOperator,
+    PlannedRegion,
     RegionPlan,
     TokenwisePlan,
     group_of,
@@ -44,8 +44,8 @@ __all__ = [
     "Budget",
     "Group",
     "InFlight",
-    "Operator",
-    "Region",
+    "PlannedOperator",
+    "PlannedRegion",
     "RegionPlan",
     "TokenwisePlan",
     "full_recomputation",
@@ -66,7 +66,7 @@ ALL_SHARES_UP_TO = 8
 """Up to this many instances every cut into two groups is tried, beyond it only those that the relaxation hints at."""
 
 
-def solve(regions: Sequence[Region], budget: Budget, alpha: float | Literal["auto"] = "auto") -> TokenwisePlan:
+def solve(regions: Sequence[PlannedRegion], budget: Budget, alpha: float | Literal["auto"] = "auto") -> TokenwisePlan:
     """Return the plan with the shortest step, or the one of a fixed alpha (MEMO, section 4.1).
 
     Inputs are swapped first: they fill the device as sequences grow. With a fixed alpha, `always_swapped` operators
@@ -92,13 +92,13 @@ def solve(regions: Sequence[Region], budget: Budget, alpha: float | Literal["aut
     return _Search(regions, budget, inputs_swapped).best()
 
 
-def full_recomputation(regions: Sequence[Region], budget: Budget) -> TokenwisePlan:
+def full_recomputation(regions: Sequence[PlannedRegion], budget: Budget) -> TokenwisePlan:
     """Return the plan that others are compared with: every operator runs again, and inputs stay on the device."""
     groups = [[group_of(region, region.instances, {}, ())] for region in regions]
     return measure(regions, groups, budget, inputs_swapped=False)
 
 
-def _check(regions: Sequence[Region], budget: Budget, alpha: float | str) -> None:
+def _check(regions: Sequence[PlannedRegion], budget: Budget, alpha: float | str) -> None:
     if alpha != "auto" and not (isinstance(alpha, (int, float)) and 0.0 <= alpha <= 1.0):
         raise ValueError(f'alpha is {alpha!r}; give a number from 0 to 1, or "auto"')
     if not (budget.d2h_bytes_per_s > 0.0 and budget.h2d_bytes_per_s > 0.0):
@@ -133,7 +133,7 @@ class _Columns:
     reads: dict[int, int] = field(default_factory=dict)
     """1 if the operator runs at all: it then needs its inputs whole."""
 
-    def amounts(self, region: Region, budget: Budget) -> Amounts:
+    def amounts(self, region: PlannedRegion, budget: Budget) -> Amounts:
         """Return the amounts that these columns add to one instance."""
         operators = region.operators
         return chosen(
@@ -157,7 +157,7 @@ class _Search:
     the mean of two groups is a solution of it.
     """
 
-    def __init__(self, regions: Sequence[Region], budget: Budget, inputs_swapped: bool) -> None:
+    def __init__(self, regions: Sequence[PlannedRegion], budget: Budget, inputs_swapped: bool) -> None:
         self.regions = regions
         self.budget = budget
         self.inputs_swapped = inputs_swapped
@@ -166,7 +166,7 @@ class _Search:
         self.unit_s = sum(r.instances * (r.forward_s + r.backward_s) for r in regions) or 1.0
         self.unit_bytes = max(1, sum(r.instances * (r.input_bytes + self._capturable_bytes(r)) for r in regions))
 
-    def _capturable_bytes(self, region: Region) -> int:
+    def _capturable_bytes(self, region: PlannedRegion) -> int:
         padding_bytes = self.budget.padding_bytes
         return sum(o.output_bytes + len(o.outputs) * padding_bytes for o in region.operators if o.capturable)
 
@@ -284,7 +284,7 @@ class _Search:
         most_bytes = program.largest_bytes(pieces)
         return [most_bytes * (at.count + buffers) + Linear(-at.room_bytes) for at in times]
 
-    def _group(self, program: LinearProgram, region: Region, live: list[int], wholly: bool) -> _Columns:
+    def _group(self, program: LinearProgram, region: PlannedRegion, live: list[int], wholly: bool) -> _Columns:
         """Add the columns of a region's operators, and the rows that make every output that is asked for available."""
         columns = _Columns()
         passes = passes_of(region.operators, region.given)
@@ -303,7 +303,7 @@ class _Search:
         return columns
 
     def _operator(
-        self, program: LinearProgram, columns: _Columns, index: int, operator: Operator, wholly: bool
+        self, program: LinearProgram, columns: _Columns, index: int, operator: PlannedOperator, wholly: bool
     ) -> None:
         if not operator.capturable:
             columns.run[index] = columns.reads[index] = program.column(lower=float(operator.always_runs))

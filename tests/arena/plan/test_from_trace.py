@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from memplug.arena.plan.from_trace import last_step, problem_of
 from memplug.arena.plan.problem import BUFFER
 from memplug.errors import LayoutError
-from memplug.profile.trace import Event, Layer, Pass
+from memplug.profile.trace import EventKind, Layer, Pass
 from memplug.profile.trace_file import load
 from tests.support.folders import DATA
 from tests.support.traces import Recording, assert_same, recordings, training
@@ -20,7 +20,7 @@ def replayed(trace, step, alignment):
     events = trace.events[during]
     rows, of_request = [], {}
     for time, event in enumerate(events):
-        if event["kind"] == Event.MALLOC:
+        if event["kind"] == EventKind.MALLOC:
             layer = int(event["layer"])
             place = {"lower": time, "lower_phase": int(event["phase"]), "lower_layer": layer}
             of_request[int(event["request"])] = row = {
@@ -52,20 +52,20 @@ def extra_buffers(trace, step, alignment, rows, ids):
     """Count the extra buffers that each (size, stream) of the outliving `rows` needs."""
     during = trace.step_events(step) if trace.steps else slice(0, len(trace.events))
     events = trace.events[during]
-    numbers = np.cumsum(events["kind"] == Event.MALLOC) - 1
+    numbers = np.cumsum(events["kind"] == EventKind.MALLOC) - 1
     kept = {number: (row[2], row[4]) for number, row in zip(ids, rows, strict=True) if row[-1]}
     nbytes = last_step(trace, step).events["nbytes"]
     due = {kind: list(kept.values()).count(kind) for kind in kept.values()}
     left = {kind: 0 for kind in due}
-    born = set(events["request"][events["kind"] == Event.MALLOC].tolist())
+    born = set(events["request"][events["kind"] == EventKind.MALLOC].tolist())
     live, most = {kind: 0 for kind in due}, {kind: 0 for kind in due}
     for time, event in enumerate(events):
         size = (int(nbytes[time]) + alignment - 1) // alignment * alignment
         kind = (size, int(event["stream"]))
-        if event["kind"] == Event.MALLOC and int(numbers[time]) in kept:
+        if event["kind"] == EventKind.MALLOC and int(numbers[time]) in kept:
             live[kind] += 1
             most[kind] = max(most[kind], live[kind])
-        elif event["kind"] == Event.FREE and int(event["request"]) not in born and size:
+        elif event["kind"] == EventKind.FREE and int(event["request"]) not in born and size:
             if kind in left and left[kind] < due[kind]:
                 left[kind] += 1
                 live[kind] -= 1

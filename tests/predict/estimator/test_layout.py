@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memplug.errors import EstimateError
-from memplug.predict.estimator.layout import Layout
+from memplug.predict.estimator.layout import RankLayout
 from memplug.predict.estimator.shapes import Shape
 from tests.support.folders import ROOT
 
@@ -35,13 +35,13 @@ def test_layout_that_does_not_divide_the_model_is_refused_with_advice(
     shape: Shape, layout: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(EstimateError, match=said):
-        Layout(**layout).check(shape, shape.layers, 4096)
+        RankLayout(**layout).check(shape, shape.layers, 4096)
 
 
 def test_sequence_parallel_ranks_must_share_whole_tokens() -> None:
     with pytest.raises(EstimateError, match="--tensor, with --sequence, is 8, which does not divide a rank's tokens"):
-        Layout(tensor=8, sequence=True).check(LLAMA, 80, 4092)
-    Layout(tensor=8, sequence=True).check(LLAMA, 80, 4096)
+        RankLayout(tensor=8, sequence=True).check(LLAMA, 80, 4092)
+    RankLayout(tensor=8, sequence=True).check(LLAMA, 80, 4096)
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,13 @@ def test_sequence_parallel_ranks_must_share_whole_tokens() -> None:
     ],
 )
 def test_remaining_ranks_are_data_parallel(layout: dict[str, Any], gpus: int, data: int, told: str) -> None:
-    made = Layout(**layout)
+    made = RankLayout(**layout)
     made.check(MIXTRAL, 32, 4096)
     assert (made.gpus, made.data) == (gpus, data) and told in str(made)
 
 
 def test_each_distinct_pipeline_stage_is_represented_by_one_rank() -> None:
-    layout = Layout(gpus=16, tensor=2, pipeline=8)
+    layout = RankLayout(gpus=16, tensor=2, pipeline=8)
     assert layout.stages == {0: 1, 1: 6, 7: 1} and [layout.rank(stage) for stage in layout.stages] == [0, 2, 14]
-    assert Layout().stages == {0: 1} and Layout(pipeline=2).stages == {0: 1, 1: 1}
-    assert layout.micro_batches == 16 and Layout(tensor=2).micro_batches == 1
+    assert RankLayout().stages == {0: 1} and RankLayout(pipeline=2).stages == {0: 1, 1: 1}
+    assert layout.micro_batches == 16 and RankLayout(tensor=2).micro_batches == 1

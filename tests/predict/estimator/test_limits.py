@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from memplug.config import load_config
 from memplug.device.capacity import DEVICE_SHARE
 from memplug.predict.estimator import MODES, limits
-from memplug.predict.estimator.limits import MOST_GROWTH, MOST_STEPS, Limits, capacity_bytes, largest, precise
-from memplug.predict.estimator.request import Request
+from memplug.predict.estimator.limits import MOST_GROWTH, MOST_STEPS, LimitSearch, capacity_bytes, largest, precise
+from memplug.predict.estimator.request import EstimateRequest
 from memplug.predict.estimator.shapes import Shape
 from memplug.predict.estimator.workload import Workload
-from memplug.predict.virtual import Hardware
+from memplug.predict.virtual import GpuProfile
 
 BYTES = st.integers(1, 10**9)
 BEGIN = st.integers(1, 64)
@@ -77,14 +77,14 @@ def test_limit_search_returns_zero_if_nothing_fits():
 
 
 def test_capacity_is_the_device_budget_up_to_the_gpus_memory() -> None:
-    gpu = Hardware.named("h100")
+    gpu = GpuProfile.named("h100")
     asked = {gib: load_config({"enabled": True, "device_budget_gib": gib}) for gib in ("auto", 40, 4000)}
     assert capacity_bytes(gpu, asked["auto"], "memplug") == DEVICE_SHARE * gpu.memory_bytes
     assert capacity_bytes(gpu, asked[40], "memplug") == 40 * 2**30
     assert capacity_bytes(gpu, asked[4000], "memplug") == capacity_bytes(gpu, asked[40], "full") == gpu.memory_bytes
 
 
-def limits_of(mode: str, told: list[str], ran: list[Workload], monkeypatch: pytest.MonkeyPatch) -> Limits:
+def limits_of(mode: str, told: list[str], ran: list[Workload], monkeypatch: pytest.MonkeyPatch) -> LimitSearch:
     """Return limits whose steps are recorded, and take a MiB per token of any sequence."""
 
     def least_bytes(workload: Workload, *args: object) -> float:
@@ -92,8 +92,8 @@ def limits_of(mode: str, told: list[str], ran: list[Workload], monkeypatch: pyte
         return 2.0**20 * workload.seq_len * workload.micro_batch
 
     monkeypatch.setattr(limits, "least_bytes", least_bytes)
-    gpu = dataclasses.replace(Hardware.named("h200"), memory_bytes=100 * 2**30)
-    return Limits(WORKLOAD, Request.of(None, gpu, MODES), mode, told.append)
+    gpu = dataclasses.replace(GpuProfile.named("h200"), memory_bytes=100 * 2**30)
+    return LimitSearch(WORKLOAD, EstimateRequest.of(None, gpu, MODES), mode, told.append)
 
 
 def test_progress_names_each_step_and_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplug.errors import BudgetError
-from memplug.predict.estimator.layout import Layout
+from memplug.predict.estimator.layout import RankLayout
 from memplug.predict.estimator.result import Estimate, ModeEstimate
 from memplug.predict.estimator.stages import of_all
-from memplug.predict.virtual import Hardware
+from memplug.predict.virtual import GpuProfile
 
 OPTIMIZER_S = 1.0
 
@@ -39,9 +39,10 @@ def _pipeline(
 ) -> Estimate:
     errors = {stage: {"memplug": BudgetError(gib, stage, 1.0)} for stage, gib in (impossible or {}).items()}
     each_stage = {
-        stage: Estimate(Hardware.named("h200"), {"keep": each}, errors.get(stage, {})) for stage, each in stages.items()
+        stage: Estimate(GpuProfile.named("h200"), {"keep": each}, errors.get(stage, {}))
+        for stage, each in stages.items()
     }
-    return of_all(each_stage, Layout(pipeline=pipeline), micro_batches)
+    return of_all(each_stage, RankLayout(pipeline=pipeline), micro_batches)
 
 
 @pytest.mark.parametrize("micro_batches", [4, 8, 32])
@@ -100,7 +101,7 @@ def test_pipeline_step_matches_a_simulated_schedule(first: float, last: float, p
     forward_s = [first, *[1.0] * (pipeline - 2), last]
     stages = {
         stage: _stage(OPTIMIZER_S + 3 * micro_batches * forward_s[stage], 1)
-        for stage in Layout(pipeline=pipeline).stages
+        for stage in RankLayout(pipeline=pipeline).stages
     }
     found = _pipeline(stages, pipeline, micro_batches)["keep"]
     simulated_s = OPTIMIZER_S + _simulated_s(forward_s, micro_batches)

@@ -13,12 +13,12 @@ import torch
 import memplug
 from memplug.device.capacity import DEVICE_SHARE
 from memplug.predict.estimator import limits
-from memplug.predict.estimator.request import Request
+from memplug.predict.estimator.request import EstimateRequest
 from memplug.predict.estimator.result import Estimate
 from memplug.predict.estimator.shapes import Shape
-from memplug.predict.estimator.training import Training
+from memplug.predict.estimator.training import VirtualTraining
 from memplug.predict.estimator.workload import Workload
-from memplug.predict.virtual import Hardware, VirtualDevice
+from memplug.predict.virtual import GpuProfile, VirtualDevice
 from tests.support.folders import ROOT
 from tests.support.virtual_devices import H200
 
@@ -57,9 +57,9 @@ def _shape() -> Shape:
 
 def _trained(workload: Workload, block: dict[str, Any], capacity_bytes: float) -> tuple[dict[str, Any], int]:
     """Train two steps on a GPU of that capacity; return the report, and the most that was reserved."""
-    device = VirtualDevice(dataclasses.replace(Hardware.read(H200), memory_bytes=capacity_bytes))
+    device = VirtualDevice(dataclasses.replace(GpuProfile.read(H200), memory_bytes=capacity_bytes))
     device.restart()
-    training = Training(workload.make_model, workload.inputs, workload.make_optimizer)
+    training = VirtualTraining(workload.make_model, workload.inputs, workload.make_optimizer)
     try:
         with memplug.attach(training.model, block) as session:
             for _ in range(2):
@@ -92,20 +92,20 @@ def test_job_too_large_without_a_plan_finishes_with_an_estimated_one(tmp_path: P
 def test_served_steps_reserve_between_98_and_100_percent_of_the_budget(budget_gib: float) -> None:
     """Count the holes in torch's segments as reserved, beside the tensors."""
     pytest.importorskip("transformers")
-    found = _of_four_layers({"device_budget_gib": budget_gib}, Hardware.read(H200), "memplug")["memplug"]
+    found = _of_four_layers({"device_budget_gib": budget_gib}, GpuProfile.read(H200), "memplug")["memplug"]
     assert 0.98 * budget_gib * GIB < found.arena_reserved_bytes <= budget_gib * GIB
     assert found.peak_allocated_bytes < 0.95 * budget_gib * GIB, "the rest of the budget is holes"
 
 
 def test_memplug_keeps_all_if_that_fits_with_the_arena() -> None:
     pytest.importorskip("transformers")
-    hardware = dataclasses.replace(Hardware.read(H200), memory_bytes=16.5 / DEVICE_SHARE * GIB)
+    hardware = dataclasses.replace(GpuProfile.read(H200), memory_bytes=16.5 / DEVICE_SHARE * GIB)
     found = _of_four_layers({}, hardware, "keep", "memplug")
     assert found["memplug"].step_s == pytest.approx(found["keep"].step_s, rel=1e-3)
     assert found["memplug"].flops == found["keep"].flops and found["memplug"].to_host_bytes == 0
 
 
-def _of_four_layers(block: dict[str, Any], hardware: Hardware, *modes: str) -> Estimate:
+def _of_four_layers(block: dict[str, Any], hardware: GpuProfile, *modes: str) -> Estimate:
     workload = Workload(shape=_shape(), layers=4, seq_len=8192)
     own, optimizer = {"enabled": True, **NO_LIST, **block}, workload.make_optimizer
     return memplug.estimate(workload.make_model, workload.inputs, own, hardware, modes, make_optimizer=optimizer)
@@ -117,12 +117,12 @@ def _of_four_layers(block: dict[str, Any], hardware: Hardware, *modes: str) -> E
 @pytest.mark.parametrize(("mode", "size"), [("keep", "seq_len"), ("full", "micro_batch"), ("memplug", "seq_len")])
 def test_longest_sequence_and_largest_batch_fit_and_larger_ones_do_not(mode: str, size: str) -> None:
     pytest.importorskip("transformers")
-    hardware = dataclasses.replace(Hardware.read(H200), memory_bytes=3 * GIB)
+    hardware = dataclasses.replace(GpuProfile.read(H200), memory_bytes=3 * GIB)
     small = Shape({**_shape().fields, "hidden_size": 1024, "intermediate_size": 2816})
     workload = Workload(shape=small, layers=6, seq_len=4096 if size == "seq_len" else 512, optimizer=False)
     config = memplug.MemplugConfig(enabled=True)
-    request = Request(config=config, hardware=hardware)
-    search = limits.Limits(workload, request, mode)
+    request = EstimateRequest(config=config, hardware=hardware)
+    search = limits.LimitSearch(workload, request, mode)
     most = search.longest() if size == "seq_len" else search.largest_batch()
     for count, fits in ((most, True), (int(1.25 * most), False)):
         changed = dataclasses.replace(workload, **{size: count})

@@ -14,8 +14,8 @@ import memplug
 from memplug.errors import BudgetError, EstimateError, HardwareError, RegionError
 from memplug.predict.estimator.estimate import LASTING_STEPS
 from memplug.predict.estimator.result import Estimate
-from memplug.predict.estimator.training import Training
-from memplug.predict.virtual import Hardware, VirtualDevice
+from memplug.predict.estimator.training import VirtualTraining
+from memplug.predict.virtual import GpuProfile, VirtualDevice
 from tests.support.h200 import measured
 from tests.support.virtual_devices import H200, HIDDEN, Layers
 
@@ -80,7 +80,7 @@ def test_memplug_swaps_to_stay_within_its_budget() -> None:
 
 
 def test_modes_that_do_not_fit_are_estimated_or_name_the_least_budget() -> None:
-    small = dataclasses.replace(Hardware.read(H200), memory_bytes=9e9)
+    small = dataclasses.replace(GpuProfile.read(H200), memory_bytes=9e9)
     found = memplug.estimate(lambda: _stack(4), _input, LAYERS, small, ("keep", "memplug"))
     assert not found["keep"].fits and found["keep"].peak_reserved_bytes > 9e9
     assert found["memplug"].fits and found["memplug"].peak_allocated_bytes <= 9e9
@@ -105,8 +105,10 @@ class _Tied(nn.Module):
 
 
 def test_model_on_meta_is_moved_with_shared_parameters_still_shared() -> None:
-    VirtualDevice(Hardware.read(H200))
-    training = Training(_Tied, lambda: {"ids": torch.zeros(2, 8, dtype=torch.long, device="meta")}, torch.optim.SGD)
+    VirtualDevice(GpuProfile.read(H200))
+    training = VirtualTraining(
+        _Tied, lambda: {"ids": torch.zeros(2, 8, dtype=torch.long, device="meta")}, torch.optim.SGD
+    )
     training.step()
     assert training.model.head.weight is training.model.embed.weight
     assert {parameter.device.type for parameter in training.model.parameters()} == {"virtual"}

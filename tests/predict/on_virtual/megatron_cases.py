@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from memplug.predict.estimator.estimate import estimate_training
-from memplug.predict.estimator.layout import Layout
+from memplug.predict.estimator.layout import RankLayout
 from memplug.predict.estimator.megatron import MegatronTraining, rank_of
-from memplug.predict.estimator.request import Request
+from memplug.predict.estimator.request import EstimateRequest
 from memplug.predict.estimator.result import Estimate
 from memplug.predict.estimator.shapes import Shape
 from memplug.predict.estimator.workload import Workload
-from memplug.predict.virtual import Hardware
+from memplug.predict.virtual import GpuProfile
 from tests.support.virtual_devices import H200
 
 pytest.importorskip("megatron.core")
@@ -33,7 +33,7 @@ TOKENS = 2048
 
 
 def _estimated(
-    layout: Layout,
+    layout: RankLayout,
     modes: Sequence[str] = ("keep",),
     *,
     stage: int = 0,
@@ -52,15 +52,15 @@ def _estimated(
         return training
 
     rank = functools.partial(rank_of, layout, stage, workload)
-    request = Request.of(block or WITHOUT_ARENA, Hardware.read(H200), modes)
+    request = EstimateRequest.of(block or WITHOUT_ARENA, GpuProfile.read(H200), modes)
     found = estimate_training(make_training, request, rank=rank)
     return found, parameters[0]
 
 
 def test_tensor_parallel_ranks_share_parameters_activations_and_work() -> None:
     modes = ("keep", "full", "selective")
-    alone, all_parameters = _estimated(Layout(), modes)
-    split, parameters = _estimated(Layout(tensor=2, sequence=True), modes)
+    alone, all_parameters = _estimated(RankLayout(), modes)
+    split, parameters = _estimated(RankLayout(tensor=2, sequence=True), modes)
     norms = 9 * DENSE["hidden_size"]
     assert 2 * (parameters - norms) == all_parameters - norms
     for mode in alone:
@@ -73,7 +73,7 @@ def test_tensor_parallel_ranks_share_parameters_activations_and_work() -> None:
 
 @pytest.mark.long
 def test_memplug_keeps_a_rank_within_its_budget() -> None:
-    layout = Layout(tensor=2, sequence=True)
+    layout = RankLayout(tensor=2, sequence=True)
     keep = _estimated(layout)[0]["keep"]
     budget_bytes = int(0.85 * keep.peak_allocated_bytes)
     block = {"enabled": True, "device_budget_gib": budget_bytes / 2**30, "tokenwise": {"min_offload_bytes": 4096}}
@@ -83,8 +83,8 @@ def test_memplug_keeps_a_rank_within_its_budget() -> None:
 
 
 def test_expert_parallel_ranks_hold_fewer_experts_and_do_equal_work() -> None:
-    alone, all_parameters = _estimated(Layout(), mixture=True)
-    split, parameters = _estimated(Layout(expert=2), mixture=True)
+    alone, all_parameters = _estimated(RankLayout(), mixture=True)
+    split, parameters = _estimated(RankLayout(expert=2), mixture=True)
     of_experts = 4 * 4 * 3 * DENSE["hidden_size"] * DENSE["intermediate_size"]
     assert all_parameters - parameters == of_experts // 2
     assert split["keep"].flops == pytest.approx(alone["keep"].flops)  # half the experts, tokens of two ranks
@@ -95,7 +95,7 @@ def test_expert_parallel_ranks_hold_fewer_experts_and_do_equal_work() -> None:
 @pytest.mark.long
 def test_first_stage_holds_more_micro_batches_than_the_last() -> None:
     peaks = {
-        (stage, count): _estimated(Layout(pipeline=2), stage=stage, micro_batches=count)[0]["keep"]
+        (stage, count): _estimated(RankLayout(pipeline=2), stage=stage, micro_batches=count)[0]["keep"]
         for stage in (0, 1)
         for count in (1, 4)
     }
@@ -108,8 +108,8 @@ def test_first_stage_holds_more_micro_batches_than_the_last() -> None:
 
 @pytest.mark.long
 def test_context_parallel_ranks_share_all_work_equally() -> None:
-    alone, all_parameters = _estimated(Layout(), ("keep", "selective"))
-    split, parameters = _estimated(Layout(context=2), ("keep", "selective"))
+    alone, all_parameters = _estimated(RankLayout(), ("keep", "selective"))
+    split, parameters = _estimated(RankLayout(context=2), ("keep", "selective"))
     assert parameters == all_parameters
     for mode in alone:
         assert 2 * split[mode].flops == pytest.approx(alone[mode].flops)
@@ -122,7 +122,7 @@ def test_gathered_keys_and_values_leave_the_device_with_their_layer() -> None:
     block = {**WITHOUT_ARENA, "swap": {"enabled": False}, "tokenwise": {"alpha": 0.0, "min_offload_bytes": 4096}}
     grown_bytes = {}
     for mode in ("full", "memplug"):
-        found = [_estimated(Layout(context=2), (mode,), layers=layers, block=block)[0][mode] for layers in (4, 8)]
+        found = [_estimated(RankLayout(context=2), (mode,), layers=layers, block=block)[0][mode] for layers in (4, 8)]
         grown_bytes[mode] = found[1].peak_allocated_bytes - found[0].peak_allocated_bytes
     gathered_bytes = 4 * 2 * 2 * TOKENS * DENSE["hidden_size"] // 2  # of four layers, keys and values of half the heads
     assert grown_bytes["memplug"] < grown_bytes["full"] + gathered_bytes / 2
@@ -130,6 +130,6 @@ def test_gathered_keys_and_values_leave_the_device_with_their_layer() -> None:
 
 @pytest.mark.long
 def test_fp16_skips_no_step() -> None:
-    half, brain = (_estimated(Layout(), dtype=dtype)[0]["keep"] for dtype in ("fp16", "bf16"))
+    half, brain = (_estimated(RankLayout(), dtype=dtype)[0]["keep"] for dtype in ("fp16", "bf16"))
     adam = [sum(span.name.startswith("aten::_fused_adam") for span in each.spans) for each in (half, brain)]
     assert adam[0] == adam[1] > 0

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memplug
-from memplug.predict.virtual import Hardware, VirtualDevice
+from memplug.predict.virtual import GpuProfile, VirtualDevice
 from tests.bench import larger_models
 from tests.support.virtual_devices import H200, HIDDEN, SIMPLE, Layers
 
@@ -39,7 +39,7 @@ PLAIN = {"arena": {"enabled": False}, "profiler": {"wait_for_plans": True}}
 @pytest.mark.long
 def test_swap_list_keeps_its_budget_and_predicted_stall() -> None:
     """Predict with the link's rates while both directions run."""
-    hardware = Hardware.read(H200)
+    hardware = GpuProfile.read(H200)
     both = {"to_host": hardware.to_host_both_bytes_per_s, "to_device": hardware.to_device_both_bytes_per_s}
     device = VirtualDevice(dataclasses.replace(hardware, **{f"{to}_bytes_per_s": both[to] for to in both}))
     fits, most, alone_s = _trained(device, {**PLAIN, **NO_REGIONS})
@@ -58,7 +58,7 @@ def test_swap_list_keeps_its_budget_and_predicted_stall() -> None:
 
 @pytest.mark.long
 def test_swapping_and_keeping_is_faster_than_full_recomputation() -> None:
-    device = VirtualDevice(Hardware.read(H200))
+    device = VirtualDevice(GpuProfile.read(H200))
     _, most, keep_s = _trained(device, {**PLAIN, **NO_LIST, **NO_REGIONS})
     regions = {"regions": ["layers.*"]}
     config = {**PLAIN, **NO_LIST, "tokenwise": regions, "device_budget_gib": 0.85 * most / (1 << 30)}
@@ -71,7 +71,7 @@ def test_swapping_and_keeping_is_faster_than_full_recomputation() -> None:
 
 @pytest.mark.long
 def test_plans_at_the_memory_of_full_recomputation_recompute_little() -> None:
-    device = VirtualDevice(Hardware.read(H200))
+    device = VirtualDevice(GpuProfile.read(H200))
     _, most, keep_s = _trained(device, {**PLAIN, **NO_LIST, **NO_REGIONS})
     config = {**PLAIN, **NO_LIST, "tokenwise": {"regions": ["layers.*"], "alpha": 0}}
     _, least, full_s = _trained(device, config)
@@ -83,7 +83,7 @@ def test_plans_at_the_memory_of_full_recomputation_recompute_little() -> None:
 
 
 def test_first_step_that_does_not_fit_completes() -> None:
-    device = VirtualDevice(Hardware.read(H200))
+    device = VirtualDevice(GpuProfile.read(H200))
     _, most, _ = _trained(device, {**PLAIN, **NO_REGIONS}, steps=1)
     small = VirtualDevice(dataclasses.replace(device.hardware, memory_bytes=0.8 * most))
     report, peak, _ = _trained(small, {**PLAIN, **NO_REGIONS}, steps=1)
@@ -127,7 +127,7 @@ def test_memplugs_own_work_takes_host_time() -> None:
 @pytest.mark.long
 def test_larger_models_finds_the_largest_that_fits() -> None:
     pytest.importorskip("transformers")
-    device = VirtualDevice(dataclasses.replace(Hardware.read(H200), memory_bytes=2 << 30))
+    device = VirtualDevice(dataclasses.replace(GpuProfile.read(H200), memory_bytes=2 << 30))
     shape = larger_models.Shape(tokens=4096, layers=2, hidden=256)
     tokens = larger_models.largest(device, shape, "tokens", "keep")
     assert tokens >= 4096 and larger_models.train(device, dataclasses.replace(shape, tokens=tokens), "keep") is not None

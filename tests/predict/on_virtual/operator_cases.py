@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from memplug.errors import HardwareError
-from memplug.predict.virtual import Hardware, Rate, VirtualDevice, costs
+from memplug.predict.virtual import GpuProfile, Rate, VirtualDevice, costs
 from tests.support.virtual_devices import H200, SIMPLE
 
 
@@ -147,7 +147,7 @@ def test_attention_time_depends_on_back_end_and_length() -> None:
 
 @pytest.mark.parametrize("file", sorted(H200.parent.glob("*.json")), ids=lambda file: file.stem)
 def test_shipped_hardware_profiles_are_plausible(file: Path) -> None:
-    hardware = Hardware.read(file)
+    hardware = GpuProfile.read(file)
     assert {"bfloat16", "float32"} <= set(hardware.matmul_flops) and hardware.memory_bytes > 20e9
     for alone, both in (
         (hardware.to_host_bytes_per_s, hardware.to_host_both_bytes_per_s),
@@ -159,10 +159,10 @@ def test_shipped_hardware_profiles_are_plausible(file: Path) -> None:
 def test_profile_is_found_by_gpu_name_or_path(tmp_path: Path) -> None:
     mine = tmp_path / "mine.json"
     mine.write_text(H200.read_text().replace("NVIDIA H200", "mine"))
-    assert Hardware.named("h200") == Hardware.named("H200") == Hardware.read(H200)
-    assert Hardware.named(str(mine)).name == Hardware.named("mine", tmp_path).name == "mine"
+    assert GpuProfile.named("h200") == GpuProfile.named("H200") == GpuProfile.read(H200)
+    assert GpuProfile.named(str(mine)).name == GpuProfile.named("mine", tmp_path).name == "mine"
     with pytest.raises(HardwareError, match="no GPU 'h201': there are 4090, 910b, a100, h100, h200") as refused:
-        Hardware.named("h201")
+        GpuProfile.named("h201")
     assert "memplug doctor --measure" in refused.value.advice
 
 
@@ -192,7 +192,7 @@ def test_attention_computes_two_products_and_five_in_backward() -> None:
 def test_invalid_profile_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "gpu.json").write_text(text)
     with pytest.raises(HardwareError, match=said):
-        Hardware.read(tmp_path / "gpu.json")
+        GpuProfile.read(tmp_path / "gpu.json")
 
 
 def test_host_copies_of_any_size_hold_ones(device: VirtualDevice) -> None:

@@ -10,13 +10,13 @@ from torch import nn
 
 import memplug
 from memplug.predict.estimator.estimate import estimate_training
-from memplug.predict.estimator.layout import Layout
+from memplug.predict.estimator.layout import RankLayout
 from memplug.predict.estimator.megatron import MegatronTraining, rank_of
-from memplug.predict.estimator.request import Request
+from memplug.predict.estimator.request import EstimateRequest
 from memplug.predict.estimator.result import Estimate
 from memplug.predict.estimator.shapes import Shape
 from memplug.predict.estimator.workload import Workload
-from memplug.predict.virtual import Hardware
+from memplug.predict.virtual import GpuProfile
 from tests.support.virtual_devices import H200
 
 FIELDS = {
@@ -54,7 +54,7 @@ def _of_hugging_face(shape: Shape) -> Estimate:
     return memplug.estimate(job.make_model, job.inputs, BLOCK, "h200", MODES, make_optimizer=job.make_optimizer)
 
 
-def _of_megatron(shape: Shape, layout: Layout) -> tuple[Estimate, int]:
+def _of_megatron(shape: Shape, layout: RankLayout) -> tuple[Estimate, int]:
     """Return Megatron-Core's estimate, and this rank's number of parameters."""
     job, parameters = _workload(shape), []
 
@@ -64,7 +64,7 @@ def _of_megatron(shape: Shape, layout: Layout) -> tuple[Estimate, int]:
         return training
 
     rank = functools.partial(rank_of, layout, 0, job)
-    request = Request.of(BLOCK, Hardware.read(H200), MODES)
+    request = EstimateRequest.of(BLOCK, GpuProfile.read(H200), MODES)
     return estimate_training(make_training, request, rank=rank), parameters[0]
 
 
@@ -77,8 +77,8 @@ def test_hugging_face_qwen3_has_the_flops_of_a_llama_and_more_memory() -> None:
     assert ours["memplug"].to_host_bytes == ours["memplug"].to_device_bytes > 0
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, sequence=True)], ids=str)
-def test_megatron_qwen3_shares_all_parameters_but_norms(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [RankLayout(), RankLayout(tensor=2, sequence=True)], ids=str)
+def test_megatron_qwen3_shares_all_parameters_but_norms(layout: RankLayout) -> None:
     pytest.importorskip("megatron.core")
     found, parameters = _of_megatron(QWEN, layout)
     norms = 2 * (2 * FIELDS["hidden_size"] + 2 * FIELDS["head_dim"]) + FIELDS["hidden_size"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memplug.device.device import device_of
-from memplug.predict.virtual import Hardware, Rate, VirtualDevice
+from memplug.predict.virtual import GpuProfile, Rate, VirtualDevice
 from tests.bench.caching_allocator import CachingAllocator
 from tests.support.virtual_devices import MIB, SIMPLE, on_device, seconds
 
@@ -157,7 +157,7 @@ def test_spans_have_name_and_time_of_each_kernel_and_copy(device: VirtualDevice)
 
 
 def test_request_beyond_device_memory_raises_out_of_memory(device: VirtualDevice) -> None:
-    small = VirtualDevice(Hardware(**{**vars(SIMPLE), "memory_bytes": device.usage().reserved + 40 * MIB}))
+    small = VirtualDevice(GpuProfile(**{**vars(SIMPLE), "memory_bytes": device.usage().reserved + 40 * MIB}))
     kept = on_device(30 * MIB)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 20971520 bytes"):
         on_device(20 * MIB)
@@ -190,7 +190,7 @@ def test_freed_pages_of_expandable_segments_are_remapped() -> None:
     device = VirtualDevice(SIMPLE, expandable_segments=True)
     device.empty_cache()
     there = device.usage().reserved
-    VirtualDevice(Hardware(**{**vars(SIMPLE), "memory_bytes": there + 100 * MIB}), expandable_segments=True)
+    VirtualDevice(GpuProfile(**{**vars(SIMPLE), "memory_bytes": there + 100 * MIB}), expandable_segments=True)
     kept = [on_device(20 * MIB) for _ in range(5)]
     del kept[1], kept[2]  # 20 MiB each, with 20 in between
     apart = on_device(40 * MIB)
@@ -203,7 +203,7 @@ def test_freed_pages_of_expandable_segments_are_remapped() -> None:
 
 def test_short_memory_waits_for_blocks_that_a_stream_still_uses(device: VirtualDevice) -> None:
     there = device.usage().reserved
-    VirtualDevice(Hardware(**{**vars(SIMPLE), "memory_bytes": there + 40 * MIB}))
+    VirtualDevice(GpuProfile(**{**vars(SIMPLE), "memory_bytes": there + 40 * MIB}))
     used, side = on_device(30 * MIB), torch.Stream("virtual")
     with side:
         torch.empty(30 * MIB, dtype=torch.uint8).copy_(used, non_blocking=True)

@@ -19,8 +19,8 @@ from memplug.predict.estimator.shapes import Shape
 from memplug.predict.tune.estimate import StepEstimator
 from memplug.predict.tune.machine import Machine
 from memplug.predict.tune.profiled import profile
-from memplug.predict.tune.search import Configuration, Layout
-from memplug.predict.virtual import Hardware, VirtualDevice
+from memplug.predict.tune.search import Configuration, StepLayout
+from memplug.predict.virtual import GpuProfile, VirtualDevice
 from tests.support.folders import ROOT
 
 
@@ -63,15 +63,15 @@ def shape_of(case: Case) -> Shape:
     return Shape({**fields, "num_hidden_layers": case.layers})
 
 
-def hardware_of(case: Case) -> Hardware:
-    return Hardware.read(ROOT / "configs" / "hardware" / f"{case.gpu}.json")
+def hardware_of(case: Case) -> GpuProfile:
+    return GpuProfile.read(ROOT / "configs" / "hardware" / f"{case.gpu}.json")
 
 
 def predicted(case: Case) -> tuple[float, int]:
     """Return a step's predicted seconds and bytes under ZeRO 1 on one rank."""
     hardware = hardware_of(case)
     profiles = {case.micro_batch: profile(hardware, shape_of(case), case.micro_batch, case.seq_len)}
-    layout = Layout(stage=1, offload="none", micro_batch=case.micro_batch, accumulation=case.accumulation)
+    layout = StepLayout(stage=1, offload="none", micro_batch=case.micro_batch, accumulation=case.accumulation)
     estimator = StepEstimator(Machine(hardware=hardware, gpus=1), profiles)
     at = Configuration(layout=layout, n_persist=1, n_buffer=1, n_swap=case.swap, n_checkpoint=case.checkpoint)
     chunks = len(estimator.chunks(layout))

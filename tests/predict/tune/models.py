@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from memplug.predict.tune.machine import Machine
-from memplug.predict.tune.profiled import ModelProfile, Part
-from memplug.predict.tune.search import Configuration, Layout, Offload
-from memplug.predict.virtual.hardware import Hardware, Rate
+from memplug.predict.tune.profiled import ModelProfile, ProfiledPart
+from memplug.predict.tune.search import Configuration, Offload, StepLayout
+from memplug.predict.virtual.hardware import GpuProfile, Rate
 
 
-def hardware(to_host: float = 1.0, to_device: float = 1.0, **fields: Any) -> Hardware:
+def hardware(to_host: float = 1.0, to_device: float = 1.0, **fields: Any) -> GpuProfile:
     """Return a GPU whose link and collectives move a byte a second, and its memory a hundred."""
     rate = {"bfloat16": Rate.always(1e9)}
     values = {
@@ -34,7 +34,7 @@ def hardware(to_host: float = 1.0, to_device: float = 1.0, **fields: Any) -> Har
         "collective_bytes_per_s": 1.0,
         "collective_s": 1e-9,
     }
-    return Hardware(**{**values, **fields})
+    return GpuProfile(**{**values, **fields})
 
 
 def machine(gpus: int = 2, host_bytes_per_s: float = 50.0, **fields: Any) -> Machine:
@@ -42,10 +42,12 @@ def machine(gpus: int = 2, host_bytes_per_s: float = 50.0, **fields: Any) -> Mac
     return Machine(hardware=hardware(**fields), gpus=gpus, host_bytes_per_s=host_bytes_per_s)
 
 
-def part(forward_s: float, parameters: tuple[int, ...], saved_bytes: int, **fields: int) -> Part:
+def part(forward_s: float, parameters: tuple[int, ...], saved_bytes: int, **fields: int) -> ProfiledPart:
     """Return a part whose backward takes twice as long as its forward."""
     peaks = {"forward_peak_bytes": saved_bytes, "backward_peak_bytes": 0, **fields}
-    return Part(forward_s=forward_s, backward_s=2 * forward_s, parameters=parameters, saved_bytes=saved_bytes, **peaks)
+    return ProfiledPart(
+        forward_s=forward_s, backward_s=2 * forward_s, parameters=parameters, saved_bytes=saved_bytes, **peaks
+    )
 
 
 def model(layers: int = 4, micro_batch: int = 1, forward_s: float = 10.0) -> ModelProfile:
@@ -65,7 +67,7 @@ def configuration(
     stage: int = 3, offload: Offload = "none", micro_batch: int = 1, accumulation: int = 1, **numbers: int
 ) -> Configuration:
     """Return a configuration of that model, whose six parts are chunks; by default all persist and none is buffered."""
-    layout = Layout(stage=stage, offload=offload, micro_batch=micro_batch, accumulation=accumulation)
+    layout = StepLayout(stage=stage, offload=offload, micro_batch=micro_batch, accumulation=accumulation)
     persist = 6 if offload == "none" else 0
     given = {"n_persist": persist, "n_buffer": 6 if stage < 3 else 0, "n_swap": 0, "n_checkpoint": 0, **numbers}
     return Configuration(layout=layout, **given)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from memplug.predict.tune import protrain
 from memplug.predict.tune.estimate import StepEstimator, chunks_of
 from memplug.predict.tune.fixed import all_layouts
-from memplug.predict.tune.search import Box, Layout, Limits, search
+from memplug.predict.tune.search import Box, MemoryLimits, StepLayout, search
 from memplug.predict.tune.space import free_box, most_swaps
 from tests.predict.tune.models import configuration, machine, model
 
@@ -102,7 +102,7 @@ ESTIMATORS = [
 @st.composite
 def boxes(draw: st.DrawFn) -> Box:
     stage, offload = draw(st.sampled_from(all_layouts()))
-    layout = Layout(
+    layout = StepLayout(
         stage=stage, offload=offload, micro_batch=draw(st.integers(1, 2)), accumulation=draw(st.integers(1, 2))
     )
     box = free_box(layout, model())
@@ -127,11 +127,11 @@ def test_bound_of_a_box_holds_for_all_its_configurations(box: Box, estimator: St
 @pytest.mark.parametrize("device", [150, 400, 500, 1200])
 def test_search_with_bounds_finds_the_exhaustive_result(estimator: StepEstimator, device: int) -> None:
     every = [
-        free_box(Layout(stage=stage, offload=offload, micro_batch=n, accumulation=1), model())
+        free_box(StepLayout(stage=stage, offload=offload, micro_batch=n, accumulation=1), model())
         for stage, offload in all_layouts()
         for n in (1, 2)
     ]
-    limits = Limits(device, 1500)
+    limits = MemoryLimits(device, 1500)
     tried = search(every, estimator, limits, 10, exhaustive=10**9)
     bounded = search(every, estimator, limits, 10, exhaustive=0)
     assert bounded.best == tried.best and bounded.predicted < tried.predicted

@@ -10,7 +10,7 @@ from memplug.config import parse_block, read_ds_config
 from memplug.errors import TuneError
 from memplug.predict.tune.estimate import chunks_of
 from memplug.predict.tune.fixed import Fixed
-from memplug.predict.tune.search import Layout
+from memplug.predict.tune.search import StepLayout
 from memplug.predict.tune.space import FIXED, NOT_HIDDEN, free_box, space_of
 from tests.predict.tune.models import machine, model
 
@@ -157,7 +157,7 @@ def test_all_unsearched_configurations_are_counted() -> None:
     chunks = len(chunks_of(model()))
     assert chunks == 6
     every = 6 * sum(
-        len(free_box(Layout(stage=stage, offload=offload, micro_batch=1, accumulation=1), model()))
+        len(free_box(StepLayout(stage=stage, offload=offload, micro_batch=1, accumulation=1), model()))
         for stage, offload in layouts(Fixed())
     )
     assert sum(map(len, space.boxes)) + sum(space.ruled_out.values()) == every

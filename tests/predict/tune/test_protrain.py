@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplug.predict.tune.protrain import (
-    Blocks,
+    BlockCounts,
     ChunkTimes,
     MemoryUnits,
     OperatorMemory,
@@ -84,14 +84,14 @@ def test_memory_use_is_followed_across_operators() -> None:
 @pytest.mark.parametrize(
     ("blocks", "expected"),
     [
-        (Blocks(4), 1000 + 20 * 2 + 10 * 3),
-        (Blocks(4, swap=1, checkpoint=2), 1070 - 50 - 2 * 40),
-        (Blocks(4, swap=1, checkpoint=3), 1070 - 50 - 3 * 40 + 40),
-        (Blocks(4, checkpoint=4), 1070 - 4 * 40 + 40),
-        (Blocks(4, swap=4), 1070 - 4 * 50 + 40),
+        (BlockCounts(4), 1000 + 20 * 2 + 10 * 3),
+        (BlockCounts(4, swap=1, checkpoint=2), 1070 - 50 - 2 * 40),
+        (BlockCounts(4, swap=1, checkpoint=3), 1070 - 50 - 3 * 40 + 40),
+        (BlockCounts(4, checkpoint=4), 1070 - 4 * 40 + 40),
+        (BlockCounts(4, swap=4), 1070 - 4 * 50 + 40),
     ],
 )
-def test_peak_includes_one_recomputed_block_if_none_keeps_activations(blocks: Blocks, expected: int) -> None:
+def test_peak_includes_one_recomputed_block_if_none_keeps_activations(blocks: BlockCounts, expected: int) -> None:
     units = MemoryUnits(persistent=20, buffer=10, swapped=50, checkpointed=40)
     assert peak_bytes(1000, units, Placement(2, 3), blocks) == expected
 

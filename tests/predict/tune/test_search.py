@@ -14,9 +14,9 @@ from memplug.predict.tune.search import (
     SLOWER,
     Box,
     Configuration,
-    Layout,
-    Limits,
+    MemoryLimits,
     Prediction,
+    StepLayout,
     least_memory,
     search,
 )
@@ -64,7 +64,11 @@ estimators = st.builds(
 )
 layouts = st.lists(
     st.builds(
-        Layout, stage=st.integers(1, 3), offload=st.just("none"), micro_batch=st.integers(1, 2), accumulation=st.just(1)
+        StepLayout,
+        stage=st.integers(1, 3),
+        offload=st.just("none"),
+        micro_batch=st.integers(1, 2),
+        accumulation=st.just(1),
     ),
     min_size=1,
     max_size=2,
@@ -86,7 +90,9 @@ def spaces(draw: st.DrawFn) -> list[Box]:
     ]
 
 
-def brute_force(boxes: list[Box], table: Table, limits: Limits, count: int) -> list[tuple[Configuration, Prediction]]:
+def brute_force(
+    boxes: list[Box], table: Table, limits: MemoryLimits, count: int
+) -> list[tuple[Configuration, Prediction]]:
     """Return the best configurations by trying all, using nothing of the search but its types."""
     every = [(at, table.predict(at)) for box in boxes for at in box]
     fitting = [
@@ -105,7 +111,7 @@ def brute_force(boxes: list[Box], table: Table, limits: Limits, count: int) -> l
 def test_search_finds_the_best_of_all_with_and_without_bounds(
     boxes: list[Box], table: Table, device: int, host: int, count: int
 ) -> None:
-    limits = Limits(device, host)
+    limits = MemoryLimits(device, host)
     expected = brute_force(boxes, table, limits, count)
     for exhaustive in (0, 10_000):
         found = search(boxes, table, limits, count, exhaustive=exhaustive)
@@ -121,7 +127,7 @@ def test_least_memory_matches_brute_force(boxes: list[Box], table: Table, host: 
         return
     on_host = [made.device_bytes for made in every if made.host_bytes <= host]
     for exhaustive in (0, 10_000):
-        _, least = least_memory(boxes, table, Limits(0, host), exhaustive=exhaustive)
+        _, least = least_memory(boxes, table, MemoryLimits(0, host), exhaustive=exhaustive)
         if on_host:
             assert least.device_bytes == min(on_host) and least.host_bytes <= host
         else:
@@ -140,7 +146,7 @@ def test_bound_is_never_above_its_configurations(boxes: list[Box], table: Table)
 
 
 def test_box_has_only_valid_block_counts_and_splits_into_halves() -> None:
-    layout = Layout(stage=3, offload="none", micro_batch=1, accumulation=1)
+    layout = StepLayout(stage=3, offload="none", micro_batch=1, accumulation=1)
     box = Box(layout=layout, blocks=5, n_persist=range(2), n_buffer=range(1, 4), n_swap=range(4), n_checkpoint=range(6))
     every = list(box)
     assert len(every) == len(box) == len(set(every)) == 2 * 3 * (6 + 5 + 4 + 3)
@@ -150,10 +156,10 @@ def test_box_has_only_valid_block_counts_and_splits_into_halves() -> None:
 
 
 def test_ruled_out_reasons_are_counted_and_large_spaces_are_pruned() -> None:
-    layout = Layout(stage=3, offload="none", micro_batch=1, accumulation=1)
+    layout = StepLayout(stage=3, offload="none", micro_batch=1, accumulation=1)
     table = Table(4, (1, 0, 0), (1, 1), (1, 1, 0), (1, 1))
     box = Box(layout=layout, blocks=4, n_persist=range(5), n_buffer=range(4), n_swap=range(5), n_checkpoint=range(5))
-    limits = Limits(6, 18)
+    limits = MemoryLimits(6, 18)
     tried = search([box], table, limits, 3)
     assert set(tried.ruled_out) == {DEVICE, HOST} and tried.predicted == len(box)
     bounded = search([box], table, limits, 3, exhaustive=0)
@@ -162,9 +168,9 @@ def test_ruled_out_reasons_are_counted_and_large_spaces_are_pruned() -> None:
 
 
 def test_search_ranks_by_seconds_per_token() -> None:
-    small, large = (Layout(stage=3, offload="none", micro_batch=n, accumulation=1) for n in (1, 2))
+    small, large = (StepLayout(stage=3, offload="none", micro_batch=n, accumulation=1) for n in (1, 2))
     table = Table(4, (0, 0, 0), (0, 0), (0, 0, 0), (0, 0))
     ranges = {"n_persist": range(1), "n_buffer": range(1), "n_swap": range(1), "n_checkpoint": range(1)}
     boxes = [Box(layout=each, blocks=4, **ranges) for each in (small, large)]
-    (first, made), _ = search(boxes, table, Limits(100, 100), 2).best
+    (first, made), _ = search(boxes, table, MemoryLimits(100, 100), 2).best
     assert first.layout == large and made.tokens_per_s == pytest.approx(32 / made.step_s)

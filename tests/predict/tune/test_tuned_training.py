@@ -11,8 +11,8 @@ import torch
 
 from memplug.predict.tune.deepspeed import deepspeed_json
 from memplug.predict.tune.estimate import Chunk
-from memplug.predict.tune.profiled import Part
-from memplug.predict.tune.search import Configuration, Layout, Offload
+from memplug.predict.tune.profiled import ProfiledPart
+from memplug.predict.tune.search import Configuration, Offload, StepLayout
 from memplug.sizes import GIB
 from tests.support.forking import launch_forked
 
@@ -24,10 +24,10 @@ def chunks() -> list[Chunk]:
     """Return the chunks of the tiny Llama that trains: embedding, layers and head."""
     from tests.support.hosts import tiny_llama
 
-    def part(*modules: torch.nn.Module) -> Part:
+    def part(*modules: torch.nn.Module) -> ProfiledPart:
         parameters = tuple(each.numel() for module in modules for each in module.parameters())
-        numbers = dict.fromkeys(Part.__dataclass_fields__, 1)
-        return Part(**{**numbers, "parameters": parameters})
+        numbers = dict.fromkeys(ProfiledPart.__dataclass_fields__, 1)
+        return ProfiledPart(**{**numbers, "parameters": parameters})
 
     model = tiny_llama()
     layers = [Chunk((part(layer),), range(index, index + 1)) for index, layer in enumerate(model.model.layers)]
@@ -37,7 +37,7 @@ def chunks() -> list[Chunk]:
 
 def tuned(stage: int, offload: Offload) -> dict[str, Any]:
     """Return a tuned JSON for two ranks; the optimizer is torch's, as DeepSpeed's would have to be compiled."""
-    layout = Layout(stage=stage, offload=offload, micro_batch=2, accumulation=2)
+    layout = StepLayout(stage=stage, offload=offload, micro_batch=2, accumulation=2)
     at = Configuration(layout=layout, n_persist=0, n_buffer=2, n_swap=1, n_checkpoint=1)
     return deepspeed_json(
         {"optimizer": TORCH_ADAM, "zero_force_ds_cpu_optimizer": False},

@@ -12,7 +12,7 @@ import torch
 
 from memplug.device.host_time import HostTime
 from memplug.errors import HardwareError
-from memplug.predict.virtual import Hardware, Rate, measuring
+from memplug.predict.virtual import GpuProfile, Rate, measuring
 from memplug.predict.virtual.measuring import measure_profile, write_profile
 from tests.support.forking import launch_forked
 
@@ -21,8 +21,8 @@ STEP = """
 import sys, torch
 from torch.nn.functional import scaled_dot_product_attention
 from memplug.device.host_time import HostTime
-from memplug.predict.virtual import Hardware, VirtualDevice
-device = VirtualDevice(Hardware.named(sys.argv[1]))
+from memplug.predict.virtual import GpuProfile, VirtualDevice
+device = VirtualDevice(GpuProfile.named(sys.argv[1]))
 with torch.device("virtual"):
     layer, x = torch.nn.Linear(64, 192, dtype=torch.bfloat16), torch.randn(1, 256, 64, dtype=torch.bfloat16)
 query, key, value = layer(x).view(1, 256, 3, 4, 16).permute(2, 0, 3, 1, 4)
@@ -50,7 +50,7 @@ def entries(profile: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def test_measured_cpu_rates_are_plausible(file: Path) -> None:
-    hardware = Hardware.read(file)
+    hardware = GpuProfile.read(file)
     # Between a very slow and an impossible machine: a unit that is wrong by 1e3 falls outside.
     for rate in (hardware.matmul_flops["float32"], hardware.matmul_flops["float64"]):
         assert 1e8 < rate.at(1e9) < 1e14
@@ -70,7 +70,7 @@ def test_measured_profile_is_marked_and_written_completely(file: Path, profile: 
     assert assumed == ["collective_bytes_per_s", "collective_s"]
     assert all(entry["from"] == "measured" for entry in entries(profile) if entry["from"] != "assumed")
     assert json.loads(file.read_text()) == profile
-    assert isinstance(Hardware.read(file).to_host_bytes_per_s, Rate)
+    assert isinstance(GpuProfile.read(file).to_host_bytes_per_s, Rate)
     assert len(file.read_text().splitlines()) < 33, "a line for each rate"
 
 
@@ -95,7 +95,7 @@ def test_measuring_a_gpu_keeps_its_random_state(tmp_path: Path, monkeypatch: pyt
     measured = measure_profile("cuda", HOST_TIME, said.append)
     assert torch.equal(torch.cuda.get_rng_state(), state)
     write_profile(tmp_path / "gpu.json", measured)
-    hardware = Hardware.read(tmp_path / "gpu.json")
+    hardware = GpuProfile.read(tmp_path / "gpu.json")
     assert (
         hardware.name == torch.cuda.get_device_name() and hardware.attention(None) in hardware.attention_forward_flops
     )

@@ -21,7 +21,7 @@ inline std::array<Noting, WATCHERS> noting;
 inline std::vector<std::tuple<size_t, std::string, bool>> heard; // order, operator, whether it ended
 
 template <size_t ORDER>
-bool note_beginning(Call& call) {
+bool note_beginning(OperatorCall& call) {
   heard.emplace_back(ORDER, call.function.name(), false);
   if (noting[ORDER].throws) {
     throw std::runtime_error("a watcher fails");
@@ -30,7 +30,7 @@ bool note_beginning(Call& call) {
 }
 
 template <size_t ORDER>
-void note_end(Call& call) {
+void note_end(OperatorCall& call) {
   heard.emplace_back(ORDER, call.function.name(), true);
 }
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 
 from memplug.profile.records import OPERATOR
-from memplug.swap.plan.from_trace import Link, gaps, in_use_bytes, marks, outside_of, swap_problem
+from memplug.swap.plan.from_trace import LinkLoad, gaps, in_use_bytes, marks, outside_of, swap_problem
 from memplug.swap.plan.problem import Candidate, Swap, least_budget
 from tests.support.swapping import three_tensors, with_an_optimizer
 from tests.support.traces import Recording, recordings
@@ -89,7 +89,7 @@ def test_optimizer_tensors_have_gaps_before_and_after_program_uses():
 def test_optimizer_tensors_are_in_use_while_the_optimizer_runs():
     step = with_an_optimizer()
     assert in_use_bytes(step).tolist() == [62, 152, 62, 132]
-    problem = swap_problem(step, Link(1.0, 1.0), budget_bytes=120, host_bytes=99, min_bytes=2, states=True)
+    problem = swap_problem(step, LinkLoad(1.0, 1.0), budget_bytes=120, host_bytes=99, min_bytes=2, states=True)
     assert problem.candidates == (Candidate(1, 50, -1, 3),)
     assert problem.in_use_with((Swap(0, 0, 3),)).tolist() == [12, 102, 12, 132]
     assert least_budget(problem) == (132, 3)
@@ -97,13 +97,13 @@ def test_optimizer_tensors_are_in_use_while_the_optimizer_runs():
 
 
 def test_candidates_are_tensors_with_excess_memory_in_their_gap():
-    problem = swap_problem(three_tensors(), Link(10.0, 20.0), budget_bytes=60, host_bytes=99)
+    problem = swap_problem(three_tensors(), LinkLoad(10.0, 20.0), budget_bytes=60, host_bytes=99)
     assert problem.in_use_bytes.tolist() == IN_USE
     assert [each.tensor for each in problem.candidates] == [0, 1, 2]
     assert problem.begin_s.tolist() == list(range(13))
     assert (problem.d2h_bytes_per_s, problem.h2d_bytes_per_s, problem.host_bytes) == (10.0, 20.0, 99)
-    assert swap_problem(three_tensors(), Link(1.0, 1.0), budget_bytes=67, host_bytes=0).candidates == ()
+    assert swap_problem(three_tensors(), LinkLoad(1.0, 1.0), budget_bytes=67, host_bytes=0).candidates == ()
     longer = np.arange(12.0)
-    problem = swap_problem(three_tensors(), Link(1.0, 1.0, 0.5), budget_bytes=60, host_bytes=0, operator_s=longer)
+    problem = swap_problem(three_tensors(), LinkLoad(1.0, 1.0, 0.5), budget_bytes=60, host_bytes=0, operator_s=longer)
     assert problem.begin_s.tolist() == [0.0, *np.cumsum(longer).tolist()]
     assert problem.d2h_busy_s.tolist() == [0.5] * 12 and problem.h2d_busy_s.tolist() == [0.0] * 12

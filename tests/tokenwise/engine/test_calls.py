@@ -12,7 +12,7 @@ from memplug.tokenwise.engine import calls
 from memplug.tokenwise.engine.buffers import Buffers
 from memplug.tokenwise.engine.core import core
 from memplug.tokenwise.engine.executor import Executor
-from memplug.tokenwise.engine.state import State
+from memplug.tokenwise.engine.state import CallState
 from memplug.tokenwise.engine.times import Times
 from memplug.tokenwise.engine.units import Unit
 
@@ -41,7 +41,13 @@ def names() -> dict[str, set[str]]:
 def test_objects_have_every_method_that_the_core_calls(names: dict[str, set[str]]) -> None:
     executor = Executor(Device(), 1 << 20)
     unit = Unit(executor, "unit", None)
-    made = {"Executor": executor, "Unit": unit, "Buffers": Buffers(), "Times": Times(executor.device), "State": State()}
+    made = {
+        "Executor": executor,
+        "Unit": unit,
+        "Buffers": Buffers(),
+        "Times": Times(executor.device),
+        "State": CallState(),
+    }
     assert names.keys() == {f"{name}Calls" for name in made} and all(names.values())
     for kind, instance in made.items():
         assert not [name for name in names[f"{kind}Calls"] if not hasattr(instance, name)]

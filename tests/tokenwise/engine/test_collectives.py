@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from memplug.tokenwise.engine import operators
 from memplug.tokenwise.engine.core import paused
-from memplug.tokenwise.engine.operators import Kind, kind_of
+from memplug.tokenwise.engine.operators import CaptureKind, kind_of
 from tests.support.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
 from tests.support.collective_layers import Exchanges, _Filled, filling
 from tests.support.counting import Launches
@@ -89,7 +89,7 @@ def test_reduced_matmul_is_not_reduced_again(alpha, settings):
 @pytest.mark.parametrize("name", FILLS)
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_collective_into_new_memory_does_not_run_again(name, alpha):
-    assert kind_of(getattr(torch.ops.c10d, name).default) is Kind.COLLECTIVE
+    assert kind_of(getattr(torch.ops.c10d, name).default) is CaptureKind.COLLECTIVE
     assert launched_again(filling(FILLS[name]), alpha) == [0, 0, 0, 0]
 
 

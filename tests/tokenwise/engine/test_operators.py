@@ -14,7 +14,7 @@ from torch import nn
 
 from memplug.tokenwise.engine import operators
 from memplug.tokenwise.engine.core import core
-from memplug.tokenwise.engine.operators import Kind, kind_of
+from memplug.tokenwise.engine.operators import CaptureKind, kind_of
 from memplug.tokenwise.engine.tape import records_of
 from tests.support.blocks import Layer, Stack, assert_clean, assert_same, gradients, tokenwise, train_alike, twin
 from tests.support.counting import Launches
@@ -88,8 +88,8 @@ def test_grouped_matmul_over_tokens_trains_with_any_alpha() -> None:
 # -- kinds -----------------------------------------------------------------------------------------------------------
 
 KINDS = {
-    Kind.ROWS: ["mm", "addmm", "bmm", "baddbmm", "_grouped_mm"],
-    Kind.ATTENTION: [
+    CaptureKind.ROWS: ["mm", "addmm", "bmm", "baddbmm", "_grouped_mm"],
+    CaptureKind.ATTENTION: [
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention",
@@ -99,7 +99,7 @@ KINDS = {
         "_efficient_attention_forward",
         "_cudnn_attention_forward",
     ],
-    Kind.CHOICE: ["topk", "sort", "argsort", "argmax", "argmin", "multinomial", "nonzero", "_unique2"],
+    CaptureKind.CHOICE: ["topk", "sort", "argsort", "argmax", "argmin", "multinomial", "nonzero", "_unique2"],
     None: [
         "add.Tensor",
         "detach_",
@@ -120,19 +120,19 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for kind, names in KINDS.items() for name in names])
-def test_operator_has_its_kind_from_the_table(name: str, kind: Kind | None) -> None:
+def test_operator_has_its_kind_from_the_table(name: str, kind: CaptureKind | None) -> None:
     packet, _, overload = name.partition(".")
     assert hasattr(aten, packet), f"this torch has no aten::{packet}"
     assert kind_of(getattr(getattr(aten, packet), overload or "default")) is kind
 
 
 def test_only_maximum_along_a_dimension_is_a_choice() -> None:
-    assert kind_of(aten.max.dim) is kind_of(aten.min.dim) is Kind.CHOICE
+    assert kind_of(aten.max.dim) is kind_of(aten.min.dim) is CaptureKind.CHOICE
     assert kind_of(aten.max.default) is kind_of(aten.max.other) is None
 
 
 def test_functional_collectives_are_captured_at_their_wait() -> None:
-    assert kind_of(torch.ops._c10d_functional.wait_tensor.default) is Kind.COLLECTIVE
+    assert kind_of(torch.ops._c10d_functional.wait_tensor.default) is CaptureKind.COLLECTIVE
     assert kind_of(torch.ops._c10d_functional.all_reduce.default) is None
     assert operators.is_communication(torch.ops._c10d_functional.all_reduce.default)
 
@@ -201,7 +201,7 @@ def test_registered_flash_attention_is_captured_and_runs_once(
             return x + self.out(self.inner(FlashAttention.apply(*self.qkv(self.norm(x)).chunk(3, -1))).sigmoid())
 
     kind_of.cache_clear()
-    assert kind_of(torch.ops.flash_attn._flash_attn_forward.default) is Kind.ATTENTION
+    assert kind_of(torch.ops.flash_attn._flash_attn_forward.default) is CaptureKind.ATTENTION
     assert kind_of(torch.ops.flash_attn._flash_attn_backward.default) is None
     train_alike(Attends, alpha, steps=3)
     assert flash_calls["forward"] == 2 * 3 * 3  # the model and its twin, layers, steps
@@ -262,7 +262,7 @@ def test_flash_attention_3_is_captured_unless_given_its_output(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.out(self.inner(FlashAttention3.apply(*self.qkv(self.norm(x)).chunk(3, -1))).sigmoid())
 
-    assert kind_of(torch.ops.flash_attn_3.fwd.default) is Kind.ATTENTION
+    assert kind_of(torch.ops.flash_attn_3.fwd.default) is CaptureKind.ATTENTION
     assert kind_of(torch.ops.flash_attn_3.bwd.default) is None
     executor = train_alike(Attends, alpha, steps=3)
     assert executor.opaque_regions == 0

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memplug.tokenwise.engine.executor import Executor
-from memplug.tokenwise.engine.operators import Kind
+from memplug.tokenwise.engine.operators import CaptureKind
 from memplug.tokenwise.engine.units import Unit
 from memplug.tokenwise.plan.decisions import Decision, Setting
 from tests.support.blocks import Stack, assert_clean, assert_same, gradients, tokenwise, twin
@@ -209,7 +209,7 @@ def test_unit_without_draws_recomputes_in_the_state_of_its_forward(forward: str,
     reference = twin(model)
     executor = tokenwise(model, 0.0)
     for layer in model.layers:
-        run_as_unit(layer.part, Unit(executor, "part", Kind.ROWS, puts_back=False))
+        run_as_unit(layer.part, Unit(executor, "part", CaptureKind.ROWS, puts_back=False))
     for x in torch.randn(3, 2, 6, 16):
         with STATES[forward]():
             losses = [network(x) for network in (model, reference)]

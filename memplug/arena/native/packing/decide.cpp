@@ -41,9 +41,9 @@ struct Instance {
 
 int64_t aligned(int64_t offset, int64_t alignment) { return (offset + alignment - 1) / alignment * alignment; }
 
-class Search {
+class PlacementSearch {
  public:
-  Search(const Instance& of, uint64_t seed, std::atomic<bool>& over)
+  PlacementSearch(const Instance& of, uint64_t seed, std::atomic<bool>& over)
       : in_(of), over_(over), random_(seed), blame_(of.count, 0.0), rank_(of.count), bound_(of.count) {}
 
   Verdict run(std::vector<int64_t>& offsets) {
@@ -274,21 +274,21 @@ void describe(Instance& instance) {
 // Calls work(0) up to work(threads - 1), each on a thread with a stack for a search as deep as there are buffers.
 template <typename Work>
 void run_deep(int32_t threads, size_t stack, Work& work) {
-  struct Task {
+  struct DeepTask {
     Work* work;
     uint64_t seed;
   };
-  std::vector<Task> tasks;
+  std::vector<DeepTask> tasks;
   for (int32_t seed = 0; seed < threads; ++seed) tasks.push_back({&work, static_cast<uint64_t>(seed)});
   auto start = [](void* task) -> void* {
-    (*static_cast<Task*>(task)->work)(static_cast<Task*>(task)->seed);
+    (*static_cast<DeepTask*>(task)->work)(static_cast<DeepTask*>(task)->seed);
     return nullptr;
   };
   pthread_attr_t attributes;
   pthread_attr_init(&attributes);
   pthread_attr_setstacksize(&attributes, stack);
   std::vector<pthread_t> started;
-  for (Task& task : tasks) {
+  for (DeepTask& task : tasks) {
     pthread_t thread;
     if (pthread_create(&thread, &attributes, start, &task) == 0) started.push_back(thread);
   }
@@ -311,7 +311,7 @@ extern "C" int32_t memplug_decide(int32_t count, int32_t sections, const int32_t
   std::atomic<int32_t> verdict{kUnknown};
   auto work = [&](uint64_t seed) {
     std::vector<int64_t> found;
-    const Verdict mine = Search(instance, seed, over).run(found);
+    const Verdict mine = PlacementSearch(instance, seed, over).run(found);
     int32_t unknown = kUnknown;
     if (mine != kUnknown && verdict.compare_exchange_strong(unknown, mine)) std::copy(found.begin(), found.end(), offsets);
     if (mine != kUnknown) over = true;

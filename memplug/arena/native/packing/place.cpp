@@ -6,7 +6,7 @@
 
 namespace {
 
-struct Placed {
+struct PlacedBuffer {
   int64_t offset, end;
   int32_t lower, upper;
 };
@@ -14,15 +14,15 @@ struct Placed {
 // Placed buffers by offset, in blocks that are short enough to insert into.
 class Shelf {
  public:
-  void insert(const Placed& placed) {
-    auto after = [](int64_t offset, const std::vector<Placed>& block) { return offset < block.front().offset; };
+  void insert(const PlacedBuffer& placed) {
+    auto after = [](int64_t offset, const std::vector<PlacedBuffer>& block) { return offset < block.front().offset; };
     auto block = std::upper_bound(blocks_.begin(), blocks_.end(), placed.offset, after);
     if (block != blocks_.begin()) --block;
     if (block == blocks_.end()) block = blocks_.emplace(block);
-    auto later = [](int64_t offset, const Placed& other) { return offset < other.offset; };
+    auto later = [](int64_t offset, const PlacedBuffer& other) { return offset < other.offset; };
     block->insert(std::upper_bound(block->begin(), block->end(), placed.offset, later), placed);
     if (block->size() > kBlock) {
-      std::vector<Placed> half(block->begin() + kBlock / 2, block->end());
+      std::vector<PlacedBuffer> half(block->begin() + kBlock / 2, block->end());
       block->resize(kBlock / 2);
       blocks_.insert(block + 1, std::move(half));
     }
@@ -32,13 +32,13 @@ class Shelf {
   template <typename Visit>
   void scan(int32_t lower, int32_t upper, Visit visit) const {
     for (const auto& block : blocks_)
-      for (const Placed& placed : block)
+      for (const PlacedBuffer& placed : block)
         if (placed.lower < upper && lower < placed.upper && !visit(placed.offset, placed.end)) return;
   }
 
  private:
   static constexpr size_t kBlock = 512;
-  std::vector<std::vector<Placed>> blocks_;
+  std::vector<std::vector<PlacedBuffer>> blocks_;
 };
 
 // All placed buffers, and those of each stretch of time: a short lifetime is looked up in its stretch alone.
@@ -47,7 +47,7 @@ class Shelves {
   Shelves(int32_t instants, int32_t stretches)
       : width_((instants + stretches - 1) / stretches), of_stretch_(stretches > 1 ? stretches : 0) {}
 
-  void insert(const Placed& placed) {
+  void insert(const PlacedBuffer& placed) {
     all_.insert(placed);
     if (of_stretch_.empty()) return;
     for (int32_t at = placed.lower / width_; at <= (placed.upper - 1) / width_; ++at) of_stretch_[at].insert(placed);

@@ -13,7 +13,7 @@ namespace {
 // Returns the number of chosen elements; the host waits for it, as on CUDA.
 int64_t chosen(const Work& work, int64_t elements) {
   VirtualDevice& device = VirtualDevice::get();
-  device.copy(Link::TO_HOST, static_cast<int64_t>(sizeof(int64_t)), true);
+  device.copy(CopyDirection::TO_HOST, static_cast<int64_t>(sizeof(int64_t)), true);
   const auto answer = device.answer(work);
   return answer ? answer->front().size(0) : std::llround(static_cast<double>(elements) * device.true_share);
 }

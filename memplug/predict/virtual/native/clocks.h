@@ -43,11 +43,11 @@ class Clocks {
   }
 
   // Queues a copy and returns when it is over.
-  double copy(int64_t stream, Link direction, CopySeconds seconds) {
+  double copy(int64_t stream, CopyDirection direction, CopySeconds seconds) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const double begin_s = std::max({free_s_[stream], link_.free_s(direction), host_s_});
     const double over_s = link_.copy(direction, begin_s, host_s_, seconds);
-    run(stream, begin_s, over_s, direction == Link::TO_HOST ? "to host" : "to device");
+    run(stream, begin_s, over_s, direction == CopyDirection::TO_HOST ? "to host" : "to device");
     return over_s;
   }
 

@@ -113,7 +113,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 };
 
-class Addresses final : public c10::Allocator {
+class VirtualAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
     void* const address =
@@ -161,7 +161,7 @@ class HostAddresses final : public c10::Allocator {
   }
 };
 
-class Hooks final : public at::PrivateUse1HooksInterface {
+class VirtualDeviceHooks final : public at::PrivateUse1HooksInterface {
  public:
   bool isBuilt() const override {
     return true;
@@ -223,7 +223,7 @@ int64_t current_stream() {
 }
 
 c10::Allocator& virtual_allocator() {
-  static auto* instance = new Addresses();
+  static auto* instance = new VirtualAllocator();
   return *instance;
 }
 
@@ -237,7 +237,7 @@ void VirtualDevice::start() {
   }
   c10::impl::registerDeviceGuard(kVirtual, new Guard());
   c10::SetAllocator(kVirtual, &virtual_allocator());
-  at::RegisterPrivateUse1HooksInterface(new Hooks());
+  at::RegisterPrivateUse1HooksInterface(new VirtualDeviceHooks());
   register_operators();
   is_started_ = true;
 }
@@ -307,7 +307,7 @@ void VirtualDevice::launch(const std::string& name, double seconds) {
   clocks.launch(current, seconds, name);
 }
 
-void VirtualDevice::copy(Link direction, int64_t nbytes, bool blocks) {
+void VirtualDevice::copy(CopyDirection direction, int64_t nbytes, bool blocks) {
   Costs costs;
   {
     const std::lock_guard<std::mutex> lock(mutex_);

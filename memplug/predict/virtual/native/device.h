@@ -47,7 +47,7 @@ struct Cost {
 // the host's own time for each kernel or copy.
 struct Costs {
   std::function<Cost(const Work&)> kernel;
-  std::function<CopySeconds(Link, int64_t)> copy;
+  std::function<CopySeconds(CopyDirection, int64_t)> copy;
   double launch_s = 0;
 };
 
@@ -70,7 +70,7 @@ class VirtualDevice {
   // Queue work on the calling thread's current stream; `blocks` lets the host wait for the copy.
   void run(const Work& work);
   void launch(const std::string& name, double seconds);
-  void copy(Link direction, int64_t nbytes, bool blocks);
+  void copy(CopyDirection direction, int64_t nbytes, bool blocks);
 
   // `answers` is called on the thread that reads the value, without a lock of the device.
   void answer_by(Answers answers);

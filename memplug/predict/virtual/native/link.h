@@ -16,7 +16,7 @@
 
 namespace memplug {
 
-enum class Link : uint8_t { TO_HOST, TO_DEVICE };
+enum class CopyDirection : uint8_t { TO_HOST, TO_DEVICE };
 
 // Seconds that a copy takes with the other direction idle, and with it busy throughout.
 struct CopySeconds {
@@ -30,18 +30,18 @@ struct CopySeconds {
 
 class LinkClock {
  public:
-  double free_s(Link direction) const {
+  double free_s(CopyDirection direction) const {
     return of(direction).free_s;
   }
 
   // Queues a copy that begins at `begin_s`, when its direction is free, and returns when it is over. No later copy begins before
   // `host_s`, so copies that end before it can be forgotten.
-  double copy(Link direction, double begin_s, double host_s, CopySeconds seconds) {
+  double copy(CopyDirection direction, double begin_s, double host_s, CopySeconds seconds) {
     Direction& own = directions_[static_cast<size_t>(direction)];
     Direction& other = directions_[1 - static_cast<size_t>(direction)];
     own.forget(host_s);
     other.forget(begin_s);
-    Run run{begin_s, seconds.alone, seconds.speed()};
+    RunningCopy run{begin_s, seconds.alone, seconds.speed()};
     double owed_s = 0; // delay of the other direction that is not applied yet, in seconds of a copy alone
     for (size_t at = 0; at < other.copies.size() && (run.left_s > 0 || owed_s > 0); ++at) {
       Copy& copy = other.copies[at];
@@ -81,7 +81,7 @@ class LinkClock {
   };
 
   // A copy whose end is being computed.
-  struct Run {
+  struct RunningCopy {
     double now_s, left_s, speed; // left_s: remaining seconds as a copy alone
 
     // Advances by at most `limit_s` at a speed, and returns the seconds that it took.
@@ -94,7 +94,7 @@ class LinkClock {
     }
   };
 
-  const Direction& of(Link direction) const {
+  const Direction& of(CopyDirection direction) const {
     return directions_[static_cast<size_t>(direction)];
   }
 

@@ -33,7 +33,7 @@ void* CachingMemory::malloc(int64_t nbytes, int64_t stream) {
   const bool small = size <= kSmall;
   Pool& pool = pools_.try_emplace({stream, small, expands_}, Pool{stream, small, expands_, {}}).first->second;
   const auto fit = pool.free.lower_bound({size, nullptr});
-  Block* block = fit != pool.free.end() ? blocks_.at(fit->second).get() : more(pool, size);
+  PoolBlock* block = fit != pool.free.end() ? blocks_.at(fit->second).get() : more(pool, size);
   if (block == nullptr && release_free()) {
     ++usage_.retries;
     block = more(pool, size);
@@ -64,7 +64,7 @@ void* CachingMemory::malloc(int64_t nbytes, int64_t stream) {
 
 void CachingMemory::free(void* address) {
   const Lock lock(mutex_);
-  Block* const block = blocks_.at(static_cast<char*>(address)).get();
+  PoolBlock* const block = blocks_.at(static_cast<char*>(address)).get();
   usage_.requested -= block->requested;
   usage_.allocated -= block->nbytes;
   double over_s = 0;
@@ -128,14 +128,14 @@ void CachingMemory::reset_peaks() {
 
 // -- blocks -----------------------------------------------------------------------------------------------------------------
 
-CachingMemory::Block* CachingMemory::add(Block block) {
+CachingMemory::PoolBlock* CachingMemory::add(PoolBlock block) {
   char* const address = block.address;
-  return blocks_.emplace(address, std::make_unique<Block>(std::move(block))).first->second.get();
+  return blocks_.emplace(address, std::make_unique<PoolBlock>(std::move(block))).first->second.get();
 }
 
 // Cuts a block after `nbytes` and returns the rest; neither is in the free lists.
-CachingMemory::Block* CachingMemory::cut(Block* block, int64_t nbytes) {
-  Block* const rest = add(
+CachingMemory::PoolBlock* CachingMemory::cut(PoolBlock* block, int64_t nbytes) {
+  PoolBlock* const rest = add(
       {block->address + nbytes, block->nbytes - nbytes, 0, block->pool, false, block->is_mapped, block, block->after, {}});
   if (block->after != nullptr) {
     block->after->before = rest;
@@ -146,9 +146,9 @@ CachingMemory::Block* CachingMemory::cut(Block* block, int64_t nbytes) {
 }
 
 // Merges two neighbours; neither is in the free lists.
-CachingMemory::Block* CachingMemory::merged(Block* one, Block* other) {
-  Block* const first = one->after == other ? one : other;
-  Block* const second = first->after;
+CachingMemory::PoolBlock* CachingMemory::merged(PoolBlock* one, PoolBlock* other) {
+  PoolBlock* const first = one->after == other ? one : other;
+  PoolBlock* const second = first->after;
   first->nbytes += second->nbytes;
   first->after = second->after;
   if (second->after != nullptr) {
@@ -159,8 +159,8 @@ CachingMemory::Block* CachingMemory::merged(Block* one, Block* other) {
 }
 
 // Puts a block into the free lists, merged with its free neighbours, and returns the merged block.
-CachingMemory::Block* CachingMemory::put(Block* block) {
-  for (Block* const neighbour : {block->before, block->after}) {
+CachingMemory::PoolBlock* CachingMemory::put(PoolBlock* block) {
+  for (PoolBlock* const neighbour : {block->before, block->after}) {
     if (neighbour != nullptr && neighbour->is_free && neighbour->is_mapped == block->is_mapped) {
       take(neighbour);
       block = merged(block, neighbour);
@@ -173,7 +173,7 @@ CachingMemory::Block* CachingMemory::put(Block* block) {
 }
 
 // Takes a block out of the free lists.
-void CachingMemory::take(Block* block) {
+void CachingMemory::take(PoolBlock* block) {
   block->is_free = false;
   block->is_mapped ? block->pool->free.erase({block->nbytes, block->address}) : block->pool->unmapped.erase(block->address);
 }

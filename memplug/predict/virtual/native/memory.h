@@ -52,7 +52,7 @@ class CachingMemory {
   void reset_peaks();
 
  private:
-  struct Block;
+  struct PoolBlock;
   using Free = std::set<std::pair<int64_t, char*>>; // size in bytes and address
   struct Pool {
     int64_t stream;
@@ -60,34 +60,34 @@ class CachingMemory {
     Free free; // free blocks with memory
     std::set<char*> unmapped{}; // free blocks without memory
   };
-  struct Block {
+  struct PoolBlock {
     char* address;
     int64_t nbytes, requested;
     Pool* pool;
     bool is_free, is_mapped;
-    Block *before, *after; // neighbours in its segment
+    PoolBlock *before, *after; // neighbours in its segment
     std::set<int64_t> streams; // other streams that use it
   };
-  struct Pending {
+  struct PendingFree {
     void* address;
     double over_s;
   };
 
-  Block* add(Block block);
-  Block* cut(Block* block, int64_t nbytes);
-  Block* merged(Block* one, Block* other);
-  Block* put(Block* block);
-  void take(Block* block);
+  PoolBlock* add(PoolBlock block);
+  PoolBlock* cut(PoolBlock* block, int64_t nbytes);
+  PoolBlock* merged(PoolBlock* one, PoolBlock* other);
+  PoolBlock* put(PoolBlock* block);
+  void take(PoolBlock* block);
   void process_pending();
 
   // segments.cpp
   char* addresses(int64_t nbytes);
-  Block* more(Pool& pool, int64_t size);
-  Block* add_segment(Pool& pool, int64_t nbytes);
-  Block* expanded(Pool& pool, int64_t size);
-  Block* place_in_range(Pool& pool, int64_t size);
-  bool map(Block* block, int64_t nbytes);
-  bool unmap(Block* block);
+  PoolBlock* more(Pool& pool, int64_t size);
+  PoolBlock* add_segment(Pool& pool, int64_t nbytes);
+  PoolBlock* expanded(Pool& pool, int64_t size);
+  PoolBlock* place_in_range(Pool& pool, int64_t size);
+  bool map(PoolBlock* block, int64_t nbytes);
+  bool unmap(PoolBlock* block);
   bool release_free();
   int64_t holes() const;
   void note_peaks();
@@ -99,8 +99,8 @@ class CachingMemory {
   VirtualMemory usage_;
   bool expands_ = false;
   std::map<std::tuple<int64_t, bool, bool>, Pool> pools_; // by stream, small, and expandable
-  std::map<char*, std::unique_ptr<Block>> blocks_;
-  std::vector<Pending> pending_;
+  std::map<char*, std::unique_ptr<PoolBlock>> blocks_;
+  std::vector<PendingFree> pending_;
   std::multimap<int64_t, char*> unused_; // addresses of released segments, by size
   char *begin_ = nullptr, *next_ = nullptr, *end_ = nullptr; // the reserved range of addresses, and its first unused one
 };

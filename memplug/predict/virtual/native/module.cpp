@@ -79,10 +79,10 @@ PYBIND11_MODULE(memplug_virtual, module) {
            const auto cost = (*ask)(work).cast<std::pair<double, double>>();
            return memplug::Cost{cost.first, cost.second};
          },
-         [ask = kept(std::move(copy))](memplug::Link direction, int64_t nbytes) {
+         [ask = kept(std::move(copy))](memplug::CopyDirection direction, int64_t nbytes) {
            const py::gil_scoped_acquire locked;
            const auto [alone, beside] =
-               (*ask)(direction == memplug::Link::TO_HOST, nbytes).cast<std::pair<double, double>>();
+               (*ask)(direction == memplug::CopyDirection::TO_HOST, nbytes).cast<std::pair<double, double>>();
            return memplug::CopySeconds{alone, beside};
          },
          launch_s});

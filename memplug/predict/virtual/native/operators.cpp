@@ -77,7 +77,7 @@ bool run_as_answered(const c10::OperatorHandle& op, const Work& work, torch::jit
   if (!answer) {
     return false;
   }
-  device.copy(Link::TO_HOST, static_cast<int64_t>(sizeof(int64_t)), true);
+  device.copy(CopyDirection::TO_HOST, static_cast<int64_t>(sizeof(int64_t)), true);
   torch::jit::drop(*stack, op.schema().arguments().size());
   for (const at::Tensor& tensor : *answer) {
     stack->push_back(tensor.is_meta() ? c10::IValue(tensor) : c10::IValue(tensor.item()));
@@ -220,10 +220,10 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
   if (is_virtual(self) && is_virtual(destination)) {
     device.run({"aten::copy_", {shape_of(self)}, {shape_of(destination)}});
   } else {
-    const Link direction = is_virtual(self) ? Link::TO_HOST : Link::TO_DEVICE;
+    const CopyDirection direction = is_virtual(self) ? CopyDirection::TO_HOST : CopyDirection::TO_DEVICE;
     const auto nbytes = static_cast<int64_t>(destination.numel() * destination.element_size());
     device.copy(direction, nbytes, !non_blocking);
-    if (direction == Link::TO_HOST && (!non_blocking || nbytes <= kReadBytes)) {
+    if (direction == CopyDirection::TO_HOST && (!non_blocking || nbytes <= kReadBytes)) {
       if (const auto answer = device.answer({"aten::_to_copy", {shape_of(self)}, {}}, !non_blocking)) {
         destination.copy_(answer->front());
       } else if (nbytes <= kAwaitedBytes) {
@@ -245,7 +245,7 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
 // Returns a number that the host reads and waits for. It was never computed, so without an answer it is 1.
 at::Scalar local_scalar(const at::Tensor& self) {
   VirtualDevice& device = VirtualDevice::get();
-  device.copy(Link::TO_HOST, static_cast<int64_t>(self.element_size()), true);
+  device.copy(CopyDirection::TO_HOST, static_cast<int64_t>(self.element_size()), true);
   if (const auto answer = device.answer({"aten::_local_scalar_dense", {shape_of(self)}, {}})) {
     return answer->front().item();
   }

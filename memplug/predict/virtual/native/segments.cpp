@@ -34,14 +34,14 @@ char* CachingMemory::addresses(int64_t nbytes) {
 }
 
 // Returns a free block of at least `size` bytes with new memory; null if the device has no more.
-CachingMemory::Block* CachingMemory::more(Pool& pool, int64_t size) {
+CachingMemory::PoolBlock* CachingMemory::more(Pool& pool, int64_t size) {
   if (pool.expandable) {
     return expanded(pool, size);
   }
   return add_segment(pool, pool.small || size < kLarge ? page(pool.small) : rounded(size, kRound));
 }
 
-CachingMemory::Block* CachingMemory::add_segment(Pool& pool, int64_t nbytes) {
+CachingMemory::PoolBlock* CachingMemory::add_segment(Pool& pool, int64_t nbytes) {
   if (nbytes > capacity_ - usage_.reserved) {
     return nullptr;
   }
@@ -58,18 +58,18 @@ CachingMemory::Block* CachingMemory::add_segment(Pool& pool, int64_t nbytes) {
 
 // -- expandable segments -----------------------------------------------------------------------------------------------------
 
-CachingMemory::Block* CachingMemory::expanded(Pool& pool, int64_t size) {
+CachingMemory::PoolBlock* CachingMemory::expanded(Pool& pool, int64_t size) {
   if (size > std::min(capacity_, kRange)) {
     return nullptr;
   }
-  Block* block = place_in_range(pool, size);
+  PoolBlock* block = place_in_range(pool, size);
   take(block);
   if (!block->is_mapped && !map(block, size)) {
     put(block);
     return nullptr;
   }
   while (block->nbytes < size) {
-    Block* const next = block->after;
+    PoolBlock* const next = block->after;
     take(next);
     if (!next->is_mapped && !map(next, size - block->nbytes)) {
       put(next);
@@ -82,14 +82,14 @@ CachingMemory::Block* CachingMemory::expanded(Pool& pool, int64_t size) {
 }
 
 // Returns the first of adjacent free blocks that are large enough together, at the lowest unmapped address.
-CachingMemory::Block* CachingMemory::place_in_range(Pool& pool, int64_t size) {
+CachingMemory::PoolBlock* CachingMemory::place_in_range(Pool& pool, int64_t size) {
   for (char* const address : pool.unmapped) {
-    Block* first = blocks_.at(address).get();
+    PoolBlock* first = blocks_.at(address).get();
     if (first->before != nullptr && first->before->is_free) {
       first = first->before;
     }
     int64_t nbytes = 0;
-    for (const Block* each = first; each != nullptr && each->is_free && nbytes < size; each = each->after) {
+    for (const PoolBlock* each = first; each != nullptr && each->is_free && nbytes < size; each = each->after) {
       nbytes += each->nbytes;
     }
     if (nbytes >= size) {
@@ -101,7 +101,7 @@ CachingMemory::Block* CachingMemory::place_in_range(Pool& pool, int64_t size) {
 
 // Maps enough of a block's first pages to hold `nbytes`; the block must not be in the free lists. Returns false if the device has
 // no more memory.
-bool CachingMemory::map(Block* block, int64_t nbytes) {
+bool CachingMemory::map(PoolBlock* block, int64_t nbytes) {
   nbytes = std::min(block->nbytes, rounded(nbytes, page(block->pool->small)));
   if (nbytes > capacity_ - usage_.reserved) {
     return false;
@@ -115,7 +115,7 @@ bool CachingMemory::map(Block* block, int64_t nbytes) {
 }
 
 // Unmaps the whole pages of a free block. Returns false if it has none.
-bool CachingMemory::unmap(Block* block) {
+bool CachingMemory::unmap(PoolBlock* block) {
   const int64_t size = page(block->pool->small), at = reinterpret_cast<intptr_t>(block->address);
   const int64_t begin = rounded(at, size) - at, end = (at + block->nbytes) / size * size - at; // offsets in the block
   if (end <= begin) {
@@ -126,7 +126,7 @@ bool CachingMemory::unmap(Block* block) {
     put(cut(block, end));
   }
   if (begin > 0) {
-    Block* const inner = cut(block, begin);
+    PoolBlock* const inner = cut(block, begin);
     put(block);
     block = inner;
   }
@@ -156,11 +156,11 @@ int64_t CachingMemory::holes() const {
 // Releases all free memory to the device; the host first waits until other streams are past the blocks that they use. Returns false
 // if nothing was free.
 bool CachingMemory::release_free() {
-  for (const Pending& each : pending_) {
+  for (const PendingFree& each : pending_) {
     clocks_.wait(each.over_s);
   }
   process_pending();
-  std::vector<Block*> free;
+  std::vector<PoolBlock*> free;
   for (const auto& [address, block] : blocks_) {
     const bool whole = block->before == nullptr && block->after == nullptr;
     if (block->is_free && block->is_mapped && (block->pool->expandable || whole)) {
@@ -168,7 +168,7 @@ bool CachingMemory::release_free() {
     }
   }
   bool any = false;
-  for (Block* const block : free) {
+  for (PoolBlock* const block : free) {
     if (block->pool->expandable) {
       any |= unmap(block);
       continue;

@@ -31,7 +31,7 @@ std::optional<std::vector<at::Tensor>> Frame::again(
     wanted.push_back(&use);
     wanted_storages.push_back(use.storage);
   }
-  const Decisions its(own_tape, {}, {}, wanted_storages);
+  const PassActions its(own_tape, {}, {}, wanted_storages);
   if (its.communicates) { // other ranks may not ask for it
     return std::nullopt;
   }
@@ -89,7 +89,7 @@ at::Tensor Frame::early(size_t index) {
   region->asks = true;
   if (std::this_thread::get_id() != thread_) {
     forward.blind(ASKED);
-    for (Given& each : forward.given) {
+    for (GivenMemory& each : forward.given) {
       if (each.had_gradient && !std::exchange(each.noted, true) && each.tensor.grad().defined()) {
         before_accumulating(each.tensor.grad());
       }

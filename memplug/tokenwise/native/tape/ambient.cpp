@@ -32,12 +32,12 @@ py::object default_device() {
 }
 
 // A back end of attention, and its name in torch.backends.cuda.
-struct AttentionBackend {
+struct NamedBackend {
   const char* name;
   bool (at::Context::*is_enabled)() const;
 };
 
-constexpr std::array<AttentionBackend, std::tuple_size_v<Ambient::Attention>> kAttention{{
+constexpr std::array<NamedBackend, std::tuple_size_v<Ambient::Attention>> kAttention{{
     {"flash", &at::Context::userEnabledFlashSDP},
     {"mem_efficient", &at::Context::userEnabledMemEfficientSDP},
     {"math", &at::Context::userEnabledMathSDP},

@@ -23,18 +23,18 @@ Containers Containers::of(py::handle value, const Leaf& leaf) {
   if (is_plain_leaf(object)) {
     leaf(value);
   } else if (PyDict_CheckExact(object)) {
-    found.kind_ = Kind::DICTIONARY;
+    found.kind_ = ContainerKind::DICTIONARY;
     found.keys_ = py::reinterpret_steal<py::object>(PyDict_Keys(object));
     for (const auto& [key, each] : py::reinterpret_borrow<py::dict>(value)) {
       found.parts_.push_back(of(each, leaf));
     }
   } else if (PyTuple_CheckExact(object) || PyList_CheckExact(object)) {
-    found.kind_ = PyTuple_CheckExact(object) ? Kind::TUPLE : Kind::LIST;
+    found.kind_ = PyTuple_CheckExact(object) ? ContainerKind::TUPLE : ContainerKind::LIST;
     for (const py::handle each : value) {
       found.parts_.push_back(of(each, leaf));
     }
   } else {
-    found.kind_ = Kind::TREE;
+    found.kind_ = ContainerKind::TREE;
     const py::tuple flat = functions().tree_flatten(value);
     for (const py::handle each : flat[0]) {
       leaf(each);
@@ -47,16 +47,16 @@ Containers Containers::of(py::handle value, const Leaf& leaf) {
 
 py::object Containers::around(const NextLeaf& next) const {
   switch (kind_) {
-    case Kind::LEAF:
+    case ContainerKind::LEAF:
       return next();
-    case Kind::TREE: {
+    case ContainerKind::TREE: {
       py::list leaves;
       for (size_t i = 0; i < leaves_; ++i) {
         leaves.append(next());
       }
       return functions().tree_unflatten(leaves, keys_);
     }
-    case Kind::DICTIONARY: {
+    case ContainerKind::DICTIONARY: {
       py::dict made;
       for (size_t i = 0; i < parts_.size(); ++i) {
         made[py::list(keys_)[i]] = parts_[i].around(next);
@@ -68,7 +68,7 @@ py::object Containers::around(const NextLeaf& next) const {
       for (const Containers& part : parts_) {
         made.append(part.around(next));
       }
-      return kind_ == Kind::TUPLE ? py::object(py::tuple(made)) : py::object(made);
+      return kind_ == ContainerKind::TUPLE ? py::object(py::tuple(made)) : py::object(made);
     }
   }
 }

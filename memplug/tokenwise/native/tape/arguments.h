@@ -22,9 +22,9 @@ class Containers {
   pybind11::object around(const NextLeaf& next) const;
 
  private:
-  enum class Kind : uint8_t { LEAF, DICTIONARY, TUPLE, LIST, TREE };
+  enum class ContainerKind : uint8_t { LEAF, DICTIONARY, TUPLE, LIST, TREE };
 
-  Kind kind_ = Kind::LEAF;
+  ContainerKind kind_ = ContainerKind::LEAF;
   pybind11::object keys_; // a dictionary's keys, or torch's description of a tree
   size_t leaves_ = 0; // number of values in a tree
   std::vector<Containers> parts_;

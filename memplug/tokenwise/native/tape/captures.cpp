@@ -65,7 +65,7 @@ void Frame::capture_outputs(
   if (op.has(WAITS) && launch < 0) {
     return;
   }
-  std::vector<Part> parts;
+  std::vector<CapturedTensor> parts;
   for (const at::Tensor& value : outputs) {
     const auto part = part_of(value, rows, decision.keep, op);
     if (!part) {
@@ -102,7 +102,7 @@ void Frame::capture_exchange(size_t index, const Record& record, c10::ArrayRef<c
     captures_[index] = {{}, true};
     return;
   }
-  const Part part = *part_of(written[0], std::nullopt, false, *record.op);
+  const CapturedTensor part = *part_of(written[0], std::nullopt, false, *record.op);
   add(written[0], part);
   captures_[index] = {{part}, true};
 }
@@ -135,21 +135,21 @@ int64_t Frame::launch_of(size_t index) const {
   return launched.outputs.size() > 1 || is_list || (in_place && !is_own) ? -1 : launch;
 }
 
-std::optional<Part> Frame::part_of(
+std::optional<CapturedTensor> Frame::part_of(
     const at::Tensor& value, std::optional<int64_t> rows, bool keep, const Operator& op) {
-  const auto kept = [&] { return Part{nullptr, std::make_shared<Kept>(value)}; };
+  const auto kept = [&] { return CapturedTensor{nullptr, std::make_shared<KeptTensor>(value)}; };
   if (keep || !flow->is_worth_swapping(value)) {
     return rows ? std::nullopt : std::optional(kept());
   }
   if (auto swapped = flow->transfer->offload(value, rows.value_or(value.size(0)), region->offloads_late)) {
-    return Part{std::move(swapped), nullptr};
+    return CapturedTensor{std::move(swapped), nullptr};
   }
   // recomputing it alone would leave other ranks waiting, or choose differently
   const bool alike = op.is_always_captured() || region->shares;
   return alike ? std::optional(kept()) : std::nullopt;
 }
 
-void Frame::add(const at::Tensor& tensor, const Part& part) {
+void Frame::add(const at::Tensor& tensor, const CapturedTensor& part) {
   const int32_t storage = forward.storages.find(tensor);
   forward.set_captured(storage, part.whole(), part.kept != nullptr, tensor.scalar_type());
   parts_[storage] = part;
@@ -161,7 +161,7 @@ void Frame::add(const at::Tensor& tensor, const Part& part) {
 // Returns the captured collectives that a recompute pass may ask for, whatever else this rank had room to capture. All
 // ranks must leave out the same collectives.
 std::set<size_t> Frame::asked_of_ranks() const {
-  std::vector<Captured> shared;
+  std::vector<CapturedOperator> shared;
   for (const auto& [index, capture] : captures_) {
     if (tape->records[index].op->has(COLLECTIVE) || tape->records[index].op->has(SHARED)) {
       shared.push_back({index, true});
@@ -178,7 +178,7 @@ std::set<size_t> Frame::asked_of_ranks() const {
     }
   }
   const auto every = actions_of(*tape, shared, launches(), storages);
-  for (const Captured& each : shared) {
+  for (const CapturedOperator& each : shared) {
     if (every[each.index] == Action::SUBSTITUTE) {
       asked.insert(each.index);
     }
@@ -193,7 +193,7 @@ void Frame::learn(const std::vector<size_t>& substituted) {
   asked.insert(of_ranks.begin(), of_ranks.end());
   for (const auto& [index, capture] : captures_) {
     const bool used = asked.count(index) > 0 ||
-        std::any_of(capture.parts.begin(), capture.parts.end(), [](const Part& part) { return part.is_viewed(); });
+        std::any_of(capture.parts.begin(), capture.parts.end(), [](const CapturedTensor& part) { return part.is_viewed(); });
     if (!used && !tape->records[index].op->has(CHOICE)) {
       region->leave_out(index, tape->records[index].op);
     }

@@ -49,12 +49,12 @@ struct OfTape {
 
 std::vector<Action> actions_of(
     const Tape& tape,
-    const std::vector<Captured>& captured,
+    const std::vector<CapturedOperator>& captured,
     const std::vector<size_t>& launches,
     const std::vector<int32_t>& wanted) {
   const size_t count = tape.records.size();
   OfTape operators{tape, std::vector<Taken>(count, Taken::NOTHING), std::vector<bool>(count)};
-  for (const Captured& each : captured) {
+  for (const CapturedOperator& each : captured) {
     operators.captured[each.index] = each.whole ? Taken::WHOLE : Taken::PART;
   }
   for (const size_t index : launches) {
@@ -101,9 +101,9 @@ std::vector<int32_t> read_by(const Tape& tape, const std::vector<Action>& action
   return found;
 }
 
-Decisions::Decisions(
+PassActions::PassActions(
     std::shared_ptr<const Tape> own_tape,
-    std::vector<Captured> own_captured,
+    std::vector<CapturedOperator> own_captured,
     std::vector<size_t> own_launches,
     std::vector<int32_t> own_wanted)
     : tape(std::move(own_tape)),

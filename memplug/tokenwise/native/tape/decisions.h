@@ -11,11 +11,11 @@
 namespace memplug {
 
 // An operator whose results are captured. `whole`: with all rows, so that its inputs are not needed.
-struct Captured {
+struct CapturedOperator {
   size_t index;
   bool whole;
 
-  bool operator==(const Captured& other) const {
+  bool operator==(const CapturedOperator& other) const {
     return index == other.index && whole == other.whole;
   }
 };
@@ -24,7 +24,7 @@ struct Captured {
 // `wanted`: storages that the pass has to restore.
 std::vector<Action> actions_of(
     const Tape& tape,
-    const std::vector<Captured>& captured,
+    const std::vector<CapturedOperator>& captured,
     const std::vector<size_t>& launches,
     const std::vector<int32_t>& wanted);
 
@@ -36,23 +36,23 @@ std::optional<int64_t> pieces_of(const Tape& tape, size_t index);
 std::vector<int32_t> read_by(const Tape& tape, const std::vector<Action>& actions, const std::vector<int32_t>& wanted);
 
 // The actions of a recompute pass, made once for forwards that are alike.
-struct Decisions {
-  Decisions(
+struct PassActions {
+  PassActions(
       std::shared_ptr<const Tape> tape,
-      std::vector<Captured> captured,
+      std::vector<CapturedOperator> captured,
       std::vector<size_t> launches,
       std::vector<int32_t> wanted);
 
   bool are_of(
       const std::shared_ptr<const Tape>& other_tape,
-      const std::vector<Captured>& other_captured,
+      const std::vector<CapturedOperator>& other_captured,
       const std::vector<size_t>& other_launches,
       const std::vector<int32_t>& other_wanted) const {
     return tape == other_tape && captured == other_captured && launches == other_launches && wanted == other_wanted;
   }
 
   const std::shared_ptr<const Tape> tape;
-  const std::vector<Captured> captured;
+  const std::vector<CapturedOperator> captured;
   const std::vector<size_t> launches;
   const std::vector<int32_t> wanted;
 

@@ -15,7 +15,7 @@ namespace {
 
 // Returns the generators that an operator may draw from, with their present states: the one among its arguments, or
 // else the default ones of the CPU and of the device of its tensors, or of the current device.
-std::vector<Drawn> generators_of(c10::ArrayRef<c10::IValue> arguments) {
+std::vector<GeneratorDraw> generators_of(c10::ArrayRef<c10::IValue> arguments) {
   std::vector<at::Generator> generators;
   std::optional<c10::Device> device;
   for (const c10::IValue& argument : arguments) {
@@ -34,7 +34,7 @@ std::vector<Drawn> generators_of(c10::ArrayRef<c10::IValue> arguments) {
       generators.push_back(at::globalContext().defaultGenerator(*device));
     }
   }
-  std::vector<Drawn> drawn;
+  std::vector<GeneratorDraw> drawn;
   for (at::Generator& generator : generators) {
     const std::lock_guard<std::mutex> lock(generator.mutex());
     drawn.push_back({generator, generator.get_state()});
@@ -85,7 +85,7 @@ int32_t Forward::meet(const at::Tensor& tensor, size_t met) {
   if (storage < 0) {
     storage = number(tensor, true);
     give(storage, tensor, met);
-  } else if (Given& memory = given[storage]; memory.tensor.defined()) {
+  } else if (GivenMemory& memory = given[storage]; memory.tensor.defined()) {
     count(memory, tensor, met);
   }
   return storage;
@@ -160,7 +160,7 @@ bool Forward::find_results(c10::ArrayRef<c10::IValue> results, const Record& rec
 }
 
 bool Forward::is_same_uses(const std::vector<Use>& uses) const {
-  return std::equal(uses.begin(), uses.end(), found_.begin(), found_.end(), [&](const Use& use, const Found& found) {
+  return std::equal(uses.begin(), uses.end(), found_.begin(), found_.end(), [&](const Use& use, const FoundTensor& found) {
     return use.storage == found.storage && use.path == found.path &&
         use.geometry.is_of(*found.tensor, storages.origins[found.storage]);
   });
@@ -192,7 +192,7 @@ Record Forward::note(const Operator& op, c10::ArrayRef<c10::IValue> arguments) c
   for (const c10::IValue& argument : arguments) {
     record.arguments.push_back(without_tensors(argument));
   }
-  for (const Found& found : found_) {
+  for (const FoundTensor& found : found_) {
     record.inputs.push_back({found.path, found.storage, Geometry::of(*found.tensor, storages.origins[found.storage])});
     if (op.writes_to(found.path.position, arguments)) {
       record.written.push_back(found.storage);
@@ -204,7 +204,7 @@ Record Forward::note(const Operator& op, c10::ArrayRef<c10::IValue> arguments) c
 // Throws if an operator is about to write to an irregular tensor from outside. Such tensors are not copied first, so a
 // recompute pass would find the forward's writes in them.
 void Forward::check_writes(const Record& record) const {
-  for (const Found& found : found_) {
+  for (const FoundTensor& found : found_) {
     if (record.writes(found.storage) && storages.given[found.storage] && is_irregular(*found.tensor)) {
       throw Failure(Failure::IRREGULAR_WAS_WRITTEN, {});
     }
@@ -213,7 +213,7 @@ void Forward::check_writes(const Record& record) const {
 
 void Forward::note_results(Record& record) const {
   record.outputs.clear();
-  for (const Found& found : found_) {
+  for (const FoundTensor& found : found_) {
     record.outputs.push_back({found.path, found.storage, Geometry::of(*found.tensor, storages.origins[found.storage])});
   }
   record.made = made_;
@@ -239,7 +239,7 @@ void Forward::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
   const size_t index = begun_++;
   running_ = true;
   listener_->note_stream();
-  for (const Found& found : found_) {
+  for (const FoundTensor& found : found_) {
     listener_->note_use(*found.tensor);
   }
   if (op.reads_elements && op.hides_nothing) {
@@ -247,13 +247,13 @@ void Forward::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
   }
   exchanged_.clear();
   if (!record.written.empty()) {
-    for (const Found& found : found_) {
+    for (const FoundTensor& found : found_) {
       if (op.has(EXCHANGE) && record.writes(found.storage)) {
         exchanged_.emplace_back(*found.tensor);
       }
     }
     for (size_t i = 0; i < found_.size(); ++i) { // the listener's operators are not noted, so `found_` does not change
-      const Found found = found_[i];
+      const FoundTensor found = found_[i];
       const bool is_foreign = storages.given[found.storage] && !own_[found.storage];
       if (record.writes(found.storage) && (is_captured(found.storage) || is_foreign)) {
         own_[found.storage] = true;

@@ -19,14 +19,14 @@
 namespace memplug {
 
 // A generator, and its state before an operator drew from it.
-struct Drawn {
+struct GeneratorDraw {
   at::Generator generator;
   at::Tensor state;
 };
 
 // Memory that existed before the region, or that has Python's values (literals.cpp): the first tensor of it that the
 // forward met, and the counts of writes to this and other tensors of it at the end of the forward.
-struct Given {
+struct GivenMemory {
   at::Tensor tensor; // undefined if the region made it, or it was swapped
   c10::SmallVector<Count, 1> counts; // none if the tensor is undefined
   bool had_gradient = false; // a leaf that had one when it was met
@@ -288,8 +288,8 @@ class Forward {
   bool holds = false; // keeps each tensor that autograd saves
   bool holds_meanwhile = false; // likewise, until it is over, since it may ask for a gradient itself
   std::vector<Saved> saved;
-  std::vector<Given> given; // by storage
-  std::vector<std::vector<Drawn>> drawn; // for each operator that draws, in order
+  std::vector<GivenMemory> given; // by storage
+  std::vector<std::vector<GeneratorDraw>> drawn; // for each operator that draws, in order
 
   // Bytes of the storages that backward asks for: all, those that are not captured, those that are captured and stay on
   // the device, and the largest.
@@ -307,7 +307,7 @@ class Forward {
 
  private:
   // A tensor among the present operator's arguments or results.
-  struct Found {
+  struct FoundTensor {
     ArgumentPath path;
     int32_t storage;
     const at::Tensor* tensor;
@@ -316,7 +316,7 @@ class Forward {
 
   int32_t number(const at::Tensor& tensor, bool given);
   int32_t meet(const at::Tensor& tensor, size_t met); // as given, if it is new
-  void count(Given& memory, const at::Tensor& tensor, size_t met);
+  void count(GivenMemory& memory, const at::Tensor& tensor, size_t met);
   void give(int32_t storage, const at::Tensor& tensor, size_t met);
   void close_counts();
   void read(const at::Tensor& tensor, size_t met, bool in_unit);
@@ -360,13 +360,13 @@ class Forward {
 
   std::vector<Count> read_; // reads of tensors that no operator shows
   std::vector<bool> own_, counted_; // by storage
-  struct Captured {
+  struct CapturedStorage {
     uint8_t rows = NOT;
     bool kept = false; // on the device
     at::ScalarType dtype = at::kFloat;
   };
-  std::vector<Captured> captured_;
-  std::vector<Found> found_;
+  std::vector<CapturedStorage> captured_;
+  std::vector<FoundTensor> found_;
   std::vector<int32_t> made_;
   std::vector<c10::IValue> exchanged_; // tensors that the running exchange writes to
   std::vector<std::pair<int32_t, at::Tensor>> saved_early_; // storages that the running operator has made

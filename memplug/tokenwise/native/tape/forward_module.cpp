@@ -332,7 +332,7 @@ void add_forwards(py::module_& module) {
       })
       // for the recompute pass
       .def("decide", [](Running& r, const std::map<size_t, bool>& whole, const std::vector<size_t>& launches) {
-        std::vector<Captured> captured;
+        std::vector<CapturedOperator> captured;
         for (const auto& [index, is_whole] : whole) {
           captured.push_back({index, is_whole});
         }

@@ -16,20 +16,20 @@ at::Tensor copy_of(const at::Tensor& tensor) {
   return alias_at(alias_at(tensor, bytes).clone(), Geometry::of(tensor));
 }
 
-void Kept::before_write() {
+void KeptTensor::before_write() {
   tensor = copy_of(tensor);
   version = version_of(tensor);
   written = true;
 }
 
-const at::Tensor& Kept::get() const {
+const at::Tensor& KeptTensor::get() const {
   if (version_of(tensor) != version) {
     throw Failure(Failure::KEPT_WAS_WRITTEN, tensor.sizes());
   }
   return tensor;
 }
 
-at::Tensor Kept::fresh() const {
+at::Tensor KeptTensor::fresh() const {
   return written ? copy_of(get()) : alias_of(get());
 }
 
@@ -179,7 +179,7 @@ void Frame::before_write(int32_t storage, const at::Tensor& tensor) {
     before_foreign_write(storage, tensor);
     return;
   }
-  const Part part = found->second;
+  const CapturedTensor part = found->second;
   parts_.erase(found);
   if (part.kept != nullptr) {
     part.kept->before_write();
@@ -210,7 +210,7 @@ void Frame::close(bool direct) {
   forward.sort(direct);
   for (const Forward::Saved& saved : forward.saved) {
     if (saved.alive && saved.way == Forward::Way::VIEW) {
-      const Part& part = parts_.at(saved.use.storage);
+      const CapturedTensor& part = parts_.at(saved.use.storage);
       part.kept != nullptr ? void(part.kept->viewed = true) : void(++part.swapped->uses);
     }
     recomputes = recomputes || (saved.alive && saved.way == Forward::Way::RECOMPUTED);
@@ -259,10 +259,12 @@ std::vector<int32_t> Frame::storages_of(const std::vector<size_t>& indices) cons
   return storages;
 }
 
-const std::vector<size_t>& Frame::decide(const std::vector<Captured>& captured, const std::vector<size_t>& launches) {
+const std::vector<size_t>& Frame::decide(
+    const std::vector<CapturedOperator>& captured,
+    const std::vector<size_t>& launches) {
   const auto wanted = storages_of(recomputed());
   if (region->decisions == nullptr || !region->decisions->are_of(tape, captured, launches, wanted)) {
-    region->decisions = std::make_shared<Decisions>(tape, captured, launches, wanted);
+    region->decisions = std::make_shared<PassActions>(tape, captured, launches, wanted);
   }
   decisions = region->decisions;
   communicates = decisions->communicates;
@@ -289,7 +291,7 @@ std::vector<size_t> Frame::decide() {
     return {};
   }
   for (const size_t index : asked) {
-    for (const Part& part : captures_.at(index).parts) {
+    for (const CapturedTensor& part : captures_.at(index).parts) {
       if (part.swapped != nullptr) {
         ++part.swapped->uses;
       }
@@ -298,8 +300,8 @@ std::vector<size_t> Frame::decide() {
   return asked;
 }
 
-std::vector<Captured> Frame::captured() const {
-  std::vector<Captured> found;
+std::vector<CapturedOperator> Frame::captured() const {
+  std::vector<CapturedOperator> found;
   found.reserve(captures_.size());
   for (const auto& [index, capture] : captures_) {
     found.push_back({index, capture.whole});

@@ -17,8 +17,8 @@
 namespace memplug {
 
 // A captured tensor that stays on the device: it is small, the plan keeps it, or the host is full.
-struct Kept {
-  explicit Kept(const at::Tensor& tensor) : tensor(alias_of(tensor)), version(version_of(tensor)) {}
+struct KeptTensor {
+  explicit KeptTensor(const at::Tensor& tensor) : tensor(alias_of(tensor)), version(version_of(tensor)) {}
 
   // Copies the present value: an operator of the forward is about to write in place.
   void before_write();
@@ -54,9 +54,9 @@ struct Held {
 };
 
 // A captured tensor, either swapped or kept.
-struct Part {
+struct CapturedTensor {
   std::shared_ptr<Swapped> swapped;
-  std::shared_ptr<Kept> kept;
+  std::shared_ptr<KeptTensor> kept;
 
   bool whole() const {
     return kept != nullptr || swapped->whole();
@@ -148,17 +148,17 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   at::Tensor given(size_t index) const;
 
   // A recompute pass: the saved tensors that it restores, and what it reads. Parts of the graph may die while it runs.
-  struct Pass {
+  struct Restoration {
     std::vector<size_t> indices;
     std::vector<const Use*> wanted;
     std::vector<std::shared_ptr<Swapped>> inputs; // swapped inputs that it reads
     Bases bases; // memory that existed before the region
   };
 
-  Pass begin_pass();
+  Restoration begin_pass();
 
   // Stores the tensors that the pass restored, and counts its reads of inputs.
-  void end_pass(const Pass& pass, const std::vector<at::Tensor>& found);
+  void end_pass(const Restoration& pass, const std::vector<at::Tensor>& found);
 
   // Returns the captured results of an operator.
   Substitute substitute(size_t index);
@@ -169,7 +169,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
 
   // Decides what a recompute pass does, given the captured operators, in program order, and the launches of collectives
   // that they replace. Returns the operators whose captured results the pass needs.
-  const std::vector<size_t>& decide(const std::vector<Captured>& captured, const std::vector<size_t>& launches);
+  const std::vector<size_t>& decide(const std::vector<CapturedOperator>& captured, const std::vector<size_t>& launches);
 
   // Returns the bytes of the storages that a recompute pass is still to make for backward.
   int64_t pending_bytes() const {
@@ -194,7 +194,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::shared_ptr<const Setting> setting; // the region's, as the forward began
   Forward forward;
   std::shared_ptr<const Tape> tape;
-  std::shared_ptr<const Decisions> decisions; // null if the forward is opaque
+  std::shared_ptr<const PassActions> decisions; // null if the forward is opaque
   std::weak_ptr<Frame> previous; // of the same thread: its backward follows this one's
   Inputs inputs; // those that are swapped
   std::vector<std::shared_ptr<Swapped>> swapped; // in the order of their copies out, including inputs
@@ -242,7 +242,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
 
   // Runs a tape's operators by `decisions`, without captures. Throws what `memplug::replay` throws.
   virtual std::vector<at::Tensor> run_again(
-      const Decisions& decisions, Bases bases, const std::vector<const Use*>& wanted) = 0;
+      const PassActions& decisions, Bases bases, const std::vector<const Use*>& wanted) = 0;
 
   // Saves a leaf's gradient before another thread accumulates into it, a write that no operator shows.
   virtual void before_accumulating(const at::Tensor& gradient) = 0;
@@ -256,7 +256,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // input is added to `read`.
   at::Tensor base_of(int32_t storage, size_t end, std::vector<std::shared_ptr<Swapped>>& read);
   struct Capture {
-    std::vector<Part> parts; // none for a collective whose result no backward asks for
+    std::vector<CapturedTensor> parts; // none for a collective whose result no backward asks for
     bool whole;
   };
 
@@ -264,20 +264,20 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   void capture_outputs(size_t index, const Record& record, c10::ArrayRef<c10::IValue> results, Decision decision);
   void capture_exchange(size_t index, const Record& record, c10::ArrayRef<c10::IValue> written);
   void leave_out(size_t index);
-  std::optional<Part> part_of(const at::Tensor& value, std::optional<int64_t> rows, bool keep, const Operator& op);
-  void add(const at::Tensor& tensor, const Part& part);
+  std::optional<CapturedTensor> part_of(const at::Tensor& value, std::optional<int64_t> rows, bool keep, const Operator& op);
+  void add(const at::Tensor& tensor, const CapturedTensor& part);
   int64_t launch_of(size_t index) const;
   std::vector<size_t> decide();
   std::set<size_t> asked_of_ranks() const;
   void learn(const std::vector<size_t>& substituted);
   // Returns the storages of saved tensors.
   std::vector<int32_t> storages_of(const std::vector<size_t>& indices) const;
-  std::vector<Captured> captured() const;
+  std::vector<CapturedOperator> captured() const;
   std::vector<size_t> launches() const;
 
   std::map<size_t, Capture> captures_; // by operator
   std::map<size_t, size_t> launches_; // operator that launches a collective -> operator whose capture has its result
-  std::map<int32_t, Part> parts_; // captured tensors by storage
+  std::map<int32_t, CapturedTensor> parts_; // captured tensors by storage
   std::vector<StreamRef> streams_; // those that its operators ran on
   int64_t newest_stream_ = 0; // number of the newest of these
   std::vector<std::shared_ptr<Swapped>> unread_; // swapped inputs that no operator has read

@@ -16,7 +16,7 @@ bool has(const Counts& counts, const at::Tensor& tensor) {
 
 } // namespace
 
-void Forward::count(Given& memory, const at::Tensor& tensor, size_t met) {
+void Forward::count(GivenMemory& memory, const at::Tensor& tensor, size_t met) {
   if (!has(memory.counts, tensor)) {
     memory.counts.emplace_back(tensor, met, false);
   }
@@ -25,7 +25,7 @@ void Forward::count(Given& memory, const at::Tensor& tensor, size_t met) {
 void Forward::read(const at::Tensor& tensor, size_t met, bool in_unit) {
   const int32_t storage = is_plain(tensor) || is_irregular(tensor) ? storages.find(tensor) : -1;
   if (storage >= 0) {
-    if (Given& memory = given[storage]; memory.tensor.defined()) {
+    if (GivenMemory& memory = given[storage]; memory.tensor.defined()) {
       count(memory, tensor, met);
     }
   } else if (!has(read_, tensor)) {
@@ -48,7 +48,7 @@ void Forward::read(const Forward& inner) {
 }
 
 void Forward::close_counts() {
-  for (Given& memory : given) {
+  for (GivenMemory& memory : given) {
     for (Count& each : memory.counts) {
       each.close();
     }
@@ -95,7 +95,7 @@ const Count* Forward::changed(size_t index) const {
 }
 
 at::Tensor Forward::given_again(int32_t storage, bool regathered, bool changes, size_t end) const {
-  const Given& memory = given[storage];
+  const GivenMemory& memory = given[storage];
   if (!memory.tensor.defined()) {
     throw Diverged("a tensor from outside of the region is missing in the recompute pass");
   }

@@ -31,7 +31,7 @@ const at::Tensor& Frame::ordered(const at::Tensor& tensor) const {
 
 at::Tensor Frame::view(size_t index) {
   const Forward::Saved& saved = forward.saved.at(index);
-  const Part& part = parts_.at(saved.use.storage);
+  const CapturedTensor& part = parts_.at(saved.use.storage);
   const auto made = [&](const at::Tensor& tensor, bool is_read_later) {
     return tensor_at(may_be_written(saved) && is_read_later ? copy_of(tensor) : tensor, saved.use.geometry);
   };
@@ -85,7 +85,7 @@ void Frame::consume(const std::shared_ptr<Swapped>& part) {
 
 Substitute Frame::substitute(size_t index) {
   Substitute found;
-  for (const Part& part : captures_.at(index).parts) {
+  for (const CapturedTensor& part : captures_.at(index).parts) {
     if (part.kept != nullptr) {
       ordered(part.kept->tensor);
       found.tensors.push_back(part.kept->fresh());
@@ -124,8 +124,8 @@ at::Tensor Frame::base_of(int32_t storage, size_t end, std::vector<std::shared_p
   return ordered(forward.given_again(storage, forward.storages.regathered[storage], changes, end));
 }
 
-Frame::Pass Frame::begin_pass() {
-  Pass pass{recomputed(), {}, {}, Bases(tape->nbytes.size())};
+Frame::Restoration Frame::begin_pass() {
+  Restoration pass{recomputed(), {}, {}, Bases(tape->nbytes.size())};
   for (const size_t index : pass.indices) {
     pass.wanted.push_back(&forward.saved[index].use);
   }
@@ -142,7 +142,7 @@ Frame::Pass Frame::begin_pass() {
   return pass;
 }
 
-void Frame::end_pass(const Pass& pass, const std::vector<at::Tensor>& found) {
+void Frame::end_pass(const Restoration& pass, const std::vector<at::Tensor>& found) {
   for (size_t i = 0; i < found.size(); ++i) {
     if (forward.saved[pass.indices[i]].alive) {
       forward.restore(pass.indices[i], found[i]);

@@ -116,7 +116,7 @@ bool Modes::around() {
 void Modes::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
   called_.reset();
   if (around()) {
-    called_.emplace(Call{&op, arguments.vec(), DispatchModes::stack_len()});
+    called_.emplace(CalledOperator{&op, arguments.vec(), DispatchModes::stack_len()});
   }
 }
 
@@ -170,7 +170,7 @@ bool Modes::touches(c10::ArrayRef<const c10::IValue> values) const {
 }
 
 bool Modes::end(c10::ArrayRef<c10::IValue> results) {
-  const Call call = *std::exchange(called_, std::nullopt);
+  const CalledOperator call = *std::exchange(called_, std::nullopt);
   if (!call.any) { // torch runs some operators by itself, such as detaching a tensor
     return returns_arguments(call.arguments, results);
   }

@@ -39,7 +39,7 @@ class Modes {
   bool end(c10::ArrayRef<c10::IValue> results);
 
  private:
-  struct Call {
+  struct CalledOperator {
     const Operator* op;
     std::vector<c10::IValue> arguments;
     int64_t modes; // number of modes
@@ -51,7 +51,7 @@ class Modes {
   };
   bool touches(c10::ArrayRef<const c10::IValue> values) const;
 
-  std::optional<Call> called_;
+  std::optional<CalledOperator> called_;
 };
 
 // The script's dispatch and function modes around a forward. Guarded by Python's lock.

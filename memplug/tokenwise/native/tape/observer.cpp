@@ -73,7 +73,7 @@ void Observer::fail() {
   forward_.blind(FAILED);
 }
 
-bool Observer::begin(Call& call) {
+bool Observer::begin(OperatorCall& call) {
   const at::RecordFunction& function = call.function;
   Observer* const observer = current;
   if (observer == nullptr || Pause::depth() > 0) {
@@ -164,7 +164,7 @@ void Observer::note_exchanges(c10::ArrayRef<c10::IValue> results) {
   leaf->note_exchange(pending_ <= 0 && !leaf->mutates && tensors > 0);
 }
 
-void Observer::end(Call& call) {
+void Observer::end(OperatorCall& call) {
   const at::RecordFunction& function = call.function;
   Observer* const observer = current;
   if (observer == nullptr || observer->running_.empty()) {

@@ -50,8 +50,8 @@ class Observer {
     std::optional<Modes::Inside> inside = {}; // within an operator that modes are called for
   };
 
-  static bool begin(Call& call);
-  static void end(Call& call);
+  static bool begin(OperatorCall& call);
+  static void end(OperatorCall& call);
   static constexpr Watcher watcher{Need::TENSORS, begin, end};
   Running begin(const at::RecordFunction& function, const Operator& op);
   void look_inside(const at::RecordFunction& function);

@@ -97,7 +97,7 @@ struct Region {
   std::shared_ptr<const Setting> setting = std::make_shared<Setting>();
   std::optional<uint64_t> planned_from; // fingerprint of the tape that the plan was made from; none: it was opaque
   std::shared_ptr<const Tape> last; // tape of the last forward that was not opaque
-  std::shared_ptr<const Decisions> decisions; // of the last recompute pass, for the next one
+  std::shared_ptr<const PassActions> decisions; // of the last recompute pass, for the next one
   std::optional<int64_t> forward_bytes; // that the plan has one forward offload
   int64_t sent_bytes = 0; // offloaded during the last forward of the last step; 0: there was none
   int64_t sending_bytes = 0; // likewise, in this step

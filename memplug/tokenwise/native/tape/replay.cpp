@@ -45,8 +45,8 @@ class Generators {
     }
   }
 
-  void set(const std::vector<Drawn>& drawn) {
-    for (const Drawn& each : drawn) {
+  void set(const std::vector<GeneratorDraw>& drawn) {
+    for (const GeneratorDraw& each : drawn) {
       at::Generator generator = each.generator;
       const std::lock_guard<std::mutex> lock(generator.mutex());
       const bool known = std::any_of(
@@ -90,7 +90,7 @@ class RecomputePass {
     }
   }
 
-  void run(size_t index, const std::vector<Drawn>* drawn) {
+  void run(size_t index, const std::vector<GeneratorDraw>* drawn) {
     const Record& record = tape_.records[index];
     if (drawn != nullptr) {
       generators_.set(*drawn);
@@ -347,7 +347,7 @@ std::vector<at::Tensor> replay(
     const Tape& tape,
     const std::vector<Action>& actions,
     Bases bases,
-    const std::vector<std::vector<Drawn>>& drawn,
+    const std::vector<std::vector<GeneratorDraw>>& drawn,
     const std::vector<const Use*>& wanted,
     const Helpers& helpers) {
   const auto outside = local_keys();
@@ -356,7 +356,7 @@ std::vector<at::Tensor> replay(
   pass.find_last_uses(wanted);
   auto next = drawn.begin();
   for (size_t i = 0; i < tape.records.size(); ++i) {
-    const std::vector<Drawn>* const states = tape.records[i].draws ? &*next++ : nullptr;
+    const std::vector<GeneratorDraw>* const states = tape.records[i].draws ? &*next++ : nullptr;
     if (actions[i] == Action::RUN) {
       pass.run(i, states);
     } else if (actions[i] == Action::SUBSTITUTE) {

@@ -46,7 +46,7 @@ std::vector<at::Tensor> replay(
     const Tape& tape,
     const std::vector<Action>& actions,
     Bases bases,
-    const std::vector<std::vector<Drawn>>& drawn,
+    const std::vector<std::vector<GeneratorDraw>>& drawn,
     const std::vector<const Use*>& wanted,
     const Helpers& helpers);
 

@@ -18,16 +18,16 @@ namespace {
 using Tapes = std::vector<std::shared_ptr<const Tape>>;
 
 // While one lives, autograd packs what it saves through a frame's hook.
-class Hooks {
+class SavedTensorHooks {
  public:
-  explicit Hooks(const std::shared_ptr<Frame>& frame) {
+  explicit SavedTensorHooks(const std::shared_ptr<Frame>& frame) {
     autograd().attr(PUSH_HOOKS)(pack_hook(frame), unpack_hook());
   }
-  ~Hooks() {
+  ~SavedTensorHooks() {
     autograd().attr(POP_HOOKS)();
   }
-  Hooks(const Hooks&) = delete;
-  Hooks& operator=(const Hooks&) = delete;
+  SavedTensorHooks(const SavedTensorHooks&) = delete;
+  SavedTensorHooks& operator=(const SavedTensorHooks&) = delete;
 
  private:
   static py::handle autograd() {
@@ -104,7 +104,7 @@ py::object Running::run(
   {
     const AsWritten as_written;
     const WithoutAutocastCache casts(frame->ambient->casts());
-    const Hooks hooks(frame);
+    const SavedTensorHooks hooks(frame);
     struct Ends {
       Running& frame;
       ~Ends() {
@@ -285,7 +285,7 @@ void Running::replay_with(const std::function<Substitute(size_t)>& substitute) {
   if (failed_ != nullptr) { // captured tensors that the failed pass has read may be gone
     std::rethrow_exception(std::exchange(failed_, nullptr));
   }
-  Pass pass = begin_pass();
+  Restoration pass = begin_pass();
   end_pass(pass, run_tape(*tape, decisions->actions, std::move(pass.bases), pass.wanted, substitute));
 }
 
@@ -310,7 +310,7 @@ std::vector<at::Tensor> Running::run_tape(
 }
 
 std::vector<at::Tensor> Running::run_again(
-    const Decisions& its, Bases bases, const std::vector<const Use*>& wanted) {
+    const PassActions& its, Bases bases, const std::vector<const Use*>& wanted) {
   const ModesAround::Again as_in_forward(*modes);
   const auto captured = [](size_t) -> Substitute { throw Diverged("a capture is needed"); };
   const auto run = [&] { return run_tape(*its.tape, its.actions, std::move(bases), wanted, captured); };

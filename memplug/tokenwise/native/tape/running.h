@@ -41,7 +41,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
       pybind11::object times);
 
   // Runs the region's own forward and returns its result. `surroundings`: the framework's, for Python's `Ambient`.
-  // `state`: a memplug.tokenwise.engine.state.State, or None; it is taken if the forward may be opaque.
+  // `state`: a memplug.tokenwise.engine.state.CallState, or None; it is taken if the forward may be opaque.
   static pybind11::object run(
       const std::shared_ptr<Flow>& flow,
       const std::shared_ptr<Region>& region,
@@ -130,7 +130,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   void before_foreign_write(int32_t storage, const at::Tensor& tensor) override;
   void before_accumulating(const at::Tensor& gradient) override;
   std::vector<at::Tensor> run_again(
-      const Decisions& decisions, Bases bases, const std::vector<const Use*>& wanted) override;
+      const PassActions& decisions, Bases bases, const std::vector<const Use*>& wanted) override;
 
  private:
   // An argument: a tensor that was swapped or is held, or another value.

@@ -80,8 +80,8 @@ void Forward::sort(bool direct) {
       continue;
     }
     const Geometry& geometry = each.use.geometry;
-    const Captured& captured = captured_[storage];
-    const Given& kept = given[storage];
+    const CapturedStorage& captured = captured_[storage];
+    const GivenMemory& kept = given[storage];
     const bool is_stale = std::find(stale_.begin(), stale_.end(), storage) != stale_.end();
     const bool matches = captured.dtype == geometry.dtype && !geometry.conj && !geometry.neg;
     if (captured.rows == WHOLE && direct && matches && !is_stale) {

@@ -17,9 +17,9 @@ namespace py = pybind11;
 namespace memplug {
 namespace {
 
-struct Withheld {
+struct WithheldTensor {
   // Describes a tensor of the forward that this thread runs, paused or not.
-  explicit Withheld(const at::Tensor& tensor) {
+  explicit WithheldTensor(const at::Tensor& tensor) {
     Running* const running = Running::current();
     if (running == nullptr || !is_plain(tensor)) {
       return;
@@ -40,13 +40,13 @@ struct Withheld {
 };
 
 // Recomputes tensors that are all of one forward. Returns none if they cannot be recomputed.
-std::optional<py::list> made_again(const std::vector<const Withheld*>& all) {
+std::optional<py::list> made_again(const std::vector<const WithheldTensor*>& all) {
   const auto frame = all.front()->frame.lock();
   if (frame == nullptr || !frame->is_over() || frame->is_opaque) {
     return std::nullopt;
   }
   std::vector<Use> uses;
-  for (const Withheld* const each : all) {
+  for (const WithheldTensor* const each : all) {
     if (each->use.storage < 0) {
       return std::nullopt;
     }
@@ -68,7 +68,9 @@ std::optional<py::list> made_again(const std::vector<const Withheld*>& all) {
 }
 
 const Registered withheld_part({Level::ASKING, [](py::module_& module) {
-  py::class_<Withheld>(module, "Withheld").def(py::init([](py::handle tensor) { return Withheld(tensor_of(tensor)); }));
+  py::class_<WithheldTensor>(module, "WithheldTensor").def(py::init([](py::handle tensor) {
+    return WithheldTensor(tensor_of(tensor));
+  }));
   module.def("made_again", &made_again);
 }});
 

@@ -59,7 +59,7 @@ void Running::before_accumulating(const at::Tensor& gradient) {
 
 py::list Running::leaves() const {
   py::list found;
-  for (const Given& each : forward.given) {
+  for (const GivenMemory& each : forward.given) {
     if (each.tensor.defined() && each.tensor.is_leaf() && each.tensor.requires_grad()) {
       found.append(py::make_tuple(wrapped(each.tensor), each.had_gradient));
     }

@@ -9,13 +9,13 @@ namespace memplug {
 RoundingBuffers::RoundingBuffers(Streams& streams, const StreamRef& stream, size_t count, int64_t nbytes)
     : stream(stream) {
   for (size_t i = 0; i < count; ++i) {
-    buffers_.push_back(std::make_shared<Buffer>());
+    buffers_.push_back(std::make_shared<RoundingBuffer>());
     buffers_.back()->memory = streams.empty(stream, {in_blocks(nbytes)}, {1}, at::kByte);
   }
 }
 
 // Returns the frame's own buffer if that has room; else the buffer whose turn it is, or the next one that is free.
-std::shared_ptr<RoundingBuffers::Buffer> RoundingBuffers::find(int64_t frame, int64_t nbytes) const {
+std::shared_ptr<RoundingBuffers::RoundingBuffer> RoundingBuffers::find(int64_t frame, int64_t nbytes) const {
   for (const auto& buffer : buffers_) {
     if (buffer->frame == frame && buffer->is_in_use() && buffer->has_room(buffer->used_bytes, nbytes)) {
       return buffer;
@@ -43,13 +43,13 @@ at::Tensor RoundingBuffers::take(int64_t frame, const Geometry& geometry, int64_
   buffer->used_bytes += in_blocks(nbytes);
   buffer->alive.fetch_add(1, std::memory_order_relaxed);
   const auto give_back = [](void* context) {
-    auto* const holder = static_cast<std::shared_ptr<Buffer>*>(context);
+    auto* const holder = static_cast<std::shared_ptr<RoundingBuffer>*>(context);
     (*holder)->alive.fetch_sub(1, std::memory_order_release);
     delete holder;
   };
   return at::for_blob(begin, geometry.size)
       .strides(geometry.stride)
-      .context(new std::shared_ptr<Buffer>(buffer), give_back)
+      .context(new std::shared_ptr<RoundingBuffer>(buffer), give_back)
       .options(buffer->memory.options().dtype(geometry.dtype))
       .target_device(buffer->memory.device())
       .make_tensor();

@@ -43,7 +43,7 @@ class RoundingBuffers {
   const StreamRef stream;
 
  private:
-  struct Buffer {
+  struct RoundingBuffer {
     at::Tensor memory;
     int64_t frame = -1; // number of the frame that uses it
     int64_t used_bytes = 0; // from its beginning; freed only with the last tensor
@@ -57,9 +57,9 @@ class RoundingBuffers {
     }
   };
 
-  std::shared_ptr<Buffer> find(int64_t frame, int64_t nbytes) const;
+  std::shared_ptr<RoundingBuffer> find(int64_t frame, int64_t nbytes) const;
 
-  std::vector<std::shared_ptr<Buffer>> buffers_; // shared with the tensors in them
+  std::vector<std::shared_ptr<RoundingBuffer>> buffers_; // shared with the tensors in them
 };
 
 } // namespace memplug

@@ -19,7 +19,7 @@ std::string text_of(at::IntArrayRef size) {
 
 } // namespace
 
-Failure::Failure(Kind kind, at::IntArrayRef size) : std::runtime_error(text_of(size)), kind(kind) {}
+Failure::Failure(FailureKind kind, at::IntArrayRef size) : std::runtime_error(text_of(size)), kind(kind) {}
 
 Swapped::Swapped(std::shared_ptr<Transfer> own, const at::Tensor& original, int64_t rows)
     : transfer(std::move(own)),

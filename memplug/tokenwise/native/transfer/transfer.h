@@ -32,7 +32,7 @@ namespace memplug {
 
 // An error that memplug/tokenwise/engine/core.py puts into words; `what()` is the size of the tensor concerned.
 struct Failure : std::runtime_error {
-  enum Kind : uint8_t {
+  enum FailureKind : uint8_t {
     KEPT_WAS_WRITTEN,
     SWAPPED_WAS_WRITTEN,
     GIVEN_WAS_WRITTEN,
@@ -42,9 +42,9 @@ struct Failure : std::runtime_error {
     GIVEN_WAS_TAKEN,
     SWAPPED_IS_GONE
   };
-  Failure(Kind kind, at::IntArrayRef size);
+  Failure(FailureKind kind, at::IntArrayRef size);
 
-  Kind kind;
+  FailureKind kind;
 };
 
 class Transfer;
