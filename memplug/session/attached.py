@@ -154,7 +154,7 @@ class AttachedModel:
 
     @property
     def warmup_steps(self) -> int:
-        """Return the number of similar steps after which their program is planned for."""
+        """Return after how many similar steps memplug plans for their program."""
         return self.boundary.adjuster.warmup_steps
 
     # -- for hooks alone -----------------------------------------------------------------------------------------------
