@@ -16,7 +16,8 @@ from memplug.errors import ConfigError
 
 _log = logging.getLogger("memplug")
 
-# Keys of the block that mean nothing at the top level of a DeepSpeed JSON. The two left out may belong to another tool.
+# Keys of the block that are misplaced at the top level of a DeepSpeed JSON. "profiler" and "report" are left out: there
+# they may belong to another tool.
 _PARTS = frozenset(MemplugConfig.model_fields) - {"profiler", "report"}
 
 
@@ -26,8 +27,8 @@ def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
     A block without `enabled` leaves memplug off and logs one warning.
 
     Raises:
-        ConfigError: The block has problems. It lists each: path, given value, allowed values, or the key that was
-            probably meant.
+        ConfigError: The block has problems. The error lists them all: each with its path, the given value, and the
+            allowed values or, for an unknown key, the key that was probably meant.
     """
     if not isinstance(block, Mapping):
         raise ConfigError([f'memplug: got {shown(block)}; allowed: an object such as {{"enabled": true}}'])
@@ -37,7 +38,7 @@ def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
         problems: list[str] = []
         for each in error.errors():
             problems.append(_problem(block, each["loc"]) if each["loc"] else each["msg"])
-        # Pydantic reports each branch of a union and each element of a list separately.
+        # Pydantic reports each branch of a union and each element of a list separately: name each problem once.
         raise ConfigError(list(dict.fromkeys(problems))) from None
     if "enabled" not in block:
         _log.warning('the "memplug" block has no "enabled": memplug stays off; add "enabled": true to switch it on')
@@ -47,8 +48,8 @@ def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
 def read_ds_config(ds_config: Mapping[str, Any]) -> MemplugConfig:
     """Return the "memplug" block of a whole DeepSpeed configuration, or a disabled one if it has none.
 
-    DeepSpeed silently accepts any top-level key. So a misspelt or misplaced block, or block keys at the top level, log
-    a warning.
+    DeepSpeed silently accepts any top-level key, so this function warns of a misspelt or misplaced block, and of keys
+    of the block at the top level.
 
     Raises:
         ConfigError: The block has problems, all of them listed.
@@ -67,13 +68,13 @@ def load_config(source: Mapping[str, Any] | str | Path | MemplugConfig | None) -
     """Return the configuration from any of the forms in which a user may give it.
 
     Args:
-        source: The block itself; the path of a DeepSpeed JSON, whose "memplug" key is read, or of a file that names one
-            (see `ds_json.reading.read`); a configuration, returned as it is; or None, like a file without a block, for
-            a disabled one.
+        source: The block itself; a configuration, which is returned as it is; or a path: of a DeepSpeed JSON, whose
+            "memplug" key is read, or of a file that names one (see `ds_json.reading.read`). None, and a file without a
+            block, give a disabled configuration.
 
     Raises:
-        ConfigError: The file cannot be read, is not a JSON object or has a key twice, or the block has problems, all of
-            them listed.
+        ConfigError: The file cannot be read, is not a JSON object, has a key twice or names no DeepSpeed JSON; or the
+            block has problems, all of them listed.
     """
     if source is None:
         return MemplugConfig()
@@ -101,7 +102,7 @@ def _problem(block: Mapping[str, Any], place: tuple[str | int, ...]) -> str:
 
     Args:
         block: The whole block.
-        place: Keys from the block down; may lead on into branches of a union or elements of a list.
+        place: The keys that lead from the block to the problem. Branches of a union or elements of a list may follow.
     """
     model, value, path = MemplugConfig, block, "memplug"
     for key in place:

@@ -1,9 +1,8 @@
 """The planned arena: reserved memory that serves a training step at planned addresses (STWeaver, section 6).
 
 `Arena` wraps the native arena. The native core stands in front of the device's allocator and asks the arena first.
-Torch's own allocator serves each request for which the arena has no bytes, or which the arena is not meant for, as if
-nothing stood in front of it. A process has one arena, since allocators belong to the process; the session that owns the
-recorder owns the arena too.
+Requests that the arena has no bytes for, or is not meant for, go to torch's own allocator, as without memplug. A
+process has one arena, since allocators belong to the process; the session that owns the recorder owns the arena too.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from memplug.sizes import GIB
 class Counters(Protocol):
     """Counts since the arena was made, and memory held now.
 
-    Counts are of requests, and bytes are as requested, unless said otherwise.
+    Unless said otherwise, an attribute counts requests, or bytes as requested.
 
     Attributes:
         planned, planned_bytes: served at their planned addresses.
-        dynamic, dynamic_bytes: served from their group's reusable space.
+        dynamic, dynamic_bytes: served from their group's reusable space; for groups, see `tables.DYNAMIC_REQUEST`.
         reusable, reusable_bytes: served from other reusable space: requests of validations, and those whose planned
             address was in use.
         unplanned: left to torch's allocator because the plan has no such request.
@@ -40,15 +39,15 @@ class Counters(Protocol):
         fallback_bytes: bytes of the four counts above.
         lasting, lasting_bytes: left to torch's allocator because their blocks outlive the step.
         elsewhere: left to torch's allocator because they came from a thread that does not train, or in a withheld pass.
-        written_freed: blocks that were written to after they had been freed; counted with checks only.
-        written_beyond: blocks that were written to beyond their end; counted with checks only.
-        reserved_bytes: reserved now, with memory of earlier plans that is still in use.
+        written_freed: blocks that were written to after they had been freed; counted only by an arena with `checks`.
+        written_beyond: blocks that were written to beyond their end; likewise.
+        reserved_bytes: reserved now, including memory of earlier plans that is still in use.
         leftover_bytes: held now by blocks of earlier steps, in the reused part and in the annex.
         live_bytes, peak_bytes: in use now, and the most in use since the last plan.
-        live_size, peak_size: the same, each block rounded up to the bytes that it occupies.
-        from_arena: requests for which the arena had bytes.
+        live_size, peak_size: the same, with each block rounded up to the bytes that it occupies.
+        from_arena: requests that the arena served.
         fallback: requests of training threads that torch's allocator served.
-        mismatched: requests that a fitting plan of this program would have had an address for.
+        mismatched: requests that fell back because the plan does not fit: `unplanned` and `occupied`.
     """
 
     planned: int
@@ -78,7 +77,7 @@ class Counters(Protocol):
     mismatched: int
 
     def since(self, before: Counters) -> Counters:
-        """Return the counts since `before`, and the memory held now as it is."""
+        """Return the counts made since `before`; amounts that are held now stay as they are."""
 
 
 class Arena:
@@ -112,15 +111,15 @@ class Arena:
     def serve(self, tables: ArenaTables) -> None:
         """Serve this plan from the next step on; blocks of earlier plans stay valid.
 
-        Torch's cached memory is released first, so that both fit.
+        If the arena does not serve yet, torch first releases its cached memory, to make room.
 
         Raises:
-            ArenaError: the device has too little memory, or another library changed its allocator; nothing is served
-                then.
+            ArenaError: the device has too little memory, or another library changed its allocator. The arena then
+                serves nothing.
         """
         if self.device.type != "cpu" and not self.serving:
             torch.get_device_module(self.device).empty_cache()
-        if self._leave is None:  # before memory is reserved: what is reserved must not count as in use by training
+        if self._leave is None:  # before the arena reserves memory, which must not count as in use by training
             try:
                 self._stand_in_front(True)
             except RuntimeError as error:
@@ -170,16 +169,16 @@ class Arena:
             self._native.end_arena_step()
 
     def leftovers(self) -> list[tuple[int, int]]:
-        """Return the bytes [begin, end) of the reused part that blocks of earlier steps hold."""
+        """Return the bytes [begin, end) of the reused part that leftovers have held for a whole step."""
         return self._native.arena_leftovers() if self.serving else []
 
     def extend(self, nbytes: int) -> bool:
-        """Reserve an annex of `nbytes` for requests whose bytes leftovers hold, replacing the former annex; 0: none.
+        """Replace the annex, which serves requests whose planned bytes leftovers hold, by one of `nbytes`; 0: by none.
 
-        Must be called between two steps.
+        Call it between two steps.
 
         Returns:
-            False if there was too little memory; there is no annex then.
+            False if there was too little memory; there is then no annex.
         """
         try:
             self._native.extend_arena(nbytes)
@@ -188,9 +187,9 @@ class Arena:
         return True
 
     def late(self) -> list[tuple[int, int]]:
-        """Return pairs of requests, as indices into the plan: a late one, and the one that it delayed.
+        """Return pairs of planned requests, as indices into the plan.
 
-        The late one's block was still in use when the plan had its bytes for the second.
+        The block of the first was freed too late: it was still in use when its bytes were planned for the second.
         """
         return self._native.late_requests() if self.serving else []
 
@@ -208,14 +207,14 @@ class Arena:
         return self._native.arena_counters()
 
     def native_bytes(self) -> int | None:
-        """Return the bytes in use now outside of the arena; None on the CPU, whose allocator does not count."""
+        """Return the bytes in use now outside of the arena; None except on CUDA, whose allocator counts."""
         if self.device.type != "cuda":
             return None
         return torch.cuda.memory_allocated(self.device) - self.counters().live_size
 
 
 def _leave(core: object, stand_in_front: Callable[[bool], None]) -> None:
-    """Release memory that is not in use, and give torch its allocator back; on CUDA once the last block is freed."""
+    """Release memory not in use, and give torch its allocator back (on CUDA, once the last block is freed)."""
     core.close_arena()
     stand_in_front(False)
 

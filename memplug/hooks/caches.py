@@ -1,10 +1,10 @@
 """Key-value caches, and states of other layers, among a region's arguments: in training each run has its own copy.
 
 A cache is state: a layer reads its slot and appends to it. If a region runs again, it must find the cache as its
-forward did. And keys and values that lasted as long as the model's output would take the memory that the region
-released. So each run has a copy of the cache as the forward found it. Afterwards the cache knows its number of tokens,
-but tensors that the forward made are withheld: they are made again, with their place in the graph, once they are used,
-as in a recurrence over segments. From then on the region leaves them in the cache.
+forward did. So each run has a copy of the cache as the forward found it. And keys and values that lasted as long as the
+model's output would take the memory that the region released. So after the forward the cache knows its number of
+tokens, but the tensors that the forward made are withheld. Once something uses them, as a recurrence over segments
+does, they are made again, with their place in the graph. From then on the region leaves them in the cache.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FoundCache:
         uses: the model's uses of caches.
 
     Raises:
-        ConflictError: the region put tensors into this cache before, outside its layers, and they are gone.
+        ConflictError: the region put tensors into this cache before, outside its layers, and they cannot be made again.
     """
 
     def __init__(self, cache: Any, region: str, uses: Uses):
@@ -60,7 +60,7 @@ class FoundCache:
         self._is_first = True
 
     def enter(self) -> Any:
-        """Return the copy for a run that begins."""
+        """Return a copy of the cache, as the forward found it, for a run that begins."""
         return copied(self._cache, _CacheLayers)
 
     def leave(self, used: Any) -> None:
@@ -109,7 +109,7 @@ class _CacheLayers(list):
 
     Attributes:
         found: copies of the layers as the run found them, by index.
-        leaves: the `id` of their tensors that were no part of a graph.
+        leaves: the `id` of each tensor of these layers that was no part of a graph.
     """
 
     def __init__(self, layers: list[Any]):

@@ -259,7 +259,7 @@ def _hook_schedules(attached: AttachedModel) -> None:
 
 
 def _hook_memory_buffer(attached: AttachedModel) -> None:
-    """Exclude scratch memory that layers share, such as gathered sequences and unfused attention scores."""
+    """Exclude scratch memory that layers share, such as gathered sequences and attention scores of unfused kernels."""
     state = _module("megatron.core.parallel_state")
     if getattr(state, "_GLOBAL_MEMORY_BUFFER", None) is None:
         return  # model parallelism was not initialized, so no layer asks for the buffer
@@ -287,7 +287,7 @@ def _hook_losses(attached: AttachedModel) -> None:
 
 
 def _hook_gathering(attached: AttachedModel) -> None:
-    """Keep the gathering of the distributed optimizer's parameters out of the regions; hooks of modules do it."""
+    """Keep out of the regions how hooks of modules gather the distributed optimizer's parameters."""
     groups = _module("megatron.core.distributed.param_and_grad_buffer")._ParamAndGradBucketGroup
     patch(groups, "start_param_sync", unnoticed, attached, VERSIONS)
     patch(groups, "finish_param_sync", unnoticed, attached, VERSIONS)

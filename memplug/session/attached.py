@@ -154,7 +154,7 @@ class AttachedModel:
 
     @property
     def warmup_steps(self) -> int:
-        """Return how many similar steps the session waits for before it plans."""
+        """Return after how many similar steps memplug plans for their program."""
         return self.boundary.adjuster.warmup_steps
 
     # -- for hooks alone -----------------------------------------------------------------------------------------------

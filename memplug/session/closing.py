@@ -1,4 +1,4 @@
-"""The last line that a session logs: what it did, in figures; when it is detached, or else when the process ends."""
+"""The last line that a session logs, when it is detached or else when the process ends: what it did, in figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Attached(Protocol):
 
     @property
     def warmup_steps(self) -> int:
-        """Return the number of similar steps after which their program is planned for."""
+        """Return after how many similar steps memplug plans for their program."""
 
     @property
     def history(self) -> list[tuple[int, Any, int, str]]:
@@ -44,7 +44,7 @@ def line(session: Attached) -> str:
 
 
 def at_exit(session: Attached) -> Callable[[], None]:
-    """Log the line of a session that is still attached when the process ends; return how to undo this."""
+    """Have the line logged if the session is still attached when the process ends; return a call that undoes this."""
     reference = weakref.ref(session)
 
     def close() -> None:

@@ -43,7 +43,7 @@ class Given(Common):
         tell: logs one line for the user, at a level of `logging`.
         folder: the folder of kept plans; None if none are kept.
         host_bytes: returns the bytes of the host budget that nothing else of the session holds.
-        explain: returns memplug's note for a request for device memory that failed for good; called on any thread.
+        explain: returns memplug's note for a request for device memory that failed for good; any thread may call it.
         has_regions: True if layers are regions, so that another technique swaps their tensors.
         layer_bytes: returns, by layer, the bytes that its last forward offloaded and its backward prefetched.
         tensors: returns the parameters and buffers of the model.
@@ -60,7 +60,7 @@ class Given(Common):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreedGiven(Common):
-    """The values and functions that a session provides to the technique that all ranks agree on.
+    """The values and functions that a session provides to the technique whose decisions all ranks agree on.
 
     Attributes:
         regions: the regions of the model, in forward order.
@@ -71,7 +71,7 @@ class AgreedGiven(Common):
         step_peak: returns the largest memory in use during the last step, in bytes; None if it was not recorded.
         step_trace: returns the last step recorded in detail; None if there is none.
         is_served: True if the block asks for a technique that serves requests for memory.
-        is_relieved: True if the block asks for a technique that makes steps fit where no plan for regions does.
+        is_relieved: True if the block asks for a technique that makes a step fit if no plan for its regions can.
     """
 
     regions: Sequence[Any]

@@ -120,8 +120,8 @@ class PlanStore:
             own[plan.training.run, plan.training.index] = plan
             if unread := sorted(plan.parts.keys() - {each.name for each in self._judges}):
                 text = (
-                    "memplug: %s has parts that no technique here reads: %s. They stay in the file. Ignore this, "
-                    "unless such a technique should be installed"
+                    "memplug: %s has parts that no technique here reads: %s. They stay in the file. If a technique "
+                    "that reads them should be here, install it; else ignore this"
                 )
                 log.warning(text, file, ", ".join(unread))
         return own, "" if own else refused or self._nearest()

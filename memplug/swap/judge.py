@@ -15,11 +15,11 @@ from memplug.profile.trace import EventKind, Trace
 
 
 class JudgedSwap(NamedTuple):
-    """One swap of a tensor, in places, which are outermost operators of the step.
+    """One swap of a tensor. Its times are places: outermost operators of the step.
 
     The tensor is offloaded after `last_use`, its memory is free for [release, prefetch), and it is back at `next_use`.
-    A last use of -1: it is there as the step begins; a next use that equals the number of operators: after the last
-    one.
+    If the last use is -1, the tensor exists as the step begins and leaves then. If the next use equals the number of
+    operators, the tensor is used next after the last of them.
     """
 
     tensor: int
@@ -60,8 +60,8 @@ class ListLimits(NamedTuple):
         device_bytes, host_bytes: budgets.
         d2h_bytes_per_s, h2d_bytes_per_s: rates of the link.
         stall_s: seconds that the device waits for copies, as the plan predicts.
-        operator_s: float64[n]: duration of each outermost operator without waiting, and, if anything runs after the
-            program, of that.
+        operator_s: float64[n]: duration of each outermost operator without waiting. If anything runs after the program,
+            the last element is the duration of that.
         d2h_busy_s, h2d_busy_s: float64[n]: link time of other copies while each operator runs.
         others: tensors that another technique decides on.
     """
@@ -80,9 +80,9 @@ class ListLimits(NamedTuple):
 def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: ListLimits) -> Iterator[str]:
     """Yield the mistakes of a swap list; if there are none, it is accepted.
 
-    Every tensor must be one of the step, of that size, not another technique's, and swapped only between two
-    consecutive uses; its swaps must not overlap. No operator may exceed the device budget, host memory must hold all
-    that is swapped, and copies must fit the link with no more waiting than predicted.
+    Every tensor must be one of the step and have the size in the list. No other technique may decide on it. Each of its
+    swaps must lie between two consecutive uses, and they must not overlap. No operator may exceed the device budget,
+    host memory must hold all that is swapped, and copies must fit the link with no more waiting than predicted.
 
     Args:
         swaps: the list.
@@ -112,7 +112,7 @@ def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: ListLimi
 
 
 def mistakes_of_places(part: JudgedPart) -> Iterator[str]:
-    """Yield the mistakes of a list that show without the step that it was made from."""
+    """Yield the mistakes of a list that can be found without the step that it was made from."""
     operators = len(part.program)
     keys = {key for place, _, key in part.anchors if place >= operators}
     beyond = [names for _, names in part.outside]
@@ -168,7 +168,7 @@ def _twice_away(swaps: Sequence[JudgedSwap]) -> Iterator[str]:
 def _above_the_budget(
     swaps: Sequence[JudgedSwap], step: Trace, place_of: np.ndarray, places: int, budget_bytes: int
 ) -> Iterator[str]:
-    """Yield a mistake if an operator exceeds the budget: replays the step's requests, less the swapped tensors."""
+    """Yield a mistake if an operator exceeds the budget: replay the step's requests without the swapped tensors."""
     away = [0] * places
     for swap in swaps:
         for operator in range(swap.release, swap.prefetch):
@@ -179,7 +179,7 @@ def _above_the_budget(
     for event in step.events.tolist():
         kind, request, nbytes, _, operator = event[:5]
         operator = int(place_of[operator]) if operator >= 0 else -1
-        # Operators without requests have in use what the request before them left.
+        # While operators without requests run, what the last request before them left is in use.
         for passed in range(at, min(max(operator, 0) + 1, len(away))):
             worst, where = max((worst, where), (in_use - away[passed], passed))
         at = max(at, operator, 0)
@@ -196,11 +196,12 @@ def _above_the_budget(
 
 
 def _late(swaps: Sequence[JudgedSwap], limits: ListLimits) -> Iterator[str]:
-    """Yield a mistake if, between any two times, copies that must lie within take longer than the link is free there.
+    """Yield a mistake if the copies due within some stretch of the step need more time than the link has there.
 
-    A copy has the time from the end of its last use to its release, or from its prefetch to its next use, and all the
-    waiting that the plan predicts. Since stalls may come anywhere, this accepts slightly more than is possible, and
-    refuses nothing that is possible.
+    A copy to the host is due between the end of the last use and the release, a copy to the device between the prefetch
+    and the next use. In each stretch the link has the time in which it is free, and all the waiting that the plan
+    predicts. Since stalls may come anywhere, this accepts slightly more than is possible; it refuses nothing that is
+    possible.
     """
     begin_s = [0.0, *np.cumsum(limits.operator_s).tolist()]
     directions = (

@@ -1,4 +1,4 @@
-"""Files with DeepSpeed's configuration are read as the other readers, DeepSpeed and Accelerate, read them."""
+"""Reading files with DeepSpeed's configuration: as DeepSpeed does, with remarks where it or Accelerate would not."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ TWICE = [
 
 
 @pytest.mark.parametrize(("text", "said"), TWICE, ids=str)
-def test_repeated_key_is_an_error_like_in_deepspeed(tmp_path, text, said):
+def test_repeated_key_is_an_error_as_in_deepspeed(tmp_path, text, said):
     path = written(tmp_path / "ds.json", text)
     assert refused_by(deepspeed, path)
     with pytest.raises(ConfigError) as caught:
@@ -119,7 +119,7 @@ NAMING = "deepspeed_config:\n  deepspeed_config_file: ds.json\n  zero3_init_flag
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """Make a DeepSpeed JSON in the working directory."""
+    """Enter a folder that holds a DeepSpeed JSON, ds.json, and return it."""
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "ds.json", f'{{{BLOCK}, "train_batch_size": 8}}')
     return tmp_path
@@ -136,7 +136,7 @@ def here(tmp_path, monkeypatch):
         ("a.yaml", f'deepspeed: {{{BLOCK}, "train_batch_size": 8}}'),
     ],
 )
-def test_named_deepspeed_json_is_followed(here, name, text, caplog):
+def test_deepspeed_json_named_by_another_file_is_read(here, name, text, caplog):
     path = written(here / name, text)
     assert read(path).content == read("ds.json").content and caplog.text == ""
     result = run(app, ["check", name])
@@ -152,7 +152,7 @@ def test_named_deepspeed_json_is_followed(here, name, text, caplog):
         (f"deepspeed: ds.json\n{BLOCK}\n", 2, "memplug"),
     ],
 )
-def test_block_beside_a_named_deepspeed_json_warns_with_its_line(here, text, line, block, caplog):
+def test_block_in_a_file_that_names_a_deepspeed_json_warns_with_its_line(here, text, line, block, caplog):
     path = written(here / "a.yaml", text)
     with caplog.at_level(logging.WARNING, "memplug"):
         assert load_config(path).enabled
@@ -189,7 +189,7 @@ def test_accelerate_file_without_deepspeed_json_is_an_error(tmp_path, suffix, co
     ],
     ids=lambda text: text[:40],
 )
-def test_yaml_errors_are_reported(here, text, said):
+def test_errors_in_yaml_are_reported_with_advice(here, text, said):
     written(here / "a.yaml", text)
     result = run(app, ["check", "a.yaml"])
     assert result.exit_code == 1 and said in result.stderr and "What to do" in result.stderr

@@ -1,6 +1,6 @@
-"""Renumbers lifetimes densely: as instants, or as sections in which nothing begins; and sums the load of each.
+"""Renumbers the times of lifetimes without gaps, as instants or as sections, and sums the bytes in use in each.
 
-Planners need only the order of times, so lifetimes are renumbered before any search.
+Planners need only the order of times, so they renumber lifetimes before any search.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def instants(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return lower and upper of each buffer as dense numbers in the same order. int32[n] each.
+    """Return lower and upper of each buffer, renumbered from 0 without gaps. int32[n] each.
 
     Args:
         table: of dtype BUFFER.
@@ -20,7 +20,7 @@ def instants(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sections(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first section, and the end, of each buffer. int32[n] each.
+    """Return the first section of each buffer, and the section at which it ends. int32[n] each.
 
     A section is an instant whose live buffers are no subset of those just before or after it: the last instant before a
     free that follows a malloc. Two buffers share a section exactly if their lifetimes overlap, and there are far fewer
@@ -57,7 +57,7 @@ def load_bytes(lower: np.ndarray, upper: np.ndarray, size: np.ndarray) -> np.nda
 
 
 def largest_within(values: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> np.ndarray:
-    """Return the largest of values[lower:upper] for each buffer, with lower < upper. Of the values' dtype."""
+    """Return the largest of values[lower:upper] for each buffer, where lower < upper; in the dtype of the values."""
     # A sparse table has the maxima of all stretches whose length is a power of two; two of them cover any stretch.
     found = np.empty(len(lower), values.dtype)
     power = np.frexp((upper - lower).astype(np.float64))[1] - 1

@@ -31,7 +31,7 @@ class Answers:
             device assumes.
 
     Attributes:
-        made_up: Operators and lines at which a forward read more than a condition without a trace.
+        made_up: Operators and lines at which a forward, without a trace, read values other than conditions.
     """
 
     def __init__(self, values: Values | None):
@@ -85,7 +85,8 @@ class Answers:
             if not waits:  # the host may never look at the result
                 return None
             raise EstimateError(
-                f"{_where(call)} asks for {at[1]} at {at[0]}, and the trace of values has no more than {len(found)}",
+                f"{_where(call)} asks for {at[1]} at {at[0]}, and the trace of values has no more than {len(found)} "
+                "answers",
                 RECORD_ANEW,
                 code="MP028",
             )
@@ -140,7 +141,8 @@ class Answers:
             there = len(self._reads_of(call)[at])
             if asked < there and at[1] != COPY:
                 raise EstimateError(
-                    f"{_where(call)} asks for {at[1]} at {at[0]} {asked} times, but the trace of values has {there}",
+                    f"{_where(call)} asks for {at[1]} at {at[0]} {asked} times, but the trace of values has {there} "
+                    "answers",
                     RECORD_ANEW,
                     code="MP028",
                 )

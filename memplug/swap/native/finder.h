@@ -1,9 +1,9 @@
 // Finds the tensors of a swap list in a running step; it knows only the identity, size and dtype of storages.
 //
-// The clock is the program's outermost operators (program_clock.h). A tensor is found at its last use by its features
-// (tensor_features.h), size and dtype, the operator that uses it and its slot there, near its place in the planned
-// step: within less than half the distance to the next tensor that looks the same. Finding none is better than finding
-// a wrong one.
+// The clock counts the program's outermost operators (program_clock.h). The finder recognizes a tensor at its last use,
+// by its features (tensor_features.h), its size and dtype, the operator that uses it and its slot there. The use has to
+// be close to the planned place: closer than half the distance to the next tensor that looks the same. Finding none is
+// better than finding a wrong one.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
@@ -26,21 +26,22 @@ struct SwapTarget {
   int64_t nbytes;
   int32_t dtype; // c10::ScalarType of the first tensor seen in the storage
   int32_t operator_number; // of the operator that uses it last; given by name in Python
-  uint8_t output; // whether it is an output of that operator, else an input
+  uint8_t output; // 1: it is an output of that operator; 0: an input
   int32_t slot; // its number among the operator's outputs, or inputs
-  uint32_t uses, kinds; // Features, including that use
+  uint32_t uses, kinds; // these and `recent`: its Features, with the last use counted
   uint64_t recent;
   int32_t tolerance; // places by which the last use may differ
-  int32_t last_use, release, prefetch, next_use; // -1: no use before it leaves; number of operators: none after it
-  int32_t key; // anchor whose storage leaves as the step begins; -1: it is found at its last use
+  // last_use -1: it leaves as the step begins; next_use equal to the number of operators: the program uses it no more
+  int32_t last_use, release, prefetch, next_use;
+  int32_t key; // of the anchor whose storage leaves as the step begins; -1: it is found at its last use
 };
 #pragma pack(pop)
 
-// Packed as ANCHOR in memplug/swap/tables.py: an outermost operator at that place reads a tensor that lives from step
-// to step. Places beyond the program are operators outside of it.
+// Packed as ANCHOR in memplug/swap/tables.py: the outermost operator at `place` reads a tensor that lives from step to
+// step. A place beyond the program is an operator outside of it.
 #pragma pack(push, 1)
 struct Anchor {
-  int32_t place, slot; // the slot is the number among the operator's inputs
+  int32_t place, slot; // slot: the tensor's number among the operator's inputs
   int32_t key; // identifies the tensor
 };
 #pragma pack(pop)
@@ -55,7 +56,7 @@ struct SwapListPlan {
   std::vector<std::string> collectives; // prefixes of collectives' names
 };
 
-// When an outermost operator of any thread began: its number among all of them, and its stream.
+// The beginning of an outermost operator: its number among those of all threads, and its stream.
 struct OperatorMoment {
   int64_t number = 0, stream = 0;
 };
@@ -69,7 +70,7 @@ class Finder {
     }
   }
 
-  // Begins a step. `lives(storage)` says whether a storage that earlier steps made still lives.
+  // Begins a step. `lives` is asked whether a storage that an earlier step made still lives.
   template <typename Lives>
   void begin(const Lives& lives) {
     if (keys_.empty() && clock_.is_true() && clock_.is_at_end()) {
@@ -112,9 +113,9 @@ class Finder {
     return clock_.now();
   }
 
-  // Notes that the outermost operator that begins, of that number, reads a storage in that slot. Parameters live from
-  // step to step: in a step that is the planned one from its beginning to its end, the finder learns which operator
-  // reads which, and from then on they show the place. Returns whether the storage was learnt now.
+  // Notes that an outermost operator, which begins now, reads a storage in that slot; `number` is the operator's.
+  // Parameters live from step to step. In the first step that runs exactly as planned, the finder learns which operator
+  // reads which parameter; in later steps such a read tells the place. Returns whether the storage was learnt just now.
   bool anchor(const void* storage, int32_t slot, int32_t number) {
     const auto known = keys_.find(storage);
     if (known != keys_.end()) {
@@ -139,14 +140,14 @@ class Finder {
     return false;
   }
 
-  // Notes that an operator uses a storage. `made`: if it is new, this operator or an enclosing one has made it. Returns
-  // whether it is new.
+  // Notes that an operator uses a storage; returns whether the storage is new. `made`: a new one was made by this
+  // operator or by one that encloses it, instead of coming from outside.
   bool see(const void* storage, int64_t nbytes, int32_t dtype, const OperatorMoment& now, bool made = false) {
     if (nbytes != 0 && nbytes < plan_.min_bytes) { // a storage without memory may still get some
       return false;
     }
     const auto [seen, fresh] = seen_.emplace(storage, Seen{{}, nbytes, dtype, now.stream, now.number, made});
-    seen->second.nbytes = std::max(seen->second.nbytes, nbytes); // none while it is away
+    seen->second.nbytes = std::max(seen->second.nbytes, nbytes); // a storage has no bytes while it is on the host
     seen->second.use(now);
     return fresh;
   }
@@ -160,8 +161,9 @@ class Finder {
     }
   }
 
-  // Returns the bytes of a storage that the program has made in this step, that only this stream has used, and last
-  // before `now`; and the moment of its last use. 0: it is no such storage.
+  // Returns the bytes of an idle storage, and the number of the operator that used it last; 0 bytes: it is not idle.
+  // It is idle if the program has made it (in any step), only the stream of `now` has used it, and its last use came
+  // before `now`.
   std::pair<int64_t, int64_t> idle(const void* storage, const OperatorMoment& now) const {
     const auto seen = seen_.find(storage);
     if (seen == seen_.end() || !seen->second.is_made || seen->second.is_shared || seen->second.stream != now.stream ||
@@ -171,7 +173,7 @@ class Finder {
     return {seen->second.nbytes, seen->second.last_use};
   }
 
-  // Notes that an operator of that number reads the storage.
+  // Notes that the operator with that number reads the storage.
   void read(const void* storage, int32_t number) {
     const auto seen = seen_.find(storage);
     if (seen != seen_.end()) {
@@ -180,7 +182,7 @@ class Finder {
     }
   }
 
-  // Returns whether a tensor of an operator of that number may be a target now.
+  // Returns whether an output of the operator with that number (`output`), or an input of it, may be a target now.
   bool expects(int32_t number, bool output) {
     const auto& targets = plan_.targets;
     const int32_t place = clock_.now();
@@ -195,7 +197,8 @@ class Finder {
     return false;
   }
 
-  // Returns the target that a tensor of an expected operator is, in that slot of its inputs or outputs; -1: none.
+  // Returns the index of the target that this storage is, in that slot of an expected operator's outputs (`output`) or
+  // inputs; -1: it is none.
   int32_t find(const void* storage, int64_t nbytes, int32_t number, bool output, int32_t slot) {
     const int32_t place = clock_.now();
     const auto& targets = plan_.targets;
@@ -220,9 +223,9 @@ class Finder {
     int64_t nbytes;
     int32_t dtype;
     int64_t stream; // of its first use
-    int64_t last_use; // moment of the last use by any operator
+    int64_t last_use; // number of the `OperatorMoment` of its last use
     bool is_made; // by the program
-    bool is_shared = false; // another stream has used it too: it is not known when that stream is done
+    bool is_shared = false; // another stream or a collective has used it too: it is not known when that use is over
 
     void use(const OperatorMoment& now) {
       last_use = now.number;
@@ -241,8 +244,8 @@ class Finder {
   std::vector<bool> found_;
   size_t next_ = 0;
   ska::flat_hash_map<const void*, Seen> seen_;
-  ska::flat_hash_map<const void*, int32_t> keys_, learnt_; // keys of anchors' storages; those learnt in this step
-  ska::flat_hash_map<int32_t, std::vector<int32_t>> places_; // by key: places that read it
+  ska::flat_hash_map<const void*, int32_t> keys_, learnt_; // by storage: its anchor's key; those learnt in this step
+  ska::flat_hash_map<int32_t, std::vector<int32_t>> places_; // by key: the places of its anchors
 };
 
 } // namespace memplug

@@ -1,8 +1,8 @@
 """Makes the swap problem of a recorded step: memory in use, and tensors with gaps (Chameleon, 4, 5.1-5.3).
 
 The clock of a swap list counts the program's outermost operators. Operators inside of one, and operators without
-gradients after it, count to it; all that runs after the program, such as the optimizer, is one more place. Memory is
-requested inside of operators, but tensors are offloaded and prefetched only between two of them.
+gradients after it, have its place; all that runs after the program, such as the optimizer, has one more place.
+Operators request memory while they run, but tensors are offloaded and prefetched only between two of them.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def swap_problem(
 
 
 def even_s(step: Trace) -> np.ndarray:
-    """Return durations of places: operators last equally long (Eq. 1), code after them no time. float64[n], s."""
+    """Return the duration of each place: the same for all operators (Eq. 1), 0 for code after them. float64[n], s."""
     clock = clock_of(step)
     return np.where(np.arange(clock.places) < clock.ticks, step.steps[0][2] / max(clock.ticks, 1), 0.0)
 
@@ -147,7 +147,8 @@ def gaps(
 ) -> list[Candidate]:
     """Return tensors between two uses with an outermost operator in between, by first and then second use.
 
-    Left out are tensors of collectives, and those that existed before the step (whose first use is not an output).
+    This leaves out tensors of collectives, and those that existed before the step (whose first use is not an output),
+    unless `states` or `resident` includes them.
 
     Args:
         step: one step with tensors.
@@ -192,7 +193,7 @@ def gaps(
 
 
 def held_bytes(step: Trace) -> int:
-    """Return the bytes of the largest tensor of a collective, freed a little earlier or later in every step."""
+    """Return the bytes of the largest tensor of a collective; it is freed a little earlier or later in each step."""
     collective = np.array([name.startswith(COLLECTIVES) for name in step.names], bool)
     tensors = step.uses["tensor"][collective[step.operators["name"][step.uses["operator"]]]]
     return int(step.tensors["nbytes"][tensors].max(initial=0))

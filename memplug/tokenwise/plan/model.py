@@ -18,8 +18,8 @@ from memplug.tokenwise.plan.rules import Passes, rows_taken
 class PlannedOperator:
     """One operator of a region's forward; inputs and outputs are ids of storages, not of tensors.
 
-    A view moves no bytes: list it without inputs and outputs and let its readers name the storage itself, otherwise
-    an `always_runs` view keeps a storage alive that no operator reads. An operator that mutates a storage lists it as
+    A view moves no bytes: list it without inputs and outputs, and let its readers name the storage. Otherwise a view
+    with `always_runs` would keep a storage alive that no operator reads. An operator that mutates a storage lists it as
     input and output.
     """
 
@@ -40,8 +40,9 @@ class PlannedOperator:
     always_swapped: bool = False
     """A fixed alpha swaps it whole (MEMO: the attention output). The automatic plan decides by itself."""
     made_by_rows: int | None = None
-    """Index of an earlier operator that makes this output and takes all of its time. That operator runs for as many
-    rows as are missing from the output with the fewest swapped rows; it is never captured itself."""
+    """Index of an earlier operator that makes this output, and whose time includes that of making it. That operator
+    may make several outputs: it runs for the rows that the one with the fewest swapped rows lacks. It is never captured
+    itself."""
 
     @property
     def capturable(self) -> bool:
@@ -77,8 +78,8 @@ class PlannedRegion:
     """Further forwards whose tensors stay on the device, because backward starts before they would leave. They are
     planned like the last instances."""
     saved_bytes: int = 0
-    """Bytes of all that backward of one instance asks for, including an input that is saved and was swapped, but
-    nothing else that existed before the region; 0: unknown."""
+    """Bytes of all that backward of one instance asks for. Of what existed before the region, only a saved input that
+    was swapped counts. 0: unknown."""
 
     @property
     def safest_bytes(self) -> int:
@@ -94,9 +95,9 @@ class PlannedRegion:
         return self.input_bytes + self.safest_bytes + tensors * padding_bytes
 
     def in_flight_bytes(self, swapped: Iterable[int]) -> int:
-        """Return the device bytes that one instance's tensors in flight take beyond those of the safest setting.
+        """Return by how many device bytes one instance's tensors in flight exceed those of the safest setting.
 
-        A tensor that is swapped in part is on the device whole.
+        A tensor that is swapped in part counts whole: in flight, all of it is on the device.
 
         Args:
             swapped: indices of the operators whose outputs are swapped.
@@ -126,7 +127,7 @@ class Budget:
     padding_bytes: int = 0
     """Largest padding of one tensor in host memory, where each begins at a multiple of a fixed size."""
     device_bytes: int
-    """Device memory that may be spent on keeping, and on copies that lag behind or are in flight."""
+    """Device memory for outputs that are kept, in flight, or waiting for a copy that lags behind."""
     in_flight: tuple[InFlight, ...] = ()
     """Times at which a step under a plan may have its peak; empty: bytes in flight do not count."""
     buffers: int = 0
@@ -134,9 +135,9 @@ class Budget:
     tensors."""
 
     def with_buffers(self, regions: Sequence[PlannedRegion]) -> Budget:
-        """Return the budget less the rounding buffers of the safest setting.
+        """Return the budget less the rounding buffers of the safest setting, or without buffers if they do not fit.
 
-        A plan that swaps more needs larger buffers. Without room for those of the safest setting there are none.
+        A plan that swaps more than the safest setting needs larger buffers; the difference is not subtracted.
         """
         safest_bytes = max((region.buffer_bytes(self.padding_bytes) for region in regions), default=0)
         left_bytes = self.device_bytes - self.buffers * safest_bytes
@@ -170,9 +171,9 @@ class RegionPlan:
     """One or two groups, and possibly a plain one, in the order of the forward: the tensors of the last instances
     live shortest."""
     forward_s: float
-    """Seconds of all instances, with this region's share of the link's stall, by bytes."""
+    """Seconds of all instances, with this region's share of the link's stall, in proportion to its bytes."""
     backward_s: float
-    """Seconds of all instances, with recompute and this region's share of the link's stall."""
+    """Seconds of all instances, with recompute and, in the same way, this region's share of the link's stall."""
 
     def group(self, instance: int) -> Group:
         """Return the group of an instance, counted from 0 in the order of the forward; past the end, the last group."""
@@ -203,19 +204,21 @@ Bound = Literal["link forward", "link backward", "host", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenwisePlan:
-    """Keep, swap or recompute for every operator output of every region, and the predicted cost."""
+    """The decision on every operator output of every region (keep, swap or recompute), and the predicted cost."""
 
     regions: dict[str, RegionPlan]
     alpha: float | None
     """The one fraction in use (MEMO, section 4.1); None where each operator has its own."""
     alpha_cut_by_host: bool
-    """Whether alpha is smaller than asked for, since host memory has no room for more."""
+    """Whether alpha is smaller than asked for because host memory has no room for more."""
     inputs_swapped: bool
     """False: host memory has no room even for the regions' inputs, which stay on the device."""
     forward_s: float
+    """Seconds of all instances of all regions, with the link's stall."""
     backward_s: float
-    """With recompute, as `step_s`: all instances of all regions."""
+    """The same for backward, with recompute."""
     step_s: float
+    """Forward and backward together."""
     host_bytes: int
     """Host memory for swapped rows and inputs."""
     device_bytes: int
@@ -223,7 +226,8 @@ class TokenwisePlan:
     in_flight_bytes: int
     """Bytes by which swapped outputs in flight raise the step's peak above that of the safest setting."""
     bound: Bound
-    """The fullest budget, where swapping more could still spare recompute or the link stalls; "none" otherwise."""
+    """The budget of which the largest share is used; "none" if the link does not stall and swapping more could spare no
+    recompute."""
 
     @property
     def kept_bytes(self) -> int:
@@ -255,9 +259,10 @@ def passes_of(operators: Sequence[PlannedOperator], given: Collection[int]) -> P
 
 
 def group_of(region: PlannedRegion, instances: int, fractions: dict[int, float], keep: Collection[int]) -> Group:
-    """Return the group of a choice, with the operators that run so that backward gets all that it asks for.
+    """Return the group that makes a choice of fractions and kept outputs.
 
-    Any choice is thus valid. Choices for outputs that are not asked for are dropped.
+    The group runs every operator that backward then still needs, so any choice is valid. Choices for outputs that
+    nobody asks for are dropped.
     """
     operators = region.operators
     available = {index for index, fraction in fractions.items() if fraction >= 1.0} | set(keep)
@@ -281,7 +286,7 @@ def group_of(region: PlannedRegion, instances: int, fractions: dict[int, float],
 
 def recompute_s(operators: Sequence[PlannedOperator], runs: Collection[int], fractions: dict[int, float]) -> float:
     """Return the seconds of a recompute pass that runs these operators, on the rows that are not swapped."""
-    rest: dict[int, float] = {}  # operator that makes outputs by rows -> the largest fraction that one of them lacks
+    rest: dict[int, float] = {}  # maker of outputs by rows -> the largest fraction of rows that one of them lacks
     for index in runs:
         maker = operators[index].made_by_rows
         if maker is not None:
@@ -295,11 +300,11 @@ def _in_rows(fraction: float, rows: int) -> float:
 
 
 def part_bytes(nbytes: int, rows: int, fraction: float) -> int:
-    """Return the bytes of the whole rows that a fraction of an output is.
+    """Return the bytes of a fraction of an output, in whole rows if their number is known.
 
     Args:
         nbytes: size of the output.
         rows: its number of rows; 0: unknown.
-        fraction: of its rows, in [0, 1].
+        fraction: the fraction of its rows, in [0, 1].
     """
     return rows_taken(fraction, rows) * nbytes // rows if rows else int(fraction * nbytes)

@@ -26,7 +26,7 @@ def test_chunks_have_the_size_that_wastes_least_and_know_their_blocks() -> None:
     assert [list(chunk.blocks) for chunk in chunks_of(model())] == [[], [0], [1], [2], [3], []]
 
 
-def test_one_gpu_computes_updates_and_reruns_checkpointed_forwards() -> None:
+def test_step_on_one_gpu_sums_passes_update_and_checkpointed_forwards() -> None:
     assert ALONE.predict(configuration(stage=1)).step_s == pytest.approx(PASSES_S + ADAM_S)
     again = ALONE.predict(configuration(stage=1, n_checkpoint=3))
     assert again.step_s == pytest.approx(PASSES_S + ADAM_S + 3 * 10)

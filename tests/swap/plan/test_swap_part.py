@@ -92,7 +92,7 @@ def test_swaps_use_the_link_time_that_layer_copies_leave():
         assert part.predicted_stall_s == stall_s
 
 
-def test_part_survives_its_file():
+def test_part_is_the_same_once_written_and_read():
     part = plan_part(distinct(), budgets(50))
     assert SwapPart.from_file(json.loads(json.dumps(part.to_file()))) == part
     assert SwapPart.from_file(json.loads(json.dumps(SwapPart().to_file()))) == SwapPart()
@@ -134,7 +134,7 @@ def test_commonest_operator_has_rank_one():
     assert {recording.names[name]: rank for name, rank in ranks(recording.trace()).items()} == {"b": 1, "a": 2, "c": 3}
 
 
-def test_operator_output_follows_its_inner_operators():
+def test_output_of_outer_operator_is_noted_after_uses_by_inner_ones():
     recording = Recording()
     recording.step()
     tensor = recording.tensor(100)
