@@ -12,7 +12,7 @@ from tests.support.folders import ROOT
 
 FRAGMENTS = ("As", "By", "Its", "Nothing", "Of", "That", "What", "Who", "Whoever", "Whose")
 FOLDERS = ("configs", "examples", "launch", "memplug", "tests")
-MIRRORED: set[str] = set()
+MIRRORED = set("Arena Decision Features Form InForce Record Region Setting Span Tape VirtualDevice".split())
 """Classes of the native core that a class of Python stands for, by the same name."""
 FRAMEWORKS_OWN = {"MemplugCallback"}  # one for each framework that has callbacks
 
