@@ -91,6 +91,7 @@ def test_unchanged_script_under_deepspeed_launcher_has_the_same_losses(
     assert done.stdout.count("memplug: stable: 4 regions, alpha 1") == 1, "rank 0 logs once that memplug is active"
 
 
+@pytest.mark.long
 def test_ranks_with_unequal_host_memory_train_without_deadlock(tmp_path: Path) -> None:
     """Give rank 1 no host memory: under ZeRO 3 a rank that left out a recompute pass would leave the other waiting."""
     unequal = {"host_budget_gib": [1.0, 1e-6]}
@@ -178,6 +179,7 @@ def test_change_seen_by_one_rank_moves_all_ranks_at_the_same_step(stage: int, tm
         assert result["report"]["replans"] == 2 and result["report"]["programs"] == 2
 
 
+@pytest.mark.long
 def test_every_rank_compares_its_own_recorded_programs(tmp_path: Path) -> None:
     """Compare programs, although ZeRO 3 learns in its first steps which parameters to fetch."""
     profiler = {**block(), "profiler": {"warmup_steps": 1, "policy_steps": 2}}
@@ -196,6 +198,7 @@ def test_every_rank_compares_its_own_recorded_programs(tmp_path: Path) -> None:
     assert ranks[0]["3 on"]["report"]["programs"] == ranks[0]["1 on"]["report"]["programs"] == 1
 
 
+@pytest.mark.long
 @STAGES
 def test_single_different_step_of_one_rank_changes_no_plan(stage: int, tmp_path: Path) -> None:
     """Let rank 1 run a validation."""

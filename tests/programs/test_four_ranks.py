@@ -36,6 +36,7 @@ SELECTION = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "names"), SELECTION)
 def test_losses_and_gradients_of_four_ranks_equal_those_without_memplug(layout, names, tmp_path):
     """Include ranks that run short of host memory in the middle: no rank may wait forever for another."""

@@ -71,6 +71,7 @@ def test_gradients_and_losses_equal_those_without_memplug(layout, alphas, steps,
             assert rank["1"]["report"]["offloaded_bytes"] > rank["0"]["report"]["offloaded_bytes"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_swap_list_keeps_every_rank_within_budget_bit_identically(layout, tmp_path):
     """Include a pipeline, which has graphs of several micro-batches in flight."""

@@ -45,8 +45,8 @@ def test_every_problem_of_a_deepspeed_run_is_reported_at_once(tmp_path: Path) ->
     ("fields", "complaint"),
     [
         ({"model_type": "gemma2"}, "of a gemma2: this recipe trains a llama, a mixtral or a qwen3"),
-        ({"model_type": "mixtral"}, "of a mixtral, and num_local_experts is no number"),
-        ({"model_type": "llama", "num_local_experts": 8}, "of a llama, and num_local_experts is 8"),
+        ({"model_type": "mixtral"}, "of a mixtral, but num_local_experts is no number"),
+        ({"model_type": "llama", "num_local_experts": 8}, "of a llama, but num_local_experts is 8"),
         ({"model_type": "qwen3"}, "not the shape of a Llama, a Mixtral or a Qwen3: no number for head_dim"),
         ({"hidden_size": 130}, "num_attention_heads (4) has to divide hidden_size (130)"),
         ({"model_type": "qwen3", "head_dim": 32, "hidden_size": 130}, ""),

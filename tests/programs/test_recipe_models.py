@@ -136,6 +136,7 @@ def first_loss(folder: Path, name: str, stage: int) -> float:
     return total
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "mixtral"])

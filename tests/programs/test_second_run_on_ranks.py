@@ -59,6 +59,7 @@ def test_all_ranks_begin_as_a_first_run_if_one_has_no_plan(tmp_path: Path) -> No
         assert "for another rank than 1" in results["again"]["report"]["not_resumed_because"]
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "layout", [{"tensor": 2}, pytest.param({"expert": 2, "experts": 8, "same": True}, marks=pytest.mark.long)]

@@ -116,6 +116,7 @@ for _ in range(3):
 GONE = "del session, model; import gc; gc.collect()"
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "end", ["", *(pytest.param(end, marks=pytest.mark.long) for end in ("session.detach()", GONE))]

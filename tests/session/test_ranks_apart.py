@@ -13,6 +13,7 @@ from tests.support.apart_worker import BATCHES, MORE
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("processes", "alpha", "epochs", "late"),
     [(2, "auto", 2, False), (2, "1", 1, True), (3, "1", 2, False), (3, "auto", 1, True)],
@@ -51,6 +52,7 @@ def test_ranks_with_more_steps_continue_with_the_last_decisions(processes: int, 
     assert len(warnings(ranks, STOPS)) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [1, 3, 7], ids=["in warm-up", "as plans are tried", "in stable"])
 def test_late_rank_trains_on_with_the_same_decisions_as_the_others(step: int, tmp_path: Path) -> None:
     ranks = run(tmp_path, 3, kind="late", step=step, patience_s=0.5, limit_s=LIMIT_S)
@@ -74,6 +76,7 @@ def test_dead_rank_delays_the_others_at_most_until_the_limit(step: int, tmp_path
     assert len(warnings(alive, STOPS)) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [1, 7], ids=["in warm-up", "in stable"])
 def test_ranks_without_a_store_continue_with_the_last_decisions(step: int, tmp_path: Path) -> None:
     ranks = run(tmp_path, 2, kind="storeless", step=step, talks=False)
@@ -84,6 +87,7 @@ def test_ranks_without_a_store_continue_with_the_last_decisions(step: int, tmp_p
     assert warnings(ranks, STOPS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [1, 7], ids=["in warm-up", "in stable"])
 def test_ranks_without_a_store_stop_if_their_layers_communicate(step: int, tmp_path: Path) -> None:
     """Stop all ranks: collectives depend on the plan, so no rank may act on a later plan than another."""
@@ -92,6 +96,7 @@ def test_ranks_without_a_store_stop_if_their_layers_communicate(step: int, tmp_p
         assert len(rank["losses"]) <= step + 1 and rank["together"] == 2
 
 
+@pytest.mark.long
 def test_detached_rank_is_not_waited_for_and_ranks_can_attach_again(tmp_path: Path) -> None:
     began = time.monotonic()
     ranks = run(tmp_path, 3, kind="leaves", timeout_s=100)
@@ -102,6 +107,7 @@ def test_detached_rank_is_not_waited_for_and_ranks_can_attach_again(tmp_path: Pa
     assert len(warnings(ranks, STOPS)) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("by", "ranks", "processes"), [("list", [0], 2), ("list", [1, 2], 3), ("group", [0, 2], 3), ("wrapper", [1, 2], 3)]
 )
@@ -121,6 +127,7 @@ def test_ranks_in_separate_groups_do_not_wait_for_each_other(tmp_path: Path) -> 
         assert rank["replans"] == 1 and rank["stopped"] is None and rank["warnings"] == []
 
 
+@pytest.mark.long
 def test_attaching_alone_names_the_missing_ranks_and_times_out(tmp_path: Path) -> None:
     ranks = run(tmp_path, 3, kind="alone", after_s=6, timeout_s=3, patience_s=0.5)
     for rank in ranks:

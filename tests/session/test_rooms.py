@@ -74,6 +74,7 @@ def trained_without(name: str, left: str, folder: Path, block: dict[str, Any]) -
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [technique.name for technique in FOLLOWING])
 def test_removing_a_technique_leaves_the_others_training(name: str, left: str, tmp_path: Path) -> None:
     others = [technique.name for technique in FOLLOWING if technique.name != name]

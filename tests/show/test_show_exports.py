@@ -159,7 +159,7 @@ def test_chrome_trace_is_well_formed(chrome, trace):
     written = chrome(trace)
     assert (
         written["otherData"]["fingerprint"] == trace.fingerprint.digest()
-        and "lasts until" in written["otherData"]["note"]
+        and "no end times" in written["otherData"]["note"]
     )
     tracks = defaultdict(list)
     for event in written["traceEvents"]:

@@ -42,6 +42,7 @@ def cases_of(stage: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stages", [pytest.param((0, 3), id="0 and 3"), pytest.param((1, 2), marks=pytest.mark.long)])
 def test_ranks_with_different_budgets_train_bit_identically(stages: tuple[int, ...], tmp_path: Path) -> None:
     cases = {name: case for stage in stages for name, case in cases_of(stage).items()}

@@ -87,6 +87,7 @@ def check(program: Program, alpha: float | str) -> None:
     assert ours == right
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @given(program=programs())
 @found
