@@ -18,7 +18,7 @@ import torch
 torch.ones(1, requires_grad=True).backward()
 """
 STARTS = """
-from memplug.predict.virtual import Hardware, VirtualDevice
+from memplug.predict.virtual import GpuProfile, VirtualDevice
 from memplug.errors import HardwareError
 from tests.support.virtual_devices import SIMPLE
 for _ in range(2):
