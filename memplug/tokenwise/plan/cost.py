@@ -118,8 +118,8 @@ def passes_s(
 
     A region's groups may differ. In forward, copies of the first groups may lag into the forward of the last groups; in
     backward, they may run ahead, during the backward of the last groups. Such a backlog takes device memory: it is at
-    most the device bytes that the first groups' kept outputs leave free. The copies of the last groups get no time of
-    the first groups.
+    most the device bytes that the first groups' kept outputs leave free. The copies of the last groups cannot use the
+    time of the first groups.
 
     Args:
         first: amounts of the first groups of all regions.

@@ -31,7 +31,7 @@ class PlannedOperator:
     output_bytes: int
     """Bytes of all outputs: the cost of swapping or keeping them."""
     capture: Literal["rows", "whole", "never"]
-    """rows: any fraction of the rows may be swapped, and only the others are recomputed; whole: all or nothing;
+    """rows: any fraction of the rows may be swapped, and only the other rows are recomputed; whole: all or nothing;
     never: a view, a random or a mutating operator."""
     rows: int = 0
     """Number of rows of an output that is swapped by rows: only whole rows are copied. 0: any fraction is possible."""
@@ -125,7 +125,7 @@ class Budget:
     host_bytes: int
     """Pinned host memory for swapped rows and inputs."""
     padding_bytes: int = 0
-    """Largest padding of one tensor in host memory, where each begins at a multiple of a fixed size."""
+    """Largest padding of one tensor in host memory, where each tensor begins at a multiple of a fixed size."""
     device_bytes: int
     """Device memory for outputs that are kept, in flight, or waiting for a copy that lags behind."""
     in_flight: tuple[InFlight, ...] = ()
@@ -287,7 +287,7 @@ def group_of(region: PlannedRegion, instances: int, fractions: dict[int, float],
 
 def recompute_s(operators: Sequence[PlannedOperator], runs: Collection[int], fractions: dict[int, float]) -> float:
     """Return the seconds of a recompute pass that runs these operators, on the rows that are not swapped."""
-    rest: dict[int, float] = {}  # maker of outputs by rows -> the largest fraction of rows that one of them lacks
+    rest: dict[int, float] = {}  # maker of outputs by rows -> the largest fraction of rows that one output lacks
     for index in runs:
         maker = operators[index].made_by_rows
         if maker is not None:

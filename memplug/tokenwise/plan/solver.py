@@ -93,7 +93,7 @@ def solve(regions: Sequence[PlannedRegion], budget: Budget, alpha: float | Liter
 
 
 def full_recomputation(regions: Sequence[PlannedRegion], budget: Budget) -> TokenwisePlan:
-    """Return the plan that others are compared with: every operator runs again, and inputs stay on the device."""
+    """Return the plan to compare other plans with: every operator runs again, and inputs stay on the device."""
     groups = [[group_of(region, region.instances, {}, ())] for region in regions]
     return measure(regions, groups, budget, inputs_swapped=False)
 
@@ -328,7 +328,10 @@ class _Search:
 
 
 def _chosen(x: np.ndarray, columns: _Columns) -> tuple[dict[int, float], list[int]]:
-    """Return the swapped fractions and the kept operators, freed from the solver's tolerance."""
+    """Return the swapped fractions and the kept operators.
+
+    A fraction within the solver's tolerance of 0 or 1 is rounded.
+    """
     fractions = {index: min(max(float(x[column]), 0.0), 1.0) for index, column in columns.swap.items()}
     snapped = {i: round(y) if min(y, 1.0 - y) < 1e-6 else y for i, y in fractions.items()}
     return {i: float(y) for i, y in snapped.items() if y > 0.0}, [i for i, c in columns.keep.items() if x[c] > 0.5]
