@@ -1,4 +1,4 @@
-"""Tells when regions run as without memplug: when their operators are recorded, transformed or traced."""
+"""Tells when regions run as without memplug: when a CUDA graph records them, or they are transformed or traced."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Executor(ExecutorCalls):
         flow: frames in flight, in order (native/transfer/flow.h). Its `share` scales the rows that regions swap; the
             share is below 1 once host memory has run out.
         on_timed: the listener of `time_forwards`.
-        divergences: recompute passes that fell back to running all operators of a region.
+        divergences: number of recompute passes that fell back to running all operators of a region.
         opaque: number of opaque regions, by reason.
     """
 

@@ -78,7 +78,7 @@ class Record(NamedTuple):
 
 
 def records_of(tape: Any) -> list[Record]:
-    """Return all records of a native tape; they are made once."""
+    """Return all records of a native tape; the first call makes them."""
     if not hasattr(tape, "records"):
         tape.records = []
         for index in range(len(tape)):

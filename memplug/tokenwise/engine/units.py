@@ -92,7 +92,10 @@ class Unit(UnitCalls):
 
 
 def _overload(kind: CaptureKind | None, is_shared: bool) -> str:
-    """Return the overload of a unit's operators on the tape (native/units/units.cpp), for calls not by rows."""
+    """Return the overload that a unit's operators have on the tape, unless a call works by rows.
+
+    The overloads are those of native/units/units.cpp.
+    """
     if kind is None:
         return "shared" if is_shared else ""
     if kind in (CaptureKind.COLLECTIVE, CaptureKind.CHOICE):
