@@ -139,10 +139,11 @@ def fitting(regions: Sequence[plan.PlannedRegion], budget: plan.Budget) -> tuple
 def unhindered_s(tape: Tape, seconds: planning.Seconds) -> float:
     """Return the seconds of a timed forward as if it never had to wait for copies.
 
-    With its waits, the forward would take longer the longer the copies take, and a link that is too slow would look
-    fast enough. The forward may wait after an operator that is captured, since the capture may release an earlier
-    region's memory; before an operator that writes in place; and at the end. Each such gap counts as no longer than the
-    usual gap between two operators. The gap after an exchange with other ranks counts in full: it is a wait for them.
+    Otherwise a link that is too slow would look fast enough: the longer the copies take, the longer the forward that
+    they have to fit into. The forward may wait in three places: after an operator that is captured, since the capture
+    may release an earlier region's memory; before an operator that writes in place; and at the end. Each such gap
+    counts as no longer than the usual gap between two operators. The gap after an exchange with other ranks counts in
+    full: it is a wait for these ranks.
     """
     begin, end = tape.span
     gaps = [

@@ -17,8 +17,8 @@ def times(step: Trace, regions: Sequence[Region], buffers: int) -> tuple[InFligh
     There are two such times:
 
     * Until the last region's forward is over, tensors of `buffers` regions are in flight.
-    * From then on, outside of regions, tensors of one region are in flight: until backward those of the last region,
-      which offloads late (only if it has to), and then those of a region that is prefetched.
+    * From then on, outside of regions, tensors of one region are in flight. Until backward it is the last region, which
+      offloads late (only if it has to). In backward it is a region that is prefetched.
 
     While a region's backward runs, the executor limits what it prefetches (`Flow::limit_bytes`). If no region offloads
     late, as with other graphs in flight, the time of the peak is unknown: the result is one time, without room.

@@ -185,7 +185,7 @@ def _replayed(
 
 
 def _small_parts(tape: Tape, observer: StepObserver) -> set[int]:
-    """Return the storages made by units that are too small to offload.
+    """Return the storages that units made and that are too small to offload.
 
     These stay on the device, so no unit runs again for them.
     """

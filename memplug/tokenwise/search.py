@@ -49,9 +49,9 @@ class Trial:
 def choose(trials: Sequence[Sequence[Trial]]) -> tuple[int, bool]:
     """Return the index of the best plan, and whether it fits; the same on every rank.
 
-    A plan fits if its trial fits on every rank, and takes the time of its slowest rank. The best plan is the fastest
-    that fits. If no plan fits, the best is the safest: the one that keeps the fewest bytes on the device. Of equal
-    plans the earlier one is taken, which is nearer to the predicted optimum.
+    A plan fits if its trial fits on every rank. Its time is that of its slowest rank. The best plan is the fastest that
+    fits. If no plan fits, the best is the safest: the one that keeps the fewest bytes on the device. Of equal plans the
+    earlier one is taken, which is nearer to the predicted optimum.
 
     Args:
         trials: for each rank, in rank order, the trial of each plan.
@@ -161,7 +161,7 @@ class PlanSearch:
         """Return how the next step is to be recorded.
 
         The step that plans are made from is recorded in full. A step that tries a plan is recorded for its peak only.
-        None: a step during which the planner runs is not recorded.
+        None while the planner runs: then the step is not recorded.
         """
         if self._task is not None:
             return None

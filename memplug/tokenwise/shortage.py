@@ -17,7 +17,7 @@ from memplug.tokenwise.engine.executor import Executor
 
 log = logging.getLogger("memplug")
 
-MARGIN = 0.95  # share of the fitting bytes to ask for: only whole rows are swapped, and the pool's slabs do not fill up
+MARGIN = 0.95  # share of the fitting bytes to ask for: only whole rows are swapped, and slabs of the pool keep gaps
 SMALLEST = 0.01  # a smaller share counts as 0: not even inputs and attention outputs fit
 LEAST_RISE = 1.02  # a smaller rise would gain next to nothing
 

@@ -207,8 +207,8 @@ class TokenWise(AgreedTechnique[Decisions]):
     def agree(self, program: Program, planned_from: Program | None, is_stable: bool) -> None:
         """Agree with other ranks, at the end of a step, on changes that are no part of a plan.
 
-        Swap less where the host memory of a rank has run out; compare the step's offloaded bytes with its plan; check a
-        number for alpha against the link.
+        This swaps fewer rows if the host memory of a rank ran out, compares the step's offloaded bytes with its plan,
+        and checks a number for alpha against link and host.
         """
         if self._regions and is_stable:
             self._shortage.end_step()

@@ -30,7 +30,7 @@ def decisions(plan: MemoryPlan) -> dict[str, Any] | None:
     region that `offloads_late` offloads only if its tensors have to be released.
 
     Returns:
-        None where the plan has no decisions.
+        The object of plain values; None if the plan has no decisions.
     """
     training, decided = plan.training, Decisions.of(plan)
     if training is None or decided is None:
@@ -95,7 +95,7 @@ def bytes_words(facts: dict[str, Any]) -> str:
 
 
 def region_words(region: dict[str, Any], *, each: bool = False) -> str:
-    """Return the decisions for a region in words; `each`: for each of several regions."""
+    """Return the decisions for a region in words; with `each`, they hold for each of several regions."""
     words = bytes_words(region) + (" each" if each else "")
     if region["plain"]:
         return f"{words}, as without memplug"
