@@ -1,7 +1,7 @@
 """Decides whether units that communicate (native/units/unit.h) may run again by plan.
 
-They may where all ranks that they communicate with have the same plan: either each of these ranks runs the unit again,
-or none does.
+Such a unit may run again if all ranks that it communicates with have the same plan: then each of these ranks runs it
+again, or none does.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from memplug.tokenwise.engine.region import Region
 
 
 def is_agreed(regions: Sequence[Region], gather: Callable[[Any], list[Any]], members: Sequence[int]) -> bool:
-    """Return whether every region with such units ran the same operators on all ranks that these communicate with.
+    """Return whether each region with units that communicate ran the same operators on all ranks that they reach.
 
-    Regions that did share a plan. The answer is the same on every rank.
+    A region that ran the same operators on two ranks has the same plan on both. The answer is the same on every rank.
 
     Args:
-        regions: all regions, with the keys of their operator sequences.
-        gather: returns the arguments of all ranks, in rank order (`all_gather_object`); all ranks call it alike.
-        members: numbers of these ranks in the world, in the same order; a unit that communicates with any other rank is
-            not agreed.
+        regions: all regions of this rank, each with the key of its operator sequence.
+        gather: returns what each rank passed to it, in rank order (`all_gather_object`); all ranks call it together.
+        members: world rank of each rank that takes part in `gather`, in the same order. If a unit communicates with any
+            other rank, the answer is False.
     """
     sharing = [region for region in regions if region.native.shares]
     everyone = dict(zip(members, gather({region.name: region.key for region in sharing}), strict=True))

@@ -15,8 +15,9 @@ from memplug.errors import BudgetError
 from memplug.sizes import GIB, HOST_ROW_BYTES, UNLIMITED_BYTES
 from memplug.tokenwise.plan import solver as plan
 
-HOST_SHARE = 0.8  # share of the memory that is available now, divided among the processes of this machine
-# number of this machine's processes, as torchrun, DeepSpeed's launcher, Open MPI, MVAPICH and Slurm set it
+HOST_SHARE = 0.8  # share of the available host memory that all processes of this machine may pin together
+# environment variables in which torchrun, DeepSpeed's launcher, Open MPI, MVAPICH and Slurm put this machine's number
+# of processes
 LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",
     "LOCAL_SIZE",
@@ -41,8 +42,8 @@ class DeviceBudget:
     Attributes:
         device: the device that trains.
         asked_gib: the block's "device_budget_gib".
-        has_buffers: rounding buffers take memory beside a step, because no addresses are planned for prefetched
-            tensors.
+        has_buffers: whether rounding buffers take memory beside a step's tensors: they do if no arena plans addresses
+            for prefetched tensors.
     """
 
     device: Device
@@ -53,22 +54,23 @@ class DeviceBudget:
     def nbytes(self) -> int | None:
         """Return the most bytes that a plan's step may use on the device.
 
-        None on the CPU if the block has no budget.
+        None on the CPU if "device_budget_gib" is "auto".
         """
         return capacity.device_bytes(self.asked_gib, self.device)
 
     def room_bytes(self, observed_peak_bytes: int | None, beside_bytes: int = 0) -> int:
         """Return the bytes that a plan may keep on the device.
 
-        They are the budget less the bytes that a step at the safest setting needs.
+        This is the budget less the bytes that a step at the safest setting needs. If the peak of that step is unknown,
+        the reserved peak of the whole run counts instead. The run's peak includes outputs kept under earlier plans, so
+        a second plan then keeps less than it could.
 
-        If the peak of that step is unknown, the peak of the whole run counts. It includes the kept outputs of earlier
-        plans, so a second plan keeps less than it could. On the CPU "auto" keeps nothing, since its memory is the
-        host's, and only the recorder knows the needs of a step: without it the whole budget is for kept outputs.
+        On the CPU, device memory is host memory. There a plan keeps nothing under "auto". If the block sets a budget
+        but no recorder measures the step's peak, plans may keep the whole budget.
 
         Args:
             observed_peak_bytes: largest allocation total in the step at the safest setting; None: unknown.
-            beside_bytes: bytes that are reserved in such a step and belong to no tensor.
+            beside_bytes: bytes that the device's allocator reserves in that step beside its tensors.
         """
         needed_bytes = (observed_peak_bytes or 0) + beside_bytes
         if self.device.memory is not None and observed_peak_bytes is None:
@@ -81,10 +83,11 @@ class DeviceBudget:
         """Return the planner's budget; the first call in a process measures the link.
 
         Args:
-            host_bytes: limit of the pool.
+            host_bytes: limit of the pinned pool.
             room_bytes: see the method `room_bytes`.
-            buffers: number of the executor's buffers.
-            in_flight: see `Budget`; None: unknown, and tensors of all buffers count as in flight at the peak.
+            buffers: see `Executor`.
+            in_flight: see `Budget`; None: unknown. Then the tensors of `buffers` regions count as in flight at the
+                peak.
         """
         d2h, h2d = self.device.link_rates()
         is_limited = self.nbytes is not None
@@ -101,17 +104,17 @@ class DeviceBudget:
     def require(
         self, observed_peak_bytes: int | None, gather: Callable[[Any], list[Any]], members: Sequence[int]
     ) -> None:
-        """Check the budget on all ranks, which all call this together.
+        """Check the budget on all ranks; all ranks call this together.
 
         Args:
-            observed_peak_bytes: largest allocation total in the step at the safest setting; None: unknown, and not
-                checked.
-            gather: returns the arguments of all ranks, in rank order.
-            members: numbers of these ranks in the world, in the same order.
+            observed_peak_bytes: largest allocation total in the step at the safest setting; None: unknown, so this rank
+                is not checked.
+            gather: returns what each rank passed to it, in rank order.
+            members: world rank of each rank that takes part in `gather`, in the same order.
 
         Raises:
-            BudgetError: on all ranks, if one has to take more of the device than its block grants; it names the rank
-                that takes the most.
+            BudgetError: on all ranks, if the step at the safest setting takes more of a rank's device than that rank's
+                block grants. Of several such ranks the error names the one that takes the most.
         """
         everyone = gather((observed_peak_bytes or 0, self.asked_gib))
         short = [
@@ -125,14 +128,14 @@ class DeviceBudget:
     def holds_buffers(self, buffer_bytes: int, more_bytes: int, step_bytes: int | None) -> bool:
         """Return whether there is room for rounding buffers.
 
-        A step with them has to keep to the budget. And the device has to have room for them on top of the most that the
-        run has reserved so far, within `DEVICE_SHARE` of the memory that other processes leave. That most includes
-        tensors that were prefetched without rounding buffers: no buffers are better than a step that runs out of
-        memory.
+        There is room if a step with the buffers keeps to the budget, and if they fit on top of the run's reserved peak,
+        within `DEVICE_SHARE` of the memory that other processes leave. The reserved peak includes tensors that were
+        prefetched without rounding buffers. So the answer may be False although the buffers would fit: training without
+        them is better than running out of memory.
 
         Args:
             buffer_bytes: size of all buffers together.
-            more_bytes: the part of it that earlier buffers did not take.
+            more_bytes: how much of `buffer_bytes` exceeds the size of earlier buffers.
             step_bytes: predicted bytes of a step without buffers; None: unknown.
         """
         if self.nbytes is not None and step_bytes is not None and step_bytes + buffer_bytes > self.nbytes:
@@ -145,11 +148,11 @@ class DeviceBudget:
 def allocation_retries(device: Device) -> int:
     """Return how often the device's allocator had to empty its cache before an allocation fitted.
 
-    0 where the device does not count.
+    0 if the device does not count retries.
     """
     return 0 if device.memory is None else device.memory.retries
 
 
 def peak_bytes(device: Device) -> int | None:
-    """Return the largest allocation total of the device so far, in bytes; None where the device does not count."""
+    """Return the largest allocation total of the device so far, in bytes; None if the device does not count."""
     return None if device.memory is None else device.memory.allocated_peak_bytes

@@ -1,4 +1,4 @@
-"""Plans to try: the same number on every rank, and equal plans for equal regions."""
+"""Makes the plans to try: as many on every rank, and the same plans on ranks with the same regions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from memplug.tokenwise.plan import solver as plan
 from memplug.tokenwise.plan.cost import measure
 
 LINK_FACTORS = (1.0, *(way for error in (1.1, 1.25, 1.5, 2.0, 3.0) for way in (1 / error, error)))
-"""Factors of the link rates, for plans around the optimum: the rate of a busy link is the largest error of the time
-model. At a lower rate a plan swaps less, at a higher one more."""
+"""Factors of the link rates that give plans around the optimum: the time model errs most in the rate of a busy link. A
+plan for a lower rate swaps less, a plan for a higher rate more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class SolveTask:
     """A problem for the planner, shared by all ranks with the same set of regions.
 
     Attributes:
-        regions: the regions as measured by the rank that solves.
-        budget: the smallest budget of these ranks.
+        regions: the regions as this rank measured them; the planner gets those of the rank that solves.
+        budget: the smallest rates, host bytes and device bytes of these ranks.
         fraction: MEMO's fraction, the smallest of all ranks; None: solve for plans around the optimum.
         most: the largest number of plans.
         solver: the lowest of these ranks, which solves for all of them.
@@ -40,12 +40,12 @@ def agree(
     most: int = 1,
     alpha: Literal["auto", "memo"] = "auto",
 ) -> SolveTask | None:
-    """Return the problem to solve; None, on every rank, while one of them has no regions to plan.
+    """Return the problem to solve; None, on every rank, while any rank has no regions to plan.
 
     Args:
         own: this rank's regions and budget.
-        gather: returns the arguments of all ranks, in rank order (`all_gather_object`); all ranks call it alike.
-        most: how many plans to choose from, at least 1.
+        gather: returns what each rank passed to it, in rank order (`all_gather_object`); all ranks call it together.
+        most: the largest number of plans to choose from, at least 1.
         alpha: "memo" for the one plan of MEMO's fraction.
     """
     regions, budget = own
@@ -66,9 +66,9 @@ def agree(
 
 
 def _tightest(ranks: list[tuple[plan.InFlight, ...]]) -> tuple[plan.InFlight, ...]:
-    """Return the times, and the room at each, that hold for all ranks.
+    """Return the times that hold for all ranks, each with the smallest room of a rank.
 
-    If the ranks' steps differ, this is one time with the largest count and without room.
+    If the counts of the times differ between ranks, return one time with the largest count and without room.
     """
     if len({tuple(at.count for at in times) for times in ranks}) > 1:
         return (plan.InFlight(max(at.count for times in ranks for at in times)),)
@@ -76,11 +76,16 @@ def _tightest(ranks: list[tuple[plan.InFlight, ...]]) -> tuple[plan.InFlight, ..
 
 
 def solve(task: SolveTask) -> list[plan.TokenwisePlan]:
-    """Return the plans for a task; needs no rank and no device.
+    """Return the plans for a task; needs no other rank and no device.
 
-    For "auto" these are the optimum, the plan that runs as many regions as without memplug as there is room for, and
-    plans that are solved for a slower or faster link but carry their cost at its measured rate. For MEMO's fraction it
-    is that one plan.
+    For "auto" they are, in order:
+
+    * the optimum;
+    * the plan that runs as many regions as without memplug as the device has room for; the optimum again if it has room
+      for none;
+    * plans that are solved for a slower or faster link, with their cost at the measured rates.
+
+    For MEMO's fraction there is one plan.
     """
     regions, budget = task.regions, task.budget.with_buffers(task.regions)
     if task.fraction is not None:
@@ -92,11 +97,11 @@ def solve(task: SolveTask) -> list[plan.TokenwisePlan]:
 def choose(
     task: SolveTask, solved: list[plan.TokenwisePlan] | None, gather: Callable[[Any], list[Any]]
 ) -> list[plan.TokenwisePlan]:
-    """Return the plans to try, the predicted fastest first: as many on every rank, equal for equal regions.
+    """Return the plans to try: as many on every rank, and the same plans on ranks with the same regions.
 
-    If the device of every rank has room for everything, the first plan runs all regions as without memplug. Of the
-    optimum and the plan that runs some regions so, the predicted faster one comes first. A plan that equals an earlier
-    one on all ranks is left out.
+    If the device of every rank has room for everything, the first plan runs all regions as without memplug. The optimum
+    and the plan that runs some regions so follow, the one with the shorter predicted step first, and then the plans for
+    other link rates. A plan that equals an earlier one on all ranks is left out.
 
     Args:
         task: from `agree`.
@@ -128,7 +133,7 @@ def _solve_around(regions: list[plan.PlannedRegion], budget: plan.Budget, factor
 
 
 def _choices(solution: plan.TokenwisePlan) -> Any:
-    """Return the choices of a plan, fractions rounded to a hundredth: smaller differences take the same time."""
+    """Return a plan's choices, with fractions rounded to a hundredth: plans that differ by less take the same time."""
     return [
         (
             group.instances,

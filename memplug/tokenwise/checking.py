@@ -1,8 +1,8 @@
-"""Checks a number for alpha against link and host: it stays in force, and one warning says where it asks for too much.
+"""Checks whether a number for alpha asks for more than the link or the host can do, and if so warns once.
 
-The second step is timed, with the number in force as in every other: in the first one kernels are loaded and host
-memory is registered, which takes longer than the times to measure. MEMO's program (section 4.1) then gives the fraction
-that the link hides behind each region's forward, and the one that the host's budget holds.
+The number stays in force, also in the second step, which is timed. The first step says nothing: it loads kernels and
+registers host memory, which takes longer than the times to measure. From the times MEMO's program (section 4.1) gives
+two fractions: the largest that the link hides behind each region's forward, and the largest that the host budget holds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from memplug.tokenwise.plan import solver as plan
 log = logging.getLogger("memplug")
 
 LAST_STEP = 10  # the last step that is timed; if a rank has run no region by then, nothing is checked
-SLACK = 0.01  # alpha may exceed the fitting fraction by so much: one step's times are no more precise
+SLACK = 0.01  # alpha may exceed a fitting fraction by this much: times of one step are no more precise
 
 
 class AlphaCheck:
@@ -37,15 +37,15 @@ class AlphaCheck:
     It does nothing unless alpha is a number above 0.
 
     Args:
-        alpha: the number; None: regions run by plans, or there are none.
+        alpha: the number; None: regions run by plans, or there are no regions.
         budget: the device budget.
         regions: all regions of the session.
         executor: runs the regions.
         ranks: the ranks that train the model.
 
     Attributes:
-        by_link: the largest fraction, the same for all regions, whose copies fit the forward of each, on every rank;
-            None so far, or without a check.
+        by_link: the largest fraction whose copies fit into each region's forward on every rank; None before the check,
+            or without one.
         by_host: the largest fraction that fits the host budget of every rank, likewise.
     """
 
@@ -129,8 +129,8 @@ class AlphaCheck:
 def fitting(regions: Sequence[plan.PlannedRegion], budget: plan.Budget) -> tuple[float, float]:
     """Return the largest fractions that fit the link and the host (MEMO, section 4.1).
 
-    The first is the largest one, the same for all regions, whose copies fit the forward of each. Each is 0 where not
-    even inputs and attention outputs fit.
+    Returns:
+        (by_link, by_host): see `AlphaCheck`, here for one rank. Each is 0 if not even inputs and attention outputs fit.
     """
     largest = plan.solve(regions, budget, 1.0)
     return memo.fraction_of(regions, budget), largest.alpha if largest.inputs_swapped else 0.0
@@ -139,10 +139,11 @@ def fitting(regions: Sequence[plan.PlannedRegion], budget: plan.Budget) -> tuple
 def unhindered_s(tape: Tape, seconds: planning.Seconds) -> float:
     """Return the seconds of a timed forward as if it never had to wait for copies.
 
-    Otherwise a link that is too slow would look fast enough: the longer its copies take, the longer the forward. Waits
-    lie between operators: after an operator that is captured, as that may release an earlier region's memory; before an
-    operator that writes in place; and at the end. There the usual time between two operators counts instead. A wait
-    after an exchange with other ranks is a wait for them, and counts.
+    Otherwise a link that is too slow would look fast enough: the longer the copies take, the longer the forward that
+    they have to fit into. The forward may wait in three places: after an operator that is captured, since the capture
+    may release an earlier region's memory; before an operator that writes in place; and at the end. Each such gap
+    counts as no longer than the usual gap between two operators. The gap after an exchange with other ranks counts in
+    full: it is a wait for these ranks.
     """
     begin, end = tape.span
     gaps = [

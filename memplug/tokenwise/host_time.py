@@ -1,8 +1,8 @@
 """Measures the cost of memplug's own work: CPU time per operator and per region, on this machine, once.
 
-Two chains of operators on one number, a short and a long one, run as without memplug, as a region, and as a region with
-times around its operators, like the step that plans are made from. The short chain gives the cost of a region, the
-difference between the chains that of an operator.
+A short and a long chain of operators on one number run in three ways: without memplug, as a region, and as a region
+with times taken around its operators, as in the step that plans are made from. The short chain gives the cost of a
+region. The difference between the chains gives the cost of an operator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REPEATS = 9
 
 @functools.cache
 def measure() -> HostTime:
-    """Measure the host time, in some 50 ms, on the CPU, whichever device trains."""
+    """Measure host times on the CPU, whichever device trains; this takes about 50 ms."""
     executor = Executor(Device(), host_budget_bytes=0)
     try:
         with torch.enable_grad():

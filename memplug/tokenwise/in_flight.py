@@ -14,15 +14,19 @@ from memplug.tokenwise.plan.solver import InFlight
 def times(step: Trace, regions: Sequence[Region], buffers: int) -> tuple[InFlight, ...]:
     """Return the times at which a step may have its peak under a plan that swaps more than the safest setting.
 
-    Until the last region's forward is over, tensors of `buffers` regions are in flight. That region offloads its own
-    only if it has to. They, and no others, are on the device from then until backward; later, outside of regions, it is
-    the tensors of one region that is prefetched. While backwards of regions run, the executor limits what it prefetches
-    (`Flow::limit_bytes`). If no region offloads late, as with other graphs in flight, nothing is known of the peak.
+    There are two such times:
+
+    * Until the last region's forward is over, tensors of `buffers` regions are in flight.
+    * From then on, outside of regions, tensors of one region are in flight. Until backward it is the last region, which
+      offloads late (only if it has to). In backward it is a region that is prefetched.
+
+    While a region's backward runs, the executor limits what it prefetches (`Flow::limit_bytes`). If no region offloads
+    late, as with other graphs in flight, the time of the peak is unknown: the result is one time, without room.
 
     Args:
         step: a step recorded in detail, at the safest setting.
-        regions: the regions that it ran.
-        buffers: number of the executor's buffers.
+        regions: the regions that the step ran.
+        buffers: see `Executor`.
     """
     live_bytes = step.live_bytes
     if not live_bytes.size or not any(region.native.offloads_late for region in regions):

@@ -1,4 +1,4 @@
-"""The judge of decisions: can regions run by them at all? It names mistakes in sentences."""
+"""Judges decisions: checks that regions can run by them, and names each mistake in a sentence."""
 
 from __future__ import annotations
 

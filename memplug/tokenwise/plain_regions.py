@@ -1,7 +1,8 @@
-"""Takes plain regions out of the way: their modules get their own class back, and run as if memplug were not there.
+"""Gives the modules of plain regions their own class back, so that they run as if memplug were not there.
 
-The first region of each kind keeps memplug's class. It begins the step's program, and sees the size of its arguments:
-if they are larger than in the step that the plan was made from, all other regions return at once, before they run.
+A region is plain if its plan lets it run as without memplug. Of the plain regions that share a plan, the first keeps
+memplug's class: it begins the step's program, and sees the size of its arguments. If they are larger than in the step
+that the plan was made from, the other modules get memplug's class again before they run.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ class RegionModule(Protocol):
         """Give the module its own class back.
 
         Returns:
-            False where that is not possible; nothing is changed then.
+            False if that is not possible; then nothing is changed.
         """
 
     def enter(self) -> bool:
         """Let the module run as a region again.
 
         Returns:
-            False where the module was changed since it left.
+            False if the module was compiled, or its forward replaced, since `leave`; then nothing is changed.
         """
 
 
 class PlainRegions:
-    """The regions that run as their modules' own; called at the end of every step.
+    """Decides which modules of plain regions have their own class; called at the end of every step.
 
     Args:
         regions: all regions of the session, in forward order.
 
     Attributes:
-        unseen: numbers of the regions whose modules ran with their own class in the step that ends.
+        unseen: indices in `regions` of those whose modules had their own class when the step began.
     """
 
     def __init__(self, regions: Sequence[Region]):
@@ -61,7 +62,7 @@ class PlainRegions:
         """Give modules their own class, or memplug's, for the next step.
 
         Args:
-            decisions: the next step's decisions; None: there are none yet, or plans are tried.
+            decisions: the next step's decisions; None: there are none yet, or the step tries a plan.
         """
         if self._settled_for is decisions is not None:
             return
@@ -79,9 +80,9 @@ class PlainRegions:
         self.unseen = frozenset(i for i, region in enumerate(self._regions) if region.name in self._left)
 
     def enter_all(self) -> None:
-        """Run all modules as regions again: a step has larger or other inputs than planned for.
+        """Run all modules as regions again, because a step has larger or other inputs than its plan was made for.
 
-        Regions whose recompute passes launch collectives stay as they are, since all ranks must do the same there.
+        Regions whose recompute passes launch collectives stay as they are: all ranks must launch the same ones.
         """
         self._settled_for = None
         for region in self._regions:

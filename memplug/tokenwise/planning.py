@@ -1,8 +1,8 @@
-"""Turns the executor's observations into the planner's problem, and its solution into settings of regions.
+"""Turns the executor's observations into the planner's problem, and the planner's solution into settings of regions.
 
-Executor and planner do not know each other. One step is observed at the safest setting (every matmul recomputed,
-attention swapped), with device times around every operator. Its tapes become the planner's regions; the planner's
-groups become each region's decisions.
+Executor and planner do not know each other. One step is observed at the safest setting (inputs and attention outputs
+swapped, every matmul recomputed), with device times around every operator. The tapes of this step become the planner's
+regions. The groups of the planner's solution become the decisions of each region.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class StepObserver:
     """A listener of `Executor.time_forwards` that keeps the last timed tape of every region.
 
     Attributes:
-        tapes: each region's last tape, by the region's name, which is the key of the other dictionaries too.
-        input_bytes: bytes that a forward swaps whatever the plan: the mean over a region's forwards, since the inputs
-            of some may need a gradient and those of others none.
-        largest_input_bytes: the largest of these.
-        input_tensors: the largest number of tensors that these bytes are in.
-        given_bytes: the largest number of bytes of tensors among a forward's arguments.
-        saved_bytes: the largest number of bytes that backward of one forward asks for.
+        tapes: last tape of each region. In all dictionaries here the keys are names of regions.
+        input_bytes: bytes that one forward swaps under any plan: inputs, and results of collectives and of choices. It
+            is the mean over the region's forwards, since an input may need a gradient in some forwards only.
+        largest_input_bytes: the same bytes, of the forward that has the most.
+        input_tensors: number of tensors that hold these bytes, in the forward that has the most.
+        given_bytes: bytes of the tensors among the arguments of a forward, the largest of all forwards.
+        saved_bytes: bytes that backward of one forward asks for, the largest of all forwards.
         is_agreed: see `Setting`.
         is_large: returns whether a tensor of so many bytes may be offloaded; smaller ones stay on the device.
     """
@@ -65,8 +65,8 @@ class StepObserver:
         self.tapes[name] = tape
         self.given_bytes[name] = max(frame.given_bytes, self.given_bytes.get(name, 0))
         self.saved_bytes[name] = max(frame.saved_bytes, self.saved_bytes.get(name, 0))
-        # results of collectives and of choices are swapped like inputs, always and whole; an opaque region swaps only
-        # its input
+        # like inputs, results of collectives and of choices are always swapped whole; an opaque region swaps only its
+        # input
         self._whole[name] = tape.received | _chosen(tape) if not region.opaque else set()
         large = list(filter(self.is_large, (tape.bytes[number] for number in self._whole[name])))
         input_bytes, before = frame.offered_bytes + sum(large), self.input_bytes.get(name, 0.0)
@@ -78,7 +78,7 @@ class StepObserver:
     def settle(self, is_agreed: bool) -> None:
         """Set whether recompute passes may run units that communicate again (`memplug.tokenwise.agreement`).
 
-        If not, the outputs of such units are swapped like inputs.
+        If they may not, the outputs of such units are swapped like inputs.
 
         Args:
             is_agreed: see `Setting`.
@@ -158,7 +158,7 @@ def describe(groups: dict[str, list[Region]], observer: StepObserver, executor: 
 
 
 def _chosen(tape: Tape) -> set[int]:
-    """Return the storages made by choices (top experts, an order), which a recompute pass must not make anew."""
+    """Return the storages made by operators that choose (topk, sort): a recompute pass must not make them anew."""
     return {
         n for record in tape.records if operators.kind_of(record.func) is CaptureKind.CHOICE for n in record.outputs
     }
@@ -172,9 +172,10 @@ def _shared(tape: Tape) -> set[int]:
 def _replayed(
     tapes: list[Tape], seconds: Seconds, observer: StepObserver
 ) -> tuple[tuple[plan.PlannedOperator, ...], frozenset[int], frozenset[int]]:
-    """Return the operators of regions that ran the same ones, and two sets of storages.
+    """Return the operators that all these regions ran, and two sets of storages.
 
-    Backward asks for the storages of the first set; those of the second exist before the recompute pass.
+    Returns:
+        The operators, the storages that backward asks for, and the storages that exist before the recompute pass.
     """
     tape = tapes[0]
     operations = tuple(_operator(tapes, index, seconds, observer) for index in range(len(tape.records)))
@@ -184,7 +185,10 @@ def _replayed(
 
 
 def _small_parts(tape: Tape, observer: StepObserver) -> set[int]:
-    """Return the storages of units that are too small to offload: they stay, and no unit runs again for them."""
+    """Return the storages that units made and that are too small to offload.
+
+    These stay on the device, so no unit runs again for them.
+    """
     parts = [record for record in tape.records if operators.is_part_of_unit(record.func)]
     return {n for record in parts for n in record.outputs if not observer.is_large(tape.bytes[n])}
 
@@ -198,10 +202,10 @@ def _module(forward_s: float) -> tuple[tuple[plan.PlannedOperator, ...], frozens
 
 
 def _sending(members: Sequence[Region]) -> Sequence[Region]:
-    """Return the regions whose tensors leave the device before backward asks for them, or all where none do.
+    """Return the regions whose tensors leave the device before backward asks for them.
 
-    All, too, where units communicate: which regions offload late differs from rank to rank, but a unit must run again
-    on all ranks or on none.
+    If there are none, return all regions. Return all also if units of them communicate: which regions offload late (on
+    release only) differs from rank to rank, but such a unit must run again on all ranks or on none.
     """
     if any(region.native.shares for region in members):
         return members
@@ -350,7 +354,10 @@ def _unit_of(tape: Tape, index: int) -> int:
 
 
 def _mean_fraction(tape: Tape, group: plan.Group) -> float:
-    """Return the plan's share of matmul output bytes, for forwards that run other operators than the observed one."""
+    """Return the share of matmul output bytes that the group swaps.
+
+    It is the fraction for forwards that run other operators than the observed one.
+    """
     matmuls = [i for i, record in enumerate(tape.records) if operators.kind_of(record.func) is CaptureKind.ROWS]
     sizes = {i: _output_bytes(tape, i) for i in matmuls}
     total = sum(sizes.values())
@@ -360,8 +367,8 @@ def _mean_fraction(tape: Tape, group: plan.Group) -> float:
 def _backward_seconds(observer: StepObserver, seconds: Seconds) -> dict[str, float]:
     """Return each region's backward time, without its recompute pass.
 
-    It lasts from the region's first request for a saved tensor to that of the next region. The last region gets the
-    median.
+    It lasts from the region's first request for a saved tensor to the next region's first request. The region whose
+    backward is last has no next one, and gets the median of the others.
     """
     begun = {name: tape for name, tape in observer.tapes.items() if tape.backward_begin is not None}
     if not begun:

@@ -2,8 +2,8 @@
 
 The second step under each plan is compared: in the first one, regions find out which results of collectives no backward
 asks for. A plan is made from one observed step. Later steps offload other amounts if the observation was wrong, or if
-captures differ from the plan; times that were predicted from bytes are then wrong too. The steps of a mixture of
-experts differ by themselves: the routing decides how many rows an expert has.
+captures differ from the plan. Then the times that were predicted from these bytes are wrong too. The steps of a mixture
+of experts differ by themselves: the routing decides how many rows an expert has.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Predictions:
     """The comparison of steps with their plan; called at the end of every step.
 
     Attributes:
-        expected_bytes: bytes that the plan predicted for the step that was compared last; None so far.
-        offloaded_bytes: bytes that this step offloaded; None so far.
+        expected_bytes: bytes that the plan predicted for the step that was compared last; None before there is one.
+        offloaded_bytes: bytes that this step offloaded, likewise.
     """
 
     def __init__(self, executor: Executor):
@@ -41,12 +41,13 @@ class Predictions:
     def end_step(self, decisions: Decisions | None, program: Program, planned_from: Program | None) -> None:
         """Compare a step that ended with its plan.
 
-        A step is not compared if it was short of host memory, had a region that no plan covers, or had larger or
-        smaller inputs than the step that the plan was made from: then the next one is. A plan is blamed only if every
-        region did exactly the same as in that step, down to the sizes of all tensors.
+        If a step was short of host memory, ran a region that the plan does not cover, or had inputs of other sizes than
+        the step that the plan was made from, the next step is compared instead. The warning appears only if every
+        region did exactly what it did in the step that the plan was made from, down to the sizes of all tensors.
 
         Args:
-            decisions: the decisions in force since the step's beginning; None: none, or some that were only tried.
+            decisions: the decisions in force since the step's beginning; None if there were none, or they were only
+                tried.
             program: the program that the step ran.
             planned_from: the program that the plan was made from.
         """
@@ -72,7 +73,7 @@ class Predictions:
             self.warn(offloaded, expected)
 
     def warn(self, offloaded: int, expected: int) -> None:
-        """Warn, once, that a plan was wrong."""
+        """Warn, once, that the plan's prediction was wrong."""
         if not self._warned:
             self._warned = True
             text = (

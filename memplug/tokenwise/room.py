@@ -1,4 +1,7 @@
-"""Computes a plan's room on the device from the reserved memory, and notices when a plan was given too much."""
+"""Computes how many device bytes a plan may keep, and notices when a plan keeps more than the device has room for.
+
+Both depend on the memory that the device's allocator or the arena reserves beside a step's tensors.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class Room:
     Args:
         budget: the device budget.
         ranks: the ranks that train the model.
-        reserved: the memory that is reserved beside a step's tensors.
+        reserved: measures the memory that is reserved beside a step's tensors.
     """
 
     def __init__(self, budget: DeviceBudget, ranks: Ranks, reserved: Reserved):
@@ -44,7 +47,7 @@ class Room:
         return self._budget.room_bytes(peak_bytes, beside_bytes)
 
     def is_short(self, decisions: Decisions | None) -> bool:
-        """Return whether, one step ago, the plan of some rank kept more than there is room for.
+        """Return whether the plan of some rank kept more than there is room for, as the ranks found one step ago.
 
         Args:
             decisions: the decisions of the step that ended; None: no plan was made for it.
@@ -60,9 +63,9 @@ class Room:
         return agreed is not None and agreed() < 1.0
 
     def _measures(self, decisions: Decisions) -> bool:
-        """Return whether the ended step shows for the first time that these decisions reserve more than the budget.
+        """Return whether the step that ended reserved more than the budget; True only once for the same decisions.
 
-        The first step under them that the arena served as a whole shows it.
+        Only the first step under them that the arena served as a whole is measured.
         """
         if decisions is self._measured or decisions.peak_bytes is None:
             return False

@@ -1,10 +1,10 @@
 """Reserves rounding buffers (MEMO, section 4.1) between two steps, as soon as their size is known.
 
-They are for training without the arena, which has planned addresses for prefetched tensors. A plan says how much each
-region swaps, so the buffers exist before the first step under it. With a number for alpha there is no plan, and the
-first step gives the size. A later step that swaps more enlarges them for the next one. They do not shrink while the
-session is stable, whichever of its programs runs. The steps that a plan is made from, and those that try plans, go
-without.
+Rounding buffers are device memory for prefetched tensors. They are for training without the arena, which plans
+addresses for these tensors. A plan says how much each region swaps, so the buffers exist before the first step under
+the plan. With a number for alpha there is no plan, and the first step gives the size. If a later step swaps more, the
+buffers are enlarged for the step after it. They do not shrink while the session is stable, whichever program runs.
+Steps that a plan is made from, and steps that try plans, run without buffers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Rounding:
     Args:
         budget: the device budget.
         executor: reserves the buffers.
-        planned: there will be a plan; nothing is reserved before.
+        planned: whether there will be a plan; then nothing is reserved before there is one.
     """
 
     def __init__(self, budget: DeviceBudget, executor: Executor, planned: bool):
         self._budget, self._executor = budget, executor
         self._is_stable = not planned
         self._frame_bytes = 0  # size of each buffer, or the size for which the device had no room
-        self._most_bytes = 0  # most bytes that all of them took so far: part of the device's peak
+        self._most_bytes = 0  # most bytes that all buffers together took so far: part of the device's peak
         self._told = False
 
     def end_step(self, decisions: Decisions | None, stable: bool) -> None:
@@ -46,7 +46,7 @@ class Rounding:
         """
         flow = self._executor.flow
         if not (stable and self._is_stable):
-            flow.largest_frame_bytes = 0  # it is that of a step under another plan, or under none
+            flow.largest_frame_bytes = 0  # that was the size for another plan, or for none
         self._is_stable = stable
         planned_bytes = decisions.frame_bytes if decisions is not None else 0
         wanted_bytes = max(planned_bytes, flow.largest_frame_bytes) if stable else 0
@@ -56,7 +56,7 @@ class Rounding:
     def peak_bytes(self, decisions: Decisions | None) -> int | None:
         """Return the predicted largest allocation total of a step, with the buffers that are reserved now.
 
-        The step that the decisions were made from had no buffers. None: unknown.
+        Without the buffers the prediction is `decisions.peak_bytes`. None: unknown.
         """
         known = decisions is not None and decisions.peak_bytes is not None
         return decisions.peak_bytes + self._executor.transfer.buffer_bytes if known else None
@@ -69,7 +69,7 @@ class Rounding:
         )
         if has_room:
             with executor.hooks.own():
-                executor.flow.reserve(0)  # the memory of the former buffers counts as free
+                executor.flow.reserve(0)  # releases the former buffers, so that their memory counts as free
                 try:
                     has_room = executor.flow.reserve(frame_bytes)
                 except torch.OutOfMemoryError:  # raised by a device in Python

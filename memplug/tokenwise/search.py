@@ -1,10 +1,10 @@
-"""GenPolicy: one observed step, then plans around the optimum, each tried for one step.
+"""Searches for decisions in the stage gen-policy: observes one step, then tries plans around the optimum, one a step.
 
-The fastest plan that kept to its memory on every rank is taken (Chameleon, section 4). No more plans are tried if all
-regions ran as without memplug, and had the memory for it.
+The search takes the fastest plan that kept to its memory on every rank (Chameleon, section 4). If the first plan ran
+all regions as without memplug, and every rank had the memory for it, no further plan is tried.
 
-Plans are made beside training, which goes on at the safest setting. Of the ranks that run the same regions, the lowest
-makes them for all. They are tried from the step on at which all ranks have them.
+Plans are made in a process beside training, which goes on at the safest setting. Of the ranks that run the same
+regions, the lowest makes the plans for all of them. The first plan is tried once all ranks have their plans.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Trial:
 
     seconds: float
     fits: bool
-    """Whether the host had room for all rows to be swapped, and the device's peak grew by no more than the plan
-    keeps."""
+    """Whether the host had room for all rows to be swapped, and the device's peak kept to the plan's prediction, with
+    `PEAK_SLACK`, and to the budget."""
     device_bytes: int
     """Bytes that the plan keeps on the device."""
 
@@ -49,9 +49,9 @@ class Trial:
 def choose(trials: Sequence[Sequence[Trial]]) -> tuple[int, bool]:
     """Return the index of the best plan, and whether it fits; the same on every rank.
 
-    The slowest rank's time counts, and every rank must have kept to its memory. If no plan did, the one that keeps the
-    least on the device is the safest. Between equals the earlier one is taken, which is nearer to the predicted
-    optimum.
+    A plan fits if its trial fits on every rank. Its time is that of its slowest rank. The best plan is the fastest that
+    fits. If no plan fits, the best is the safest: the one that keeps the fewest bytes on the device. Of equal plans the
+    earlier one is taken, which is nearer to the predicted optimum.
 
     Args:
         trials: for each rank, in rank order, the trial of each plan.
@@ -64,18 +64,19 @@ def choose(trials: Sequence[Sequence[Trial]]) -> tuple[int, bool]:
 
 
 class PlanSearch:
-    """One search for decisions, from the start of GenPolicy to the decisions.
+    """One search for decisions, which begins with the stage gen-policy.
 
     Args:
         regions: all regions of the session, at the safest setting.
-        executor: runs the regions; from now on with device times around every operator.
-        observer: listens to the executor.
+        executor: runs the regions; the search has it take device times around every operator.
+        observer: keeps the tapes that the executor times.
         ranks: the ranks that train the model.
         budget: device budget.
         beside: runs the planner beside training.
         tries: how many plans to try; with 0 or 1 the optimum is taken untried.
         alpha: "auto", or "memo" for MEMO's one plan.
-        is_relieved: another technique makes steps fit that no plan does, or raises an error if none can.
+        is_relieved: whether another technique takes over if no plan makes steps fit: it makes them fit, or raises an
+            error.
         step_peak: returns the largest allocation total of the device since its last call, in bytes; None: unknown.
         step_trace: returns the last step that was recorded in detail; None if there is none.
         room: returns the bytes that a plan may keep on the device, given the peak of a step at the safest setting.
@@ -83,7 +84,7 @@ class PlanSearch:
 
     Attributes:
         outcome: the result of the search, in words.
-        fits: False if every plan that was tried took more memory than predicted.
+        fits: False if no plan that was tried kept to its memory on every rank.
     """
 
     def __init__(
@@ -133,7 +134,8 @@ class PlanSearch:
         """Process a finished step of the program.
 
         Returns:
-            The decisions, or None while there are none: then the regions run the next plan.
+            The decisions, or None while the search goes on. Then the regions run the next step by the next plan, or at
+            the safest setting while there is no plan.
         """
         self.executor.device.synchronize()
         seconds = self.executor.device.now_s() - self._begun
@@ -158,7 +160,8 @@ class PlanSearch:
     def detail(self) -> Detail | None:
         """Return how the next step is to be recorded.
 
-        The step that plans are made from is recorded in full, those that try plans for their peaks.
+        The step that plans are made from is recorded in full. A step that tries a plan is recorded for its peak only.
+        None while the planner runs: then the step is not recorded.
         """
         if self._task is not None:
             return None
@@ -168,10 +171,10 @@ class PlanSearch:
         """Start the planner once a step was observed.
 
         Returns:
-            False if a rank ran no region in the step, so that the next one is observed.
+            False if a rank ran no region in the step, so that the next step has to be observed.
 
         Raises:
-            BudgetError: on all ranks, where one has to take more of the device than it may.
+            BudgetError: see `DeviceBudget.require`.
         """
         groups = planning.group_regions(self.regions, self.observer)
         self.observer.settle(is_agreed(self.regions, self._gather, self._ranks.members))
@@ -211,7 +214,7 @@ class PlanSearch:
             return False
         task, self._task = self._task, None
         solved = self._beside.take() if self._beside.is_busy else None
-        # patient: the rank that solves may do so only now
+        # patient: without a planner process, the other ranks wait while one solves in `take`
         solutions = candidates.choose(task, solved, functools.partial(self._gather, patient=True))
         self._candidates = [self._decisions_of(one) for one in solutions]
         self.executor.pool.reserve(max(one.host_bytes for one in solutions))

@@ -1,8 +1,9 @@
-"""Makes all ranks swap less, together, where the host memory of one runs out, and more where it has room again.
+"""Makes all ranks swap fewer rows if the host memory of one rank runs out, and more rows once it has room again.
 
-A rank that is short recomputes the rows that it could not swap. That is correct, but the others wait for it at every
-collective. So it asks for a smaller share of the rows, and all ranks take the smallest share that one asks for. A rank
-that had room to spare in a step asks for the larger share that would have filled it.
+A rank that runs out of host memory recomputes the rows that it could not swap. Its results are right, but the other
+ranks wait for it at every collective. So it asks for a smaller share of the rows that the plan swaps, and all ranks use
+the smallest share that any rank asks for. A rank whose host memory had room to spare in a step asks for the share that
+would have filled it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from memplug.tokenwise.engine.executor import Executor
 
 log = logging.getLogger("memplug")
 
-MARGIN = 0.95  # share of the bytes that fitted: rows are cut to whole ones, and slabs do not fill exactly
-SMALLEST = 0.01  # a smaller share counts as 0: inputs and attention outputs alone do not fit
+MARGIN = 0.95  # share of the fitting bytes to ask for: only whole rows are swapped, and slabs of the pool keep gaps
+SMALLEST = 0.01  # a smaller share counts as 0: not even inputs and attention outputs fit
 LEAST_RISE = 1.02  # a smaller rise would gain next to nothing
 
 
 class Shortage:
-    """Sets `share` of the executor's flow; called at the end of the same steps on all ranks."""
+    """Sets `executor.flow.share`, the share of the planned rows to swap.
+
+    Called at the end of the same steps on all ranks.
+    """
 
     def __init__(self, executor: Executor, ranks: Ranks):
         self._executor = executor
@@ -32,9 +36,9 @@ class Shortage:
         self._lowest = 1.0
 
     def end_step(self) -> None:
-        """Ask for the share that the ended step should have had.
+        """Ask for the share that the step that ended should have had.
 
-        The ranks agree on a share while the next step runs, and use it from the one after.
+        The ranks agree on a share while the next step runs, and use it from the step after that.
         """
         flow = self._executor.flow
         asked = self._asked(flow.share)
@@ -57,7 +61,7 @@ class Shortage:
         self._executor.pool.take_peak_bytes()
 
     def _asked(self, share: float) -> float | None:
-        """Return the share that the step should have run at; None: its own was right."""
+        """Return the share that the step should have had; None: `share`, which it had, was right."""
         before, self._before = self._before, self._counts()
         taken, refused = (now - then for now, then in zip(self._before, before, strict=True))
         pool = self._executor.pool
@@ -67,7 +71,7 @@ class Shortage:
             return share if share >= SMALLEST else 0.0
         if not 0.0 < share < 1.0 or not peak_bytes:
             return None
-        # this never exceeds the budget: tensors that are swapped whole do not grow with the share
+        # never over the budget: of the peak's bytes, those of tensors swapped whole do not grow with the share
         larger = min(1.0, share * MARGIN * pool.budget_bytes / peak_bytes)
         return larger if larger > share * LEAST_RISE else None
 

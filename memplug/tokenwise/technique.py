@@ -43,7 +43,7 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     Attributes:
         executor: runs the regions.
-        plain: the regions that run as without memplug.
+        plain: see `PlainRegions`.
         decisions: the decisions in force; None at the safest setting, with a number for alpha, and while plans are
             tried.
         observer: see `planning.StepObserver`.
@@ -152,12 +152,12 @@ class TokenWise(AgreedTechnique[Decisions]):
     # -- questions of the stages ---------------------------------------------------------------------------------------
 
     def begin_program(self) -> None:
-        """Start the clock of a step that is observed or tries a plan: its first forward with gradients begins."""
+        """Start a step's clock, at its first forward with gradients, if the step is observed or tries a plan."""
         if self._search is not None:
             self._search.begin_program()
 
     def has_lost_room(self) -> bool:
-        """Return whether the plan keeps more on the device than there is room for: see `memplug.tokenwise.room`."""
+        """Return whether the plan keeps more than the device has room for: see `memplug.tokenwise.room`."""
         return self._room.is_short(self.decisions)
 
     def retain(self, parts: Iterable[Decisions]) -> None:
@@ -207,8 +207,8 @@ class TokenWise(AgreedTechnique[Decisions]):
     def agree(self, program: Program, planned_from: Program | None, is_stable: bool) -> None:
         """Agree with other ranks, at the end of a step, on changes that are no part of a plan.
 
-        Swap less where the host memory of a rank has run out; compare the step's offloaded bytes with its plan; check a
-        number for alpha against the link.
+        This swaps fewer rows if the host memory of a rank ran out, compares the step's offloaded bytes with its plan,
+        and checks a number for alpha against link and host.
         """
         if self._regions and is_stable:
             self._shortage.end_step()
@@ -219,13 +219,13 @@ class TokenWise(AgreedTechnique[Decisions]):
         self.check.end_step()
 
     def settle(self, is_stable: bool, is_served: bool) -> None:
-        """Update plain regions, and rounding buffers where no planned addresses replace them."""
+        """Update plain regions and rounding buffers; there are no such buffers while an arena serves."""
         if self.plans:
             self.plain.end_step(self.decisions)
         self.rounding.end_step(self.decisions, is_stable and not is_served)
 
     def turn_away(self) -> None:
-        """Run regions at the safest setting in the step that begins: its inputs differ from those of its plan.
+        """Run regions at the safest setting in the step that begins: the plan was not made for its inputs.
 
         Regions whose recompute passes launch collectives keep their setting: all ranks have to agree on a change first.
         """

@@ -1,7 +1,8 @@
 """Restores the state around a region's forward for its recompute pass.
 
-This is autocast, random generators, attention back ends and the default device. On a GPU the pass runs on autograd's
-own thread, which has none of it. The native core takes the state when a forward starts (native/tape/ambient.h).
+The state is autocast, random generators, attention back ends and the default device. On a GPU the pass runs on
+autograd's own thread, which has none of this state. The native core notes it when a forward starts
+(native/tape/ambient.h).
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ def restored(
 ) -> Iterator[None]:
     """Enter the state of the forward, for a pass that runs the module again.
 
-    Apart from units, no compiled code runs inside: in the forward, functions that the model compiles inside of a region
-    ran as they are written, since compiled code shows no operators.
+    Inside, as in the forward, functions that the model compiles run as they are written, since compiled code shows no
+    operators. Units are the exception.
 
     Args:
         device: the device that trains.
-        surroundings: functions that each return a context manager, which restores a state of the framework that random
-            operators depend on.
+        surroundings: functions; each returns a context that restores a state of the framework. Random operators depend
+            on these states.
         cpu_rng: state of the CPU's generator; None where nothing draws from it.
         device_rng: state of the device's generator; None where nothing draws from it, or the device is the CPU.
-        autocast: (device, whether it is on, dtype) of each kind. It runs without its cache: a weight that is cast once
-            for two regions would be cast again in the recompute pass of one.
+        autocast: (device type, whether autocast is on, dtype) for each device type. As in the forward, autocast runs
+            without its cache. With it, the forward would cast a weight once for two regions, but the recompute pass of
+            each region would cast it again.
         attention: whether each back end is enabled, by its name in `torch.backends.cuda`.
-        default_device: device of factory functions, where one was set.
+        default_device: device of factory functions; None: none was set.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(core().AsWritten())
@@ -73,12 +75,15 @@ def restored(
 
 
 def is_transformed() -> bool:
-    """Return whether the thread is inside of a function transform, without making torch create its stack of them."""
+    """Return whether this thread is inside of a function transform.
+
+    The question itself does not make torch create its stack of transforms.
+    """
     return core().has_transform_stack() and peek_interpreter_stack() is not None
 
 
 def no_transforms() -> AbstractContextManager[None]:
-    """Return a context without the function transforms that backward runs in, such as that of batched gradients."""
+    """Return a context without the function transforms that backward runs in, such as the vmap of batched gradients."""
     batched = vmapmode_increment_nesting() - 1  # `torch.autograd.grad` has a vmap of its own
     vmapmode_decrement_nesting()
     if not batched and not is_transformed():

@@ -1,4 +1,4 @@
-"""Tells when regions run as without memplug: when their operators are recorded, transformed or traced."""
+"""Tells when regions run as without memplug: when a CUDA graph records them, or they are transformed or traced."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class AsTheyAre:
 
 
 def is_traced() -> bool:
-    """Return whether torch traces this forward, or runs it on fake tensors: it trains nothing."""
+    """Return whether torch traces this forward, or runs it on fake tensors; such a forward trains nothing."""
     if is_jit_tracing() or is_fx_tracing():
         return True
     return len_torch_dispatch_stack() > 0 and any(map(get_dispatch_mode, TRACING))

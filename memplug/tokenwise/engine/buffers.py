@@ -1,4 +1,4 @@
-"""Memory from outside of a region that its forward writes to, with its values from before for the recompute pass."""
+"""Keeps values for the recompute pass: those of memory from outside of a region, before its forward writes there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IN_PLACE = "one of the variables needed for gradient computation has been modifi
 
 
 class Buffers(BuffersCalls):
-    """The memory that one forward writes to in place, such as running statistics, and its values from before.
+    """The memory that one forward writes to in place, such as running statistics, and its values before the forward.
 
     A recompute pass must find these values, and leave no trace.
     """

@@ -1,8 +1,8 @@
 """All Python that the native core calls while regions run.
 
 native/tape/calls.h has the same names: `bind` compares the two. Python cannot instantiate a subclass that lacks one of
-the methods here. The core keeps no bound method: one would keep its executor alive, in a cycle that Python's collector
-does not see.
+the methods here. The core keeps no bound method, since a bound method would keep its executor alive, in a cycle that
+Python's collector does not see.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class ExecutorCalls(ABC):
         Args:
             region: the region.
             why: the reason in words, or as bits of `Opaque`.
-            why_it_keeps: why all that it saves stays on the device; "" if that is released and its module runs again.
+            why_it_keeps: why all tensors that it saves stay on the device; "" if they are released, and its module runs
+                again.
         """
 
     @abstractmethod

@@ -15,7 +15,7 @@ from memplug.tokenwise.engine import calls, operators
 
 @functools.cache
 def core() -> Any:
-    """Return the core's module.
+    """Return the native core's module.
 
     Raises:
         NativeError: it cannot be built here.
@@ -27,9 +27,9 @@ def core() -> Any:
 
 
 class ProcessWatch:
-    """Intercepts exchanges and follows garbage collections, for all executors of the process, while there is one.
+    """Intercepts exchanges between ranks and follows garbage collections, as long as the process has an executor.
 
-    A collection runs finalizers of any dead object: their operators are not a region's.
+    A collection runs finalizers of dead objects. Operators in a finalizer belong to no region.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,8 @@ class ProcessWatch:
     def end(self) -> None:
         """Count an executor less, and stop watching with the last one.
 
-        In the middle of a collection the callback stays registered, until the last of some later executors ends.
+        If the last one ends in the middle of a collection, the callback stays registered. It is removed when a later
+        executor is the last one to end.
         """
         self._executors -= 1
         if not self._executors:

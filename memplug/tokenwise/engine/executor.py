@@ -1,15 +1,15 @@
-"""Row-cached recompute over rounding buffers: MEMO's token-wise swapping and recomputation (section 4.1), by operator.
+"""Runs regions: MEMO's token-wise swapping and recomputation (section 4.1), with a decision for each operator.
 
 Any module can be a region. Its forward runs once under an observer that captures expensive outputs and offloads their
-first rows. The second region after it (or the one that `buffers` names) waits for those copies and releases the memory.
-Operators allocate their own outputs, so no tensor lies in a rounding buffer in forward: MEMO's two buffers are a rule
-of release here. In backward, rows are prefetched ahead of their use:
+first rows. The second region after it (`buffers` sets this number) waits for these copies and releases the outputs'
+memory. Operators allocate their own outputs, so in forward no tensor lies in a rounding buffer: there MEMO's two
+buffers are this rule of release. In backward, rows are prefetched ahead of their use:
 
-* into rounding buffers (native/transfer/rounding.h), where those are reserved (`memplug.tokenwise.rounding`), as far
-  ahead as these have room;
-* otherwise into new memory, within a limit of bytes that keeps the peak at that of full recomputation. The restored
-  tensors take at most the bytes of the largest region's saved tensors, which full recomputation has on the device too,
-  plus those of the region inputs, which it never releases.
+* into rounding buffers (native/transfer/rounding.h), if any are reserved (`memplug.tokenwise.rounding`), as far ahead
+  as the buffers have room;
+* otherwise into new memory, within a limit that keeps the peak at that of full recomputation. The limit is the bytes of
+  the largest region's saved tensors plus those of all region inputs. Full recomputation has these saved tensors on the
+  device too, and never releases the inputs.
 
 All code that runs once per tensor is native: native/tape/frame.h, flow.h and transfer.h.
 """
@@ -89,15 +89,15 @@ class Executor(ExecutorCalls):
             swapped.
         buffers: how many regions' tensors wait on the device for their release, and how many rounding buffers
             `flow.reserve` makes.
-        hooks: functions of others to call.
+        hooks: functions of the session and of frameworks, for the executor to call.
 
     Attributes:
         pool: pinned host memory.
         transfer: copies between device and host, and their counters (native/transfer/transfer.h).
-        flow: frames in flight, in order. Its `share` scales the rows that regions swap; it is below 1 where host memory
-            has run out (native/transfer/flow.h).
+        flow: frames in flight, in order (native/transfer/flow.h). Its `share` scales the rows that regions swap; the
+            share is below 1 once host memory has run out.
         on_timed: the listener of `time_forwards`.
-        divergences: recompute passes that fell back to running all operators of a region.
+        divergences: number of recompute passes that fell back to running all operators of a region.
         opaque: number of opaque regions, by reason.
     """
 
@@ -194,8 +194,9 @@ class Executor(ExecutorCalls):
     def _runs_plain(self, region: Region, given_bytes: int) -> bool:
         """Return whether a plain region runs as without memplug with arguments of this size.
 
-        With larger arguments than in the step that the plan was made from it would keep more too. But all ranks must
-        launch the same collectives, whatever the size of their arguments.
+        It does not if its arguments are larger than in the step that the plan was made from, since it would then keep
+        more than planned. But a region whose recompute passes launch collectives runs plain with any arguments, since
+        all ranks must launch the same collectives.
         """
         return given_bytes <= region.setting.plain_bytes or self.regathers or region.native.communicates
 
@@ -205,14 +206,16 @@ class Executor(ExecutorCalls):
         The native core notes every operator and every tensor that autograd saves (native/tape/forward.h), or verifies
         that they are those of an earlier forward's tape. Captured outputs are offloaded (native/tape/frame.h).
 
-        Autograd gets a small object instead of each tensor. The tensor is restored in one of three ways: it is held,
-        like a parameter or a mask that existed before the region; from a copy, where all of its storage is captured; or
-        by a recompute pass, which runs the operators of the tape that the saved tensors depend on, back to captured
-        outputs.
+        Autograd gets a small object instead of each tensor. The tensor is restored in one of three ways:
 
-        The tape of an opaque forward does not show everything that it did: its input is swapped, and its recompute pass
-        runs the module again. But if it communicates, the other ranks may not be opaque, so all that it saves stays on
-        the device.
+        * It was held: it existed before the region, like a parameter or a mask.
+        * It is a view of a capture that has all of its storage.
+        * A recompute pass makes it: the pass runs the operators of the tape that the saved tensors depend on, back to
+          captured outputs.
+
+        The tape of an opaque forward does not show everything that it did. So its input is swapped, and its recompute
+        pass runs the module again. But if the region communicates, it may be opaque on this rank alone, so all tensors
+        that it saves stay on the device.
         """
         times = Times(self.device) if self.on_timed is not None else None
         surroundings = [take() for take in self.hooks.surroundings]
@@ -273,7 +276,7 @@ class Executor(ExecutorCalls):
         """Note that a region is opaque, and warn once: see `ExecutorCalls.note_opaque`."""
         if not isinstance(why, str):
             if self.functions.found_some():
-                return  # these functions are units from the next forward on, and the region is no longer opaque
+                return  # functions that made it opaque are units from the next forward on: it is opaque no longer
             why = named(why)
         region.opaque = region.opaque or why
         self.opaque[region.opaque] += 1
@@ -325,11 +328,11 @@ class Executor(ExecutorCalls):
         try:
             replay()
         except self.core.Diverged as divergence:
-            launches = frame.has_launches  # collectives that captured outputs wait for
+            launches = frame.has_launches  # of collectives that captured outputs wait for
             if not launches:
                 frame.decide({}, [])  # substitute nothing: the pass recomputes all
                 launches = frame.communicates
-            if launches:  # other ranks would not take part in them
+            if launches:  # other ranks would not take part in these collectives
                 raise RecomputeError(f"region {region.name}: {divergence}", code="MP021") from None
             self.divergences += 1
             if self.divergences == 1:

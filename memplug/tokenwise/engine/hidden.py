@@ -1,20 +1,24 @@
 """Custom autograd functions that launch kernels past torch's dispatcher, such as those of Triton and of extensions.
 
-The first call of a class that returns anything decides, once and for all. The class is a unit from the next call on if
-no operator filled memory that the call returned or saved, if the call took a tensor's address, or if it changed an
-argument without an operator. A call without elements, such as that of an expert that gets no tokens, decides nothing.
+The first call of a function's class decides for good whether the class is a unit. It is one from the next call on if no
+operator filled memory that the call returned or saved, if the call took a tensor's address, or if it changed an
+argument without an operator. A call that returns only empty tensors, as for an expert that gets no tokens, decides
+nothing.
 
-memplug assumes that such a unit writes to every argument that it changed in that call, and to all memory of its
-arguments that it returns: kernels of rotary embeddings do, and no version shows it. Not detected are arguments that
-only a later call changes, without a new version and without returning them, and parameters that are changed in this
-way. A function that returns integers or truth values but got none has chosen by values, as a router's kernel does: its
-outputs are captured like those of operators that choose (`memplug.tokenwise.engine.operators`). With gradients disabled
-a function is a unit only if it writes to its arguments. Otherwise its outputs are held until backward, like tensors
-that existed before the region.
+memplug assumes that every call of such a unit writes to the arguments that the first call changed, and to those whose
+memory the first call returned. Kernels of rotary embeddings do so, and no version counter shows it. If only a later
+call changes an argument, memplug detects the write by the argument's version, or because the call returns the argument;
+otherwise it does not. Likewise it does not detect a write to a parameter that advances no version.
 
-A call may be the first to wait for the stream that makes an argument. So an argument is not copied before the call if
-another stream has made it, as the stream of its node in the graph tells, and no operator of the region has read it. A
-write to it shows by its version, or if the function returns it.
+A function that returns integers or booleans but got none has chosen by values, as a router's kernel does. Its outputs
+are captured like those of operators that choose (`memplug.tokenwise.engine.operators`). With gradients disabled, only a
+function that writes to its arguments is a unit. The outputs of other functions are then held until backward, like
+tensors that existed before the region.
+
+To detect changes, memplug copies the arguments before the first call. But that call may be the first to wait for the
+stream that makes an argument. So an argument is not copied if another stream has made it (the stream of its node in
+autograd's graph tells) and no operator of the region has read it. Then a write to it shows only by its version, or if
+the function returns it.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ EXCHANGES = {
     f"megatron.core.transformer.moe.fused_a2a.{name}"
     for name in ("FusedDispatch", "FusedCombine", "HybridEPDispatch", "HybridEPCombine")
 }
-"""Functions whose own kernels communicate with other ranks, which memplug cannot see."""
+"""Functions whose own kernels communicate with other ranks. memplug cannot see that, so they are listed here."""
 
 
 _ATTENTION = re.compile("attn|attention", re.IGNORECASE)
@@ -51,7 +55,7 @@ class HiddenFunctions:
         self._executor = executor
         self._units: dict[type, Unit] = {}
         self._visible: set[type] = set()
-        self._writes_nothing: set[type] = set()  # write to no argument without gradients: outputs are held
+        self._writes_nothing: set[type] = set()  # write to no argument when gradients are disabled: outputs are held
         self._found = self._told = 0
         self._is_on = True
 
@@ -100,7 +104,7 @@ class HiddenFunctions:
         return out
 
     def note_found(self) -> None:
-        """Note a finding: the function that made a region opaque is observed from the next forward on."""
+        """Note a finding: from the next forward on, the function no longer makes its region opaque."""
         self._found += 1
 
     def stop(self) -> None:
@@ -122,7 +126,7 @@ class HiddenFunctions:
         else:
             kind = (
                 CaptureKind.ATTENTION if _ATTENTION.search(_name(function)) else CaptureKind.ROWS
-            )  # it may be as expensive as a product
+            )  # it may be as expensive as a matmul
         return Unit(self._executor, function.__name__, kind, is_shared=communicates, writes_unsaid=True)
 
 

@@ -1,6 +1,6 @@
-"""The functions of others that an executor calls while it runs regions.
+"""The functions of the session and of frameworks that an executor calls while it runs regions.
 
-The executor is made first. Frameworks then add to its lists, which are emptied when the session is detached.
+The executor is made first. Frameworks then add functions to the lists, which detaching the session empties.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ class EngineHooks:
     """The functions that an executor calls; by default they do nothing.
 
     Attributes:
-        explain: called with phase, region and error when an error of the device's memory is raised.
+        explain: called with phase, region and error when an out-of-memory error of the device is raised.
         on_larger: called when a plain region gets larger arguments than in the step that its plan was made from.
-        own: `with own():` around operators that are no part of the program, for the recorder.
-        around: contexts around a region's forward ("forward") and recompute pass ("recompute").
-        gathered: contexts around a recompute pass that runs operators alone; they gather the region's parameters.
-        surroundings: functions that take a state that random operators depend on, see
-            `memplug.tokenwise.engine.ambient`.
-        scratch: functions that return whether a tensor is in a scratch buffer owned by the framework: never captured or
-            restored.
+        own: returns a context for operators that the recorder must not count to the program.
+        around: functions that return a context for a region's forward (phase "forward") or recompute pass
+            ("recompute").
+        gathered: functions that return a context for a recompute pass that runs the tape's operators, not the module;
+            the context gathers the region's parameters.
+        surroundings: functions that note a state of the framework on which random operators depend. Each returns a
+            function that makes a context with this state, see `memplug.tokenwise.engine.ambient`.
+        scratch: functions that return whether a tensor is in a scratch buffer owned by the framework. Such a tensor is
+            never captured or restored.
     """
 
     explain: Callable[[str, Region, BaseException], None] = _nothing

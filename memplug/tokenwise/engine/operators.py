@@ -111,7 +111,7 @@ _KINDS = {
 
 @functools.cache
 def kind_of(func: Any) -> CaptureKind | None:
-    """Return the kind of an operator (an `OpOverload`), None when it is cheap or must not be captured."""
+    """Return the kind of an operator (an `OpOverload`); None if it is cheap or must not be captured."""
     if not isinstance(func, OpOverload) or (func._schema.is_mutable and not _may_write_nothing(func)):
         return None
     name = func._schema.name
@@ -158,9 +158,9 @@ def is_part_of_unit(func: Any) -> bool:
 
 
 def is_shared(func: Any) -> bool:
-    """Return whether the operator is part of a unit that communicates.
+    """Return whether the operator stands for memory made by a unit that communicates.
 
-    Captures of such parts must be the same on all ranks.
+    All ranks must capture the same memory of such a unit.
     """
     return is_part_of_unit(func) and func._overloadname.endswith("shared")
 
@@ -174,7 +174,7 @@ def is_exchange(func: Any) -> bool:
 def fills(func: Any) -> bool:
     """Return whether the operator writes all elements of the tensors that it writes to, and reads none of them.
 
-    An operator that is not torch's own is assumed to, unless its name says that it works in place.
+    An operator that is not torch's own is assumed to do so, unless its name says that it works in place.
     """
     if not is_mutable(func) or is_exchange(func):
         return is_exchange(func) and func._schema.name not in _READS_WRITTEN
@@ -187,9 +187,9 @@ def fills(func: Any) -> bool:
 
 
 def fills_in_part(func: Any) -> bool:
-    """Return whether the operator may write only a part of a tensor, or nothing, and reads none of it.
+    """Return whether the operator reads nothing of a tensor that it writes to, and may write only a part of it.
 
-    Such operators write the elements that indices name, or change the shape.
+    Such operators write the elements that indices name, or write nothing and change the shape.
     """
     if not is_mutable(func) or "reduce" in func._overloadname:
         return False

@@ -35,7 +35,7 @@ class Region:
         self.set(Setting(kind, rows, is_agreed=is_agreed))
 
     def set(self, setting: Setting) -> None:
-        """Run by another setting; findings under the former one are forgotten."""
+        """Run by another setting, and forget findings under the former one."""
         self.setting, self.key = setting, setting.key
         native, plan = self.native, setting.plan
         native.plan(plan)
@@ -50,14 +50,15 @@ class Region:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether it runs as without memplug, unless its arguments are larger than planned for."""
+        """Return whether it runs as without memplug while its arguments are no larger than its plan was made for."""
         return self.setting.plain_bytes is not None
 
     @property
     def opaque(self) -> str:
-        """Return why no tape shows all that its forward does, such as work without operators; "" where one does.
+        """Return why the region is opaque; "" if it is not.
 
-        Only the input of an opaque region is swapped, and its recompute pass runs the module again.
+        No tape shows all that an opaque region's forward does, for example work without operators. Only its input is
+        swapped, and its recompute pass runs the module again.
         """
         return self._opaque
 

@@ -19,8 +19,8 @@ from memplug.tokenwise.engine.tape import named
 def rerun(executor: RegionRunner, frame: Any, region: Region) -> None:
     """Run the region's module again, and store the tensors that it saves.
 
-    All of it runs, whatever was captured, including its collectives. So a module that launches any is not run again
-    where there are several ranks (native/tape/frame.h).
+    The whole module runs, whatever was captured, including its collectives. So if there are several ranks, a module
+    that launches collectives is not run again (native/tape/frame.h).
 
     Args:
         executor: the executor of the region.
@@ -28,8 +28,8 @@ def rerun(executor: RegionRunner, frame: Any, region: Region) -> None:
         region: the region.
 
     Raises:
-        RecomputeError: the pass saves another number of tensors, or tensors of other sizes or dtypes; or the region
-            communicates, and nothing of the forward was kept, since it became opaque unexpectedly.
+        RecomputeError: the pass saves another number of tensors, or tensors of other sizes or dtypes. Or the region
+            communicates with other ranks, and its forward became opaque unexpectedly, so that nothing of it was kept.
     """
     if frame.talks and not executor.is_alone():
         raise RecomputeError(
@@ -62,7 +62,7 @@ def rerun(executor: RegionRunner, frame: Any, region: Region) -> None:
 class _Saves:
     """Gives a frame the tensors that a recompute pass saves.
 
-    The pass's graph holds this object, possibly for as long as a tensor lives that the module wrote to.
+    The pass's graph holds this object, and may live as long as a tensor that the module wrote to.
 
     Attributes:
         frame: the frame; None once the pass is over.
@@ -74,7 +74,11 @@ class _Saves:
         self._region, self._asks = region, region.native.asks
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a saved tensor for the pass's own graph: none, unless the module runs that graph itself."""
+        """Give a saved tensor to the frame; return what the pass's own graph saves.
+
+        Returns:
+            The tensor if the module runs backward through that graph itself; else None.
+        """
         frame, count = self.frame, self.count
         if count < frame.saved and frame.has_to_restore(count):
             size, dtype = frame.saved_as(count)
@@ -115,15 +119,22 @@ def _names_as_before(frame: Any, region: Region, args: tuple[Any, ...], kwargs: 
 
 
 def as_before(buffers: Any) -> Any:
-    """Return a context in which every buffer has the value from before the forward; None: it wrote to none."""
+    """Return a context in which every buffer has the value from before the forward.
+
+    Args:
+        buffers: the frame's `Buffers`; None: the forward wrote to none.
+    """
     return contextlib.nullcontext() if buffers is None else buffers.as_before()
 
 
 @contextlib.contextmanager
 def _gradients_as_before(leaves: Sequence[tuple[torch.Tensor, bool]]) -> Iterator[None]:
-    """Enter a context in which leaves without a gradient in the forward have none.
+    """Enter a context in which leaves that had no gradient in the forward have none.
 
     This is for modules that accumulate gradients themselves.
+
+    Args:
+        leaves: (leaf, whether it had a gradient in the forward).
     """
     now = [(leaf, leaf.grad) for leaf, had_gradient in leaves if not had_gradient]
     for leaf, _ in now:
@@ -136,6 +147,6 @@ def _gradients_as_before(leaves: Sequence[tuple[torch.Tensor, bool]]) -> Iterato
 
 
 def held_meanwhile(packed: torch.Tensor | None) -> torch.Tensor:
-    """Return a tensor saved by a pass whose module asks for a gradient itself; nothing else runs the pass's graph."""
+    """Return a tensor that a recompute pass saved; it is used only if the module asks for a gradient itself."""
     assert packed is not None, "a region that never asked for a gradient does so when it runs again"
     return packed

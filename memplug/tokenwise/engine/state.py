@@ -1,14 +1,15 @@
 """The Python state that a region's forward may change: attributes, buffers, containers, counters, caches, closures.
 
-An opaque region runs its module again in backward. That pass must find every name as the forward found it, and leave no
-trace: a layer that rebinds a buffer to a new tensor would rebind it twice, and a flag that the script has set in
-between, as `model.eval()` does, would make it another pass. Values that the forward writes in place are memory: see
-`memplug.tokenwise.engine.buffers`.
+An opaque region runs its module again in backward. This recompute pass must find every name as the forward found it,
+and leave no trace. Otherwise a layer that rebinds a buffer to a new tensor would rebind it twice, and a flag that the
+script has set since the forward, as `model.eval()` does, would change the pass. Values that the forward writes in place
+are memory, not names: see `memplug.tokenwise.engine.buffers`.
 
-From the region's call on, these are followed: modules, with their attributes and classes; containers; objects of the
-model's own classes; functions, with variables of closures and globals that they name; generators of random numbers;
-NumPy arrays; and objects among the arguments. Objects of frameworks are not followed. An iterator, or an object of an
-extension, may change without any sign: a region that has one keeps all that it saves, and never runs again.
+Starting at the function that the region calls and the objects among its arguments, memplug follows: modules, with their
+attributes and classes; containers; objects of the model's own classes; functions, with variables of closures and
+globals that they name; generators of random numbers; and NumPy arrays. It does not follow objects of frameworks. An
+iterator, or an object of an extension, may change without any sign: a region that has one keeps all tensors that it
+saves on the device, and never runs again.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class CallState(StateCalls):
             call: the function that is about to run.
             args: its arguments.
             kwargs: its keyword arguments.
-            for_backward: leave out the graphs of tensors, which would otherwise chain forwards that no backward
-                follows.
+            for_backward: keep tensors without their graphs. A graph would keep earlier forwards alive, even those that
+                no backward follows.
         """
         state = cls()
         with paused():
@@ -92,10 +93,10 @@ class CallState(StateCalls):
         return kind.inside(state) if kind.inside is not None else ()
 
     def put_back(self) -> bool:
-        """Put everything back as it was found.
+        """Put all state back as it was before the call.
 
         Returns:
-            Whether anything had changed since.
+            Whether any state had changed since.
         """
         changed = False
         with paused():
@@ -108,7 +109,7 @@ class CallState(StateCalls):
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
-        """Enter a context in which everything is as it was found."""
+        """Enter a context in which all state is as it was before the call; afterwards it has its later values again."""
         now = CallState()
         with paused():
             now._found = [(live, kind, kind.read(live)) for live, kind, _ in self._found]
@@ -122,7 +123,7 @@ class CallState(StateCalls):
 def _objects_in(value: Any) -> Iterator[Any]:
     """Yield the objects among arguments, except for tensors and containers.
 
-    A region keeps or swaps tensors itself, and containers are made anew for a recompute pass.
+    The region keeps or swaps the tensors, and a recompute pass gets new containers.
     """
     if type(value) in (tuple, list):
         for each in value:

@@ -35,8 +35,8 @@ _LIBRARIES = {
     *("torch", "memplug", "transformer_engine", "transformer_engine_torch", "accelerate"),
     *("lightning", "pytorch_lightning", "apex", "flash_attn", "triton"),
 }
-"""Packages whose code is not the model's. Their objects, except for modules and those of `_MODELS`, may change for
-reasons of their own between a forward and its backward."""
+"""Packages whose code is not the model's. Their objects may change between a forward and its backward for reasons that
+are not the model's. The exceptions are modules, and objects of packages in `_MODELS`."""
 _MODELS = {"transformers"}
 _PLUMBING = set(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
 
@@ -56,7 +56,7 @@ class StateKind(NamedTuple):
     Attributes:
         read: returns an object's state, a shallow copy.
         write: puts such a state back; None: the object itself never changes.
-        inside: returns the objects of a state to follow; None: it has none.
+        inside: returns the objects in a state whose own state has to be followed; None: there are none.
         is_same: returns whether two states of an object are the same.
     """
 
@@ -83,7 +83,7 @@ class ObjectPart(NamedTuple):
 class Parameters(ObjectPart):
     """The parameters of a module.
 
-    Only plain ones are followed: frameworks exchange parameters for shards and views.
+    Only objects of class `nn.Parameter` itself are followed: frameworks exchange parameters for shards and views.
     """
 
 
@@ -94,7 +94,7 @@ class Globals(ObjectPart):
 def _once_for_each_class(function: Callable[[type], Result]) -> Callable[[type], Result]:
     """Cache a function's result for each class, only as long as the class exists.
 
-    A class that was made in a function may hold a model alive.
+    A cache that kept the class could keep a model alive: a class that is made in a function may refer to one.
     """
     known: weakref.WeakKeyDictionary[type, Result] = weakref.WeakKeyDictionary()
 
@@ -241,7 +241,7 @@ def _inside_function(state: tuple[Any, ...]) -> Iterable[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names of globals and attributes in a function's code and in that of inner functions."""
+    """Return the names of globals and attributes in the code of a function and of its inner functions."""
     inner = [name for each in code.co_consts if type(each) is types.CodeType for name in _names_in(each)]
     return tuple(dict.fromkeys([*code.co_names, *inner]))
 

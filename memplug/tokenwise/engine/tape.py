@@ -1,7 +1,7 @@
 """The tape of one forward of a region: its operators, and the storages that they and backward read.
 
-The native core notes tapes (native/tape/forward.h), and forwards that do the same share one. This file reads them for
-Python: for decisions, which name captured operators, and for the planner. Storages are named by a running number.
+The native core notes tapes (native/tape/forward.h); forwards that run the same operators share one. This file reads
+tapes in Python, for the planner and for decisions, which name captured operators. A tape names storages by numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REASONS = {
     1 << 8: "a gradient that it asks for itself, computed on another thread",
     1 << 9: "a dispatch mode around it that changes what operators do",
 }
-"""Reasons for which a region is opaque, by the bits of `Opaque` in native/tape/tape.h."""
+"""Reasons why a region is opaque, by the bits of `Opaque` in native/tape/tape.h."""
 
 
 def named(reasons: int) -> str:
@@ -48,7 +48,9 @@ def named(reasons: int) -> str:
 
 
 class Record(NamedTuple):
-    """One operator of a tape. Storages are numbers.
+    """One operator of a tape.
+
+    Storages are numbers.
 
     Attributes:
         func: the operator.
@@ -76,7 +78,7 @@ class Record(NamedTuple):
 
 
 def records_of(tape: Any) -> list[Record]:
-    """Return all records of a native tape; they are made once."""
+    """Return all records of a native tape; the first call makes them."""
     if not hasattr(tape, "records"):
         tape.records = []
         for index in range(len(tape)):
@@ -94,8 +96,8 @@ class Tape:
         asked: storages that backward asks for, however they are restored.
         given: storages that no operator made.
         bytes: size of every storage.
-        spared: collectives that no recompute pass launches again, and the waits for them.
-        received: storages that such a collective filled, and that a recompute pass substitutes.
+        spared: indices of collectives that no recompute pass launches again, and of the waits for them.
+        received: storages that these collectives filled; a recompute pass substitutes them.
         stamps: (begin, end) of every operator, if times were taken.
         span: (begin, end) of the forward, likewise.
         recompute_span: (begin, end) of the recompute pass, likewise.

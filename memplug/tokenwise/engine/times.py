@@ -42,6 +42,6 @@ class Times(TimesCalls):
         return self.tape
 
     def begin_backward(self) -> None:
-        """Take the time, once, at which backward asks for a saved tensor."""
+        """Take the time at which backward first asks for a saved tensor."""
         if self.tape is not None and self.tape.backward_begin is None:
             self.tape.backward_begin = self.device.stamp()

@@ -1,7 +1,7 @@
 """Units: calls inside of a region whose kernels no operator shows, and which can be run again by themselves.
 
-On a region's tape a unit is an operator, and so is each memory that it made (native/units/unit.h). So a plan can keep,
-swap or recompute every tensor that a custom autograd function saved.
+On a region's tape a unit is an operator. Each memory that it made is another operator, a part of the unit
+(native/units/unit.h). So a plan can keep, swap or recompute every tensor that a custom autograd function saved.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ class Unit(UnitCalls):
     """A module, or function, that runs as a unit.
 
     Args:
-        executor: the executor of its regions.
+        executor: runs the regions that the unit is in.
         name: its name within the region.
-        kind: its kind; a collective is never run again; None: cheap, and captured only if a plan decides so.
-        is_row_wise: called in each call with the result of `forward`; returns whether each row of the outputs comes
-            from one row of the first argument.
+        kind: kind of its outputs. A `COLLECTIVE` is never run again. None: the outputs are cheap, and captured only if
+            a plan decides so.
+        is_row_wise: returns whether each row of the outputs comes from one row of the first argument. Called in each
+            call of the unit, with the state that `forward` yields.
         is_shared: other ranks take part, so that it runs again on all of them or on none.
         puts_back: it may draw from a generator and then restore its state, as `torch.random.fork_rng` does.
-        writes_unsaid: its kernels may write to arguments that it returns, although no version shows it.
-        lasting: called after each call; returns tensors that outlive the unit, such as a weight's cast that its module
-            keeps. Those that the unit saves are held.
-        reads: returns parameters of its own, which are not among its arguments.
-        forward: entered around a forward; returns the state that the unit needs to run again as it ran, complete once
-            the forward is over.
-        again: entered with that state when the unit runs again.
+        writes_unsaid: its kernels may write to arguments that it returns, without advancing a version.
+        lasting: called after each call; returns tensors that outlive the unit, such as the cast of a weight that its
+            module keeps. If the unit saves such a tensor for backward, the tensor is held.
+        reads: returns the parameters that it reads and that are not among its arguments.
+        forward: returns the context of a forward. It yields the state that the unit needs to run again as it ran; the
+            state is complete once the forward is over.
+        again: returns, for that state, the context in which the unit runs again.
 
     Attributes:
         writes: indices of the tensors among its arguments that its calls have written to so far.
@@ -68,7 +69,7 @@ class Unit(UnitCalls):
         self.writes: set[int] = set()
 
     def note_writes(self, written: Sequence[int]) -> None:
-        """Note that it wrote to further arguments: from now on it is expected to."""
+        """Note further arguments that a call wrote to; from now on every call is expected to write to them."""
         if not self.is_shared:  # the region of a shared unit stays opaque
             self.writes.update(written)
             self.executor.functions.note_found()
@@ -91,7 +92,10 @@ class Unit(UnitCalls):
 
 
 def _overload(kind: CaptureKind | None, is_shared: bool) -> str:
-    """Return the overload of its operators on the tape (native/units/units.cpp), unless it is by rows."""
+    """Return the overload that a unit's operators have on the tape, unless a call works by rows.
+
+    The overloads are those of native/units/units.cpp.
+    """
     if kind is None:
         return "shared" if is_shared else ""
     if kind in (CaptureKind.COLLECTIVE, CaptureKind.CHOICE):
@@ -113,7 +117,7 @@ def run_again(
     sources: Sequence[tuple[bool, int] | None],
     count: int,
 ) -> list[torch.Tensor | None]:
-    """Run a unit again with the tensors of its forward, and return the outputs of its parts.
+    """Run a unit again with the tensors of its forward, and return a tensor for each part that is needed.
 
     Args:
         executor: the executor of the region.
@@ -124,9 +128,9 @@ def run_again(
         kwargs: its keyword arguments.
         state: the state that its forward returned.
         surroundings: see `restored`.
-        ambient: see `restored`; None: the state around this pass is that of the forward.
-        sources: for each part, whether it was saved for backward (else returned), and its index among those; None: it
-            is not needed.
+        ambient: the further arguments of `restored`; None: the state around this pass is that of the forward.
+        sources: (is_saved, index) for each part: its tensor has this index among the tensors that the forward saved for
+            backward, or among those that it returned. None: the part is not needed.
         count: how many tensors the forward saved.
 
     Raises:

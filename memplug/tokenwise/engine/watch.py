@@ -19,7 +19,7 @@ class AddressMode(TorchFunctionMode):
         self._native = native
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Notify the core of such a call, and make it."""
+        """Make a call; before it, notify the core if the call takes an address or reads values."""
         if func in _GIVES_ADDRESSES:
             self._native.address_taken(args[0])
         elif func in _READS:

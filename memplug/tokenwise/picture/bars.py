@@ -11,7 +11,7 @@ from memplug.plans.schema import MemoryPlan
 from memplug.tokenwise.picture.decisions import decisions, region_words, short_region_names
 from memplug.words import duration, size
 
-# Colours that the map does not use; the lighter, the less a byte takes of link and memory.
+# Colours that the map of addresses does not use. The lighter a colour, the less a byte takes of link and memory.
 _SWAPPED, _LATE, _KEPT, _PLAIN, _RECOMPUTED = (
     ColourGroup("swapped", "#8e2f6f"),
     ColourGroup("swapped, only if needed", "#8e2f6f", hatched=True),
@@ -23,7 +23,7 @@ _LABELS_AT_MOST = 40  # labels of regions along the axis; more would touch
 _LETTERS_AT_MOST = 18  # letters of a label
 _ROWS_AT_LEAST = 8  # rows of the axis; with fewer, bars would be too thick
 _THICKNESS = 0.8  # thickness of a bar; 1 leaves no gap
-_WIDTH = 0.36  # width as a share of the map's
+_WIDTH = 0.36  # width as a share of that of the map of addresses
 
 
 def column(plan: MemoryPlan) -> Column | None:

@@ -15,8 +15,8 @@ from memplug.tokenwise.plan.decisions import Decisions, Setting
 from memplug.words import count, duration, known, size
 
 KINDS = ("swapped", "kept", "recomputed")
-"""The ways in which a region's backward gets its tensors. "swapped_bytes" and the like are keys of a region and of
-the totals."""
+"""The ways in which a region's backward gets its tensors. Both a region and the totals have the keys "swapped_bytes",
+"kept_bytes" and "recomputed_bytes"."""
 OPERATORS = ("swapped_whole_operators", "swapped_by_rows_operators", "kept_operators")
 """Further keys of a region and of the totals."""
 _ROWS_AT_MOST = 8
@@ -25,12 +25,12 @@ _ROWS_AT_MOST = 8
 def decisions(plan: MemoryPlan) -> dict[str, Any] | None:
     """Return the decisions and predictions of a plan, for `memplug show --json`: stable keys, units in names.
 
-    The bytes of a region are those of one forward; the totals are sums over all regions. `host_bytes` and
-    `device_bytes` are predicted for a whole step, which may have several forwards of a region in flight, or leave on
-    the device the tensors that a region would offload only if necessary (`offloads_late`).
+    A region's bytes are those of one forward; the totals are sums over all regions. `host_bytes` and `device_bytes` are
+    predicted for a whole step and are no such sums: a step may have several forwards of a region in flight, and a
+    region that `offloads_late` offloads only if its tensors have to be released.
 
     Returns:
-        None where the plan has no decisions.
+        The object of plain values; None if the plan has no decisions.
     """
     training, decided = plan.training, Decisions.of(plan)
     if training is None or decided is None:
@@ -61,7 +61,7 @@ def decisions(plan: MemoryPlan) -> dict[str, Any] | None:
 
 
 def rows(facts: dict[str, Any]) -> Rows:
-    """Return the result of `decisions` as (name, value), in words."""
+    """Return the result of `decisions` as rows (name, value), in words."""
     operators = facts["program_operators"]
     length = "operators not recorded" if operators is None else f"{operators:,} operators"
     full_s, peak_bytes, late_bytes = facts["full_recomputation_s"], facts["peak_bytes"], facts["offloads_late_bytes"]
@@ -95,7 +95,7 @@ def bytes_words(facts: dict[str, Any]) -> str:
 
 
 def region_words(region: dict[str, Any], *, each: bool = False) -> str:
-    """Return the decisions for a region in words; `each`: for each of several regions."""
+    """Return the decisions for a region in words; with `each`, they hold for each of several regions."""
     words = bytes_words(region) + (" each" if each else "")
     if region["plain"]:
         return f"{words}, as without memplug"
@@ -113,7 +113,7 @@ def short_region_names(names: Iterable[str]) -> list[str]:
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
-    """Return the regions of one numbered list next to each other, by number: plans list regions by key."""
+    """Sort names so that those that differ only in numbers stand together, by number: plans list regions by key."""
     stems = {stem: at for at, stem in enumerate(dict.fromkeys(map(_stem, names)))}
     return sorted(names, key=lambda name: (stems[_stem(name)], [int(digits) for digits in re.findall("[0-9]+", name)]))
 
@@ -140,7 +140,7 @@ def _region(name: str, setting: Setting) -> dict[str, Any]:
 
 
 def _region_rows(regions: list[dict[str, Any]]) -> Rows:
-    """Return a line for each stretch of regions that are treated alike; one line for all after the first few."""
+    """Return a line for each stretch of regions that are treated alike; after the first few, one line for the rest."""
     names = [region["name"] for region in regions]
     short = dict(zip(names, short_region_names(names), strict=True))
 

@@ -27,13 +27,13 @@ _OF_A_PLAN = ("step_s", "full_recomputation_s", "peak_bytes", "host_bytes", "dev
 def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any] | None:
     """Return the differences between the decisions of two plans, and their cost.
 
-    A region is changed if another operator of it is captured, another fraction of its rows, or an output is kept
-    instead of swapped; if only one plan swaps its input; or if it runs as without memplug under one plan only. Bytes
-    may differ without such a change, as those of another micro-batch do.
+    A region counts as changed if the plans capture different operators of it or different fractions of their rows, or
+    if one plan keeps an output that the other swaps. It also counts if only one plan swaps its input, or if only one
+    runs it as without memplug. Bytes alone may differ without such a change, as with another size of micro-batch.
 
     Returns:
-        None where neither plan has decisions. `a` and `b` are None where that plan has none; `changed` has every
-            changed region, with None for the plan that lacks it.
+        The differences as plain values; None if neither plan has decisions. `a` or `b` is None if that plan has none.
+            `changed` lists the changed regions; there `a` or `b` is None if that plan lacks the region.
     """
     plans = {"a": a, "b": b}
     sides = {side: decisions(plan) for side, plan in plans.items()}
@@ -58,7 +58,7 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any] | None:
 
 
 def rows(facts: dict[str, Any]) -> Rows:
-    """Return the result of `diff` as (name, value), in words."""
+    """Return the result of `diff` as rows (name, value), in words."""
     a, b = facts["a"], facts["b"]
 
     def amounts(name: str, words: Callable[[Any], str]) -> str:
@@ -77,13 +77,13 @@ def rows(facts: dict[str, Any]) -> Rows:
 
 
 def _chosen(setting: Setting) -> tuple:
-    """Return the choices for a region, from which its bytes follow."""
+    """Return the choices for a region, without the bytes that follow from them."""
     plain = setting.plain_bytes is not None
     return plain, (setting.swaps_input and not plain), setting.plan or {}
 
 
 def _changed_operators(a: Setting | None, b: Setting | None) -> int:
-    """Return how many operators have a decision in one setting that differs from the other's, or is missing there."""
+    """Return for how many operators the settings differ: in the decision, or in whether there is one."""
     mine, its = ((setting.plan or {}) if setting else {} for setting in (a, b))
     return sum(mine.get(index) != its.get(index) for index in mine.keys() | its.keys())
 

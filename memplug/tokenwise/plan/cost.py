@@ -116,9 +116,10 @@ def passes_s(
     forward, and over the whole backward: buffers in flight smooth the differences between regions, a copy may lag
     behind by more than a layer, and backward has its own, longer time. For equal layers this is MEMO's constraint.
 
-    Where the groups of a region differ, the copies of the first groups may lag into the last groups' forward, or lead
-    into their backward, only by the device bytes that kept outputs leave free: a backlog takes memory too. The last
-    groups' copies have their own time.
+    A region's groups may differ. In forward, copies of the first groups may lag into the forward of the last groups; in
+    backward, they may run ahead, during the backward of the last groups. Such a backlog takes device memory: it is at
+    most the device bytes that the first groups' kept outputs leave free. The copies of the last groups cannot use the
+    time of the first groups.
 
     Args:
         first: amounts of the first groups of all regions.
@@ -167,7 +168,7 @@ def measure(
     alpha: float | None = None,
     alpha_cut_by_host: bool = False,
 ) -> TokenwisePlan:
-    """Return a choice as a plan, with its predicted times and bytes.
+    """Return the plan of a choice, with predicted times and bytes.
 
     Args:
         regions: every kind of region of the step, once each.

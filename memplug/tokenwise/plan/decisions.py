@@ -29,9 +29,10 @@ class Learnt:
 
     Attributes:
         communicates: its recompute passes launch collectives, which all ranks must launch alike.
-        offloads_late: in its last step backward ran before any tensor had to be released, so it offloads on release.
+        offloads_late: in its last step, backward ran before any of its tensors had to be released. So it now offloads
+            a tensor only when the tensor has to be released.
         unneeded: operators whose captured outputs no backward asked for: index to name, as in `Decision.operator`.
-        asks: its forward computes a gradient itself, and until then needs all that autograd has saved.
+        asks: its forward computes a gradient itself, which needs all that autograd has saved until then.
     """
 
     communicates: bool
@@ -54,13 +55,12 @@ class Setting:
         forward_bytes: predicted bytes that one forward offloads; None without a prediction.
         planned_from: fingerprint of the tape that the plan was made from; None without such a tape, as for an opaque
             region.
-        plain_bytes: the region runs as without memplug if its arguments have no more than this many bytes of tensors;
+        plain_bytes: the region runs as without memplug if the tensors among its arguments have no more bytes than this;
             None: it never does.
         kept_bytes: planned bytes of outputs that stay on the device from one forward to its backward.
         recomputed_bytes: planned bytes of outputs that one recompute pass makes.
-        is_agreed: True if all ranks that the region's units (calls whose kernels no operator shows) communicate with
-            run the region by the same setting; then a recompute pass may run such a unit again. Else all outputs of
-            these units are swapped.
+        is_agreed: True if all ranks that the region's units communicate with run the region by the same setting. Then a
+            recompute pass may run a unit that communicates again. If not, all outputs of these units are swapped.
         learnt: findings of an earlier run under this setting; None: nothing yet.
     """
 
@@ -89,8 +89,8 @@ class Decisions(PlanPart):
     peak_bytes: int | None = None
     """Predicted peak of the memory allocated on the device, without rounding buffers; None: unknown."""
     held_bytes: int | None = None
-    """Most device bytes that the saved tensors of all regions may take together, for the predicted peak to hold; None:
-    as many as with full recomputation."""
+    """Limit of the device bytes of all regions' saved tensors together; within it the predicted peak holds. None: the
+    limit is that of full recomputation."""
     full_recomputation_s: float | None = None
     """Predicted time of all regions in a step that recomputes everything."""
     d2h_bytes_per_s: float = 0.0

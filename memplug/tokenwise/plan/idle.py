@@ -1,4 +1,7 @@
-"""Drops the swaps and keeps of a plan that gain nothing: the solver stops within a gap, and ties are below it."""
+"""Drops the swaps and keeps of a plan that gain nothing.
+
+The solver may leave some: it stops within a gap of the optimum, and they change the objective by less than this gap.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ from memplug.tokenwise.plan.model import (
 
 
 def without_idle(regions: Sequence[PlannedRegion], plan: TokenwisePlan, budget: Budget) -> TokenwisePlan:
-    """Return the plan with each output recomputed instead, one after the other, where the step gets no longer.
+    """Return the plan with outputs recomputed instead, wherever that makes the step no longer.
 
-    A try has to pay for all that it changes, including the further operators that have to run.
+    The outputs are tried one after the other. A try counts all that it changes, including the time of further operators
+    that then have to run.
 
     Args:
         regions: the regions that the plan is for, in any order.
@@ -36,7 +40,7 @@ def without_idle(regions: Sequence[PlannedRegion], plan: TokenwisePlan, budget: 
             available = keep | {index for index, fraction in fractions.items() if fraction >= 1.0}
             for index in (*group.fractions, *sorted(group.keep)):
                 operator, fraction = region.operators[index], fractions.get(index, 0.0)
-                more, _ = passes.asked(region.saved, available - {index})  # operators than in `runs`
+                more, _ = passes.asked(region.saved, available - {index})  # `runs`, and operators that then run too
                 less = {i: part for i, part in fractions.items() if i != index}
                 change = chosen(
                     budget,

@@ -58,7 +58,7 @@ class LinearProgram:
         return self._largest(pieces_s, self.unit_s)
 
     def largest_bytes(self, pieces: Sequence[Linear]) -> Linear:
-        """Return the largest of these bytes, likewise; 0 where none is above 0."""
+        """Return the largest of these bytes, likewise; 0 if none is above 0."""
         return self._largest(pieces, self.unit_bytes)
 
     def _largest(self, pieces: Sequence[Linear], unit: float) -> Linear:
@@ -69,9 +69,9 @@ class LinearProgram:
         return result
 
     def limit(self, nbytes: Linear, at_most: float, margin: float) -> None:
-        """Add a row that bounds bytes by `at_most` less a margin, in units of `unit_bytes`.
+        """Add a row that limits bytes to `at_most`, less a margin in units of `unit_bytes`.
 
-        Bytes that no choice can spare are never over the limit.
+        If constant bytes, which no choice can spare, exceed the limit, the row allows these and no more.
         """
         left = (Linear(at_most) - nbytes) / self.unit_bytes
         self.row(left.terms, at_least=min(margin - left.constant, 0.0))

@@ -32,9 +32,9 @@ def alpha_of_layer(
 
 
 def fraction_of(regions: Sequence[PlannedRegion], budget: Budget) -> float:
-    """Return the largest fraction, the same for all regions, whose copies fit the forward of each.
+    """Return the largest fraction whose copies fit into each region's forward (MEMO, section 4.1).
 
-    Section 4.1 of MEMO. Host memory does not count here: `fixed` lowers the fraction to what the host has room for.
+    Host memory does not count here: `fixed` lowers the fraction to what the host has room for.
     """
     fractions = [1.0]
     for region in regions:
@@ -63,7 +63,7 @@ def fixed(
 ) -> TokenwisePlan:
     """Return MEMO's plan: one fraction, lowered to fit host memory.
 
-    Where the host has no room even for alpha 0, every operator runs again.
+    If the host has no room even for alpha 0, every operator runs again.
 
     Args:
         regions: every kind of region of the step, once each.

@@ -31,7 +31,7 @@ class PlannedOperator:
     output_bytes: int
     """Bytes of all outputs: the cost of swapping or keeping them."""
     capture: Literal["rows", "whole", "never"]
-    """rows: any fraction of the rows may be swapped, and only the others are recomputed; whole: all or nothing;
+    """rows: any fraction of the rows may be swapped, and only the other rows are recomputed; whole: all or nothing;
     never: a view, a random or a mutating operator."""
     rows: int = 0
     """Number of rows of an output that is swapped by rows: only whole rows are copied. 0: any fraction is possible."""
@@ -40,9 +40,9 @@ class PlannedOperator:
     always_swapped: bool = False
     """A fixed alpha swaps it whole (MEMO: the attention output). The automatic plan decides by itself."""
     made_by_rows: int | None = None
-    """Index of an earlier operator that makes this output, and whose time includes that of making it. That operator
-    may make several outputs: it runs for the rows that the one with the fewest swapped rows lacks. It is never captured
-    itself."""
+    """Index of the earlier operator (a unit) that makes this output; the unit's time includes making it. A unit may
+    make several outputs: it runs for the rows that the output with the fewest swapped rows lacks. The unit itself is
+    never captured."""
 
     @property
     def capturable(self) -> bool:
@@ -78,8 +78,8 @@ class PlannedRegion:
     """Further forwards whose tensors stay on the device, because backward starts before they would leave. They are
     planned like the last instances."""
     saved_bytes: int = 0
-    """Bytes of all that backward of one instance asks for. Of what existed before the region, only a saved input that
-    was swapped counts. 0: unknown."""
+    """Bytes of all tensors that backward of one instance asks for. Of tensors that existed before the region, only a
+    swapped input counts. 0: unknown."""
 
     @property
     def safest_bytes(self) -> int:
@@ -111,7 +111,7 @@ class InFlight(NamedTuple):
     count: int
     """Number of instances whose swapped tensors are being copied to the host or back, or were not offloaded at all."""
     room_bytes: int = 0
-    """Bytes by which the observed step's device memory at this time lay below its peak."""
+    """Bytes by which the device memory of the observed step lay below that step's peak at this time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,14 +125,14 @@ class Budget:
     host_bytes: int
     """Pinned host memory for swapped rows and inputs."""
     padding_bytes: int = 0
-    """Largest padding of one tensor in host memory, where each begins at a multiple of a fixed size."""
+    """Largest padding of one tensor in host memory, where each tensor begins at a multiple of a fixed size."""
     device_bytes: int
     """Device memory for outputs that are kept, in flight, or waiting for a copy that lags behind."""
     in_flight: tuple[InFlight, ...] = ()
     """Times at which a step under a plan may have its peak; empty: bytes in flight do not count."""
     buffers: int = 0
-    """Rounding buffers that the plan has to leave device memory for, each as large as one instance's swapped
-    tensors."""
+    """Number of rounding buffers that the plan has to leave device memory for, each as large as the swapped tensors of
+    one instance."""
 
     def with_buffers(self, regions: Sequence[PlannedRegion]) -> Budget:
         """Return the budget less the rounding buffers of the safest setting, or without buffers if they do not fit.
@@ -154,7 +154,7 @@ class Group:
     keep: frozenset[int]
     """Operators whose outputs stay on the device."""
     runs: frozenset[int]
-    """Operators that the recompute pass runs; those in `fractions` on their remaining rows."""
+    """Operators that the recompute pass runs. An operator in `fractions` runs on its remaining rows only."""
     swapped_bytes: int
     """Bytes swapped, without the region's input."""
     kept_bytes: int
@@ -171,9 +171,10 @@ class RegionPlan:
     """One or two groups, and possibly a plain one, in the order of the forward: the tensors of the last instances
     live shortest."""
     forward_s: float
-    """Seconds of all instances, with this region's share of the link's stall, in proportion to its bytes."""
+    """Seconds of all instances, with this region's share of the time that forward waits for the link. The share is in
+    proportion to the bytes that the region swaps."""
     backward_s: float
-    """Seconds of all instances, with recompute and, in the same way, this region's share of the link's stall."""
+    """The same for backward, with recompute."""
 
     def group(self, instance: int) -> Group:
         """Return the group of an instance, counted from 0 in the order of the forward; past the end, the last group."""
@@ -214,7 +215,7 @@ class TokenwisePlan:
     inputs_swapped: bool
     """False: host memory has no room even for the regions' inputs, which stay on the device."""
     forward_s: float
-    """Seconds of all instances of all regions, with the link's stall."""
+    """Seconds of all instances of all regions, with waits for the link."""
     backward_s: float
     """The same for backward, with recompute."""
     step_s: float
@@ -226,8 +227,8 @@ class TokenwisePlan:
     in_flight_bytes: int
     """Bytes by which swapped outputs in flight raise the step's peak above that of the safest setting."""
     bound: Bound
-    """The budget of which the largest share is used; "none" if the link does not stall and swapping more could spare no
-    recompute."""
+    """The budget of which the largest share is used; "none" if nothing waits for the link and swapping more could spare
+    no recompute."""
 
     @property
     def kept_bytes(self) -> int:
@@ -241,7 +242,7 @@ def needed(
     """Return the indices of the operators that a recompute pass must run.
 
     An operator runs if backward or a running operator asks for one of its outputs, unless the operator is `available`.
-    The more are available, the fewer run.
+    The more operators are available, the fewer run.
 
     Args:
         operators: the region's operators in program order.
@@ -259,10 +260,10 @@ def passes_of(operators: Sequence[PlannedOperator], given: Collection[int]) -> P
 
 
 def group_of(region: PlannedRegion, instances: int, fractions: dict[int, float], keep: Collection[int]) -> Group:
-    """Return the group that makes a choice of fractions and kept outputs.
+    """Return the group with a choice of fractions and kept outputs.
 
-    The group runs every operator that backward then still needs, so any choice is valid. Choices for outputs that
-    nobody asks for are dropped.
+    Its recompute pass runs every operator that backward then still needs, so any choice is valid. Choices for outputs
+    that neither backward nor the pass asks for are dropped.
     """
     operators = region.operators
     available = {index for index, fraction in fractions.items() if fraction >= 1.0} | set(keep)
@@ -286,7 +287,7 @@ def group_of(region: PlannedRegion, instances: int, fractions: dict[int, float],
 
 def recompute_s(operators: Sequence[PlannedOperator], runs: Collection[int], fractions: dict[int, float]) -> float:
     """Return the seconds of a recompute pass that runs these operators, on the rows that are not swapped."""
-    rest: dict[int, float] = {}  # maker of outputs by rows -> the largest fraction of rows that one of them lacks
+    rest: dict[int, float] = {}  # maker of outputs by rows -> the largest fraction of rows that one output lacks
     for index in runs:
         maker = operators[index].made_by_rows
         if maker is not None:

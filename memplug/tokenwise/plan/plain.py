@@ -1,7 +1,7 @@
 """Plans under which regions run as without memplug, all of them or the last ones.
 
-All do where the device has room for all that backward asks for. Where it has room for a part of that, the last regions
-do: their tensors live shortest.
+If the device has room for all tensors that backward asks for, all regions run so. If it has room for some of them, the
+last regions run so: their tensors live shortest.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ def solve(regions: Sequence[PlannedRegion], budget: Budget) -> TokenwisePlan | N
 
     Args:
         regions: every kind of region of the step, once each.
-        budget: its device bytes count; inputs, which the observed step swapped, stay on the device too.
+        budget: of its limits only the device bytes count. Inputs, which the observed step swapped, take device bytes
+            too.
 
     Returns:
-        None where the device has no room for it, or a region's saved bytes are unknown.
+        The plan; None if the device has no room for it, or a region's saved bytes are unknown.
     """
     if not all(region.saved_bytes for region in regions):
         return None
@@ -42,7 +43,7 @@ def solve_partly(regions: Sequence[PlannedRegion], budget: Budget) -> TokenwiseP
         budget: link rates, host bytes and device bytes.
 
     Returns:
-        None where the device has no room for any such instance, or a region's saved bytes are unknown.
+        The plan; None if the device has no room for any such instance, or a region's saved bytes are unknown.
     """
     if not all(region.saved_bytes for region in regions):
         return None

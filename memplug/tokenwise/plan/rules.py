@@ -72,7 +72,10 @@ class Passes:
         return actions
 
     def _flat(self, storages: Sequence[Iterable[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return where each operator's storages end in one array, and that array, of numbers without gaps."""
+        """Return two arrays: the end of each operator's storages in the second, and the storages of all operators.
+
+        In the second array storages have new numbers, without gaps.
+        """
         numbers = [[self._numbers.setdefault(each, len(self._numbers)) for each in some] for some in storages]
         return np.array([*accumulate(map(len, numbers))], np.int32), np.array([*sum(numbers, [])], np.int32)
 

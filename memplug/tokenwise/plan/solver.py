@@ -1,8 +1,8 @@
 """Keep, swap or recompute: one mixed integer linear program over the operators of all regions.
 
 MEMO (section 4.1) swaps one fraction alpha of every tensor. Here every operator has its own fraction. The program
-weighs bytes over the link against time to recompute, within the link's time in forward and in backward, host bytes and
-device bytes.
+weighs bytes over the link against time to recompute. Its limits are the link's time in forward and in backward, the
+host bytes, and the device bytes.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ ATTEMPTS = 4
 MARGIN = 4e-6
 """Extra margin of a further attempt, so that a plan keeps its budgets to the byte."""
 TIE_HOST, TIE_DEVICE = 2e-6, 1e-6
-"""Weights of all bytes against all time: among plans of equal time the one with fewer host bytes wins, then the one
-with fewer device bytes."""
+"""Weights of bytes in the objective, where time has weight 1: of plans of equal time the one with fewer host bytes
+wins, then the one with fewer device bytes."""
 ALL_SHARES_UP_TO = 8
 """Up to this many instances every cut into two groups is tried, beyond it only those that the relaxation hints at."""
 
@@ -70,8 +70,8 @@ def solve(regions: Sequence[PlannedRegion], budget: Budget, alpha: float | Liter
     """Return the plan with the shortest step, or the one of a fixed alpha (MEMO, section 4.1).
 
     Inputs are swapped first: they fill the device as sequences grow. With a fixed alpha, `always_swapped` operators
-    follow, then the fraction alpha of every `rows` operator that a recompute pass would run. Alpha is lowered where
-    host memory has no room for it.
+    follow, then the fraction alpha of every `rows` operator that a recompute pass would run. Alpha is lowered if host
+    memory has no room for it.
 
     Args:
         regions: every kind of region of the step, once each.
@@ -79,8 +79,8 @@ def solve(regions: Sequence[PlannedRegion], budget: Budget, alpha: float | Liter
         alpha: "auto" for the program, or MEMO's one fraction from 0 to 1.
 
     Raises:
-        ValueError: alpha is outside [0, 1], a rate is not positive, two regions share a key, or a storage is asked for
-            but neither given nor made by an earlier operator.
+        ValueError: alpha is outside [0, 1], a rate is not positive, two regions share a key, or an operator or backward
+            asks for a storage that is neither given nor made by an earlier operator.
     """
     _check(regions, budget, alpha)
     padding_bytes = budget.padding_bytes
@@ -93,7 +93,7 @@ def solve(regions: Sequence[PlannedRegion], budget: Budget, alpha: float | Liter
 
 
 def full_recomputation(regions: Sequence[PlannedRegion], budget: Budget) -> TokenwisePlan:
-    """Return the plan that others are compared with: every operator runs again, and inputs stay on the device."""
+    """Return the plan to compare other plans with: every operator runs again, and inputs stay on the device."""
     groups = [[group_of(region, region.instances, {}, ())] for region in regions]
     return measure(regions, groups, budget, inputs_swapped=False)
 
@@ -121,12 +121,12 @@ _Choice = tuple[int, dict[int, float], Collection[int]]
 
 @dataclass(slots=True)
 class _Columns:
-    """The columns of one group: column by index of the operator."""
+    """The columns of one group; each dictionary has an operator's column by the operator's index."""
 
     swap: dict[int, int] = field(default_factory=dict)
     travels: dict[int, int] = field(default_factory=dict)
-    """1 if any row of the output is swapped: the output is then on the device whole while in flight. Without such a
-    column its swapped share counts."""
+    """1 if any row of the output is swapped: while in flight, the output is then on the device whole. Without such a
+    column, only its swapped share counts as in flight."""
     keep: dict[int, int] = field(default_factory=dict)
     run: dict[int, int] = field(default_factory=dict)
     """Fraction of the operator's rows that the recompute pass computes."""
@@ -150,11 +150,11 @@ class _Columns:
 
 
 class _Search:
-    """The search over all programs of one problem.
+    """The search over all linear programs of one problem.
 
-    An operator is swapped whole, or kept, for all instances of a group or for none. One group for each region is tried
-    first, then two, cut at several places. The relaxation of the first program bounds all of them from below, because
-    the mean of two groups is a solution of it.
+    All instances of a group have the same decisions. The first program has one group for each region. In each further
+    program a region's instances are cut into two groups, at another place. The relaxation of the first program is a
+    lower bound of all programs, because the mean of two groups is a solution of it.
     """
 
     def __init__(self, regions: Sequence[PlannedRegion], budget: Budget, inputs_swapped: bool) -> None:
@@ -194,10 +194,13 @@ class _Search:
         return step_s / self.unit_s + (TIE_HOST * host_bytes + TIE_DEVICE * kept_bytes) / self.unit_bytes
 
     def _cuts(self, hints: list[float]) -> list[list[tuple[int, ...]]]:
-        """Return sizes of two groups for each region; the last group is the same share of every region.
+        """Return the cuts to try: for each cut, the sizes of the two groups of each region.
+
+        In one cut, the last group is the same share of every region's instances.
 
         Args:
-            hints: fractions that the relaxation gives to yes-or-no columns: the share of instances that want a yes.
+            hints: fractions that the relaxation gives to columns that have to be 0 or 1: each is the share of instances
+                that want a 1.
         """
         most = max((region.instances for region in self.regions), default=1)
         lasts = set(range(1, most))
@@ -218,11 +221,14 @@ class _Search:
         return measure(self.regions, groups, self.budget, inputs_swapped=self.inputs_swapped)
 
     def _solve(self, cut: list[tuple[int, ...]]) -> TokenwisePlan | None:
-        """Solve the program of one cut, again and stricter where its plan exceeds a budget.
+        """Solve the program of one cut; solve it again, stricter, if its plan exceeds a budget.
 
-        A plan has to keep its budgets to the byte. But HiGHS holds a row only to about 1e-6, and counts padding and
-        bytes in flight by the share of a tensor that is swapped. So further attempts count each tensor in flight whole,
-        which is slower, and add a margin.
+        A plan has to keep its budgets to the byte. But HiGHS keeps a row only to about 1e-6, and the program counts
+        padding and bytes in flight by the swapped share of a tensor. So further attempts count each tensor in flight
+        whole, which is slower, and add a margin.
+
+        Returns:
+            The plan; None if no attempt finds one that keeps its budgets.
         """
         margin, wholly = 0.0, False
         for _ in range(ATTEMPTS):
@@ -271,7 +277,7 @@ class _Search:
         return program, columns
 
     def _in_flight_bytes(self, program: LinearProgram, columns: list[list[_Columns]]) -> list[Linear]:
-        """Return upper bounds of the bytes in flight, one for each time, with rounding buffers."""
+        """Return upper bounds of the bytes in flight and in rounding buffers, one for each time within the step."""
         times, buffers = (*self.budget.in_flight, InFlight(0)), self.budget.buffers
         if len(times) == 1 and not buffers:
             return [Linear()]
@@ -285,7 +291,7 @@ class _Search:
         return [most_bytes * (at.count + buffers) + Linear(-at.room_bytes) for at in times]
 
     def _group(self, program: LinearProgram, region: PlannedRegion, live: list[int], wholly: bool) -> _Columns:
-        """Add the columns of a region's operators, and the rows that make every output that is asked for available."""
+        """Add columns for a region's operators, and rows by which each output that is asked for is available."""
         columns = _Columns()
         passes = passes_of(region.operators, region.given)
         splits = {operator.made_by_rows for operator in region.operators}
@@ -322,7 +328,10 @@ class _Search:
 
 
 def _chosen(x: np.ndarray, columns: _Columns) -> tuple[dict[int, float], list[int]]:
-    """Return the swapped fractions and the kept operators, freed from the solver's tolerance."""
+    """Return the swapped fractions and the kept operators.
+
+    A fraction within the solver's tolerance of 0 or 1 is rounded.
+    """
     fractions = {index: min(max(float(x[column]), 0.0), 1.0) for index, column in columns.swap.items()}
     snapped = {i: round(y) if min(y, 1.0 - y) < 1e-6 else y for i, y in fractions.items()}
     return {i: float(y) for i, y in snapped.items() if y > 0.0}, [i for i, c in columns.keep.items() if x[c] > 0.5]
