@@ -104,7 +104,7 @@ class Bars:
 class Rectangles:
     """Requests drawn as address over time."""
 
-    lower: np.ndarray  # int64[n], like the next three; on the clock
+    lower: np.ndarray  # int64[n], like the next three: on the clock
     upper: np.ndarray
     start: np.ndarray  # bytes
     stop: np.ndarray

@@ -25,7 +25,7 @@ class TechniquePicture:
     techniques, so each technique uses keys of its own.
 
     Attributes:
-        place: Order among the techniques: rows from top to bottom and columns from left to right, by rising place.
+        place: Order among the techniques: those with smaller values have rows further up, and columns further left.
         serves: Whether the technique serves memory requests from memory that it has planned.
     """
 
