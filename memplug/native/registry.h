@@ -17,7 +17,7 @@ struct CorePart {
   void (*bind)(pybind11::module_& module);
   void (*lock)() = nullptr; // before a fork: the child must not inherit a lock that another thread held
   void (*unlock)(bool in_child) = nullptr;
-  void (*end_in_child)() = nullptr; // the child of a fork is not recorded, served or swapped
+  void (*end_in_child)() = nullptr; // in the child of a fork: ends recording, serving and swapping
 };
 
 std::vector<CorePart>& parts();
