@@ -83,8 +83,8 @@ def loads(content: bytes) -> Any:
         content: the whole pickle.
 
     Raises:
-        NotPlainError: it contains more than plain data.
-        ValueError: it is damaged, or cut short.
+        NotPlainError: the pickle contains more than plain data.
+        ValueError: the pickle is damaged, or cut short.
     """
     reader = _Reader(content)
     try:

@@ -23,7 +23,7 @@ from memplug.profile.trace import OPERATOR, REQUEST_EVENT, TENSOR, USE, Fingerpr
 
 Place = tuple[int, int, int]  # pass, micro-batch, layer
 
-_DTYPES = {  # torch's scalar types whose names differ from the dtypes' in more than case
+_DTYPES = {  # dtype names by scalar type, where the two names differ in more than case
     "Float": "float32",
     "Double": "float64",
     "Half": "float16",

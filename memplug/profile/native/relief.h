@@ -2,7 +2,7 @@
 //
 //     request ──fails──► release offloaded tensors ──► request ──fails──► offload more ──► request ──► … ──► error
 //
-// In each request torch's allocator also frees its cached memory before it fails.
+// Before a request fails, torch's allocator also frees the memory that it caches.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -15,7 +15,8 @@
 
 namespace memplug {
 
-// One action of relief.
+// One action of relief: the request FAILED; tensors on their way out were RELEASED; others LEFT; tensors on their way
+// back TURNED back; the request was SERVED, or GIVEN_UP.
 struct ReliefEvent {
   enum ReliefKind : int32_t { FAILED, RELEASED, LEFT, TURNED, SERVED, GIVEN_UP };
   ReliefKind kind;

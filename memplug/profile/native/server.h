@@ -36,7 +36,7 @@ class Server {
   virtual int64_t told_bytes() {
     return 0;
   }
-  // Returns the bytes of live blocks whose malloc was reported to a recording, so that their free must be.
+  // Returns the bytes of live blocks whose malloc was reported to a recording: it wants their free reported too.
   virtual int64_t wanted_bytes() {
     return 0;
   }
