@@ -21,8 +21,8 @@ from memplug.profile.allocator_history import ADDRESSES, MADE_UP
 from memplug.profile.trace import EventKind, Trace
 
 _ROUNDING_BYTES = 512
-# Drivers put device memory there; the stride leaves room for a segment each, and the numbers are exact in JavaScript's
-# doubles.
+# Drivers put device memory at such addresses. The stride leaves room for each stream's segment, and the numbers are
+# exact in JavaScript's doubles.
 _FIRST_ADDRESS, _SEGMENT_STRIDE = 0x7000_0000_0000, 1 << 46
 # memory_viz (November 2026) stops with an error if allocations have categories and none of them is this one.
 _NO_CATEGORY = "unknown"
