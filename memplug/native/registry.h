@@ -8,8 +8,8 @@
 
 namespace memplug {
 
-// Order of the folders: each may include only those of lower levels. Around a fork, locks of higher levels are taken
-// first, because their holders request memory or record operators.
+// Order of the folders: a folder may include only folders of lower levels. Around a fork, locks of higher levels are
+// taken first, because their holders request memory or record operators.
 enum class Level { DEVICE, PROFILE, SERVING, ASKING };
 
 struct CorePart {

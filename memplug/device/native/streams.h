@@ -89,8 +89,8 @@ class Streams {
   virtual at::Tensor empty(
       const StreamRef& stream, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype) = 0;
 
-  // Notes that this stream uses memory, which may belong to another stream. Once freed, the memory is reused only after
-  // the work queued on this stream until then.
+  // Notes that this stream uses memory, which may belong to another stream. Once freed, the memory is reused only when
+  // the work queued on this stream until then is done.
   virtual void use_on(const StreamRef&, const c10::DataPtr&) {}
   void use_on(const StreamRef& stream, const at::Tensor& tensor) {
     if (tensor.has_storage()) {
