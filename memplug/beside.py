@@ -20,14 +20,14 @@ from typing import Any
 
 log = logging.getLogger("memplug")
 
-NICENESS = 5  # training comes first, but it has to get its plan on a busy machine too
+NICENESS = 5  # training comes first, but planning has to go on on a busy machine too
 
 
 class Beside:
     """Runs one task at a time, in a process of its own.
 
     Args:
-        waits: Run the task at once, in this process, while training waits.
+        waits: Whether `take` runs the task in this process, while training waits.
     """
 
     def __init__(self, waits: bool):
@@ -48,7 +48,7 @@ class Beside:
         return self._process is None or self._process.poll() is not None
 
     def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Start a task, ending the one that ran before.
+        """Start a task, and end the former one.
 
         Args:
             function: A function of a module; the other process imports it by name.
@@ -64,7 +64,10 @@ class Beside:
             self._fall_back(error)
 
     def take(self) -> Any:
-        """Wait for the task, and return its result or raise its error."""
+        """Wait for the task, and return its result or raise its error.
+
+        If the process failed, the task runs in this one.
+        """
         assert self._task is not None, "`begin` comes first"
         function, arguments = self._task
         if self._process is not None:

@@ -232,4 +232,3 @@ TECHNIQUES = tuple(name for name, section in _sections.items() if isinstance(sec
 SECTIONS: dict[str, type[Section]] = {f"{name}.": type(section) for name, section in reversed(_sections.items())}
 """The section models, by the prefix of their fields' names; the block itself, with prefix "", is last."""
 SECTIONS[""] = MemplugConfig
-"""The models, by what their fields' names begin with; the block itself is last."""

@@ -17,7 +17,7 @@ from memplug.errors import ConfigError
 _log = logging.getLogger("memplug")
 
 # Keys of the block that are misplaced at the top level of a DeepSpeed JSON. "profiler" and "report" are left out: there
-# they may belong to another tool.
+# they may be another tool's.
 _PARTS = frozenset(MemplugConfig.model_fields) - {"profiler", "report"}
 
 
@@ -68,9 +68,9 @@ def load_config(source: Mapping[str, Any] | str | Path | MemplugConfig | None) -
     """Return the configuration from any of the forms in which a user may give it.
 
     Args:
-        source: The block itself; a configuration, which is returned as it is; or a path: of a DeepSpeed JSON, whose
-            "memplug" key is read, or of a file that names one (see `ds_json.reading.read`). None, and a file without a
-            block, give a disabled configuration.
+        source: The block itself; a configuration, returned as it is; the path of a DeepSpeed JSON with the block under
+            "memplug"; or the path of a file that names such a JSON (`ds_json.reading.read`). None, or a file without a
+            block, gives a disabled configuration.
 
     Raises:
         ConfigError: The file cannot be read, is not a JSON object, has a key twice or names no DeepSpeed JSON; or the

@@ -9,9 +9,9 @@ class Package(NamedTuple):
     """The two names of a package."""
 
     name: str
-    """Name under which it is installed."""
+    """Name under which the package is installed."""
     module: str
-    """Name under which it is imported."""
+    """Name under which the package is imported."""
 
 
 FRAMEWORKS = (

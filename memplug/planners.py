@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 AUTO = "auto"
-"""Search and exact; if the judge rejects their results, the others (see `memplug.arena.plan.auto`)."""
+"""The planners search and exact; if the judge rejects their results, the others (`memplug.arena.plan.auto`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,10 @@ class Planner:
     """One layout planner.
 
     Attributes:
-        name: Its name in `arena.planner` and `--planner`.
-        does: Its method, as in the table of memplug/arena/README.md.
-        suits: The inputs that it suits, as in that table.
-        module: Module with `solve(problem, *, deadline_s, enough_bytes)`, which returns a `Solution` named `name` by
+        name: The planner's name in `arena.planner` and `--planner`.
+        does: The planner's method, as in the table of memplug/arena/README.md.
+        suits: The inputs that the planner suits, as in that table.
+        module: Module with `solve(problem, *, deadline_s, enough_bytes)`. It returns a `Solution` named `name` by
             `deadline_s` on the clock of `time.monotonic`. It may stop at a height of `enough_bytes`; with None, at the
             lower bound. It need not know about streams.
     """

@@ -26,11 +26,12 @@ def main(arguments: list[str] | None = None) -> None:
 
     Args:
         arguments: Options that the launcher puts first (`--local_rank=0`; passed on to the script), the script, and its
-            own arguments. `--memplug-config FILE` is removed from them: it names a JSON with the "memplug" block and
-            attaches to the training loop of Megatron-LM. Without it, memplug attaches to DeepSpeed engines.
+            own arguments. `--memplug-config FILE` is not passed on: FILE is a JSON with the "memplug" block, and
+            memplug attaches to the training loop of Megatron-LM. Without the option, memplug attaches to DeepSpeed
+            engines.
 
     Raises:
-        ConfigError: No script was named, it does not exist, or the block cannot be used.
+        ConfigError: No script was named, the script does not exist, or the block cannot be used.
         PatchError: `--memplug-config` was given, and there is no training loop of Megatron-LM.
     """
     arguments, config = _take_config(sys.argv[1:] if arguments is None else arguments)

@@ -1,8 +1,8 @@
 """All private or unstable names of torch that memplug's Python uses; those of the C++ are in `native/torch_private.h`.
 
-Each name is looked up once, when this module is imported, except those of torch's compiler. If the installed torch
-lacks one, `check` and `check_compiler` raise at attach, and calling it raises the same error. Private attributes of
-objects are used where they are needed: `Tensor._version`, `OpOverload._schema`.
+Each name is looked up once, when this module is imported, except the names of torch's compiler. If the installed torch
+lacks a name, `check` and `check_compiler` raise at attach, and calling the name raises the same error. Private
+attributes of objects are used where they are needed: `Tensor._version`, `OpOverload._schema`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def _name(path: str, use: str, *older: str, needed: bool = True) -> Any:
 
     Args:
         path: Dotted name.
-        use: What memplug uses it for, as a verb phrase: "recomputes outside of function transforms".
-        older: Names that older versions of torch have for it.
+        use: What memplug uses the object for, as a verb phrase: "recomputes outside of function transforms".
+        older: Names of the object in older versions of torch.
         needed: Whether `check` requires it.
     """
     for each in (path, *older):
@@ -152,13 +152,13 @@ _FLEX_NAMES = ("_create_wrapped_callback", "_debug_get_cache_entry_list", "inner
 
 
 def skip_code(code: CodeType) -> None:
-    """Make torch.compile run calls of `code` uncompiled; calls inside of it are compiled as usual."""
+    """Make torch.compile run calls of `code` uncompiled; functions that `code` calls are compiled as usual."""
     _name("torch._dynamo.decorators.skip_code", "lets torch.compile go around regions", needed=False)(code)
 
 
 @functools.cache
 def flex_compiler() -> Any:
-    """Return the module that has what compiled calls of FlexAttention need, or None if this torch lacks some of it."""
+    """Return torch's compiler module, or None if it lacks a name that compiled calls of FlexAttention need."""
     compiler = importlib.import_module(COMPILER)
     return compiler if all(hasattr(compiler, name) for name in _FLEX_NAMES) else None
 

@@ -2,7 +2,7 @@
 
     save_dir/latest         the name of the checkpoint to resume from, replaced atomically
     save_dir/step-00000060  a whole checkpoint: DeepSpeed's files and the random state of every rank
-    save_dir/saving         one that is being written, or was when the run died
+    save_dir/saving         a checkpoint that is being written, or was being written when the run died
 
 `latest` has the name and format that DeepSpeed's own tools read, so `zero_to_fp32.py` works in the folder.
 """
@@ -36,7 +36,7 @@ def ranks_of(save_dir: Path, tag: str) -> int:
 def save(engine: Any, save_dir: Path, state: dict[str, Any]) -> None:
     """Write a checkpoint that `load` continues from; all ranks call it.
 
-    Whenever the processes are killed, `latest` names a whole checkpoint: this one, or else the one before it.
+    Whenever the processes are killed, `latest` names a whole checkpoint: this one, or the one before it.
 
     Args:
         engine: the DeepSpeed engine.

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 
 
 def share_attention(model: PreTrainedModel, size: int, micro_batch: int) -> Any:
-    """Make groups of `size` consecutive ranks, in which attention exchanges heads for the rest of the process.
+    """Make groups of `size` consecutive ranks that exchange tokens for heads around attention.
+
+    The groups last until the process ends.
 
     Args:
         model: its attention is "sdpa" or "flash_attention_2".
@@ -55,8 +57,8 @@ def loss_of(engine: Any, tokens: torch.Tensor) -> torch.Tensor:
 
     Returns:
         This rank's share of the mean loss of the micro-batch's tokens. The shares of a group add up to that mean, and
-            DeepSpeed adds up the gradients of a group. The loss of the tutorial is the sum of all shares; since each
-            rank differentiates all of it, its gradients come out too large by the size of the group.
+            DeepSpeed adds up the gradients of a group. (In the tutorial each rank differentiates the sum of all shares,
+            so its gradients are too large by the size of the group.)
     """
     size = engine.sequence_parallel_size
     if size == 1:
@@ -75,7 +77,7 @@ def part_of(tokens: torch.Tensor, rank: int, size: int) -> tuple[dict[str, torch
 
     Returns:
         Arguments of the model's forward, each [micro_batch, seq_len / size], and the rank's share of the micro-batch's
-            labels. The last rank has one label per sequence less: a sequence's last token has none.
+            labels. The last rank has one label less per sequence: a sequence's last token has none.
     """
     labels = torch.nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:]
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

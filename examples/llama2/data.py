@@ -37,8 +37,8 @@ class Batches:
     """The micro-batches of one rank, addressed by number.
 
     The stream is cut into windows of `seq_len` tokens, shuffled anew each epoch. Micro-batch `index` of all ranks
-    together is the next `world_size * micro_batch` windows of that order, and each rank takes its own part. So an epoch
-    shows every window once, and a run that resumes needs only the index.
+    together is the next `world_size * micro_batch` windows in the shuffled order, and each rank takes its own part. So
+    an epoch shows every window once, and a run that resumes needs only the index.
     """
 
     tokens: torch.Tensor
@@ -73,7 +73,7 @@ class Batches:
         """Return a micro-batch of this rank.
 
         Args:
-            index: its number, from 0; there is no last one.
+            index: number of the micro-batch, from 0; after an epoch, numbers go on in the next one.
 
         Returns:
             int64, [micro_batch, seq_len].

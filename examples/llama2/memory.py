@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LOGIT_BYTES = 12
-"""Bytes per logit at the peak, in backward: the log-softmax, its gradient and the logit's, in float32."""
+"""Bytes per logit at the peak, in backward: the log-softmax, its gradient and the logit's gradient, in float32."""
 GIB = 2**30
 
 
@@ -16,17 +16,17 @@ class Parameters:
     layers: int
     embedding: int
     head: int
-    """0 where it is tied to the embedding."""
+    """Parameters of the head; 0 where the head is tied to the embedding."""
     norm: int
     """Parameters of one norm; there are two in a layer, and one before the head."""
     attention: int
-    """Parameters of one layer."""
+    """Parameters of one layer's attention."""
     head_norms: int
-    """Parameters of one layer's norms of queries and keys, which all heads share; 0 where they are not normalized."""
+    """Parameters of one layer's norms of queries and keys, which all heads share; 0 where there are no such norms."""
     feed_forward: int
-    """Parameters of one layer, all its experts together."""
+    """Parameters of one layer's feed-forward part, all experts together."""
     router: int
-    """Parameters of one layer; 0 where there are no experts."""
+    """Parameters of one layer's router; 0 where there are no experts."""
     largest: int
     """Largest number of parameters that one module owns directly: ZeRO 3 gathers these at once."""
 
@@ -74,7 +74,7 @@ class Estimate:
     """Further lines to print: name and value."""
 
     def fits(self, device_gib: float | None, host_gib: float | None = None) -> bool:
-        """Return whether device and host have more memory than needed; None: there is no limit."""
+        """Return whether device and host have more memory than needed; None stands for no limit."""
         on_device = device_gib is None or self.states_bytes + self.logits_bytes < device_gib * GIB
         return on_device and (host_gib is None or self.host_bytes < host_gib * GIB)
 
@@ -107,7 +107,7 @@ def deepspeed_estimate(
 ) -> Estimate:
     """Estimate a rank under ZeRO by DeepSpeed's own functions.
 
-    For stages 0 and 1, which have none, it uses the numbers in these functions.
+    DeepSpeed has no functions for stages 0 and 1: their estimate uses the numbers in the others.
 
     Args:
         shape: shape of the model.
@@ -132,8 +132,8 @@ def deepspeed_estimate(
     else:
         host, states = estimate_zero2_model_states_mem_needs(parameters.total, **where)
     if stage < 2:
-        # bytes a parameter: 2 + 2 of weights and gradients; 4 · 4 of gradients, weights and two moments, which ZeRO 1
-        # splits or offloads
+        # bytes a parameter: 2 + 2 for weights and gradients; 4 · 4 for gradients, weights and two moments in float32,
+        # which ZeRO 1 splits or offloads
         own = f"the numbers of {own}"
         states = 4 * parameters.total + (0 if optimizer else 16 * parameters.total // (ranks if stage else 1))
     offloaded = " and ".join(name for name, is_so in (("optimizer", optimizer), ("parameters", weights)) if is_so)

@@ -26,7 +26,7 @@ def model_flop_per_token(config: Any, parameters: int, seq_len: int) -> int:
 
     They are 6 for each parameter, plus 6 · layers · width of all heads · seq_len for attention under the causal mask.
     The width of all heads is the hidden size, except in Qwen3. Of a mixture's experts, only those that a token is
-    routed to count. Recomputation does not count: a run that recomputes does more than this.
+    routed to count. Recomputation does not count: a run that recomputes does more FLOPs than this.
     """
     if idle := getattr(config, "num_local_experts", 0) - getattr(config, "num_experts_per_tok", 0):
         parameters -= idle * config.num_hidden_layers * 3 * config.hidden_size * config.intermediate_size
@@ -70,7 +70,7 @@ def make_report(engine: Any, losses: list[float], step_s: list[float], seq_len: 
     Args:
         engine: the DeepSpeed engine that trained.
         losses: training loss of each step.
-        step_s: seconds of each step; their median counts, which slow first steps do not change.
+        step_s: seconds of each step. Their median counts: slow first steps do not change it.
         seq_len: tokens of a sequence.
     """
     memory_gib = peak_memory_gib(engine.device)  # before the matmul, which is not part of training

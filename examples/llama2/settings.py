@@ -59,7 +59,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def read(args: argparse.Namespace, ranks: Ranks) -> Inputs:
     """Read all inputs of a run of `ranks`.
 
-    It raises nothing: all problems are in `problems`.
+    Nothing is raised: `problems` of the result has all problems.
     """
     inputs = Inputs()
     checks.positive(inputs, args, "steps", "seq_len", "eval_batches", "tiled_loss", "context")
@@ -76,7 +76,7 @@ def read(args: argparse.Namespace, ranks: Ranks) -> Inputs:
         _check_context(inputs, args, ranks.count)
     if inputs.problems:
         return inputs  # further checks would only repeat them
-    # where ranks share sequences, DeepSpeed's number of data-parallel ranks is a float: let it derive no sizes from it
+    # if ranks share sequences, DeepSpeed's number of data-parallel ranks is a float: it must not derive sizes from that
     inputs.config.pop("train_batch_size", None)
     inputs.config |= {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": micro_batches}
     checks.read_text(inputs, args, args.seq_len * micro_batch * data_parallel)
@@ -120,7 +120,7 @@ def batch_sizes(inputs: Inputs, ranks: int) -> tuple[int, int]:
         ranks: number of data-parallel ranks.
 
     Returns:
-        1, 1 where the configuration does not say.
+        Both numbers; 1, 1 where the configuration does not say or has a problem.
     """
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = {name: inputs.config[name] for name in names if inputs.config.get(name) is not None}

@@ -37,9 +37,10 @@ def tiled_loss(
     Args:
         head: makes logits of hidden states.
         hidden: [batch, tokens, hidden size].
-        labels: the tokens themselves, int64 [batch, tokens]; −100 marks a token without a label.
+        labels: the tokens themselves or, if `shifted`, each token's next token, int64 [batch, tokens]; −100 marks a
+            token without a label.
         tiles: number of parts.
-        shifted: each label is the next token instead.
+        shifted: whether labels are shifted already.
     """
     if not shifted:
         hidden, labels = hidden[:, :-1], labels[:, 1:]

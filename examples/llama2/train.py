@@ -62,7 +62,7 @@ def set_up_logging() -> None:
 def build_model(args: argparse.Namespace, inputs: Inputs, device: torch.device) -> PreTrainedModel:
     """Build the model, the same for every ZeRO stage; with ZeRO 3 no device holds all of it.
 
-    Its weights are random, or those of --weights, which rank 0 reads into its host memory and broadcasts.
+    The weights are random, or those of --weights. Rank 0 reads these into its host memory and broadcasts them.
     """
     fields = {**inputs.shape, "use_cache": False}
     if fields.get("num_local_experts"):  # adds the loss that balances the experts
@@ -98,8 +98,7 @@ def build_model(args: argparse.Namespace, inputs: Inputs, device: torch.device) 
 def start(args: argparse.Namespace) -> tuple[deepspeed.DeepSpeedEngine, Any, tuple[Batches, Batches]]:
     """Return the engine, memplug's session and this rank's batches.
 
-    Returns:
-        The session is None with `--memplug none`.
+    With `--memplug none` the session is None.
     """
     device = init_process_group(args.local_rank)
     set_up_logging()

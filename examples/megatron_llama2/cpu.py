@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class _OnCpu(TorchFunctionMode):
-    """Makes tensors for CUDA on the CPU; where types are named as text, they call themselves CUDA tensors."""
+    """Makes tensors for CUDA on the CPU; `Tensor.type()` calls them CUDA tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -56,7 +56,7 @@ def pretend() -> None:
         "current_device": lambda: CPU,
         "set_device": lambda device: None,
         "device_count": lambda: 1,
-        "is_available": lambda: False,  # the count above would make it true
+        "is_available": lambda: False,  # by `device_count` torch would return true
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "manual_seed": torch.manual_seed,
@@ -85,7 +85,7 @@ def _patch_megatron() -> None:
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu
-    # it warns that the CPU's generator changed instead of CUDA's, which is intended here
+    # Megatron-Core warns that the CPU's generator changed instead of CUDA's, which is intended here
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 

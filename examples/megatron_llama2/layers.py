@@ -1,7 +1,8 @@
 """Layers of Megatron-Core, of Transformer Engine's modules or of torch's and flash-attn's operators.
 
-Megatron-Core's own `DotProductAttention` keeps a score of every pair of tokens for backward, O(s^2) memory. These keep
-O(s), and torch's attention runs wherever torch does. Its own RMS norm refuses sequence parallelism.
+Megatron-Core's own `DotProductAttention` keeps a score of every pair of tokens for backward, O(s^2) memory. The
+attention here keeps O(s), and torch's runs wherever torch does. Megatron-Core's own RMS norm refuses sequence
+parallelism.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class FlashAttention(_CausalAttention):
 class RMSNorm(nn.RMSNorm):
     """Torch's RMS norm with Megatron-Core's constructor.
 
-    It marks its weight for sequence parallelism: ranks that share a sequence add up its gradients.
+    It marks its weight for sequence parallelism: ranks that share a sequence add up the weight's gradients.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any):
@@ -127,7 +128,7 @@ def block_spec(
 
     Args:
         config: configuration of the model.
-        vp_stage: number of the chunk, or None where a stage has one.
+        vp_stage: number of the chunk, or None where a stage has only one chunk.
         attention: "sdpa" or "flash", or "te" for layers of Transformer Engine's modules.
     """
     fields = {

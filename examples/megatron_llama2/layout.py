@@ -1,6 +1,6 @@
 """The command line of the Megatron-Core recipe: how it splits a model, checked before the model is built.
 
-The memory of a rank is estimated too. It imports nothing of Megatron-Core's.
+It also estimates the memory of a rank. It imports nothing of Megatron-Core's.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def read(args: argparse.Namespace, ranks: Ranks) -> Inputs:
     """Read all inputs of a run of `ranks`.
 
-    It raises nothing: all problems are in `problems`.
+    Nothing is raised: `problems` of the result has all problems.
     """
     inputs = Inputs()
     counts = ("tensor", "pipeline", "chunks", "context", "expert", "micro_batch", "micro_batches", "steps", "seq_len")
@@ -125,7 +125,7 @@ def _check_split(inputs: Inputs, args: argparse.Namespace, ranks: int) -> None:
 def _check_eight_bits(inputs: Inputs, args: argparse.Namespace) -> None:
     """Add a problem for each matrix that Transformer Engine cannot multiply in 8 bits.
 
-    It needs rows in multiples of 8, and columns in multiples of 16.
+    Transformer Engine needs rows in multiples of 8, and columns in multiples of 16.
     """
     shape = inputs.shape
     tokens = args.micro_batch * args.seq_len // args.context // (args.tensor if args.sequence else 1)
@@ -160,8 +160,8 @@ def parameters_of_rank(args: argparse.Namespace, shape: Mapping[str, Any], stage
 def state_bytes(args: argparse.Namespace, copies: int) -> float:
     """Return the bytes per parameter of weights, float32 gradients and the optimizer's state.
 
-    With the distributed optimizer, the `copies` of a parameter on other ranks share the optimizer's state. In bfloat16
-    it is 18 bytes, or 6 + 12 / copies.
+    With the distributed optimizer, the ranks that have one of the `copies` of a parameter share the optimizer's state.
+    In bfloat16 the result is 18 bytes, or with the distributed optimizer 6 + 12 / copies.
     """
     weights, optimizer = (2, 12) if args.bf16 else (4, 8)  # in float32 the weights are the optimizer's own
     return weights + 4 + optimizer / (copies if args.distributed_optimizer else 1)

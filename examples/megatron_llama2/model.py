@@ -49,11 +49,11 @@ def initialize(parallel: Parallel, seed: int) -> None:
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # 0.16 reads the name without defining it where Transformer Engine is absent
+        moe_utils.te_general_gemm = None  # Megatron-Core 0.16 reads it, but defines it only with Transformer Engine
 
 
 def share_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return this rank's tokens of sequences that ranks share, [batch, tokens]; all of them where none is shared."""
+    """Return this rank's tokens of each sequence, [batch, tokens]; all tokens where ranks share no sequences."""
     # without a group, newer versions use all ranks
     given = {"cp_group": parallel_state.get_context_parallel_group(), "is_hybrid_cp": False}
     asked = inspect.signature(get_batch_on_this_cp_rank).parameters

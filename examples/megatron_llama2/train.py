@@ -86,8 +86,8 @@ def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]
         output: loss of each token.
 
     Returns:
-        The rank's share of the mean over all ranks that share the sequences, and the mean of its own tokens for the
-            log.
+        The rank's share of the mean loss over all ranks that share the sequences; and for the log, the mean loss of
+            its own tokens.
     """
     loss = output.float().mean()
     return loss / parallel_state.get_context_parallel_world_size(), {"loss": loss.detach().clone()}
@@ -162,7 +162,7 @@ def train(
 
 
 def count_parameters(chunks: list[Any]) -> float:
-    """Return this rank's part of the number of parameters; those that several ranks have count as fractions."""
+    """Return this rank's part of the number of parameters; a parameter that n ranks have counts as 1 / n on each."""
     total = 0.0
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         if not getattr(parameter, "allreduce", True):  # an expert's

@@ -162,7 +162,7 @@ class _Asked:
     Attributes:
         settings: The DeepSpeed JSON; empty: there is none.
         gpus: Ranks of DeepSpeed's engine; None: there is no engine.
-        layout: Layout of Megatron-Core; None: it does not train.
+        layout: Layout of Megatron-Core; None: Megatron-Core does not train.
         micro_batches: Micro-batches of a step of Megatron-Core.
     """
 
@@ -186,7 +186,7 @@ class _Asked:
         return estimate_workload(self.workload, self.request, say)
 
     def limits(self, say: Callable[[str], None]) -> dict[str, dict[str, int]]:
-        """Return the longest sequence and largest micro-batch that fit, by mode; empty if they are not searched for."""
+        """Return the longest sequence and largest micro-batch that fit, by mode; empty if no search is possible."""
         from memplug.predict.estimator.limits import LimitSearch
 
         if self.gpus is not None or self.layout is not None or self.request.trace is not None:

@@ -22,7 +22,7 @@ def facts_of(
     Args:
         found: The estimate.
         workload: The workload that was estimated.
-        largest: By mode, the longest sequence and the largest micro-batch that fit; empty: not asked for.
+        largest: By mode, the longest sequence and the largest micro-batch that fit; empty: unknown.
         settings: The DeepSpeed JSON.
         gpus: Ranks of DeepSpeed's engine; None: no engine.
     """

@@ -13,11 +13,11 @@ _log = logging.getLogger("memplug")
 
 
 def warn(ds_config: Mapping[str, Any], config: MemplugConfig) -> None:
-    """Log a warning for each value that other readers of the file would refuse, and for each conflicting setting.
+    """Log one warning on values that other readers of the file would refuse, and one on each conflicting setting.
 
     Args:
         ds_config: The whole DeepSpeed JSON.
-        config: Its "memplug" block.
+        config: The "memplug" block of the JSON.
     """
     if not config.enabled:
         return

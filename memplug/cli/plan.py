@@ -99,7 +99,7 @@ def _refuse_without_arena() -> None:
 
 
 def _read(source: Path, step: int | None, device: int | None) -> "tuple[Problem, Trace | None, History | None]":
-    """Return the requests to place, the step that they come from (if any), and a snapshot's history (if it is one)."""
+    """Return the requests to place, and a trace's step or a snapshot's history if the file is one of these."""
     from memplug.arena.plan.from_trace import last_step, problem_of, problem_of_all
     from memplug.arena.plan.problem_file import read_csv
     from memplug.profile import allocator_history
@@ -122,7 +122,10 @@ def _planned(
     time_limit_s: float,
     capacity_bytes: int | None,
 ) -> "tuple[AddressPlan, tuple[int, int]]":
-    """Return the plan; and how many dynamic requests of the step would have fitted into it, and their bytes."""
+    """Return the plan, and the number and bytes of the dynamic requests that would have found room in the arena.
+
+    Dynamic requests are those of experts, whose sizes depend on the data.
+    """
     from memplug.arena.plan import auto, dynamic
     from memplug.arena.plan.part import address_plan
     from memplug.arena.planning import plan_with_spaces

@@ -129,7 +129,7 @@ def _plan(source: Path) -> "tuple[dict, list[tuple[str, str]], dict[str, Callabl
 
 
 def _written(view: str, write: "Callable[[Path], None]", path: Path) -> bool:
-    """Write a view, and return whether that succeeded; otherwise the reason is on stderr."""
+    """Write a view, and return whether that succeeded; if not, print the reason on stderr."""
     from memplug.errors import MemplugError
 
     try:

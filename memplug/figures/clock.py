@@ -14,7 +14,7 @@ from memplug.profile.records import Layer, Phase
 def strips(
     phases: Sequence[Phase], layers: Sequence[Layer], phase_runs: Stretches, layer_runs: Stretches, clock: str
 ) -> list[Panel]:
-    """Return the phases and the layers that ran, as rows of coloured stretches; a row without any is left out.
+    """Return the phases and the layers that ran, as rows of coloured stretches; leave out a row without stretches.
 
     Args:
         phases: The table that `phase_runs` refers to.
@@ -24,7 +24,7 @@ def strips(
         clock: The clock's unit, such as "operator".
     """
     groups, short = by_phase(phases), short_names(layers)
-    # For each: the colour, the words under the pointer, and the name.
+    # Of each phase or layer: the colour, the words under the pointer, and the name.
     phase_looks = [
         (groups.groups[group].colour, phase_words(phase), phase_letters(phase))
         for phase, group in zip(phases, groups.of[:-1], strict=True)
@@ -54,7 +54,10 @@ def _strip(clock: str, runs: Stretches, looks: list[tuple[str, str, str]]) -> Ba
 
 
 def runs(values: np.ndarray, at_most: int = 2000) -> Stretches:
-    """Return the stretches of equal values; if there are more than `at_most`, of so many evenly spaced samples."""
+    """Return the stretches of equal values, at most `at_most`.
+
+    If there are more, return those of `at_most` evenly spaced samples.
+    """
     bounds = np.arange(len(values) + 1)
     if len(_edges(values)) > at_most:
         cells = np.linspace(0, len(values), at_most + 1)
@@ -65,7 +68,7 @@ def runs(values: np.ndarray, at_most: int = 2000) -> Stretches:
 
 
 def layer_runs(rows: np.ndarray, at_most: int = 2000) -> Stretches:
-    """Return the stretches of layers in operators or events, as `runs` does; each also ends where its phase ends."""
+    """Return the stretches of layers in operators or events, as `runs` does; a stretch also ends where a phase ends."""
     layers = int(rows["layer"].max(initial=-1)) + 2
     found = runs(rows["phase"].astype(np.int64) * layers + rows["layer"] + 1, at_most)
     return found._replace(value=found.value % layers - 1)
@@ -77,7 +80,7 @@ def _edges(values: np.ndarray) -> np.ndarray:
 
 
 def m4(in_use: np.ndarray, places: np.ndarray, length: int, bins: int) -> np.ndarray:
-    """Return sorted indices: for each bin its first, smallest, first largest, and last value.
+    """Return the indices of each bin's first, smallest, first largest, and last value, sorted.
 
     Args:
         in_use: Memory in use after each event.

@@ -102,9 +102,9 @@ class Bars:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Rectangles:
-    """Requests drawn as address over time."""
+    """Requests drawn as address over time; n is their number."""
 
-    lower: np.ndarray  # int64[n], like the next three; on the clock
+    lower: np.ndarray  # int64[n], like the next three: on the clock
     upper: np.ndarray
     start: np.ndarray  # bytes
     stop: np.ndarray
@@ -112,7 +112,7 @@ class Rectangles:
     of: np.ndarray  # int64[n], index of `groups`
     ids: np.ndarray  # int64[n] or text
     clock: str  # unit of `lower` and `upper`, such as "event"
-    words: Sequence[tuple[Sequence[str], np.ndarray]]  # tables of text, with each request's entry; -1: none
+    words: Sequence[tuple[Sequence[str], np.ndarray]]  # tables of text, each with int64[n], index of it; -1: none
 
 
 @dataclass(frozen=True, eq=False, slots=True)

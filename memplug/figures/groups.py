@@ -18,7 +18,7 @@ AT_MOST = 8  # groups of layers, or of phases of one kind
 
 
 class _Kind(NamedTuple):
-    """A kind of phase in words and in letters, and the colours from its first group to its last."""
+    """A kind of phase in words and in letters, and the colours of its groups, from the first to the last."""
 
     words: str
     letters: str
@@ -43,7 +43,7 @@ class Grouping:
     """Groups from the bottom of the stack up, and the group of each item."""
 
     groups: tuple[ColourGroup, ...]  # the first is for memory allocated before the recording
-    of: np.ndarray  # int64, group of each phase or layer; one more at the end, for index -1
+    of: np.ndarray  # int64, index of each phase's or layer's group; the last entry is for index -1
 
 
 def phase_words(phase: Phase) -> str:

@@ -1,8 +1,8 @@
 """The interface by which a technique describes and draws itself.
 
-It covers the technique's part of a plan, two plans, its section of the block, and the libraries that it builds.
-`memplug.<technique>.picture` has an instance of an implementation, named `PICTURE`; the code that shows plans asks all
-techniques that are there, and names none.
+It shows the technique's part of a plan, the differences between two plans, the technique's section of the block, and
+the libraries that its planner builds. `memplug.<technique>.picture` has an instance named `PICTURE`. The code that
+shows plans asks all techniques that are there, and names none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TechniquePicture:
     techniques, so each technique uses keys of its own.
 
     Attributes:
-        place: Order among the techniques: rows from top to bottom and columns from left to right, by rising place.
+        place: Order among the techniques: those with smaller values have rows further up, and columns further left.
         serves: Whether the technique serves memory requests from memory that it has planned.
     """
 
@@ -65,7 +65,7 @@ class TechniquePicture:
 
         Args:
             config: The block, which is enabled.
-            served: Whether one of the techniques that are on serves requests.
+            served: Whether a technique that the block switches on serves requests.
         """
         return []
 

@@ -37,7 +37,7 @@ def bytes_by(column: str, tables: RequestTables, of: np.ndarray, nbytes: np.ndar
     Args:
         column: "phase" or "layer".
         tables: The phases and layers.
-        of: Row of that table for each request; -1: outside.
+        of: Index of each request's phase or layer; -1: outside.
         nbytes: Bytes of each request.
     """
     names = [phase_words(phase) for phase in tables.phases] if column == "phase" else [x.name for x in tables.layers]
@@ -48,7 +48,10 @@ def bytes_by(column: str, tables: RequestTables, of: np.ndarray, nbytes: np.ndar
 
 
 def held_rows(name: str, held: dict[str, int], peak_bytes: int) -> list[tuple[str, str]]:
-    """Return shares of the peak as rows under one name, in the order of `held`; the last few share a line."""
+    """Return shares of the peak as rows under one name, in the order of `held`.
+
+    There are at most AT_MOST rows: the last one may sum up all further holders.
+    """
     shown = list(held.items())
     if len(shown) > AT_MOST:
         others = [nbytes for _, nbytes in shown[AT_MOST - 1 :]]

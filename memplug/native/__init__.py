@@ -2,7 +2,7 @@
 
 Each folder that exists adds its part of the Python module by itself (registry.h).
 
-`memplug.predict.virtual.native` is a library of its own. So are those for planners, in plain C++ without torch
+`memplug.predict.virtual.native` is a library of its own. So are the libraries for planners, in plain C++ without torch
 (`memplug.native.plain`): `memplug.arena.native.packing` and `memplug.tokenwise.plan.rules`.
 """
 
@@ -28,8 +28,8 @@ _INCLUDES_TORCH = re.compile(r"^#include <(?:torch|ATen|c10)/", re.M).search
 def _folders() -> tuple[Path, ...]:
     """Return the folders of the core that exist.
 
-    They are `native`, and in each room `native` and its subfolders, if a file includes torch's headers. Other folders
-    are libraries of their own.
+    They are `native`, and in each room `native` and its subfolders. A folder counts only if one of its files includes
+    torch's headers; other folders are libraries of their own.
     """
     folders = [path for pattern in ("native", "*/native", "*/native/*") for path in sorted(_PACKAGE.glob(pattern))]
     sources = {folder: [*folder.glob("*.cpp"), *folder.glob("*.h")] for folder in folders}

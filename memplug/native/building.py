@@ -1,8 +1,8 @@
 """C++ libraries that are built on first use against the installed torch, and kept.
 
 A build goes into torch's folder for extensions (`TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`), into a
-separate folder for each version of torch, CUDA, Python and the sources. Ranks that start at the same time build it
-once.
+separate folder for each version of torch, CUDA, Python and the sources. If ranks start at the same time, one of them
+builds.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Extension:
     """A Python module in C++ that is built on first use.
 
     Attributes:
-        name: name of its Python module.
-        what: its name in messages.
-        folders: folders of its sources and headers; no file name may occur twice.
-        included: folders of further headers that these include.
+        name: name of the Python module.
+        what: the module's name in messages.
+        folders: folders of the sources and headers; no file name may occur twice.
+        included: folders of further headers that the sources include.
     """
 
     name: str
@@ -105,10 +105,10 @@ class Extension:
         return _files(self.folders)
 
     def lots(self) -> list[list[str]]:
-        """Return the names of the sources that are compiled together, for each lot.
+        """Return the lots: for each, the names of the sources that are compiled together.
 
-        Reading torch's headers takes longer than compiling most sources, so lots save time. They have similar sizes.
-        Names inside a lot must not clash.
+        Reading torch's headers takes longer than compiling most sources, so lots save time. Lots have similar sizes.
+        Names that the sources of a lot define must not clash.
         """
         sizes = {path.name: path.stat().st_size for path in self.sources().values() if path.suffix == ".cpp"}
         count = -(-sum(sizes.values()) // LOT_BYTES)
@@ -136,7 +136,7 @@ class Extension:
         except RuntimeError:
             if not cuda_headers():
                 raise
-            self._compile(folder, sources, [*flags(), "-DMEMPLUG_WITHOUT_CUDA_ARENA"])  # another cause raises again
+            self._compile(folder, sources, [*flags(), "-DMEMPLUG_WITHOUT_CUDA_ARENA"])  # fails again on another cause
             text = (
                 "memplug: torch %s has a CUDA allocator that memplug does not know: the %s is built without the arena. "
                 "Install another version of torch to have it"
@@ -202,7 +202,7 @@ def cuda_headers() -> tuple[Path, ...]:
     """Return folders that together hold the headers of CUDA's runtime.
 
     They belong to a toolkit, to NVIDIA's packages, or to Triton's package, which torch's wheels depend on. NVIDIA's
-    runtime package alone is not enough: `crt` is in the compiler's (CUDA 12), or in one of its own (CUDA 13).
+    runtime package alone is not enough: `crt` is in the compiler's package (CUDA 12), or in its own (CUDA 13).
 
     Returns:
         The folders; empty if torch is built without CUDA, or the headers are not installed.
@@ -235,7 +235,7 @@ def _package_folders(name: str) -> list[Path]:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let one process of this machine in at a time; the lock ends with the process, even if that is killed."""
+    """Let one process of this machine in at a time; the lock ends with the process, even if the process is killed."""
     with open(folder / "build.lock", "w") as file:
         with contextlib.suppress(OSError):  # a file system without locks: torch's own lock has to suffice
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,7 +1,7 @@
 """Finds calls of torch's CUDA allocator that the arena in front of it does not forward, by reading torch's header.
 
-If such a call is pure virtual, the arena cannot be built. Any other is answered by the base class instead of torch's
-allocator, without a sign of it.
+If such a call is pure virtual, the arena cannot be built. The base class, instead of torch's allocator, answers any
+other such call, without a sign of it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-// The native core as a Python module, made of the registered parts. Only plain integers and bytes cross the border; the
-// value types are Python's.
+// The native core as a Python module, made of the registered parts.
 #include <pthread.h>
 
 #include <algorithm>

@@ -27,10 +27,10 @@ class PlainLibrary:
     """A plain C++ library that is compiled on first use.
 
     Attributes:
-        name: name of its file.
-        what: its name in messages.
+        name: name of the library's file.
+        what: the library's name in messages.
         sources: the sources to compile.
-        headers: memplug's headers that they include.
+        headers: memplug's headers that the sources include.
     """
 
     name: str
@@ -65,7 +65,7 @@ class PlainLibrary:
 
     def _compile(self, library: Path) -> None:
         library.parent.mkdir(parents=True, exist_ok=True)
-        # Processes that start at the same time may each compile it, each under its own name; the last one stays.
+        # Processes that start at the same time may each compile the library, under names of their own; the last stays.
         partial = library.parent / f".{secrets.token_hex(8)}.partial"
         try:
             command = [*_command(), *_FLAGS, *map(str, self.sources), "-o", str(partial)]

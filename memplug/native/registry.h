@@ -8,8 +8,8 @@
 
 namespace memplug {
 
-// Order of the folders: each may include only those of lower levels. Around a fork, locks of higher levels are taken
-// first, because their holders request memory or record operators.
+// Order of the folders: a folder may include only folders of lower levels. Around a fork, locks of higher levels are
+// taken first, because their holders request memory or record operators.
 enum class Level { DEVICE, PROFILE, SERVING, ASKING };
 
 struct CorePart {
@@ -17,7 +17,7 @@ struct CorePart {
   void (*bind)(pybind11::module_& module);
   void (*lock)() = nullptr; // before a fork: the child must not inherit a lock that another thread held
   void (*unlock)(bool in_child) = nullptr;
-  void (*end_in_child)() = nullptr; // the child of a fork is not recorded, served or swapped
+  void (*end_in_child)() = nullptr; // in the child of a fork: ends recording, serving and swapping
 };
 
 std::vector<CorePart>& parts();

@@ -1,10 +1,10 @@
-// The parts of torch's libraries that the core uses and torch may change. Those of torch/csrc are in
+// The parts of torch's libraries that the core uses and torch may change. The parts of torch/csrc are in
 // torch_private_csrc.h, c10d's in exchange.cpp, and the CUDA allocator's in hands_on.h, cuda_front.cpp,
 // cuda_allocator.cpp and cuda_device.cpp. Python's names are in memplug/torch_private.py, with the versions of torch
 // that memplug knows.
 //
-// No other file of the core includes these headers. A name that moved fails the build in this file, and memplug's error
-// quotes the line.
+// No other file of the core includes these headers. If torch has moved a name, the build fails in this file, and
+// memplug's error quotes the line.
 #pragma once
 
 #include <ATen/FuncTorchTLS.h>
@@ -84,7 +84,7 @@ inline bool is_same_counter(const c10::VariableVersion& one, const c10::Variable
   return std::memcmp(&one, &other, sizeof(one)) == 0;
 }
 
-// Returns another tensor of the same storage, whose geometry is still to be set.
+// Returns another tensor of the same storage; the caller sets its geometry.
 inline at::Tensor of_same_storage(const at::Tensor& base, c10::DispatchKeySet keys, c10::ScalarType dtype) {
   return at::detail::make_tensor<c10::TensorImpl>(
       c10::TensorImpl::VIEW, c10::Storage(base.storage()), keys, c10::scalarTypeToTypeMeta(dtype));
@@ -94,7 +94,7 @@ inline void share_versions(const at::Tensor& tensor, const at::Tensor& base) {
   tensor.unsafeGetTensorImpl()->set_version_counter(version_counter_of(base));
 }
 
-// Returns a tensor with the same memory, geometry and versions, without the graph.
+// Returns a tensor with the same memory, geometry and version counter, without the graph.
 inline at::Tensor detached(const at::Tensor& tensor) {
   auto alias = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(version_counter_of(tensor), false);
   alias->set_allow_tensor_metadata_change(true);

@@ -2,9 +2,9 @@
 
 The result is the history of a device: the requests, the frees, and the memory that torch reserved for them.
 
-A snapshot holds the last events of each device, in a ring that may have lost earlier ones, and the blocks in use at its
-end (torch/cuda/memory.py, `_snapshot`). So a block may lack its malloc, and then counts as in use from the first event;
-or lack its free, and then counts as in use up to the last event.
+A snapshot holds the latest events of each device, and the blocks in use when it was taken (torch/cuda/memory.py,
+`_snapshot`). Older events may be lost. A block without a malloc counts as in use from the first event, and a block
+without a free up to the last event.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from memplug.profile.trace import (
 )
 
 ADDRESSES, MADE_UP = "addresses", "made up by memplug"
-"""Key and value in a snapshot that memplug made from a trace (see `show.snapshot`), and not torch."""
+"""Key and value that mark a snapshot as made by memplug from a trace (`show.snapshot`)."""
 
-_FREED = ("free_completed", "free_requested")  # the first of these that occurs ends a block's life
+_FREED = ("free_completed", "free_requested")  # the first of these actions that a history has ends its blocks' lives
 _RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _DAMAGED = "Copy it again from where it was written, or write it again with torch.cuda.memory._dump_snapshot."
 _MOST_BYTES = 1 << 56  # largest size or address; no machine has more
@@ -47,10 +47,10 @@ class History:
     """The history of torch's allocator on one device.
 
     Attributes:
-        trace: its requests, in requested sizes; layers are the places in the code that made the requests.
-        device: its number.
+        trace: requests of the device, with the sizes requested; its layers are the places in the code that made them.
+        device: number of the device.
         devices: numbers of all devices with events in the snapshot.
-        reserved_bytes: largest amount that torch reserved; None if the snapshot does not tell, or memplug made it.
+        reserved_bytes: most bytes that torch reserved at a time; None if the snapshot does not say, or memplug made it.
         missing: number of events that must have been lost, because recording was off for a while.
         out_of_memory: number of requests that failed.
     """
@@ -87,7 +87,7 @@ def load(path: str | Path, device: int | None = None) -> History:
         The history of the device.
 
     Raises:
-        TraceError: the file cannot be read, is damaged or no snapshot, or has no events of that device.
+        TraceError: the file cannot be read, is damaged, is no snapshot, or has no events of that device.
     """
     path = path_of(path, "snapshot of torch's allocator", TraceError)
     with opened(path, "snapshot of torch's allocator", TraceError) as file:
@@ -141,7 +141,7 @@ def _blocks(segments: Iterable[Mapping[str, Any]], file_bytes: int) -> Iterator[
     """Yield address and requested size of the blocks in use at the end.
 
     Raises:
-        TraceError: there are more blocks than the file can hold, since they refer to each other.
+        TraceError: there are more blocks than the file has bytes. A damaged pickle can refer to one block many times.
     """
     seen = 0
     for segment in segments:
@@ -170,11 +170,11 @@ class _Replay:
         self._freed = next((each for each in _FREED if each in actions), _FREED[0])
         self._rows: list[tuple[int, int, int, int, int]] = []  # kind, request, bytes, stream, layer
         self._live: dict[int, tuple[int, int, int]] = {}  # request, bytes and stream, by address
-        self._order: list[int] = []  # those addresses, ascending
+        self._order: list[int] = []  # the addresses in `_live`, ascending
         self._seen: set[int] = set()
         self._streams: dict[Any, int] = {0: 0}
         self._sites: dict[str, int] = {}
-        self._site_of: dict[int, int] = {}  # by the identity of a list of frames
+        self._site_of: dict[int, int] = {}  # number of a place in the code, by the `id` of a list of frames
         self._changes: list[int] = []  # changes of the reserved bytes
         self._requests = 0
         self.base_bytes = 0
@@ -195,7 +195,11 @@ class _Replay:
                     self._lose(_size(entry["addr"]), size)
 
     def end(self, blocks: Iterable[tuple[int, int]], *, known: bool) -> None:
-        """Compare with the blocks in use at the end, if known; a block without events was in use all along."""
+        """Compare the replay with the blocks in use at the end.
+
+        A block without events was in use all along. If the blocks are `known`, every other block that the replay left
+        in use was freed, and its free is missing.
+        """
         at_end = set()
         for address, size in blocks:
             at_end.add(address)
@@ -210,7 +214,7 @@ class _Replay:
                 self._drop(address)
 
     def most_reserved(self, at_end: int) -> int:
-        """Return the largest number of reserved bytes, from those at the end and the changes before."""
+        """Return the most bytes that were reserved at a time, given those reserved at the end."""
         most = reserved = at_end
         for change in reversed(self._changes):
             reserved -= change
@@ -253,14 +257,14 @@ class _Replay:
         if address in self._live:
             self._drop(address, missing=0)
         elif address in self._seen:
-            self.missing += 1  # the malloc is missing, after an earlier block at this address
+            self.missing += 1  # its malloc: the block that the replay last saw at this address was freed
         else:
             self._seen.add(address)
             self.base_bytes += size
             self._rows.append((EventKind.FREE, -1, size, self._stream(entry), -1))
 
     def _lose(self, address: int, size: int) -> None:
-        """Free the blocks in use in a range, whose own frees are missing."""
+        """Free the blocks in use that overlap an address range: their own frees are missing."""
         at = bisect.bisect_right(self._order, address)
         if at and self._order[at - 1] + self._live[self._order[at - 1]][1] > address:
             at -= 1
@@ -277,8 +281,11 @@ class _Replay:
         return self._streams.setdefault(entry.get("stream", 0), len(self._streams))
 
     def _site(self, frames: Sequence[Mapping[str, Any]]) -> int:
-        """Return the number of the place that made a request: the innermost frame outside torch; -1 if unknown."""
-        # Most events share their list of frames, which a pickle holds once.
+        """Return the number of the place in the code that made a request; -1 if unknown.
+
+        It is the innermost Python frame outside torch, or else the innermost one in torch.
+        """
+        # Many events share one list of frames: a pickle holds it once.
         if (known := self._site_of.get(id(frames))) is not None:
             return known
         name = next(map(_named, filter(_is_users, frames)), "") or next(map(_named, filter(_is_python, frames)), "")

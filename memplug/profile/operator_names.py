@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
-"""Namespaces of operators in which other ranks take part, or that wait for such operators."""
+"""Namespaces of collectives, and of the operators that wait for collectives."""
 
 COLLECTIVES = tuple(f"{namespace}::" for namespace in COLLECTIVE_NAMESPACES)
-"""Prefixes of the names of those operators."""
+"""Prefixes of the names of the operators in `COLLECTIVE_NAMESPACES`."""
 
 SCALED_MATMULS = ("aten::_scaled_mm",)
 """Matrix products whose first arguments are the factors, followed by scales."""

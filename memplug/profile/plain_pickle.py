@@ -1,7 +1,7 @@
 """Reads a pickle of plain data: numbers, text, bytes, lists, tuples and dicts; imports nothing and calls nothing.
 
-`pickle.Unpickler` with every global refused would not do: numbers in a damaged or hostile file can make it allocate any
-amount of memory. This reader holds no more than a small multiple of the file.
+A `pickle.Unpickler` that refuses every global would not do: numbers in a damaged or hostile file can make it allocate
+any amount of memory. This reader allocates no more than a small multiple of the file's size.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def loads(content: bytes) -> Any:
         content: the whole pickle.
 
     Raises:
-        NotPlainError: it contains more than plain data.
-        ValueError: it is damaged, or cut short.
+        NotPlainError: the pickle contains more than plain data.
+        ValueError: the pickle is damaged, or cut short.
     """
     reader = _Reader(content)
     try:
@@ -100,7 +100,7 @@ class _Reader:
         self.at = 0
         self._content = content
         self._stack: list[Any] = []
-        self._outer: list[list[Any]] = []  # the stacks below each mark
+        self._outer: list[list[Any]] = []  # the stack below each open mark
         self._memo: dict[int, Any] = {}
 
     def read(self) -> Any:

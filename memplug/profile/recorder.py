@@ -1,9 +1,9 @@
 """Watches the operators of training and records whole steps: the front end of the native core.
 
 See Chameleon, section 4, and STWeaver, section 4. Watching yields one integer for each operator, at the cost of a
-callback: enough to detect that the program changed. Recording adds the place of each operator, the requests for memory
-and, in full detail, the storages that operators use, and yields a `Trace`. A process has one recorder, since operators
-and allocators belong to the process.
+callback: enough to detect that the program changed. Recording yields a `Trace`: it adds each operator's pass,
+micro-batch and layer, the requests for memory and, in full detail, the storages that operators use. A process has one
+recorder, since operators and allocators belong to the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memplug.profile.trace import OPERATOR, REQUEST_EVENT, TENSOR, USE, Fingerpr
 
 Place = tuple[int, int, int]  # pass, micro-batch, layer
 
-_DTYPES = {  # torch's scalar types whose names differ from the dtypes' in more than case
+_DTYPES = {  # dtype names by scalar type, where the two names differ in more than case
     "Float": "float32",
     "Double": "float64",
     "Half": "float16",
@@ -53,8 +53,8 @@ class Recorder:
 
     Attributes:
         recording: True between `begin` and `end`.
-        suspended: `with recorder.suspended:` surrounds memplug's own operators: traces contain them, the sequence of
-            the program does not.
+        suspended: `with recorder.suspended:` surrounds memplug's own operators. Traces contain them; the sequence that
+            `take` returns does not.
 
     Raises:
         NativeError: the native core cannot be built here.
@@ -79,8 +79,8 @@ class Recorder:
     def take(self) -> np.ndarray | None:
         """Return the numbers of the program's operators since the last call, in order; None if they are not watched.
 
-        Operators that run without gradients outside a backward (a validation, the optimizer) are not among them. The
-        sequence is cut after 4 million operators.
+        Operators that run without gradients outside a backward (a validation, the optimizer) are left out. The sequence
+        is cut after 4 million operators.
 
         Returns:
             int32[operators].
@@ -103,7 +103,7 @@ class Recorder:
         self._native.mark_peak()
 
     def watch(self, on: bool) -> None:
-        """Start or stop watching operators; while stopped, they cost nothing."""
+        """Start or stop watching operators; an operator that is not watched costs nothing."""
         if on != self._watching and not self.recording and self._release.alive:
             self._native.watch(on)
         self._watching = on
@@ -121,7 +121,7 @@ class Recorder:
     def place_hooks(self) -> Any:
         """Return the hooks by which forwards, layers and the optimizer report where the training thread is.
 
-        A backward needs none: the nodes of its graph identify it. `layer_hooks(index)` returns two module hooks for the
+        A backward needs no hook: its graph's nodes identify it. `layer_hooks(index)` returns two module hooks for the
         layer of that index in the trace. `enter_forward` takes the running number of the micro-batch in the step.
         """
         return self._native.PlaceHooks()
@@ -137,7 +137,7 @@ class Recorder:
         self._native.forget()
 
     def begin(self, detail: Detail) -> None:
-        """Record from here, the beginning of a step, until `end`.
+        """Begin to record, at the beginning of a step; `end` or `drop` ends the recording.
 
         Args:
             detail: the detail of the recording.
@@ -158,7 +158,7 @@ class Recorder:
 
         Args:
             fingerprint: the job and the inputs of the step.
-            layers: the layers that `layer_hooks` were made for, by their indices.
+            layers: the layers by index, as `layer_hooks` counts them.
         """
         assert self.recording, "`begin` comes first"
         duration_s = time.perf_counter() - self._begun
@@ -220,7 +220,7 @@ class Recorder:
         else:
             index = self._listen_to_cuda()
             stats = torch.cuda.memory_stats(index)
-            # a block that another stream still reads counts as requested until then, but its free has been observed
+            # torch counts a freed block as requested while another stream reads it; the recorder has seen its free
             pending = stats["active_bytes.all.current"] - stats["allocated_bytes.all.current"]
             self._native.begin_requests(max(0, stats["requested_bytes.all.current"] - pending))
 
@@ -305,7 +305,7 @@ def _trace(
         dtypes=tuple(_DTYPES.get(scalar_types[kind], scalar_types[kind].lower()) for kind in kinds),
         phases=tuple(Phase(Pass(value % 8), int(value) // 8 - 1) for value in packed),
         operators=operators,
-        uses=uses[np.argsort(uses["operator"], kind="stable")],  # an operator writes after its inner ones
+        uses=uses[np.argsort(uses["operator"], kind="stable")],  # outputs were noted after the uses of inner operators
         tensors=tensors,
         events=events,
         **rest,

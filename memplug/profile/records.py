@@ -17,7 +17,7 @@ class Pass(enum.IntEnum):
     FORWARD = 1
     BACKWARD = 2
     OPTIMIZER = 3
-    EITHER = 4  # a forward or a backward: the file does not distinguish
+    EITHER = 4  # a forward or a backward: files of format 0 do not say which
     NO_GRAD = 5  # a forward without a backward: validation, or a reference model
 
 
@@ -44,7 +44,7 @@ REQUEST_EVENT = np.dtype(
     [
         ("kind", "<i4"),  # EventKind
         ("request", "<i8"),  # running number of the malloc, from 0; -1: allocated before the recording
-        ("nbytes", "<i8"),  # requested size, unrounded; 0 for a free, or the size of an earlier request, if known
+        ("nbytes", "<i8"),  # requested size, unrounded; of a free: 0, or with request -1 its size if known
         ("stream", "<i8"),  # running number of the stream in this trace; 0 on the CPU
         ("operator", "<i8"),  # the running operator, or the last one that ran; -1: none yet
         ("phase", "<i4"),
@@ -90,8 +90,8 @@ class Layer:
     """A module that memory is accounted to.
 
     Attributes:
-        name: its qualified name.
-        dynamic: True if its requests depend on the data (experts of a mixture).
+        name: qualified name of the module.
+        dynamic: True if the module's requests depend on the data (experts of a mixture).
     """
 
     name: str
@@ -107,7 +107,7 @@ class Fingerprint:
     Attributes:
         model: class of the model.
         parameters: number of elements of all parameters.
-        layers: digest of the names and classes of its layers.
+        layers: digest of the names and classes of the model's layers.
         inputs: shapes and dtypes of the inputs of each forward, for example "int64[4, 512]".
         rank: rank of the process.
         world_size: number of ranks in the job.
@@ -147,7 +147,7 @@ class Fingerprint:
         return found
 
     def digest(self) -> str:
-        """Return twelve hexadecimal digits, the same in every process."""
+        """Return twelve hexadecimal digits that are the same in every process."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -10,15 +10,15 @@ from memplug.profile.records import REQUEST, EventKind, Layer
 
 
 def requests(events: np.ndarray, layers: Sequence[Layer]) -> np.ndarray:
-    """Return every malloc with its free; none is dropped.
+    """Return all mallocs, each with its free.
 
     Args:
         events: REQUEST_EVENT[events]; see `Trace.events`.
         layers: the layers that the events refer to.
 
     Returns:
-        REQUEST[requests], read-only, by running number. Frees of memory that was allocated before the recording belong
-        to no malloc here: see `earlier_frees`.
+        REQUEST[requests], read-only, by running number. Frees of memory that was allocated before the recording are not
+        included: see `earlier_frees`.
     """
     mallocs = np.flatnonzero(events["kind"] == EventKind.MALLOC)
     frees = np.flatnonzero((events["kind"] == EventKind.FREE) & (events["request"] >= 0))

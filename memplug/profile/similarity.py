@@ -1,14 +1,14 @@
 """Compares the programs of two training steps (Chameleon, section 4, lightweight mode and Algorithm 1).
 
-Operators are numbers, one for each name. Chameleon takes the cosine of the two integer vectors, position by position.
-memplug takes the cosine of the counts of neighbouring pairs, by quarter of the step:
+Each operator name has a number, so a program is a vector of integers. Chameleon takes the cosine of two such vectors.
+memplug takes the cosine of the counts of pairs of neighbouring operators, by quarter of the step:
 
-* One inserted operator shifts all later ones, so that position by position they differ although the program is the
-  same. And numbers of names have no magnitude: any two long vectors of them point in nearly the same direction. Counts
+* One inserted operator shifts all later ones. The vectors then differ at every later position, although the program is
+  nearly the same. And a name's number is no magnitude: any two long vectors point in nearly the same direction. Counts
   of pairs change by as much as the program does.
-* Pairs alone do not show where a block of operators went: two forwards before two backwards has the same pairs as
-  forward, backward, forward, backward, and needs twice the memory. Hence the quarters. A pair counts to the two nearest
-  quarters, in proportion to its distance from them, so that a small shift after an insertion counts little.
+* Pairs alone do not show where a block of operators went. Two forwards before two backwards have nearly the same pairs
+  as forward, backward, forward, backward, and need twice the memory. Hence the quarters. A pair counts to the two
+  nearest quarters, the nearer one more, so that a small shift after an insertion changes little.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Program:
     """The program of one training step on one rank.
 
     Attributes:
-        operators: numbers of the operators in the order of the step, int32[operators]; None if they were not watched,
-            and then steps are compared by the other fields.
+        operators: numbers of the operators in the order of the step, int32[operators]. None if they were not watched:
+            then steps are compared by the other fields.
         sizes: for each region, the bytes of the inputs of each of its forwards. Another sequence length or batch runs
             the same operators, but is another program for a plan that counts bytes.
         nodes: number of autograd nodes that the step's forwards made; 0 if they are not counted.
@@ -48,7 +48,10 @@ class Program:
             object.__setattr__(self, "operators", np.asarray(self.operators, dtype="<i4"))
 
     def same(self, other: Program) -> bool:
-        """Return whether both ran the same, as far as is known; takes microseconds, and settles almost every step."""
+        """Return whether both steps ran the same program, as far as is known.
+
+        It takes microseconds, and almost every step is the same as the one before.
+        """
         watched = self.operators is not None and other.operators is not None
         return (
             self.nodes == other.nodes
@@ -57,7 +60,7 @@ class Program:
         )
 
     def same_sizes(self, other: Program) -> bool:
-        """Return whether the inputs of all region forwards that both observed have the same sizes."""
+        """Return whether the region forwards that both steps observed had inputs of the same sizes."""
         unseen = self.unseen | other.unseen
         return self.sizes == other.sizes or self.sizes_beside(unseen) == other.sizes_beside(unseen)
 
@@ -117,7 +120,7 @@ def similar(a: Program, b: Program, length_tolerance: float, cosine_similarity: 
 
 
 def cosine(a: Program, b: Program) -> float:
-    """Return the cosine similarity of the counts of neighbours, by quarter; in [0, 1], 1 for the same operators."""
+    """Return the cosine similarity of the counts of pairs, by quarter; in [0, 1], 1 for the same operators."""
     (pairs_a, counts_a), (pairs_b, counts_b) = a._pairs, b._pairs
     _, at_a, at_b = np.intersect1d(pairs_a, pairs_b, assume_unique=True, return_indices=True)
     product = (counts_a[at_a] * counts_b[at_b]).sum()

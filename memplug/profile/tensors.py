@@ -14,9 +14,9 @@ import numpy as np
 from memplug.profile.trace import Pass, Trace
 
 TAGGED = 32
-"""Number of operators that have a bit in a tag: the most frequent ones."""
+"""Number of operators, the most frequent ones, that have a bit in a tag."""
 REMEMBERED = 8
-"""Number of uses in a stack: the last ones, eight bits each."""
+"""Number of uses, the latest ones, that a stack holds, eight bits each."""
 
 FEATURES = np.dtype(
     [
@@ -52,8 +52,8 @@ def ranking(trace: Trace) -> tuple[str, ...]:
 def features(trace: Trace, ranks: Sequence[str] | None = None) -> np.ndarray:
     """Return the features of every tensor at each of its uses.
 
-    An operator that uses a tensor twice, for example as input and as output, counts twice. A stack begins as 0, and is
-    also 0 after uses by the operator of rank 0 alone: the count tells the two apart.
+    An operator that uses a tensor twice, for example as input and as output, counts twice. A stack of 0 may mean no
+    uses, or only uses by the operator of rank 0: the count tells the two apart.
 
     Args:
         trace: any trace; without uses the result is empty.

@@ -2,7 +2,7 @@
 
 See Chameleon, section 4, and STWeaver, section 4. The clock is the running number of operators: an operator is named by
 its index in `Trace.operators`, and a request for memory by the operator that was running. No torch is imported;
-`memplug show` displays a trace file. This module is the whole API: rows come from `records`, requests from `requests`.
+`memplug show` displays a trace file. This module is the whole API; it exports `records` and `requests` too.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Trace:
             like the requests; 0 if unknown.
 
     Raises:
-        TraceError: the trace is malformed, see `memplug.profile.trace_checks.check`; so each `Trace` is well formed.
+        TraceError: the trace is malformed (`memplug.profile.trace_checks.check`).
     """
 
     fingerprint: Fingerprint
@@ -105,13 +105,16 @@ class Trace:
         return live_bytes(self.events, self.base_bytes)
 
     def replayed_peak(self) -> tuple[int, int]:
-        """Return the event that first reaches the peak, -1 if none exceeds the beginning, and the peak in bytes."""
+        """Return the index of the event that first reaches the peak, and the peak in bytes.
+
+        The index is -1 if no event exceeds `base_bytes`.
+        """
         live = self.live_bytes
         event = int(live.argmax()) if live.size else -1
         return (event, int(live[event])) if event >= 0 and live[event] > self.base_bytes else (-1, self.base_bytes)
 
     def replays_exactly(self) -> bool | None:
-        """Return whether the replayed requests reach exactly the allocator's peak; None if that is unknown."""
+        """Return whether the replayed requests reach exactly `peak_bytes`; None if `peak_bytes` is unknown."""
         return self.replayed_peak()[1] == self.peak_bytes if self.peak_bytes else None
 
     def step_operators(self, step: int) -> slice:
@@ -135,8 +138,8 @@ class Trace:
 def cut(trace: Trace, step: int) -> Trace:
     """Return one step of a trace as a trace, as if that step alone had been recorded.
 
-    Requests and tensors are numbered anew. Frees of requests from before the step become frees of request -1, with
-    their size. Times still count from the beginning of the recording. The allocator's own peak is unknown.
+    Requests and tensors are numbered anew. A free of an earlier step's request becomes a free of request -1, with the
+    request's size. Times still count from the beginning of the recording. `peak_bytes` is unknown.
 
     Args:
         trace: the whole trace.

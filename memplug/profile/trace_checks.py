@@ -41,7 +41,7 @@ def check(trace: TraceTables) -> None:
     Raises:
         TraceError: names the first array, row and value that is wrong.
     """
-    # Each check relies on those before it.
+    # Each check relies on the checks before it.
     for problems in (_types, _indices, _sizes, _requests, _steps):
         for problem in problems(trace):
             raise TraceError(f"not a well-formed trace: {problem}")

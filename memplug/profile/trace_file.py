@@ -83,7 +83,7 @@ def save(trace: Trace, path: str | Path) -> None:
 def load(path: str | Path) -> Trace:
     """Read a file that `save` wrote, or one of format 0.
 
-    It never unpickles, and allocates no more than the file's bytes can decompress to.
+    Loading never unpickles, and allocates no more than the file's bytes can decompress to.
 
     Args:
         path: path of the file.
@@ -129,9 +129,10 @@ def _read(arrays: dict[str, np.ndarray]) -> Trace:
 def _read_legacy(rows: np.ndarray) -> Trace:
     """Return a trace of requests alone, from int64 rows: kind, running number or -1, bytes, phase, layer or -1, stream.
 
-    Phases below 100 number the forwards and backwards of a step. The file does not distinguish them: they become
-    `Pass.EITHER` with that number as micro-batch. 100 is the optimizer, 200 is the time before the first forward. A
-    step begins with the recording, where an optimizer ends and where 200 begins. Layers are named "layers.NUMBER".
+    Phases below 100 number the forwards and backwards of a step. The file does not say which is which: they become
+    `Pass.EITHER` with that number as micro-batch. Phase 100 is the optimizer, phase 200 the time before the first
+    forward. A step begins at the first row, where phase 100 ends and where phase 200 begins. Layers are named
+    "layers.NUMBER".
     """
     if rows.dtype != np.int64 or rows.ndim != 2 or rows.shape[1] != len(_LEGACY_COLUMNS):
         raise TraceError(f"`events` is an array {rows.dtype}{list(rows.shape)}, not a recording of memory requests")
@@ -176,7 +177,7 @@ def _digest(arrays: dict[str, np.ndarray]) -> np.ndarray:
     """Return the digest of the meta data and all arrays, uint8[32]."""
     digest = hashlib.sha256()
     for name in ("meta", *_ARRAYS):
-        # The length keeps bytes from moving between neighbours unnoticed; the format fixes the dtypes.
+        # With the lengths, bytes that move from one array to the next change the digest. The format fixes the dtypes.
         digest.update(f"{name} {arrays[name].nbytes}\n".encode())
         digest.update(np.ascontiguousarray(arrays[name]).view(np.uint8))
     return np.frombuffer(digest.digest(), np.uint8)
@@ -193,7 +194,7 @@ def _write_npz(file: BinaryIO, arrays: dict[str, np.ndarray]) -> None:
 
 
 def _read_npz(file: BinaryIO) -> dict[str, np.ndarray]:
-    """Return the known members of an .npz, read-only; others are not read."""
+    """Return the known members of an .npz, read-only; do not read other members."""
     size = os.fstat(file.fileno()).st_size
     if not zipfile.is_zipfile(file):
         raise TraceError("not a trace, or cut short: it is no .npz file")

@@ -83,7 +83,10 @@ def _tracks(trace: Trace) -> dict[str, list[tuple[str, int, int, dict[str, Any]]
 
 
 def _times_us(trace: Trace) -> tuple[list[float], list[float]]:
-    """Return when each operator begins and ends, in microseconds; it ends when the next one begins or its step ends."""
+    """Return when each operator begins and ends, in microseconds.
+
+    An operator ends when the next one begins or its step ends, whichever comes first.
+    """
     begin = np.maximum.accumulate(trace.operators["time_ns"]) / 1000
     end = np.append(begin[1:], begin[-1])
     for step, (first, _, seconds) in enumerate(trace.steps):

@@ -42,7 +42,7 @@ class Drawn:
     def __init__(self, figure: Figure, *, centred: bool = False) -> None:
         self.traces: list[dict[str, Any]] = []
         self.facts = ""
-        self._views: list[str | None] = []  # of each trace; None: always visible
+        self._views: list[str | None] = []  # name of each trace's view; None: always visible
         self._axes = 0
         self._asked, self._legends = figure.legend, 0  # title and number of the views' legends
         self._centred = centred
@@ -149,7 +149,7 @@ def _axis(axis: Axis) -> dict[str, Any]:
 class _PlotlyParts(NamedTuple):
     """Traces, shapes and annotations for one piece of content.
 
-    A key "xwhole" or "ywhole" in a shape or annotation says that its position is a share of the panel.
+    A key "xwhole" or "ywhole" says that the position of the shape or annotation is a share of the panel.
     """
 
     traces: list[dict[str, Any]] = []
@@ -215,7 +215,7 @@ def _rectangles(drawn: Rectangles, x: Axis, y: Axis) -> _PlotlyParts:
     for index in np.unique(drawn.of).tolist():
         mine, group = rows[drawn.of[rows] == index], drawn.groups[index]
         across, up = _corners(np.stack([drawn.lower, drawn.upper, drawn.start, drawn.stop], axis=1)[mine], y)
-        # A hairline border: a rectangle narrower than a pixel gets its colour from it.
+        # A rectangle narrower than a pixel gets its colour from the hairline border.
         looks = {"fill": "toself", "fillcolor": group.colour, "line": {"width": 0.5, "color": group.colour}}
         name = {"name": html.escape(group.label), "hoverinfo": "skip"}
         traces.append({"x": across, "y": up, "mode": "lines", **looks, **name})

@@ -14,7 +14,7 @@ from memplug.show import trace_events
 from memplug.words import duration
 
 TRACKS = ("host", "prefetch", "offload", "compute")
-"""From bottom to top."""
+"""The tracks of a step, from bottom to top."""
 COPIES = {"to host": "offload", "to device": "prefetch"}
 KINDS = {"attention": "#c8520f", "matrix product": "#2166a5", "other kernels": "#9cc8e8"}
 COLOURS = {**KINDS, "offload": "#3f8f5b", "prefetch": "#6a4c9c", "host": "#8c8f3f"}
@@ -24,7 +24,7 @@ QUEUE_S = 20e-6  # the host counts as busy between two kernels that it queues at
 
 
 class BusySpan(Protocol):
-    """An interval in which a stream was busy, and when the host queued it; seconds from the beginning of the step."""
+    """An interval in which a stream was busy, and when the host queued its work; seconds since the step began."""
 
     stream: int
     begin_s: float
@@ -48,7 +48,7 @@ def gantt(title: str, steps: Mapping[str, tuple[float, Sequence[BusySpan]]]) -> 
 
     Args:
         title: Title of the figure.
-        steps: By name, the step's seconds and its spans.
+        steps: By name, the seconds and the spans of each step.
     """
     longest_s = max(seconds for seconds, _ in steps.values())
     unit, per_s = ("seconds", 1) if longest_s >= LONG_S else ("milliseconds", 1000)
@@ -83,7 +83,7 @@ def _drawn(bars: Sequence[Bar], colour: str, group: ColourGroup | None, per_s: i
 
 
 def bars_of(spans: Iterable[BusySpan], step_s: float) -> Iterator[Bar]:
-    """Yield bars: neighbouring spans of one kind on a track are joined if the gap is too small to be seen."""
+    """Yield bars; join neighbouring spans of one kind on a track if the gap is too small to be seen."""
     resolution_s = step_s / BARS
     open_bars: dict[str, Bar] = {}
     for track, kind, begin_s, end_s in sorted(_placed(spans), key=lambda each: each[2]):

@@ -24,7 +24,7 @@ _OF_TRACES = (
 
 
 def summary(history: History) -> dict[str, Any]:
-    """Return a snapshot's facts for `memplug show --json`: the trace keys that it can fill, and its own."""
+    """Return a snapshot's facts for `memplug show --json`: keys of a trace's facts, and keys of its own."""
     found = of_trace.summary(history.trace)
     by_code = {_UNKNOWN_CODE if name == OUTSIDE else name: held for name, held in found["peak_bytes_by_layer"].items()}
     return {
@@ -56,8 +56,8 @@ def beside(history: History, needed_bytes: int) -> dict[str, Any]:
     """Return what torch's allocator reserved for the requests of a plan, as further keys of `memplug plan --json`.
 
     Args:
-        history: The history of all of these requests.
-        needed_bytes: Bytes that they have in use at their peak.
+        history: The history of these requests.
+        needed_bytes: Bytes of these requests in use at the peak.
     """
     facts = _of_torch(history)
     reserved = facts["torch_reserved_bytes"]
@@ -65,7 +65,7 @@ def beside(history: History, needed_bytes: int) -> dict[str, Any]:
 
 
 def rows_beside(facts: dict[str, Any]) -> Rows:
-    """Return the keys that `beside` added to those of a plan, as (name, value) in words."""
+    """Return the keys of `beside` as (name, value) in words, from the facts of a plan that include these keys."""
     return _torch_rows(facts, facts["lower_bound_bytes"], facts["height_bytes"])
 
 

@@ -17,7 +17,7 @@ _FOLLOW_WINDOW = "addEventListener('resize', () => Plotly.relayout('{plot_id}', 
 def write_page(figure: Figure, path: str | Path) -> None:
     """Write the page: 5 to 8 MB, of which plotly's script is 4.8, or 20 MB for 300,000 rectangles.
 
-    It fills the window, whatever its size, and never scrolls.
+    The page fills the window, whatever the window's size, and never scrolls.
 
     Raises:
         MemplugError: plotly is not installed.

@@ -16,12 +16,12 @@ from memplug.show.raster import largest
 _WIDTH, _HEIGHT = 1650, 1045
 _SCALE = 1.2  # of letters and lines: plotly sizes them for a window
 _OUTLINED = 2_000  # at most so many rectangles get an outline
-_OUTLINED_PIXELS = 4  # the least shorter side with an outline, which would hide anything thinner
+_OUTLINED_PIXELS = 4  # a rectangle whose shorter side is less gets no outline, which would hide it
 _OR_THE_PAGE = "or write the page (--html), whose camera button saves a PNG without them"
 
 
 def write_picture(figure: Figure, path: str | Path) -> None:
-    """Write the picture; views that a page switches between are stacked, as many as the figure asks for.
+    """Write the picture; stack the views that a page switches between, as many as each panel says (`pictured`).
 
     Raises:
         MemplugError: plotly, kaleido or Chrome is not installed, or Chrome fails.
@@ -60,7 +60,7 @@ def write_picture(figure: Figure, path: str | Path) -> None:
 
 
 def _unfolded(column: Column) -> Column:
-    """Return the column with a panel of its own for each view of a panel that switches in a page."""
+    """Return the column with each view of a panel in a panel of its own."""
     return replace(column, panels=[each for panel in column.panels for each in _apart(panel, column.x)])
 
 

@@ -13,7 +13,7 @@ from memplug.show.techniques import in_place
 def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
     """Return the differences for `memplug diff --json`: stable keys, units in names.
 
-    Each technique compares its own parts.
+    Each technique compares its parts of the two plans.
     """
     facts: dict[str, Any] = {
         side: {"fingerprint_digest": plan.fingerprint.digest()} for side, plan in (("a", a), ("b", b))

@@ -1,7 +1,8 @@
-"""Rectangles as pixels, and the largest of them, for drawings with too many to draw each as a shape.
+"""Rectangles as pixels, and the largest rectangles, for drawings with too many to draw each as a shape.
 
-Thousands of requests share a pixel, and most live so briefly that they are narrower than one. The raster gives each at
-least one pixel and paints the longest-lived last, so short ones show only where no long one is.
+A rectangle is a request. Thousands share a pixel, and most live so briefly that they are narrower than a pixel. The
+raster gives each request at least one pixel and paints the longest-lived last, so short ones show only where no long
+one is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from memplug.figures.figure import Rectangles
 
 
 def raster(drawn: Rectangles, span: tuple[float, float], height_bytes: float, shape: tuple[int, int]) -> np.ndarray:
-    """Return the group + 1 that is visible in each pixel, or 0; there are at most 255 groups.
+    """Return the index of the group that is visible in each pixel, plus 1; 0: none. At most 255 groups fit.
 
     Args:
         drawn: The rectangles to paint.

@@ -1,9 +1,9 @@
 """A trace as a memory snapshot that pytorch.org/memory_viz and `torch/cuda/_memory_viz.py` open; needs no torch.
 
-A trace has sizes but no addresses, so each request is placed here: in the smallest gap that it fits into, one segment a
-stream, sizes rounded up to 512 bytes as on CUDA. Requests that are live together never overlap, but the addresses are
-not those of the recorded run: gaps between blocks in this file say nothing about that run. Sizes, order, and the frames
-of each block are the recording's.
+A trace has sizes but no addresses. So this module places each request in the smallest gap that it fits into, in one
+segment for each stream, with sizes rounded up to 512 bytes as on CUDA. Requests that are live together never overlap.
+But the addresses are not the recorded run's, and gaps between blocks in this file say nothing about that run. Sizes,
+order, and the frames of each block are the recording's.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from memplug.profile.allocator_history import ADDRESSES, MADE_UP
 from memplug.profile.trace import EventKind, Trace
 
 _ROUNDING_BYTES = 512
-# Drivers put device memory there; the stride leaves room for a segment each, and the numbers are exact in JavaScript's
-# doubles.
+# Drivers put device memory at such addresses. The stride leaves room for each stream's segment, and the numbers are
+# exact in JavaScript's doubles.
 _FIRST_ADDRESS, _SEGMENT_STRIDE = 0x7000_0000_0000, 1 << 46
 # memory_viz (November 2026) stops with an error if allocations have categories and none of them is this one.
 _NO_CATEGORY = "unknown"
@@ -40,9 +40,9 @@ def write_snapshot(trace: Trace, path: str | Path) -> None:
 def snapshot(trace: Trace) -> dict[str, Any]:
     """Return what `torch.cuda.memory._snapshot()` would return for this recording: only dicts, lists, str and int.
 
-    Each allocation has three frames, innermost first: operator, layer and phase, with their running numbers as lines;
-    its category is the kind of its phase. Memory in use before the recording is one block in the first segment, and one
-    more for each free of such memory whose size is known.
+    Each allocation has three frames, innermost first: operator, layer and phase, with their running numbers as lines.
+    Its category is the kind of its phase. Memory in use before the recording is in the first segment: one block for
+    each free whose size is known, and one block for the rest.
     """
     return _Writer(trace).snapshot()
 
@@ -101,7 +101,7 @@ class _Writer:
             return [{"action": "alloc", "addr": address, "size": nbytes, "category": category, **entry}]
         address = self.earlier.get(event) if request < 0 else self.address_of.pop(request)
         if address is None:
-            return []  # from before the recording, of unknown size
+            return []  # of a block from before the recording, of unknown size
         stream, block = self.live.pop(address)
         self.spaces[stream].release(address, block["size"])
         freed = {"addr": address, "size": block["requested_size"], **entry, "stream": stream}
@@ -141,7 +141,7 @@ class _Writer:
 
 
 class _Space:
-    """A range of addresses, parts of which are in use; `size` bytes from its start on have been used."""
+    """A range of addresses, parts of which are in use; `size` bytes from the start on have been in use at some time."""
 
     def __init__(self, start: int) -> None:
         self.start, self.size = start, 0

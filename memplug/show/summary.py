@@ -17,7 +17,7 @@ _OPERATORS_AT_MOST = 10
 
 
 def summary(trace: Trace) -> dict[str, Any]:
-    """Return a trace's facts for `memplug show --json`: stable keys, units in names, None for what it does not know.
+    """Return a trace's facts for `memplug show --json`: stable keys, units in names, None for what is unknown.
 
     Bytes are as requested, unrounded. `peak_bytes` is the largest memory in use, including what was in use before the
     recording, when the recorded requests are replayed; `allocator_peak_bytes` is the allocator's own counter.
@@ -85,7 +85,7 @@ def _held(trace: Trace, event: int, column: str) -> dict[str, int]:
     live = requests[(requests["malloc_event"] <= event) & (still_live(requests) | (requests["free_event"] > event))]
     held = bytes_by(column, trace, live[f"malloc_{column}"], live["nbytes"])
     in_use = int(trace.live_bytes[event]) if event >= 0 else trace.base_bytes
-    # The rest is from before the recording. It cannot be summed directly: a free does not always know its size.
+    # The rest is from before the recording. It cannot be summed directly: not every free has its size.
     held[BEFORE] += in_use - sum(held.values())
     return {name: nbytes for name, nbytes in held.most_common() if nbytes}
 

@@ -18,14 +18,14 @@ class Timeline:
 
     clock: str  # its unit: "operator", or "request event" for a trace without operators
     length: int
-    # float64[samples], strictly rising from 0 to `length`; events of one operator are spread evenly between it and the
-    # next.
+    # float64[samples], strictly rising from 0 to `length`; the events of an operator are spread evenly between this
+    # operator and the next.
     at: np.ndarray
     event: np.ndarray  # int64[samples], the last event that happened; -1: none yet
     phases: Grouping
     layers: Grouping
-    bytes_by_phase: np.ndarray  # int64[groups, samples], held from that place on by the groups of `phases`
-    bytes_by_layer: np.ndarray  # the same for `layers`; each of both adds up to the memory in use
+    bytes_by_phase: np.ndarray  # int64[groups, samples], in use from that place on, by the groups of `phases`
+    bytes_by_layer: np.ndarray  # the same for `layers`; each of the two arrays adds up to the memory in use
     phase_runs: Stretches
     layer_runs: Stretches
     step_starts: tuple[int, ...]  # places on the clock
@@ -44,9 +44,9 @@ class Timeline:
 def timeline(trace: Trace, bins: int = 800) -> Timeline:
     """Sample a trace without losing a maximum.
 
-    The clock is cut into `bins` equal parts, and of each part the first, smallest, largest and last memory in use is
-    kept (M4, Jugel et al., VLDB 2014): drawn over at most `bins` pixels, a line through these samples equals the line
-    through all events. The peak is exact.
+    The samples are the first, smallest, largest and last memory in use in each of `bins` equal parts of the clock (M4,
+    Jugel et al., VLDB 2014). Drawn over at most `bins` pixels, a line through these samples equals the line through all
+    events. The peak is exact.
     """
     clock, length, places = _clock(trace)
     event = np.concatenate([[-1], m4(trace.live_bytes, places, length, bins), [len(places) - 1]])
@@ -75,10 +75,10 @@ def timeline(trace: Trace, bins: int = 800) -> Timeline:
 
 
 def owners(trace: Trace) -> np.ndarray:
-    """Return, for each event, the event that requested the memory which it requests or frees.
+    """Return the malloc of each event's memory: for a free its malloc, for a malloc itself.
 
     Returns:
-        int64[events]; -1: requested before the recording.
+        int64[events], index of the malloc; -1: it was before the recording.
     """
     owner = np.arange(len(trace.events))
     freed = trace.requests[~still_live(trace.requests)]

@@ -26,7 +26,7 @@ class Process:
         number: From 1 on: Perfetto takes process 0 and thread 0 for the kernel's idle task.
         name: The heading.
         tracks: From top to bottom, each with its bars in order of time.
-        counters: For each, its samples in order of time: microseconds, and values by name.
+        counters: By name, each with its samples in order of time: microseconds, and values by name.
     """
 
     number: int

@@ -10,7 +10,7 @@ from memplug.show.words import heading, moment, sampling
 from memplug.words import size
 
 _BOUNDARIES_AT_MOST = 80  # phase boundaries; more would not look like lines
-_ROOM = 1.16  # height of the axis over the peak, with space for its label
+_ROOM = 1.16  # height of the axis, as a multiple of the peak: leaves space for the peak's label
 
 
 def trace_figure(trace: Trace, bins: int = 800) -> Figure:

@@ -14,7 +14,7 @@ from memplug.words import count
 
 @dataclass(frozen=True, slots=True)
 class TraceMoment:
-    """The place of an event in a trace; a field is None if the trace does not say, all before its first event."""
+    """The place of an event in a trace; a field is None if unknown. Before the first event all fields are None."""
 
     step: int | None = None  # running number; also None if there is only one
     event: int | None = None  # row of Trace.events
@@ -35,7 +35,7 @@ class TraceMoment:
 
 
 def moment(trace: Trace, event: int) -> TraceMoment:
-    """Return what ran when an event happened; `event` -1 stands for the time before the first."""
+    """Return what ran when an event happened; `event` -1 stands for the time before the first event."""
     if event < 0:
         return TraceMoment()
     row = trace.events[event]

@@ -4,12 +4,12 @@
 // Device memory belongs to a stream, its owner. Three rules make every reuse of memory safe by the order of events
 // alone (each `Wait` names its case):
 //   1. Device memory is released, or written in place, only after its owner has waited for the copy out that reads it.
-//   2. A copy in starts only after the work queued on the owner so far: earlier users of the new device memory are
-//      done, and so, by rule 1, is the copy out that filled the slot.
+//   2. A copy in starts only after the work queued on the owner so far. So earlier uses of the new device memory are
+//      done, and by rule 1 also the copy out that filled the slot.
 //   3. A slot returns to its store only after the owner has waited for every copy in that reads it, and a copy out
 //      starts only after the work queued so far on all `users()`.
 //
-// Guarded by its owner's lock: Python's, or `swap_mutex`.
+// An instance is guarded by the lock of the technique that made it: Python's, or `swap_mutex`.
 #pragma once
 
 #include <deque>
@@ -50,7 +50,7 @@ class Copies {
     return streams_->number_among(users_, stream);
   }
 
-  // Reserves space in the store; empty if there is none, which is counted.
+  // Reserves space in the store. If there is none, counts the refusal and returns empty.
   std::optional<Slot> take(int64_t nbytes);
   void give(const Slot& slot) {
     store_->give(slot);
@@ -64,7 +64,7 @@ class Copies {
   // end.
   EventRef prefetch(const at::Tensor& rows, const Slot& slot, const StreamRef& owner);
 
-  // Makes later copies in start after the work queued so far on that stream too.
+  // Makes later copies in start after the work queued so far on this stream too.
   void prefetch_after(const StreamRef& stream);
 
   // Makes a stream of operators wait for a copy.
@@ -72,18 +72,17 @@ class Copies {
     times.around(*streams_, stream, [&] { streams_->wait(stream, event, why); });
   }
 
-  // Makes the owner wait, and also the current stream of operators if it is another.
+  // Makes the owner wait for a copy, and also the current stream of operators if that is another.
   void wait_on_its_streams(const StreamRef& owner, const EventRef& event, Wait why);
 
-  // Leaves memory to `drain`, which releases it once the owner has waited for the copy in that writes to it, or for the
-  // copy out that reads it. The copy's data is not needed, but the memory must not return to the system while a copy
-  // uses it.
+  // Leaves memory whose data is no longer needed to `drain`. A copy may still use the memory, so `drain` makes the
+  // owner wait for its copies before it releases the memory.
   void abandon(Abandoned abandoned) {
     abandoned_.push_back(std::move(abandoned));
   }
   void drain();
 
-  // Called before the store is destroyed: from then on no slot returns to it.
+  // Called before the store is destroyed: from then on no slot returns to the store.
   void close() {
     drain();
     closed_ = true;

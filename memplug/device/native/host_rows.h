@@ -15,14 +15,15 @@ namespace memplug {
 
 constexpr int64_t kRowAlignment = 512; // bytes; memplug/sizes.py has it for Python
 
-// Takes the first hole that fits, in the order of slabs and offsets. Released neighbours merge, so that a run with many
-// sequence lengths does not grow without bound (ProTrain, appendix B.2). Guarded by its owner's lock (copies.h).
+// Takes the first hole that fits, in the order of slabs and offsets. Neighbouring holes merge, so that a run with many
+// sequence lengths does not grow without bound (ProTrain, appendix B.2). Guarded by the lock that guards its `Copies`
+// (copies.h).
 class HostRows final : public RowStore {
  public:
   // `grow(nbytes)` adds a slab with space for so many bytes, or returns false.
   explicit HostRows(std::function<bool(int64_t)> grow) : grow_(std::move(grow)) {}
 
-  // Empty if there is no space and no slab could be added.
+  // Returns empty if there is no space and no slab could be added.
   std::optional<Slot> take(int64_t nbytes) override;
   void give(const Slot& slot) override;
 
@@ -41,7 +42,7 @@ class HostRows final : public RowStore {
   }
 
   int64_t used_bytes = 0;
-  int64_t peak_bytes = 0, recent_peak_bytes = 0; // `recent_peak_bytes`: since it was last set
+  int64_t peak_bytes = 0, recent_peak_bytes = 0; // `recent_peak_bytes`: since Python last set it
 
  private:
   struct Slab {

@@ -1,4 +1,4 @@
-// Interface of a store for rows that are away from the device: pinned host memory (host_rows.h) or another.
+// Interface of a store for rows that are away from the device, such as pinned host memory (host_rows.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,14 +20,14 @@ class RowStore {
  public:
   virtual ~RowStore() = default;
 
-  // Reserves space; empty if there is none.
+  // Reserves space; returns empty if there is none.
   virtual std::optional<Slot> take(int64_t nbytes) = 0;
 
   // Releases a slot. The caller has ordered every copy of the slot before the next use of its bytes.
   virtual void give(const Slot& slot) = 0;
 
-  // Queue a copy of device rows to a slot of their size, and one back to rows of the same shape, strides and dtype.
-  // Each is done before work that is queued on the stream later.
+  // Queue a copy of device rows to a slot of their size, and a copy back to rows of the same shape, strides and dtype.
+  // Each copy is done before work that is queued on the stream later.
   virtual void copy_out(Streams& streams, const StreamRef& stream, const Slot& slot, const at::Tensor& rows) = 0;
   virtual void copy_in(Streams& streams, const StreamRef& stream, const at::Tensor& rows, const Slot& slot) = 0;
 };

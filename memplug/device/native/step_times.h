@@ -13,7 +13,7 @@ namespace memplug {
 
 class StepTimes {
  public:
-  // Starts to measure waits, or operators too; with neither it stops, and keeps the measurements.
+  // Starts to measure waits, or waits and operators; with neither, stops and keeps the measurements.
   void measure(bool waits, bool operators) {
     if (waits || operators) {
       waits_.clear();
@@ -62,8 +62,8 @@ class StepTimes {
     return all;
   }
 
-  // Returns the seconds of each operator of the program, from its beginning to that of the next one, without waits, and
-  // at the end the seconds of the work after the last operator; empty if the device is not done.
+  // Returns the seconds of each operator of the program, from its beginning to the next one's, without waits. The last
+  // entry is the seconds of the work after the last operator. Returns empty if the device is not done.
   std::optional<std::vector<double>> operators_s(Streams& streams) const {
     if (!began_.empty() && ended_ == nullptr) {
       return std::nullopt;
@@ -103,7 +103,7 @@ class StepTimes {
   };
   struct Waited {
     EventRef begin, end;
-    size_t marks; // operators that had begun before it
+    size_t marks; // length of `began_` when the wait began
   };
 
   bool measures_waits_ = false, measures_operators_ = false;

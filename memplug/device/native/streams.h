@@ -1,4 +1,4 @@
-// Streams and events of one device, and the copies and memory that are ordered by them.
+// Streams and events of one device, and the copies and memory that they order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,7 +23,8 @@ enum class Wait : uint8_t {
   USE_FOR_COMPUTE, // an operator reads memory of another stream once that stream has written it
 };
 
-// A stream and an event of a device. On the CPU, which runs everything in program order, both are null.
+// A stream and an event of a device. The CPU runs everything in program order: its streams, and events without a time,
+// are null.
 using StreamRef = std::shared_ptr<void>;
 using EventRef = std::shared_ptr<void>;
 
@@ -44,7 +45,7 @@ class Streams {
 
   virtual bool same(const StreamRef& one, const StreamRef& other) = 0;
 
-  // Returns the stream's index in `known`, which it is appended to if it is new.
+  // Returns the stream's index in `known`; appends the stream if it is new.
   size_t number_among(std::vector<StreamRef>& known, const StreamRef& stream) {
     // not a range loop: a device in Python may let another thread add a stream
     for (size_t i = 0; i < known.size(); ++i) {
@@ -59,8 +60,8 @@ class Streams {
   // Returns an event that completes when the work queued on the stream so far is done.
   virtual EventRef record(const StreamRef& stream) = 0;
 
-  // Returns such an event with a time. `seconds_between` returns the seconds from one to a later one; empty if they
-  // have not completed or the device has no times.
+  // Returns an event as `record` does, with a time. `seconds_between` returns the seconds from one such event to a
+  // later one; empty if one has not completed or the device has no times.
   virtual EventRef mark(const StreamRef& stream) {
     return record(stream);
   }
@@ -71,7 +72,7 @@ class Streams {
   // Makes work that is queued on the stream from now on start after the event.
   virtual void wait(const StreamRef& stream, const EventRef& event, Wait why) = 0;
 
-  // Returns whether all work is done at once; then the program waits for the copies themselves, not for events.
+  // Returns whether the device runs all work at once: then the program waits for the copies themselves, not for events.
   virtual bool is_immediate() {
     return false;
   }
@@ -88,8 +89,8 @@ class Streams {
   virtual at::Tensor empty(
       const StreamRef& stream, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype) = 0;
 
-  // Delays the reuse of memory, perhaps another stream's, until the work queued on this stream when the memory is freed
-  // is done.
+  // Notes that this stream uses memory, which may belong to another stream. Once freed, the memory is reused only when
+  // the work queued on this stream until then is done.
   virtual void use_on(const StreamRef&, const c10::DataPtr&) {}
   void use_on(const StreamRef& stream, const at::Tensor& tensor) {
     if (tensor.has_storage()) {
@@ -100,12 +101,12 @@ class Streams {
   // Returns uninitialised device memory of so many bytes that belongs to the stream.
   virtual c10::DataPtr allocate(const StreamRef& stream, int64_t nbytes);
 
-  // Returns 1-D uint8 host memory, pinned if the device can, and never from the training allocator. Throws if there is
-  // none.
+  // Returns 1-D uint8 host memory, pinned if the device can pin, and never from the training allocator. Throws if there
+  // is none.
   virtual at::Tensor host_memory(int64_t nbytes);
 
-  // Called after the host has run a region's forward of so many operators, and before it restores a saved tensor for a
-  // backward: on a device that keeps the host's clock, time advances.
+  // Advance the host's clock on a device that keeps one (`HostClock`). `spend_forward` is called after a region's
+  // forward, with the number of its operators; `spend_backward` before a saved tensor is restored for a backward.
   virtual void spend_forward(int64_t) {}
   virtual void spend_backward() {}
 };

@@ -13,7 +13,7 @@ namespace {
 constexpr size_t NEEDS = 3;
 
 struct Bus {
-  std::mutex mutex; // guards all but the atomics; under it only torch's locks are taken
+  std::mutex mutex; // guards all but the atomics; its holder takes no other locks than torch's
   std::array<std::atomic<const Watcher*>, WATCHERS> watchers{};
   std::array<int, WATCHERS> watching{}; // living `Watching` instances that were not silenced
   std::array<int, WATCHERS> silenced{}; // how often each place was silenced
@@ -82,7 +82,7 @@ template <Need NEED>
 void end_call(const at::RecordFunction& function, at::ObserverContext*) {
   auto& all = told[static_cast<size_t>(NEED)];
   if (all.empty()) {
-    return; // it began on another thread
+    return; // the operator began on another thread
   }
   const Told now = all.back();
   all.pop_back();

@@ -11,7 +11,7 @@
 
 namespace memplug {
 
-// What a watcher is notified of: beginnings; also ends; also the tensors, which are most of the cost.
+// A watcher is notified of operators' beginnings, also of their ends, or also of their tensors, which cost the most.
 enum class Need : uint8_t { BEGINNINGS, ENDS, TENSORS };
 
 // An operator of the calling thread, at its beginning or its end.
@@ -22,7 +22,7 @@ class OperatorCall {
   explicit OperatorCall(const at::RecordFunction& function, int32_t number = UNKNOWN)
       : function(function), number_(number) {}
 
-  // Returns its number (operator_names.h), looked up once for all watchers.
+  // Returns the operator's number (operator_names.h), looked up once for all watchers.
   int32_t number() {
     return number_ != UNKNOWN ? number_ : number_ = number_of(function);
   }
@@ -36,10 +36,10 @@ class OperatorCall {
   int32_t number_;
 };
 
-// Must never be destroyed. Torch logs what a watcher throws; the other watchers are still notified.
+// A watcher must never be destroyed. Torch logs what a watcher throws; the other watchers are still notified.
 struct Watcher {
   Need need;
-  // returns whether `end` is called for this operator, even if the watcher is removed before
+  // returns whether to call `end` for this operator; `end` is called even if the watcher has been removed meanwhile
   bool (*begin)(OperatorCall& call);
   void (*end)(OperatorCall& call) = nullptr;
 };
@@ -47,14 +47,14 @@ struct Watcher {
 // Watchers with the same need are called in this order, at beginnings and at ends.
 enum Order : size_t { RECORDS, STORAGES, FORWARDS, WATCHERS };
 
-// Sets the watcher at that place of the order, from its next operator on; null removes it.
+// Sets the watcher at a place of the order, from the next operator on; null removes the one that is there.
 void set_watcher(Order order, const Watcher* watcher);
 
-// Removes the watcher in the child of a fork, which must not take torch's locks: torch's callback stays, and notifies
-// no watcher.
+// Removes the watcher in the child of a fork. The child must not take torch's locks, so torch's callback stays; it
+// notifies no watcher.
 void silence(Order order);
 
-// Keeps a watcher set while at least one instance for that order lives.
+// Keeps a watcher set while at least one instance for its place of the order lives.
 class Watching {
  public:
   Watching(Order order, const Watcher& watcher);
@@ -64,13 +64,13 @@ class Watching {
 
  private:
   const Order order_;
-  int silenced_; // how often its place had been silenced when it began
+  int silenced_; // how often the place had been silenced when this instance was made
 };
 
 void lock_bus_for_fork();
 void unlock_bus_after_fork();
 
-// While one lives, operators of the calling thread belong to no forward.
+// While an instance lives, operators of the calling thread belong to no forward.
 class Pause {
  public:
   Pause() {
@@ -84,7 +84,7 @@ class Pause {
 
   static void begin();
   static void end();
-  static int depth(); // returns how many live
+  static int depth(); // returns how many instances live on the calling thread
 };
 
 } // namespace memplug

@@ -13,7 +13,7 @@
 namespace memplug {
 namespace {
 
-// Nodes that the same thread makes from this sequence number on belong to this place.
+// The place of the nodes that a thread makes from this sequence number on.
 struct NodeMark {
   uint64_t sequence;
   int32_t micro_batch;
@@ -32,22 +32,22 @@ Forwards& forwards() {
 
 // State of the calling thread, in one block because each access to thread-local memory is a call.
 struct Thread {
-  uint64_t owned = 0; // the ownership that this thread took last
+  uint64_t owned = 0; // value of `ownership` when this thread last became the training thread
   int32_t suspensions = 0;
-  int32_t frameworks = 0; // begun and not ended
+  int32_t frameworks = 0; // calls of `begin_framework` not yet ended
   uint64_t suspended_nodes = 0; // made while suspended
-  uint64_t suspended_at = 0;
+  uint64_t suspended_at = 0; // nodes made before the suspension
   int32_t number = 0;
   Place explicit_place;
   int32_t last_forward = -1;
   Place last_backward;
   uint64_t last_node[2] = {0, 0}; // thread and sequence number of the node that `last_backward` was found for
-  Place outside_of_backward; // place of nodes that are made outside of backwards,
-  bool made_in_backward = false; // and whether nodes were made in a backward since it was set
+  Place outside_of_backward; // place of nodes that are made outside of backwards
+  bool made_in_backward = false; // whether a backward has set another place for nodes since
 };
 
 thread_local Thread this_thread;
-std::atomic<uint64_t> ownership{0}; // a counter, so that a former owner does not stay one
+std::atomic<uint64_t> ownership{0}; // counts calls of `own_thread`: the thread that made the last one trains
 std::atomic<int32_t> other_threads{0};
 
 bool in_backward() {
@@ -60,7 +60,7 @@ void mark(Place place) {
   auto& marks = known.of_thread[at::RecordFunction::currentThreadId()];
   const uint64_t sequence = nodes_made();
   if (!marks.empty() && marks.back().sequence == sequence) {
-    marks.pop_back(); // no node was made at that place
+    marks.pop_back(); // no node was made at the last place
   }
   if (!marks.empty() && marks.back().micro_batch == place.micro_batch && marks.back().layer == place.layer) {
     return;
@@ -68,7 +68,7 @@ void mark(Place place) {
   marks.push_back({sequence, place.micro_batch, place.layer});
 }
 
-// Assigns the nodes that the calling thread makes from now on to `place`; in a backward, only until it ends.
+// Assigns the nodes that the calling thread makes from now on to `place`; in a backward, only until the backward ends.
 void mark(Thread& thread, Place place) {
   if (in_backward()) {
     thread.made_in_backward = true;

@@ -1,4 +1,4 @@
-// Tracks which thread trains, the pass and layer that it is in, and how far the program has come.
+// Tracks which thread trains, and the pass, micro-batch and layer that a thread is in (its place).
 #pragma once
 
 #include <c10/core/GradMode.h>
@@ -22,21 +22,23 @@ struct Place {
 // Makes the calling thread the training thread, and forgets earlier forwards.
 void own_thread();
 
-// Returns whether the calling thread trains: it is the owner, or one of autograd's threads during a backward.
+// Returns whether the calling thread trains: it is the training thread (`own_thread`), or a thread of autograd's during
+// a backward.
 bool trains();
 
-// Returns whether the calling thread runs part of the program: an unsuspended forward with gradients, or backward. Code
-// without gradients (a validation, generation, the optimizer, the inside of an autograd function's forward) is not part
-// of it: it may run in any step, and none of its memory lives until a backward.
+// Returns whether the calling thread runs part of the program: a forward with gradients, or a backward, outside of
+// memplug's own code (`suspend`). Code without gradients (a validation, generation, the optimizer, the inside of an
+// autograd function's forward) is no part of the program: it may run in any step, and none of its memory lives until a
+// backward.
 bool in_program();
 
-// Returns whether the calling thread runs the model's part of the program, by which steps are compared. Not included:
-// work of a framework (`begin_framework`); gradient accumulation and the hooks behind it that reduce or partition
-// gradients; and anything after the last node of a backward. The amount of such work depends on ranks and buckets, and
-// on which parameters are still gathered when backward reaches a module.
+// Returns whether the calling thread runs the model's part of the program; steps are compared by this part. It does not
+// include a framework's work (`begin_framework`), gradient accumulation and the hooks behind it that reduce or
+// partition gradients, or anything after the last node of a backward. The amount of such work depends on ranks and
+// buckets, and on which parameters are still gathered when backward reaches a module.
 bool in_model();
 
-// Marks operators of the calling thread in between as a framework's, whose hooks gather and release parameters.
+// Marks the calling thread's operators between these two calls as a framework's, such as those that gather parameters.
 void begin_framework();
 void end_framework();
 
@@ -53,8 +55,8 @@ int32_t thread_number();
 // found by the node's sequence number, so that no hook has to run in backward.
 Place here();
 
-// Enters a forward, a forward without gradients, a layer or the optimizer on the calling thread, and returns its former
-// place, for `leave`.
+// Enters a forward, a forward without gradients, a layer or the optimizer on the calling thread, and returns the
+// thread's former place, for `leave`.
 Place enter_forward(int32_t micro_batch);
 Place enter_no_grad();
 Place enter_layer(int32_t layer);
@@ -64,19 +66,19 @@ void leave(Place former);
 // Returns the micro-batch that the calling thread entered last; -1: none since `forget`.
 int32_t last_forward();
 
-// Between steps: resets the calling thread's place, and forgets all forwards.
+// Resets the calling thread's place, and forgets all forwards; called between steps.
 void forget();
 
-// Marks operators of the calling thread in between as memplug's own, which are not part of the program.
+// Marks the calling thread's operators between these two calls as memplug's own; they are no part of the program.
 void suspend();
 void resume();
 struct Suspension {
   Suspension() {
     suspend();
-    // the program's inference mode is left, so that memplug's tensors have versions
+    // leave the program's inference mode, so that memplug's tensors have version counters
     if (c10::InferenceMode::is_enabled()) {
       normal_.emplace(false);
-      c10::GradMode::set_enabled(false); // leaving inference mode turned it on
+      c10::GradMode::set_enabled(false); // leaving inference mode enabled gradients
     }
   }
   ~Suspension() {
@@ -87,8 +89,8 @@ struct Suspension {
   std::optional<c10::InferenceMode> normal_;
 };
 
-// Returns how many autograd nodes the program has made on the calling thread since it started: a summary of a step's
-// forwards that costs nothing to keep.
+// Returns how many autograd nodes the program has made on the calling thread since the thread started. The number that
+// a step adds summarises its forwards, and costs nothing to keep.
 uint64_t nodes();
 
 void lock_places_for_fork();

@@ -1,4 +1,5 @@
-// The allocator in front of the CPU's, with which a machine without a GPU records and serves by the same code as a GPU.
+// The allocator in front of the CPU's. With it a machine without a GPU records and serves requests by the same code as
+// a machine with one.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -50,7 +51,7 @@ class Limited {
     sizes_[block] = nbytes;
   }
 
-  // Adds a block from before the limit, with its bytes.
+  // Adds a block that was allocated before the limit was set, with its bytes.
   void add_former(void* block, int64_t nbytes) {
     const std::lock_guard<std::mutex> lock(mutex);
     sizes_[block] = nbytes;
@@ -58,7 +59,7 @@ class Limited {
     bytes_.peak = std::max(bytes_.peak, bytes_.in_use);
   }
 
-  // Removes a block and returns its bytes; 0: it was not counted.
+  // Removes a block and returns its bytes; 0: the block was not counted.
   int64_t remove(void* block) {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto found = sizes_.find(block);
@@ -104,8 +105,9 @@ void free_any(void* pointer) {
 
 class DelegatingAllocator final : public c10::Allocator {
  public:
-  // Returns a block of the server if it serves the request. Otherwise a native block: if it is recorded, with a deleter
-  // that reports its free, also after the recording; any other is untouched.
+  // Returns a block of the server if it serves the request, otherwise a native block. A native block that is recorded,
+  // or counted under a limit, gets a deleter that reports its free, also after the recording. Other native blocks stay
+  // untouched.
   c10::DataPtr allocate(size_t nbytes) override {
     return watched(nbytes, [] { return nullptr; }, [nbytes] { return serve(nbytes); });
   }

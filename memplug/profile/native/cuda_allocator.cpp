@@ -2,8 +2,8 @@
 //
 // A wrapper would need a deleter of its own on recorded blocks to see their frees, and the native allocator's
 // `recordStream` silently ignores blocks with a foreign deleter. So nothing is wrapped: blocks, statistics, snapshots,
-// streams and pools stay native. torch cannot remove a trace tracker: it is attached once, and returns at once while
-// requests are neither recorded nor counted.
+// streams and pools stay native. torch cannot remove a trace tracker. So memplug's is attached once, and returns at
+// once while requests are neither recorded nor counted.
 #ifdef MEMPLUG_CUDA
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -21,8 +21,8 @@ namespace {
 
 using c10::cuda::CUDACachingAllocator::TraceEntry;
 
-std::atomic<int> recorded{-1}; // index of the device whose requests are recorded,
-std::atomic<int> counted{-1}; // and of the device whose bytes in use are counted
+std::atomic<int> recorded{-1}; // index of the device whose requests are recorded; -1: none
+std::atomic<int> counted{-1}; // index of the device whose bytes in use are counted; -1: none
 thread_local int unheard = 0;
 
 // Bytes in use of one kind: the allocator's and the arena's together.

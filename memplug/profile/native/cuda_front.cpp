@@ -1,5 +1,5 @@
 // The allocator in front of CUDA's: it returns the server's blocks (server.h) if the server serves, otherwise the
-// native allocator's, untouched. It hands on every call but those that it changes. If the installed version of torch
+// native allocator's, untouched. It overrides some calls, and hands all others on. If the installed version of torch
 // has a call that hands_on.h does not know, nothing is served, but the recorder still works.
 #include "cuda_memory.h"
 
@@ -30,8 +30,8 @@ namespace {
 using Native = caching::CUDAAllocator;
 using DeviceStats = decltype(std::declval<Native&>().getDeviceStats(0));
 
-// Counts the served bytes instead of the reserved memory that they come from. The peak is that of native and served
-// bytes together.
+// Counts the bytes of served blocks instead of the reserved memory that they lie in. The peak is that of native and
+// served bytes together.
 void count_served(DeviceStats& stats, const Server::Bytes& served, const DeviceBytes& peak) {
   const auto count = [&](auto& stat, int64_t live, int64_t most) {
     stat.current += live - served.reserved;
@@ -54,7 +54,7 @@ class InFront final : public HandsOn<Base> {
   }
 
   void* raw_alloc(size_t nbytes) override {
-    // never the server's: a native `raw_delete` may free it
+    // never a block of the server's: a native `raw_delete` may free it
     return with_relief(nbytes, [&] { return this->native_->raw_alloc(nbytes); });
   }
   void* raw_alloc_with_stream(size_t nbytes, cudaStream_t stream) override {
@@ -96,7 +96,7 @@ class InFront final : public HandsOn<Base> {
   }
   void endAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool) override {
     this->native_->endAllocateToPool(device, pool);
-    if (device == device_ && pools_ > 0) { // one may have begun before memplug stood here
+    if (device == device_ && pools_ > 0) { // a pool may have begun before this allocator stood in front
       --pools_;
     }
   }
@@ -148,7 +148,7 @@ Native* native_allocator = nullptr;
 Native* standing = nullptr;
 int standing_device = 0, used_by = 0; // a bit for each `User`
 std::atomic<int> reserved_parts{0};
-std::atomic<bool> leaves{false}; // it is removed once nothing is reserved
+std::atomic<bool> leaves{false}; // `standing` is removed once the arena has no reserved memory
 
 bool swap(Native* expected, Native* wanted) {
   Native* current = expected;
@@ -188,7 +188,7 @@ void stand_before_cuda(User user, bool wanted) {
 void note_arena_memory(int parts) {
   reserved_parts = parts;
   if (parts == 0 && leaves.exchange(false)) {
-    // leaves an allocator alone that another library has put in front of this one since
+    // does nothing if another library has put an allocator in front of this one since
     (void)swap(standing, native_allocator);
   }
 }

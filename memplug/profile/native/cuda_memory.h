@@ -1,4 +1,4 @@
-// Bytes in use of the CUDA allocator, counted by its own trace, and together with the arena's.
+// Counts the CUDA allocator's bytes in use by the allocator's own trace, and adds the arena's.
 #pragma once
 
 #ifdef MEMPLUG_CUDA
@@ -25,28 +25,29 @@ struct DeviceBytes {
   int64_t allocated; // rounded up
 };
 
-// Starts counting from the allocator's current bytes in use and its peak so far, both without the arena's.
+// Starts counting from the allocator's current bytes in use and its peak so far, both without the arena's bytes.
 void begin_device_peak(int device, DeviceBytes in_use, DeviceBytes peak);
 
-// Returns the peak of the allocator's blocks and the arena's together since the last reset.
+// Returns the peak of the allocator's and the arena's bytes together since the last reset.
 DeviceBytes device_peak();
 void reset_device_peak();
 
 // Reports the arena's bytes in use, as requested and rounded up.
 void note_arena_use(int64_t live_bytes, int64_t live_size);
 
-// While one lives, requests of the calling thread are not recorded.
+// While an instance lives, requests of the calling thread are neither recorded nor counted.
 struct Unheard {
   Unheard();
   ~Unheard();
 };
 
-// Makes the allocator that stands in front of the device's, without installing it; throws if this version of torch has
-// calls that are not known. `stand_before_cuda` installs it and removes it. Without a user it stays until no arena has
-// memory any more, because `record_stream` of arena blocks must not reach the native allocator, which would ignore it.
+// Makes the allocator that stands in front of the device's, without installing it. Throws if this version of torch has
+// calls that hands_on.h does not know.
 void prepare_cuda_allocator(int device);
+// Installs that allocator for a user, or ends the user's use. After the last use ends, it stays until the arena has no
+// memory: `record_stream` of an arena's block must not reach the native allocator, which would ignore it.
 void stand_before_cuda(User user, bool on);
-void note_arena_memory(int parts); // number of pieces that are reserved now
+void note_arena_memory(int parts); // number of pieces of memory that the arena has reserved now
 c10::cuda::CUDACachingAllocator::CUDAAllocator& native_cuda_allocator();
 
 } // namespace memplug

@@ -1,8 +1,9 @@
 // A CUDA allocator that hands every call on to another one.
 //
 // Versions of torch differ in their calls. Calls that some versions lack are declared here without `override`, and
-// handed on if the installed version has them. If it has a call that this file does not know, the class stays abstract,
-// or, if the base class answers the call, memplug/native/cuda_calls.py finds it.
+// handed on if the installed version has them. The installed version may have a call that this file does not know. If
+// the call is pure virtual, the class stays abstract. If the base class answers it, memplug/native/cuda_calls.py finds
+// the call.
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -60,7 +61,7 @@ class HandsOn : public Base {
   explicit HandsOn(Base* native) : native_(native) {}
 
   c10::DeleterFnPtr raw_deleter() const override {
-    return native_->raw_deleter(); // graphs recognise their blocks by it
+    return native_->raw_deleter(); // CUDA graphs recognise their blocks by this deleter
   }
   bool is_simple_data_ptr(const c10::DataPtr& block) const override {
     return native_->is_simple_data_ptr(block);

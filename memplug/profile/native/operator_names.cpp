@@ -13,8 +13,8 @@ constexpr size_t NAMES = 1 << 13; // capacity of the table; torch has some 3,000
 
 constexpr int32_t UNNAMED = 0; // number of the operators that do not fit into the table
 
-// Numbers by the address of an operator's name, which its schema owns: known ones are found without locks or
-// allocation.
+// Numbers of operators by the address of the name, which the operator's schema owns. A known number is found without
+// locks or allocation.
 class Names {
  public:
   int32_t number(const at::RecordFunction& function) {

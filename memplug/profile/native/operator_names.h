@@ -9,8 +9,9 @@
 
 namespace memplug {
 
+// A label instead of an operator, such as autograd's engine puts around a node.
+constexpr int32_t NOT_AN_OPERATOR = -1;
 // Returns the operator's number, usually without a lock.
-constexpr int32_t NOT_AN_OPERATOR = -1; // a label, such as those that autograd's engine puts around a node
 int32_t number_of(const at::RecordFunction& function);
 
 // Returns the names of all numbered operators, by number.

@@ -1,5 +1,5 @@
-// The allocator in front of that of a device which torch knows only by its type. Native blocks keep their context and
-// get a deleter that reports their free.
+// The allocator in front of the native one of a device that torch knows only by its type (PrivateUse1). Native blocks
+// keep their context and get a deleter that reports their free.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/flat_hash_map.h>
 
@@ -21,7 +21,7 @@ c10::Allocator* native_other = nullptr;
 c10::DeleterFnPtr native_other_deleter = nullptr;
 int other_wanted_by = 0; // a bit for each `User`
 
-// Bytes, as requested, of blocks whose free is reported.
+// Requested bytes of the blocks whose free is reported.
 class Sizes {
  public:
   void add(void* block, int64_t nbytes) {

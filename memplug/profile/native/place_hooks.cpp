@@ -17,15 +17,16 @@ namespace {
 
 constexpr int32_t IN_MODEL = -1, IN_OPTIMIZER = -2, IN_ENGINE_STEP = -3; // beside the indices of layers
 
-// The forwards, layers, optimizer and engine step that the training thread is in, outermost first, each with the place
-// before it.
+// The forwards, layers, optimizer and engine step that the training thread is in, outermost first, each with the
+// thread's place before it.
 class PlaceHooks {
  public:
   void enter(int32_t what, Place former) {
     entered_.emplace_back(what, former);
   }
 
-  // Also leaves the places inside that have not ended: an error may have skipped their end, or the entry to this one.
+  // Leaves `what` and all that was entered inside it, since an error may have skipped their ends. Does nothing if
+  // `what` was not entered, since an error may have skipped the entry.
   void leave(int32_t what) {
     const auto found =
         std::find_if(entered_.rbegin(), entered_.rend(), [what](const auto& entry) { return entry.first == what; });

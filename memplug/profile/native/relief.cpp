@@ -39,7 +39,8 @@ void end_relief_in_child() {
   asked = nullptr;
 }
 
-// Does nothing for memplug's own operators: memplug goes on without what they ask for, and they may hold a lock.
+// Does nothing while memplug runs its own operators (`Pause`): memplug goes on without the memory that they request,
+// and may hold a lock.
 void explain(c10::OutOfMemoryError& error) {
   std::shared_ptr<const Explanation> explain;
   {

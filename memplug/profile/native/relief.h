@@ -2,7 +2,7 @@
 //
 //     request ──fails──► release offloaded tensors ──► request ──fails──► offload more ──► request ──► … ──► error
 //
-// In each try torch's allocator also frees its cached memory before it fails.
+// Before a request fails, torch's allocator also frees the memory that it caches.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -15,15 +15,16 @@
 
 namespace memplug {
 
-// One action of relief.
+// One action of relief: the request FAILED; tensors on their way out were RELEASED; others LEFT; tensors on their way
+// back TURNED back; the request was SERVED, or GIVEN_UP.
 struct ReliefEvent {
   enum ReliefKind : int32_t { FAILED, RELEASED, LEFT, TURNED, SERVED, GIVEN_UP };
   ReliefKind kind;
-  int64_t nbytes; // of the request, or of the memory that was freed for it
+  int64_t nbytes; // bytes of the request, or of the memory that was freed for it
 };
 
 // Frees memory for a request of the calling thread that has failed `failures` times (from 1). Returns whether to try
-// again; false: there is nothing left to free.
+// the request again; false: there is nothing left to free.
 using Reliever = bool (*)(size_t nbytes, int failures);
 
 // Returns the text that is added to the error of a request that fails for good.
@@ -41,7 +42,7 @@ std::vector<ReliefEvent> take_relief_events();
 bool relieve(size_t nbytes, int failures);
 void explain(c10::OutOfMemoryError& error);
 
-// Returns the result of `request()`, which throws when memory is short; then frees memory and tries again.
+// Returns the result of `request()`. If it throws for lack of memory, frees memory and calls it again.
 template <typename Request>
 auto with_relief(size_t nbytes, const Request& request) {
   for (int failures = 0;;) {

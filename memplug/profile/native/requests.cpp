@@ -23,7 +23,7 @@ struct LiveBlock {
 };
 
 struct Log {
-  // taken under the allocator's own lock: code under it must not allocate on the device or need Python
+  // taken under the allocator's own lock: its holder must not allocate on the device or need Python
   std::mutex mutex;
   std::vector<RequestEvent> events;
   ska::flat_hash_map<void*, LiveBlock> alive;
@@ -40,7 +40,7 @@ Log& log() {
 
 std::atomic<bool> is_recording{false};
 std::atomic<Base> base{Base::TRACKED};
-std::atomic<int64_t> in_use{0}; // copy of the log's usage, readable without its lock
+std::atomic<int64_t> in_use{0}; // copy of the log's `usage.in_use_bytes`, readable without the lock
 thread_local bool moving = false;
 std::atomic<int64_t> moved_out{0};
 std::atomic<RequestWatcher> the_watcher{nullptr};
@@ -84,7 +84,7 @@ void begin_requests(int64_t base_bytes) {
   } else if (base == Base::LIMIT) {
     base_bytes = counted + told + moved_out;
   } else {
-    base_bytes = l.tracked_bytes + told - wanted; // wanted bytes are among the tracked ones
+    base_bytes = l.tracked_bytes + told - wanted; // `tracked_bytes` includes the wanted bytes
   }
   l.usage = {base_bytes, base_bytes, base_bytes, base_bytes};
   in_use = base_bytes;

@@ -30,28 +30,27 @@ struct Usage {
   int64_t marked_peak_bytes; // since `mark_peak`, or since the recording began
 };
 
-// Begins a recording. `base_bytes` are in use on the device now by its allocator's count, which includes earlier
-// recorded blocks that are still alive; -1: no allocator counts, and the recording begins with those blocks and the
-// arena's, or with what a limit of the CPU counts. A free is recorded if and only if its bytes are part of that
-// beginning or its malloc was recorded, so bytes in use never become negative.
+// Begins a recording. `base_bytes`: bytes in use on the device now, as its allocator counts them; -1: its allocator
+// does not count. In that case `base_of_recording` says which bytes the recording begins with. A free is recorded if
+// and only if its malloc was recorded or the recording begins with its bytes, so bytes in use never become negative.
 void begin_requests(int64_t base_bytes);
 void end_requests();
 bool recording_requests();
 
-// What a recording counts at its beginning: blocks that were recorded earlier and the arena's; what a limit of the CPU
-// counts, and the arena's; or all that the device's allocator counts. `base_of_recording` is for the running or the
-// last recording.
+// The bytes that a recording begins with. TRACKED: live blocks of earlier recordings, and the arena's. LIMIT: the bytes
+// that a limit of the CPU counts, and the arena's. DEVICE: all that the device's allocator counts. `base_of_recording`
+// is for the running or the last recording.
 enum class Base { TRACKED, LIMIT, DEVICE };
 Base base_of_recording();
 
-// Records a malloc. `stream` is any identifier; streams are numbered in order of appearance. Returns whether it was
-// recorded, so that its free must be reported even after the recording.
+// Records a malloc. `stream` is any identifier; streams are numbered in order of appearance. Returns whether the
+// block's free must be reported (`note_free`), even after the recording.
 bool note_malloc(void* pointer, size_t nbytes, const void* stream);
-// Records a free. `nbytes`: size of the block if the recording's beginning includes it; used only for blocks from
-// before it.
+// Records a free. `nbytes` is used only for a block from before the recording: its size if the recording begins with
+// the block, otherwise 0.
 void note_free(void* pointer, size_t nbytes);
 
-// While one lives and `on` is set, mallocs and frees of the calling thread are not recorded: the recording shows the
+// While an instance with `on` lives, mallocs and frees of the calling thread are not recorded: the recording shows the
 // step as if no block had been moved.
 class Moving {
  public:
@@ -67,11 +66,11 @@ class Moving {
 // Gives a recorded block a new address.
 void note_moved(void* from, void* to);
 
-// Adds bytes that are off the device but count as in use for recordings that begin now.
+// Adds bytes that have left the device; recordings that begin from now on count them as in use.
 void note_moved_out(int64_t nbytes);
 
-// Called on any thread for each request to the CPU's allocator, or to that of the device which memplug stands in front
-// of (`User`): with its bytes before it is served, and with its memory after. Null: no watcher.
+// Called on any thread for each request to an allocator that memplug stands in front of (`User`): before the request is
+// served, with null as `memory`, and after, with the memory served. A null watcher: none.
 using RequestWatcher = void (*)(size_t nbytes, const void* stream, const void* memory);
 void watch_requests(RequestWatcher watcher);
 RequestWatcher request_watcher();
@@ -90,43 +89,44 @@ auto watched(size_t nbytes, const Stream& stream, const Serve& serve) {
   return block;
 }
 
-// Forgets all blocks: no more frees will be reported, so which of them are alive is unknown from here on.
+// Forgets all recorded blocks: their frees will no longer be reported, so it is unknown from here on which are alive.
 void forget_blocks();
 
 // Returns the bytes of all recorded blocks that are still alive, including those of earlier recordings.
 int64_t tracked_bytes();
 Usage usage();
 void mark_peak();
-int64_t in_use_bytes(); // takes no lock
+int64_t in_use_bytes(); // that of `usage`, without its lock
 std::vector<RequestEvent> take_requests();
 
 // Around a fork: the child must not inherit a lock that another thread held.
 void lock_requests_for_fork();
 void unlock_requests_after_fork();
 
-// Install and remove the allocators in front of torch's, to which they pass requests that no arena serves. A second
-// `install_cpu` for the same user throws.
+// Install and remove memplug's allocator in front of torch's. It passes requests that no arena serves on to torch's. A
+// second `install_cpu` for the same user throws.
 enum User : int { RECORDER = 1, ARENA = 2, RELIEF = 4 };
 void install_cpu(User user);
 void uninstall_cpu(User user);
-c10::Allocator& native_cpu_allocator(); // the one behind memplug's
+c10::Allocator& native_cpu_allocator(); // the allocator behind memplug's
 
-// The same for a device that torch knows only by its type (PrivateUse1), as the virtual device.
+// The same for a device that torch knows only by its type (PrivateUse1), such as the virtual device.
 void install_other(User user);
 void uninstall_other(User user);
 c10::Allocator& native_other_allocator();
 const void* current_other_stream();
 
-// Limits the CPU when it stands in for a device: requests from now on may hold so many bytes at a time, and a request
-// beyond that fails like a device's; -1: no limit. Neither memory that an arena reserves nor blocks that it serves
-// count.
+// Limits the CPU's memory when the CPU stands in for a device. Requests from now on may hold at most `nbytes` at a
+// time, and a request beyond that fails as on a device; -1: no limit. Memory that an arena reserves and blocks that it
+// serves do not count.
 void limit_cpu(int64_t nbytes);
 
-// Counts a block from before the limit from now on; does nothing if it counts already or there is no limit.
+// Counts a block from before the limit from now on; does nothing if the block counts already or there is no limit.
 void count_cpu(c10::DataPtr& block, int64_t nbytes);
 
 struct CpuBytes {
-  int64_t in_use, peak; // requests under a limit, and blocks that were added; the peak since the limit was set
+  // in use: by requests under the limit, and by blocks that `count_cpu` added; peak: since the limit was set
+  int64_t in_use, peak;
 };
 CpuBytes cpu_bytes();
 bool is_cpu_limited();

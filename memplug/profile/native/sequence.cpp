@@ -72,7 +72,7 @@ void use(OpenRecording& r, int64_t index, const at::Tensor& tensor, bool output)
     r.seen.emplace_back(storage.getWeakStorageImpl());
     r.records.tensors.push_back({nbytes, static_cast<int32_t>(tensor.scalar_type())});
   } else if (nbytes > r.records.tensors[number].nbytes) {
-    r.records.tensors[number].nbytes = nbytes; // it was empty, or grew
+    r.records.tensors[number].nbytes = nbytes; // the storage was empty, or grew
   }
   r.records.uses.push_back({static_cast<int32_t>(index), number, output});
 }

@@ -51,15 +51,16 @@ struct Records {
 void claim();
 void release();
 
-// Releases it in the child of a fork.
+// Releases the recorder in the child of a fork.
 void release_in_child();
 void watch(bool on);
 
-// Returns the operators since the last call and their number, which is larger if not all fitted.
+// Returns the operators' numbers since the last call, and their count. The count is larger than the vector if not all
+// operators fitted.
 std::pair<std::vector<int32_t>, int64_t> take_sequence();
 
-// Watches in more detail from now on until `end_records`, after which nothing is watched. `device_type`
-// (c10::DeviceType) selects the storages.
+// Watches in more detail until `end_records`; after that nothing is watched. Storages are recorded only on devices of
+// `device_type` (c10::DeviceType).
 void begin_records(Detail detail, int32_t device_type);
 Records end_records();
 

@@ -17,7 +17,8 @@ class Server {
     return nullptr;
   }
 
-  // Releases a block, or notes that another stream uses it; on any thread. Return false if it is not the server's.
+  // Releases a block, or notes that another stream uses it; both on any thread. Return false if the block is not the
+  // server's.
   virtual bool give_back(void* /*block*/) {
     return false;
   }
@@ -25,24 +26,25 @@ class Server {
     return false;
   }
 
-  // Returns the beginning of the reserved memory that contains the block; null: it is not the server's.
+  // Returns the beginning of the reserved memory that contains the block; null: the block is not the server's.
   virtual char* reserved_with(const void* /*block*/) {
     return nullptr;
   }
 
-  // Return the bytes of live blocks whose free is reported to a recording, and of those whose malloc was reported too.
-  // Blocks of earlier plans count as pre-existing, like those of the native allocator.
+  // Returns the bytes of live blocks whose free is reported to a recording. A recording counts blocks of earlier plans
+  // as from before its beginning, like those of the native allocator.
   virtual int64_t told_bytes() {
     return 0;
   }
+  // Returns the bytes of live blocks whose malloc was reported to a recording: it wants their free reported too.
   virtual int64_t wanted_bytes() {
     return 0;
   }
 
-  // The recorder has forgotten all blocks and no longer wants their frees reported.
+  // Tells the server that the recorder has forgotten all blocks, and no longer wants their frees reported.
   virtual void forget_wanted() {}
 
-  // Bytes of the served device: reserved from its allocator, and in use, as requested and rounded up.
+  // Bytes on the served device: reserved from its allocator; in use, as requested; in use, rounded up.
   struct Bytes {
     int64_t reserved, live, live_size;
   };
@@ -55,7 +57,7 @@ class Server {
 Server& server();
 void set_server(Server& server);
 
-// Whether requests go to the server first; reading it is one atomic load.
+// Returns whether requests go to the server first, by one atomic load.
 bool serving();
 void serve(bool on);
 
