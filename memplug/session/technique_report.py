@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 
 def keyed(key: str) -> Any:
-    """Return a report's field, None by default, that is called `key` in `as_dict`, without the prefix."""
+    """Return a report's field whose default is None, and whose name in `as_dict` is `key` without the prefix."""
     return field(default=None, metadata={"key": key})
 
 
