@@ -249,9 +249,9 @@ def trains(engine: Any) -> bool:
 def _hook_gathering(engine: Any, attached: AttachedModel, modules: Mapping[str, nn.Module]) -> None:
     """Adapt regions to ZeRO 3, which gathers parameters around every module.
 
-    Gathering stays out of the regions. A region's parameters are gathered once for its recompute pass. The pass does not
-    release parameters that backward has gathered. It runs inside the backward of some module, which has gathered that
-    module's parameters before, and needs them afterwards.
+    Gathering stays out of the regions. A region's parameters are gathered once for its recompute pass. Parameters that
+    backward has gathered stay on the device after the pass: it runs inside the backward of a module, which needs that
+    module's parameters afterwards.
     """
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)  # the latter if nothing is trained
     if not hasattr(offload, "pre_sub_module_forward_function"):
