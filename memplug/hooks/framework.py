@@ -125,7 +125,7 @@ class Framework:
         return {}
 
     def prepare(self, target: AttachTarget, name: str) -> Prepare | None:
-        """Return a function that changes or checks a region's arguments, or None; memplug uses the first that it gets."""
+        """Return a function that changes or checks a region's arguments, or None; memplug uses the first one found."""
 
     def hook(self, target: AttachTarget, modules: Layers, attached: AttachedModel) -> None:
         """Mark steps and micro-batches, and keep the framework's own work out of the regions.
