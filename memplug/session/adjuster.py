@@ -63,7 +63,7 @@ class Lasting:
 class Adjuster:
     """Changes the stage, program and decisions of a session.
 
-    The session calls `end_step` only if `technique.plans`: with a number for alpha it does not.
+    If the technique makes no plans, since alpha is a number, the session never calls `end_step`.
 
     Args:
         profiler: the block's "profiler" section.
@@ -96,10 +96,10 @@ class Adjuster:
         self._proposed: Any = None
         self._ballot: _StepBallot | None = None
         self._passing: tuple[Remembered, Any] | None = None
-        self._is_proven = False  # a watched step ran the program under the settings in force
+        self._is_proven = False  # a step whose operators were watched ran the program under the settings in force
         self._turned: tuple[Remembered, Remembered] | None = None  # a program, and the one that a plan turned it into
         self._step = 0
-        self._similar_steps = 0  # Algorithm 1's StableStep
+        self._similar_steps = 0  # StableStep of Chameleon's Algorithm 1
         self._changes = 0  # returns to warm-up since decisions were last put into force
         self._confirmed = True  # False after `resume`, until the first step has shown its program
         self.first: Program | None = None  # the program of the run's first step
@@ -273,7 +273,7 @@ class Adjuster:
             self._proposed = self._technique.propose(None)
             return StepOutcome.STEADY if self._proposed is None else StepOutcome.SETTLED
         if self.stage is Stage.STABLE:
-            # a borrowed plan is for programs that leave before a plan of their own is made
+            # a plan borrowed from another program is for programs that leave before a plan of their own is made
             stays = self._similar_steps > self.warmup_steps + self._tries
             return StepOutcome.CHANGED if seen.borrowed and stays else StepOutcome.STEADY
         return StepOutcome.SETTLED if self._similar_steps > self.warmup_steps else StepOutcome.STEADY
@@ -355,7 +355,7 @@ class Adjuster:
         """Record a change in the history and log it.
 
         A program's first change from one stage to another is logged at INFO. Repetitions, and changes inside warm-up,
-        are logged at DEBUG. Once more than `MOST_PROGRAMS` programs have come, every change is.
+        are logged at DEBUG. Once more than `MOST_PROGRAMS` programs have come, all changes are logged at DEBUG.
         """
         current, passage = self.programs.current, (before, self.stage)
         self.history.append((self._step, self.stage, current.index, reason))

@@ -11,7 +11,7 @@ When a step ends, every rank does the following, in this order:
 | compare the bytes moved with the plan; check the link for a fixed alpha | the same |
 | vote on the program; change stage and decisions | after the step's program is known, before the next step's settings |
 | let techniques that follow the program propose, install and withdraw | needs the next step's program and decisions |
-| switch the classes of plain regions | follows the next step's decisions |
+| switch the classes of regions that begin or cease to run as without memplug | needs the next step's decisions |
 | reserve rounding buffers | once it is known whether the arena makes them unnecessary |
 | keep the plan on disk | once its decisions and the parts of all other techniques are in force |
 | call the callbacks | they see the report of a settled session |
@@ -70,7 +70,8 @@ class Boundary:
         device: the device that the regions run on.
         regathers: True if forward gathers parameters (ZeRO 3).
         ranks: the ranks that train the model.
-        explain: called with (phase, region, error) when a device out-of-memory error passes through.
+        explain: called with (phase, region, error) for a device out-of-memory error in a region's forward or recompute
+            pass.
         request_failed: returns the note for a request for device memory that failed for good; called on any thread.
 
     Attributes:

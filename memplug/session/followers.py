@@ -1,4 +1,4 @@
-"""Techniques that follow the program: each makes a part for a program that lasts; it is in force while that lasts.
+"""Techniques that follow the program: each makes a part for a lasting program, in force while the program lasts.
 
 waiting ──a program lasts──► proposing ──accepted──► in force
    ▲                                                     │
@@ -53,6 +53,8 @@ class _After:
 
 class Follower:
     """Decides when one technique proposes, and which of its parts is in force.
+
+    A key stands for a program under its decisions, and under the parts of the techniques before this one.
 
     Args:
         technique: the technique to ask.

@@ -46,7 +46,7 @@ class Ranks:
     def first(self) -> bool:
         """Return whether this is the first rank or the only process.
 
-        Without a process group, before or after training, the launcher's RANK decides.
+        If there is no process group, as before and after training, the launcher's RANK decides.
         """
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         return rank == (0 if self._given is None else self._given[0])

@@ -40,8 +40,8 @@ class Session:
     def step(self) -> None:
         """Mark the end of a training step; call it on every rank.
 
-        A training step ends with the optimizer's step, not with a micro-batch. Engines, scripts and callbacks whose
-        steps memplug hooks need no call.
+        A training step ends with the optimizer's step, not with a micro-batch. Under DeepSpeed's engine, Megatron-LM's
+        scripts and the callbacks, memplug makes this call itself.
         """
         self._attached.step()
 

@@ -29,12 +29,12 @@ class Technique(abc.ABC, Generic[Part]):
     """One technique of one session. Each part is made for one program, and installed again when the program returns.
 
     Attributes:
-        part_type: type of its parts, as plans keep them from run to run.
+        part_type: type of its parts in the plans that are kept from run to run.
         mistakes_of: the judge: yields the mistakes of a part, as sentences. Shares no code with the planner.
         name: name of its part in plans, and of its report.
         report_type: type of its reports.
         off_because: why training goes on without it; "" while it may have a part in force.
-        whole_steps: number of whole steps of the lasting program so far; the follower counts them.
+        whole_steps: number of whole steps of the lasting program so far; the technique's `Follower` counts them.
         serves: True if it serves requests for memory, from memory of its own.
         relieves: True if it makes steps that exceed the device budget fit, or reports why they cannot.
         has_served_whole: True if it served the whole of the step that ended last.

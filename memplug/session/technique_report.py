@@ -27,7 +27,7 @@ class TechniqueReport:
 
     @classmethod
     def absent(cls, why: str) -> TechniqueReport:
-        """Return the report of a technique that is off because of `why`; "" if it waits for the model to train."""
+        """Return the report of a technique that is off because of `why`, or waits to begin if `why` is ""."""
         return cls()
 
     def as_dict(self) -> dict[str, Any]:
