@@ -9,7 +9,7 @@
 | `backward` | the engine instance | a note on an out-of-memory error |
 | `pre_` and `post_sub_module_forward_function` | ZeRO 3's `parameter_offload` | gathering is no part of a region |
 | `pre_` and `post_sub_module_backward_function` | the same | a recompute pass must not release parameters of backward |
-| `_all_gather`, `_partition` | `zero.partition_parameters.Init` | gathering of external parameters likewise |
+| `_all_gather`, `_partition` | `zero.partition_parameters.Init` | gathering external parameters is no part either |
 
 An engine without an optimizer, such as a reference or a teacher, trains nothing: `install` leaves it alone.
 

@@ -51,7 +51,7 @@ _unobserved: ContextVar[bool] = ContextVar("memplug: a compiled call is under wa
 
 
 def hook(attached: AttachedModel) -> None:
-    """Run compiled calls as units, and warn once if that is not possible, until the session detaches."""
+    """Run compiled calls of FlexAttention as units, or warn once if they run uncompiled, until the session detaches."""
     if attached.executor.device.torch_device.type not in ("cpu", "cuda"):
         return
     compiler = flex_compiler()
@@ -174,7 +174,7 @@ class _Warning:
 def _leave_region() -> Callable[[], None]:
     """Leave the region while torch compiles the call, or checks whether compiled code fits it.
 
-    So both meet the same state in all forwards of the region.
+    The compiler and its checks then find the same state in all forwards of the region.
 
     Returns:
         A function that enters the region again.

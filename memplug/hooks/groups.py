@@ -39,7 +39,7 @@ def members_of(target: AttachTarget, group: Group | None, found: Sequence[Group]
         The ranks in order; None for all ranks.
 
     Raises:
-        RanksError: this rank is not in the named group, or torch.distributed is not initialized.
+        RanksError: the user named a group, and this rank is not in it or torch.distributed is not initialized.
     """
     if group is not None:
         return _named(group)

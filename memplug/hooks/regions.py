@@ -35,8 +35,8 @@ Prepare = Callable[[nn.Module, Call, tuple[Any, ...], dict[str, Any]], tuple[Cal
 class _Bound:
     """The binding of a module to its session, under a subclass of the module's own class.
 
-    The module is either a region or the root of a model without regions. For a region, `prepare` has the framework's
-    changes to its arguments.
+    The module is either a region or the root of a model without regions. For a region, `prepare` makes the framework's
+    changes to the arguments of its forward.
     """
 
     def __init__(

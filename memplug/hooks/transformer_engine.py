@@ -154,7 +154,7 @@ def _unit(executor: Executor, name: str, module: nn.Module, own: str, is_shared:
 def _partners(module: nn.Module, own: str) -> frozenset[int] | None:
     """Return the ranks that a unit's forward may communicate with; None if they are not known.
 
-    These are the ranks of its tensor-parallel group; for attention, those of its context-parallel group.
+    These are the ranks of the unit's tensor-parallel group; for attention, the ranks of its context-parallel group.
     """
     found: set[int] = set()
     for part in module.modules():
