@@ -49,7 +49,7 @@ class Device:
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Return new host memory: whole pages from the system.
 
-        It does not come from torch's allocator: where the CPU trains, that serves as the device's allocator.
+        It does not come from torch's allocator: where the CPU trains, that allocator counts as the device's.
 
         Args:
             nbytes: size in bytes.

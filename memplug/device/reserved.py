@@ -1,4 +1,4 @@
-"""The device memory that a step reserves in addition to its tensors, for all planning within a budget.
+"""The device memory that a step reserves in addition to its tensors; every plan within a budget counts it.
 
 With the arena this memory has two shares. One is the excess of the arena's height over the tensors' peak; it is known
 once the arena serves. The other is the holes in segments of torch's allocator that hold tensors from step to step.
@@ -20,8 +20,8 @@ class Served:
     """How the arena serves the session's steps.
 
     Attributes:
-        wanted: True if it serves them, or will.
-        whole: True if it served all of the step that ended last.
+        wanted: True if the arena serves steps, or will.
+        whole: True if the arena served all of the step that ended last.
     """
 
     wanted: bool = False
