@@ -68,7 +68,7 @@ class Attachment:
             self._attached.owner, self._attached.steps_are_marked = self, True
 
     def begin_batch(self) -> None:
-        """Note that the model is about to run, since the trainer may call a method that memplug does not observe."""
+        """Note that the model is about to run: memplug observes only its forward, but a trainer may call others."""
         if self._attached is not None:
             self._attached.begin_forward()
 

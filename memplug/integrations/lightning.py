@@ -30,7 +30,7 @@ def _callback_class() -> type:
 class MemplugCallback(Attachment, _callback_class()):
     """Attaches when training starts, marks each optimizer step, and detaches when training ends or fails.
 
-    Under DeepSpeed's strategy it does nothing, since `memplug.install()` attaches to the engine.
+    Under DeepSpeed's strategy the callback does nothing, since `memplug.install()` attaches to the engine.
 
     Example:
         >>> Trainer(callbacks=[MemplugCallback("ds.json")])

@@ -21,7 +21,7 @@ _FUNCTION = re.compile(
 
 
 def not_handed_on(include: Path | None = None) -> list[str]:
-    """Return the calls that are not forwarded, as "name, parameters: 2"; none if torch has no CUDA.
+    """Return the calls that the arena does not forward, as "name, parameters: 2"; none if torch has no CUDA.
 
     Args:
         include: the folder of the headers, by default the installed torch's.
