@@ -11,7 +11,7 @@ DEVICE_SHARE = 0.92  # share of the device's memory that a plan may fill
 
 
 def device_bytes(asked_gib: float | Literal["auto"], device: Device) -> int | None:
-    """Return the most bytes that a planned step may use on the device; None if nothing was set on the CPU.
+    """Return the most bytes that a planned step may use on the device; None on the CPU if the block sets no budget.
 
     Args:
         asked_gib: "device_budget_gib" of the block.
@@ -23,7 +23,9 @@ def device_bytes(asked_gib: float | Literal["auto"], device: Device) -> int | No
 
 
 def granted_bytes(asked_gib: float | Literal["auto"], own_bytes: float) -> int:
-    """Return the bytes of a device's memory that "device_budget_gib" grants: a share of it, or a number up to all.
+    """Return the bytes of a device's memory that "device_budget_gib" grants.
+
+    "auto" grants `DEVICE_SHARE` of the memory, and a number that many GiB, up to all of it.
 
     Args:
         asked_gib: "device_budget_gib" of the block.

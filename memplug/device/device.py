@@ -1,6 +1,6 @@
 """One device: CUDA, or the CPU, where everything happens in program order.
 
-Copies order memory across streams by events alone (native/copies.h). The tests add a third implementation, whose copies
+Only events order the copies of different streams (native/copies.h). The tests add a third implementation, whose copies
 run as late or as early as events allow.
 """
 
@@ -22,12 +22,12 @@ PAGE_BYTES = 4096
 
 
 class Device:
-    """The CPU, where copies happen at once, in program order. Subclasses override everything."""
+    """The CPU, where copies happen at once, in program order. Subclasses are other devices."""
 
     kind = "cpu"
     torch_device = torch.device("cpu")
     memory: DeviceMemory | None = None  # counters of its allocator; None if it has none
-    host_time: HostTime | None = None  # host costs, if the device simulates the clock; None: to be measured
+    host_time: HostTime | None = None  # memplug's host costs on a device that simulates the clock; None: measure them
     runs_behind = False  # True: the host queues operators, and the device waits only if it is faster than the host
 
     def streams(self, core: Any) -> Any:
@@ -49,7 +49,7 @@ class Device:
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Return new host memory: whole pages from the system.
 
-        It does not come from torch's allocator, whose memory is the device's where the CPU trains.
+        It does not come from torch's allocator: where the CPU trains, that allocator counts as the device's.
 
         Args:
             nbytes: size in bytes.

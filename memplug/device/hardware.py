@@ -35,7 +35,7 @@ class Hardware:
         matmul_flops_per_s: rate of a large square matmul, 2·n³ operations: bf16 on CUDA (fp16 if bf16 is emulated),
             fp32 on the CPU.
         host_available_bytes: see the function `host_available_bytes`.
-        device_free_bytes: free for this process now; on the CPU, of the host's memory.
+        device_free_bytes: device memory that is free for this process now; on the CPU, the host's.
         device_total_bytes: size of the device's memory; on the CPU, of the host's.
         memlock_limit_bytes: this process's limit on locked memory; None if there is none.
     """
@@ -54,14 +54,14 @@ class Hardware:
 def measure(device: torch.device | str) -> Hardware:
     """Measure a device and its host; each rate is the median of several runs. Takes less than 2 s on the CPU.
 
-    The global random state is not touched. On CUDA it waits for work in flight, and needs 1 GiB on the device and half
-    of that on the host during the measurement.
+    The global random state is not touched. On CUDA the measurement waits for work in flight, and needs 1 GiB of device
+    memory and half of that of host memory.
 
     Args:
         device: "cpu" or a CUDA device.
 
     Raises:
-        ValueError: another kind of device.
+        ValueError: the device is neither.
         OSError: the system is not Linux: there is no /proc/meminfo.
     """
     device = _checked(device)
@@ -94,8 +94,8 @@ def measure_links(
 ) -> tuple[float, float]:
     """Measure the copy bandwidth between device and host, in both directions at once or in each alone.
 
-    On CUDA the host's buffers are pinned, and each direction has its own stream. The CPU has no link: there it is the
-    rate of memory copies, two of them in parallel if both directions run.
+    On CUDA the host's buffers are pinned, and each direction has its own stream. The CPU has no link: there the rates
+    are those of copies in its memory, two in parallel if `together`.
 
     Args:
         device: "cpu" or a CUDA device.
@@ -106,7 +106,7 @@ def measure_links(
         The rates device to host and host to device, in bytes per second, each the median of several copies.
 
     Raises:
-        ValueError: another kind of device, or a size below 1.
+        ValueError: the device is neither, or the size is below 1.
     """
     device = _checked(device)
     if size_bytes < 1:
@@ -126,10 +126,10 @@ def link_rates(device: torch.device) -> tuple[float, float]:
     They are measured once, which takes a third of a second on a CPU; the link of a running job stays the same.
 
     Args:
-        device: the device.
+        device: the CPU or a CUDA device.
 
     Raises:
-        ValueError: another kind of device.
+        ValueError: the device is neither.
     """
     size_bytes = 64 * MIB
     if device.type == "cuda":  # stay below the program's own peak of allocated memory, so as not to change it
@@ -148,8 +148,7 @@ def host_available_bytes(root: Path = Path("/")) -> int:
     """Return the host memory that new allocations can use without swapping, in bytes.
 
     This is the kernel's MemAvailable, or the room that the control groups (v1 or v2) of this process leave, if that is
-    less: inside a container MemAvailable is that of the whole machine. Both include page cache that the kernel can
-    drop.
+    less. Inside a container, MemAvailable is the whole machine's. Both include page cache that the kernel can drop.
 
     Args:
         root: the folder where `proc` and `sys` are mounted.
@@ -172,7 +171,7 @@ def _checked(device: torch.device | str) -> torch.device:
 def _pinned(size_bytes: int, device: torch.device) -> Iterator[torch.Tensor]:
     """Provide touched host memory that is registered with the driver, if there is one.
 
-    With `pin_memory=True`, torch would keep the block pinned, rounded up to a power of two, for the rest of the run.
+    With `pin_memory=True`, torch would keep the memory pinned, rounded up to a power of two, for the rest of the run.
     """
     block = torch.ones(size_bytes, dtype=torch.uint8)
     if device.type != "cuda":
@@ -203,7 +202,7 @@ def _copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]], device: torch.devic
 
 
 def _cuda_copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> list[float]:
-    """Return the median seconds of one copy for each (destination, source); all directions run at the same time."""
+    """Return the median seconds of a copy for each (destination, source); all pairs are copied at the same time."""
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         streams = [torch.cuda.Stream() for _ in copies]
@@ -211,7 +210,7 @@ def _cuda_copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]], device: torch.
         for repeat in range(_REPEATS + 1):
             for stream, (destination, source), events in zip(streams, copies, marks, strict=True):
                 with torch.cuda.stream(stream):
-                    # Not timed: a direction's first copy may run alone while the other's is being launched.
+                    # The first copy is not timed: it may run alone while the other direction's is being launched.
                     if repeat:
                         events.append(torch.cuda.Event(enable_timing=True))
                         events[-1].record()
@@ -225,7 +224,7 @@ def _cuda_copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]], device: torch.
 
 
 def _cpu_copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """Return the same without a device: one thread for each direction, started together before every copy."""
+    """Return the median seconds of a copy for each (destination, source); one thread for each, started together."""
     times: list[list[float]] = [[] for _ in copies]
     together = threading.Barrier(len(copies))
 
@@ -306,8 +305,8 @@ def _cgroup_room_bytes(root: Path) -> list[int]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # Any group above may be the one with the limit. In a container the path is often the host's and absent here;
-        # the group itself is then mounted at the base.
+        # Any group above may be the one with the limit. In a container the path is often one of the host, which does
+        # not exist here; then the group itself is mounted at `base`.
         group = base / path.lstrip("/")
         groups = [group, *(parent for parent in group.parents if parent.is_relative_to(base))]
         rooms += [room for each in groups if (room := _group_room_bytes(each, *names)) is not None]

@@ -1,7 +1,7 @@
 """Pinned host memory for swapped rows: exact sizes, few slabs, grown on demand up to a budget.
 
-`torch.empty(pin_memory=True)` rounds up to a power of two and allocates 1.5-2 GB/s. A slab here is plain memory that
-threads touch in parallel before it is registered with the driver. Slots of any size are cut out of it
+`torch.empty(pin_memory=True)` rounds up to a power of two, and allocates only 1.5 to 2 GB/s. A slab here is plain
+memory that threads touch in parallel before it is registered with the driver. Slots of any size are cut out of a slab
 (memplug/device/native/host_rows.h).
 """
 
@@ -23,7 +23,7 @@ log = logging.getLogger("memplug")
 
 SMALLEST_SLAB_BYTES = 64 * MIB
 GROWTH = 1 / 2  # share of the pool by which it grows while no plan tells its final size
-GROWTH_BEYOND_PLAN = 1 / 16
+GROWTH_BEYOND_PLAN = 1 / 16  # the same, once a plan has told its final size
 
 
 class HostPool:
@@ -82,7 +82,7 @@ class HostPool:
             self._add(planned - self.capacity_bytes)
 
     def give_back(self) -> None:
-        """Unpin and free the slabs, unless rows of them are in use: no plan needs host memory."""
+        """Unpin and free the slabs unless rows are in use; call it when no plan needs host memory."""
         self._planned_bytes = 0
         if not self.used_bytes:
             self.close()

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """Seconds of the host's time for parts of a training step.
+    """The host's time for parts of a training step, in seconds; all but `launch_s` are added by memplug.
 
     Attributes:
-        launch_s: for an operator of a forward, without memplug.
-        observe_s: in addition, for an operator of a region.
-        time_s: in addition, if the operator is surrounded by device timestamps.
-        region_s: in addition, for a region's forward, whatever it runs.
-        restore_s: in addition, for a region's backward with its recompute pass, without the operators in that.
+        launch_s: time for an operator of a forward without memplug.
+        observe_s: added time for an operator of a region.
+        time_s: added time for an operator that is surrounded by device timestamps, beyond `observe_s`.
+        region_s: added time for a region's forward, beyond that of its operators.
+        restore_s: added time for a region's backward with its recompute pass, without the pass's operators.
     """
 
     launch_s: float
@@ -28,7 +28,7 @@ class HostTime:
 
         Args:
             operators: number of operators in the forward.
-            span_s: time from its first to its last operator, as a region with timestamps around its operators.
+            span_s: time from the first to the last operator, when it ran as a region with timestamps around operators.
             busy_s: sum of the times between these timestamps.
         """
         return max(busy_s, span_s - operators * (self.observe_s + self.time_s) - self.region_s)
@@ -40,7 +40,8 @@ class HostTime:
             operators: number of operators in the forward.
             forward_s: duration of the forward without memplug.
             backward_s: duration of the backward without memplug.
-            waits: True if the device computes while the host launches later operators, and waits only if it is faster.
+            waits: True if the device computes while the host launches later operators, and waits only if the device is
+                faster than the host.
         """
         observed_s = operators * self.observe_s + self.region_s
         if not waits:

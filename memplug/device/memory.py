@@ -12,8 +12,8 @@ import torch
 class DeviceMemory(abc.ABC):
     """Counters of an allocator, at the moment of the call.
 
-    Peaks are those of the process so far. Many programs reset the allocator's own peaks to log each step's, so peaks
-    that `note` has seen since `begin` count as well.
+    Peaks are those of the process so far. Many programs reset the allocator's own peaks at each step, to log that
+    step's. So peaks that `note` has seen since `begin` count too.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class DeviceMemory(abc.ABC):
     @property
     @abc.abstractmethod
     def holes_bytes(self) -> int:
-        """Return the unused bytes that cannot return to the device, since tensors share their segment."""
+        """Return the unused bytes of segments that cannot return to the device because tensors are in them."""
 
     @property
     @abc.abstractmethod

@@ -1,9 +1,10 @@
-"""The device memory that a step reserves in addition to its tensors, for all planning within a budget.
+"""The device memory that a step reserves in addition to its tensors; every plan within a budget counts it.
 
-With the arena, this is the excess of the arena's height over the tensors' peak, which is known once the arena serves,
-and the holes in segments of torch's allocator that hold tensors from step to step. Without the arena, it is the cache
-of torch's allocator. Steps before the arena serves also use that allocator, which empties its cache when the device is
-full: those steps take longer, but no more memory than there is.
+With the arena this memory has two shares. One is the excess of the arena's height over the tensors' peak; it is known
+once the arena serves. The other is the holes in segments of torch's allocator that hold tensors from step to step.
+
+Without the arena this memory is the cache of torch's allocator. Steps before the arena serves use that allocator too:
+it empties its cache when the device is full, so they take longer, but no more memory than there is.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class Served:
     """How the arena serves the session's steps.
 
     Attributes:
-        wanted: True if it serves them, or will.
-        whole: True if it served all of the step that ended last.
+        wanted: True if the arena serves steps, or will.
+        whole: True if the arena served all of the step that ended last.
     """
 
     wanted: bool = False
@@ -28,10 +29,10 @@ class Served:
 
 
 class Reserved:
-    """The memory reserved in addition to tensors by one session's steps.
+    """The memory that one session's steps reserve in addition to tensors.
 
     Args:
-        memory: counters of the device; None if it has none, and then nothing is reserved in addition.
+        memory: counters of the device; None if it has none: then no memory is reserved in addition.
         served: returns how the arena served the step that ended last.
     """
 
@@ -40,7 +41,7 @@ class Reserved:
         self._measured_bytes = 0
 
     def beside(self, peak_bytes: int) -> int:
-        """Return the bytes that a step with this largest allocation total reserves in addition to its tensors."""
+        """Return the bytes that a step reserves in addition to its tensors, if they take `peak_bytes` at their peak."""
         if self._memory is None:
             return 0
         if self._served().wanted:
@@ -49,7 +50,7 @@ class Reserved:
         return max(0, reserved_bytes - allocated_bytes) * peak_bytes // allocated_bytes
 
     def largest_peak(self, device_bytes: int) -> int:
-        """Return the largest allocation total of a step that reserves no more than these bytes."""
+        """Return the largest peak of tensors, in bytes, at which a step reserves no more than `device_bytes`."""
         if self._memory is None:
             return device_bytes
         if self._served().wanted:
@@ -58,10 +59,14 @@ class Reserved:
         return device_bytes * allocated_bytes // max(reserved_bytes, allocated_bytes)
 
     def measure(self, peak_bytes: int) -> int | None:
-        """Return the bytes reserved now, after a step with this largest allocation total.
+        """Measure what the step that ended reserved in addition to its tensors, for `beside`.
+
+        Args:
+            peak_bytes: bytes of the step's tensors at their peak.
 
         Returns:
-            None if the arena did not serve the whole step, which then says nothing about later steps.
+            The bytes reserved now; None if the arena did not serve the whole step, which then says nothing about later
+            steps.
         """
         if self._memory is None or not self._served().whole:
             return None

@@ -44,8 +44,8 @@ def present(ds_config: Mapping[str, Any]) -> dict[str, Any]:
         ds_config: the content of a DeepSpeed JSON.
 
     Raises:
-        ConfigError: a setting is given under its former and its present name, which DeepSpeed refuses, or has an
-            invalid value.
+        ConfigError: a setting is given under both its former and its present name (DeepSpeed refuses that), or its
+            value is invalid.
     """
     made = dict(ds_config)
     former = made.pop("bfloat16", None)

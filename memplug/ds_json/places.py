@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# The pattern must end here: backtracking into it would take exponential time.
+# No more may follow this repetition: backtracking into it would take exponential time.
 _BLANK = re.compile(r"(?:\s+|#[^\r\n]*|//[^\r\n]*|/\*.*?\*/)+", re.S)
 _QUOTED = r'"(?:[^"\\]|\\.)*"' + "|" + r"'(?:[^'\\]|\\.)*'"
 _KEY = re.compile(rf"{_QUOTED}|[^\s:{{}}\[\],]+", re.S)
@@ -32,7 +32,14 @@ class KeyPlace(NamedTuple):
 
 @dataclass(slots=True)
 class _Open:
-    """An object or an array that has not ended; `count` is the number of the array's values so far."""
+    """An object or an array that has not ended.
+
+    Attributes:
+        path: path from the top.
+        is_object: True for an object, False for an array.
+        number: running number of the object or array.
+        count: number of the array's values so far.
+    """
 
     path: str
     is_object: bool

@@ -28,7 +28,7 @@ _NAN = re.compile(r'"(?:[^"\\]|\\.)*"|(-?Infinity|NaN)')
 _MARK = "\ufeff"
 _YAML = (".yaml", ".yml")
 _ACCELERATE = ("compute_environment", "distributed_type", "deepspeed_config")  # none of these is a key of DeepSpeed
-# Accelerate reads any file as YAML whose name does not end in .json.
+# Accelerate reads a file as YAML unless its name ends in .json.
 _LIKE_YAML = re.compile(rf"(?!\s*{{).*^(?:{'|'.join(_ACCELERATE)}):", re.M | re.S)
 
 
@@ -39,7 +39,8 @@ class DsJson:
     Attributes:
         path: the file that holds it, which another file may name.
         content: the whole configuration.
-        remarks: on contents that DeepSpeed, or Trainer and Accelerate, interpret differently or refuse.
+        remarks: sentences on contents that DeepSpeed, Trainer and Accelerate interpret differently, or that one of
+            them refuses.
     """
 
     path: Path
@@ -55,8 +56,8 @@ def read_json(source: str | Path) -> dict[str, Any]:
 def read(source: str | Path) -> DsJson:
     """Read a whole DeepSpeed JSON; comments and trailing commas are accepted if DeepSpeed's own reader accepts them.
 
-    Instead, `source` may be a file of Accelerate (YAML or JSON; its `deepspeed_config_file` is read) or one of training
-    arguments (its `deepspeed`). A "memplug" block in such a file logs a warning.
+    `source` may also be a file of Accelerate (YAML or JSON) or of training arguments: then the DeepSpeed JSON that its
+    `deepspeed_config_file` or `deepspeed` names is read. A "memplug" block in such a file logs a warning.
 
     Args:
         source: path of the file.
@@ -224,7 +225,7 @@ def _named(path: Path, content: Any, line_of: Callable[[str], int | None]) -> Ds
         line_of: returns the line of a key, or None.
 
     Raises:
-        ConfigError: it names none, or one that cannot be read.
+        ConfigError: the file names no DeepSpeed JSON, or one that cannot be read.
     """
     content = content if isinstance(content, Mapping) else {}
     inline = content.get("deepspeed") if isinstance(content.get("deepspeed"), Mapping) else None
@@ -248,7 +249,7 @@ def _named(path: Path, content: Any, line_of: Callable[[str], int | None]) -> Ds
         )
     key = "deepspeed" if section is None else "deepspeed_config.deepspeed_config_file"
     try:
-        # Readers of such files open the named file as DeepSpeed's JSON, whatever it is.
+        # Trainer and Accelerate take the named file for a DeepSpeed JSON, whatever it is.
         found, remarks = _json(Path(named), _text(Path(named)))
         return DsJson(path=Path(named), content=found, remarks=tuple(remarks))
     except ConfigError as error:

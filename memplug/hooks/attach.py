@@ -40,13 +40,13 @@ def attach(
     In a distributed run, all ranks that train the model attach; a rank that waits for others longer than 30 s warns.
 
     Args:
-        target: a DeepSpeed engine, a Megatron-Core model or the list of its chunks, or any `nn.Module`; on one device.
-            Layers of Hugging Face and Megatron-Core are found by class; those of other models are named by the block's
-            `tokenwise.regions` (patterns of module names).
+        target: a DeepSpeed engine, a Megatron-Core model or the list of its chunks, or any `nn.Module`. The model is on
+            one device. memplug finds layers of Hugging Face and Megatron-Core by class; the block names the layers of
+            other models in `tokenwise.regions` (patterns of module names).
         config: the "memplug" block as a dict, the path of a DeepSpeed JSON, or None for the engine's own. A model
             without an engine has `{"enabled": true}` by default.
-        group: the ranks that train the model, as a process group or a list. By default the ranks of
-            DistributedDataParallel's group, of FSDP's or a device mesh, or of a DeepSpeed engine's; else all ranks.
+        group: the ranks that train the model, as a process group or a list. By default the ranks of the group of the
+            DeepSpeed engine, DistributedDataParallel, FSDP or a device mesh; without such a group, all ranks.
 
     Returns:
         The session. `step()` marks the end of a training step (a DeepSpeed engine calls it itself), `report()` returns
@@ -160,14 +160,14 @@ def _attach(target: AttachTarget, config: MemplugConfig, device: Device, ranks: 
 
 
 def find_layers(model: nn.Module, config: MemplugConfig) -> Layers:
-    """Return the layers that the block names, or else those that a framework recognises.
+    """Return the layers that the block names, or else the layers that a framework recognises.
 
     Args:
         model: the model.
         config: the block.
 
     Returns:
-        Names and modules; empty if none are recognised and "tokenwise" is off.
+        (name, module) of each layer; empty if none are recognised and "tokenwise" is off.
 
     Raises:
         RegionError: a pattern matches nothing, or no decoder layers were recognised.

@@ -1,10 +1,12 @@
 """Key-value caches, and states of other layers, among a region's arguments: in training each run has its own copy.
 
-A cache is state: a layer reads its slot and appends to it. If a region runs again, it must find the cache as its
-forward did. So each run has a copy of the cache as the forward found it. And keys and values that lasted as long as the
-model's output would take the memory that the region released. So after the forward the cache knows its number of
-tokens, but the tensors that the forward made are withheld. Once something uses them, as a recurrence over segments
-does, they are made again, with their place in the graph. From then on the region leaves them in the cache.
+A layer reads its slot of the cache and appends to it. If the region runs again, it must find the cache as its forward
+found it. So each run gets a copy of the cache in that state.
+
+A cache lasts as long as the model's output. Keys and values in it would take the memory that the region released. So
+after the forward the cache knows its number of tokens, but memplug withholds the tensors that the forward made. If the
+program uses them all the same, as a recurrence over segments does, memplug makes them again, with their place in the
+graph. From then on regions leave their tensors in the caches.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class FoundCache:
         uses: the model's uses of caches.
 
     Raises:
-        ConflictError: the region put tensors into this cache before, outside its layers, and they cannot be made again.
+        ConflictError: an earlier forward of the region put tensors into the cache itself, not into one of its layers,
+            and they cannot be made again.
     """
 
     def __init__(self, cache: Any, region: str, uses: Uses):
@@ -64,7 +67,11 @@ class FoundCache:
         return copied(self._cache, _CacheLayers)
 
     def leave(self, used: Any) -> None:
-        """Give the cache the state of the copy that a forward used, and keep the state that the forward found."""
+        """Put the state of the first run's copy into the cache, and keep the state before that run for later runs.
+
+        Args:
+            used: the copy that a run used; the copies of later runs are dropped.
+        """
         if self._is_first:
             self._is_first = False
             before = copied(self._cache, list)
@@ -88,7 +95,7 @@ class FoundCache:
 
 
 def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a region's forward on a copy of each `FoundCache` cache."""
+    """Run a region's forward with a copy of the cache in place of each `FoundCache` among its arguments."""
     entered: list[tuple[FoundCache, Any]] = []
 
     def own(value: Any) -> Any:
@@ -109,7 +116,7 @@ class _CacheLayers(list):
 
     Attributes:
         found: copies of the layers as the run found them, by index.
-        leaves: the `id` of each tensor of these layers that was no part of a graph.
+        leaves: the `id` of each tensor of the copied layers that was no part of a graph.
     """
 
     def __init__(self, layers: list[Any]):
@@ -135,7 +142,13 @@ class _CacheLayers(list):
         return (self[index] for index in range(len(self)))
 
     def put_into(self, layers: list[Any], region: str, uses: Uses) -> None:
-        """Give the cache's own layers the state of the copies that the run used, made or replaced."""
+        """Put the state of the layers that the run used, added or replaced into the cache's own layers.
+
+        Args:
+            layers: the cache's own layers.
+            region: name of the region that ran.
+            uses: the model's uses of caches.
+        """
         for at, used in enumerate(super().__iter__()):
             # the run did not use the layer, or only its sizes
             if (at < len(self._given) and used is self._given[at]) or WITHHELD in vars(used):

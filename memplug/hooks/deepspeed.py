@@ -9,7 +9,7 @@
 | `backward` | the engine instance | a note on an out-of-memory error |
 | `pre_` and `post_sub_module_forward_function` | ZeRO 3's `parameter_offload` | gathering is no part of a region |
 | `pre_` and `post_sub_module_backward_function` | the same | a recompute pass must not release parameters of backward |
-| `_all_gather`, `_partition` | `zero.partition_parameters.Init` | gathering of external parameters likewise |
+| `_all_gather`, `_partition` | `zero.partition_parameters.Init` | gathering external parameters is no part either |
 
 An engine without an optimizer, such as a reference or a teacher, trains nothing: `install` leaves it alone.
 
@@ -101,7 +101,7 @@ class DeepSpeed(Framework):
             )
 
     def groups(self, target: AttachTarget) -> Sequence[Any]:
-        """Return the group that shares the engine's parameters; if it splits layers too, all ranks of the job."""
+        """Return the group that shares the engine's parameters; all ranks, if an `mpu` splits layers over ranks too."""
         engine = target.engine
         group = getattr(engine, "seq_data_parallel_group", None) or getattr(engine, "data_parallel_group", None)
         if getattr(engine, "mpu", None) is None and group is not None:
@@ -250,8 +250,8 @@ def _hook_gathering(engine: Any, attached: AttachedModel, modules: Mapping[str, 
     """Adapt regions to ZeRO 3, which gathers parameters around every module.
 
     Gathering stays out of the regions. A region's parameters are gathered once for its recompute pass. Parameters that
-    backward has gathered stay on the device: the module whose backward asks for a region's first saved tensor has its
-    parameters gathered by then, and releasing them after the recompute pass would leave that backward with empty ones.
+    backward has gathered stay on the device after the pass: it runs inside the backward of a module, which needs that
+    module's parameters afterwards.
     """
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)  # the latter if nothing is trained
     if not hasattr(offload, "pre_sub_module_forward_function"):
@@ -275,7 +275,7 @@ def _hook_gathering(engine: Any, attached: AttachedModel, modules: Mapping[str, 
 
     @contextlib.contextmanager
     def gathered(region: Region) -> Iterator[None]:
-        """Gather as if every module of the region ran: DeepSpeed gathers in the same order on all ranks."""
+        """Gather as if every module of the region ran, since DeepSpeed has to gather in one order on all ranks."""
         owners = list(_owners(modules[region.name]))
         for module in owners:
             offload.pre_sub_module_forward_function(module)
@@ -294,7 +294,7 @@ def _hook_gathering(engine: Any, attached: AttachedModel, modules: Mapping[str, 
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that DeepSpeed gathers parameters for one by one; it gathers a leaf as a whole."""
+    """Yield the modules whose own parameters DeepSpeed gathers; it gathers a leaf (`_z3_leaf`) as a whole."""
     yield module
     if not getattr(module, "_z3_leaf", False):
         for child in module.children():
@@ -302,11 +302,11 @@ def _owners(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _hook_external_parameters(attached: AttachedModel, modules: Mapping[str, nn.Module]) -> None:
-    """Adapt regions to external parameters of ZeRO 3, which a module reads from another one, or returns.
+    """Adapt regions to external parameters of ZeRO 3: a module reads them from another module, or returns them.
 
-    DeepSpeed finds such parameters when the first forward reads them; from then on it gathers them before the module
-    that runs. A recompute pass does not enter its region's module, so the module is put on DeepSpeed's stack of running
-    modules.
+    DeepSpeed finds such parameters when the first forward reads them; from then on it gathers them before the reading
+    module runs. A recompute pass does not enter its region's module, so memplug puts the module on DeepSpeed's stack of
+    running modules.
     """
     partitioning = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
     patch(partitioning.Init, "_all_gather", unnoticed, attached, VERSIONS)

@@ -1,4 +1,4 @@
-"""Classes derived from a module's own class: one of each kind, for as long as anything references it."""
+"""Classes derived from a module's own class: one for each class, for as long as anything references it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def once_for_each_class(derive: Callable[[type], type]) -> Callable[[type], type]:
-    """Return `derive` with a cache of weak references, since a class made in a function may hold a model."""
+    """Return `derive` with a cache of weak references, since a class that a function defines may hold a model."""
     known: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
 
     @functools.wraps(derive)

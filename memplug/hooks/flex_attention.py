@@ -1,18 +1,19 @@
 """FlexAttention that a program has compiled: inside a region, a call of it runs compiled, as a unit.
 
 All other compiled functions inside a region run uncompiled, so that their operators are observed (as_written.h).
-Uncompiled FlexAttention would store a score for each pair of tokens, which compiling it avoids. So where
-`torch.compile(flex_attention)` is called there, with any backend, the compiler is called, and each call of a graph that
-it makes is a unit (memplug.tokenwise.engine.units). All tensors that the graph reads are its arguments, also those in
-the closures of masks and scores, and it runs again without the compiler.
+Uncompiled FlexAttention would store a score for each pair of tokens; compiled, it does not. So if a region calls
+`torch.compile(flex_attention)`, with any backend, memplug lets torch compile it. Each call of the compiled graph is a
+unit (memplug.tokenwise.engine.units). The graph gets all tensors that it reads as arguments, also those in the closures
+of masks and scores. The unit runs again without the compiler.
 
 | patched | on | why |
 |---|---|---|
 | `_callback_from_stance` | `torch._dynamo.eval_frame` | chooses the compiler of a compiled function |
 | `setup_compilation_env` | `torch.nn.attention.flex_attention` | warns, once, if a compiled call runs uncompiled |
 
-Two kinds still run uncompiled: a compiled function that calls FlexAttention among other things, and one with CUDA
-graphs, which overwrite the tensors that they returned. If no caller has compiled it, torch itself warns.
+Two kinds of compiled functions still run uncompiled: those that call FlexAttention among other things, and those with
+CUDA graphs, since a graph overwrites the tensors that it returned. If neither FlexAttention nor a caller of it was
+compiled, torch itself warns.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _unobserved: ContextVar[bool] = ContextVar("memplug: a compiled call is under wa
 
 
 def hook(attached: AttachedModel) -> None:
-    """Run compiled calls as units, and warn once if that is not possible, until the session detaches."""
+    """Run compiled calls of FlexAttention as units, or warn once if they run uncompiled, until the session detaches."""
     if attached.executor.device.torch_device.type not in ("cpu", "cuda"):
         return
     compiler = flex_compiler()
@@ -112,14 +113,14 @@ class _Callbacks:
         before = core().stance_before()
         if before is None and callback not in self._everywhere:
             return original(callback)
-        call = compiled_call(sys._getframe(2))  # the frame behind the patch
+        call = compiled_call(sys._getframe(2))  # the frame that called the patch
         if call is None:  # another session's patch calls this one
             return original(callback)
         function, cleanups = call
         if not _is_flex_attention(function) or not isinstance(cleanups, list):
             return original(callback)
         if before is None:
-            return original(self._own[callback])  # compiled by a region earlier, which now runs plain, for example
+            return original(self._own[callback])  # a region compiled it, and now runs as without memplug, for example
         if before != self._compiler.DynamoStance() or self._compiler._stance.stance != "force_eager":
             return original(callback)  # the program has set a stance of its own
         own = self._own_of(callback, function)
@@ -171,7 +172,9 @@ class _Warning:
 
 
 def _leave_region() -> Callable[[], None]:
-    """Leave the region for compiling and its checks, so that they meet the same state in all of its forwards.
+    """Leave the region while torch compiles the call, or checks whether compiled code fits it.
+
+    The compiler and its checks then find the same state in all forwards of the region.
 
     Returns:
         A function that enters the region again.
@@ -215,7 +218,7 @@ def _has_cuda_graphs(backend: Any) -> bool:
 
 
 def _is_compiled_by_a_caller(frame: FrameType | None) -> bool:
-    """Return whether `flex_attention` or one of its callers was compiled; the frames below it do not count."""
+    """Return whether `flex_attention` or one of its callers was compiled; functions that it calls do not count."""
     is_inside = True
     while frame is not None:
         code = frame.f_code

@@ -1,7 +1,7 @@
-"""The interface of a framework to memplug.
+"""The interface by which memplug uses a framework.
 
 Each framework is one file of this folder with a subclass of `Framework`, and one entry in `memplug.hooks.frameworks`.
-A target can have several, such as Hugging Face's layers in a DeepSpeed engine.
+A target can have several frameworks, such as Hugging Face's layers in a DeepSpeed engine.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class AttachTarget:
 class Framework:
     """One framework; by default it requires nothing.
 
-    `claim`, `layers` and `is_expert` are called for all frameworks, the other methods only for those in the target.
+    `claim`, `is_in`, `layers` and `is_expert` are called for all frameworks, the other methods only for the frameworks
+    that `is_in` finds in the target.
     """
 
     def claim(self, given: Any) -> AttachTarget | None:
@@ -78,7 +79,7 @@ class Framework:
             given: the object passed to `memplug.attach`.
 
         Raises:
-            RegionError: it belongs to the framework, but memplug cannot attach to it.
+            RegionError: `given` belongs to the framework, but memplug cannot attach to it.
         """
 
     def is_in(self, target: AttachTarget) -> bool:
@@ -124,7 +125,7 @@ class Framework:
         return {}
 
     def prepare(self, target: AttachTarget, name: str) -> Prepare | None:
-        """Return a function that changes or checks a region's arguments; the first framework that has one is asked."""
+        """Return a function that changes or checks a region's arguments, or None; memplug uses the first one found."""
 
     def hook(self, target: AttachTarget, modules: Layers, attached: AttachedModel) -> None:
         """Mark steps and micro-batches, and keep the framework's own work out of the regions.

@@ -17,7 +17,7 @@ from memplug.hooks.patching import patch
 from memplug.session.attached import AttachedModel
 from memplug.torch_private import KNOWN
 
-COUNT_OTHERS = "_get_num_nonjoined_procs"  # the method that a rank without more batches calls repeatedly
+COUNT_OTHERS = "_get_num_nonjoined_procs"  # the method that a rank calls again and again once it has no more batches
 
 Group = Any
 """A process group, or a list of ranks of the world."""
@@ -26,8 +26,9 @@ Group = Any
 def members_of(target: AttachTarget, group: Group | None, found: Sequence[Group]) -> list[int] | None:
     """Return the ranks of the world that train a model together, the same list on each of them.
 
-    Without a group, these are the ranks of the largest group that the model's wrappers and parameters have
-    (DistributedDataParallel, FSDP, device meshes), provided that it contains the smaller ones.
+    If the user named no group, these are the ranks of the largest group that frameworks name. If they name none, it is
+    the largest group of the model's wrappers and parameters (DistributedDataParallel, FSDP, device meshes). If the
+    largest group does not contain all the others, all ranks train the model.
 
     Args:
         target: the target of `memplug.attach`.
@@ -38,7 +39,7 @@ def members_of(target: AttachTarget, group: Group | None, found: Sequence[Group]
         The ranks in order; None for all ranks.
 
     Raises:
-        RanksError: this rank is not in the named group, or torch.distributed is not initialized.
+        RanksError: the user named a group, and this rank is not in it or torch.distributed is not initialized.
     """
     if group is not None:
         return _named(group)
@@ -50,7 +51,7 @@ def members_of(target: AttachTarget, group: Group | None, found: Sequence[Group]
 
 
 def watch_joins(attached: AttachedModel) -> None:
-    """Note on the session's ranks when this rank has no more batches in torch's `join`, and when it has joined again.
+    """Tell the session's `Ranks` when this rank has no more batches in torch's `join`, and when it ends steps again.
 
     It does not matter which wrapper of the model joins, or whether it was made before or after attaching.
     """
@@ -63,7 +64,7 @@ def watch_joins(attached: AttachedModel) -> None:
             tell()
         return others
 
-    # without the method in this torch, the other ranks wait for this one as for any that ends no steps
+    # if this torch lacks the method, the other ranks wait for this one as for any rank that ends no steps
     if hasattr(Join, COUNT_OTHERS) and not (attached.ranks.are_known and len(attached.ranks.members) == 1):
         patch(Join, COUNT_OTHERS, count_others, attached, KNOWN)
 
@@ -104,4 +105,4 @@ def _groups(target: AttachTarget) -> Iterator[Group]:
 def _ranks(group: Group) -> list[int]:
     if isinstance(group, list):
         return group
-    return [] if isinstance(group, int) else dist.get_process_group_ranks(group)  # an int stands for a group without us
+    return [] if isinstance(group, int) else dist.get_process_group_ranks(group)  # an int: this rank is not in it

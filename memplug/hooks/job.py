@@ -1,4 +1,4 @@
-"""The fingerprint of a training job: the model, its layers, the block, where it runs and its split over ranks."""
+"""The fingerprint of a training job: its model, layers, block, device, packages and split over ranks."""
 
 from __future__ import annotations
 

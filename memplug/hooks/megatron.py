@@ -17,10 +17,10 @@ The components of a layer decide how memplug can handle it:
 | Megatron-Core's linear layers, SDPA or unfused attention | row by row | CPU |
 | SequentialMLP, all-gather and all-to-all dispatchers | row by row, in permuted order; collectives captured | CPU |
 | flash-attn 2 by its operators | attention whole, the rest row by row | H200 |
-| flash-attn 3 since November 2025, likewise | likewise | stand-ins |
+| flash-attn 3 since November 2025 by its operators | as flash-attn 2 | stand-ins |
 | grouped matmul (`torch._grouped_mm`) | row by row | CPU, outside of Megatron-Core |
-| modules of Transformer Engine, FP8 or not | tensor by tensor of what they saved (transformer_engine.py) | H200 |
-| fused kernels of other functions, GroupedMLP | likewise (memplug/tokenwise/engine/hidden.py) | stand-ins |
+| modules of Transformer Engine, FP8 or not | each saved tensor by itself (transformer_engine.py) | H200 |
+| fused kernels of other functions, GroupedMLP | the same (memplug/tokenwise/engine/hidden.py) | stand-ins |
 | DeepEP and HybridEP (flex dispatcher) | exchanged tensors are captured, and not exchanged again | stand-ins |
 """
 
@@ -107,7 +107,7 @@ class Megatron(Framework):
             )
 
     def layout(self, target: AttachTarget) -> Mapping[str, int]:
-        """Return the sizes of the parallel groups, and the pipeline rank: it decides the micro-batches in flight."""
+        """Return the sizes of the parallel groups, and the pipeline rank, which decides the micro-batches in flight."""
         state = _module("megatron.core.parallel_state")
         if not state.model_parallel_is_initialized():
             return {}
@@ -145,7 +145,7 @@ class Megatron(Framework):
                 )
 
     def prepare(self, target: AttachTarget, name: str) -> Prepare:
-        """Return the check of a layer's arguments."""
+        """Return the function that checks a layer's arguments."""
         return arguments
 
     def hook(self, target: AttachTarget, modules: Layers, attached: AttachedModel) -> None:
@@ -160,7 +160,7 @@ class Megatron(Framework):
 
 
 def check_chunks(chunks: Sequence[nn.Module]) -> None:
-    """Check that these are the chunks of one Megatron-Core model.
+    """Check that the modules are the chunks of one Megatron-Core model.
 
     Args:
         chunks: the modules in the list that `memplug.attach` was given.
@@ -245,7 +245,7 @@ def _hook_schedules(attached: AttachedModel) -> None:
     executor = attached.executor
 
     def forward_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # backward takes micro-batches in the schedule's order, so the latest forward is not the next to be asked for
+        # backward takes micro-batches in the schedule's order: the next one may not be that of the latest forward
         executor.flow.begin_micro_batch()
         with attached.explaining("forward of a micro-batch"):
             return original(*args, **kwargs)
@@ -259,7 +259,7 @@ def _hook_schedules(attached: AttachedModel) -> None:
 
 
 def _hook_memory_buffer(attached: AttachedModel) -> None:
-    """Exclude scratch memory that layers share, such as gathered sequences and attention scores of unfused kernels."""
+    """Keep scratch memory that layers share out of the regions: gathered sequences, unfused attention's scores."""
     state = _module("megatron.core.parallel_state")
     if getattr(state, "_GLOBAL_MEMORY_BUFFER", None) is None:
         return  # model parallelism was not initialized, so no layer asks for the buffer
@@ -287,7 +287,7 @@ def _hook_losses(attached: AttachedModel) -> None:
 
 
 def _hook_gathering(attached: AttachedModel) -> None:
-    """Keep out of the regions how hooks of modules gather the distributed optimizer's parameters."""
+    """Keep the gathering of the distributed optimizer's parameters, by hooks of modules, out of the regions."""
     groups = _module("megatron.core.distributed.param_and_grad_buffer")._ParamAndGradBucketGroup
     patch(groups, "start_param_sync", unnoticed, attached, VERSIONS)
     patch(groups, "finish_param_sync", unnoticed, attached, VERSIONS)

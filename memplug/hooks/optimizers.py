@@ -17,8 +17,8 @@ UNMARKED_STEPS = 3  # steps of one optimizer after which `session.step()` seems 
 def watch(chunks: Sequence[nn.Module], attached: AttachedModel) -> None:
     """Make the session warn once if an optimizer of its model steps and `session.step()` is not called.
 
-    The hook is torch's own, for all optimizers. It keeps neither model nor session alive, and is removed with the
-    session.
+    torch calls the hook for every optimizer of the process. The hook keeps neither model nor session alive, and is
+    removed with the session.
 
     Args:
         chunks: the parts of the model.

@@ -64,13 +64,19 @@ def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callab
 
 
 def unnoticed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function that belongs to no region: its operators are not noted, replayed or compared; for `patch`."""
+    """Call a function that belongs to no region: its operators are not noted, replayed or compared.
+
+    This is a wrapper for `patch`.
+    """
     with paused(), in_framework():
         return original(*args, **kwargs)
 
 
 def uncompared(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function that a framework runs beside the model: steps are not compared by it; for `patch`."""
+    """Call a function that a framework runs beside the model: steps are not compared by its operators.
+
+    This is a wrapper for `patch`.
+    """
     with in_framework():
         return original(*args, **kwargs)
 

@@ -30,8 +30,8 @@ class Places:
 
     Args:
         model: the whole model.
-        layers: names and modules that memory is accounted to. Experts of mixtures inside them are found and become
-            layers of their own, which are dynamic.
+        layers: names and modules of the layers that memory is accounted to. Experts of mixtures inside them become
+            layers of their own; they are dynamic, since their sizes depend on data.
         recorder: the recorder that receives the reports.
         chunks: the parts of a pipeline stage; each forward of one is a micro-batch. None for the model itself.
         job: fingerprint of the job; None to make it from the model and its layers.
@@ -77,7 +77,8 @@ class Places:
             enter, leave = (outside(hook, nothing) for hook in self._hooks.layer_hooks(index))
             self._removals.append(module.register_forward_pre_hook(enter).remove)
             self._removals.append(module.register_forward_hook(leave, always_call=True).remove)
-        # torch's hooks for all optimizers: they keep neither model nor session alive, and are removed with them
+        # torch calls these for all optimizers; they keep neither model nor session alive, and are removed with this
+        # object
         for handle in (
             optimizers.register_optimizer_step_pre_hook(_weakly(self._begin_optimizer)),
             optimizers.register_optimizer_step_post_hook(_weakly(self._leave_optimizer)),

@@ -1,4 +1,4 @@
-"""The generator states that Megatron-Core keeps by name; a region runs again with those of its forward."""
+"""The generator states that Megatron-Core keeps by name; a region runs again with the states of its forward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kept(tracker: Any) -> Callable[[], AbstractContextManager[None]]:
 
 
 def _copied(tracker: Any) -> dict[str, Any]:
-    """Return the states by name, and the contents of generators, which graphs can capture (`--te-rng-tracker`)."""
+    """Return the tracker's states by name; for a generator (`--te-rng-tracker`), a copy of the generator's state."""
     return {
         name: state.get_state() if isinstance(state, torch.Generator) else state
         for name, state in tracker.get_states().items()

@@ -35,7 +35,8 @@ Prepare = Callable[[nn.Module, Call, tuple[Any, ...], dict[str, Any]], tuple[Cal
 class _Bound:
     """The binding of a module to its session, under a subclass of the module's own class.
 
-    The module is a region, with the framework's changes to its arguments, or the root of a model without regions.
+    The module is either a region or the root of a model without regions. For a region, `prepare` makes the framework's
+    changes to the arguments of its forward.
     """
 
     def __init__(
@@ -53,7 +54,11 @@ class _Bound:
         object.__setattr__(module, _REGION, self)
 
     def enter(self) -> bool:
-        """Replace the module's class by the subclass; return False if the forward was replaced or compiled since."""
+        """Replace the module's class by the subclass.
+
+        Returns:
+            False, with nothing changed, if the module is bound again, or its forward was replaced or compiled since.
+        """
         if any(name in self._module.__dict__ for name in (_REGION, "forward")) or _is_compiled(self._module):
             return False
         self._bind()
@@ -93,7 +98,7 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[st
     """
     named = dict(model.named_modules())
     written = {name: as_written(name, named) for name in named}
-    wrapped = {written[name]: name for name in named}  # of several with one name, the innermost
+    wrapped = {written[name]: name for name in named}  # of several modules with one name, the innermost
     modules = {name: named[name] for name in wrapped.values() if written[name]}
     for pattern in patterns:
         if not any(_matches(pattern, name, written[name]) for name in modules):
@@ -149,7 +154,7 @@ def make_region(
         module: the module.
         region: the region that its forward runs as.
         attached: the session.
-        prepare: called before each forward with gradients.
+        prepare: changes or checks the arguments before each forward with gradients; None if there is nothing to do.
 
     Raises:
         ConflictError: the module is a region of another session already, or its forward was replaced.

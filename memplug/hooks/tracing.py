@@ -34,7 +34,7 @@ def outside(run: Call, traced: Call) -> Call:
     """Return a function that calls `run`, or `traced` instead while torch traces a program.
 
     For a strict export Dynamo traces `traced`; otherwise Dynamo breaks the graph around `run`. If Dynamo is not
-    active, `run` is called without the wrapper that disables Dynamo, since that would cost more than a hook.
+    active, `run` is called without the wrapper that disables Dynamo, since the wrapper would cost more than a hook.
 
     Args:
         run: the function for ordinary calls.

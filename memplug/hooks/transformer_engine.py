@@ -1,7 +1,7 @@
 """Transformer Engine: runs its modules as units of a region, in FP8 with the scales of their forward.
 
-They call kernels that torch's dispatcher does not see. Each module can be run again by itself, and the tensors that it
-saves for backward reach memplug one by one (memplug.tokenwise.engine.units):
+The modules call kernels that torch's dispatcher does not see. Each module can be run again by itself, and the tensors
+that it saves for backward reach memplug one by one (memplug.tokenwise.engine.units):
 
 | class | made of | by rows |
 |---|---|---|
@@ -12,24 +12,25 @@ saves for backward reach memplug one by one (memplug.tokenwise.engine.units):
 | `DotProductAttention` | attention | whole |
 | any other | one unit, unless it is made of these | whole |
 
-They run by rows only if nothing is quantized (a scale belongs to a tensor or a block, and a transposed copy has no
-rows) and no other rank takes part. If another rank does (a tensor-parallel or context-parallel group of more than one),
-all ranks of the group run the unit again, or none (memplug/tokenwise/agreement.py).
+A module runs by rows only if no other rank takes part and nothing is quantized: a scale belongs to a tensor or a part
+of it, and a transposed copy has no rows. Other ranks take part if the module's tensor-parallel or context-parallel
+group has more than one rank. Then all ranks of the group run the unit again, or none does
+(memplug/tokenwise/agreement.py).
 
 | patched | on | why |
 |---|---|---|
 | `checkpoint` | `transformer_engine.pytorch`, its `distributed` | refused: memplug recomputes the same |
 | `get_cpu_offload_context` | `transformer_engine.pytorch`, its `cpu_offload` | refused: memplug offloads the same |
 
-Delayed scaling: in a forward with `activation_recompute_forward` each module puts a copy of its scales and amax
-histories into a queue, and in the recompute phase it runs with the first copy in the queue. memplug takes the copy when
-the unit's own forward ends, and puts it in front of the queue when the unit runs again: micro-batches may be in flight,
-and some units never run again. Autocast is set to the forward's state, not entered: leaving it would update the scales
-once more.
+Delayed scaling: in a forward under `activation_recompute_forward`, each module puts a copy of its scales and amax
+histories into a queue. In the recompute phase the module runs with the first copy in the queue. memplug takes the copy
+out when the unit's own forward ends, and puts it in front of the queue when the unit runs again. So the order of runs
+does not matter: micro-batches may be in flight, and some units never run again. memplug sets autocast to the forward's
+state instead of entering it, since leaving it would update the scales once more.
 
-Known in transformer-engine 1.13 to 2.20, from their sources. 2.20.2 ran on an H200, with flash-attn's attention and
-with its own unfused one, in bfloat16 and in FP8 by delayed, current and block scaling; cuDNN's could not be loaded
-there.
+Known in transformer-engine 1.13 to 2.20, from their sources. 2.20.2 ran on an H200 in bfloat16 and in FP8 by delayed,
+current and block scaling, with flash-attn's attention and with Transformer Engine's own unfused attention. cuDNN's
+attention could not be loaded there.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def is_of_transformer_engine(module: nn.Module) -> bool:
 
 
 def parts_of(region: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """Return the modules inside a region that are units, in the region's order.
+    """Return the modules of Transformer Engine inside a region that become units, in the region's order.
 
     Returns:
         (name, module, Transformer Engine class that it derives from) for each; the class is "" if it is not known.
@@ -153,7 +154,7 @@ def _unit(executor: Executor, name: str, module: nn.Module, own: str, is_shared:
 def _partners(module: nn.Module, own: str) -> frozenset[int] | None:
     """Return the ranks that a unit's forward may communicate with; None if they are not known.
 
-    These are the ranks of its tensor-parallel group; for attention, those of its context-parallel group.
+    These are the ranks of the unit's tensor-parallel group; for attention, the ranks of its context-parallel group.
     """
     found: set[int] = set()
     for part in module.modules():
@@ -260,7 +261,7 @@ class _Passes:
         return bool(self._asked) and any(ask(False) for ask in self._asked)
 
     def kept_casts(self) -> list[torch.Tensor]:
-        """Return the casts of weights that are kept for all micro-batches of a step, and the tensors inside them."""
+        """Return the casts of weights that modules keep for all micro-batches of a step, and the tensors in them."""
         found = []
         for part in self._modules:
             for cast in getattr(part, "_fp8_workspaces", {}).values():
@@ -268,7 +269,7 @@ class _Passes:
         return found
 
     def _queues(self) -> list[tuple[int, Any]]:
-        """Return the queues of copies of scales, each with its number, for those modules that have one by now."""
+        """Return (number, queue) for each of the unit's modules that has a queue of copies of scales by now."""
         manager = _manager()
         queues = getattr(manager, "quantization_state", manager).fp8_tensors_recompute_buffer
         numbers = [part.fp8_meta[_QUEUE] for part in self._modules if _QUEUE in part.fp8_meta]
@@ -277,7 +278,7 @@ class _Passes:
 
 @contextlib.contextmanager
 def _inside_autocast() -> Iterator[None]:
-    """Make any autocast inside an inner one, since the outermost autocast updates the scales when it ends."""
+    """Make each autocast in this context an inner one: only the outermost autocast updates the scales when it ends."""
     manager = _manager()
     owner = getattr(manager, "quantization_state", manager)
     name = next(name for name in ("autocast_depth", "AUTOCAST_DEPTH", "FP8_AUTOCAST_DEPTH") if hasattr(owner, name))

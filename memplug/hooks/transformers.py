@@ -71,7 +71,9 @@ def arguments(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
-    """Return a region's forward in training, on copies of its key-value caches, which models make by default.
+    """Return a region's forward and arguments in training, with copies of the key-value caches.
+
+    Models make such caches by default, also in training.
 
     Args:
         layers: `layers_around` the region.

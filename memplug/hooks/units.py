@@ -70,7 +70,7 @@ def watch_functions(functions: HiddenFunctions, attached: AttachedModel) -> None
         call, watching = original.__get__(None, cls), held()
         return call(*args, **kwargs) if watching is None else watching.apply(cls, call, args, kwargs)
 
-    patched = classmethod(functools.update_wrapper(apply, base.apply))  # in torch's C++ core from 2.15 on
+    patched = classmethod(functools.update_wrapper(apply, base.apply))  # from torch 2.15 on `base.apply` is C++
     base.apply = patched
 
     def undo() -> None:

@@ -1,6 +1,6 @@
-"""Tensors that a region put into a key-value cache and that are withheld: not kept, but made again once they are used.
+"""Withheld tensors: a region put them into a key-value cache, and memplug makes them again once they are used.
 
-They can be made again as long as their graph exists.
+Until then they have no memory. They can be made again as long as their graph exists.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Uses:
 
 
 class Withheld:
-    """Tensors that one run has put into a cache, or into a layer of one, and that are not kept.
+    """The withheld tensors that one run has put into a cache or into a layer of one.
 
     Args:
         region: name of the region that ran.
         uses: the model's uses of caches.
-        before: the state of the layer before the run; None for a cache itself, or for a layer that had tensors.
+        before: the state of the layer before the run; None for a cache itself, or for a layer that had tensors then.
 
     Attributes:
         look: the layer with meta tensors in place of the withheld ones.
@@ -66,13 +66,13 @@ class Withheld:
         return any(place is tensor for place, _ in self._places)
 
     def filled(self, value: Any) -> Any:
-        """Return a value with the withheld tensors in it, made again.
+        """Make the withheld tensors again; return a value with them in place of the meta tensors.
 
         Args:
             value: a part of the state, with meta tensors.
 
         Raises:
-            ConflictError: they cannot be made again.
+            ConflictError: the tensors cannot be made again.
         """
         self._uses.again = True
         if self._made is None:
@@ -121,7 +121,11 @@ def give_back(layer: Any) -> None:
 
 @once_for_each_class
 def _withholding(own: type) -> type:
-    """Return a subclass of a cache's layer that knows its length, and makes its tensors again once one is used."""
+    """Return the class of a cache's layer while tensors are withheld: it knows its length, and on use makes them again.
+
+    Args:
+        own: the layer's own class.
+    """
 
     def ask(self: Any, name: str) -> Any:
         if WITHHELD not in vars(self) or name not in vars(self)[WITHHELD].state:
@@ -144,7 +148,7 @@ def _withholding(own: type) -> type:
         vars(made).update(vars(self))
         return made
 
-    def reduced(self: Any, protocol: Any) -> Any:  # deep copies and pickles contain the tensors
+    def reduced(self: Any, protocol: Any) -> Any:  # deep copies and pickles need the tensors themselves
         give_back(self)
         return self.__reduce_ex__(protocol)
 
@@ -168,7 +172,7 @@ def copied(value: Any, layers: type = list) -> Any:
 
     Args:
         value: the state, or a part of it.
-        layers: makes the copy of a cache's list of layers; the layers in it are not copied.
+        layers: the type that a cache's list of layers is copied to; the layers themselves are not copied.
     """
     if type(value) is dict:
         return {key: copied(each) for key, each in value.items()}

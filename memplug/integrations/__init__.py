@@ -1,1 +1,1 @@
-"""Callbacks for the training loops of other libraries: attach, mark steps, detach. memplug itself imports none."""
+"""Callbacks for the training loops of other libraries: attach, mark steps, detach. Only users import them."""

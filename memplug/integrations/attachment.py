@@ -27,8 +27,8 @@ class Attachment:
         config: the block as a dict, or the path of a JSON that has it; None for `{"enabled": true}`.
 
     Attributes:
-        session: session of the present or the last training, for `report()`. Under DeepSpeed the engine's, if it has
-            one.
+        session: session of the present or the last training, for `report()`; under DeepSpeed, the engine's session.
+            None if there is none.
 
     Raises:
         ConfigError: the block is invalid.
@@ -38,7 +38,7 @@ class Attachment:
         super().__init__()
         self.config = load_config({"enabled": True} if config is None else config)
         self.session: Session | None = None
-        self._attached: AttachedModel | None = None  # if this callback attached it
+        self._attached: AttachedModel | None = None  # None unless this callback has attached
         self._told = False
 
     def begin(self, model: nn.Module, deepspeed: bool) -> None:
@@ -68,7 +68,7 @@ class Attachment:
             self._attached.owner, self._attached.steps_are_marked = self, True
 
     def begin_batch(self) -> None:
-        """Note that the model is about to run, perhaps by another method than its forward, which memplug observes."""
+        """Note that the model is about to run: memplug observes only its forward, but a trainer may call others."""
         if self._attached is not None:
             self._attached.begin_forward()
 

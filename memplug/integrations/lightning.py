@@ -30,7 +30,7 @@ def _callback_class() -> type:
 class MemplugCallback(Attachment, _callback_class()):
     """Attaches when training starts, marks each optimizer step, and detaches when training ends or fails.
 
-    Under DeepSpeed's strategy it does nothing, since `memplug.install()` attaches to the engine.
+    Under DeepSpeed's strategy the callback does nothing, since `memplug.install()` attaches to the engine.
 
     Example:
         >>> Trainer(callbacks=[MemplugCallback("ds.json")])
@@ -50,7 +50,7 @@ class MemplugCallback(Attachment, _callback_class()):
         self.begin_batch()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Mark the end of a step after a batch in which any number of optimizers stepped."""
+        """Mark the end of a step if an optimizer has stepped in the batch; one step, even if several have."""
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step
             self.end_step()

@@ -1,4 +1,4 @@
-"""A callback for transformers' Trainer and those built on it (TRL's), for training without DeepSpeed."""
+"""A callback for transformers' Trainer and trainers built on it (TRL's), for training without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ except ImportError as error:
 class MemplugCallback(Attachment, TrainerCallback):
     """Attaches when training begins, marks each optimizer step, and detaches when training ends.
 
-    There is no hook for a training that fails: the session stays attached until the next training begins, or until
-    `callback.end()`. Under DeepSpeed it does nothing, since `memplug.install()` attaches to the engine.
+    Trainer has no hook for a training that fails: then the session stays attached until the next training begins, or
+    until `callback.end()`. Under DeepSpeed the callback does nothing, since `memplug.install()` attaches to the engine.
 
     Example:
         >>> trainer.add_callback(MemplugCallback("ds.json"))

@@ -105,10 +105,10 @@ class Extension:
         return _files(self.folders)
 
     def lots(self) -> list[list[str]]:
-        """Return the lots: for each, the names of the sources that are compiled together.
+        """Return the sources in lots, each the names of sources that are compiled together.
 
-        Reading torch's headers takes longer than compiling most sources, so lots save time. Lots have similar sizes.
-        Names that the sources of a lot define must not clash.
+        Reading torch's headers takes longer than compiling most sources, so lots save time. They have similar sizes.
+        C++ names inside a lot must not clash.
         """
         sizes = {path.name: path.stat().st_size for path in self.sources().values() if path.suffix == ".cpp"}
         count = -(-sum(sizes.values()) // LOT_BYTES)
@@ -136,7 +136,7 @@ class Extension:
         except RuntimeError:
             if not cuda_headers():
                 raise
-            self._compile(folder, sources, [*flags(), "-DMEMPLUG_WITHOUT_CUDA_ARENA"])  # fails again on another cause
+            self._compile(folder, sources, [*flags(), "-DMEMPLUG_WITHOUT_CUDA_ARENA"])  # fails again for another cause
             text = (
                 "memplug: torch %s has a CUDA allocator that memplug does not know: the %s is built without the arena. "
                 "Install another version of torch to have it"
@@ -189,7 +189,7 @@ def libraries() -> list[str]:
 
 
 def _loaded(name: str) -> Iterator[str]:
-    """Yield the paths of libraries of this process with this name; none if the system does not list them."""
+    """Yield the paths of this process's libraries whose name begins with `name`; none if the system lists none."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
             *_, path = line.split(maxsplit=5)
@@ -202,7 +202,8 @@ def cuda_headers() -> tuple[Path, ...]:
     """Return folders that together hold the headers of CUDA's runtime.
 
     They belong to a toolkit, to NVIDIA's packages, or to Triton's package, which torch's wheels depend on. NVIDIA's
-    runtime package alone is not enough: `crt` is in the compiler's package (CUDA 12), or in its own (CUDA 13).
+    runtime package alone is not enough: the folder `crt` is in the compiler's package (CUDA 12), or in a package of its
+    own (CUDA 13).
 
     Returns:
         The folders; empty if torch is built without CUDA, or the headers are not installed.
@@ -254,7 +255,7 @@ def _ninja_on_path() -> Iterator[None]:
 
 
 def _moved(error: BaseException) -> str | None:
-    """Return the compiler's first error in native/torch_private*.h, where torch's changes show, or None."""
+    """Return the compiler's first error in native/torch_private*.h, or None; changes of torch show in these files."""
     found = re.search(r"torch_private\w*\.h:\d+(?::\d+)?: (?:fatal )?error: (.*)", str(error))
     return found[1].removeprefix("static assertion failed: ") if found else None
 

@@ -8,7 +8,7 @@ from typing import Any
 from memplug.plans.schema import MemoryPlan, PlanPart
 
 Judges = Mapping[type[PlanPart], Callable[[Any], Iterator[str]]]
-"""The judge of each kind of part; a judge yields the mistakes of a part as sentences."""
+"""The judge of each type of part; a judge yields the mistakes of a part as sentences."""
 
 
 def mistakes_of(plan: MemoryPlan, judges: Judges) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Writes a training's plan to disk, once for all ranks that do the same. Imports no torch."""
+"""Writes a training's plan to disk, once for all ranks that do the same under it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _link(file: Path, shared: Path) -> None:
 
 
 def _same(one: MemoryPlan, other: MemoryPlan, kinds: Collection[type[PlanPart]]) -> bool:
-    """Return whether two ranks of one run do the same under their plans."""
+    """Return whether two plans belong to one program of one run, and training does the same under both."""
     ours, theirs = one.training, other.training
     if theirs is None or (ours.run, ours.index, ours.program) != (theirs.run, theirs.index, theirs.program):
         return False

@@ -78,13 +78,13 @@ def load(path: str | Path) -> MemoryPlan:
             advice = DAMAGED if error.advice == LayoutError.default_advice else error.advice
             raise LayoutError(f"{path}: {error.problem}", advice) from error
         except Exception as error:
-            # The digest matches, but a changed file may have a new digest: the fields may hold anything.
+            # The digest matches, but it may have been renewed after a change: the fields may hold anything.
             reason = f"{type(error).__name__}: {error}"
             raise LayoutError(f"{path}: not a plan that memplug has written: {reason}", DAMAGED) from error
 
 
 def is_plan(path: str | Path) -> bool:
-    """Return whether a file's first bytes are those of a plan; False also if it cannot be read."""
+    """Return whether a file begins as a plan does; False also if it cannot be read."""
     path = Path(path)
     try:
         # Skip anything but files: a pipe might never end.

@@ -46,8 +46,8 @@ class TrainingPart:
         run: name of the run that made the plan; names of later runs sort after those of earlier ones.
         index: index of the program in that run, in the order in which programs came.
         program: the planned program; None if the plan has no decisions to compare steps for.
-        first: the program of a run's first step, if it has the sizes of `program` but is not similar to it: in the
-            first step ZeRO 3 learns the order of parameters.
+        first: the program of the run's first step, if it has the sizes of `program` but is not similar to it; else
+            None. Under ZeRO 3 it differs, since ZeRO 3 learns the order of parameters in that step.
         gradients_stay: True if parameters keep the memory of their gradients from step to step.
     """
 
@@ -65,8 +65,8 @@ class MemoryPlan:
     Attributes:
         fingerprint: fingerprint of the recorded step.
         training: the state to resume from; None for a plan of `memplug plan`, which has addresses alone.
-        parts: the parts by technique: as objects if they were made here, or as JSON values until `PlanPart.of` reads
-            them. Parts of techniques that this memplug lacks stay unread.
+        parts: the parts by name of the technique. A part that was made here is an object; a loaded one is a dict of
+            JSON values, which `PlanPart.of` reads. Parts of techniques that this memplug lacks stay unread.
         file: the file that the plan was loaded from; None if it was made here.
     """
 
@@ -96,7 +96,7 @@ class PlanPart:
 
     @classmethod
     def from_file(cls: type[Part], values: dict[str, Any]) -> Part:
-        """Return the part that a file holds; raise ValueError, KeyError or the like for anything else."""
+        """Return the part that a file's values describe; raise ValueError, KeyError or the like if they do not."""
         return read(cls, values)
 
     @classmethod
@@ -115,7 +115,7 @@ class PlanPart:
         try:
             return cls.from_file(part)
         except Exception as error:
-            # The digest matches, but may have been renewed after a change: the fields may hold anything.
+            # The digest matches, but it may have been renewed after a change: the fields may hold anything.
             reason = f"in its part {cls.name}: {type(error).__name__}: {error}"
             raise LayoutError(f"{plan.file}: not a plan that memplug has written: {reason}", DAMAGED) from error
 

@@ -1,4 +1,4 @@
-"""Moves a session along its stages by the program that all ranks ran (Chameleon, section 4: stage adjusting).
+"""Changes the stage of a session by the program that all ranks ran (Chameleon, section 4: stage adjusting).
 
 warm-up ──the same program, often enough──► gen-policy ──the best of some plans──► stable
    ▲                                            │                                    │
@@ -30,7 +30,12 @@ LONGEST_HISTORY = 1000
 
 @dataclass(frozen=True, slots=True)
 class _StepBallot:
-    """A step that all ranks vote on; the next step may already run."""
+    """This rank's vote on the program of a step; the next step may run before the votes are read.
+
+    Attributes:
+        program: the program that this rank ran.
+        agreed: waits for the votes of all ranks, and returns their bitwise AND.
+    """
 
     program: Program
     agreed: Callable[[], int]
@@ -38,13 +43,16 @@ class _StepBallot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lasting:
-    """A program under decisions; equal only to the very same pair. None as program: nothing is compared or planned."""
+    """A program and the decisions that it runs under; equal only to a pair of the very same two objects.
+
+    The program is None if steps are not compared and nothing is planned.
+    """
 
     program: Remembered | None
     decisions: Any
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both hold the very same program and decisions."""
+        """Return whether `other` holds the very same program and decisions."""
         return isinstance(other, Lasting) and self.program is other.program and self.decisions is other.decisions
 
     def __hash__(self) -> int:
@@ -53,19 +61,21 @@ class Lasting:
 
 
 class Adjuster:
-    """Changes the stage, program and decisions of a session. Used for steps only if the session plans its alpha.
+    """Changes the stage, program and decisions of a session.
+
+    If the technique makes no plans, since alpha is a number, the session never calls `end_step`.
 
     Args:
         profiler: the block's "profiler" section.
-        technique: the technique whose parts programs run under; none of them is in force yet.
+        technique: the technique that decides how regions run; none of its parts is in force yet.
         stage: the stage to begin with.
         ranks: the ranks, which agree on every change.
 
     Attributes:
-        decisions: the decisions in force; None while there are none, and while plans are tried.
+        decisions: the part of `technique` in force; None while there is none, and while plans are tried.
         history: (step, stage, index of the program, reason) of each change, the latest at the end.
         replans: number of plans made.
-        warmup_steps: a program is planned for after this many steps that are like the one before.
+        warmup_steps: number of steps, each like the one before it, after which a program is planned for.
     """
 
     def __init__(
@@ -86,12 +96,12 @@ class Adjuster:
         self._proposed: Any = None
         self._ballot: _StepBallot | None = None
         self._passing: tuple[Remembered, Any] | None = None
-        self._is_proven = False  # a watched step ran the program under the settings in force
-        self._turned: tuple[Remembered, Remembered] | None = None  # a program, and the one that a plan made of it
+        self._is_proven = False  # a step whose operators were watched ran the program under the settings in force
+        self._turned: tuple[Remembered, Remembered] | None = None  # a program, and the one that a plan turned it into
         self._step = 0
-        self._similar_steps = 0  # Algorithm 1's StableStep
-        self._changes = 0  # since the last stable stage
-        self._confirmed = True  # False: resumed from an earlier run's plan, and no step has shown its program yet
+        self._similar_steps = 0  # StableStep of Chameleon's Algorithm 1
+        self._changes = 0  # returns to warm-up since decisions were last put into force
+        self._confirmed = True  # False after `resume`, until the first step has shown its program
         self.first: Program | None = None  # the program of the run's first step
 
     def resume(self, known: Sequence[tuple[Program, Any]], source: str, first: Program | None = None) -> list[Lasting]:
@@ -103,7 +113,8 @@ class Adjuster:
         Args:
             known: programs, each with its decisions.
             source: where the first plan was read from, for messages.
-            first: another program that the first step may resemble.
+            first: the program of the earlier run's first step, if it is not similar to the first of `known`; this
+                run's first step may be similar to either.
 
         Returns:
             Each program under its decisions, in the order of `known`.
@@ -118,11 +129,12 @@ class Adjuster:
         return [Lasting(each, each.decisions) for each in remembered]
 
     def end_step(self, step: int, program: Program) -> None:
-        """Vote on the program of the step that ended on every rank, and act on the votes.
+        """Vote on the program of the step that ended, and act on the votes of all ranks.
 
-        In stable, the vote on a step is read one step later, so that training does not wait for it (a single process
-        reads it equally late). The first step of a resumed run is read at once. If a vote shows another program, the
-        latest step is voted on at once too: a program that lasted one step is gone before anything changed for it.
+        In the stage stable, the votes on a step are read one step later, so that training does not wait for them; a
+        single process does the same. The votes on the first step of a resumed run are read at once. If votes show
+        another program, the votes on the latest step are read at once too: if that program lasted one step only, no
+        step runs under its settings.
 
         Args:
             step: number of the step that ended, from 1.
@@ -146,10 +158,10 @@ class Adjuster:
 
     @property
     def detail(self) -> Detail | None:
-        """Return how the next step is to be recorded; None for not at all.
+        """Return the detail in which the next step is to be recorded; None for not at all.
 
-        The step that plans are made from is recorded in full, and steps that try plans for their peaks. The step before
-        them is recorded too, so that memory that is alive from step to step is known by then.
+        The step that plans are made from is recorded in full. Steps that try plans are recorded for their peaks of
+        memory. The step before gen-policy is recorded too, to learn which memory stays alive from step to step.
         """
         if self.stage is Stage.GEN_POLICY:
             return self._technique.detail
@@ -158,7 +170,7 @@ class Adjuster:
 
     @property
     def lasting(self) -> Lasting | None:
-        """Return the program under its decisions while stable, else None."""
+        """Return the current program with its decisions in the stage stable, else None."""
         return self._lasting if self.stage is Stage.STABLE else None
 
     def stay(self, step: int, why: str) -> None:
@@ -207,7 +219,7 @@ class Adjuster:
         return _StepBallot(program, self._ranks.vote(mask))
 
     def _follow(self, ballot: _StepBallot) -> StepOutcome:
-        """Apply the program that all ranks agreed on for a step: change stage, program and decisions."""
+        """Read the votes on a step, and change stage, program and decisions by them."""
         mask = ballot.agreed()
         seen = self.programs.agreed(mask)
         if seen is None:
@@ -232,10 +244,15 @@ class Adjuster:
         return event
 
     def _note_turns(self, seen: Remembered, alike: bool) -> None:
-        """Detect that a plan itself changes the program.
+        """Detect that plans for a program turn it into another program.
 
-        That is so if a step differs in its operators alone as soon as a plan is tried or adopted, and matches again as
-        soon as the plan is withdrawn. This would repeat forever, so the program stays at the safest setting.
+        A plan does so if only the operators of the steps change when it is tried or adopted, and they change back when
+        it is withdrawn. This would repeat forever, so after `MOST_TURNS` such plans the program stays at the safest
+        setting.
+
+        Args:
+            seen: the program of the step that ended.
+            alike: True if the step is like the current program in inputs and nodes.
         """
         current, turned = self.programs.current, self._turned
         if turned is not None and seen is turned[0]:
@@ -256,7 +273,7 @@ class Adjuster:
             self._proposed = self._technique.propose(None)
             return StepOutcome.STEADY if self._proposed is None else StepOutcome.SETTLED
         if self.stage is Stage.STABLE:
-            # a borrowed plan is for programs that leave before a plan of their own is made
+            # a plan borrowed from another program is for programs that leave before a plan of their own is made
             stays = self._similar_steps > self.warmup_steps + self._tries
             return StepOutcome.CHANGED if seen.borrowed and stays else StepOutcome.STEADY
         return StepOutcome.SETTLED if self._similar_steps > self.warmup_steps else StepOutcome.STEADY
@@ -337,8 +354,8 @@ class Adjuster:
     def _note(self, before: Stage, reason: str) -> None:
         """Record a change in the history and log it.
 
-        A program's first change between two stages is logged at INFO. Repetitions and changes inside warm-up are
-        logged at DEBUG, and so is everything once more programs came than are remembered.
+        A program's first change from one stage to another is logged at INFO. Repetitions, and changes inside warm-up,
+        are logged at DEBUG. Once more than `MOST_PROGRAMS` programs have come, all changes are logged at DEBUG.
         """
         current, passage = self.programs.current, (before, self.stage)
         self.history.append((self._step, self.stage, current.index, reason))

@@ -49,7 +49,7 @@ class AttachedModel:
         boundary: runs the actions between two steps.
         agreed: the technique that decides how regions run.
         executor: runs the regions.
-        plain: those of the regions that run as without memplug.
+        plain: the regions that at present run as without memplug.
         forwards: number of forwards with gradients, as `begin_forward` counts them.
         steps_are_marked: True if a hook marks the ends of steps, so that the user need not call `Session.step`.
         owner: the callback that attached and that will detach; None if the user does.
@@ -170,7 +170,7 @@ class AttachedModel:
             self.boundary.begin_run(inputs, *forward)
 
     def begin_forward(self) -> None:
-        """Count a forward with gradients, of a region or the model; the first of a step begins the step's program."""
+        """Count a forward of a region or the model with gradients; a step's first one begins the step's program."""
         self.forwards += 1
         if self.forwards == self._unmarked_forwards and not self.steps:
             self.miss_steps(f"{self.forwards:,} forwards with gradients have run")
@@ -219,7 +219,7 @@ class AttachedModel:
             out_of_memory.add_note(error, self._out_of_memory(phase, region.name if region else None))
 
     def _request_failed(self) -> str:
-        """Return the note for a memory request, made by an operator of a training thread, that failed for good."""
+        """Return the note for a request for device memory that failed for good; called on the thread that made it."""
         recording = self.boundary.recording
         phase, layer = recording.here if recording is not None else ("a step", None)
         return self._out_of_memory(phase, layer)

@@ -1,10 +1,11 @@
-"""Shared decisions of several ranks: a numbered log of ballots in torch's own store, the same for all of them.
+"""Shared decisions of several ranks: a numbered log of ballots in torch's own store, which all ranks read.
 
 rank: its value ──► store ──the last rank to vote combines the values──► verdict, which all ranks read
 
-A ballot has one verdict: the store's compare-and-set keeps the first one. A rank that came too late or died reads or
-leaves the verdict "the log ends here", provided that no other verdict was there first. So ranks never act on different
-verdicts, and none enters a collective that another rank may miss. A thread beside training sends everything.
+A ballot has one verdict, since the store's compare-and-set keeps the first one that is written. A rank that leaves
+writes the verdict "the log ends here"; so does a rank that has waited too long for another one. If the ballot has
+another verdict already, that one stays. So ranks never act on different verdicts, and no rank enters a collective that
+another rank may miss. A thread beside training sends and reads all ballots.
 """
 
 from __future__ import annotations
@@ -184,12 +185,12 @@ class _Sending:
                 self._read()
                 if self._has_parted:
                     self._look_for_others()
-        with contextlib.suppress(RuntimeError):  # the store is gone, and so are the others
+        with contextlib.suppress(RuntimeError):  # the store is gone, with the rank that has it
             self._end(self._next, f"rank {self._voters.members[self._voters.own]} takes no more steps with the others")
         self._finish("the session is detached")
 
     def tell_missing(self, ballot: _OpenBallot, limit_s: float) -> None:
-        """Warn, on one of the waiting ranks, which ranks the others wait for.
+        """Warn which ranks have not voted; of the ranks that wait, only one warns.
 
         Args:
             ballot: the ballot that waits.
@@ -284,13 +285,13 @@ class _Sending:
 
 
 def meet(store: Store, members: Sequence[int], rank: int, timeout_s: float) -> Voters:
-    """Wait until all these ranks have called this function as many times as this one.
+    """Wait until every rank of `members` has called this function as often as this rank.
 
     Args:
         store: torch's own store. A clone of the connection is used, since other threads may hold this one.
         members: ranks of the world, in the same order on all of them.
         rank: rank of this process in the world.
-        timeout_s: seconds after which this rank gives up, and with it all others.
+        timeout_s: seconds after which this rank gives up; then all others give up too.
 
     Returns:
         The ranks that have met.

@@ -8,12 +8,12 @@ When a step ends, every rank does the following, in this order:
 | close the step's forwards; take its sizes, operators, nodes and time | before anything else runs operators |
 | end the recording | the trace covers this step alone |
 | vote on a shortage of host memory | needs the regions' settings of this step, before new decisions replace them |
-| compare the bytes moved with the plan; check the link for a fixed alpha | likewise |
+| compare the bytes moved with the plan; check the link for a fixed alpha | the same |
 | vote on the program; change stage and decisions | after the step's program is known, before the next step's settings |
 | let techniques that follow the program propose, install and withdraw | needs the next step's program and decisions |
-| switch the classes of plain regions | follows the next step's decisions |
+| switch the classes of regions that begin or cease to run as without memplug | needs the next step's decisions |
 | reserve rounding buffers | once it is known whether the arena makes them unnecessary |
-| keep the plan on disk | once both halves of it are in force |
+| keep the plan on disk | once its decisions and the parts of all other techniques are in force |
 | call the callbacks | they see the report of a settled session |
 
 Then the next step begins: the recorder and the arena are claimed if no forward did so, the recording begins, and last
@@ -62,7 +62,7 @@ WATCHED_STEPS = 8  # while stable, one step in 8 is watched; the others are comp
 
 
 class Boundary:
-    """Ends and begins the steps of one session, in the order that the module's text gives.
+    """Ends and begins the steps of one session, in the order of the module's table.
 
     Args:
         config: the block.
@@ -70,7 +70,8 @@ class Boundary:
         device: the device that the regions run on.
         regathers: True if forward gathers parameters (ZeRO 3).
         ranks: the ranks that train the model.
-        explain: called with (phase, region, error) when a device out-of-memory error passes through.
+        explain: called with (phase, region, error) for a device out-of-memory error in a region's forward or recompute
+            pass.
         request_failed: returns the note for a request for device memory that failed for good; called on any thread.
 
     Attributes:
@@ -137,7 +138,7 @@ class Boundary:
     # -- before the first step -----------------------------------------------------------------------------------------
 
     def watch(self, make: Callable[[], Recording], tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Compare steps by their operators too, and make the requested techniques follow them.
+        """Compare steps by their operators too, and let the techniques that the block asks for follow the program.
 
         If another session has the recorder, one warning names the consequences.
 
@@ -163,7 +164,7 @@ class Boundary:
                 tensors=tensors,
             ),
             unwatched_because=self._unwatched_because,
-            # techniques plan for a program under its decisions, and those come only after the warm-up
+            # if decisions are planned, they come only after the warm-up, and these techniques propose only under them
             warmup_steps=0 if self.agreed.plans else self.adjuster.warmup_steps,
             records=bool(self._timeline_folder),
         )
@@ -252,11 +253,12 @@ class Boundary:
     def _agree(self, program: Program) -> None:
         """Make all decisions that the ranks share.
 
-        If a rank is missing, all others stop at the same place and keep the decisions in force: later decisions could
+        If a rank is missing, all others stop at the same vote and keep the decisions in force: later decisions could
         differ between ranks.
 
         Raises:
-            RanksError: torch's store is gone, and collectives depend on decisions: other ranks may have later ones.
+            RanksError: torch's store is gone, and collectives depend on decisions: another rank may have read a
+                decision that this rank cannot read any more.
         """
         adjuster, agreed = self.adjuster, self.agreed
         try:
@@ -285,7 +287,7 @@ class Boundary:
                 log.warning(coded("MP010", text), self.steps, self.apart)
 
     def _settle(self) -> None:
-        """Put the next step's decisions, buffers and plain regions into effect."""
+        """Put the next step's decisions into effect, with its buffers and the classes of its regions; keep the plan."""
         self.agreed.settle(self.adjuster.stage is Stage.STABLE, self._served().wanted)
         if self.steps and self.kept is not None:
             self.kept.end_step(self.followers, self._parts, self.recording)

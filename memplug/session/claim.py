@@ -1,8 +1,8 @@
 """Claims the recorder and the arena, of which a process has one each, for one session.
 
 A session claims both when its model first runs forward with gradients, so that a model that never trains (a reference,
-a teacher) takes them from no other. While another session has them, it claims again at each step, and gets them once
-the other session is detached.
+a teacher) takes them from no other model. If another session has them, this session claims again at each step, and gets
+them once the other is detached.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Claim:
         return self._unwatched_because or self.off_because
 
     def why_off(self, name: str) -> str:
-        """Return why training goes on without the technique of a name; "" while it may have a part in force."""
+        """Return why training goes on without the technique called `name`; "" while it may have a part in force."""
         technique = self.followers.find(name)
         if technique is not None:
             return technique.off_because
@@ -93,7 +93,7 @@ class Claim:
         return True
 
     def demand(self) -> None:
-        """Claim the recorder, even if the block does not ask for it, and make the techniques that it asks for.
+        """Claim the recorder even if the block does not ask for it; make the techniques that the block asks for.
 
         Raises:
             RecorderError: another session of this process has the recorder.

@@ -1,4 +1,4 @@
-"""The last line that a session logs, when it is detached or else when the process ends: what it did, in figures."""
+"""The last line that a session logs, when it is detached or the process ends: numbers of steps, plans and bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def line(session: Attached) -> str:
 
 
 def at_exit(session: Attached) -> Callable[[], None]:
-    """Have the line logged if the session is still attached when the process ends; return a call that undoes this."""
+    """Log the line when the process ends, unless the session is detached before; return a call that undoes this."""
     reference = weakref.ref(session)
 
     def close() -> None:

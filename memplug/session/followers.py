@@ -1,11 +1,11 @@
-"""Techniques that follow the program: each gets a part made for a lasting program, in force while that lasts.
+"""Techniques that follow the program: each makes a part for a lasting program, in force while the program lasts.
 
 waiting ──a program lasts──► proposing ──accepted──► in force
    ▲                                                     │
    └────── another program, or another part before it ───┘
 
-They propose in order, and each plans for a step in which the parts of earlier techniques are in force. Each rank does
-this by itself: no collective depends on it.
+Techniques propose in order: each plans for steps that run under the parts of the techniques before it. Each rank does
+this by itself, since no collective depends on these parts.
 """
 
 from __future__ import annotations
@@ -32,13 +32,18 @@ MOST_PARTS = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _After:
-    """A lasting program, with the part of one technique in force; equal only to the very same pair."""
+    """A lasting program under the part of one technique, for which the next technique plans.
+
+    Attributes:
+        key: the lasting program; it may be under the parts of earlier techniques.
+        part: the part in force. Two parts are equal only if they are one object.
+    """
 
     key: Hashable
     part: Any
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both hold the very same part after equal keys."""
+        """Return whether both have equal keys and the very same part."""
         return isinstance(other, _After) and self.key == other.key and self.part is other.part
 
     def __hash__(self) -> int:
@@ -48,6 +53,8 @@ class _After:
 
 class Follower:
     """Decides when one technique proposes, and which of its parts is in force.
+
+    A key stands for a program under its decisions, and under the parts of the techniques before this one.
 
     Args:
         technique: the technique to ask.
@@ -77,7 +84,11 @@ class Follower:
         self.enter(key)
 
     def enter(self, key: Hashable) -> None:
-        """Switch to the program of the next step; None if it is unknown or does not last."""
+        """Switch to the program of the next step.
+
+        Args:
+            key: the program; None if it is unknown or does not last.
+        """
         if key == self._key or self.technique.off_because:
             return
         was_begun = self._begun
@@ -135,7 +146,7 @@ class Follower:
         self._parts.clear()
 
     def key_after(self, key: Hashable) -> Hashable:
-        """Return the key that later techniques plan for; None if it is not known yet."""
+        """Return the key that the next technique plans for; None while this one has no part."""
         if self.technique.off_because:
             return key
         return _After(key, self.part) if self.part is not None else None
@@ -194,7 +205,11 @@ class Followers:
         return found
 
     def enter(self, key: Hashable) -> None:
-        """Switch all techniques to the program of the step that begins; None if it is unknown."""
+        """Switch all techniques to the program of the step that begins.
+
+        Args:
+            key: the program; None if it is unknown.
+        """
         for follower in self._all:
             follower.enter(key)
             key = follower.key_after(key)
@@ -217,7 +232,7 @@ class Followers:
 
     @property
     def detail(self) -> Detail | None:
-        """Return the detail in which the next step is to be recorded for all techniques; None for not at all."""
+        """Return the highest detail that a technique needs of the next step's record; None if none needs a record."""
         return max((each.technique.detail for each in self._all if each.technique.detail is not None), default=None)
 
     @property

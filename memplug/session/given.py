@@ -44,8 +44,9 @@ class Given(Common):
         folder: the folder of kept plans; None if none are kept.
         host_bytes: returns the bytes of the host budget that nothing else of the session holds.
         explain: returns memplug's note for a request for device memory that failed for good; any thread may call it.
-        has_regions: True if layers are regions, so that another technique swaps their tensors.
-        layer_bytes: returns, by layer, the bytes that its last forward offloaded and its backward prefetched.
+        has_regions: True if layers are regions: then another technique swaps the tensors of layers.
+        layer_bytes: returns for each layer the bytes that the layer's last forward offloaded; its backward prefetched
+            as many.
         tensors: returns the parameters and buffers of the model.
     """
 
@@ -66,12 +67,13 @@ class AgreedGiven(Common):
         regions: the regions of the model, in forward order.
         ranks: the ranks that train the model.
         regathers: True if forward gathers parameters (ZeRO 3).
-        explain: called with (phase, region, error) when a device out-of-memory error passes through.
+        explain: called with (phase, region, error) for a device out-of-memory error in a region's forward or recompute
+            pass.
         own: `with own():` surrounds operators that are no part of the program.
         step_peak: returns the largest memory in use during the last step, in bytes; None if it was not recorded.
         step_trace: returns the last step recorded in detail; None if there is none.
         is_served: True if the block asks for a technique that serves requests for memory.
-        is_relieved: True if the block asks for a technique that makes a step fit if no plan for its regions can.
+        is_relieved: True if the block asks for a technique that makes a step fit if no plan for the regions does.
     """
 
     regions: Sequence[Any]

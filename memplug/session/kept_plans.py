@@ -1,4 +1,4 @@
-"""Plans across runs: resumes from those that an earlier run of the job kept, and keeps those of this run."""
+"""Plans across runs: resumes from the plans that an earlier run of the job kept, and keeps the plans of this run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,17 @@ from memplug.session.technique import AgreedTechnique
 
 log = logging.getLogger("memplug")
 
-SETTLED_STEPS = 8  # steps that amended addresses have to serve before they replace the kept ones
+SETTLED_STEPS = 8  # steps that amended addresses have to serve before they replace the kept addresses
 
 
 @dataclass(frozen=True, slots=True)
 class _RanPlan:
-    """Decisions that ran, and the parts of the techniques that followed them; empty while a part is missing."""
+    """A plan that steps ran under.
+
+    Attributes:
+        lasting: the program and its decisions.
+        parts: names and parts of the techniques that follow the program; empty if a part is missing.
+    """
 
     lasting: Lasting
     parts: tuple[tuple[str, Any], ...]
@@ -62,7 +67,7 @@ class KeptPlans:
         self._is_first = True  # the next step to end is the run's first
         self._is_turned_away = False  # the first step had other inputs than the plan was made for
         self._made: _RanPlan | None = None
-        self._steps = 0  # number of steps that ran under `_made`
+        self._steps = 0  # number of steps that ended with `_made` in force
 
     def resume(self) -> bool:
         """Resume from the plans of an earlier run, before the first step; all ranks call this.
@@ -111,9 +116,10 @@ class KeptPlans:
         self._is_turned_away = True
 
     def end_step(self, followers: Followers, parts: dict[str, Any] | None, recording: Recording | None) -> None:
-        """Keep the plan that the step ran under, once it has served; an amended one, once it has lasted.
+        """Keep the plan in force once a step has run under it; an amended plan, once it has served `SETTLED_STEPS`.
 
-        Ranks above 0 wait one step longer, so that they find the plans that lower ranks kept.
+        An amended plan has a new part for decisions that were kept before. Ranks above 0 wait one step longer, so that
+        they find the plans that lower ranks kept.
 
         Args:
             followers: the techniques that `parts` belong to.
@@ -140,9 +146,9 @@ class KeptPlans:
             self._keep(made, followers, recording)
 
     def close(self, followers: Followers, parts: dict[str, Any] | None, recording: Recording | None) -> None:
-        """Keep what was amended since the last time, as the session ends.
+        """Keep the plan in force if it differs from the kept one, as the session ends.
 
-        If other parts had no time to be made, or to prove that they last, the decisions are kept alone.
+        If a part is missing, or no plan with these decisions was kept before, the decisions are kept alone.
 
         Args:
             followers: the techniques that `parts` belong to.
@@ -180,7 +186,7 @@ class KeptPlans:
         lasting = made.lasting
         index = _index_of(lasting)
         former = self._kept.get(index)
-        # a technique that is off in this run has no part here; the kept part serves another run
+        # a technique that is off in this run has no part here; another run can use the part that is kept already
         has_less = former is not None and former.lasting == lasting and len(made.parts) < len(former.parts)
         if former == made or has_less or not (made.parts or lasting.decisions):
             return
@@ -195,7 +201,7 @@ class KeptPlans:
         self._finish(waits=False)
 
     def _plan(self, index: int, lasting: Lasting, recording: Recording | None) -> MemoryPlan:
-        """Return a plan without new parts, on top of the parts that an earlier run kept with it."""
+        """Return the plan that new parts are added to; it has the parts of the plan that the run resumed from."""
         resumed, trace = self._plans.get(lasting), recording.trace if recording is not None else None
         made_from = resumed or trace
         return MemoryPlan(

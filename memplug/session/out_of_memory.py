@@ -30,7 +30,7 @@ def note(
         report: the session's report.
         peak_bytes: largest allocation total of the device so far; None if the device does not count.
         asked_gib: `device_budget_gib` of the block.
-        is_bound: True if the device has no more memory than `asked_gib`, as the CPU that stands in for one.
+        is_bound: True if the device has no memory beyond `asked_gib`: the CPU stands in for a device of that size.
     """
     advice = filter(
         None, ['add host memory ("host_budget_gib")', *(each.advice for each in report.techniques.values())]
@@ -48,7 +48,7 @@ def note(
 
 
 def is_told(error: BaseException) -> bool:
-    """Return whether an exception already has a note, from here or in the native core's message."""
+    """Return whether an exception has memplug's note already, by `add_note` or in a message of the native core."""
     return getattr(error, "_memplug_note", False) or BEGINS in str(error)
 
 

@@ -1,7 +1,7 @@
-"""A folder of plans, one for each program of a job, from which a later run of the job resumes at its first step.
+"""A folder of plans, one for each program of a job; a later run of the job resumes from them at its first step.
 
 A plan belongs to one rank's program. Ranks that run the same program share the file of the lowest of them. Either all
-ranks resume, from plans that one run made for the same programs, or none does.
+ranks resume, or none does: one run must have made plans for the same programs on all of them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from memplug.session.ranks import Ranks
 
 log = logging.getLogger("memplug")
 
-MOST_PLANS = 8  # the latest plans of a job, which a run resumes from
-MOST_COMPARED = 8  # the latest plans of other jobs; the most similar job among them is named
+MOST_PLANS = 8  # number of the latest plans of the job that a run resumes from
+MOST_COMPARED = 8  # number of the latest plans of other jobs among which the most similar job is found
 
 _Key = tuple[str, int]  # (run, index of the program in that run)
 
@@ -101,7 +101,7 @@ class PlanStore:
         return f".rank{rank}.json" if self._job.world_size > 1 else ".json"
 
     def _own(self, unfit: Callable[[MemoryPlan], str]) -> tuple[dict[_Key, MemoryPlan], str]:
-        """Return the plans of this rank by run and program, and if there are none, why."""
+        """Return this rank's plans by run and index of the program, and why there are none ("" if there are some)."""
         if self._folder is None or not os.path.isdir(self._folder):  # `os.path.isdir` raises nothing
             return {}, ""
         refused, own = "", {}

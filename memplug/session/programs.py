@@ -2,8 +2,8 @@
 
 A vote is a bit mask of the remembered programs that a step is similar to. Each rank compares its own step with its own
 baselines. Programs are remembered and forgotten at the same steps on all ranks, so a bit means the same program
-everywhere, and the bitwise AND of all votes holds the programs that all ranks see. If one rank sees a change, no
-common program is left, and all ranks change with it.
+everywhere. The bitwise AND of all votes has the bits of the programs that every rank's step is similar to. If one rank
+sees a change, no bit is left, and all ranks change together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALIKE = 1 << MOST_PROGRAMS
 """Bit of a vote: in inputs and nodes the step is like the current program, whatever its operators are."""
 
 MOST_TURNS = 2
-"""Turns after which a program is not planned for: each plan turns it into another program, and would do so forever."""
+"""Number of turns after which a program is no longer planned for; in a turn, a plan makes another program of it."""
 
 
 class Remembered:
@@ -32,9 +32,9 @@ class Remembered:
         baseline: a step of the program on this rank, which later steps are compared with. During warm-up it is the
             latest step; from planning on it stays, so that a slow drift adds up to a change.
         decisions: how to run the program; None until it was planned for.
-        borrowed: True if the decisions were made for another program, under which this one came and went in a step.
+        borrowed: True if the decisions were made for another program: this one ran for a single step under them.
         told: changes of stage that the log has already reported for the program.
-        turns: how often in a row a step under a plan for it looked like the same other program, until the plan was
+        turns: number of plans in a row that turned this program into the same other program until they were
             withdrawn.
     """
 
@@ -119,8 +119,9 @@ class Programs:
     def agreed(self, mask: int) -> Remembered | None:
         """Return the program of a step by the votes of all ranks; None if it is not remembered.
 
-        A program with decisions goes before one without, since a step that was not watched may be either. Then the
-        current program goes first, so that similar programs do not alternate; then the most recently current one.
+        Several remembered programs may be left, for example after a step that was not watched. Those that have
+        decisions, or stay at the safest setting, are preferred. Among these the current program is preferred, so that
+        similar programs do not alternate; otherwise the most recently current one.
         """
         seen = [one for one in self._all if mask >> one.index & 1]
         seen = [one for one in seen if one.is_settled] or seen
@@ -149,7 +150,11 @@ class Programs:
         self._by_age.append(program)
 
     def renew(self, baseline: Program) -> None:
-        """Compare later steps with this latest step of the current program."""
+        """Compare later steps of the current program with its latest step.
+
+        Args:
+            baseline: the latest step.
+        """
         current = self.current.baseline
         knows_more = baseline.operators is not None and current.operators is None or baseline.unseen < current.unseen
         if knows_more or not baseline.same(current):

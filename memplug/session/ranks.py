@@ -14,8 +14,8 @@ from memplug.errors import RanksError
 from memplug.session.ballots import Ballots, meet
 from memplug.torch_private import get_default_store
 
-MADE_UP: set[str] = set()  # backends whose other ranks do not exist
-LIMIT_S = 60.0  # how long a rank waits at the end of a step for one that has not ended it
+MADE_UP: set[str] = set()  # backends under which only this rank exists, as in an estimate
+LIMIT_S = 60.0  # how long a rank waits at the end of a step for another rank that has not ended it
 
 
 class Ranks:
@@ -23,7 +23,7 @@ class Ranks:
 
     All ranks call every method but `close`, `part` and `rejoin`, in the same order. If a rank waits too long for
     another, or votes while another has detached or died, this call and all later ones raise `RanksError`. The last
-    votes that counted are the same on all ranks.
+    vote that counted is the same one on all ranks.
 
     Args:
         members: the ranks of the world that train the model; None for all of them.
@@ -46,14 +46,14 @@ class Ranks:
     def first(self) -> bool:
         """Return whether this is the first rank or the only process.
 
-        Without a process group, before or after training, the launcher's RANK decides.
+        If there is no process group, as before and after training, the launcher's RANK decides.
         """
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         return rank == (0 if self._given is None else self._given[0])
 
     @property
     def are_known(self) -> bool:
-        """Return False if a launcher has started several processes that have not joined a group yet."""
+        """Return whether the ranks are known: False while processes of a launcher have not joined a group yet."""
         return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1
 
     @property

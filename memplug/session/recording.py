@@ -80,7 +80,7 @@ class Recording:
 
     @property
     def here(self) -> tuple[str, str | None]:
-        """Return the pass that the calling thread is in, in words, and the layer's name; None if that is unknown."""
+        """Return the pass (in words) and the layer that the calling thread is in; the layer is None if unknown."""
         which, _, layer = self.recorder.here()
         name = self._places.layers[layer].name if self.placed and 0 <= layer < len(self._places.layers) else None
         return Pass(which).name.lower().replace("_", " "), name

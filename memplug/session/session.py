@@ -1,4 +1,4 @@
-"""The session of an attached model, as `memplug.attach` returns it, and its stand-in where memplug is off."""
+"""The session that `memplug.attach` returns: of an attached model, or one that does nothing if memplug is off."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ log = logging.getLogger("memplug")
 
 
 class Session:
-    """An attached model, as its user sees it; made by `memplug.attach`.
+    """An attached model, as its user sees it; `memplug.attach` returns it.
 
-    Used as a context manager, it detaches on exit.
+    As a context manager, it detaches on exit.
 
     Attributes:
         config: the block.
@@ -38,9 +38,10 @@ class Session:
         attached.on_step.append(self._call)
 
     def step(self) -> None:
-        """Mark the end of a training step (of the optimizer, not of a micro-batch), on every rank.
+        """Mark the end of a training step; call it on every rank.
 
-        Integrations with a hook for this call it themselves.
+        A training step ends with the optimizer's step, not with a micro-batch. Under DeepSpeed's engine, Megatron-LM's
+        scripts and the callbacks, memplug makes this call itself.
         """
         self._attached.step()
 
@@ -50,11 +51,11 @@ class Session:
         return self._attached.steps
 
     def record(self, file: str | Path | None = None) -> None:
-        """Record the next whole step, from the end of the current one on; afterwards `trace` returns it.
+        """Record the next whole step, which begins when the current one ends; afterwards `trace` returns it.
 
         Args:
-            file: path to save the trace to as well, for `memplug show`. With several ranks each saves its own file,
-                such as "trace.rank0.npz" for "trace.npz".
+            file: the file to save the trace in, for `memplug show`; None to save none. With several ranks each saves
+                its own file, such as "trace.rank0.npz" for "trace.npz".
 
         Raises:
             RecorderError: another session of this process has the recorder, this session is detached, or `file` is not
@@ -66,7 +67,7 @@ class Session:
 
     @property
     def trace(self) -> Trace | None:
-        """Return the last step recorded in detail, for `record` or for planning; None until there is one."""
+        """Return the trace of the last step that `record` or planning recorded in detail; None until there is one."""
         recording = self._attached.boundary.recording
         return recording.trace if recording is not None else None
 
@@ -75,9 +76,9 @@ class Session:
         return self._attached.report()
 
     def detach(self) -> None:
-        """Undo every patch and release all memory, on every rank; a second call does nothing.
+        """Undo every patch and release all memory; a second call does nothing.
 
-        Run backward on all graphs in flight first.
+        Call it on every rank, after backward has run on all graphs in flight.
         """
         self._attached.detach()
 
@@ -86,7 +87,7 @@ class Session:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Detach, whether or not the block raised."""
+        """Detach, also if the code in the context raised."""
         self.detach()
 
     @property
@@ -101,7 +102,7 @@ class Session:
 
     @property
     def solution(self) -> Any:
-        """Return the plan in force (`TokenwisePlan`); None without one, and while plans are tried."""
+        """Return the `TokenwisePlan` in force; None if there is none, and while plans are tried."""
         decisions = self._attached.boundary.adjuster.decisions
         return decisions.solution if decisions else None
 
@@ -111,7 +112,7 @@ class Session:
 
 
 class Disabled(Session):
-    """A session where the block is absent or switched off: nothing is hooked, patched or allocated."""
+    """A session whose block is absent or switched off: it hooks, patches and allocates nothing."""
 
     def __init__(self, config: MemplugConfig):
         self.config = config

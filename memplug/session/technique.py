@@ -26,17 +26,17 @@ Part = TypeVar("Part")
 
 
 class Technique(abc.ABC, Generic[Part]):
-    """One technique of one session. Each part is made for one program, and installed again when that returns.
+    """One technique of one session. Each part is made for one program, and installed again when the program returns.
 
     Attributes:
-        part_type: type of its parts, as plans keep them from run to run.
+        part_type: type of its parts in the plans that are kept from run to run.
         mistakes_of: the judge: yields the mistakes of a part, as sentences. Shares no code with the planner.
         name: name of its part in plans, and of its report.
         report_type: type of its reports.
         off_because: why training goes on without it; "" while it may have a part in force.
-        whole_steps: number of whole steps of the lasting program so far; the follower counts them.
+        whole_steps: number of whole steps of the lasting program so far; the technique's `Follower` counts them.
         serves: True if it serves requests for memory, from memory of its own.
-        relieves: True if it makes steps fit that exceed the device budget, or reports why none can.
+        relieves: True if it makes steps that exceed the device budget fit, or reports why they cannot.
         has_served_whole: True if it served the whole of the step that ended last.
     """
 
@@ -111,7 +111,7 @@ class Technique(abc.ABC, Generic[Part]):
 
     @property
     def needs_places(self) -> bool:
-        """Return whether the next step has to report its place in the program, recorded or not."""
+        """Return whether the next step has to report its places in the program, even if it is not recorded."""
         return False
 
     def begin_step(self) -> None:
@@ -155,8 +155,8 @@ class AgreedTechnique(Technique[Part]):
         plans: True if it proposes; else regions run under fixed decisions, or there are none.
         unwatched_because: why it does not need steps compared by their operators; "" if it does.
         executor: runs the regions, as hooks request.
-        plain: those of the regions that run as without memplug.
-        may_keep: True if parts may rely on the next step being no larger than the one that they were made from.
+        plain: the regions that at present run as without memplug.
+        may_keep: True if a part may rely on later steps being no larger than the step that it was made from.
         outcome: how proposing ended, in words for the log.
     """
 
@@ -192,7 +192,7 @@ class AgreedTechnique(Technique[Part]):
 
     @abc.abstractmethod
     def agree(self, program: Program, planned_from: Program | None, is_stable: bool) -> None:
-        """Make the decisions that ranks share and that are not in parts; all ranks call it before they vote.
+        """Make the shared decisions of the ranks that are in no part; all ranks call this before they vote.
 
         Args:
             program: the program of the step that ended.
@@ -244,15 +244,15 @@ class AgreedTechnique(Technique[Part]):
     @property
     @abc.abstractmethod
     def has_run(self) -> bool:
-        """Return whether a region, or other module that it decides on, has run forward with gradients."""
+        """Return whether a region or other module that the technique decides on has run forward with gradients."""
 
     @abc.abstractmethod
     def has_lost_room(self) -> bool:
-        """Return whether the part in force needs more than a rank can provide; called by all ranks after a step."""
+        """Return whether the part in force needs more than a rank has room for; all ranks call this after a step."""
 
     @abc.abstractmethod
     def retain(self, parts: Iterable[Part]) -> None:
-        """Keep the resources of these parts alone; only they may be installed again."""
+        """Release what only other parts need; only `parts` may be installed again."""
 
     @abc.abstractmethod
     def in_words(self, part: Part) -> str:
