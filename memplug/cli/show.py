@@ -55,7 +55,7 @@ def show(
         if is_plan(source):
             for option, value in {"snapshot": snapshot, "chrome": chrome, "step": step}.items():
                 if value is not None:
-                    raise typer.BadParameter("a plan has none; it is for traces", param_hint=f"--{option}")
+                    raise typer.BadParameter("it needs a trace, and this is a plan", param_hint=f"--{option}")
             facts, rows, writers = _plan(source)
         elif is_snapshot(source):
             refuse_step_of_snapshot(step)
