@@ -217,7 +217,7 @@ class _Laid:
         seconds = max(machine.gpu_adam_s(on_device / self.ranks), machine.cpu_adam_s(on_host))
         if layout.stage in (1, 2):
             seconds += machine.gather_s(ELEMENT_BYTES * self.total)
-        # All gradients pass through the host. After the update, parameters are copied to the device or host they live on.
+        # All gradients pass through the host. After the update, parameters are copied to where they live.
         if layout.offload != "none":
             seconds += machine.upload_s(MASTER_BYTES * on_device / machine.gpus)
         if layout.offload == "optimizer":
