@@ -122,7 +122,7 @@ def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> di
     kept = _without_auto({key: value for key, value in known.items() if key not in ("memplug", *WATCHERS)})
     optimizer = kept.get("optimizer", {"type": "AdamW"})
     params = optimizer.get("params", {})
-    if str(optimizer.get("type")).lower() in ADAM and not params.get("torch_adam"):  # with the key it is torch's Adam already
+    if str(optimizer.get("type")).lower() in ADAM and not params.get("torch_adam"):  # otherwise it is torch's already
         optimizer = {**optimizer, "params": {**params, "torch_adam": True, "fused": True}}
     dtype = dtype_of(ds_config)
     if dtype in PRECISIONS and _enabled(kept.get(dtype)) is not True:  # it was "auto"
@@ -135,7 +135,7 @@ def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> di
 def _accumulation(kept: Mapping[str, Any], micro_batch: int, gpus: int) -> dict[str, int]:
     """Return the accumulation that DeepSpeed derives from `train_batch_size`, as settings.
 
-    There is none if the JSON has no `train_batch_size`, or another micro-batch than the estimate.
+    The result is empty if the JSON has no `train_batch_size`, or if its micro-batch is not the estimate's.
     """
     total = kept.get("train_batch_size")
     if not isinstance(total, int) or kept.get("train_micro_batch_size_per_gpu") != micro_batch:

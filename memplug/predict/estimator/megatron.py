@@ -167,7 +167,7 @@ class MegatronTraining(VirtualTraining):
         return {"input_ids": ids, "position_ids": torch.zeros_like(ids), "labels": ids}
 
     def _make_adam(self) -> Any:
-        """Make an Adam that updates parameters in place by fused kernels, as those of Apex and Transformer Engine do."""
+        """Make an Adam that updates parameters in place by fused kernels, as Apex's and Transformer Engine's do."""
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         config = OptimizerConfig(
