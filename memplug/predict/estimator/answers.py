@@ -130,14 +130,15 @@ class Answers:
         return calls[call.number] if call.number < len(calls) else {}
 
     def _in_backward(self, call: ModuleCall, at: tuple[str, str], sizes: tuple[Any, ...]) -> Sequence[Output] | None:
-        """Return the recorded outputs of a read in backward; None if the trace has none.
+        """Return the recorded outputs of a read in backward; None if the trace does not tell them.
 
-        If the backward of the recorded step read at this line, the outputs are those of that read. Otherwise a
-        recompute pass may run an operator of the forward again; the outputs are then those that the forward's reads
-        with inputs of these sizes got, if all of these got the same.
+        If the recorded backward read at this line, return the outputs of that read. Otherwise a recompute pass may be
+        running an operator of the forward again. Then find the forward's reads by this operator with inputs of these
+        sizes; if all of them got the same outputs, return these.
 
         Raises:
-            EstimateError: The forward's reads got different outputs that are neither numbers nor copies.
+            EstimateError: The forward's reads got different outputs, and the operator reads neither a number nor a
+                copy.
         """
         found = self._backward_read.get(at, [])
         if call.asked[at] < len(found):

@@ -71,7 +71,7 @@ def estimate(
             stay from step to step.
         engine: The contents of a DeepSpeed JSON, by which DeepSpeed's engine trains, with the JSON's optimizer and
             gradient accumulation; `example_inputs` makes one micro-batch. DeepSpeed never frees an engine's memory, so
-            a process can estimate only one mode with an engine (`ranks.py` starts more processes). None: no engine.
+            a process can estimate only one mode with an engine (`ranks.py` starts one for each mode). None: no engine.
         gpus: The number of the engine's ranks, all in one machine; rank 0 is estimated.
         attention: The attention back end, such as "flash"; None: the first one in the profile.
         host_bytes: Host memory available to one rank; "host_budget_gib": "auto" takes a share of it.
@@ -172,7 +172,8 @@ def estimate_training(
         make_training: Makes the training; called once for each mode.
         request: The block, the GPU and the modes.
         rank: Makes a context in which this process is one rank of several; entered after the virtual device is made.
-        answers_to: Makes a context in which the device answers the model's reads of values, from device and model.
+        answers_to: Makes, from the device and the model, a context in which the device answers the model's reads of
+            values.
         tell: Called with the name of each mode before the mode runs.
     """
     hardware, attention = request.hardware, request.attention

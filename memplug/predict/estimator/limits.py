@@ -67,7 +67,7 @@ class LimitSearch:
     def largest_batch(self) -> int:
         """Return the largest micro-batch that fits.
 
-        If `longest` ran before, the search begins at the micro-batch with about as many tokens as it found.
+        If `longest` ran before, the search begins with about as many tokens in a micro-batch as `longest` found.
 
         Returns:
             Sequences; 0: no micro-batch fits.
@@ -128,7 +128,8 @@ def precise(count: int) -> int:
 def largest(bytes_of: Callable[[int], float], begin: int, step: int, limit_bytes: float) -> int:
     """Return the largest count found whose step stays within the limit; 0 if no such count was found.
 
-    The search ends when a count closer than `precise` above the result exceeds the limit, or after `MOST_STEPS` steps.
+    The search ends when a count that is at most `precise` above the result exceeds the limit, or after `MOST_STEPS`
+    steps.
 
     Args:
         bytes_of: Returns the device bytes that a step needs at a count.

@@ -62,7 +62,7 @@ def estimate_megatron(
 
 
 def _quietly() -> None:
-    """Silence all logging and warnings but errors in this process."""
+    """Silence warnings in this process, and all of memplug's log except errors."""
     logging.getLogger("memplug").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")  # Megatron-Core warns of kernels that are not installed
 
@@ -70,8 +70,8 @@ def _quietly() -> None:
 def of_all(stages: Mapping[int, Estimate], layout: RankLayout, micro_batches: int) -> Estimate:
     """Combine the stages' estimates into the pipeline's estimate.
 
-    The step's time is that of the slowest stage plus the bubble. Each amount of memory is that of the stage with the
-    largest. A stage on the virtual device never waits for another stage, so this function adds the bubble. In 1F1B all
+    The step's time is that of the slowest stage plus the bubble. Each amount of memory is the largest of all stages. A
+    stage on the virtual device never waits for another stage, so this function adds the bubble. In 1F1B all
     micro-batches pass through the slowest stage; the bubble is the time in which one micro-batch passes forward and
     backward through each other stage. With p equal stages and m micro-batches the bubble is (p - 1) / m of the
     schedule's time (Narayanan et al., "Efficient large-scale language model training on GPU clusters using

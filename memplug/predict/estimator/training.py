@@ -122,7 +122,8 @@ class VirtualTraining:
 def differentiable(given: Any) -> list[torch.Tensor]:
     """Return the tensors from which backward starts.
 
-    They are the tensors in the output's `loss` if it has one, otherwise in the whole output, that need a gradient.
+    They are the tensors that need a gradient: those in the output's `loss` if it has one, otherwise those in the whole
+    output.
 
     Args:
         given: The output of the module's forward.

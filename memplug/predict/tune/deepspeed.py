@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON of a configuration.
+"""Writes a configuration of the search as a DeepSpeed JSON.
 
 The settings of DeepSpeed and memplug express ProTrain's four numbers only in part:
 
@@ -155,9 +155,9 @@ def sub_groups(parameters: Sequence[int], size: int) -> list[int]:
 def ratio(groups: Sequence[int], persisted: float) -> float:
     """Return the `offload_optimizer.ratio`: the fraction of the optimizer's states that is on the host.
 
-    Optimizer states of the first sub-groups stay on the device: of as many as have at most `persisted` elements
-    together. DeepSpeed rounds `(1 - ratio) * len(groups)` down; the result leaves it half a sub-group above the number
-    that stays, so that floating-point errors cannot change that number.
+    The states of the first sub-groups stay on the device: as many sub-groups as have at most `persisted` elements
+    together. DeepSpeed gets their number by rounding `(1 - ratio) * len(groups)` down. The result makes this product
+    half a sub-group too large, so that floating-point errors do not change the number.
 
     Args:
         groups: Elements of each sub-group.

@@ -61,8 +61,8 @@ class Chunk:
 def chunks_of(profile: ModelProfile) -> list[Chunk]:
     """Return the model's chunks, of the chunk size that wastes the fewest bytes (appendix B.1).
 
-    Candidate sizes are the largest part, and two and four times that. Two chunks are gathered at a time; so sizes above
-    that of the largest part are candidates only up to an eighth of the model.
+    Candidates are the size of the largest part, and two and four times that size. The latter two are candidates only if
+    they are at most an eighth of the model, because two chunks are gathered at a time.
 
     Args:
         profile: The model's profile.
@@ -244,8 +244,8 @@ class _Laid:
         """Return the peak device bytes of one rank.
 
         Device memory holds parameters and optimizer states. Forward and backward add gradients, gathered chunks,
-        reduction buckets, buffers for swapping (if `swaps`) and the peak of activations. The update adds gradients and
-        their copies in 4 bytes. The peak is in the larger of the two.
+        reduction buckets, buffers for swapping (if `swaps`) and the peak of activations. The update adds gradients and,
+        except with ZeRO 3, copies of them in 4 bytes. The result counts the larger of these two additions.
         """
         layout = self.layout
         parameters = ELEMENT_BYTES * self.total

@@ -20,7 +20,7 @@ CPU_ADAM_BYTES = 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """GPUs of one kind in one machine; each is a rank.
+    """GPUs of one kind in one machine; each GPU is one rank.
 
     Attributes:
         hardware: The GPU's profile.

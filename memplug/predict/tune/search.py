@@ -193,12 +193,13 @@ def search(
     Up to `exhaustive` configurations are predicted one by one. A larger space is searched by branch and bound. A box
     whose bound exceeds a memory limit is ruled out, because no configuration of it fits. The other boxes are taken in
     the order of their bounds, and halved down to single configurations. The search ends when it has found `count`
-    configurations; no configuration of a remaining box is better. Both cuts are safe as long as `Estimator.least`
-    returns a lower bound.
+    configurations; no configuration of a remaining box is better. Ruling out boxes and ending the search are both
+    safe as long as `Estimator.least` returns a lower bound.
 
-    An estimator can take its bounds from a box's corners. Memory never shrinks as more chunks persist or are buffered,
-    and never grows as more blocks swap or checkpoint. The step's time never grows with buffers, and never shrinks as
-    more blocks checkpoint.
+    An estimator can take its bounds from a box's corners. Device memory never shrinks as more chunks persist or are
+    buffered; apart from the buffers for swapping, it never grows as more blocks swap or checkpoint. Host memory never
+    grows as more chunks persist, and never shrinks as more blocks swap. The step's time never grows as more chunks are
+    buffered, and never shrinks as more blocks checkpoint.
 
     Args:
         boxes: The search space.

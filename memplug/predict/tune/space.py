@@ -85,9 +85,9 @@ def free_box(layout: StepLayout, profile: ModelProfile) -> Box:
 
 
 def most_swaps(machine: Machine, profile: ModelProfile) -> int:
-    """Return for how many blocks the swapped bytes can be copied to the host during the forward of all blocks.
+    """Return the number of blocks whose swapped bytes can be copied to the host during the forward of all blocks.
 
-    ProTrain swaps in no more blocks than this.
+    ProTrain swaps at most this many blocks.
 
     Args:
         machine: The machine to tune for.

@@ -62,7 +62,7 @@ def tune(
         machine: The machine to tune for.
         host_bytes: Host memory of the machine that training may use.
         seq_len: Tokens in a sequence; None: the shape's `max_position_embeddings`, or `SEQ_LEN` if it has none.
-        micro_batch: Sequences in a rank's micro-batch; None: the JSON's micro-batch, or every one if the JSON has none.
+        micro_batch: Sequences in a rank's micro-batch; None: the JSON's micro-batch, or several if the JSON has none.
 
     Raises:
         ConfigError: The "memplug" block has problems.
@@ -114,7 +114,8 @@ def configuration_words(at: Configuration) -> str:
 def _nothing_fits(boxes: tuple[Box, ...], estimator: StepEstimator, limits: MemoryLimits) -> TuneError:
     """Return the error that says which configurations need the least memory.
 
-    It names the one with the least device memory within the limit of host memory, and the one without that limit.
+    The error names the configuration with the least device memory within the limit of host memory. If another one takes
+    less device memory without this limit, the error names that one too.
     """
     ways = [least_memory(boxes, estimator, limits)]
     unlimited = least_memory(boxes, estimator, MemoryLimits(limits.device_bytes, float("inf")))

@@ -26,8 +26,8 @@ from memplug.torch_private import fused_sdp_choice
 _REPEATS = 3
 _WORTH_TIMING_S = 1e-3  # of runs shorter than this, several are timed together
 _MOST_AT_ONCE = 100
-# Sizes rise until one run takes the first time, or all runs together the second. So a slow device is measured at small
-# sizes.
+# Sizes rise until one run takes longer than `_LONGEST_S`, or all runs together longer than `_SERIES_S`. So a slow
+# device is measured at small sizes.
 _LONGEST_S, _SERIES_S = 0.05, 3.0
 _LEAST_S = 1e-9  # a clock's resolution may make a duration 0
 _OWN = ("observe_s", "region_s", "restore_s")
@@ -172,7 +172,7 @@ class _Watch:
 
 
 def _until_slow(sizes: Iterable[int], measure: Callable[[int], float]) -> Iterator[tuple[int, float]]:
-    """Yield pairs of size and measured seconds, until `_LONGEST_S` or `_SERIES_S` is over or memory is used up."""
+    """Yield pairs of size and measured seconds, until the runs take too long or device memory is used up."""
     began_s = time.perf_counter()
     for turn, size in enumerate(sizes):
         try:

@@ -126,7 +126,7 @@ class _Links:
 
     @contextlib.contextmanager
     def coalescing(self) -> Iterator[None]:
-        """Let a program coalesce collectives inside the context: it then waits for all of them by one work."""
+        """Replace torch's coalescing inside the context, so that one work waits for all coalesced collectives."""
 
         def begin(group: dist.ProcessGroup, device: torch.device) -> None:
             self._coalesced = []
