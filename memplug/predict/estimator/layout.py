@@ -15,7 +15,7 @@ LEFT_OUT = ("attention_bias", "mlp_bias", "sliding_window")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLayout:
-    """The sizes of Megatron-Core's parallel groups.
+    """The sizes of Megatron-Core's parallel groups; the number of data-parallel ranks (`data`) follows from them.
 
     Attributes:
         gpus: The number of all ranks; 0: the smallest number that the other sizes allow.

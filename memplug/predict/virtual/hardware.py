@@ -69,7 +69,7 @@ class GpuProfile:
             attention counts 2 operations for each pair of tokens and channel of the output, other attention 4.
         attention_backward_flops: Rates of attention's backward, likewise; causal attention counts 5 operations, other
             attention 10.
-        memory_bytes_per_s: Bandwidth of device memory.
+        memory_bytes_per_s: Bandwidth of device memory; limits the operators that read and write more than they compute.
         kernel_s: The shortest time that a kernel takes, in seconds.
         to_host_bytes_per_s: Rate of copies from device to pinned host memory while the other direction is idle. The
             sizes of this rate and of the next three are the bytes of a copy.
