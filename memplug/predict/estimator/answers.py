@@ -1,4 +1,4 @@
-"""The virtual device's answers when a model reads values: from a trace of values, or made up."""
+"""Answers a model's reads of values on the virtual device, from a trace of values, and notes the reads without one."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ RECORD_ANEW = (
 
 
 class Answers:
-    """The answers of one trace, given to one model after the other.
+    """The answers of one trace to the reads of several models, which run one after the other.
 
     Args:
-        values: The trace; None: answers are made up. A number is then 1, and a mask is true for the fraction that the
-            device assumes.
+        values: The trace; None: the device makes values up. A number is then 1, and the fraction of a mask's elements
+            that is true is that of `VirtualDevice.assume_true`.
 
     Attributes:
-        made_up: Operators and lines at which a forward, without a trace, read values other than conditions.
+        made_up: Without a trace: the operators, with their lines, by which forwards read values other than conditions.
     """
 
     def __init__(self, values: Values | None):
@@ -78,7 +78,19 @@ class Answers:
     def _of(
         self, call: ModuleCall, at: tuple[str, str], sizes: tuple[Any, ...], waits: bool
     ) -> Sequence[Output] | None:
-        """Return the recorded outputs of the call's next read at this line; None if there is no record and no need."""
+        """Return the recorded outputs of the call's next read by this operator at this line.
+
+        Return None if none is recorded and the program does not wait for the result.
+
+        Args:
+            call: The call of a module that reads.
+            at: The source line and the operator.
+            sizes: The sizes of each input of the operator.
+            waits: Whether the program waits for the result.
+
+        Raises:
+            EstimateError: The program waits and no output is recorded, or the recorded inputs have other sizes.
+        """
         found = self._reads_of(call).get(at, [])
         number = call.asked[at]
         if number >= len(found):
@@ -118,7 +130,16 @@ class Answers:
         return calls[call.number] if call.number < len(calls) else {}
 
     def _in_backward(self, call: ModuleCall, at: tuple[str, str], sizes: tuple[Any, ...]) -> Sequence[Output] | None:
-        """Return the outputs of a read in backward: of the model's own code, a recompute pass, or a framework."""
+        """Return the recorded outputs of a read in backward; None if the trace does not tell them.
+
+        If the recorded backward read at this line, return the outputs of that read. Otherwise a recompute pass may be
+        running an operator of the forward again. Then find the forward's reads by this operator with inputs of these
+        sizes; if all of them got the same outputs, return these.
+
+        Raises:
+            EstimateError: The forward's reads got different outputs, and the operator reads neither a number nor a
+                copy.
+        """
         found = self._backward_read.get(at, [])
         if call.asked[at] < len(found):
             call.asked[at] += 1
@@ -134,7 +155,7 @@ class Answers:
         return given[0] if len(given) == 1 else None
 
     def _check(self, call: ModuleCall) -> None:
-        """Raise if a finished forward read fewer values at one of its lines than the trace has there."""
+        """Raise if a finished call of a module read fewer values at a line than the trace has at this line."""
         if self._values is None or call.recomputes:
             return
         for at, asked in call.asked.items():

@@ -1,4 +1,4 @@
-"""The stack of module forwards in progress: finds the module that reads a value, in a real step or an estimated one."""
+"""Follows a model's module calls, to find the one that reads a value, both in a real step and in an estimated one."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _NOT_THE_PROGRAM = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__)
 
 @dataclass(slots=True)
 class ModuleCall:
-    """One forward of one module, or the part of a backward outside of recomputed forwards.
+    """One forward of one module, or a backward without the forwards that run in it.
 
     Attributes:
-        path: The module's path; None: the backward.
+        path: The module's path; None: this is a backward.
         number: The index of this call among the module's calls in one forward of the model, from 0.
-        recomputes: Whether it runs in a backward, for example by `torch.utils.checkpoint`.
-        asked: How many values it has read, by line and operator.
+        recomputes: Whether this forward runs in a backward, for example by `torch.utils.checkpoint`.
+        asked: The number of values that this call has read, by line and operator.
     """
 
     path: str | None
@@ -39,14 +39,15 @@ class ModuleCall:
 
 
 class Calls:
-    """An observer of modules' forwards, active until `undo`.
+    """A watcher of modules' forwards, active until `undo`.
 
-    It swaps each module's class, as a region's is, so that it also sees direct calls of `forward`, as checkpoints make.
+    It gives each module a subclass of the module's class, as memplug does with regions. So it also sees direct calls of
+    `forward`, which `torch.utils.checkpoint` makes.
 
     Args:
         modules: The modules by path; the model's path is "".
-        began: Called when a forward begins.
-        ended: Called when a forward ends without an error.
+        began: Called when a module's forward begins.
+        ended: Called when a module's forward ends without an error.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class Calls:
         self._backward = ModuleCall(None)
         self._undo = contextlib.ExitStack()
         self.forwards = 0
-        """Number of forwards of the model, including one in progress."""
+        """The number of forwards of the model outside of backwards, including one in progress."""
         follower = functools.cache(self._class)
         for path, module in modules.items():
-            if "forward" in vars(module):  # the instance has a forward of its own
+            if "forward" in vars(module):  # an attribute of the instance, which a subclass would not override
                 self._replace(module, path)
             elif type(module).forward is not nn.Module.forward and not isinstance(module, torch.jit.ScriptModule):
                 self._swap(module, follower(type(module)))
@@ -78,7 +79,7 @@ class Calls:
         return self._backward if _in_backward() else None
 
     def undo(self) -> None:
-        """Restore the modules' own classes."""
+        """Give the modules their own classes and forwards back."""
         self._undo.close()
 
     @contextlib.contextmanager

@@ -25,7 +25,9 @@ WATCHERS = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "c
 
 @contextlib.contextmanager
 def rank_of(gpus: int) -> Iterator[None]:
-    """Make this process rank 0 of `gpus` ranks for DeepSpeed inside the context; the virtual device must exist.
+    """Make this process rank 0 of `gpus` ranks for DeepSpeed inside the context.
+
+    The virtual device must exist.
 
     Args:
         gpus: The number of ranks.
@@ -47,7 +49,7 @@ def rank_of(gpus: int) -> Iterator[None]:
 def dtype_of(ds_config: Mapping[str, Any]) -> str:
     """Return the dtype that DeepSpeed gives to parameters and activations.
 
-    It is "bf16" if the JSON says "auto", or has no settings of DeepSpeed's at all.
+    If the JSON leaves a precision at "auto", or has no key of DeepSpeed's at all, an estimate uses "bf16".
 
     Args:
         ds_config: The contents of the DeepSpeed JSON.
@@ -71,14 +73,15 @@ def _enabled(section: Any) -> Any:
 def micro_batch_of(ds_config: Mapping[str, Any], gpus: int | None) -> int:
     """Return the number of sequences in a rank's micro-batch; 1 if the JSON does not determine it.
 
-    If the JSON gives only the batch of all ranks, the micro-batch is computed from it as DeepSpeed does.
+    If the JSON has `train_batch_size` and no micro-batch, this is the batch divided by ranks and accumulation, as in
+    DeepSpeed.
 
     Args:
         ds_config: The contents of the DeepSpeed JSON.
-        gpus: The engine's ranks; None: no engine.
+        gpus: The number of the engine's ranks; None: no engine.
 
     Raises:
-        EstimateError: The batch is not a multiple of ranks and accumulation.
+        EstimateError: `train_batch_size` is not a multiple of ranks and accumulation.
     """
     given, total = (ds_config.get(name) for name in ("train_micro_batch_size_per_gpu", "train_batch_size"))
     if isinstance(given, int):
@@ -98,17 +101,17 @@ def micro_batch_of(ds_config: Mapping[str, Any], gpus: int | None) -> int:
 def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> dict[str, Any]:
     """Return the DeepSpeed settings that an estimate uses instead of the user's JSON.
 
-    torch's fused Adam replaces DeepSpeed's kernel; it takes as much memory and is memory-bound in the same way. "auto"
-    values, memplug's block and settings that only watch training are removed.
+    torch's fused Adam replaces DeepSpeed's. Both take the same memory, and both are bound by memory bandwidth. "auto"
+    values, memplug's block and settings that only monitor training are removed.
 
     Args:
         ds_config: The contents of the DeepSpeed JSON.
         micro_batch: Sequences in a rank's micro-batch.
-        gpus: The engine's ranks.
+        gpus: The number of the engine's ranks.
 
     Raises:
         ConfigError: A setting appears under its former and its present name.
-        EstimateError: Optimizer or parameters are offloaded, so DeepSpeed would compute on the CPU.
+        EstimateError: The JSON offloads optimizer or parameters, so DeepSpeed would compute on the CPU.
     """
     for offload in offloads_of(ds_config):
         raise EstimateError(
@@ -130,7 +133,10 @@ def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> di
 
 
 def _accumulation(kept: Mapping[str, Any], micro_batch: int, gpus: int) -> dict[str, int]:
-    """Return the accumulation that DeepSpeed derives from the batch of all ranks, if the micro-batch is the JSON's."""
+    """Return the accumulation that DeepSpeed derives from `train_batch_size`, as settings.
+
+    The result is empty if the JSON has no `train_batch_size`, or if its micro-batch is not the estimate's.
+    """
     total = kept.get("train_batch_size")
     if not isinstance(total, int) or kept.get("train_micro_batch_size_per_gpu") != micro_batch:
         return {}
@@ -146,7 +152,7 @@ def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_as_deepspeed(settings: Mapping[str, Any]) -> None:
-    """Raise DeepSpeed's complaint about a configuration as an EstimateError."""
+    """Raise an EstimateError with DeepSpeed's message if DeepSpeed refuses the settings."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     try:
@@ -159,7 +165,7 @@ def _refuse_as_deepspeed(settings: Mapping[str, Any]) -> None:
 
 
 class EngineTraining(VirtualTraining):
-    """Training by a DeepSpeed engine, which marks the ends of its steps itself; usable within `rank_of`.
+    """Training by a DeepSpeed engine, which tells memplug itself when a step ends; make and run it inside `rank_of`.
 
     Args:
         make_model: See `VirtualTraining`.

@@ -30,10 +30,10 @@ from memplug.predict.virtual import GpuProfile, VirtualDevice
 from memplug.session.session import Session
 from memplug.session.table import Stage
 
-MOST_STEPS = 60  # by then, a program must have its plan and its addresses
-LASTING_STEPS = 1  # afterwards, optimizer states and gradients exist
-SERVED_STEPS = 2  # if the arena's reservation causes a replan, it does so within these steps
-KEEPING_STEPS = 4  # memplug writes a plan only once it has lasted for some steps
+MOST_STEPS = 60  # most steps that memplug may take to plan and to place the arena's addresses
+LASTING_STEPS = 1  # steps after which optimizer states and gradients exist
+SERVED_STEPS = 2  # steps of the arena within which its reservation can cause a replan
+KEEPING_STEPS = 4  # more steps under a plan, after which memplug has written it to disk
 AnswersTo = Callable[[VirtualDevice, nn.Module], contextlib.AbstractContextManager[Any]]
 
 log = logging.getLogger("memplug")
@@ -57,28 +57,29 @@ def estimate(
 ) -> Estimate:
     """Estimate time and memory of a training step of any module, on a GPU that need not be there.
 
-    The process must not have run a backward before, except on the virtual device: torch lists its devices at the first
-    backward. Modes that do not fit the GPU are estimated all the same.
+    The process must not have run a backward on another device before, because torch lists its devices at the first
+    backward. A mode that takes more memory than the GPU has is estimated too (`ModeEstimate.fits`).
 
     Args:
-        make_model: Makes the module; called once for each mode. Tensors are made on the virtual device by default.
+        make_model: Makes the module; called once for each mode, with the virtual device as torch's default device.
         example_inputs: Makes the arguments of forward: a tensor, a tuple of positional arguments, or a mapping of
             keyword arguments. Tensors on other devices, such as meta, are moved without their values.
-        config: As in `memplug.attach`.
+        config: memplug's block, as in `memplug.attach`; None: the default block, enabled.
         gpu: The name of a profile in configs/hardware, such as "h200", the path of another profile, or a `GpuProfile`.
         modes: Names from `MODES`.
-        make_optimizer: Called with the parameters; None: the step has no optimizer, and gradients stay.
-        engine: The contents of a DeepSpeed JSON. DeepSpeed's engine then trains with its own optimizer and the JSON's
-            gradient accumulation; each micro-batch is `example_inputs()`. DeepSpeed never frees an engine's memory, so
-            a process can estimate only one mode this way (ranks.py). None: no engine.
-        gpus: Ranks of the engine, all in one machine; rank 0 is estimated.
+        make_optimizer: Makes the optimizer from the module's parameters; None: the step has no optimizer, and gradients
+            stay from step to step.
+        engine: The contents of a DeepSpeed JSON, by which DeepSpeed's engine trains, with the JSON's optimizer and
+            gradient accumulation; `example_inputs` makes one micro-batch. DeepSpeed never frees an engine's memory, so
+            a process can estimate only one mode with an engine (`ranks.py` starts one for each mode). None: no engine.
+        gpus: The number of the engine's ranks, all in one machine; rank 0 is estimated.
         attention: The attention back end, such as "flash"; None: the first one in the profile.
         host_bytes: Host memory available to one rank; "host_budget_gib": "auto" takes a share of it.
-        plan_dir: The folder for memplug's plan, which a run of the same job can use on all its ranks; None: the plan
-            is not written.
-        trace: A file that `record_values` wrote in a real step at the same sizes; the model reads its values from
-            there. None: a number is 1, and a condition and every element of a mask are true; a warning is logged where
-            that may change the step, and most other operators that need values fail.
+        plan_dir: The folder for memplug's plan; all ranks of a real run of the same job can use the plan. None: the
+            plan is not written.
+        trace: A file that `record_values` wrote in a real step at the same sizes; the model reads values from it. None:
+            values are made up: a number is 1, a condition is true, and so is every element of a mask. One warning names
+            the places at which that may change the step. Most other operators that need values then fail.
         tell: Called with the name of each mode before the mode runs.
 
     Returns:
@@ -86,8 +87,8 @@ def estimate(
 
     Raises:
         ConfigError: The block cannot be used.
-        EstimateError: A mode's name is unknown; an operator needs values and there is no trace, or the trace is of
-            another step; the engine offloads; or the arguments contradict each other.
+        EstimateError: A mode's name is unknown; an operator needs values that are not in the trace; the trace belongs
+            to another step; the engine offloads; or the arguments contradict each other.
         HardwareError: The GPU or its attention back end is unknown, or torch has no free place for the virtual device.
         RegionError: No decoder layers were found.
     """
@@ -109,7 +110,7 @@ def estimate_model(
     gpus: int = 1,
     tell: Callable[[str], None] = lambda mode: None,
 ) -> Estimate:
-    """Estimate a module as `estimate` does, from a request that is already read.
+    """Estimate a module as `estimate` does, from arguments that `EstimateRequest` has read and checked.
 
     Args:
         make_model: See `estimate`.
@@ -165,13 +166,14 @@ def estimate_training(
     answers_to: AnswersTo = lambda device, model: contextlib.nullcontext(),
     tell: Callable[[str], None] = lambda mode: None,
 ) -> Estimate:
-    """Estimate anything that trains, as `estimate` does.
+    """Estimate a `VirtualTraining` in each mode, as `estimate` does.
 
     Args:
         make_training: Makes the training; called once for each mode.
         request: The block, the GPU and the modes.
-        rank: Makes a context in which this process is one rank of several; entered when the virtual device exists.
-        answers_to: Makes a context in which the device answers the model's reads of values.
+        rank: Makes a context in which this process is one rank of several; entered after the virtual device is made.
+        answers_to: Makes, from the device and the model, a context in which the device answers the model's reads of
+            values.
         tell: Called with the name of each mode before the mode runs.
     """
     hardware, attention = request.hardware, request.attention
@@ -200,13 +202,13 @@ def estimate_training(
 
 
 def _clear_frames(error: BaseException | None, handled: BaseException | None) -> None:
-    """Clear the local variables of all frames that an error passed through.
+    """Clear the local variables of all frames that an error and its causes passed through.
 
-    They would keep tensors of the device alive for as long as the caller keeps the error.
+    The variables would keep tensors of the device alive for as long as the caller keeps the error.
 
     Args:
-        error: The error; its causes and contexts are cleared too.
-        handled: The error that the caller was already handling; its frames stay as they are.
+        error: The error.
+        handled: The error that the caller of the estimate was already handling; its frames stay as they are.
     """
     while error is not None and error is not handled:
         traceback.clear_frames(error.__traceback__)
@@ -264,7 +266,7 @@ def _step(training: VirtualTraining, session: Session) -> None:
 
 
 def _layers(model: nn.Module, block: MemplugConfig, mode: str) -> Sequence[tuple[str, nn.Module]]:
-    """Return the layers that this mode recomputes; empty for mode "keep" on a module without layers."""
+    """Return the model's decoder layers by name; none for mode "keep" if the model has none that memplug finds."""
     tokenwise = block.tokenwise.model_copy(update={"enabled": True})
     try:
         return find_layers(model, block.model_copy(update={"tokenwise": tokenwise}))
@@ -289,8 +291,8 @@ def _measured(
         training: The training that the step belongs to.
         step: Runs the step.
         mode: The mode's name.
-        session: memplug's session, whose byte counts are compared before and after; None: memplug is not attached.
-        plain: The estimate without the arena, if the arena serves this step; None: the arena does not serve it.
+        session: memplug's session, whose report counts the copied bytes; None: memplug is not attached.
+        plain: The estimate of the same step without the arena; None: the arena does not serve this step.
     """
     before = session.report().as_dict() if session is not None else {}
     began_s, flops = device.synchronize(), device.flops()
@@ -321,9 +323,9 @@ def _measured(
 
 
 def _spans(noted: Sequence[Any], began_s: float) -> tuple[Span, ...]:
-    """Return the spans relative to the step's beginning, in seconds.
+    """Return the spans of a step, with times relative to the step's beginning, in seconds.
 
-    Streams are renumbered from 0, the default stream, because the device's own numbers go on from mode to mode.
+    Streams are renumbered in order, and the default stream is 0. The device's own numbers go on from mode to mode.
     """
     streams = sorted({0, *(each.stream for each in noted)})
     return tuple(

@@ -1,8 +1,8 @@
-"""Megatron-Core's GPTModel of a shape without Transformer Engine: attention and norms are torch's.
+"""Makes Megatron-Core's GPTModel of a shape without Transformer Engine: attention and norms are torch's.
 
-Megatron-Core's own `DotProductAttention` keeps a score for every pair of tokens; torch's operator keeps O(tokens), as
-Transformer Engine's does. No other operators are fused: each is a kernel of torch's, as in examples/megatron_llama2.
-Use it within `rank_of` (megatron.py), which imports Megatron-Core.
+Megatron-Core's own `DotProductAttention` keeps a score for every pair of tokens. torch's attention keeps O(tokens), as
+Transformer Engine's does. Megatron-Core's other fusions are off: each operator is a kernel of torch's, as in
+examples/megatron_llama2. Call this file's functions inside `rank_of` (megatron.py), which imports Megatron-Core.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Attention(nn.Module):
             **kwargs: Ignored.
 
         Returns:
-            [s, b, heads * d].
+            The output: [s, b, heads * d].
         """
         if self.context > 1:
             return _GatheringAttention.apply(query, key, value)
@@ -48,11 +48,11 @@ class Attention(nn.Module):
 
 
 class _GatheringAttention(torch.autograd.Function):
-    """Attention of this rank's tokens to those of all context-parallel ranks, on the virtual device.
+    """Attention of this rank's tokens to the tokens of all context-parallel ranks, on the virtual device.
 
     As in Transformer Engine with `cp_comm_type="all_gather"`, keys and values are gathered in forward and again in
-    backward, and not kept in between. Each rank has one piece near the sequence's beginning and one near its end, so
-    all ranks have equally many pairs of tokens: an equal share of the causal half.
+    backward, and the gathered ones are not kept in between. Each rank has one piece near the sequence's beginning and
+    one near its end. So causal attention has equally many pairs of tokens on all ranks.
     """
 
     @staticmethod
@@ -89,7 +89,7 @@ def _tokens_first(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered(part: torch.Tensor) -> torch.Tensor:
-    """Gather the tokens of all context-parallel ranks."""
+    """Gather a tensor's first dimension, tokens, from all context-parallel ranks."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()
@@ -99,7 +99,7 @@ def _gathered(part: torch.Tensor) -> torch.Tensor:
 
 
 def _scattered(whole: torch.Tensor) -> torch.Tensor:
-    """Sum over all context-parallel ranks and return this rank's tokens."""
+    """Sum a tensor over all context-parallel ranks and return this rank's part of the first dimension, tokens."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()
@@ -109,9 +109,9 @@ def _scattered(whole: torch.Tensor) -> torch.Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """A norm with the constructor that Megatron-Core expects.
+    """torch's RMSNorm with the constructor that Megatron-Core expects.
 
-    It marks weights whose gradients sequence-parallel ranks have to add up.
+    With sequence parallelism it marks its weight, so that Megatron-Core adds up the weight's gradients over ranks.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any):
@@ -168,9 +168,9 @@ def config_of(shape: Shape, layers: int, layout: RankLayout, dtype: torch.dtype)
 
 
 def _mixture(shape: Shape) -> dict[str, Any]:
-    """Return the configuration's fields for experts.
+    """Return the fields of a mixture's `TransformerConfig` that other models do not have.
 
-    Experts are one module each; Transformer Engine or grouped_gemm would compute all experts of a rank at once.
+    Each expert is a module of its own; Transformer Engine or grouped_gemm would compute all experts of a rank at once.
     """
     return {
         "num_moe_experts": shape.fields["num_local_experts"],
@@ -187,7 +187,7 @@ def make_model(config: Any, shape: Shape, seq_len: int, *, first: bool, last: bo
     Args:
         config: The model's `TransformerConfig`.
         shape: The model's shape.
-        seq_len: Tokens in a sequence, on all ranks that share it.
+        seq_len: Tokens in a whole sequence, which context-parallel ranks share.
         first: Whether this rank has the embedding.
         last: Whether this rank has the head and the loss.
     """

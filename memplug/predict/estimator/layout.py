@@ -1,4 +1,4 @@
-"""The split of a Megatron-Core model over the GPUs of one machine, and the check whether a model can be split so."""
+"""The layout of a Megatron-Core model over the GPUs of one machine, and the check whether a model can have it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from memplug.predict.estimator.shapes import Shape
 
 MICRO_BATCHES_PER_STAGE = 2
 LEFT_OUT = ("attention_bias", "mlp_bias", "sliding_window")
-"""Fields of a model that would change its step, and that the estimate does not support."""
+"""Fields of a shape that would change the model's step, and that an estimate of Megatron-Core does not support."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLayout:
-    """The sizes of Megatron-Core's parallel groups; the ranks that remain are data-parallel.
+    """The sizes of Megatron-Core's parallel groups; the number of data-parallel ranks (`data`) follows from them.
 
     Attributes:
-        gpus: All ranks; 0: as few as the other sizes need.
-        tensor: Ranks that share each matrix product.
-        sequence: Whether tensor-parallel ranks also share the rest of a layer, by tokens.
-        pipeline: Pipeline stages.
-        expert: Ranks that share the experts of a mixture; each expert is whole on its rank.
-        context: Ranks that share the tokens of a sequence.
+        gpus: The number of all ranks; 0: the smallest number that the other sizes allow.
+        tensor: The number of ranks that share each matrix product.
+        sequence: Whether tensor-parallel ranks share the other operators of a layer too, by tokens.
+        pipeline: The number of pipeline stages.
+        expert: The number of ranks that share the experts of a mixture; each expert is whole on its rank.
+        context: The number of ranks that share the tokens of a sequence.
     """
 
     gpus: int = 0
@@ -46,25 +46,25 @@ class RankLayout:
 
     @property
     def micro_batches(self) -> int:
-        """Return the default number of micro-batches in a step; a pipeline needs several to be busy."""
+        """Return the default number of micro-batches in a step; a pipeline needs several to keep its stages busy."""
         return MICRO_BATCHES_PER_STAGE * self.pipeline if self.pipeline > 1 else 1
 
     @property
     def stages(self) -> dict[int, int]:
-        """Return the pipeline stages that differ, with the number of stages that each one represents.
+        """Return the pipeline stages that differ: by stage number, the number of stages that the stage represents.
 
-        Middle stages have equally many layers; the first of them represents all, because it has the most micro-batches
-        in flight.
+        All middle stages have equally many layers. Stage 1 represents them, because of all middle stages it has the
+        most micro-batches in flight.
         """
         middle = {1: self.pipeline - 2} if self.pipeline > 2 else {}
         return {0: 1, **middle, self.pipeline - 1: 1}
 
     def rank(self, stage: int) -> int:
-        """Return the first rank of a stage; stages are outermost in Megatron-Core's order."""
+        """Return the first rank of a stage; in Megatron-Core's order, the ranks of a stage are consecutive."""
         return stage * self.gpus // self.pipeline
 
     def check(self, shape: Shape, layers: int, seq_len: int) -> None:
-        """Raise if a model cannot be split so.
+        """Raise if a model cannot have this layout.
 
         Args:
             shape: The model's shape.
@@ -102,7 +102,7 @@ class RankLayout:
             raise EstimateError("a mixture with --tensor needs --sequence", "Add --sequence.")
 
     def __str__(self) -> str:
-        """Return the group sizes in words, such as "tensor 2, sequence, data 4"."""
+        """Return the group sizes above 1 in words, such as "tensor 2, sequence, data 4"."""
         sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert, "context": self.context}
         parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
         if self.sequence:
@@ -114,10 +114,10 @@ def divides(option: str, size: int, count: int, what: str) -> None:
     """Raise if `size` does not divide `count`; the error lists sizes that do.
 
     Args:
-        option: The command line's name for the size.
+        option: The option of the command line that gives the size.
         size: The size.
         count: The number to be divided.
-        what: The name of the number.
+        what: The words by which the error names `count`.
 
     Raises:
         EstimateError: `size` does not divide `count`.

@@ -1,7 +1,8 @@
-"""The longest sequence and the largest micro-batch that fit a GPU in one mode.
+"""The search for the longest sequence and the largest micro-batch that fit a GPU in one mode.
 
-Memory rises nearly linearly with the number of tokens. So the search runs steps of the whole model, extrapolates a line
-through the two nearest results to choose the next count, and ends when a count that fits is close to one that does not.
+Memory rises nearly linearly with a count: tokens in a sequence, or sequences in a micro-batch. So the search runs steps
+of the whole model at some counts. It chooses the next count by a line through two results, and ends when the largest
+count that fits is close to one that does not fit.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ SEQ_LEN_STEP = 256  # tokens
 NO_BUDGET_GIB = 1e-3
 PRECISION = 32
 MOST_STEPS = 16  # steps that one search runs at most
-MOST_GROWTH = 4  # from one step to the next: a line through small counts can overshoot by far
+MOST_GROWTH = 4  # factor from one count to the next; a line through small counts can overshoot by far
 Say = Callable[[str], None]
 
 
 def _nothing(words: str) -> None:
-    """Ignore the progress message (the default of `say`)."""
+    """Ignore a progress message; the default of `say`."""
 
 
 class LimitSearch:
-    """The searches for one mode's limits; they share the steps that they ran.
+    """The searches for one mode's limits; a step that both searches need runs only once.
 
     Args:
-        workload: Its `seq_len` and `micro_batch` are the starting points of the searches.
-        request: Block, GPU, host memory and attention back end are used.
+        workload: The model and batch. The searches begin at its `seq_len` and `micro_batch`.
+        request: Supplies the block, the GPU, the host memory and the attention back end; other fields are ignored.
         mode: The mode's name.
-        say: Called before each step, with a sentence that names the step and the largest possible number of steps.
+        say: Called before each step with a progress message: the step's number, the largest possible number of steps,
+            and the sequence length or micro-batch that is tried.
     """
 
     def __init__(self, workload: Workload, request: EstimateRequest, mode: str, say: Say = _nothing):
@@ -50,7 +52,7 @@ class LimitSearch:
         """Return the length of the longest sequence that fits.
 
         Returns:
-            Tokens, a multiple of `SEQ_LEN_STEP`; 0: none fits.
+            Tokens, a multiple of `SEQ_LEN_STEP`; 0: no sequence fits.
         """
         begin = max(1, self._workload.seq_len // SEQ_LEN_STEP)
         numbers = iter(range(1, MOST_STEPS + 1))
@@ -65,10 +67,10 @@ class LimitSearch:
     def largest_batch(self) -> int:
         """Return the largest micro-batch that fits.
 
-        If `longest` ran before, the search begins with as many tokens as the longest sequence has.
+        If `longest` ran before, the search begins with about as many tokens in a micro-batch as `longest` found.
 
         Returns:
-            Sequences; 0: none fits.
+            Sequences; 0: no micro-batch fits.
         """
         begin = step = self._workload.micro_batch
         numbers = iter(range(1, MOST_STEPS + 1))
@@ -93,7 +95,8 @@ class LimitSearch:
 def capacity_bytes(hardware: GpuProfile, config: MemplugConfig, mode: str) -> float:
     """Return the device bytes that a step may use in this mode.
 
-    memplug keeps to its budget, or leaves some of the device free.
+    In mode "memplug" this is the block's budget; if the budget is "auto", some of the device stays free. In other modes
+    it is all of the device's memory.
     """
     if mode != "memplug":
         return hardware.memory_bytes
@@ -103,8 +106,8 @@ def capacity_bytes(hardware: GpuProfile, config: MemplugConfig, mode: str) -> fl
 def least_bytes(workload: Workload, request: EstimateRequest, mode: str) -> float:
     """Return the least device bytes that a step needs in this mode.
 
-    With mode "memplug" everything inside layers is swapped or recomputed, and nothing outside of them; with other modes
-    this is the memory that torch's allocator reserves.
+    In mode "memplug" all activations inside of layers are then swapped or recomputed, and none outside of them. In
+    other modes this is the memory that torch's allocator reserves.
     """
     if mode == "memplug":
         config = request.config.with_only("tokenwise", "arena").model_copy(update={"device_budget_gib": NO_BUDGET_GIB})
@@ -118,12 +121,15 @@ def least_bytes(workload: Workload, request: EstimateRequest, mode: str) -> floa
 
 
 def precise(count: int) -> int:
-    """Return the resolution of the search at this count: it does not tell nearer counts apart."""
+    """Return the resolution of the search at this count: the distance at which the search ends."""
     return max(1, count // PRECISION)
 
 
 def largest(bytes_of: Callable[[int], float], begin: int, step: int, limit_bytes: float) -> int:
-    """Return the largest count whose step stays within the limit, up to `precise`; 0: none does.
+    """Return the largest count found whose step stays within the limit; 0 if no such count was found.
+
+    The search ends when a count that is at most `precise` above the result exceeds the limit, or after `MOST_STEPS`
+    steps.
 
     Args:
         bytes_of: Returns the device bytes that a step needs at a count.
@@ -149,9 +155,10 @@ def largest(bytes_of: Callable[[int], float], begin: int, step: int, limit_bytes
 
 
 def _between(over: dict[int, float], fits: int, fails: int) -> int:
-    """Return the next count to try between one that fits and one that fails: where a line through both meets the limit.
+    """Return the next count to try between a count that fits and a count that fails.
 
-    Every third time it is the midpoint, because such lines converge slowly where memory has a kink.
+    The next count is where a line through both results meets the limit. After every third step it is the midpoint,
+    because such lines converge slowly where memory has a kink.
     """
     nearest = precise(fits)
     if len(over) % 3 == 0 or fails - fits <= 2 * nearest:
@@ -160,7 +167,7 @@ def _between(over: dict[int, float], fits: int, fails: int) -> int:
 
 
 def _beyond(over: dict[int, float], fits: int) -> int:
-    """Return the next count to try while all counts so far fit, or none does."""
+    """Return the next count to try, if all counts tried so far fit, or all of them fail."""
     ordered = sorted(over)
     ends = _where_it_ends(over, *(ordered[-2:] if fits else ordered[:2]))
     if fits:
@@ -171,6 +178,6 @@ def _beyond(over: dict[int, float], fits: int) -> int:
 
 
 def _where_it_ends(over: dict[int, float], one: int, other: int) -> int | None:
-    """Return the count at which a line through two others meets the limit; None if the line does not rise."""
+    """Return the count at which a line through two results meets the limit; None if the line does not rise."""
     slope = (over[other] - over[one]) / (other - one)
     return one + math.floor(-over[one] / slope) if slope > 0 else None

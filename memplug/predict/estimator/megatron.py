@@ -42,7 +42,7 @@ def rank_of(layout: RankLayout, stage: int, workload: Workload) -> Iterator[None
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # the virtual device has no compiler
         stack.enter_context(as_cuda())
         stack.enter_context(joined(layout.rank(stage), layout.gpus))
-        # all other ranks are taken to be copies of this one; rank 0 is the one that plans for equal ranks
+        # memplug takes all ranks to be copies of this one, and rank 0 plans for ranks that are alike
         stack.enter_context(replaced(Ranks, "rank", property(lambda self: 0), "this version"))
         _import()
         stack.enter_context(_without_reading())
@@ -60,14 +60,14 @@ def _import() -> None:
             f"Megatron-Core cannot be imported: {error}", "Run `pip install 'memplug[megatron]'`."
         ) from None
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # 0.16 reads the name without defining it where Transformer Engine is absent
+        moe_utils.te_general_gemm = None  # without Transformer Engine, 0.16 reads this name but does not define it
 
 
 @contextlib.contextmanager
 def _without_reading() -> Iterator[None]:
     """Let Megatron-Core find no infinite gradient in fp16 inside the context.
 
-    The virtual device has no number to read.
+    The virtual device has no values from which the check could tell.
     """
     from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
@@ -78,14 +78,14 @@ def _without_reading() -> Iterator[None]:
 
 
 class MegatronTraining(VirtualTraining):
-    """Training of this rank's part of a model by Megatron-Core's own schedule; usable within `rank_of`.
+    """Training of this rank's part of a model by Megatron-Core's own schedule; make and run it inside `rank_of`.
 
     As in Megatron-LM, gradients are reduced in float32 and clipped, Adam's states are float32, and parameters in bf16
-    or fp16 have float32 copies. Data-parallel and context-parallel ranks share the optimizer's states (the distributed
-    optimizer), and their collectives of gradients and parameters overlap with computation.
+    or fp16 have float32 copies. The optimizer's states are sharded over data-parallel and context-parallel ranks (the
+    distributed optimizer). The collectives of gradients and parameters overlap with computation.
 
     Args:
-        workload: The model with its head, on all ranks.
+        workload: The whole model, with its head, and the batch.
         layout: How the model is split over the ranks.
         micro_batches: Micro-batches of a step on each data-parallel rank.
     """
@@ -113,7 +113,9 @@ class MegatronTraining(VirtualTraining):
 
     @property
     def schedule_s(self) -> float:
-        """Return how long forward and backward of all micro-batches took in the last step; the device must be done.
+        """Return how long forward and backward of all micro-batches took in the last step.
+
+        Synchronize the device before.
 
         Returns:
             Seconds.
@@ -122,10 +124,10 @@ class MegatronTraining(VirtualTraining):
         return VirtualDevice.current().seconds_between(*self._schedule)
 
     def close(self) -> None:
-        """Release Megatron-Core's global state, which would keep the model alive.
+        """Release the state of Megatron-Core that would keep the model's memory alive.
 
-        This is its groups, the buffer that layers share, the cache of rotary angles, and the token dispatchers of
-        experts, which hold the last autograd graph.
+        This state is the process groups, the buffer that layers share, the cache of rotary angles, and the experts'
+        token dispatchers, which hold the last autograd graph.
         """
         from megatron.core import parallel_state
         from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -165,7 +167,7 @@ class MegatronTraining(VirtualTraining):
         return {"input_ids": ids, "position_ids": torch.zeros_like(ids), "labels": ids}
 
     def _make_adam(self) -> Any:
-        """Make an optimizer that updates its states in place and all at once, as Apex and Transformer Engine do."""
+        """Make an Adam that updates parameters in place by fused kernels, as Apex's and Transformer Engine's do."""
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         config = OptimizerConfig(
@@ -204,5 +206,5 @@ class MegatronTraining(VirtualTraining):
             self._adam.step()
 
     def _forward_step(self, batches: Any, model: nn.Module) -> Any:
-        """Run forward for one micro-batch; the schedule calls this."""
+        """Run forward for one micro-batch, when the schedule asks for it; return the output and its loss function."""
         return model(attention_mask=None, **self._kwargs), lambda output: (output.float().mean(), {})

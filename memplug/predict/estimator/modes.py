@@ -1,4 +1,4 @@
-"""The modes of training that are estimated, and how a model is made to train in each of them."""
+"""The modes of training that an estimate compares, and the changes that make a model train in each mode."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from memplug.config import MemplugConfig
 from memplug.tokenwise.engine import operators
 
 MODES = ("keep", "full", "selective", "memplug")
-"""Keep all activations; recompute every layer; recompute each layer except attention; memplug decides."""
+"""In this order: keep all activations; recompute every layer; recompute every layer except attention; memplug plans."""
 
 
 def block_of(mode: str, config: MemplugConfig, plan_dir: Path | None) -> MemplugConfig:
-    """Return the block that a mode trains with; modes other than "memplug" keep only the arena's section.
+    """Return the block that a mode trains with.
+
+    In modes other than "memplug" the arena is the only technique of the block.
 
     Args:
         mode: The mode's name.
@@ -35,7 +37,7 @@ def block_of(mode: str, config: MemplugConfig, plan_dir: Path | None) -> Memplug
 
 
 def recompute(layers: Iterable[nn.Module], mode: str) -> None:
-    """Make layers recompute in backward by `torch.utils.checkpoint`, if the mode asks for that."""
+    """Make layers recompute in backward by `torch.utils.checkpoint` in modes "full" and "selective"."""
     if mode not in ("full", "selective"):
         return
     options: dict[str, Any] = {"use_reentrant": False}

@@ -1,4 +1,4 @@
-"""Estimates of a DeepSpeed rank, with one process for each mode because DeepSpeed never frees an engine's memory."""
+"""Estimates of a DeepSpeed rank: each mode has its own process, because DeepSpeed never frees an engine's memory."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ def estimate_rank(
     gpus: int,
     tell: Callable[[str], None] = lambda mode: None,
 ) -> Estimate:
-    """Estimate rank 0 of a DeepSpeed training, as `estimate` does; the optimizer is the JSON's.
+    """Estimate rank 0 of a DeepSpeed training, as `estimate` does, with the JSON's optimizer.
 
-    With ZeRO 3, selective recomputation is left out if other modes are asked for too. torch's implementation does not
-    run there: it counts the operators that gather parameters, and a recompute pass has a different number of them.
+    With ZeRO 3, mode "selective" is left out if the request has other modes too. torch's selective recomputation fails
+    with ZeRO 3: it counts operators, and a recompute pass gathers parameters by a different number of operators than
+    the forward.
 
     Args:
         workload: The model and batch of one rank.
-        request: If a plan is written, each rank gets a file; those of ranks above 0 link to rank 0's.
+        request: The block, the GPU and the modes. If it has a folder for plans, rank 0's plan is written as a file, and
+            each other rank gets a link to that file.
         ds_config: The contents of the DeepSpeed JSON.
-        gpus: Ranks, all in one machine.
+        gpus: The number of ranks, all in one machine.
         tell: Called with the name of each mode before the mode runs.
     """
     settings, modes = settings_of(ds_config, workload.micro_batch, gpus), request.modes
@@ -55,7 +57,7 @@ def estimate_rank(
 
 
 def _estimated(workload: Workload, request: EstimateRequest, settings: Mapping[str, Any], gpus: int) -> Estimate:
-    """Estimate one mode; runs in its own process."""
+    """Estimate one mode, in a process of its own."""
     logging.getLogger("memplug").setLevel(logging.ERROR)
     name = workload.shape.family.lower()
     needed(f"transformers.models.{name}.modeling_{name}")  # imported before ZeRO 3 patches torch's tensor factories

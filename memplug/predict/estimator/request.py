@@ -1,4 +1,4 @@
-"""The request for an estimate: read and checked once, then handed on by `memplug.estimate` and the command line."""
+"""The arguments of an estimate: `memplug.estimate` and the command line read and check them once."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class EstimateRequest:
 
     Attributes:
         config: memplug's block.
-        hardware: The GPU.
-        modes: Names from `MODES`, in order.
+        hardware: The GPU's profile.
+        modes: Names from `MODES`, in the order in which they are estimated.
         attention: The attention back end; None: the GPU's first one.
         host_bytes: Host memory available to one rank.
         plan_dir: The folder for memplug's plan; None: the plan is not written.
-        trace: The file with the values that a real step read; None: no file.
+        trace: The trace of values of a real step, as a file of `record_values`; None: no file.
 
     Raises:
-        EstimateError: A mode's name is unknown, no mode makes the plan that is to be written, or host memory is
+        EstimateError: A mode's name is unknown, a folder for plans is given without mode "memplug", or host memory is
             negative.
     """
 
@@ -69,9 +69,9 @@ class EstimateRequest:
         Args:
             config: See `memplug.attach`; None: the default block, enabled.
             gpu: See `memplug.estimate`.
-            modes: Names from `MODES`, in order.
+            modes: Names from `MODES`, in the order in which they are estimated.
             plan_dir: The folder for memplug's plan; None: the plan is not written.
-            **more: The other fields.
+            **more: The other fields of `EstimateRequest`.
 
         Raises:
             ConfigError: The block cannot be used.

@@ -15,10 +15,10 @@ class Span:
 
     Attributes:
         stream: The stream's number; 0 is the default stream.
-        begin_s: Seconds from the beginning of the step.
-        end_s: Seconds from the beginning of the step.
-        queued_s: When the host queued it; seconds from the beginning of the step.
-        name: The operator, collective or copy.
+        begin_s: When the kernel or copy begins, in seconds from the beginning of the step.
+        end_s: When it ends, likewise.
+        queued_s: When the host queued it, likewise.
+        name: The name of the operator or collective, or the direction of the copy.
     """
 
     stream: int
@@ -36,19 +36,20 @@ class ModeEstimate:
         mode: The mode's name.
         step_s: Duration of the step, in seconds.
         flops: Floating-point operations of matrix products and attention, including recomputed ones.
-        peak_allocated_bytes: The most device memory that tensors hold at a time.
-        peak_reserved_bytes: The most device memory that torch's caching allocator reserves, without the arena.
-        arena_reserved_bytes: The same with the arena; None: the arena does not serve.
-        arena_off_because: Why the arena does not serve; "" if it does.
-        host_bytes: Pinned host memory.
-        to_host_bytes: Bytes that the step copies from device to host.
-        to_device_bytes: Bytes that the step copies from host to device.
+        peak_allocated_bytes: Peak device memory that torch's caching allocator hands out to tensors, without the arena.
+        peak_reserved_bytes: Peak device memory that torch's caching allocator reserves, without the arena.
+        arena_reserved_bytes: Peak device memory that is reserved if the arena serves the step; None: the arena does not
+            serve.
+        arena_off_because: Why the arena does not serve; "" if it serves.
+        host_bytes: Pinned host memory that memplug uses.
+        to_host_bytes: Bytes that memplug copies from device to host in the step.
+        to_device_bytes: Bytes that memplug copies from host to device in the step.
         bound: The step's bottleneck: "compute", "link", "collectives" or "host".
-        fits: Whether the GPU has enough memory.
+        fits: Whether the GPU has enough memory for the reserved bytes.
         spans: Spans of all streams, in the order in which the host queued them.
-        schedule_s: The part of the step that runs forward and backward of all micro-batches, in seconds; None: the
-            training does not report it.
-        bubble_s: The part of the step in which a pipeline stage waits for other stages, in seconds.
+        schedule_s: Seconds of the step that forward and backward of all micro-batches take; None: the training does not
+            measure them.
+        bubble_s: Seconds of the step in which the slowest stage of a pipeline waits for other stages.
     """
 
     mode: str
@@ -74,9 +75,9 @@ class Estimate(Mapping[str, ModeEstimate]):
 
     Attributes:
         hardware: The GPU's profile.
-        modes: The modes that could be estimated.
-        impossible: The modes without a plan, with the error of each.
-        stages: Pipelines only: the estimate of each stage that ran, by stage number (stages.py).
+        modes: The estimates, by mode, of the modes that could be estimated.
+        impossible: The errors, by mode, of the modes for which no plan fits the budget.
+        stages: For a pipeline, the estimate of each stage that ran, by stage number (`stages.py`); otherwise empty.
     """
 
     hardware: GpuProfile
@@ -97,12 +98,19 @@ class Estimate(Mapping[str, ModeEstimate]):
         return len(self.modes)
 
     def over_keep(self, mode: str) -> float | None:
-        """Return the ratio of this mode's step time to that of "keep"; None if "keep" was not estimated."""
+        """Return the ratio of a mode's step time to the step time of "keep"; None if "keep" was not estimated."""
         return self[mode].step_s / self["keep"].step_s if "keep" in self else None
 
     def utilization(self, mode: str, peak_flops: float) -> float | None:
         """Return the model FLOP/s utilization; None if "keep" was not estimated.
 
-        It is the model's operations per second, without recomputed ones, as a fraction of `peak_flops`.
+        It counts the operations of mode "keep", so recomputed ones do not count.
+
+        Args:
+            mode: The mode's name.
+            peak_flops: The GPU's peak rate, in floating-point operations per second.
+
+        Returns:
+            A fraction of `peak_flops`.
         """
         return self["keep"].flops / self[mode].step_s / peak_flops if "keep" in self else None

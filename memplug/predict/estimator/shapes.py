@@ -1,4 +1,4 @@
-"""Model shapes as YAML files: a Llama, Mixtral or Qwen3 of Hugging Face."""
+"""Reads the shape of a Llama, Mixtral or Qwen3 of Hugging Face from a YAML file."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _BY_DEFAULT = {
     "Mixtral": ("num_experts_per_tok", "num_key_value_heads"),
     "Qwen3": ("num_key_value_heads", "head_dim"),
 }
-"""Fields that get the default of the family's configuration if a file omits them, because other code reads them."""
+"""Fields, by family, that other code reads; if a file omits one, it gets the default of the family's configuration."""
 _TAKEN = ("rope_theta", "rope_scaling")
-"""Fields that transformers accepts, but lists under another name."""
+"""Fields that a configuration class of transformers accepts, but does not list under these names."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Shape:
     """The shape of a model.
 
     Attributes:
-        fields: Fields of the configuration class: MixtralConfig if `num_local_experts` is among them, otherwise the
-            class that `model_type` names, by default LlamaConfig.
+        fields: Fields of a configuration class of transformers. If `num_local_experts` is among them, the class is
+            MixtralConfig; otherwise `model_type` names the class, by default LlamaConfig.
     """
 
     fields: Mapping[str, Any]
@@ -76,16 +76,16 @@ class Shape:
 
     @classmethod
     def read(cls, file: Path) -> Shape:
-        """Read a shape from a YAML file such as those in configs/models.
+        """Read a shape from a YAML file such as configs/models/7b.yaml.
 
         Args:
             file: The YAML file.
 
         Raises:
-            EstimateError: The file cannot be read; it describes another kind of model; a field is unknown to the
-                model's configuration; a size is missing or not a whole number above 0; a number is not finite; the
-                heads do not divide the hidden size; a token goes to more experts than there are; transformers cannot
-                make the model; or transformers or PyYAML is missing.
+            EstimateError: The file cannot be read; `model_type` is none of those known here; a field is unknown to the
+                configuration class; a size is missing or not a whole number above 0; a number is not finite; the number
+                of heads does not divide the hidden size; a token goes to more experts than a layer has; transformers
+                cannot make the model; or transformers or PyYAML is missing.
         """
         yaml = needed("yaml", "PyYAML")
         try:
@@ -104,7 +104,10 @@ class Shape:
         return shape
 
     def _filled(self) -> Shape:
-        """Return the shape with transformers' defaults; null `num_key_value_heads` becomes the number of heads."""
+        """Return the shape with transformers' defaults for the fields of `_BY_DEFAULT`.
+
+        If `num_key_value_heads` is null, it becomes the number of heads. If `head_dim` is null, it is removed.
+        """
         config = getattr(needed("transformers"), f"{self.family}Config")()
         fields = {**{name: getattr(config, name) for name in _BY_DEFAULT[self.family]}, **self.fields}
         if fields.get("num_key_value_heads", 1) is None:
@@ -160,9 +163,9 @@ class Shape:
             )
 
     def _check_by_making(self, file: Path) -> None:
-        """Make one layer on the meta device and raise if transformers cannot.
+        """Make a model of one layer on the meta device, and raise if transformers fails.
 
-        Transformers knows best which values its fields accept, such as names of activations.
+        transformers knows best which values its fields accept, such as names of activations.
         """
         transformers = needed("transformers")
         try:
@@ -182,7 +185,7 @@ def needed(module: str, package: str | None = None) -> Any:
 
     Args:
         module: The module to import.
-        package: The package's name for pip; None: the same name.
+        package: The package's name for pip; None: the module's name.
 
     Raises:
         EstimateError: The package is not installed.

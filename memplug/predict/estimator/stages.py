@@ -1,4 +1,4 @@
-"""Estimates of Megatron-Core: one process for each pipeline stage that differs, and the step of the whole pipeline."""
+"""Estimates of Megatron-Core: runs each pipeline stage that differs in its own process, and combines the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memplug.predict.estimator.result import Estimate, ModeEstimate
 from memplug.predict.estimator.workload import Workload
 
 LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "to_host_bytes", "to_device_bytes")
-"""Fields of a pipeline's estimate that are the largest value of all stages."""
+"""Fields of `ModeEstimate`; for a pipeline each has the largest value of all stages."""
 
 
 def estimate_megatron(
@@ -29,19 +29,21 @@ def estimate_megatron(
     micro_batches: int,
     say: Callable[[str], None] = lambda what: None,
 ) -> Estimate:
-    """Estimate a rank of a Megatron-Core training as `estimate` does; in a pipeline, a rank of each stage that differs.
+    """Estimate a rank of a Megatron-Core training as `estimate` does.
 
-    Each stage plans by itself, as if all others planned as it does.
+    In a pipeline one rank of each stage that differs is estimated (`RankLayout.stages`). Each stage plans by itself, as
+    if all other stages made the same plan.
 
     Args:
         workload: The whole model, with its head.
         request: The block, the GPU and the modes.
         layout: How the model is split over the ranks.
         micro_batches: Micro-batches of a step on each data-parallel rank.
-        say: Called before each run with the stage or the modes that run next.
+        say: Called before each stage runs, with the stage's number; without a pipeline, with the names of the modes.
 
     Raises:
-        EstimateError: The model cannot be split so; or a folder for plans is given, which no run would use.
+        EstimateError: The model cannot be split over the ranks as the layout says, or the request has a folder for
+            plans.
     """
     if request.plan_dir is not None:
         raise EstimateError(
@@ -60,20 +62,21 @@ def estimate_megatron(
 
 
 def _quietly() -> None:
-    """Silence everything but errors in this process."""
+    """Silence warnings in this process, and all of memplug's log except errors."""
     logging.getLogger("memplug").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")  # Megatron-Core warns of kernels that are not installed
 
 
 def of_all(stages: Mapping[int, Estimate], layout: RankLayout, micro_batches: int) -> Estimate:
-    """Combine the stages' estimates into the pipeline's step.
+    """Combine the stages' estimates into the pipeline's estimate.
 
-    Time is the slowest stage's plus the bubble, and memory that of the stage with the most. A stage on the virtual
-    device never waits for another one, so the bubble is added here. In 1F1B all micro-batches pass through the slowest
-    stage, and before and after that one micro-batch passes through each other stage. With p equal stages and m
-    micro-batches this bubble is (p - 1) / m of the schedule's time (Narayanan et al., "Efficient large-scale language
-    model training on GPU clusters using Megatron-LM", 2021, section 2.2.1). The formula is also exact if the last
-    stage, with head and loss, is the slowest; if an earlier one is, the step takes a little less.
+    The step's time is that of the slowest stage plus the bubble. Each amount of memory is the largest of all stages. A
+    stage on the virtual device never waits for another stage, so this function adds the bubble. In 1F1B all
+    micro-batches pass through the slowest stage; the bubble is the time in which one micro-batch passes forward and
+    backward through each other stage. With p equal stages and m micro-batches the bubble is (p - 1) / m of the
+    schedule's time (Narayanan et al., "Efficient large-scale language model training on GPU clusters using
+    Megatron-LM", 2021, section 2.2.1). The sum is also exact if the last stage, with head and loss, is the slowest. If
+    an earlier stage is the slowest, the step takes a little less than the sum.
 
     Args:
         stages: The estimates of the stages in `layout.stages`, by stage number.
@@ -94,7 +97,7 @@ def of_all(stages: Mapping[int, Estimate], layout: RankLayout, micro_batches: in
 
 
 def _of_stages(stages: Mapping[int, ModeEstimate], layout: RankLayout, micro_batches: int) -> ModeEstimate:
-    """Combine the stages' estimates of one mode; `flops` is the mean over all stages."""
+    """Combine the stages' estimates of one mode; the result's `flops` is the mean over all stages of the pipeline."""
     slowest = max(stages.values(), key=lambda stage: stage.step_s)
     passed_s = sum(layout.stages[number] * stage.schedule_s for number, stage in stages.items())
     bubble_s = (passed_s - slowest.schedule_s) / micro_batches
@@ -112,5 +115,5 @@ def _of_stages(stages: Mapping[int, ModeEstimate], layout: RankLayout, micro_bat
 
 
 def _reserved_bytes(stage: ModeEstimate) -> int:
-    """Return the device bytes reserved: with the arena if it serves, otherwise without."""
+    """Return the device bytes that a stage reserves: with the arena if the arena serves there, otherwise without."""
     return stage.peak_reserved_bytes if stage.arena_reserved_bytes is None else stage.arena_reserved_bytes

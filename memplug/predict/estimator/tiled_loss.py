@@ -1,7 +1,7 @@
-"""Logits and loss computed for a few tokens at a time, as `--tiled-loss` of the DeepSpeed recipe does.
+"""Computes logits and loss for a part of the tokens at a time, as `--tiled-loss` of the DeepSpeed recipe does.
 
-The logits of a long sequence can take more memory than its layers. Each tile is a `torch.utils.checkpoint`, recomputed
-in backward.
+The logits of a long sequence can take more memory than the layers. Each part of the tokens, a tile, runs under
+`torch.utils.checkpoint`; backward recomputes it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 
 def tile_loss(model: nn.Module, tiles: int) -> nn.Module:
-    """Make a causal model of Hugging Face return only its loss, computed in parts.
+    """Make a causal model of Hugging Face compute its loss in tiles, and return only the loss.
 
     Args:
         model: The model; its `forward` is replaced.
-        tiles: The number of parts; 1 leaves the model unchanged.
+        tiles: The number of tiles; 1 leaves the model unchanged.
     """
     if tiles > 1:
         model.forward = functools.partial(_forward, model, tiles)
@@ -27,13 +27,16 @@ def tile_loss(model: nn.Module, tiles: int) -> nn.Module:
 
 
 def _forward(model: nn.Module, tiles: int, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of the next tokens; labels of -100 do not count.
+    """Return the mean cross entropy of the next tokens; tokens whose label is -100 do not count.
 
     Args:
         model: The model whose forward this replaces.
-        tiles: The number of parts.
+        tiles: The number of tiles.
         input_ids: int64[batch, tokens].
         labels: int64[batch, tokens].
+
+    Returns:
+        A float32 scalar.
     """
     hidden = model.model(input_ids=input_ids).last_hidden_state
     hidden, labels = hidden[:, :-1], labels[:, 1:]

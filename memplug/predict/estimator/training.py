@@ -1,4 +1,4 @@
-"""A module that trains on the virtual device, and the error for operators that cannot run there."""
+"""Runs training steps of a module on the virtual device, and says which operators cannot run there."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class VirtualTraining:
-    """A module with its inputs and, if asked for, an optimizer; the virtual device must exist.
+    """A module on the virtual device, with inputs and perhaps an optimizer; the virtual device must exist.
 
     Args:
-        make_model: Makes the module; tensors are made on the virtual device by default. A module on another device,
-            such as meta, is moved to the virtual device without its values.
+        make_model: Makes the module; called with the virtual device as torch's default device. A module on another
+            device, such as meta, is moved to the virtual device without its values.
         example_inputs: Makes the arguments of forward, on any device: a tensor, a tuple of positional arguments, or a
             mapping of keyword arguments.
         make_optimizer: Makes the optimizer from the module's parameters; None: gradients stay from step to step.
@@ -59,21 +59,23 @@ class VirtualTraining:
 
     @property
     def schedule_s(self) -> float | None:
-        """Return how long forward and backward of all micro-batches took in the last step; the device must be done.
+        """Return how long forward and backward of all micro-batches took in the last step.
+
+        Synchronize the device before.
 
         Returns:
-            Seconds; None from a training that does not measure it, such as this one.
+            Seconds; None from a class that does not measure this time, such as this one.
         """
         return None
 
     def close(self) -> None:
-        """Release what would outlive the training: nothing, for a plain module."""
+        """Release global state that would keep the model alive; a plain module has none."""
 
     def step(self) -> None:
         """Run forward, backward and the optimizer.
 
-        Backward starts from the `loss` of forward's output if it has one, otherwise from every output that needs a
-        gradient. Unless that is one scalar, each output gets an uninitialised gradient of its own shape.
+        Backward starts from the outputs that `differentiable` returns. A single scalar gets torch's gradient of 1;
+        otherwise each of these outputs gets an uninitialised gradient of its own shape.
 
         Raises:
             EstimateError: An operator cannot run on the virtual device, such as one that needs values; or no output
@@ -89,7 +91,7 @@ class VirtualTraining:
 
     def _train(self) -> None:
         outputs = differentiable(self.model(*self._args, **self._kwargs))
-        is_loss = len(outputs) == 1 and outputs[0].dim() == 0  # torch supplies its gradient
+        is_loss = len(outputs) == 1 and outputs[0].dim() == 0  # torch makes a scalar's gradient
         torch.autograd.backward(outputs, None if is_loss else [torch.empty_like(output) for output in outputs])
         del outputs
         if self._optimizer is not None:
@@ -118,7 +120,13 @@ class VirtualTraining:
 
 
 def differentiable(given: Any) -> list[torch.Tensor]:
-    """Return the tensors from which backward starts: the output's `loss`, or all outputs that need a gradient.
+    """Return the tensors from which backward starts.
+
+    They are the tensors that need a gradient: those in the output's `loss` if it has one, otherwise those in the whole
+    output.
+
+    Args:
+        given: The output of the module's forward.
 
     Raises:
         EstimateError: No output needs a gradient.

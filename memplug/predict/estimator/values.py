@@ -1,4 +1,4 @@
-"""A trace of values: what one real step read of its tensors, as JSON."""
+"""A trace of values: the tensor values that one real step read, as JSON."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NUMBER = "aten::_local_scalar_dense"
 COPY = "aten::_to_copy"
 """The operator that copies a tensor to the host."""
 MOST_BYTES = 1 << 20
-"""Largest tensor whose copy to the host is recorded."""
+"""Bytes of the largest tensor whose copy to the host is recorded."""
 
 
 class Plain(BaseModel):
-    """Base of the classes in the file: frozen, without unknown fields."""
+    """The base of this file's data classes: instances are frozen, and unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
@@ -31,9 +31,9 @@ class Output(Plain):
     """A tensor that an operator returned.
 
     Attributes:
-        dtype: torch's name, such as "int64".
+        dtype: torch's name of the dtype, such as "int64".
         sizes: The tensor's sizes.
-        values: All elements in order; None: only the sizes matter.
+        values: All elements in row-major order; None: only the tensor's sizes were recorded.
     """
 
     dtype: str
@@ -41,7 +41,7 @@ class Output(Plain):
     values: tuple[bool | int | float, ...] | None = None
 
     def tensor(self) -> torch.Tensor:
-        """Make the tensor on the CPU, or on the meta device if it has no values."""
+        """Make the tensor on the CPU, or on the meta device if only its sizes were recorded."""
         dtype = getattr(torch, self.dtype)
         if self.values is None:
             return torch.empty(self.sizes, dtype=dtype, device="meta")
@@ -49,13 +49,13 @@ class Output(Plain):
 
 
 class Read(Plain):
-    """One operator whose result depends on values.
+    """One run of an operator whose result depends on tensor values.
 
     Attributes:
         line: The source line of the program, such as "model.py:12".
-        operator: The operator, such as "aten::nonzero".
-        inputs: Sizes of each input tensor.
-        outputs: The tensors that it returned.
+        operator: The operator's name, such as "aten::nonzero".
+        inputs: The sizes of each input tensor.
+        outputs: The tensors that the operator returned.
     """
 
     line: str
@@ -68,9 +68,10 @@ class Values(Plain):
     """All values that one step read, in program order.
 
     Attributes:
-        memplug_values: The version of the format.
-        calls: The reads of each call, by the module's path in the model; a single list if all calls read the same.
-        backward: The reads of the backward outside of recomputed forwards.
+        memplug_values: The version of the file's format.
+        calls: For each module, by its path in the model, the reads of each of its calls; a single list of reads if all
+            calls read the same.
+        backward: The reads in backward, without those of recomputed forwards.
     """
 
     memplug_values: Literal[1] = 1
@@ -117,7 +118,7 @@ class Values(Plain):
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return a model's modules by their paths in the unwrapped model.
 
-    If a wrapper and the module that it wraps have the same path, the wrapped one is returned.
+    A wrapper and the module that it wraps have the same path; the wrapped module is returned for it.
     """
     named = dict(model.named_modules())
     return {as_written(name, named): module for name, module in named.items()}

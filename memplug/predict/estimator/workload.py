@@ -24,14 +24,15 @@ class Workload:
 
     Attributes:
         shape: The model's shape.
-        layers: Decoder layers to train; may be fewer than the shape has.
+        layers: The number of decoder layers to train; may be fewer than the shape has.
         seq_len: Tokens in a sequence.
         micro_batch: Sequences in a micro-batch.
         dtype: A key of `DTYPES`; the dtype of parameters and activations.
-        head: True: the model has an embedding, a head and a loss; False: decoder layers alone train.
-        optimizer: True: AdamW, with states in the parameters' dtype; False: gradients stay from step to step.
-        values: The trace of a real step, which a Mixtral needs; None: no trace.
-        loss_tiles: Number of parts in which a Hugging Face model computes its logits and loss, one after the other.
+        head: Whether the model has an embedding, a head and a loss; otherwise only decoder layers train.
+        optimizer: Whether AdamW trains the model, with states in the parameters' dtype; otherwise gradients stay from
+            step to step.
+        values: The trace of values of a real step, which a Mixtral of Hugging Face needs; None: no trace.
+        loss_tiles: The number of parts in which a Hugging Face model computes logits and loss, one part after another.
     """
 
     shape: Shape
@@ -48,8 +49,7 @@ class Workload:
         """Make the model on the default device.
 
         Raises:
-            EstimateError: transformers is missing, or the model routes tokens to experts by their values and there is
-                no trace.
+            EstimateError: transformers is missing, or the model is a Mixtral and there is no trace of values.
         """
         is_mixture, values = self.shape.is_mixture, self.values
         if is_mixture and values is None:
@@ -67,7 +67,7 @@ class Workload:
         with by_default(DTYPES[self.dtype]):
             model = getattr(transformers, f"{name}ForCausalLM" if self.head else f"{name}Model")(config)
         if is_mixture and any(path.endswith(".experts") for path in values.calls):
-            model.set_experts_implementation("eager")  # the trace has reads of each expert, one after the other
+            model.set_experts_implementation("eager")  # the recorded step ran one expert after the other
         return tile_loss(model.train(), self.loss_tiles) if self.head else _DecoderStack(model.train())
 
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -79,7 +79,7 @@ class Workload:
         return {"hidden": torch.empty(size, dtype=DTYPES[self.dtype], requires_grad=True)}
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Make an optimizer that updates all parameters at once and in place, as DeepSpeed's and Megatron-Core's do.
+        """Make an AdamW that updates parameters in place by fused kernels, as DeepSpeed's and Megatron-Core's do.
 
         Args:
             parameters: The model's parameters.
@@ -88,7 +88,7 @@ class Workload:
 
 
 class _DecoderStack(nn.Module):
-    """The decoder layers of a model; their input is not a leaf, because an embedding's output is not one."""
+    """The decoder layers of a model; their input is no leaf of autograd, as an embedding's output is none."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -108,7 +108,7 @@ def by_default(dtype: torch.dtype) -> Iterator[None]:
     """Set torch's default dtype inside the context.
 
     Args:
-        dtype: The dtype of tensors that are made without one.
+        dtype: The default dtype of new floating-point tensors.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -1,19 +1,21 @@
-"""The DeepSpeed JSON of a configuration.
+"""Writes a configuration of the search as a DeepSpeed JSON.
 
-ProTrain has four numbers; DeepSpeed and memplug have different settings, so each number loses something:
+The settings of DeepSpeed and memplug express ProTrain's four numbers only in part:
 
-* `n_persist` becomes `offload_optimizer.ratio`, the fraction of sub-groups of `sub_group_size` elements that the CPU
-  updates; DeepSpeed keeps the first ones on the device, as ProTrain does. Lost: all gradients pass through the host;
-  parameters are offloaded all or not at all; a group may cut a block in two, so the number is rounded down.
-* `n_buffer` becomes `stage3_max_reuse_distance`, twice the elements of the last `n_buffer` chunks: parameters that
-  backward uses again within this distance stay gathered. `stage3_max_live_parameters` has room for these chunks, one
-  that computes and one ahead. Lost: prefetching follows the order of the first step, not of chunks.
-* `n_swap` and `n_checkpoint` become memplug's `device_budget_gib` and `host_budget_gib`, the limits that the numbers
-  were found under. Lost: the numbers themselves; memplug decides for each operator from measured rates
+* `n_persist` becomes `offload_optimizer.ratio`. DeepSpeed splits parameters into sub-groups of `sub_group_size`
+  elements; the CPU updates this fraction of the sub-groups. As in ProTrain, the first parameters are updated on the
+  device. Different from ProTrain: all gradients pass through the host; either all parameters are offloaded or none; a
+  sub-group may cut a block in two, so the number is rounded down.
+* `n_buffer` becomes `stage3_max_reuse_distance`, which is twice the elements of the last `n_buffer` chunks. Parameters
+  that backward uses again within this distance stay gathered. `stage3_max_live_parameters` has room for these chunks,
+  the chunk that computes and the next one. Different from ProTrain: DeepSpeed prefetches parameters in the order in
+  which the first step used them, not by chunks.
+* `n_swap` and `n_checkpoint` become memplug's `device_budget_gib` and `host_budget_gib`, the memory limits under which
+  the search found the numbers. The numbers themselves are lost: memplug decides for each operator from measured rates
   (`tokenwise.alpha` is "auto" by default).
 
-`stage3_prefetch_bucket_size` and `reduce_bucket_size` are the largest chunk's elements;
-`stage3_param_persistence_threshold` keeps norms whole on all ranks.
+`stage3_prefetch_bucket_size` and `reduce_bucket_size` are the elements of the largest chunk.
+`stage3_param_persistence_threshold` keeps the weights of norms whole on all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from memplug.predict.tune.search import Configuration
 from memplug.sizes import GIB
 
 PERSISTED_HIDDEN = 10
-"""Parameters with fewer elements than this many hidden sizes stay whole, as in Hugging Face's integration."""
+"""Multiples of the hidden size; parameters with fewer elements stay whole, as in Hugging Face's integration."""
 
 
 def deepspeed_json(
@@ -46,12 +48,12 @@ def deepspeed_json(
 ) -> dict[str, Any]:
     """Return the user's JSON with the settings of a configuration, under DeepSpeed's present names.
 
-    Values other than "auto" stay.
+    Only absent and "auto" values are set; all others stay as the user wrote them.
 
     Args:
         ds_config: The user's DeepSpeed JSON.
         at: The configuration.
-        chunks: The model's chunks.
+        chunks: The model's chunks, in forward order.
         gpus: The number of ranks.
         hidden_size: The model's hidden size.
         device_budget_bytes: Device memory that a step may use on one rank.
@@ -109,7 +111,7 @@ def _set_stage_3(zero: dict[str, Any], at: Configuration, chunks: Sequence[Chunk
 
 
 def buffered_within(counts: Sequence[int], distance: float) -> int:
-    """Return how many of the last chunks stay gathered at a reuse distance; the inverse of `reuse_distance`.
+    """Return how many of the last chunks stay gathered at a given reuse distance; the inverse of `reuse_distance`.
 
     Args:
         counts: Elements of each chunk, in forward order.
@@ -122,8 +124,8 @@ def buffered_within(counts: Sequence[int], distance: float) -> int:
 def reuse_distance(counts: Sequence[int], n_buffer: int) -> int:
     """Return a reuse distance at which exactly the last `n_buffer` chunks stay gathered.
 
-    DeepSpeed measures, in elements, the parameters used between a module's forward and its backward. This is less than
-    the result for the last `n_buffer` chunks, and not less for the others.
+    DeepSpeed's distance of a module is the number of parameter elements used between the module's forward and its
+    backward. For modules in the last `n_buffer` chunks the distance is less than the result; for all others it is not.
 
     Args:
         counts: Elements of each chunk, in forward order.
@@ -133,10 +135,12 @@ def reuse_distance(counts: Sequence[int], n_buffer: int) -> int:
 
 
 def sub_groups(parameters: Sequence[int], size: int) -> list[int]:
-    """Return the elements of each sub-group that ZeRO 3 makes: parameters in order, until a group has `size` or more.
+    """Return the number of elements of each sub-group that ZeRO 3 makes.
+
+    A sub-group takes parameters in order until it has `size` elements or more.
 
     Args:
-        parameters: Elements of each parameter's shard on one rank.
+        parameters: Elements of each parameter's shard on one rank, in forward order.
         size: DeepSpeed's `sub_group_size`.
     """
     groups, group = [], 0
@@ -151,12 +155,13 @@ def sub_groups(parameters: Sequence[int], size: int) -> list[int]:
 def ratio(groups: Sequence[int], persisted: float) -> float:
     """Return the `offload_optimizer.ratio`: the fraction of the optimizer's states that is on the host.
 
-    The first groups with at most `persisted` elements together stay on the device. DeepSpeed rounds
-    `(1 - ratio) * groups` down; half a group more makes the result safe from rounding errors.
+    The states of the first sub-groups stay on the device: as many sub-groups as have at most `persisted` elements
+    together. DeepSpeed gets their number by rounding `(1 - ratio) * len(groups)` down. The result makes this product
+    half a sub-group too large, so that floating-point errors do not change the number.
 
     Args:
         groups: Elements of each sub-group.
-        persisted: Elements that are to stay on the device.
+        persisted: Elements whose optimizer states are to stay on the device.
     """
     on_device = sum(elements <= persisted + 1 for elements in itertools.accumulate(groups))
     return 1.0 if on_device == 0 else max(0.0, 1 - (on_device + 0.5) / len(groups))
@@ -184,14 +189,14 @@ def _offload(zero: dict[str, Any], key: str, used: bool) -> None:
 
 
 def _part(config: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return a section of the JSON; make it if it does not exist."""
+    """Return a section of the JSON, and make it first if it does not exist."""
     if not isinstance(config.get(key), dict):
         config[key] = {}
     return config[key]
 
 
 def _set(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set a key unless the user has."""
+    """Set a key unless the user has given it a value other than "auto"."""
     if config.get(key, "auto") == "auto":
         config[key] = value
 

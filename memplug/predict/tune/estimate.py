@@ -1,16 +1,17 @@
 """Predictions of configurations: ProTrain's equations (memplug.predict.tune.protrain), adapted to DeepSpeed.
 
 * Equation 2 lets the CPU update its chunks while backward runs. DeepSpeed updates after backward, on the device and on
-  the CPU at the same time; so `step_s` here is never below Equation 2's.
-* Equations 3 to 6 are unchanged. Nothing is uploaded unless parameters are offloaded. ZeRO 1 and 2 gather once, after
-  the update.
-* In Equation 7 persistent chunks stay gathered, and so do the last `n_buffer`. DeepSpeed keeps only the latter.
-* In the paper swapping takes no time, but leaves less of the link: uploads in backward wait for blocks that are
-  prefetched. Configurations whose copies the forward cannot hide are excluded. memplug swaps outputs of matmuls and
-  recomputes the rest, which moves three times its bytes in device memory.
-* Equations 8 and 9 go over the model's parts; each block keeps, swaps or checkpoints. Equation 10 is not needed: it
-adds
-  a recomputed block to a peak that may lie elsewhere, such as at the loss.
+  the CPU at the same time. So a step predicted here is never shorter than by Equation 2.
+* Equations 3 to 6 are unchanged. Parameters are uploaded only if they are offloaded. ZeRO 1 and 2 gather parameters
+  once, after the update.
+* In Equation 7 persistent chunks and the last `n_buffer` chunks stay gathered. DeepSpeed keeps only the last
+  `n_buffer` gathered.
+* In the paper swapping takes no time of its own, but its copies share the link: uploads in backward wait for the
+  prefetches of swapped blocks. `space.py` excludes configurations whose copies to the host outlast the forward.
+* The paper swaps all saved activations of a block. memplug swaps the outputs of matmuls and attention, and recomputes
+  the other activations; recomputing them moves three times their bytes in device memory.
+* Equations 8 and 9 go over the model's parts instead of operators. Equation 10 is not used: it adds a recomputed block
+  to the peak, even if the peak lies elsewhere, such as at the loss.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from memplug.predict.tune.search import Box, Configuration, Prediction, StepLayo
 
 MASTER_BYTES = 4
 STATE_BYTES = 12
-"""Bytes of one element's optimizer states: master weight, and Adam's two."""
+"""Bytes of one element's optimizer states: the master weight and Adam's two states."""
 IN_FLIGHT = 2
-"""Chunks that are gathered at a time, in addition to buffers: the one that computes and the next."""
+"""Chunks that are gathered at a time, beside the last `n_buffer`: the chunk that computes and the next one."""
 FEWEST_CHUNKS = 8
 REDUCE_BUCKETS = 2
 """One bucket is filled while the other one is reduced."""
 SWAPPING = 3
-"""Buffers of a block's swapped bytes: memplug's two `tokenwise.buffers`, which exist from before the first step, and
-one for a block whose copies are in progress when the loss is computed.
+"""Device buffers, each as large as the swapped bytes of one block. Two are memplug's `tokenwise.buffers`, which are
+reserved before the first step. One is for a block whose copies are in progress when the loss is computed.
 """
 
 
@@ -44,8 +45,8 @@ class Chunk:
     """Parameters that move together.
 
     Attributes:
-        parts: The model's parts in the chunk, in order.
-        blocks: The decoder layers in the chunk, from 0.
+        parts: The model's parts in the chunk, in forward order.
+        blocks: The indices of the decoder layers in the chunk, from 0.
     """
 
     parts: tuple[ProfiledPart, ...]
@@ -53,15 +54,15 @@ class Chunk:
 
     @property
     def count(self) -> int:
-        """Return the number of elements."""
+        """Return the number of elements of the chunk's parameters."""
         return sum(part.count for part in self.parts)
 
 
 def chunks_of(profile: ModelProfile) -> list[Chunk]:
-    """Return the model's chunks, of the size that wastes the least (appendix B.1).
+    """Return the model's chunks, of the chunk size that wastes the fewest bytes (appendix B.1).
 
-    Candidates are one, two and four times the largest part. Two chunks are gathered at a time, so a chunk of several
-    parts may have at most an eighth of the model.
+    Candidates are the size of the largest part, and two and four times that size. The latter two are candidates only if
+    they are at most an eighth of the model, because two chunks are gathered at a time.
 
     Args:
         profile: The model's profile.
@@ -81,7 +82,7 @@ def chunks_of(profile: ModelProfile) -> list[Chunk]:
 
 
 class StepEstimator:
-    """A predictor of the steps of one model on one machine.
+    """A predictor of time and memory of one model's steps on one machine.
 
     Args:
         machine: The machine to tune for.
@@ -93,7 +94,7 @@ class StepEstimator:
         self._laid = functools.cache(lambda layout: _Laid(machine, profiles[layout.micro_batch], layout))
 
     def chunks(self, layout: StepLayout) -> list[Chunk]:
-        """Return the model's chunks, which `n_persist` and `n_buffer` count.
+        """Return the model's chunks; `n_persist` and `n_buffer` count these.
 
         Args:
             layout: The layout.
@@ -119,8 +120,9 @@ class StepEstimator:
     def least(self, box: Box) -> Prediction:
         """Return a lower bound for all configurations of a box, as `search.Estimator` requires.
 
-        Time counts the blocks that every configuration of the box recomputes, and at least the kernels of the fewest
-        blocks that swap and checkpoint. Buffers for swapping are counted only if every configuration swaps.
+        The time of forward and backward is the larger of two bounds. One applies the equations to the blocks that all
+        configurations of the box recompute. The other counts kernels alone, with the fewest blocks that swap and
+        checkpoint. Buffers for swapping are counted only if all configurations swap.
 
         Args:
             box: The configurations.
@@ -141,7 +143,7 @@ class StepEstimator:
 
 
 class _Laid:
-    """One layout of a model on a machine; computes once the values that its configurations share."""
+    """One layout of a model on a machine, with the values that all configurations of the layout share."""
 
     def __init__(self, machine: Machine, profile: ModelProfile, layout: StepLayout):
         self.machine, self.profile, self.layout = machine, profile, layout
@@ -162,7 +164,7 @@ class _Laid:
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def _times(self, chunk: Chunk) -> ChunkTimes:
-        """Return a chunk's times in a micro-batch after which gradients are reduced."""
+        """Return a chunk's times in a micro-batch whose backward reduces gradients."""
         machine, layout = self.machine, self.layout
         nbytes, shard = ELEMENT_BYTES * chunk.count, chunk.count / machine.gpus
         return ChunkTimes(
@@ -175,7 +177,10 @@ class _Laid:
         )
 
     def passes_s(self, n_buffer: int, n_swap: int, recomputed: range) -> float:
-        """Return the time of all forwards and backwards; ZeRO 0 and 1 reduce gradients only in the last micro-batch."""
+        """Return the time of all forwards and backwards of a step, in seconds.
+
+        ZeRO 0 and 1 reduce gradients only in the last micro-batch.
+        """
         reducing = self.layout.accumulation if self.layout.stage >= 2 else 1
         seconds = self.layout.accumulation * self.forward_s
         seconds += reducing * self.backward_s(n_buffer, n_swap, recomputed, True)
@@ -185,7 +190,7 @@ class _Laid:
         return seconds
 
     def computed_s(self, n_swap: int, n_checkpoint: int) -> float:
-        """Return the time of kernels alone in forward and backward; never more than `passes_s`."""
+        """Return the time of the kernels of all forwards and backwards, in seconds; never more than `passes_s`."""
         once = sum(part.forward_s + part.backward_s for part in self.profile.parts)
         return self.layout.accumulation * (once + n_swap * self.remade_s + n_checkpoint * self.profile.layer.forward_s)
 
@@ -202,17 +207,18 @@ class _Laid:
         return protrain.backward_s(times, Placement(0, n_buffer))
 
     def update_s(self, least_persist: int, most_persist: int) -> float:
-        """Return the time of the optimizer and of the copies and gathers after it.
+        """Return the time of the optimizer with its copies and gathers, in seconds.
 
-        Device and CPU update at the same time. If the number of persistent chunks is a range, the result is a lower
-        bound.
+        Device and CPU update at the same time. For the `n_persist` of a configuration, pass it as both arguments. For a
+        range of `n_persist`, pass the ends of the range; the result is then a lower bound.
         """
         machine, layout = self.machine, self.layout
         on_device, on_host = self.before[least_persist], self.total - self.before[most_persist]
         seconds = max(machine.gpu_adam_s(on_device / self.ranks), machine.cpu_adam_s(on_host))
         if layout.stage in (1, 2):
             seconds += machine.gather_s(ELEMENT_BYTES * self.total)
-        if layout.offload != "none":  # gradients pass through the host; parameters are copied to where they live
+        # All gradients pass through the host. After the update, parameters are copied to where they live.
+        if layout.offload != "none":
             seconds += machine.upload_s(MASTER_BYTES * on_device / machine.gpus)
         if layout.offload == "optimizer":
             seconds += machine.upload_s(ELEMENT_BYTES * on_host / machine.gpus)
@@ -223,9 +229,10 @@ class _Laid:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def host_bytes(self, n_persist: int, n_swap: int) -> int:
-        """Return the host memory of the machine.
+        """Return the bytes of the machine's host memory that a step takes.
 
-        It holds master weights and states, gradients in 4 bytes, parameters, and swapped activations.
+        Host memory holds swapped activations. With an offloaded optimizer it also holds optimizer states of the chunks
+        that are not persistent, and all gradients in 4 bytes; with offloaded parameters, all parameters too.
         """
         nbytes = self.machine.gpus * n_swap * self.profile.swapped_bytes
         if self.layout.offload != "none":
@@ -234,10 +241,11 @@ class _Laid:
         return nbytes + (ELEMENT_BYTES * self.total if self.layout.offload == "parameters" else 0)
 
     def device_bytes(self, n_persist: int, n_buffer: int, n_swap: int, n_checkpoint: int, *, swaps: bool) -> int:
-        """Return the device memory of one rank.
+        """Return the peak device bytes of one rank.
 
-        It holds states, parameters, gradients, gathered chunks and reduction buckets, and the peak of the blocks'
-        activations.
+        Device memory holds parameters and optimizer states. Forward and backward add gradients, gathered chunks,
+        reduction buckets, buffers for swapping (if `swaps`) and the peak of activations. The update adds gradients and,
+        except with ZeRO 3, copies of them in 4 bytes. The result counts the larger of these two additions.
         """
         layout = self.layout
         parameters = ELEMENT_BYTES * self.total
@@ -258,15 +266,16 @@ class _Laid:
         return ELEMENT_BYTES * (self.total - self.before[len(self.chunks) - n_buffer])
 
     def _remade_bytes(self) -> int:
-        """Return the recomputed part of the activations that a block saves, for a block that swaps."""
+        """Return the bytes of saved activations that a swapping block recomputes."""
         profile = self.profile
         return max(0, profile.layer.saved_bytes - profile.hidden_bytes - profile.swapped_bytes)
 
     def _peak_bytes(self, n_swap: int, n_checkpoint: int) -> int:
-        """Return the peak of activations and gradients in a step, by Equations 8 and 9 over the model's parts.
+        """Return the peak bytes of activations and gradients in a step, by Equations 8 and 9 over the model's parts.
 
-        A block that checkpoints or swaps has only its output on the device. While its backward runs, all that it saved
-        is back; the prefetched part of a block that swaps is in a buffer, which is counted elsewhere.
+        A block that checkpoints or swaps keeps only its output on the device from forward to backward. While its
+        backward runs, all its saved activations are on the device again. Those that a swapping block prefetches are in
+        a buffer; `device_bytes` counts the buffers.
         """
         profile = self.profile
         keeps = profile.layers - n_swap - n_checkpoint
@@ -284,7 +293,15 @@ class _Laid:
         return max(backward, at_loss + profile.head.forward_peak_bytes) + there
 
     def _operator(self, part: ProfiledPart, at_rest_bytes: int, again_bytes: int) -> OperatorMemory:
-        """Return a part's backward: its saved activations are back, and with ZeRO 0 and 1 its gradients stay."""
+        """Return the effect of a part's backward on device memory.
+
+        With ZeRO 0 and 1 and a single micro-batch, the gradients of the part's parameters stay after its backward.
+
+        Args:
+            part: The part.
+            at_rest_bytes: Saved activations that stay on the device from forward to backward.
+            again_bytes: Saved activations that the backward recomputes.
+        """
         stay = ELEMENT_BYTES * part.count if self.layout.stage < 2 and self.layout.accumulation == 1 else 0
         return OperatorMemory(
             during_bytes=stay,

@@ -1,4 +1,4 @@
-"""The part of the search that a DeepSpeed JSON fixes; "auto" and absent keys are free."""
+"""The values that a DeepSpeed JSON and the command line fix for the search; "auto" and absent keys are free."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _OFFLOADS: dict[int, tuple[Offload, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """The values that a DeepSpeed JSON and the command line fix; None: free.
+    """The values that a DeepSpeed JSON and the command line fix; None: the search is free to choose.
 
     Attributes:
         stage: The ZeRO stage.
         optimizer_on_host: Whether the optimizer is offloaded.
         parameters_on_host: Whether parameters are offloaded.
-        ratio: The fraction of optimizer states that is on the host, from 0 to 1.
+        ratio: The fraction of the optimizer's states that is on the host, from 0 to 1.
         max_reuse_distance: DeepSpeed's `stage3_max_reuse_distance`, in elements.
-        train_batch: Sequences of all ranks in a step.
+        train_batch: Sequences that all ranks together train in a step.
         micro_batch: Sequences in a micro-batch of one rank.
         accumulation: Micro-batches in a step.
         swaps: Whether memplug's block lets blocks swap.
         checkpoints: Whether memplug's block lets blocks checkpoint.
-        swapped_gib: The most that a rank may swap, from memplug's block, in GiB.
+        swapped_gib: Host memory in which a rank may hold swapped activations, from memplug's block, in GiB.
     """
 
     stage: int | None = None
@@ -59,8 +59,8 @@ class Fixed:
 
         Args:
             ds_config: The whole DeepSpeed JSON.
-            block: Its memplug block.
-            micro_batch: The command line's micro-batch; None: not given.
+            block: The memplug block of this JSON.
+            micro_batch: The command line's micro-batch; None: the command line has none.
 
         Raises:
             ConfigError: A setting appears under its former and its present name.
@@ -105,14 +105,16 @@ class Fixed:
         )
 
     def stages(self) -> Sequence[int]:
-        """Return the ZeRO stages to search; ZeRO 0 only on request, because it trains differently in bfloat16."""
+        """Return the ZeRO stages to search.
+
+        ZeRO 0 is searched only if the JSON asks for it, because it trains differently in bfloat16.
+        """
         return (1, 2, 3) if self.stage is None else (self.stage,)
 
     def offloads(self, stage: int) -> list[Offload]:
-        """Return the offloads to search at a stage.
+        """Return the offloads to search at a stage: DeepSpeed supports them, and no fixed value excludes them.
 
-        These are the ones that DeepSpeed supports and that no fixed value excludes. Parameters are offloaded only
-        together with the optimizer.
+        Parameters are offloaded only together with the optimizer.
 
         Args:
             stage: The ZeRO stage.
@@ -125,7 +127,7 @@ class Fixed:
         ]
 
     def layouts(self) -> list[tuple[int, Offload]]:
-        """Return the stages and offloads to search.
+        """Return the pairs of ZeRO stage and offload to search.
 
         Raises:
             TuneError: No stage and offload agree with the fixed values.
@@ -141,16 +143,16 @@ class Fixed:
         return found
 
     def batches(self, gpus: int) -> list[tuple[int, int]]:
-        """Return the micro-batches and accumulations to search.
+        """Return the pairs of micro-batch and accumulation to search.
 
-        Micro-batch, accumulation and ranks multiply to the training batch. If the training batch is free, the
-        accumulation is the fixed one or 1, and micro-batches are powers of two.
+        The product of micro-batch, accumulation and ranks is the training batch. If the training batch is free, the
+        accumulation is the fixed one, or else 1; the micro-batch is the fixed one, or else each of `micro_batches()`.
 
         Args:
             gpus: The number of ranks.
 
         Raises:
-            TuneError: The fixed numbers do not divide.
+            TuneError: The fixed training batch is not divisible by ranks, micro-batch and accumulation.
         """
         if self.train_batch is None:
             micro = [self.micro_batch] if self.micro_batch else micro_batches()
@@ -177,12 +179,12 @@ class Fixed:
 
 
 def micro_batches() -> list[int]:
-    """Return the micro-batches that are tried if nothing is fixed."""
+    """Return the micro-batches that are tried if nothing is fixed: powers of two up to `LARGEST_MICRO_BATCH`."""
     return [1 << power for power in range(LARGEST_MICRO_BATCH.bit_length())]
 
 
 def all_layouts() -> list[tuple[int, Offload]]:
-    """Return the stages and offloads of a search in which nothing is fixed."""
+    """Return the pairs of ZeRO stage and offload of a search in which nothing is fixed."""
     return [(stage, each) for stage in Fixed().stages() for each in _OFFLOADS[stage]]
 
 

@@ -1,4 +1,4 @@
-"""The machine to tune for: its GPUs, collectives, link and host memory, and the time to move bytes over them."""
+"""The machine to tune for: its GPUs and host memory, and the times of collectives, copies and Adam updates."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from memplug.predict.virtual.hardware import GpuProfile
 
 HOST_BYTES_PER_S = 1.5e11
-"""Default bandwidth of host memory, shared by all processes: about half of eight channels of DDR5. Pass a measured
+"""Default bandwidth of host memory, shared by all ranks: about half of eight channels of DDR5. Pass a measured
 value to `Machine` if there is one.
 """
 GPU_ADAM_BYTES = 40
-"""Bytes that Adam reads and writes for each parameter: converting its gradient from 2 bytes to 4 (6); master weight,
-two states and gradient (16 read, 12 written); converting the master weight to the parameter (6).
+"""Bytes of device memory that Adam reads and writes for each element: 6 to convert the gradient from 2 bytes to 4; 28
+for the update (master weight, two states and gradient: 16 read, 12 written); 6 to convert the master weight to 2 bytes.
 """
 CPU_ADAM_BYTES = 30
-"""Bytes that DeepSpeed's CPU Adam reads (16) and writes (14) for each parameter."""
+"""Bytes of host memory that DeepSpeed's CPU Adam reads (16) and writes (14) for each element."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """GPUs of one kind in one machine; each is a rank.
+    """GPUs of one kind in one machine; each GPU is one rank.
 
     Attributes:
         hardware: The GPU's profile.
@@ -33,9 +33,9 @@ class Machine:
     host_bytes_per_s: float = HOST_BYTES_PER_S
 
     def gather_s(self, nbytes: float) -> float:
-        """Return the time in which all ranks gather a tensor that they share.
+        """Return the time of an all-gather of a tensor that is sharded over all ranks, in seconds.
 
-        Reduce-scatter takes as long.
+        A reduce-scatter of the tensor takes as long.
 
         Args:
             nbytes: Size of the whole tensor.
@@ -46,18 +46,18 @@ class Machine:
         return self.hardware.collective_s + seconds
 
     def upload_s(self, nbytes: float) -> float:
-        """Return the time in which every rank copies `nbytes` from the host at once, with the other direction busy.
+        """Return the time of copies from the host on all ranks at once, in seconds, while copies to the host run.
 
         Args:
-            nbytes: Bytes of one rank.
+            nbytes: Bytes that each rank copies.
         """
         return self._copy_s(nbytes, self.hardware.to_device_both_bytes_per_s.at(nbytes))
 
     def offload_s(self, nbytes: float) -> float:
-        """Return the time in which every rank copies `nbytes` to the host at once, with the other direction busy.
+        """Return the time of copies to the host on all ranks at once, in seconds, while copies from the host run.
 
         Args:
-            nbytes: Bytes of one rank.
+            nbytes: Bytes that each rank copies.
         """
         return self._copy_s(nbytes, self.hardware.to_host_both_bytes_per_s.at(nbytes))
 
@@ -65,7 +65,7 @@ class Machine:
         return nbytes / min(link_bytes_per_s, self.host_bytes_per_s / self.gpus)
 
     def gpu_adam_s(self, parameters: float) -> float:
-        """Return the time of one rank's Adam update on its GPU.
+        """Return the time of one rank's Adam update on its GPU, in seconds.
 
         Args:
             parameters: Elements that the rank updates.
@@ -73,7 +73,7 @@ class Machine:
         return parameters * GPU_ADAM_BYTES / self.hardware.memory_bytes_per_s
 
     def cpu_adam_s(self, parameters: float) -> float:
-        """Return the time of all ranks' Adam update on the CPU.
+        """Return the time of all ranks' Adam update on the CPU, in seconds.
 
         Args:
             parameters: Elements that all ranks update together.

@@ -1,4 +1,4 @@
-"""The measurements of a model that ProTrain's estimators need: its parts, run one by one on the virtual device."""
+"""The measurements that ProTrain's estimators need: a model's parts run one by one on the virtual device."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ ELEMENT_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfiledPart:
-    """The embedding, one decoder layer, or the head with the loss, for one micro-batch.
+    """The times and sizes of one part for one micro-batch.
+
+    A part is the embedding, one decoder layer, or the final norm with the head and the loss.
 
     Attributes:
-        forward_s: Seconds that its forward takes; of the host if that is slower than the kernels.
-        backward_s: Seconds that its backward takes; likewise.
-        saved_bytes: Device memory that its forward leaves in use: its output is included, its input is not.
-        forward_peak_bytes: Peak of its forward, above the memory in use before.
-        backward_peak_bytes: Peak of its backward, above the memory in use before, which includes the gradient of its
-            output; the gradients of its parameters are made in it.
-        parameters: Elements of each parameter, in order.
+        forward_s: Seconds that the part's forward takes: the kernels' time, or the host's if the host is slower.
+        backward_s: Seconds that the part's backward takes, counted like `forward_s`.
+        saved_bytes: Device memory that the part's forward leaves in use, with the part's output, without its input.
+        forward_peak_bytes: Peak device memory of the forward, above the memory in use when the forward begins.
+        backward_peak_bytes: Peak device memory of the backward, above the memory in use when the backward begins. That
+            memory includes the gradient of the part's output; the peak includes the gradients of its parameters.
+        parameters: Elements of each parameter, in the order of the part's modules.
     """
 
     forward_s: float
@@ -41,22 +43,22 @@ class ProfiledPart:
 
     @property
     def count(self) -> int:
-        """Return the number of elements of all its parameters."""
+        """Return the number of elements of all parameters of this part."""
         return sum(self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelProfile:
-    """A model on one GPU, in bfloat16.
+    """The parts of a model that trains on one GPU in bfloat16.
 
     Attributes:
         embedding: The embedding.
-        layer: A decoder layer; all are alike.
+        layer: One decoder layer; all decoder layers are alike.
         head: The final norm, the head and the loss.
         layers: The number of decoder layers.
-        hidden_bytes: Size of a layer's input, and of its output.
-        swapped_bytes: Bytes that memplug offloads for a layer that swaps: its input, and outputs of matmuls and
-            attention.
+        hidden_bytes: Size of a layer's input, which is also the size of its output.
+        swapped_bytes: Bytes that memplug offloads for a layer that swaps: the layer's input, and the outputs of its
+            matmuls and attention.
         tokens: Tokens in a micro-batch.
     """
 
@@ -82,8 +84,7 @@ class ModelProfile:
 def profile(hardware: GpuProfile, shape: Shape, micro_batch: int, seq_len: int) -> ModelProfile:
     """Run the model's parts forward and backward on the virtual device, and return their times and bytes.
 
-    The parts are the embedding, one layer, and the final norm with head and loss. The process's virtual device is
-    replaced by one without a memory limit, and stays replaced.
+    A virtual device without a memory limit replaces the process's virtual device for good.
 
     Args:
         hardware: The GPU's profile.
@@ -129,9 +130,9 @@ def profile(hardware: GpuProfile, shape: Shape, micro_batch: int, seq_len: int) 
 
 
 def _run(device: VirtualDevice, part: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> ProfiledPart:
-    """Run one part and return its times and bytes.
+    """Run one part forward and backward, and return its times and bytes, without `parameters`.
 
-    No gradients exist before; afterwards only those of parameters remain.
+    No parameter of the part may have a gradient before.
     """
     device.reset_peaks()
     before, began_s = device.usage().allocated, device.synchronize()
@@ -143,8 +144,8 @@ def _run(device: VirtualDevice, part: Callable[[torch.Tensor], torch.Tensor], x:
     began_s = device.synchronize()
     out.backward(gradient)
     backward_s = device.synchronize() - began_s
-    # This function still holds the output, which is as large as its gradient. In a real backward the part above has
-    # released the output already: so the peak is too high by that size.
+    # This function still holds the output. In a real backward the next part has released it already, so the measured
+    # peak is too high by the output's size, which is also the size of `gradient`.
     return ProfiledPart(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -156,7 +157,10 @@ def _run(device: VirtualDevice, part: Callable[[torch.Tensor], torch.Tensor], x:
 
 
 def _model(shape: Shape) -> nn.Module:
-    """Make the model with one layer on the device; a mixture's experts are one dense MLP, see `_with_experts`."""
+    """Make the model with one layer on the virtual device.
+
+    One dense MLP replaces the experts of a mixture (`_with_experts`).
+    """
     transformers, family = needed("transformers"), shape.family
     fields = {**shape.fields, "num_hidden_layers": 1, "use_cache": False}
     if shape.is_mixture:
@@ -172,9 +176,9 @@ def _model(shape: Shape) -> nn.Module:
 def _swapped_bytes(config: Any) -> int:
     """Return the bytes that memplug offloads for one token in one layer.
 
-    They are the layer's input, queries, the attention's output and the outputs of the two projections that are added to
-    the hidden states; keys and values; the MLP's two wide products; and the sums of attention's exponentials, in 4
-    bytes.
+    memplug offloads the layer's input, queries, keys and values, the attention's output, the outputs of the two
+    projections that are added to the hidden states, and the MLP's two wide products, all in bfloat16. It also offloads
+    attention's log-sum-exp, one float32 for each head.
     """
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -183,9 +187,10 @@ def _swapped_bytes(config: Any) -> int:
 
 
 def _parameters(shape: Shape) -> tuple[tuple[int, ...], ...]:
-    """Return the elements of each parameter of the embedding, a layer, and the final norm with the head.
+    """Return the elements of each parameter, in three tuples: the embedding, a layer, and the final norm with the head.
 
-    They are counted on the meta device; a shared parameter counts only in the first of them.
+    A model on the meta device supplies the parameters. A parameter that two of the three share counts only in the
+    first.
     """
     transformers = needed("transformers")
     config = getattr(transformers, f"{shape.family}Config")(**{**shape.fields, "num_hidden_layers": 1})
@@ -206,12 +211,13 @@ def _parameters(shape: Shape) -> tuple[tuple[int, ...], ...]:
 
 
 def _with_experts(found: ModelProfile, shape: Shape) -> ModelProfile:
-    """Correct a mixture's profile for its experts, which were run as one dense MLP.
+    """Correct the profile of a mixture, whose experts were run as one dense MLP.
 
-    Routing depends on data, which the virtual device does not have. The MLP is as wide as all experts of a token
-    together. For evenly spread tokens it takes as many operations and saves as many bytes, except for the copies that
-    routing makes: each token's input and output, once for each of its experts. These copies and the gradients of the
-    other experts are added here; the time of the router, and of reading and writing more weights, is not.
+    Routing depends on data, which the virtual device does not have. The dense MLP is as wide as all experts of one
+    token together. If tokens are spread evenly, it takes as many operations as the experts. It saves as many bytes,
+    except for the copies that routing makes: each token's input and output, once for each expert of the token. This
+    function adds these copies, and the gradients of the experts beyond those of one token. It does not add the time of
+    the router, nor the time to read and write the weights of more experts.
     """
     if not shape.is_mixture:
         return found

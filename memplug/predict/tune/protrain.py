@@ -1,12 +1,11 @@
 """ProTrain's estimators (appendices A and B.1): time and device memory of a ZeRO 3 step with offload.
 
-Parameters lie in chunks, numbered in forward order. The first `persistent` chunks stay on the device, sharded over its
-ranks. The others are on the host, and the last `buffered` of them are still gathered on the device when backward
-begins. The layers of a transformer are its blocks: each block keeps, swaps or recomputes ("checkpoints") its saved
-activations.
+Parameters lie in chunks, numbered in forward order. The first `persistent` chunks stay on the device, sharded over the
+ranks. The other chunks are on the host. The last `buffered` chunks are still gathered on the device when backward
+begins. A block is a decoder layer. It keeps, swaps or recomputes ("checkpoints") the activations that it saves.
 
-All functions are pure. Times are in seconds, sizes in bytes; sequences have one entry per chunk, or per operator, in
-order.
+All functions are pure. Times are in seconds, sizes in bytes. Sequences have one entry per chunk in forward order, or
+per operator in the order of backward.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ class ChunkTimes:
     Attributes:
         forward_s: Forward computation with the chunk's parameters.
         backward_s: Backward computation with the chunk's parameters.
-        recompute_s: The second forward of those of its blocks that checkpoint.
-        gather_s: Gathering its parameters from all ranks.
+        recompute_s: The second forward of the chunk's blocks that checkpoint.
+        gather_s: Gathering the chunk's parameters from all ranks.
         upload_s: Copying this rank's shard of the parameters from the host; 0 for a persistent chunk.
-        reduce_s: Reducing its gradients over all ranks.
+        reduce_s: Reducing the chunk's gradients over all ranks.
         offload_s: Copying this rank's shard of the gradients to the host; 0 for a persistent chunk.
     """
 
@@ -40,7 +39,7 @@ class ChunkTimes:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The location of chunks.
+    """The location of chunks on device and host.
 
     Attributes:
         persistent: The number of chunks, from the first, that stay on the device.
@@ -54,13 +53,13 @@ class Placement:
 def step_s(chunks: Sequence[ChunkTimes], placement: Placement, gpu_optimizer_s: float, cpu_optimizer_s: float) -> float:
     """Return the time of a whole step (Equation 2).
 
-    The CPU updates its chunks while backward runs; the device updates its own afterwards.
+    The CPU updates the chunks on the host while backward runs. The device updates persistent chunks afterwards.
 
     Args:
         chunks: The chunks' times.
         placement: The location of chunks.
-        gpu_optimizer_s: The update of persistent chunks.
-        cpu_optimizer_s: The update of all others.
+        gpu_optimizer_s: Seconds that the update of persistent chunks takes.
+        cpu_optimizer_s: Seconds that the update of all other chunks takes.
 
     Returns:
         Seconds.
@@ -69,7 +68,9 @@ def step_s(chunks: Sequence[ChunkTimes], placement: Placement, gpu_optimizer_s: 
 
 
 def forward_s(chunks: Sequence[ChunkTimes], placement: Placement) -> float:
-    """Return the time of the forward (Equation 3): the next chunk is prefetched while one computes.
+    """Return the time of the forward (Equation 3).
+
+    While one chunk computes, the next chunk is prefetched.
 
     Args:
         chunks: The chunks' times.
@@ -102,8 +103,8 @@ def forward_prefetch_s(chunks: Sequence[ChunkTimes], placement: Placement, i: in
 def backward_s(chunks: Sequence[ChunkTimes], placement: Placement) -> float:
     """Return the time of the backward, from the last chunk to the first (Equation 5).
 
-    While one chunk computes, the chunk before it is prefetched and the gradients of the one behind it are reduced. As
-    in the paper, reducing the first chunk's gradients takes no time, although nothing hides it.
+    While chunk i computes, chunk i - 1 is prefetched and the gradients of chunk i + 1 are reduced. As in the paper,
+    reducing the gradients of chunk 1 takes no time, although no computation hides it.
 
     Args:
         chunks: The chunks' times.
@@ -162,14 +163,14 @@ def backward_prefetch_s(chunks: Sequence[ChunkTimes], placement: Placement, i: i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorMemory:
-    """The effect of one backward operator on the memory in use, as a profiler saw it, in bytes.
+    """The effect of one backward operator on the device memory in use, as a profiler saw it, in bytes.
 
     Attributes:
-        before_bytes: Net change between the operator before and this one.
-        before_peak_bytes: Largest change between the operator before and this one.
-        during_bytes: Net change while it runs.
-        during_peak_bytes: Largest change while it runs.
-        activation_bytes: Activations that its forward saved; free once it has run.
+        before_bytes: Net change from the end of the previous operator to the start of this one.
+        before_peak_bytes: Largest change in the same interval.
+        during_bytes: Net change while this operator runs.
+        during_peak_bytes: Largest change while this operator runs.
+        activation_bytes: Activations saved in forward for this operator; they are freed when it ends.
     """
 
     before_bytes: int = 0
@@ -183,7 +184,7 @@ def base_peak_bytes(after_forward_bytes: int, operators: Sequence[OperatorMemory
     """Return the peak memory of the backward if all saved activations stay on the device (Equations 8 and 9).
 
     Args:
-        after_forward_bytes: Memory in use when the forward ends, without saved activations.
+        after_forward_bytes: Device memory in use when the forward ends, without saved activations.
         operators: Operators of the backward, in order.
     """
     current = peak = after_forward_bytes + sum(operator.activation_bytes for operator in operators)
@@ -196,11 +197,11 @@ def base_peak_bytes(after_forward_bytes: int, operators: Sequence[OperatorMemory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryUnits:
-    """The memory that one chunk or one block accounts for, in bytes.
+    """The device memory that one chunk or one block adds or saves, in bytes.
 
     Attributes:
-        persistent: A persistent chunk with its optimizer states.
-        buffer: A buffer for one gathered chunk.
+        persistent: Size of a persistent chunk with its optimizer states.
+        buffer: Size of a buffer for one gathered chunk.
         swapped: Device memory that a block saves by swapping.
         checkpointed: Device memory that a block saves by checkpointing.
     """
@@ -213,12 +214,12 @@ class MemoryUnits:
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """The number of blocks by their treatment; blocks that neither swap nor checkpoint keep their activations.
+    """How many blocks swap and checkpoint; the other blocks keep their activations.
 
     Attributes:
-        count: All blocks.
-        swap: Blocks that swap.
-        checkpoint: Blocks that checkpoint.
+        count: The number of all blocks.
+        swap: The number of blocks that swap.
+        checkpoint: The number of blocks that checkpoint.
     """
 
     count: int
@@ -229,13 +230,13 @@ class BlockCounts:
 def peak_bytes(base_bytes: int, units: MemoryUnits, placement: Placement, blocks: BlockCounts) -> int:
     """Return the peak device memory of a step, without fragmentation (Equation 10).
 
-    If every block swaps or checkpoints, one of them is recomputing at the peak, so its activations are added again.
+    If every block swaps or checkpoints, one block is recomputing at the peak, so that block's activations are added.
 
     Args:
-        base_bytes: The peak with all activations on the device and no chunk, from `base_peak_bytes`.
+        base_bytes: The peak with all activations and no chunk on the device, from `base_peak_bytes`.
         units: Memory of one chunk and of one block.
         placement: The location of chunks.
-        blocks: The number of blocks by their treatment.
+        blocks: How many blocks swap and checkpoint.
     """
     peak = base_bytes + units.persistent * placement.persistent + units.buffer * placement.buffered
     peak -= units.swapped * blocks.swap + units.checkpointed * blocks.checkpoint
@@ -270,7 +271,7 @@ def chunks_of(block_bytes: Sequence[int], chunk_bytes: int) -> list[int]:
 
 
 def wasted_bytes(block_bytes: Sequence[int], chunk_bytes: int) -> int:
-    """Return the bytes of all chunks that hold no parameter.
+    """Return the bytes that stay unused in all chunks together.
 
     Args:
         block_bytes: Bytes of each block's parameters.
@@ -284,7 +285,9 @@ def wasted_bytes(block_bytes: Sequence[int], chunk_bytes: int) -> int:
 
 
 def chunk_size(block_bytes: Sequence[int], sizes: Iterable[int]) -> int:
-    """Return the chunk size that wastes the least (appendix B.1); the smallest of equal ones.
+    """Return the chunk size that wastes the fewest bytes (appendix B.1).
+
+    If several sizes waste equally few, return the smallest of them.
 
     Args:
         block_bytes: Bytes of each block's parameters, in forward order; shared parameters count only in the first

@@ -1,4 +1,4 @@
-"""The search for the fastest configurations that fit: configurations, boxes of them, and branch and bound."""
+"""The search for the fastest configurations that fit a GPU and its host, by branch and bound."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Configuration:
         n_persist: The number of chunks, from the first, with optimizer states on the device.
         n_buffer: The number of chunks, from the last, that stay gathered from forward to backward.
         n_swap: The number of blocks, from the first, that swap their saved activations.
-        n_checkpoint: The number of blocks, after those that swap, that recompute; all others keep their activations.
+        n_checkpoint: The number of blocks, after the swapping ones, that recompute their saved activations. All further
+            blocks keep their activations.
     """
 
     layout: StepLayout
@@ -60,7 +61,7 @@ class Prediction:
 
     Attributes:
         step_s: Duration of the step, in seconds.
-        tokens: Tokens of all ranks in a step.
+        tokens: Tokens that all ranks together train in a step.
         device_bytes: Peak device memory of one rank.
         host_bytes: Host memory of the machine, for all its ranks.
     """
@@ -72,22 +73,22 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the tokens of all ranks per second."""
+        """Return the tokens that all ranks together train in a second."""
         return self.tokens / self.step_s
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """Return the sort key, least is best: seconds per token, then device bytes, then host bytes."""
+        """Return the sort key: seconds per token, then device bytes, then host bytes; the least key is best."""
         return self.step_s / self.tokens, self.device_bytes, self.host_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """A set of configurations of one layout, given by a non-empty range for each of the four numbers.
+    """A set of configurations of one layout: all whose four numbers lie in four ranges.
 
     Attributes:
         layout: The layout.
-        blocks: The number of blocks; `n_swap` and `n_checkpoint` together are at most this.
+        blocks: The number of the model's blocks; in a configuration, `n_swap + n_checkpoint` is at most this.
         n_persist: Range of `Configuration.n_persist`.
         n_buffer: Range of `Configuration.n_buffer`.
         n_swap: Range of `Configuration.n_swap`.
@@ -116,7 +117,7 @@ class Box:
                 yield Configuration(layout=self.layout, **dict(zip(AXES, numbers, strict=True)))
 
     def halves(self) -> tuple[Box, Box]:
-        """Split the box at the middle of its longest range, which must have at least two numbers."""
+        """Split the box at the middle of its longest range; that range must have at least two numbers."""
         axis = max(AXES, key=lambda name: len(getattr(self, name)))
         numbers = getattr(self, axis)
         middle = len(numbers) // 2
@@ -136,7 +137,7 @@ class MemoryLimits:
     host_bytes: float
 
     def exceeded(self, prediction: Prediction) -> str | None:
-        """Return which limit a prediction exceeds first, in words; None: it fits."""
+        """Return in words the limit that a prediction exceeds: `DEVICE` before `HOST`; None if it exceeds neither."""
         if prediction.device_bytes > self.device_bytes:
             return DEVICE
         return HOST if prediction.host_bytes > self.host_bytes else None
@@ -152,8 +153,8 @@ class Estimator(Protocol):
     def least(self, box: Box) -> Prediction:
         """Return a lower bound for all configurations of a box.
 
-        No configuration takes fewer seconds, device bytes or host bytes; the three minima may belong to different
-        configurations. Tokens are the same for all of them.
+        No configuration of the box takes fewer seconds, device bytes or host bytes than the bound. The bound itself
+        need not be any configuration's prediction. All configurations of a box have the same number of tokens.
         """
         ...
 
@@ -163,10 +164,10 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        best: The best configurations that fit with their predictions, best first.
-        fits: The number of other examined configurations that fit.
-        ruled_out: The number of configurations ruled out, by reason; disjoint from `fits` and `best`.
-        predicted: The number of configurations that were predicted.
+        best: Pairs of configuration and prediction: the best configurations that fit, best first.
+        fits: The number of predicted configurations that fit but are not among `best`.
+        ruled_out: The number of configurations that were ruled out, by reason; none of them counts in `fits`.
+        predicted: The number of configurations that were predicted one by one.
     """
 
     best: tuple[tuple[Configuration, Prediction], ...]
@@ -187,16 +188,18 @@ def search(
     exhaustive: int = EXHAUSTIVE,
     order: Order = lambda prediction: prediction.order,
 ) -> SearchResult:
-    """Return the best configurations that fit; ties go to the smaller numbers.
+    """Return the best configurations that fit; of equally good ones, those with the smaller numbers.
 
-    Up to `exhaustive` configurations are predicted one by one. A larger space is searched by branch and bound: if the
-    least memory of a box exceeds a limit, no configuration of the box fits; if its least order is not below that of the
-    worst of `count` configurations found, none of them is better. Other boxes are halved, down to one configuration.
-    Both cuts are safe as long as `least` is a lower bound.
+    Up to `exhaustive` configurations are predicted one by one. A larger space is searched by branch and bound. A box
+    whose bound exceeds a memory limit is ruled out, because no configuration of it fits. The other boxes are taken in
+    the order of their bounds, and halved down to single configurations. The search ends when it has found `count`
+    configurations; no configuration of a remaining box is better. Ruling out boxes and ending the search are both
+    safe as long as `Estimator.least` returns a lower bound.
 
-    The bounds come from a box's corners: memory never shrinks as more chunks persist or are buffered, and never grows
-    as more blocks swap or checkpoint; the step's time never grows with buffers and never shrinks with blocks that
-    checkpoint. Boxes are taken in the order of their bounds, so no box is halved if its bound is above the answer's.
+    An estimator can take its bounds from a box's corners. Device memory never shrinks as more chunks persist or are
+    buffered; apart from the buffers for swapping, it never grows as more blocks swap or checkpoint. Host memory never
+    grows as more chunks persist, and never shrinks as more blocks swap. The step's time never grows as more chunks are
+    buffered, and never shrinks as more blocks checkpoint.
 
     Args:
         boxes: The search space.
@@ -204,7 +207,8 @@ def search(
         limits: The memory that a step may use.
         count: The number of configurations to return.
         exhaustive: The largest space that is searched one by one.
-        order: Returns the sort key of a prediction; must not decrease if any figure of the prediction increases.
+        order: Returns the sort key of a prediction. The key must not decrease if the prediction's seconds, device bytes
+            or host bytes increase.
     """
     if sum(map(len, boxes)) <= exhaustive:
         return _one_by_one(boxes, estimator, limits, count, order)
@@ -233,8 +237,9 @@ def _by_bounds(
 ) -> SearchResult:
     """Search by branch and bound.
 
-    The heap holds boxes by their bounds and single configurations by their predictions. A box comes before a
-    configuration with the same key, so a configuration that is popped is at least as good as everything left.
+    The heap holds boxes, ordered by their bounds, and single configurations, ordered by their predictions. Of equal
+    keys, a box comes before a configuration. So a configuration that is popped is at least as good as all that the heap
+    still holds.
     """
     heap: list[tuple[tuple[float, ...], tuple[int, Configuration | int], Box | Prediction]] = []
     ruled_out: Counter[str] = Counter()
@@ -277,9 +282,9 @@ def _by_bounds(
 def least_memory(
     boxes: Sequence[Box], estimator: Estimator, limits: MemoryLimits, *, exhaustive: int = EXHAUSTIVE
 ) -> tuple[Configuration, Prediction]:
-    """Return the configuration with the least device memory whose host memory fits.
+    """Return the configuration that takes the least device memory within the limit of host memory.
 
-    If no configuration's host memory fits, return the one with the least host memory.
+    If every configuration exceeds the limit of host memory, return the one that takes the least host memory.
 
     Args:
         boxes: The search space; at least one configuration.

@@ -1,4 +1,4 @@
-"""The search space: boxes of ProTrain's numbers for each layout that a DeepSpeed JSON leaves free."""
+"""The search space: one box of configurations for each layout that the DeepSpeed JSON and the command line allow."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ NOT_HIDDEN = "copies of blocks that swap would take longer than the forward"
 
 @dataclass(frozen=True)
 class Space:
-    """The configurations to search, and the number of those ruled out beforehand.
+    """The configurations to search, and the number of configurations ruled out before the search.
 
     Attributes:
         boxes: Boxes of configurations to search.
-        ruled_out: The number of configurations outside of all boxes, by reason.
+        ruled_out: The number of configurations outside of all boxes, by the reason why they are outside.
     """
 
     boxes: tuple[Box, ...]
@@ -36,12 +36,13 @@ def space_of(fixed: Fixed, machine: Machine, profiles: Mapping[int, ModelProfile
     """Build the search space.
 
     Args:
-        fixed: The values that are fixed.
+        fixed: The values that the DeepSpeed JSON and the command line fix.
         machine: The machine to tune for.
         profiles: The model's profiles by micro-batch.
 
     Raises:
-        TuneError: The batch sizes do not divide, or fixed values contradict each other.
+        TuneError: The training batch is not divisible by the fixed sizes and GPUs, or fixed values contradict each
+            other.
     """
     ruled_out: Counter[str] = Counter()
     boxes = []
@@ -62,8 +63,8 @@ def space_of(fixed: Fixed, machine: Machine, profiles: Mapping[int, ModelProfile
 def free_box(layout: StepLayout, profile: ModelProfile) -> Box:
     """Return all configurations of a layout.
 
-    Only ZeRO 3 gathers chunks, and only ZeRO 3 can keep part of the optimizer's states on the host. With ZeRO 1 and 2,
-    offloaded optimizer states are on the host entirely.
+    Only ZeRO 3 gathers chunks. Only ZeRO 3 can keep a part of the optimizer's states on the host; with ZeRO 1 and 2
+    either all states are on the host or none.
 
     Args:
         layout: The layout.
@@ -84,7 +85,9 @@ def free_box(layout: StepLayout, profile: ModelProfile) -> Box:
 
 
 def most_swaps(machine: Machine, profile: ModelProfile) -> int:
-    """Return how many blocks can be copied to the host during the forward of all blocks; ProTrain swaps no more.
+    """Return the number of blocks whose swapped bytes can be copied to the host during the forward of all blocks.
+
+    ProTrain swaps at most this many blocks.
 
     Args:
         machine: The machine to tune for.
@@ -95,7 +98,7 @@ def most_swaps(machine: Machine, profile: ModelProfile) -> int:
 
 
 def _narrowed(box: Box, fixed: Fixed, profile: ModelProfile) -> Box:
-    """Narrow a box to the fixed values."""
+    """Return the part of a box that agrees with the fixed values."""
     counts = [chunk.count for chunk in chunks_of(profile)]
     if fixed.ratio is not None and box.layout.stage == 3 and box.layout.offload != "none":
         persist = min(int((1 - fixed.ratio) * len(counts) + 1e-9), len(counts) - 1)
@@ -116,7 +119,7 @@ def _narrowed(box: Box, fixed: Fixed, profile: ModelProfile) -> Box:
 def _size_of_all(profile: ModelProfile) -> int:
     """Return the number of configurations in a search in which nothing is fixed.
 
-    A layout has equally many at each micro-batch.
+    A layout has equally many configurations at each micro-batch.
     """
 
     def size(stage: int, offload: Offload) -> int:

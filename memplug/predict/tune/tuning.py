@@ -1,4 +1,4 @@
-"""Tuning from end to end: from a DeepSpeed JSON, a model and a machine to the best configurations and a JSON."""
+"""`memplug tune` from end to end: takes a DeepSpeed JSON, a model and a machine; returns configurations and a JSON."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Tuned:
     """The result of tuning.
 
     Attributes:
-        best: The fastest configurations that fit with their predictions, best first.
-        fits: The number of other configurations that fit, among those that were predicted one by one.
-        ruled_out: The number of all others, by reason.
-        limits: The limits that the configurations keep to.
-        ds_config: The user's DeepSpeed JSON with the best configuration.
+        best: Pairs of configuration and prediction: the fastest configurations that fit, best first.
+        fits: The number of predicted configurations that fit but are not among `best`.
+        ruled_out: The number of all other configurations, by the reason why they were ruled out.
+        limits: The memory limits of the search.
+        ds_config: The user's DeepSpeed JSON with the settings of the best configuration.
     """
 
     best: tuple[tuple[Configuration, Prediction], ...]
@@ -54,20 +54,20 @@ def tune(
     seq_len: int | None = None,
     micro_batch: int | None = None,
 ) -> Tuned:
-    """Find the fastest configurations that fit, within the freedom that a DeepSpeed JSON leaves.
+    """Find the fastest configurations that fit and that have all values that a DeepSpeed JSON fixes.
 
     Args:
         ds_config: The user's DeepSpeed JSON.
         shape: The model's shape.
         machine: The machine to tune for.
         host_bytes: Host memory of the machine that training may use.
-        seq_len: Tokens in a sequence; by default the model's `max_position_embeddings`.
-        micro_batch: Sequences in a rank's micro-batch; by default the JSON's, or free.
+        seq_len: Tokens in a sequence; None: the shape's `max_position_embeddings`, or `SEQ_LEN` if it has none.
+        micro_batch: Sequences in a rank's micro-batch; None: the JSON's micro-batch, or several if the JSON has none.
 
     Raises:
         ConfigError: The "memplug" block has problems.
-        TuneError: The fixed values contradict each other; or nothing fits, and the error names the least memory and its
-            configuration.
+        TuneError: The fixed values contradict each other, or no configuration fits. In the second case the error names
+            the least memory that a configuration needs.
     """
     block = read_ds_config(ds_config)
     fixed = Fixed.of(ds_config, block, micro_batch)
@@ -101,7 +101,7 @@ def tune(
 
 
 def configuration_words(at: Configuration) -> str:
-    """Return a configuration in one line of words."""
+    """Return a description of a configuration, for a message."""
     layout = at.layout
     offload = {"none": "nothing", "optimizer": "the optimizer", "parameters": "optimizer and parameters"}
     return (
@@ -112,7 +112,11 @@ def configuration_words(at: Configuration) -> str:
 
 
 def _nothing_fits(boxes: tuple[Box, ...], estimator: StepEstimator, limits: MemoryLimits) -> TuneError:
-    """Return the error with the least device memory that the host memory allows, and the least without that limit."""
+    """Return the error that says which configurations need the least memory.
+
+    The error names the configuration with the least device memory within the limit of host memory. If another one takes
+    less device memory without this limit, the error names that one too.
+    """
     ways = [least_memory(boxes, estimator, limits)]
     unlimited = least_memory(boxes, estimator, MemoryLimits(limits.device_bytes, float("inf")))
     if unlimited[0] != ways[0][0]:

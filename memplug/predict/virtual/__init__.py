@@ -1,4 +1,4 @@
-"""A virtual GPU: kernels and copies take the time that a GPU's rates predict, and memory is only addresses.
+"""A virtual GPU: kernels and copies take the time that a GPU's profile predicts, and memory is only addresses.
 
     device = VirtualDevice(GpuProfile.named("h200"))
     with torch.device("virtual"):
@@ -7,13 +7,13 @@
     model(torch.empty(1, 131072, 4096, device="virtual")).sum().backward()
     print(device.synchronize() - began_s, "s", device.usage().allocated_peak, "bytes")
 
-It is a device of torch's, named "virtual". Programs, autograd and memplug run on it as on any other device. It has
-streams and events, simulates torch's caching allocator of CUDA (memplug/predict/virtual/native/memory.h), and raises
-torch's own `OutOfMemoryError` if its memory is used up.
+The virtual GPU is a torch device named "virtual". Programs, autograd and memplug run on it as on any other device. It
+has streams and events, simulates torch's caching allocator of CUDA (memplug/predict/virtual/native/memory.h), and
+raises torch's own `OutOfMemoryError` if its memory is used up.
 
-Torch's meta kernels determine the shapes of an operator's outputs. An operator whose output depends on data fails
-there; `nonzero` and `masked_select` are exceptions, see `assume_true`. A number that the program reads, such as
-`loss.item()`, is 1. `answer_by` supplies other answers.
+torch's meta kernels determine the sizes of an operator's outputs. An operator fails if its meta kernel would need
+values; `nonzero` and `masked_select` are exceptions (`assume_true`). A number that the program reads, such as
+`loss.item()`, is 1. A callback can supply the results of all these operators (`answer_by`).
 """
 
 from __future__ import annotations
@@ -38,25 +38,27 @@ from memplug.torch_private import PRIVATE_DEVICE_TYPE, get_private_device_name, 
 NAME = "virtual"
 _UNBOUNDED = 2**63 - 1  # bytes
 LINK_RATES_BYTES = 64 << 20
-"""Size of the copies with which memplug measures a link."""
+"""Size of the copies by which memplug measures a link, and at which `link_rates` reads the profile."""
 __all__ = ["GpuProfile", "Rate", "VirtualDevice"]
 
 
 class VirtualDevice(Device):
-    """The virtual device of this process; a new instance replaces its rates, and existing tensors stay valid.
+    """The virtual device of this process; a new instance replaces the settings of earlier ones.
+
+    Tensors made before stay valid.
 
     Args:
-        hardware: The GPU's rates and memory.
-        expandable_segments: As in `PYTORCH_CUDA_ALLOC_CONF`.
+        hardware: The profile with the GPU's rates and memory.
+        expandable_segments: Whether the allocator uses expandable segments, as by `PYTORCH_CUDA_ALLOC_CONF`.
         attention: The attention back end, such as "flash"; None: the profile's first one.
-        bounded: True: requests fail if the device's memory is used up; False: they are served, and `usage` reports how
-            much memory was needed. Plans keep to the device's memory in any case.
+        bounded: Whether requests fail if the device's memory is used up. Otherwise all requests are served, and `usage`
+            reports how much memory they needed. Plans keep to the device's memory in both cases.
         host_bytes: Host memory next to the device; None: this machine's.
 
     Raises:
-        HardwareError: The profile has no such attention; another vendor's device has the virtual device's slot in
-            torch; or the process has run a backward before, because autograd starts threads only for devices that exist
-            at the first backward.
+        HardwareError: The profile has no such attention back end; another vendor's device has the virtual device's slot
+            in torch; or the process has run a backward before. Autograd starts threads only for devices that exist at
+            the first backward.
         NativeError: The native code cannot be built.
     """
 
@@ -89,18 +91,21 @@ class VirtualDevice(Device):
 
     @classmethod
     def current(cls) -> VirtualDevice:
-        """Return the instance that was made last."""
+        """Return the instance that was made last; there must be one."""
         assert cls._current is not None, "tensors are on it"
         return cls._current
 
     @staticmethod
     def default_stream() -> torch.Stream:
-        """Return the default stream."""
+        """Return the device's default stream."""
         kind = PRIVATE_DEVICE_TYPE.value
         return torch.Stream(stream_id=0, device_index=0, device_type=kind)
 
     def streams(self, core: Any) -> Any:
-        """Return streams, events and copies for transfers; memplug's own work takes the profile's host time."""
+        """Return the native object by which memplug's core uses streams, events and copies of this device.
+
+        The object lets the host's clock advance by the profile's times for memplug's own work.
+        """
         own = self.hardware
         return core.other_streams(self._core.spend, own.observe_s, own.region_s, own.restore_s)
 
@@ -118,7 +123,7 @@ class VirtualDevice(Device):
         return super().host_available_bytes() if self.host_bytes is None else int(self.host_bytes)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Return host memory of any size; it takes no physical memory, because nothing is written to it.
+        """Return pinned host memory of any size; nothing writes to it, so it takes no physical memory.
 
         Args:
             nbytes: The size.
@@ -129,38 +134,41 @@ class VirtualDevice(Device):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def now_s(self) -> float:
-        """Return the simulated clock of the host, in seconds."""
+        """Return the time on the host's simulated clock, in seconds."""
         return self._core.host_s()
 
     def stamp(self) -> torch.Event:
-        """Return an event on the current stream: a point in simulated time."""
+        """Record an event on the current stream and return it."""
         event = torch.Event(NAME, enable_timing=True)
         event.record()
         return event
 
     def seconds_between(self, begin: torch.Event, end: torch.Event) -> float:
-        """Return the simulated time between two stamps, in seconds."""
+        """Return the simulated time between two events, in seconds."""
         return begin.elapsed_time(end) / 1e3
 
     def synchronize(self) -> float:
         """Let the host wait for all queued work.
 
         Returns:
-            The host's clock: seconds since the device was started or restarted.
+            The time on the host's clock, in seconds since the device was started or restarted.
         """
         return self._core.synchronize()
 
     def usage(self) -> Any:
-        """Return the allocator's counters.
+        """Return the allocator's counters, as an object with these attributes.
 
-        They are the bytes `requested`, `allocated` (rounded up) and `reserved` now, and `..._peak` of each; `retries`,
-        the requests for which the allocator released segments; and `holes`, the free bytes that it cannot release now.
+        * `requested`, `allocated` (requests rounded up) and `reserved`: bytes at present.
+        * `requested_peak`, `allocated_peak` and `reserved_peak`: the peaks of these since `reset_peaks`.
+        * `retries`: the number of requests for which the allocator released segments.
+        * `holes`: the free bytes that the allocator cannot release now.
+
         An arena counts as one request.
         """
         return self._core.memory()
 
     def reset_peaks(self) -> None:
-        """Reset the peaks to the present usage."""
+        """Set the peaks to the present usage."""
         self._core.reset_peaks()
 
     def empty_cache(self) -> None:
@@ -168,9 +176,9 @@ class VirtualDevice(Device):
         self._core.empty_cache()
 
     def restart(self) -> None:
-        """Reset the device: its clock and counters start at zero, and free segments are released.
+        """Set the clocks and counters to zero, and release free segments.
 
-        If no tensor is alive, new tensors get the same addresses as the first ones did.
+        If no tensor is alive, new tensors get the same addresses as the first tensors of the process got.
         """
         self._core.settle()
         if self.usage().allocated:  # reference cycles may keep tensors alive
@@ -178,13 +186,13 @@ class VirtualDevice(Device):
         self._core.restart()
 
     def flops(self) -> float:
-        """Return the floating-point operations of all matrix products, convolutions and attention so far."""
+        """Return the floating-point operations of all products, convolutions and attention since the last restart."""
         return self._core.flops()
 
     def assume_true(self, share: float) -> None:
-        """Set the fraction of a mask's elements that are true when elements are chosen by it.
+        """Set the fraction of a mask's elements that operators such as `nonzero` take to be true.
 
-        It is 1 at first. With tokens spread evenly over experts, it is the fraction of experts that each token goes to.
+        At first it is 1. For tokens spread evenly over experts, pass the fraction of experts that each token goes to.
 
         Args:
             share: The fraction, from 0 to 1.
@@ -192,12 +200,12 @@ class VirtualDevice(Device):
         self._core.assume_true(share)
 
     def answer_by(self, answers: Callable[[Any, bool], list[torch.Tensor] | None] | None) -> None:
-        """Set the callback that answers operators whose results depend on values.
+        """Set the callback that supplies the results of operators whose results depend on values.
 
         Args:
-            answers: Called with the operator's work (`name` and `inputs`), and whether the program waits for the
-                result. It returns the result's tensors, on the CPU, or on the meta device if only their sizes matter;
-                None: the device makes the result up, as it does without a callback.
+            answers: Called with the operator's work (`name` and `inputs`), and with whether the program waits for the
+                result. It returns the result's tensors: on the CPU, or on the meta device if only their sizes matter.
+                If it returns None, the device makes the result up, as it does without a callback.
         """
         self._core.answer_by(answers)
 
@@ -205,7 +213,7 @@ class VirtualDevice(Device):
         """Start or stop noting the spans in which streams are busy.
 
         Args:
-            on: Whether to note them.
+            on: True starts, False stops.
         """
         self._core.keep_spans(on)
 
@@ -322,11 +330,13 @@ def _started() -> Any:
 
 
 def _settle(core: Any, process: int) -> None:
-    """Wait for autograd's thread before the process ends; otherwise it may ask for the lock of a Python that is gone.
+    """Wait for autograd's thread before the process ends.
+
+    Otherwise the thread may ask for Python's lock after Python has ended.
 
     Args:
         core: The native module.
-        process: The process that started the device; a fork of it has no such thread.
+        process: The id of the process that started the device; a fork of the process has no such thread.
     """
     if os.getpid() == process:
         core.settle()

@@ -1,7 +1,9 @@
-"""DeepSpeed's accelerator for the virtual device: an implementation of `deepspeed.accelerator`.
+"""Implements DeepSpeed's accelerator interface (`deepspeed.accelerator`) for the virtual device.
 
-with joined(rank=0, world_size=8), accelerated():
-    engine, *_ = deepspeed.initialize(...)
+    with joined(rank=0, world_size=8), accelerated():
+        engine, *_ = deepspeed.initialize(...)
+
+DeepSpeed then uses the streams, events and memory numbers of the virtual device.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def accelerated() -> Iterator[None]:
         with _without_reading():
             yield
     finally:
-        deepspeed.comm.comm.cdb = None  # its groups may be gone
+        deepspeed.comm.comm.cdb = None  # DeepSpeed's communication backend, whose groups may be destroyed by now
         real_accelerator.ds_accelerator = before
 
 
@@ -48,14 +50,15 @@ def accelerated() -> Iterator[None]:
 def _without_reading() -> Iterator[None]:
     """Replace DeepSpeed's reads of numbers from the device inside the context.
 
-    The device has no values. Checks find no infinite gradient, and rank 0 is taken to have this rank's values.
+    The device has no values. So DeepSpeed's checks find no infinite gradient, and rank 0 seems to have this rank's
+    numbers.
     """
 
     def never(original: Any) -> Any:
         return lambda *args, **kwargs: bool(original(*args, **kwargs)) and False
 
     def own(original: Any) -> Any:
-        """Wrap a function that asks rank 0 for numbers, and return this rank's numbers.
+        """Wrap a function that compares this rank's numbers with rank 0's; the wrapper returns this rank's numbers.
 
         The function still runs, because its collectives are part of the program.
         """
@@ -92,7 +95,7 @@ def _accelerator() -> Any:
 
 
 class _Virtual:
-    """The differences from DeepSpeed's CPU accelerator, whose operators are torch's."""
+    """The methods that differ from DeepSpeed's CPU accelerator, which uses torch's operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +106,7 @@ class _Virtual:
         return False
 
     def create_op_builder(self, class_name: str) -> Any:
-        # otherwise DeepSpeed compiles a shared-memory all-reduce, which no rank would call
+        # with a builder, DeepSpeed would compile a shared-memory all-reduce that no rank calls
         return None if class_name == "ShareMemCommBuilder" else super().create_op_builder(class_name)
 
     def device_name(self, device_index: int | None = None) -> str:

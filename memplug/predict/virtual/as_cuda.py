@@ -3,9 +3,9 @@
     with as_cuda():
         import megatron.core  # names CUDA explicitly: `device="cuda"`, `torch.cuda.current_device()`
 
-Tensors requested on CUDA are made on the virtual device. Their `is_cuda` and `type()` answer as on CUDA; their `device`
-is the virtual one. Streams, events and memory numbers are the virtual device's. `torch.cuda.is_available()` is
-unchanged, because CUDA's kernels cannot run.
+Tensors requested on CUDA are made on the virtual device. Their `is_cuda` and `type()` are those of CUDA tensors, but
+their `device` is the virtual one. Streams, events and memory numbers are the virtual device's. The result of
+`torch.cuda.is_available()` does not change, because CUDA's kernels cannot run.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from memplug.torch_private import KNOWN
 
 @contextlib.contextmanager
 def as_cuda() -> Iterator[None]:
-    """Redirect CUDA to the virtual device inside the context; the device must exist.
+    """Redirect CUDA to the virtual device inside the context.
 
-    Functions of `torch.cuda` are replaced for all threads; calls that name CUDA are redirected on this thread only.
+    The virtual device must exist. Functions of `torch.cuda` are replaced for all threads. Calls with an argument that
+    names CUDA are redirected on this thread only.
     """
     VirtualDevice.current()
     with contextlib.ExitStack() as stack:
@@ -53,7 +54,7 @@ class _OnVirtual(TorchFunctionMode):
 
 
 class _Generators:
-    """Random generators by device index; each is the CPU's, because the virtual device draws no random numbers."""
+    """Random generators by device index; all are the CPU's, because the virtual device draws no random numbers."""
 
     def __getitem__(self, index: Any) -> torch.Generator:
         return torch.default_generator
@@ -108,7 +109,7 @@ def _replaced() -> dict[str, Any]:
 
 
 def _there(value: Any) -> Any:
-    """Return the virtual device for a value that names CUDA, any other value unchanged."""
+    """Return the virtual device if a value names CUDA, otherwise the value itself."""
     if isinstance(value, torch.device):
         return torch.device(NAME) if value.type == "cuda" else value
     return NAME if isinstance(value, str) and value.partition(":")[0] == "cuda" else value

@@ -1,4 +1,4 @@
-"""The duration of a GPU's kernels and copies by a roofline: computed operations and moved bytes over its rates."""
+"""Predicts the duration of kernels, copies and collectives by a roofline: operations and bytes over a GPU's rates."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from memplug.profile.operator_names import CONVOLUTION, MATMULS, SCALED_MATMULS
 DTYPES = {1: "float8", 2: "bfloat16", 4: "float32", 8: "float64"}
 """Dtypes of matrix products by bytes per element; float16 is as fast as bfloat16."""
 WITHOUT_READING = ("aten::fill_", "aten::zero_", "aten::zeros", "aten::ones", "aten::arange")
-"""Operators that only write: their inputs do not count as read."""
+"""Operators that only write: the bytes of their inputs do not count."""
 WHOLE = ("broadcast_", "reduce_", "send", "recv_", "recv_any_source_")
-"""Collectives that move all of their bytes; others do not move a rank's own share."""
+"""Collectives that move all of their bytes; in all other collectives a rank's own share does not move."""
 REDUCED_AND_GATHERED = ("allreduce_", "allreduce_coalesced_")
 """Collectives that move their bytes twice."""
 
 
 def cost(hardware: GpuProfile, attention: str, work: Any) -> tuple[float, float]:
-    """Return the duration and the operations of one kernel.
+    """Return the duration and the floating-point operations of one kernel.
 
     Args:
         hardware: The GPU's rates.
@@ -28,7 +28,7 @@ def cost(hardware: GpuProfile, attention: str, work: Any) -> tuple[float, float]
         work: The kernel, see `kernel_s`.
 
     Returns:
-        Seconds, and floating-point operations.
+        Seconds, and the number of floating-point operations.
     """
     return kernel_s(hardware, attention, work), flops(work)
 
@@ -54,7 +54,7 @@ def kernel_s(hardware: GpuProfile, attention: str, work: Any) -> float:
 
 
 def flops(work: Any) -> float:
-    """Return the floating-point operations of a kernel's products; 0 if it has none."""
+    """Return the floating-point operations of a product, a convolution or attention; 0 for any other kernel."""
     if work.name in MATMULS:
         return matmul_flops(work)
     if work.name == CONVOLUTION:
@@ -82,7 +82,7 @@ def copy_s(hardware: GpuProfile, to_host: bool, nbytes: int) -> tuple[float, flo
 
     Args:
         hardware: The GPU's rates.
-        to_host: The direction.
+        to_host: Whether the copy is from device to host; otherwise it is from host to device.
         nbytes: The size of the copy.
 
     Returns:
@@ -102,8 +102,8 @@ def collective_s(hardware: GpuProfile, name: str, nbytes: int, ranks: int) -> fl
     Args:
         hardware: The GPU's rates.
         name: The operator's name in torch's library c10d.
-        nbytes: This rank's bytes before or after the collective, whichever are more.
-        ranks: Ranks of the group; a single one moves nothing.
+        nbytes: The bytes of this rank's inputs or of its outputs, whichever are more.
+        ranks: The number of ranks in the group; a single rank moves nothing.
 
     Returns:
         Seconds.
@@ -114,9 +114,9 @@ def collective_s(hardware: GpuProfile, name: str, nbytes: int, ranks: int) -> fl
 
 
 def matmul_flops(work: Any) -> float:
-    """Return the floating-point operations of a matrix product: two for each pair of elements that meet."""
+    """Return the floating-point operations of a matrix product: two for each pair of elements that it multiplies."""
     left, right = _factors(work)
-    in_groups = len(right.sizes) < len(left.sizes)  # right's columns are in groups, one for each matrix of left
+    in_groups = len(right.sizes) < len(left.sizes)  # each matrix of left multiplies its own group of right's columns
     return 2.0 * math.prod(left.sizes[1:] if in_groups else left.sizes) * right.sizes[-1]
 
 
@@ -125,7 +125,7 @@ def _factors(work: Any) -> Any:
 
 
 def convolution_flops(work: Any) -> float:
-    """Return the floating-point operations of a convolution: two per output element and filter element."""
+    """Return the floating-point operations of a convolution: two for each output element and element of its filter."""
     _, weight = work.inputs
     return 2.0 * math.prod(work.outputs[0].sizes) * math.prod(weight.sizes[1:])
 
@@ -133,11 +133,12 @@ def convolution_flops(work: Any) -> float:
 def attention_flops(work: Any, *, backward: bool) -> float:
     """Return the floating-point operations of attention.
 
-    These are two matrix products, in backward five, over all queries and keys, and half of that if causal.
+    Forward has two matrix products over all pairs of query and key, backward five. Causal attention needs half of the
+    pairs.
 
     Args:
         work: The kernel, see `kernel_s`.
-        backward: Whether it is the backward.
+        backward: Whether the kernel is attention's backward.
     """
     query, key, value = work.inputs[:3]
     pairs = math.prod(query.sizes[:-1]) * key.sizes[-2]

@@ -1,13 +1,13 @@
-"""Mixtures of experts on the virtual device: tokens are spread evenly over experts, as by a balanced router.
+"""Spreads tokens evenly over experts on the virtual device, as a balanced router does.
 
-A router's choice depends on data, which the virtual device does not have. Only this file makes the assumption:
+A router's choice depends on values, which the virtual device does not have. Only this file assumes a choice:
 
     with evenly(chosen=2, experts=8):
         train()
 
-An expert then gets `tokens * chosen / experts` of the tokens of every rank. Megatron-Core's all-to-all dispatcher gets
-these numbers where it reads the counts from the device; other operators that choose by a mask find this fraction of it
-true.
+Each expert then gets `tokens * chosen / experts` of the tokens of every rank. Megatron-Core's all-to-all dispatcher
+gets these numbers instead of the counts that it reads from the device. For operators that choose by a mask, the
+fraction `chosen / experts` of the mask is true.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 def evenly(chosen: int, experts: int) -> Iterator[None]:
     """Spread tokens evenly over experts inside the context.
 
-    Import Megatron-Core before, if it trains.
+    If Megatron-Core trains, import it before. The virtual device must exist.
 
     Args:
         chosen: The number of experts that each token goes to.
@@ -48,7 +48,7 @@ def evenly(chosen: int, experts: int) -> Iterator[None]:
 
 
 def _counted(preprocess: Any) -> Any:
-    """Wrap the dispatcher's `preprocess`: its count of tokens by expert runs, and even numbers replace the result."""
+    """Wrap the dispatcher's `preprocess`: it still counts each expert's tokens, but even numbers replace the counts."""
 
     def run(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
         counts = preprocess(self, routing_map)
@@ -69,10 +69,10 @@ def _counted(preprocess: Any) -> Any:
 
 
 def _shared(tokens: int, experts: int) -> torch.Tensor:
-    """Return the number of tokens of each expert; the first ones get one more if the division has a remainder.
+    """Return the number of tokens of each expert; if the division has a remainder, the first experts get one more.
 
     Args:
-        tokens: All tokens.
+        tokens: The number of all tokens, counting a token once for each of its experts.
         experts: The number of experts.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A GPU's rates, which `memplug.predict.virtual` calculates with, and the profile files that hold them."""
+"""The rates of a GPU, by which the virtual device predicts durations, and the profile files that hold them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from memplug.files import path_of
 
 SOURCES = ("measured", "fitted", "published", "scaled", "assumed")
 LINK_RATES = tuple(f"{to}{both}_bytes_per_s" for both in ("", "_both") for to in ("to_host", "to_device"))
-"""Entries that hold a single rate, by the bytes of a copy."""
+"""Entries of a profile with one `Rate`, whose sizes are the bytes of a copy."""
 RATES = ("matmul_flops", "attention_forward_flops", "attention_backward_flops")
-"""Entries that hold several rates by name."""
+"""Entries of a profile with several `Rate`s by name."""
 PROFILES = Path(__file__).with_name("profiles")
 """Folder of the profiles that memplug ships; in the repository, a link to configs/hardware."""
 
@@ -28,8 +28,8 @@ class Rate:
     """A rate per second that depends on a size.
 
     Attributes:
-        points: Pairs of size and rate, with sizes of at least 1 in rising order. The rate is interpolated linearly in
-            the size's logarithm, and constant outside of the points.
+        points: Pairs of size and rate, with sizes of at least 1 in rising order. Between points the rate is linear in
+            the size's logarithm; below the first and above the last point it is constant.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -55,33 +55,35 @@ class Rate:
 
 @dataclass(frozen=True)
 class GpuProfile:
-    """One kind of GPU with its host and link.
+    """The rates and sizes of one kind of GPU, of its host and of the link between them.
 
     Attributes:
-        name: The GPU's name as torch reports it, so that a plan made for the profile fits a real GPU.
-        memory_bytes: Memory that a process can use.
-        peak_flops: Peak rate of matrix products in bfloat16, per second: the vendor's, or the highest measured. Model
-            FLOP/s utilization is a fraction of it.
-        matmul_flops: Rates of matrix products per second, by dtype such as "bfloat16"; sizes are a product's
-            floating-point operations.
-        attention_forward_flops: Rates of attention's forward per second, by back end such as "flash"; the first one is
-            the default. Sizes are keys in a sequence. As usual, causal attention counts 2 operations for each pair of
-            tokens and channel of the output, other attention 4.
-        attention_backward_flops: Rates of attention's backward; likewise with 5 and 10 operations.
-        memory_bytes_per_s: Bandwidth of device memory, for operators that are bound by it.
+        name: The GPU's name as torch reports it; so a real GPU of this kind can use a plan made for the profile.
+        memory_bytes: Device memory that a process can use.
+        peak_flops: Peak rate of matrix products in bfloat16, in floating-point operations per second: the vendor's, or
+            the highest measured. Model FLOP/s utilization is a fraction of this rate.
+        matmul_flops: Rates of matrix products, in floating-point operations per second, by dtype such as "bfloat16". A
+            rate's sizes are the floating-point operations of a product.
+        attention_forward_flops: Rates of attention's forward, in floating-point operations per second, by back end such
+            as "flash"; the first back end is the default. A rate's sizes are the keys in a sequence. As usual, causal
+            attention counts 2 operations for each pair of tokens and channel of the output, other attention 4.
+        attention_backward_flops: Rates of attention's backward, likewise; causal attention counts 5 operations, other
+            attention 10.
+        memory_bytes_per_s: Bandwidth of device memory; limits the operators that read and write more than they compute.
         kernel_s: The shortest time that a kernel takes, in seconds.
-        to_host_bytes_per_s: Rate from device to pinned host memory with the other direction idle; sizes are the bytes
-            of a copy.
-        to_device_bytes_per_s: Rate from pinned host memory to device with the other direction idle; likewise.
-        to_host_both_bytes_per_s: Rate from device to host with both directions busy; likewise.
-        to_device_both_bytes_per_s: Rate from host to device with both directions busy; likewise.
+        to_host_bytes_per_s: Rate of copies from device to pinned host memory while the other direction is idle. The
+            sizes of this rate and of the next three are the bytes of a copy.
+        to_device_bytes_per_s: Rate of copies from pinned host memory to device while the other direction is idle.
+        to_host_both_bytes_per_s: Rate of copies from device to pinned host memory while both directions are busy.
+        to_device_both_bytes_per_s: Rate of copies from pinned host memory to device while both directions are busy.
         copy_s: Fixed time of a copy, in seconds.
         launch_s: Host time of each operator, in seconds.
         observe_s: Host time of memplug's own work for each operator of a region, in seconds
             (memplug/device/host_time.py).
         region_s: Host time of memplug's own work for a region's forward, in seconds.
         restore_s: Host time of memplug's own work for a region's backward with a recompute pass, in seconds.
-        collective_bytes_per_s: Bus bandwidth of nccl-tests to the other GPUs of the machine, each way.
+        collective_bytes_per_s: Bandwidth to the other GPUs of the machine in each direction; the bus bandwidth that
+            nccl-tests reports.
         collective_s: Fixed time of a collective, in seconds.
     """
 
@@ -114,8 +116,8 @@ class GpuProfile:
             folder: The folder with the named profiles.
 
         Raises:
-            HardwareError: Neither a profile nor a file has that name (the error lists the folder's profiles), or the
-                file is not a profile.
+            HardwareError: Neither a profile in the folder nor a file has that name, or the file is not a profile. In
+                the first case the error lists the folder's profiles.
         """
         known = {file.stem: file for file in sorted(folder.glob("*.json"))}
         file = known.get(str(name).lower()) or path_of(name, "hardware profile (.json)", HardwareError)
@@ -131,9 +133,15 @@ class GpuProfile:
     def read(cls, file: Path) -> GpuProfile:
         """Read a profile from a JSON file.
 
-        The file is an object with these attributes, each `{"value": ..., "from": ...}`, or several of these by name. A
-        rate's value is a number or `[[size, rate], ...]`. "from" is "measured"; "fitted" to steps that were measured;
-        "published"; "scaled": published, times the fraction of it that was fitted on other hardware; or "assumed".
+        The file is an object with the attributes of this class. `name` is a string. An attribute of `RATES` is an
+        object of entries by name; any other attribute is one entry. An entry is `{"value": ..., "from": ...}`. The
+        value of a `Rate` is a number or `[[size, rate], ...]`. "from" is one of:
+
+        * "measured".
+        * "fitted": to measured steps.
+        * "published".
+        * "scaled": the published value, times the fraction of the published value that was fitted on other hardware.
+        * "assumed".
 
         Args:
             file: The JSON file.

@@ -1,4 +1,4 @@
-"""Measures the rates of this machine's GPU, or of its CPU, as a profile for the virtual device."""
+"""Measures the rates of this machine's GPU or CPU, and writes them as a profile for the virtual device."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from memplug.sizes import MIB
 from memplug.torch_private import fused_sdp_choice
 
 _REPEATS = 3
-_WORTH_TIMING_S = 1e-3  # shorter runs are timed several at a time
+_WORTH_TIMING_S = 1e-3  # of runs shorter than this, several are timed together
 _MOST_AT_ONCE = 100
-# Sizes rise until one run, or all of them together, take this long, so a slow device is measured at small sizes.
+# Sizes rise until one run takes longer than `_LONGEST_S`, or all runs together longer than `_SERIES_S`. So a slow
+# device is measured at small sizes.
 _LONGEST_S, _SERIES_S = 0.05, 3.0
 _LEAST_S = 1e-9  # a clock's resolution may make a duration 0
 _OWN = ("observe_s", "region_s", "restore_s")
@@ -49,25 +50,28 @@ Points = list[list[float]]
 def measure_profile(
     device: torch.device | str, host_time: HostTime, doing: Doing = lambda words: None
 ) -> dict[str, Any]:
-    """Measure a hardware profile; values are medians.
+    """Measure a hardware profile; each time is a median of several.
 
-    This takes half a minute at most, or less than a minute on two slow CPU cores. Matrix products are of square
-    matrices. Attention is causal, of one sequence with 16 heads of 128 channels in bfloat16 (CPU: 4 of 64 in float32);
-    forward and backward are measured under each back end that runs here, torch's own choice first. Memory bandwidth is
-    that of an elementwise operator with two inputs. If bfloat16 is emulated, its rates are float16's. On the CPU, which
-    has no link, copies are memory copies.
+    The measurements take half a minute at most, or less than a minute on two slow CPU cores.
 
-    The device should be otherwise idle. The global random state is left unchanged. Because backward runs, this process
-    cannot make a virtual device afterwards.
+    * Matrix products multiply square matrices. If the GPU emulates bfloat16, float16's rates stand for bfloat16's.
+    * Attention is causal, of one sequence with 16 heads of 128 channels in bfloat16; on the CPU 4 heads of 64 channels
+      in float32. Forward and backward run under each back end that works here; torch's own choice is the first in the
+      profile.
+    * Memory bandwidth is that of an elementwise operator with two inputs.
+    * The CPU has no link, so copies in memory stand for copies over it.
+
+    The device should be otherwise idle. The global random state does not change. This process cannot make a virtual
+    device afterwards, because backward has run.
 
     Args:
         device: "cpu" or a CUDA device with 2 GiB of free memory.
         host_time: The measured host time of memplug's own work.
-        doing: Called with a few words on the measurement that begins.
+        doing: Called before each group of measurements, with a few words that name it.
 
     Returns:
-        The contents of a file for `GpuProfile.read`. Each value is `{"value": ..., "from": "measured"}`; only
-        collectives are "assumed": the other GPUs are taken to be at the other end of the link to the host.
+        The contents of a file for `GpuProfile.read`. Each rate is `{"value": ..., "from": "measured"}`; those of
+        collectives are "assumed", as if the other GPUs were at the host's end of the link.
 
     Raises:
         ValueError: The device is neither a CPU nor a CUDA device.
@@ -101,7 +105,7 @@ def measure_profile(
             **{name: max(getattr(host_time, name), _LEAST_S) for name in _OWN},
         }
     profile = {each: _marked(value) for each, value in rates.items()}
-    # Collectives cannot be measured on one GPU: they are taken to go over the link to the host.
+    # One GPU cannot measure collectives; the profile assumes that they go over the link to the host.
     (_, rate), least_s = link["to_host_both_bytes_per_s"][-1], link["copy_s"]
     for each, value in (("collective_bytes_per_s", rate), ("collective_s", least_s)):
         profile[each] = {"value": _rounded(value), "from": "assumed"}
@@ -140,11 +144,11 @@ class _Watch:
         self._before = torch.empty(128 * MIB, dtype=torch.uint8, device=device) if device.type == "cuda" else None
 
     def random(self, *sizes: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return normally distributed numbers; a GPU multiplies constants faster."""
+        """Return normally distributed numbers, because a GPU multiplies constants faster."""
         return torch.randn(*sizes, dtype=dtype, device=self.device, generator=self._numbers)
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return the median duration of one run, in seconds, after an untimed run."""
+        """Run a function once untimed, then some times more, and return the median duration of a run, in seconds."""
         run()
         once_s = max(self._together_s(run, 1), _LEAST_S)
         count = max(1, min(_MOST_AT_ONCE, int(_WORTH_TIMING_S / once_s)))
@@ -168,7 +172,7 @@ class _Watch:
 
 
 def _until_slow(sizes: Iterable[int], measure: Callable[[int], float]) -> Iterator[tuple[int, float]]:
-    """Yield sizes with their seconds, until a run takes too long or the device is out of memory."""
+    """Yield pairs of size and measured seconds, until the runs take too long or device memory is used up."""
     began_s = time.perf_counter()
     for turn, size in enumerate(sizes):
         try:
@@ -190,7 +194,11 @@ def _dtypes(device: torch.device) -> dict[str, torch.dtype]:
 
 
 def _products(watch: _Watch, dtype: torch.dtype) -> Points:
-    """Measure the rates of matrix products, by a product's floating-point operations."""
+    """Measure the rates of matrix products in one dtype.
+
+    Returns:
+        Pairs of a product's floating-point operations and its operations per second.
+    """
 
     def measure(side: int) -> float:
         left, right = (watch.random(side, side, dtype=dtype) for _ in range(2))
@@ -203,7 +211,7 @@ def _products(watch: _Watch, dtype: torch.dtype) -> Points:
 def _backends(device: torch.device) -> list[str]:
     """Return the attention back ends that run here, torch's own choice first.
 
-    "math", which has no fused kernel, is returned only if no other runs.
+    "math", which has no fused kernel, is returned only if no other back end runs.
     """
     query, *others = _attention_inputs(_Watch(device), _LENGTHS[0])
     found = []
@@ -229,9 +237,12 @@ def _attention_inputs(watch: _Watch, tokens: int) -> list[torch.Tensor]:
 
 
 def _attention(watch: _Watch, backend: SDPBackend) -> tuple[Points, Points]:
-    """Measure the rates of attention's forward and backward, by length.
+    """Measure the rates of attention's forward and backward.
 
-    They count 2 and 5 operations for each pair of tokens and channel (`GpuProfile`).
+    Forward counts 2 floating-point operations for each pair of tokens and channel, backward 5 (`GpuProfile`).
+
+    Returns:
+        For forward and for backward, pairs of the tokens in a sequence and the operations per second.
     """
     backward_s: dict[int, float] = {}
 
@@ -268,7 +279,10 @@ def _kernel_s(watch: _Watch) -> float:
 
 
 def _launch_s(device: torch.device) -> float:
-    """Return the host time of one operator that makes its output; on the CPU, the whole time of a small operator."""
+    """Return the host time of one operator that allocates its output, in seconds.
+
+    On the CPU this is the whole time of a small operator.
+    """
     one = torch.ones(1, device=device)
 
     def queue() -> float:
@@ -283,9 +297,12 @@ def _launch_s(device: torch.device) -> float:
 
 
 def _link(device: torch.device) -> dict[str, Any]:
-    """Measure the rates of each direction by the bytes of a copy, and the fixed time of a copy.
+    """Measure the rates of copies in each direction, by the bytes of a copy, and the fixed time of a copy.
 
-    The fixed time is that of the smallest copy; rates exclude it.
+    The fixed time is that of a copy of `_SMALL_COPY_BYTES`; the rates do not count it.
+
+    Returns:
+        The profile's entries by name.
     """
     small_s = [_SMALL_COPY_BYTES / rate for rate in measure_links(device, _SMALL_COPY_BYTES, together=False)]
     copy_s = fmean(small_s)
@@ -308,5 +325,5 @@ def _marked(value: Any) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float:
-    """Round to four digits, which is more than two runs agree on."""
+    """Round to four digits; two measurements agree in fewer."""
     return float(f"{value:.4g}")

@@ -3,12 +3,12 @@
     with joined(rank=0, world_size=8):
         train()  # as it would under torchrun
 
-Every process group is torch's fake one. On the virtual device a collective takes time on a stream of its own, which
-waits for the current one, and moves nothing. On the CPU it runs as if every other rank had this rank's values, which
-object collectives and votes need.
+Every process group is torch's fake one. A collective of virtual tensors moves nothing, and takes time on a stream for
+collectives, which first waits for the current stream. A collective of CPU tensors runs as if every other rank had this
+rank's values; object collectives and votes need that.
 
-As with NCCL, a collective holds its tensors until `Work.wait()`, in which the current stream waits for it. The other
-ranks are never late: the time that a pipeline stage waits for another stage is not counted.
+As with NCCL, a collective holds its tensors until `Work.wait()`, by which the current stream waits for the collective.
+The other ranks are never late, so the time that a pipeline stage waits for another stage is not counted.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ WORK = """allreduce_coalesced_ reduce_ allgather_coalesced_ allgather_into_tenso
 recv_any_source_ reduce_scatter_tensor_coalesced_ alltoall_base_ barrier""".split()
 OUTPUTS_AND_WORK = """allreduce_ broadcast_ allgather_ _allgather_base_ reduce_scatter_ _reduce_scatter_base_ scatter_
 alltoall_""".split()
-"""Operators of torch's library c10d, grouped by their return values."""
+"""Operators of torch's library c10d: those of `WORK` return their work, those of `OUTPUTS_AND_WORK` outputs too."""
 
 
 @contextlib.contextmanager
 def joined(rank: int, world_size: int) -> Iterator[None]:
     """Make this process rank `rank` of `world_size` and initialize torch.distributed inside the context.
 
-    Groups that are made there are fake, whichever backend is requested. The virtual device must exist.
+    Groups that are made inside the context are fake, whichever backend is requested. The virtual device must exist.
 
     Args:
         rank: This process's rank.
@@ -63,7 +63,7 @@ def joined(rank: int, world_size: int) -> Iterator[None]:
 
     @functools.wraps(make)
     def make_fake(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs["backend_options"] = None  # they are for the requested backend
+        kwargs["backend_options"] = None  # the given options are for the requested backend
         return make(size, rank, ranks, dist.Backend(NAME), *args, **kwargs)
 
     with replaced(distributed_c10d, "_new_process_group_helper", make_fake, KNOWN), links.coalescing():
@@ -76,7 +76,7 @@ def joined(rank: int, world_size: int) -> Iterator[None]:
 
 
 class _Pending:
-    """A collective that the current stream has not waited for; it keeps its tensors until then."""
+    """A collective that no stream has waited for; it keeps its tensors until one waits."""
 
     def __init__(self, stream: torch.Stream, tensors: Sequence[torch.Tensor]):
         self.stream, self.event, self.tensors = stream, stream.record_event(), tensors
@@ -93,7 +93,7 @@ class _Pending:
 
 
 class _Links:
-    """The links from this rank to all others; they carry one collective at a time."""
+    """The links from this rank to all other ranks; together they carry one collective at a time."""
 
     def __init__(self) -> None:
         self._core = native.load()
@@ -101,14 +101,14 @@ class _Links:
         self._coalesced: list[_Pending] | None = None
 
     def run(self, name: str, *arguments: Any) -> Any:
-        """Run an operator of c10d.
+        """Run an operator of c10d on virtual tensors.
 
         Args:
             name: The operator's name.
             *arguments: The operator's arguments: tensors, then the group, then the rest.
 
         Returns:
-            The collective's work, preceded by the first argument if the operator returns outputs.
+            The collective's work; for operators of `OUTPUTS_AND_WORK`, a pair of the first argument and the work.
         """
         at = next(index for index, each in enumerate(arguments) if isinstance(each, torch.ScriptObject))
         lists = [tree_leaves(each) for each in arguments[:at]]
@@ -126,7 +126,7 @@ class _Links:
 
     @contextlib.contextmanager
     def coalescing(self) -> Iterator[None]:
-        """Let collectives that a program groups be waited for together, on the group's work, inside the context."""
+        """Replace torch's coalescing inside the context, so that one work waits for all coalesced collectives."""
 
         def begin(group: dist.ProcessGroup, device: torch.device) -> None:
             self._coalesced = []
@@ -144,7 +144,7 @@ class _Links:
 
 @functools.cache
 def _registered() -> _Links:
-    """Return the links of this process; they implement c10d's operators on the device from now on."""
+    """Return the links of this process, and register them as c10d's operators on the virtual device."""
     VirtualDevice.current()
     links = _Links()
     links.library = torch.library.Library("c10d", "IMPL")  # kernels stay registered while it lives

@@ -1,4 +1,4 @@
-"""Temporary replacement of attributes that a program calls by versions for the virtual device."""
+"""Replaces attributes of torch, DeepSpeed and Megatron-Core for a time by versions for the virtual device."""
 
 from __future__ import annotations
 

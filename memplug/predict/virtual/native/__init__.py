@@ -1,6 +1,6 @@
-"""The C++ of the virtual device, built on first use: kernels and copies take time instead of doing work.
+"""The C++ of the virtual device, built on first use.
 
-It depends on nothing else in memplug, as CUDA does not; use it through `memplug.predict.virtual`.
+Like CUDA, this C++ depends on nothing else in memplug. Use it through `memplug.predict.virtual`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-// Attention as one kernel in forward and one in backward. In half precision it runs the chosen back end's operator, which saves the
-// same tensors for backward as on CUDA. In other precisions, and with other back ends, it runs torch's generic operator for other
-// vendors' devices.
+// Attention as one kernel in forward and one kernel in backward. In half precision the operator of the chosen back end (cuDNN or
+// flash attention) runs, which saves the same tensors for backward as on CUDA. In other precisions, and with other back ends,
+// torch's generic operator for other vendors' devices runs.
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
@@ -34,7 +34,7 @@ bool is_chosen(AttentionBackend backend, const at::Tensor& query, const at::Tens
   return VirtualDevice::get().attention == backend && is_for_kernels(query, value);
 }
 
-// Returns the back end that torch is to use; for such a device torch considers only these two.
+// Returns the back end that torch is to use. For devices of PrivateUse1 torch considers only cuDNN and the generic operator.
 int64_t choose(
     const at::Tensor& query, const at::Tensor&, const at::Tensor& value, const Optional&, double, bool, Scale, bool) {
   const bool is_cudnn = is_chosen(AttentionBackend::CUDNN, query, value);
@@ -63,7 +63,7 @@ struct Attended {
   at::Tensor output, sums;
 };
 
-// Runs the forward kernel. `last`: the sums get a last dimension of 1, as cuDNN's have.
+// Runs the forward kernel. If `last`, the log-sum-exps get a last dimension of 1, as cuDNN's have.
 Attended run_forward(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& bias, bool causal, bool last) {
   const at::DisableRecordFunctionGuard one;
@@ -88,7 +88,8 @@ Attended run_forward(
 using Results = std::
     tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>;
 
-// Returns all results of a forward operator: a seed of sizes `seeds` and dtype `type`; `masked` adds an empty mask.
+// Returns all results of a forward operator. The random seed has sizes `seeds` and dtype `type`. If `masked`, the last result is
+// an empty mask.
 Results results(
     const Attended& found, const at::Tensor& query, const at::Tensor& key, c10::IntArrayRef seeds, at::ScalarType type, bool masked) {
   const at::DisableRecordFunctionGuard one;

@@ -1,4 +1,4 @@
-// Autocast on the virtual device, by torch's own lists of operators.
+// Registers autocast on the virtual device, by torch's own lists of operators.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>

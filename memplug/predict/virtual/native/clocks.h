@@ -1,7 +1,7 @@
 // Simulated clocks of the host, of each stream, and of each direction of the link.
 //
-// Work queued on a stream begins when the stream is free, but not before the host has queued it. A copy over the link also needs
-// its direction of the link (link.h). All times are in seconds since the last start or restart.
+// Work begins when its stream is free, but not before the host has queued it. A copy over the link also waits until its direction
+// of the link is free (link.h). All times are in seconds since the last start or restart.
 #pragma once
 
 #include <algorithm>
@@ -15,10 +15,10 @@
 
 namespace memplug {
 
-// An interval in which a stream was busy, and when the host queued the work; a copy's name is its direction.
+// An interval in which one kernel or copy kept a stream busy. A copy's name is its direction.
 struct Span {
   int64_t stream;
-  double begin_s, end_s, queued_s;
+  double begin_s, end_s, queued_s; // queued_s: when the host queued the work
   std::string name;
 };
 
@@ -30,7 +30,7 @@ class Clocks {
     return static_cast<int64_t>(free_s_.size()) - 1;
   }
 
-  // Adds work of the host.
+  // Lets the host work for some time.
   void spend(double seconds) {
     const std::lock_guard<std::mutex> lock(mutex_);
     host_s_ += seconds;
@@ -42,7 +42,7 @@ class Clocks {
     run(stream, begin_s, begin_s + seconds, name);
   }
 
-  // Queues a copy and returns when it is over.
+  // Queues a copy and returns the time at which it is over.
   double copy(int64_t stream, CopyDirection direction, CopySeconds seconds) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const double begin_s = std::max({free_s_[stream], link_.free_s(direction), host_s_});
@@ -51,7 +51,7 @@ class Clocks {
     return over_s;
   }
 
-  // Return when the work queued now is over: of one stream, or of all streams and the host.
+  // Return the time at which the work queued so far is over: that of one stream, or that of all streams and the host.
   double over_s(int64_t stream) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return std::max(free_s_[stream], host_s_);
@@ -75,7 +75,7 @@ class Clocks {
     host_s_ = std::max(host_s_, at_s);
   }
 
-  // Sets all clocks to zero, with no work in progress. Streams stay.
+  // Sets all clocks to zero and forgets all queued work and spans. Streams stay.
   void restart() {
     const std::lock_guard<std::mutex> lock(mutex_);
     host_s_ = 0;
@@ -85,7 +85,7 @@ class Clocks {
     spans_.clear();
     ++era_;
   }
-  // Returns the number of restarts; times of different eras cannot be compared.
+  // Returns the number of restarts. Times from before and after a restart cannot be compared.
   int64_t era() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return era_;
@@ -112,7 +112,7 @@ class Clocks {
 
   mutable std::mutex mutex_;
   double host_s_ = 0;
-  std::vector<double> free_s_{0}; // when each stream is free; stream 0 is the default one
+  std::vector<double> free_s_{0}; // the time at which each stream is free; stream 0 is the default stream
   LinkClock link_;
   int64_t era_ = 0;
   bool keeps_spans_ = false;

@@ -27,7 +27,7 @@ struct VirtualEvent {
   double at_s = 0;
   int64_t era = 0;
 
-  // Returns when the event is over; zero if the clocks were restarted since it was recorded.
+  // Returns the time at which the event is over; zero if the clocks were restarted after it was recorded.
   double over_s() const {
     return era == clocks().era() ? at_s : 0;
   }
@@ -254,7 +254,7 @@ void VirtualDevice::answer_by(Answers answers) {
 }
 
 std::optional<std::vector<at::Tensor>> VirtualDevice::answer(const Work& work, bool waits) {
-  const at::DisableRecordFunctionGuard apart; // operators that make an answer are not part of the program
+  const at::DisableRecordFunctionGuard apart; // observers must not see the operators by which Python makes an answer
   Answers answers;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -263,7 +263,7 @@ std::optional<std::vector<at::Tensor>> VirtualDevice::answer(const Work& work, b
   return answers ? answers(work, waits) : std::nullopt;
 }
 
-// Holds no lock while it calls Python: a thread with Python's lock may be waiting for this one.
+// Does not hold `mutex_` while it calls Python, because a thread that holds Python's lock may be waiting for `mutex_`.
 void VirtualDevice::run(const Work& work) {
   const std::string key = described(work);
   Costs costs;

@@ -1,6 +1,6 @@
 // A device for torch that computes nothing: kernels and copies advance its clocks, and memory is only addresses.
 //
-// It uses torch's slot for other vendors' devices, PrivateUse1, so a process can have either it or another device of that slot.
+// The device uses PrivateUse1, torch's slot for other vendors' devices. A process can have only one device in this slot.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,11 +22,11 @@ namespace memplug {
 
 constexpr auto kVirtual = c10::DeviceType::PrivateUse1;
 
-// A tensor of an operator, with the properties that the operator's duration depends on.
+// The properties of an operator's tensor that the operator's duration depends on.
 struct TensorShape {
   std::vector<int64_t> sizes;
   std::string dtype;
-  int64_t nbytes; // size of its elements
+  int64_t nbytes; // size of all elements
   bool contiguous;
 };
 
@@ -43,19 +43,19 @@ struct Cost {
   double flops = 0; // floating-point operations of matrix products, convolutions and attention
 };
 
-// Functions that return the cost of a kernel (called once for each kind) and the duration of a copy of a size over the link; and
-// the host's own time for each kernel or copy.
+// The costs of work on the device.
 struct Costs {
-  std::function<Cost(const Work&)> kernel;
-  std::function<CopySeconds(CopyDirection, int64_t)> copy;
-  double launch_s = 0;
+  std::function<Cost(const Work&)> kernel; // called once for each kernel that differs in name, shapes or layout
+  std::function<CopySeconds(CopyDirection, int64_t)> copy; // the duration of a copy over the link, by its bytes
+  double launch_s = 0; // the host's time to queue one kernel or copy
 };
 
-// Returns the results of an operator that depends on values: CPU tensors with values, or meta tensors if only their shape matters.
-// Without a result, the device makes one up. `waits` says whether the program waits for the result, or may never look at it.
+// Returns the results of an operator that depends on values: CPU tensors, or meta tensors if only their shape matters. If it
+// returns none, the device makes results up. `waits`: the program waits for the result; otherwise it may never look at the
+// result.
 using Answers = std::function<std::optional<std::vector<at::Tensor>>(const Work&, bool waits)>;
 
-// The back end whose operators attention runs; OTHER: torch's generic operators for other vendors' devices.
+// The back end whose operators run attention; OTHER: torch's generic operators for other vendors' devices.
 enum class AttentionBackend : uint8_t { OTHER, CUDNN, FLASH };
 
 class VirtualDevice {
@@ -67,16 +67,16 @@ class VirtualDevice {
 
   void set_costs(Costs costs);
 
-  // Queue work on the calling thread's current stream; `blocks` lets the host wait for the copy.
+  // Queue work on the calling thread's current stream. If `blocks`, the host waits for the copy.
   void run(const Work& work);
   void launch(const std::string& name, double seconds);
   void copy(CopyDirection direction, int64_t nbytes, bool blocks);
 
-  // `answers` is called on the thread that reads the value, without a lock of the device.
+  // Sets the function that `answer` calls: on the thread that reads a value, while no lock of the device is held.
   void answer_by(Answers answers);
   std::optional<std::vector<at::Tensor>> answer(const Work& work, bool waits = true);
 
-  // Resets clocks, counters and memory (`CachingMemory::restart`). Costs and answers stay.
+  // Sets clocks and counters to zero and restarts memory (`CachingMemory::restart`). Costs and answers stay.
   void restart();
 
   // Returns the floating-point operations of all kernels since the last start or restart.
@@ -84,7 +84,7 @@ class VirtualDevice {
 
   Clocks clocks;
   CachingMemory memory{clocks};
-  std::atomic<double> true_share{1.0}; // fraction of each mask's elements that is taken to be true
+  std::atomic<double> true_share{1.0}; // fraction of a mask's elements that counts as true if there is no answer
   std::atomic<AttentionBackend> attention{AttentionBackend::OTHER};
 
  private:
@@ -92,7 +92,7 @@ class VirtualDevice {
   bool is_started_ = false;
   Costs costs_;
   Answers answers_;
-  std::map<std::string, Cost> known_; // costs by kind: name, shapes and layout
+  std::map<std::string, Cost> known_; // costs of kernels by name, shapes and layout
   double flops_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// Operators for which torch chooses kernels by device; as on CUDA, each norm is one kernel.
+// Operators for which torch chooses kernels by device. As on CUDA, an RMS norm is one kernel.
 #include "kernels.h"
 
 #include <ATen/ops/_fused_rms_norm.h>
@@ -26,7 +26,7 @@ at::Tensor rms_norm(
 at::Tensor embed_backward(
     const at::Tensor& gradient, const at::Tensor& indices, c10::SymInt count, c10::SymInt, bool) {
   const at::DisableRecordFunctionGuard one;
-  const at::Tensor dense = gradient.contiguous(); // CUDA's and the CPU's kernels do the same
+  const at::Tensor dense = gradient.contiguous(); // the kernels of CUDA and of the CPU call this too
   at::Tensor output = at::empty({count.guard_int(__FILE__, __LINE__), dense.size(-1)}, dense.options());
   VirtualDevice::get().run({"aten::embedding_dense_backward", {shape_of(dense), shape_of(indices)}, {shape_of(output)}});
   return output;
@@ -34,8 +34,8 @@ at::Tensor embed_backward(
 
 // -- products of groups -----------------------------------------------------------------------------------------------------
 
-// Runs one kernel, independent of the groups' sizes. CUDA has a kernel only for bfloat16; for other dtypes torch loops over the
-// groups there.
+// Runs one kernel, whose duration does not depend on how the rows are split into groups. CUDA has such a kernel only for
+// bfloat16; for other dtypes torch loops over the groups on CUDA.
 at::Tensor grouped_mm(
     const at::Tensor& left,
     const at::Tensor& right,
@@ -93,7 +93,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolve_backward(
   at::Tensor gradients[3];
   const auto make = [&](size_t which, at::Tensor made) {
     gradients[which] = std::move(made);
-    // counted like the forward: the same number of products for each element of `gradient`
+    // the same number of products as in forward: for each element of `gradient`, one for each element of its filter
     VirtualDevice::get().run({"convolution", {shape_of(gradients[which]), shape_of(weight)}, {shape_of(gradient)}});
   };
   if (wanted[0]) {
@@ -113,7 +113,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolve_backward(
 } // namespace
 
 void register_kernels(torch::Library& aten) {
-  // Never destroyed, because destroying a library removes its registrations.
+  // The library is never destroyed, because destroying it removes its registrations.
   auto& autograd = *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
   aten.impl("rms_norm", TORCH_FN(rms_norm));
   autograd.impl("rms_norm", TORCH_FN(rms_norm));

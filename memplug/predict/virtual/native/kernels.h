@@ -1,4 +1,4 @@
-// Helpers for the virtual device's operators, and the registration of each group of kernels.
+// Helpers for the virtual device's operators, and functions that register each group of operators.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +11,7 @@ namespace memplug {
 bool is_virtual(const at::Tensor& tensor);
 TensorShape shape_of(const at::Tensor& tensor);
 
-// Returns a tensor of the same layout on the meta device; a tensor that is not virtual is returned itself.
+// Returns a meta tensor with the layout of a virtual tensor; returns any other tensor itself.
 at::Tensor on_meta(const at::Tensor& tensor);
 // Returns a new virtual tensor with the layout of a meta tensor.
 at::Tensor like(const at::Tensor& meta);

@@ -1,10 +1,11 @@
-// The clock of the link between host and device; each direction carries one copy at a time, and the two slow each other down.
+// The clock of the link between host and device. Each direction carries one copy at a time, and the two directions slow each
+// other down.
 //
-// A copy runs at one rate while the other direction is idle, and at another rate while it is busy. Events and streams need the end
-// of a copy as soon as it is queued, so the end is fixed then, from the copies queued so far. A copy that is queued later in the
-// other direction does not move it. The time that the earlier copy should have lost to the later one is carried over: its
-// direction becomes free that much later. So a queue of copies in both directions takes the right time in total; only the last
-// copy in a direction's queue may end too early.
+// A copy runs at one rate while the other direction is idle, and at another rate while the other direction is busy. Events and
+// streams need the end of a copy as soon as it is queued. So the end is computed then, from the copies queued so far. A copy that
+// is queued later in the other direction should slow the earlier copy down, but does not move its end. Instead the direction of
+// the earlier copy becomes free later, by the time that the earlier copy should have lost. So a queue of copies in both directions
+// takes the right time in total; only the last copy in a direction's queue may end too early.
 #pragma once
 
 #include <algorithm>
@@ -18,11 +19,11 @@ namespace memplug {
 
 enum class CopyDirection : uint8_t { TO_HOST, TO_DEVICE };
 
-// Seconds that a copy takes with the other direction idle, and with it busy throughout.
+// Seconds that a copy takes: `alone` while the other direction is idle, `beside` while the other direction is busy.
 struct CopySeconds {
   double alone = 0, beside = 0;
 
-  // Returns its speed while the other direction is busy, relative to alone.
+  // Returns the copy's speed while the other direction is busy, as a fraction of its speed alone.
   double speed() const {
     return beside > alone ? alone / beside : 1;
   }
@@ -34,15 +35,15 @@ class LinkClock {
     return of(direction).free_s;
   }
 
-  // Queues a copy that begins at `begin_s`, when its direction is free, and returns when it is over. No later copy begins before
-  // `host_s`, so copies that end before it can be forgotten.
+  // Queues a copy that begins at `begin_s`, when its direction is free, and returns the time at which it is over. No copy queued
+  // later begins before `host_s`, so copies that end before `host_s` are forgotten.
   double copy(CopyDirection direction, double begin_s, double host_s, CopySeconds seconds) {
     Direction& own = directions_[static_cast<size_t>(direction)];
     Direction& other = directions_[1 - static_cast<size_t>(direction)];
     own.forget(host_s);
     other.forget(begin_s);
     RunningCopy run{begin_s, seconds.alone, seconds.speed()};
-    double owed_s = 0; // delay of the other direction that is not applied yet, in seconds of a copy alone
+    double owed_s = 0; // delay of the other direction's copies that no end counts yet, in seconds of a copy alone
     for (size_t at = 0; at < other.copies.size() && (run.left_s > 0 || owed_s > 0); ++at) {
       Copy& copy = other.copies[at];
       run.go(std::max(copy.begin_s - run.now_s, 0.0), 1);
@@ -64,14 +65,15 @@ class LinkClock {
  private:
   static constexpr double kForever = std::numeric_limits<double>::infinity();
 
-  // A queued copy and the interval in which it keeps its direction busy, including carried-over time.
+  // A queued copy, with the interval in which its direction is busy; the interval includes the time that the copy should have
+  // lost.
   struct Copy {
     double begin_s, end_s, speed;
   };
 
   struct Direction {
     double free_s = 0;
-    std::deque<Copy> copies; // in order, without overlaps
+    std::deque<Copy> copies; // in the order in which they begin; their intervals do not overlap
 
     void forget(double before_s) {
       while (!copies.empty() && copies.front().end_s <= before_s) {
@@ -82,9 +84,9 @@ class LinkClock {
 
   // A copy whose end is being computed.
   struct RunningCopy {
-    double now_s, left_s, speed; // left_s: remaining seconds as a copy alone
+    double now_s, left_s, speed; // left_s: seconds that the rest takes while the other direction is idle
 
-    // Advances by at most `limit_s` at a speed, and returns the seconds that it took.
+    // Runs the copy at a speed for at most `limit_s`, and returns the seconds that this took.
     double go(double limit_s, double at_speed) {
       const bool ends = left_s <= limit_s * at_speed;
       const double took_s = ends ? left_s / at_speed : limit_s;

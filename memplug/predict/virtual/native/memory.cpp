@@ -80,8 +80,8 @@ void CachingMemory::free(void* address) {
 
 void CachingMemory::use_on(void* address, int64_t stream) {
   const Lock lock(mutex_);
-  const auto found = blocks_.find(static_cast<char*>(address)); // an arena's blocks are not in the map
-  if (found != blocks_.end() && stream != found->second->pool->stream) { // a block's own stream orders its work
+  const auto found = blocks_.find(static_cast<char*>(address)); // blocks that an arena serves are not in the map
+  if (found != blocks_.end() && stream != found->second->pool->stream) { // work on the block's own stream is ordered anyway
     found->second->streams.insert(stream);
   }
 }
@@ -96,7 +96,7 @@ void CachingMemory::restart() {
   release_free();
   unused_.clear();
   if (usage_.allocated == 0) {
-    blocks_.clear(); // only unmapped ranges of addresses are left
+    blocks_.clear(); // the blocks that are left are unmapped ranges
     pools_.clear();
     next_ = begin_;
   }
@@ -133,7 +133,7 @@ CachingMemory::PoolBlock* CachingMemory::add(PoolBlock block) {
   return blocks_.emplace(address, std::make_unique<PoolBlock>(std::move(block))).first->second.get();
 }
 
-// Cuts a block after `nbytes` and returns the rest; neither is in the free lists.
+// Cuts a block after `nbytes` and returns the rest. Neither part is in the free lists.
 CachingMemory::PoolBlock* CachingMemory::cut(PoolBlock* block, int64_t nbytes) {
   PoolBlock* const rest = add(
       {block->address + nbytes, block->nbytes - nbytes, 0, block->pool, false, block->is_mapped, block, block->after, {}});
@@ -145,7 +145,7 @@ CachingMemory::PoolBlock* CachingMemory::cut(PoolBlock* block, int64_t nbytes) {
   return rest;
 }
 
-// Merges two neighbours; neither is in the free lists.
+// Merges two neighbours that are not in the free lists, and returns the merged block.
 CachingMemory::PoolBlock* CachingMemory::merged(PoolBlock* one, PoolBlock* other) {
   PoolBlock* const first = one->after == other ? one : other;
   PoolBlock* const second = first->after;

@@ -1,9 +1,10 @@
 // A simulation of torch's caching allocator of CUDA: it serves addresses without memory.
 //
-// It follows c10/cuda/CUDACachingAllocator.cpp. Sizes are rounded up to 512 bytes. Each stream has one pool for small requests and
-// one for large ones. A request gets the best fit by size and then address; blocks are split, and coalesced with free neighbours.
-// If the device has no more memory, free segments are released to it. A block that another stream uses is free once that stream
-// is past the use. With expandable segments, a pool has ranges of addresses instead, and pages of them are mapped to memory.
+// It follows c10/cuda/CUDACachingAllocator.cpp. Sizes are rounded up to 512 bytes. Each stream has a pool for small requests and
+// a pool for large ones. A request gets the smallest free block that holds it; of equally large blocks, the one with the lowest
+// address. Blocks are split, and merged with free neighbours. If the device has no more memory, free segments are released to the
+// device. If another stream uses a block, the block becomes free only when that stream's work up to then is done. With expandable
+// segments, a pool has ranges of addresses instead of segments, and maps pages of the ranges to memory.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -22,7 +23,7 @@
 namespace memplug {
 
 struct VirtualMemory {
-  int64_t requested = 0, allocated = 0, reserved = 0; // bytes in use as requested; as rounded up; of all segments
+  int64_t requested = 0, allocated = 0, reserved = 0; // bytes of requests; of their blocks; of all segments and mapped pages
   int64_t requested_peak = 0, allocated_peak = 0, reserved_peak = 0;
   int64_t retries = 0; // requests for which segments were released
   int64_t holes = 0; // free bytes that cannot be released, because blocks in use share their segment or page
@@ -32,18 +33,18 @@ class CachingMemory {
  public:
   explicit CachingMemory(Clocks& clocks);
 
-  // Returns an address; throws torch's OutOfMemoryError if the device has no more memory.
+  // Returns the address of a new block; throws torch's OutOfMemoryError if the device has no more memory.
   void* malloc(int64_t nbytes, int64_t stream);
   void free(void* address);
 
-  // Notes that work queued on this stream now uses the block too.
+  // Notes that work queued on `stream` so far may use the block too.
   void use_on(void* address, int64_t stream);
 
   // Releases free segments to the device.
   void empty_cache();
 
-  // Releases free segments and resets all counters. If no block is in use, addresses begin again too, so later requests are placed
-  // as the first ones were.
+  // Releases free segments and resets peaks and retries. If no block is in use, addresses begin anew, so the next requests get
+  // the addresses that the first requests of the process got.
   void restart();
 
   void limit(int64_t nbytes); // sets the device's capacity
@@ -53,21 +54,22 @@ class CachingMemory {
 
  private:
   struct PoolBlock;
-  using Free = std::set<std::pair<int64_t, char*>>; // size in bytes and address
+  using Free = std::set<std::pair<int64_t, char*>>; // pairs of size in bytes and address
   struct Pool {
     int64_t stream;
     bool small, expandable;
-    Free free; // free blocks with memory
-    std::set<char*> unmapped{}; // free blocks without memory
+    Free free; // free blocks that have memory
+    std::set<char*> unmapped{}; // addresses of free blocks that have no memory
   };
   struct PoolBlock {
     char* address;
     int64_t nbytes, requested;
     Pool* pool;
     bool is_free, is_mapped;
-    PoolBlock *before, *after; // neighbours in its segment
-    std::set<int64_t> streams; // other streams that use it
+    PoolBlock *before, *after; // neighbours in the same segment or range
+    std::set<int64_t> streams; // other streams that use the block
   };
+  // A block that its owner has freed, but that other streams use until `over_s`.
   struct PendingFree {
     void* address;
     double over_s;
@@ -98,11 +100,11 @@ class CachingMemory {
   int64_t capacity_ = INT64_MAX;
   VirtualMemory usage_;
   bool expands_ = false;
-  std::map<std::tuple<int64_t, bool, bool>, Pool> pools_; // by stream, small, and expandable
+  std::map<std::tuple<int64_t, bool, bool>, Pool> pools_; // by `stream`, `small` and `expandable` of the pool
   std::map<char*, std::unique_ptr<PoolBlock>> blocks_;
   std::vector<PendingFree> pending_;
   std::multimap<int64_t, char*> unused_; // addresses of released segments, by size
-  char *begin_ = nullptr, *next_ = nullptr, *end_ = nullptr; // the reserved range of addresses, and its first unused one
+  char *begin_ = nullptr, *next_ = nullptr, *end_ = nullptr; // the reserved addresses; next_: the first that was never used
 };
 
 } // namespace memplug

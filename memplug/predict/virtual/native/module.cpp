@@ -20,7 +20,7 @@ using memplug::VirtualDevice;
 
 namespace {
 
-// Returns a shared Python function that takes Python's lock before it is destroyed.
+// Returns a shared pointer to a Python function; the pointer takes Python's lock before it destroys the function.
 template <typename Function>
 std::shared_ptr<py::function> kept(Function function) {
   return {new py::function(std::move(function)), [](py::function* each) {
@@ -29,8 +29,9 @@ std::shared_ptr<py::function> kept(Function function) {
           }};
 }
 
-// Waits until autograd's thread has destroyed the objects of its last task, including Python's: runs one more backward there, from
-// a thread without Python objects. The tensor is empty, because the device may have no memory left.
+// Waits until autograd's thread has destroyed the objects of its last task, Python objects among them. To this end it runs one
+// more backward on autograd's thread, from a thread without Python objects. The tensor is empty, because the device may have no
+// memory left.
 void settle() {
   std::thread([] {
     try {

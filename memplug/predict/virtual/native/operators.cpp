@@ -1,7 +1,7 @@
 // Operators of the virtual device: torch's meta kernels determine the outputs, and the device's costs the duration.
 //
-// An operator is one kernel if it has a CPU kernel, or if it is in `kFused`, for which CUDA has kernels. Other operators run as the
-// operators that they are composed of.
+// An operator is one kernel if it has a CPU kernel, if it is a `_foreach_` operator, or if it is in `kFused`; CUDA has kernels
+// for the latter two. Other operators run as the operators that they are composed of.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/enum_tag.h>
@@ -33,7 +33,7 @@ namespace {
 constexpr std::array kFused = {"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"};
 constexpr std::string_view kForeach = "aten::_foreach_"; // operators on many tensors at once
 
-// Replaces each tensor of a value by `change(tensor)`.
+// Replaces each tensor in a value, which may be a tensor or a list of tensors, by `change(tensor)`.
 template <typename Change>
 void each_tensor(c10::IValue& value, const Change& change) {
   if (value.isTensor()) {
@@ -57,7 +57,7 @@ bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
-// Returns whether the outputs' sizes depend on values; those of `index` do only if an index is a mask.
+// Returns whether an operator's outputs or their sizes depend on values; `index` depends on values only if an index is a mask.
 bool depends_on_values(const c10::OperatorHandle& op, const std::vector<TensorShape>& inputs) {
   if (op.schema().name() == "aten::index") {
     return std::any_of(inputs.begin() + 1, inputs.end(), [](const TensorShape& each) {
@@ -67,7 +67,8 @@ bool depends_on_values(const c10::OperatorHandle& op, const std::vector<TensorSh
   return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
 }
 
-// Runs an operator with recorded results instead of its meta kernel; returns false if there is no answer.
+// Runs an operator with the results of an answer instead of its meta kernel. Returns false, and runs nothing, if the operator does
+// not depend on values or there is no answer.
 bool run_as_answered(const c10::OperatorHandle& op, const Work& work, torch::jit::Stack* stack) {
   if (work.inputs.empty() || !depends_on_values(op, work.inputs)) {
     return false;
@@ -85,7 +86,8 @@ bool run_as_answered(const c10::OperatorHandle& op, const Work& work, torch::jit
   return true;
 }
 
-// Runs any operator by its meta kernel: outputs that it writes to stay the caller's arguments, all others are new tensors.
+// Runs any operator by its meta kernel. If an output is one of the arguments that the operator writes to, the caller gets that
+// argument back; all other outputs are new tensors.
 void run_as_on_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const at::DisableRecordFunctionGuard one; // observers see one kernel, not the operators of its meta kernel
   const auto& arguments = op.schema().arguments();
@@ -133,7 +135,7 @@ void run_as_on_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       return tensor;
     });
   }
-  if (returns.empty()) { // in-place operators on lists return nothing
+  if (returns.empty()) { // an in-place operator on lists returns nothing, but writes to its arguments
     for (c10::IValue& value : written) {
       each_tensor(value, [&](const at::Tensor& tensor) {
         work.outputs.push_back(shape_of(tensor));
@@ -211,8 +213,8 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 
 // -- copies -----------------------------------------------------------------------------------------------------------------
 
-// Sizes up to which a copy to the host is filled, because the program may read it: without and with waiting for the copy. Larger
-// copies stay uninitialised.
+// A program may read a copy to the host. So without an answer, copies of up to these sizes are filled with ones: `kAwaitedBytes`
+// if the program waits for the copy, otherwise `kReadBytes`. Larger copies stay uninitialised.
 constexpr int64_t kReadBytes = 1 << 16, kAwaitedBytes = 1 << 26;
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
@@ -242,7 +244,7 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
   return self;
 }
 
-// Returns a number that the host reads and waits for. It was never computed, so without an answer it is 1.
+// Returns a number that the host reads and waits for. The device has not computed it, so without an answer it is 1.
 at::Scalar local_scalar(const at::Tensor& self) {
   VirtualDevice& device = VirtualDevice::get();
   device.copy(CopyDirection::TO_HOST, static_cast<int64_t>(self.element_size()), true);
@@ -294,7 +296,7 @@ at::Tensor like(const at::Tensor& meta) {
 
 void register_operators() {
   constexpr auto key = c10::DispatchKey::PrivateUse1;
-  // Never destroyed, because destroying a library removes its registrations.
+  // The libraries are never destroyed, because destroying one removes its registrations.
   auto& any = *new torch::Library(torch::Library::IMPL, "_", key, __FILE__, __LINE__);
   auto& aten = *new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
   any.fallback(torch::CppFunction::makeFromBoxedFunction<&run_as_on_meta>());

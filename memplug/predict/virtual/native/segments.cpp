@@ -1,4 +1,4 @@
-// The source of the simulated allocator's memory: segments, or mapped pages of address ranges.
+// The part of the simulated allocator that takes memory from the device: as segments, or by mapping pages of address ranges.
 #include <algorithm>
 #include <new>
 
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kMiB = 1 << 20;
 constexpr int64_t kSmallSegment = 2 * kMiB, kLargeSegment = 20 * kMiB; // also the page sizes of expandable segments
-constexpr int64_t kLarge = 10 * kMiB; // requests from this size get a segment of their own
+constexpr int64_t kLarge = 10 * kMiB; // a request of this size or more gets a segment of its own size
 constexpr int64_t kRound = 2 * kMiB;
 constexpr int64_t kRange = (int64_t(1) << 38) / kLargeSegment * kLargeSegment; // bytes of a range; more than any device has
 
@@ -33,7 +33,7 @@ char* CachingMemory::addresses(int64_t nbytes) {
   return begin;
 }
 
-// Returns a free block of at least `size` bytes with new memory; null if the device has no more.
+// Returns a free block of at least `size` bytes that has memory, some or all of it new; null if the device has no more memory.
 CachingMemory::PoolBlock* CachingMemory::more(Pool& pool, int64_t size) {
   if (pool.expandable) {
     return expanded(pool, size);
@@ -73,7 +73,7 @@ CachingMemory::PoolBlock* CachingMemory::expanded(Pool& pool, int64_t size) {
     take(next);
     if (!next->is_mapped && !map(next, size - block->nbytes)) {
       put(next);
-      put(block); // pages mapped so far stay mapped
+      put(block); // the pages that are mapped so far stay mapped
       return nullptr;
     }
     block = merged(block, next);
@@ -81,7 +81,8 @@ CachingMemory::PoolBlock* CachingMemory::expanded(Pool& pool, int64_t size) {
   return put(block);
 }
 
-// Returns the first of adjacent free blocks that are large enough together, at the lowest unmapped address.
+// Finds adjacent free blocks that have at least `size` bytes together, one of them unmapped, at the lowest address; returns the
+// first of them. If there are none, returns a new range.
 CachingMemory::PoolBlock* CachingMemory::place_in_range(Pool& pool, int64_t size) {
   for (char* const address : pool.unmapped) {
     PoolBlock* first = blocks_.at(address).get();
@@ -99,8 +100,8 @@ CachingMemory::PoolBlock* CachingMemory::place_in_range(Pool& pool, int64_t size
   return put(add({addresses(kRange), kRange, 0, &pool, true, false, nullptr, nullptr, {}}));
 }
 
-// Maps enough of a block's first pages to hold `nbytes`; the block must not be in the free lists. Returns false if the device has
-// no more memory.
+// Maps as many of a block's first pages as `nbytes` need, and cuts off the rest of the block. The block must not be in the free
+// lists. Returns false if the device has no more memory.
 bool CachingMemory::map(PoolBlock* block, int64_t nbytes) {
   nbytes = std::min(block->nbytes, rounded(nbytes, page(block->pool->small)));
   if (nbytes > capacity_ - usage_.reserved) {
@@ -114,7 +115,7 @@ bool CachingMemory::map(PoolBlock* block, int64_t nbytes) {
   return true;
 }
 
-// Unmaps the whole pages of a free block. Returns false if it has none.
+// Unmaps the pages that lie wholly in a free block. Returns false if there are none.
 bool CachingMemory::unmap(PoolBlock* block) {
   const int64_t size = page(block->pool->small), at = reinterpret_cast<intptr_t>(block->address);
   const int64_t begin = rounded(at, size) - at, end = (at + block->nbytes) / size * size - at; // offsets in the block
@@ -153,8 +154,8 @@ int64_t CachingMemory::holes() const {
   return nbytes;
 }
 
-// Releases all free memory to the device; the host first waits until other streams are past the blocks that they use. Returns false
-// if nothing was free.
+// Releases all free segments and free pages to the device. First the host waits for the streams that still use freed blocks.
+// Returns false if nothing was released.
 bool CachingMemory::release_free() {
   for (const PendingFree& each : pending_) {
     clocks_.wait(each.over_s);
