@@ -24,8 +24,8 @@ class Observer {
   Observer(const Observer&) = delete;
   Observer& operator=(const Observer&) = delete;
 
-  // Throws the first error that occurred while an operator was noted. The observer keeps it until then, since torch lets
-  // no error out of a callback.
+  // Throws the first error that occurred while an operator was noted. Until then the observer keeps it, since torch
+  // lets no error out of a callback.
   void rethrow();
 
   // Takes note that code took a tensor's address. Writes through the address are invisible to the observer.
