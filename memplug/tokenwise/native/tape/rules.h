@@ -12,7 +12,8 @@ namespace memplug {
 // What a recompute pass does with an operator. memplug/tokenwise/plan/rules.py knows the values.
 enum class Action : uint8_t { RUN, SUBSTITUTE, SKIP };
 
-// How many rows of an operator's outputs are captured: none, some or all.
+// How many rows of an operator's outputs are captured: none, some or all. If all are, a pass does not need the
+// operator's inputs.
 enum class Taken : uint8_t { NOTHING, PART, WHOLE };
 
 // Returns how many of an output's rows a fraction of them is: all or none if the output does not split by rows.
