@@ -44,8 +44,8 @@ struct Ambient {
   // Returns the state as arguments of `restored` in ambient.py.
   pybind11::tuple described() const;
 
-  // Returns whether code can run again in the present state with nothing restored. False while a generator's
-  // state is kept.
+  // Returns whether code can run again in the present state with nothing restored. False while a generator's state is
+  // kept.
   bool holds() const;
 
   // Returns whether autocast was enabled for any device.
@@ -66,7 +66,8 @@ struct Ambient {
 };
 
 // While an instance lives, autocast caches no casts. With the cache two regions would share one cast of a weight, but
-// each region's recompute pass would make it again. `casts`: whether autocast is enabled; else nothing is done.
+// each region's recompute pass would make it again. `casts`: whether autocast is enabled; if not, an
+// instance does nothing.
 class WithoutAutocastCache {
  public:
   explicit WithoutAutocastCache(bool casts);

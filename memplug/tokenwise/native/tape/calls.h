@@ -1,5 +1,5 @@
 // All calls from the core to Python while regions run. memplug/tokenwise/engine/calls.py declares the same classes, and
-// documents each method. `bind_calls` compares the two files' names.
+// documents each method. `bind_calls` compares the names in the two files.
 #pragma once
 
 #include <pybind11/pybind11.h>

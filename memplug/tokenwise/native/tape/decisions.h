@@ -1,5 +1,5 @@
-// What a recompute pass does with each operator of a tape: run it, substitute its captured results, or skip it. This
-// follows from the captures and from the storages that the pass has to restore.
+// The actions of a recompute pass: it runs each operator of a tape, substitutes the operator's captured results, or
+// skips it. This follows from the captures and from the storages that the pass has to restore.
 #pragma once
 
 #include <memory>

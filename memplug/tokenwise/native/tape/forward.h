@@ -47,7 +47,7 @@ class Listener {
   // Takes note that an operator reads its arguments on the current stream.
   virtual void note_reads(const Record& record) = 0;
 
-  // Takes the time at the begin of an operator, or with `over` at its end. Called only if `is_timed`.
+  // Takes the time when an operator begins, or with `over` when it ends. Called only if `is_timed`.
   virtual void time(size_t index, bool over) = 0;
 
   // Saves the present value of memory that the forward is about to write to. The memory is captured, or it is given and
@@ -61,7 +61,7 @@ class Listener {
   // c10d that writes to its arguments (exchange.h), `results` are these arguments.
   virtual void capture(size_t index, c10::ArrayRef<c10::IValue> results) = 0;
 
-  // Returns whether the own dispatch of this tensor's subclass only calls other operators.
+  // Returns whether a tensor's subclass only calls other operators in its own dispatch.
   virtual bool is_transparent(const at::Tensor& tensor) = 0;
 
   bool is_timed = false;
@@ -69,7 +69,7 @@ class Listener {
 
 class Forward {
  public:
-  // `known`: tapes that the forward may follow, the likeliest first. `regathered`: may be null.
+  // `known`: tapes that the forward may follow, the likeliest first. `regathered`: see `Storages`.
   Forward(
       std::vector<std::shared_ptr<const Tape>> known,
       Listener* listener,
@@ -81,7 +81,7 @@ class Forward {
   // `captured`, no reference to it is kept.
   int32_t enter(const at::Tensor& tensor, bool captured);
 
-  // Returns whether a storage is a region input's.
+  // Returns whether a storage is that of an input of the region.
   bool is_input(int32_t storage) const {
     return storage < entered_;
   }
@@ -286,7 +286,7 @@ class Forward {
     at::Tensor restored; // from a recompute pass, until backward takes it
     uint32_t restored_version = 0;
     int64_t restored_bytes = 0; // as added to the ledger; a dying frame subtracts it without asking the tensor
-    at::Tensor taken; // what backward got, if it does not keep its graph; until its autograd node is done
+    at::Tensor taken; // what a backward that does not keep its graph got, until its autograd node is done
     uint32_t taken_version = 0;
   };
   Storages storages;
@@ -366,7 +366,8 @@ class Forward {
   size_t unobserved_ = 0; // number of unobserved events that made the forward opaque
 
   std::vector<Count> read_; // of tensors that were read without an operator
-  std::vector<bool> own_, counted_; // by storage
+  // by storage: whether `Listener::before_write` was called for it; whether `saved_bytes` counts it
+  std::vector<bool> own_, counted_;
   struct CapturedStorage {
     uint8_t rows = NOT;
     bool kept = false; // on the device

@@ -195,7 +195,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
 
   std::shared_ptr<Flow> flow;
   std::shared_ptr<Region> region;
-  std::shared_ptr<const Setting> setting; // the region's, as the forward began
+  std::shared_ptr<const Setting> setting; // the region's setting when the forward began
   Forward forward;
   std::shared_ptr<const Tape> tape;
   std::shared_ptr<const PassActions> decisions; // null if the forward is opaque
@@ -208,7 +208,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::map<int32_t, std::shared_ptr<Held>> written;
   std::set<int32_t> changing; // given storages that a recompute pass may find changed, without an error
   int64_t input_bytes = 0; // of swapped inputs that no earlier region had swapped
-  // number and bytes of inputs that no earlier region had swapped: swapped here, or not since the host was full
+  // number and bytes of the inputs that `input_bytes` counts, and of those that were not swapped since the host was
+  // full
   int64_t offered = 0, offered_bytes = 0;
   const int64_t sent_before_bytes; // offloaded by all earlier forwards
   bool writes_input = false; // the forward wrote to a swapped input
@@ -216,8 +217,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   bool communicates = false; // the recompute pass launches collectives
   bool is_opaque = false;
   bool is_unrepeatable = false; // the module depends on state that cannot be restored, so it never runs again
-  // The forward's saved tensors stay on the device: the forward is opaque, and one of three reasons forbids to run its
-  // module again. It is unrepeatable. Dispatch modes changed its operators. Or it would launch collectives in which
+  // The forward's saved tensors stay on the device: the forward is opaque, and its module cannot run again for one of
+  // three reasons. It is unrepeatable. Dispatch modes changed its operators. Or it would launch collectives in which
   // other ranks take no part, if the region is not opaque there.
   bool keeps = false;
   bool is_restored = false; // the recompute pass has run
@@ -284,7 +285,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // operator that launched a collective, or made the memory that it fills -> operator whose capture has the result
   std::map<size_t, size_t> launches_;
   std::map<int32_t, CapturedTensor> parts_; // captured tensors by storage
-  std::vector<StreamRef> streams_; // that its operators ran on
+  std::vector<StreamRef> streams_; // streams that the forward's operators ran on
   int64_t newest_stream_ = 0; // number of the stream that its last operator ran on
   std::vector<std::shared_ptr<Swapped>> unread_; // swapped inputs that no operator has read
   StreamRef restored_on_; // stream of the last recompute pass
