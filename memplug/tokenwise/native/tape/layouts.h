@@ -7,8 +7,8 @@
 
 namespace memplug {
 
-// Returns whether a function transform (torch.func) has wrapped a tensor. Memory is touched only by operators on the
-// tensor inside.
+// Returns whether a function transform (torch.func) has wrapped a tensor. Only operators on the tensor inside touch
+// memory.
 inline bool is_wrapped(const at::Tensor& tensor) {
   using Key = c10::DispatchKey;
   return tensor.key_set().has_any(

@@ -20,7 +20,7 @@ enum Trait : uint32_t {
   COMMUNICATES = 1 << 0, // other ranks take part
   EXCHANGE = 1 << 1, // is one of c10d: writes to its arguments, although its schema does not say so
   FILLS = 1 << 2, // writes every element of the tensors that it writes to, and reads none of them
-  WRITES_NOTHING = 1 << 3, // an exchange without a result
+  WRITES_NOTHING = 1 << 3, // is an exchange that writes to no argument
   RANDOM = 1 << 4, // may advance a random generator
   EFFECTS = 1 << 5, // may do more than its outputs show
   VALUE = 1 << 6, // returns a number to Python
@@ -59,7 +59,7 @@ struct Operator {
   size_t argument_count, result_count; // as in its schema
   // positions of the arguments with these names (dropout: `dropout_p` or `p_dropout`), -1 where the operator has none
   int32_t dropout, async_op;
-  int32_t running_mean, running_var, training; // those of batch norm
+  int32_t running_mean, running_var, training; // likewise, of batch norm
   // of a `PARTIAL` operator: positions of `accumulate`, and of the tensor with as many elements as it writes; or -1
   int32_t accumulate, scattered;
 

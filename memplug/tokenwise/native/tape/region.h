@@ -77,8 +77,8 @@ struct Region {
     }
   }
 
-  // Ends a step. If none of the region's tensors had to be released in it, sets `offloads_late` for the next one.
-  // Returns `given_bytes`.
+  // Ends a step. Sets `offloads_late` if the region ran forward in the step and none of its tensors had to be released.
+  // Returns the step's `given_bytes`.
   std::vector<int64_t> end_step() {
     offloads_late = forwards > 0 && !released;
     released = false;

@@ -9,14 +9,15 @@
 
 namespace memplug {
 
-// What a recompute pass does with an operator. memplug/tokenwise/plan/rules.py knows the values.
+// The action of a recompute pass on an operator. memplug/tokenwise/plan/rules.py knows the values.
 enum class Action : uint8_t { RUN, SUBSTITUTE, SKIP };
 
 // How many rows of an operator's outputs are captured: none, some or all. If all are, a pass does not need the
 // operator's inputs.
 enum class Taken : uint8_t { NOTHING, PART, WHOLE };
 
-// Returns how many of an output's rows a fraction of them is: all or none if the output does not split by rows.
+// Returns the number of rows to capture for a decision's fraction. If the output does not split by rows, this is all or
+// none.
 inline int64_t rows_taken(double fraction, int64_t rows, bool splits) {
   if (!splits) {
     return fraction >= 0.5 ? rows : 0;
@@ -24,8 +25,9 @@ inline int64_t rows_taken(double fraction, int64_t rows, bool splits) {
   return std::llrint(fraction * static_cast<double>(rows));
 }
 
-// Returns an action for each operator. The scan goes from the last operator to the first. An operator runs if a storage
-// that it makes or writes to is needed and not captured; then the storages that it reads are needed too.
+// Returns an action for each operator. The scan goes from the last operator to the first. If a storage that an operator
+// makes or writes to is needed, the operator is substituted where rows of its outputs are captured, and runs otherwise.
+// Unless all rows are captured, the storages that it reads are then needed too.
 //
 // `operators`: has these members, where `i` is an operator's index.
 //

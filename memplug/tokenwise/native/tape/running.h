@@ -144,7 +144,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
     std::shared_ptr<Held> held;
     int32_t storage = -1; // of a tensor
     std::optional<Geometry> geometry = {}; // of a swapped tensor
-    bool requires_grad = false; // whether a swapped tensor did
+    bool requires_grad = false; // whether a swapped tensor requires a gradient
     pybind11::object type = {}; // a tensor's class, from `type_of`
   };
 

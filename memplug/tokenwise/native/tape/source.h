@@ -1,4 +1,4 @@
-// The source of a unit's part (unit.h): the tensor of a call of the unit whose memory the part is.
+// The source of a unit's part (unit.h): a tensor of the unit's call that lies in the part's memory.
 #pragma once
 
 #include <cstddef>

@@ -15,7 +15,7 @@ class Storages {
   // that of ZeRO 3's parameters.
   using Regathered = bool (*)(const at::Tensor&);
 
-  // `regathered`: may be null; then no tensor's memory is.
+  // `regathered`: null if no tensor's memory is gathered again.
   explicit Storages(Regathered regathered) : regathered_(regathered) {}
 
   // Returns the number of a tensor's storage; -1 if it has none yet.

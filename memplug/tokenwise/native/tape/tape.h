@@ -90,7 +90,7 @@ struct Record {
   bool operator==(const Record& other) const;
 };
 
-// A tensor that autograd saved for backward. Its storage is -1 if the frame holds the tensor itself.
+// A tensor that autograd saved for backward. `use.storage` is -1 if the frame holds the tensor itself.
 struct Save {
   Use use;
   size_t after; // number of operators that had begun
