@@ -20,7 +20,7 @@ namespace memplug {
 
 class Frame;
 
-// Guarded by Python's lock: the caller holds it.
+// The frames of one executor. Guarded by Python's lock, which the caller holds.
 class Flow {
  public:
   // `device`: where the training runs. `min_offload_bytes`: smaller tensors stay on the device. `buffers`: how many
@@ -135,7 +135,7 @@ class Flow {
   int64_t strayed = 0; // number of forwards that differed from the one that their plan was made from
 
  private:
-  static constexpr size_t kTapes = 4; // most tapes of one kind: shapes of inputs alternate, as with a validation
+  static constexpr size_t kTapes = 4; // most tapes for one kind of region: input shapes alternate, as with a validation
   static constexpr int64_t kTemporaries = 3; // in backward: gradients of a gated MLP's product and of its two factors
 
   void release_oldest();

@@ -1,12 +1,12 @@
 // Rounding buffers: device memory, reserved once, into which tensors are prefetched (MEMO, section 4.1).
 //
 // The tensors of one frame share a buffer, and the frames take the buffers in turn. Each tensor has a storage of its
-// own within its buffer. It is alive until the last user of that storage, autograd or the script, is done. Another
-// frame takes the buffer only once no tensor in it is alive. Nothing is moved or overwritten.
+// own within its buffer. A tensor is alive until the last user of that storage, autograd or the script, is done.
+// Another frame takes the buffer only once no tensor in it is alive. Nothing is moved or overwritten.
 //
 // All buffers belong to one stream, as memory of the caching allocator does. `record_stream` has no effect on their
-// tensors. `Transfer::order_use` registers a reader on another stream; a reader that it does not know has to make the
-// buffers' stream wait for the read.
+// tensors. `Transfer::order_use` registers a reader on another stream; any other reader has to make the buffers'
+// stream wait for the read.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -54,10 +54,10 @@ struct Failure : std::runtime_error {
 
 class Transfer;
 
-// Whether a tensor's values are ready for the streams that regions run on. READ: they are. UNREAD: a region's input may
-// come from another stream, and code inside of the region may have yet to wait for that stream; once an operator reads
-// the input, it has waited. ASSUMED: the forward of an opaque region has ended. The region may have read the input
-// without an operator, so it is assumed to have waited.
+// Whether a tensor's values are ready for the streams that regions run on. READ: they are. UNREAD: the tensor is a
+// region's input that may come from another stream, and code inside of the region may have yet to wait for that stream.
+// The first operator that reads the input shows that it has waited. ASSUMED: the forward of an opaque region has ended.
+// That region may have read the input without an operator, so it is assumed to have waited.
 enum class Ready : uint8_t { UNREAD, ASSUMED, READ };
 
 // A captured tensor whose first `rows` rows (of dimension 0) are copied to the host.
