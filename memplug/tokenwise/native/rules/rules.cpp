@@ -9,8 +9,7 @@ namespace {
 
 struct OfPlan {
   int32_t count;
-  // `read`, `changed`: storages that operators read, and that they make or write to; operator i's end at index
-  // `ends[i]`
+  // The storages that operators read, and those that they make or write to. Operator i's end at index `ends[i]`.
   const int32_t *read_ends, *read, *changed_ends, *changed;
   const uint8_t *runs_always, *captured;
 
