@@ -96,8 +96,8 @@ std::shared_ptr<Swapped> Frame::enter(const at::Tensor& value, bool swaps) {
   const int32_t storage = forward.enter(value, part != nullptr);
   if (part != nullptr) {
     Streams& streams = flow->transfer->streams();
-    // the allocator must know of this use: the tensor is freed sooner than without memplug, and another stream may own
-    // it
+    // the allocator must know of this use: another stream may own the tensor, which is freed sooner than without
+    // memplug
     streams.use_on(streams.current(), value);
     swapped.push_back(part);
     inputs.emplace_back(storage, part);
@@ -148,7 +148,7 @@ void Frame::forget_read() {
   unread_.erase(std::remove_if(unread_.begin(), unread_.end(), is_read), unread_.end());
 }
 
-// Keeps the inputs that no operator has read on the device: code after this region may be the first to wait for the
+// Keeps on the device the inputs that no operator has read: code after this region may be the first to wait for the
 // stream that makes such an input, and another region may read it then. In an opaque region they count as read.
 void Frame::close_unread() {
   forget_read();
@@ -354,7 +354,7 @@ bool Frame::release_first(int64_t nbytes) {
   return true;
 }
 
-// Collects the tensors that backward has to prefetch, the first needed last.
+// Collects the tensors that backward has to prefetch; the one needed first is last.
 void Frame::refill() {
   flow->ledger->waiting -= static_cast<int64_t>(todo.size());
   todo.clear();

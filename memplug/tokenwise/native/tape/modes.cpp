@@ -68,7 +68,7 @@ bool are_same(const c10::IValue& one, const c10::IValue& other, const Same& same
   });
 }
 
-// Returns whether two arguments differ only since torch has omitted or added a default: a new tensor's dtype, layout,
+// Returns whether two arguments differ only because torch has omitted or added a default: a new tensor's dtype, layout,
 // device or pinning.
 bool is_default(const Operator& op, size_t position, const c10::IValue& one, const c10::IValue& other) {
   const std::string& name = op.handle.schema().arguments()[position].name();
