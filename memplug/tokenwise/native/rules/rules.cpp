@@ -1,4 +1,5 @@
-// The planner's rules behind a C interface, compiled apart from the core; see memplug/tokenwise/plan/rules.py.
+// The rules of recompute passes behind a C interface, for the planner (memplug/tokenwise/plan/rules.py). Compiled apart
+// from the core, without torch.
 #include "../tape/rules.h"
 
 #include <algorithm>
@@ -8,7 +9,8 @@ namespace {
 
 struct OfPlan {
   int32_t count;
-  const int32_t *read_ends, *read, *changed_ends, *changed; // storages of operator i end at `ends[i]`
+  // The storages that operators read, and those that they make or write to. Operator i's end at index `ends[i]`.
+  const int32_t *read_ends, *read, *changed_ends, *changed;
   const uint8_t *runs_always, *captured;
 
   size_t size() const {
@@ -32,7 +34,7 @@ struct OfPlan {
     std::for_each(changed + (index == 0 ? 0 : changed_ends[index - 1]), changed + changed_ends[index], visit);
   }
   template <typename Visit>
-  // empty: no earlier operator writes to an output that the planner captures
+  // Does nothing: in the planner's programs no earlier operator writes to an output that is captured.
   void each_made(size_t, const Visit&) const {}
 };
 
@@ -44,8 +46,8 @@ int64_t memplug_rows_taken(double fraction, int64_t rows) {
   return memplug::rows_taken(fraction, rows, true);
 }
 
-// Writes an `Action` for each of the first `count` operators. `storages`: the number of storages. `wanted`: those that
-// backward asks for.
+// Writes an `Action` for each of the first `count` operators to `actions`. `storages`: number of storages. `wanted`:
+// storages that backward asks for. The other arguments are as in `OfPlan`.
 void memplug_actions(
     int32_t count,
     const int32_t* read_ends,

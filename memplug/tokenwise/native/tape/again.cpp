@@ -1,5 +1,5 @@
-// Tensors of a forward that are needed before its backward: the operators of its tape, or of the forward so far, run
-// again.
+// Recomputes tensors of a forward that are needed before its backward, by running the operators of its tape, or of the
+// forward so far, again.
 #include <algorithm>
 
 #include "clock.h"
@@ -9,7 +9,7 @@
 namespace memplug {
 namespace {
 
-// Returns whether operators of a tape show how a tensor was made.
+// Returns whether a tensor is given, or an operator of the tape made it.
 bool shows(const Tape& tape, const Use& use) {
   return tape.given[use.storage] || std::any_of(tape.records.begin(), tape.records.end(), [&](const Record& record) {
     return record.makes(use.storage);
@@ -32,7 +32,7 @@ std::optional<std::vector<at::Tensor>> Frame::again(
     wanted_storages.push_back(use.storage);
   }
   const PassActions its(own_tape, {}, {}, wanted_storages);
-  if (its.communicates) { // other ranks may not ask for it
+  if (its.communicates) { // other ranks may not need these tensors now, and would not take part
     return std::nullopt;
   }
   std::vector<std::shared_ptr<Swapped>> read, away;
@@ -54,13 +54,13 @@ std::optional<std::vector<at::Tensor>> Frame::again(
     }
     return found;
   } catch (const Diverged&) {
-  } catch (const Failure&) { // a parameter is not gathered
+  } catch (const Failure&) { // a parameter's memory is not gathered now
   }
   return std::nullopt;
 }
 
-// Recomputes the saved tensors that are gone, and keeps them, and all that is saved from now on, until the forward
-// ends.
+// Recomputes the saved tensors that are gone. Keeps these, and all tensors that are saved from now on, until the
+// forward ends.
 void Frame::hold_so_far() {
   forward.holds_meanwhile = true;
   const auto done = forward.so_far();

@@ -1,5 +1,5 @@
-// The state around a region's forward, such as generators and autocast, that a recompute pass restores to run the
-// module.
+// The state around a region's forward or a unit's call, such as random generators and autocast. A recompute pass that
+// runs the module or the unit again restores it first.
 #pragma once
 
 #include <ATen/core/MT19937RNGEngine.h>
@@ -12,14 +12,14 @@
 
 namespace memplug {
 
-// The state of the CPU's random generator. Copying it is faster than making a tensor of it, as the generator's
-// `get_state` does.
+// The state of the CPU's random generator. `now` copies it: the generator's own `get_state` makes a tensor, which takes
+// longer.
 struct CpuRandom {
   static CpuRandom now();
 
   bool operator==(const CpuRandom& other) const;
 
-  // Returns the state as `torch.get_rng_state` would have then.
+  // Returns the state as the tensor that `torch.get_rng_state` would have returned at the time of `now`.
   at::Tensor state() const;
 
   at::mt19937 engine;
@@ -27,7 +27,8 @@ struct CpuRandom {
   std::optional<double> next_double;
 };
 
-// The state when a region's forward starts; memplug/tokenwise/engine/ambient.py restores it. Guarded by Python's lock.
+// The state when a region's forward or a unit's call starts. memplug/tokenwise/engine/ambient.py restores it. Guarded
+// by Python's lock.
 struct Ambient {
   struct Autocast {
     c10::DeviceType device;
@@ -35,36 +36,38 @@ struct Ambient {
     at::ScalarType dtype;
   };
 
-  using Attention = std::array<bool, 4>; // whether each back end is enabled
+  using Attention = std::array<bool, 4>; // for each of torch's attention back ends, whether it is enabled
 
-  // Takes the state of now. `device`: where the training runs.
+  // Takes the present state. `device`: where the training runs.
   explicit Ambient(c10::Device device);
 
-  // Returns the state as the arguments of Python's `restored`.
+  // Returns the state as arguments of `restored` in ambient.py.
   pybind11::tuple described() const;
 
-  // Returns whether nothing has to be restored now, for a pass that draws no random numbers.
+  // Returns whether code can run again in the present state with nothing restored. False while a generator's state is
+  // kept.
   bool holds() const;
 
-  // Returns whether autocast is enabled for a device.
+  // Returns whether autocast was enabled for any device.
   bool casts() const;
 
-  // Forgets the generators that have not changed since: they need not be restored. Called once the forward has run,
-  // unless it restored a generator's state itself.
+  // Forgets the states of generators that nothing has drawn from since the constructor: they need not be restored.
+  // Called after a unit has run, unless the unit may restore a generator's state itself.
   void forget_undrawn();
 
-  std::optional<CpuRandom> cpu_rng; // none if no operator drew from it
-  std::optional<at::Tensor> device_rng; // likewise; none on the CPU
+  std::optional<CpuRandom> cpu_rng; // state of the CPU's generator; none once forgotten
+  std::optional<at::Tensor> device_rng; // state of the device's generator; none once forgotten, or on the CPU
   std::vector<Autocast> autocast;
   Attention attention;
-  pybind11::object default_device; // for factory functions, or None
+  pybind11::object default_device; // torch's default device for factory functions, or None
 
  private:
   c10::Device device_;
 };
 
-// While one lives, autocast caches no casts. A weight cast once for two regions would be cast again by each recompute
-// pass.
+// While an instance lives, autocast caches no casts. With the cache two regions would share one cast of a weight, but
+// each region's recompute pass would make it again. `casts`: whether autocast is enabled; if not, an
+// instance does nothing.
 class WithoutAutocastCache {
  public:
   explicit WithoutAutocastCache(bool casts);

@@ -1,4 +1,4 @@
-// The arguments of a call as a flat list, and the containers that they came from.
+// The arguments of a call as a flat list of values, and the containers that held the values.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,17 +8,17 @@
 
 namespace memplug {
 
-// The containers of flat values: nested dictionaries, tuples and lists, and those that torch's pytree knows. Guarded by
-// Python's lock.
+// Nested containers without their values: dictionaries, tuples, lists, and other containers that torch's pytree knows.
+// Guarded by Python's lock.
 class Containers {
  public:
   using Leaf = std::function<void(pybind11::handle)>;
   using NextLeaf = std::function<pybind11::object()>;
 
-  // Calls `leaf` with each value that is no such container, in order. Returns the containers.
+  // Calls `leaf` with each value inside of `value` that is not itself a container, in order. Returns the containers.
   static Containers of(pybind11::handle value, const Leaf& leaf);
 
-  // Returns the same containers with other values, taken from `next` in order.
+  // Returns new containers of the same structure. Calls `next` for each value, in the same order.
   pybind11::object around(const NextLeaf& next) const;
 
  private:
@@ -30,7 +30,7 @@ class Containers {
   std::vector<Containers> parts_;
 };
 
-// Returns the bytes of all tensors among the arguments of a call, including tensors in containers.
+// Returns the bytes of all tensors among the arguments of a call and in their containers.
 int64_t given_bytes(pybind11::handle arguments, pybind11::handle keywords);
 
 } // namespace memplug

@@ -9,8 +9,9 @@ namespace py = pybind11;
 namespace memplug {
 namespace {
 
-// `torch.compiler.set_stance` makes a new stance each time, which takes longer than many operators. It uses the stance
-// only to set a variable of the compiler's, which `torch_private.check_compiler` verifies.
+// torch's compiler module, and the stance "force_eager", made once. `torch.compiler.set_stance` makes a new stance each
+// time, which takes longer than many operators, and then sets one variable of this module.
+// `torch_private.check_compiler` verifies that it does no more.
 struct Compiler {
   py::object module, eager;
 };

@@ -1,14 +1,14 @@
-// Inside of a region, functions that the model compiles run as they are written: compiled code has no operators to
-// observe. Units are an exception (memplug/hooks/flex_attention.py).
+// Inside of a region, functions that the model compiles with torch.compile run uncompiled, as they are written: in
+// compiled code there are no operators to observe. Units are an exception (memplug/hooks/flex_attention.py).
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace memplug {
 
-// While one lives, functions that the model compiles run as they are written. The compiler's stance belongs to the
-// process: of threads that overlap, the first to enter sets it, and the last to leave restores it. Guarded by Python's
-// lock.
+// While an instance lives, functions that the model compiles run as they are written. To that end it sets the stance of
+// torch's compiler, of which the process has one. If instances of several threads overlap, the first one sets the
+// stance, and the last one restores it. Guarded by Python's lock.
 class AsWritten {
  public:
   AsWritten() {
@@ -24,7 +24,7 @@ class AsWritten {
   static void enter();
   static void leave();
 
-  // Returns the stance that was replaced; None if no instance lives.
+  // Returns the stance that the first instance replaced; None if no instance lives.
   static pybind11::object before();
 };
 

@@ -1,5 +1,5 @@
-// All calls from the core to Python while regions run: the classes and functions of memplug/tokenwise/engine/calls.py,
-// which documents each one. `bind_calls` compares the two.
+// All calls from the core to Python while regions run. memplug/tokenwise/engine/calls.py declares the same classes, and
+// documents each method. `bind_calls` compares the names in the two files.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -20,9 +20,9 @@ namespace memplug {
 
 class Running;
 
-using CalledNames = std::map<std::string, std::set<std::string>>; // by the name of their class
+using CalledNames = std::map<std::string, std::set<std::string>>; // names of methods and attributes, by name of class
 
-// The names that the core uses of one class.
+// The methods and attributes of one Python class that the core uses.
 class CalledClass {
  public:
   explicit CalledClass(std::string name) : name_(std::move(name)) {}
@@ -30,7 +30,7 @@ class CalledClass {
   // Adds a name and returns it as an interned Python string, which is never freed.
   PyObject* add(const char* name);
 
-  // Throws AttributeError if the class lacks one of these names, or declares others.
+  // Throws AttributeError unless `declared` has exactly the added names for this class.
   void check(const CalledNames& declared) const;
 
  private:
@@ -48,7 +48,7 @@ pybind11::object as_object(Value value) {
 }
 
 template <typename Value>
-Value value_of(PyObject* found) { // a new reference, or null with an error set
+Value value_of(PyObject* found) { // `found`: a new reference, or null if Python raised an error
   if (found == nullptr) {
     throw pybind11::error_already_set();
   }
@@ -74,8 +74,8 @@ class Attribute {
 template <typename Signature>
 class Method;
 
-// A method whose object is passed in each call. A bound method kept by C++ would form a cycle that Python's collector
-// does not see.
+// A Python method, called with its object as the first argument. It is not bound to an object: if C++ kept a bound
+// method, the two would form a cycle that Python's collector does not see.
 template <typename Result, typename... Arguments>
 class Method<Result(Arguments...)> {
  public:
@@ -169,11 +169,11 @@ struct __attribute__((visibility("hidden"))) Functions {
   pybind11::object default_device, tree_flatten, tree_unflatten;
 };
 
-// Returns the functions that `bind_calls` was given; throws before that. Guarded by Python's lock.
+// Returns the functions that `bind_calls` was given. Throws if `bind_calls` has not run. Guarded by Python's lock.
 const Functions& functions();
 
-// Checks the core's calls against `declared`, the methods and attributes of the classes of calls.py, and keeps the
-// functions. Throws AttributeError if the core calls a name that is not declared, or does not call all of them.
+// Checks the core's calls against `declared`, the methods and attributes of the classes in calls.py. Keeps the three
+// functions. Throws AttributeError if the core calls a name that is not declared, or does not call a declared one.
 void bind_calls(
     const CalledNames& declared,
     pybind11::object default_device,

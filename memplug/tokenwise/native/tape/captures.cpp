@@ -1,4 +1,4 @@
-// The outputs that one forward of a region captures, to offload or keep them.
+// Captures outputs of a region's forward, to offload or to keep them.
 #include <algorithm>
 #include <cmath>
 
@@ -33,7 +33,7 @@ void Frame::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
   if (op.has(EXCHANGE)) {
     capture_exchange(index, record, results);
   } else if (op.has(PART_OF_UNIT) && !flow->is_worth_swapping(results[0].toTensor())) {
-    capture_outputs(index, record, results, {1, true}); // too little memory to run the unit again for
+    capture_outputs(index, record, results, {1, true}); // a small part is kept: it is not worth running the unit again
   } else if (decision.fraction > 0 && record.is_capturable()) {
     capture_outputs(index, record, results, decision);
   } else if (op.has(COLLECTIVE)) {
@@ -42,20 +42,20 @@ void Frame::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
   flow->trim(*this);
 }
 
-// Captures the first `fraction` of the rows of each output.
+// Captures the first rows of each output, by the decision's fraction.
 void Frame::capture_outputs(
     size_t index, const Record& record, c10::ArrayRef<c10::IValue> results, Decision decision) {
   const Operator& op = *record.op;
   const auto outputs = tensors_of(results);
-  // a communicating unit whose ranks have not agreed must not run again on this rank alone: it is captured in full,
-  // even if host memory is short
+  // until its ranks have agreed, a communicating unit must not run again on this rank alone: so all of its rows are
+  // captured even if host memory is short
   const bool shrinks = op.has(ROWS) && !decision.keep && !(op.has(SHARED) && !setting->is_agreed);
   const double fraction = decision.fraction * (shrinks ? flow->share : 1.0);
   const int64_t length = outputs.front().dim() > 0 ? outputs.front().size(0) : 0;
   const int64_t pieces = length > 0 ? pieces_of(forward.tape(), index).value_or(0) : 0;
   const bool splits = pieces > 0;
   std::optional<int64_t> rows = splits ? rows_taken(fraction, pieces, splits) * (length / pieces)
-                                       : rows_taken(fraction, length, splits); // none: all of them
+                                       : rows_taken(fraction, length, splits); // none: all rows
   if (*rows == length) {
     rows.reset();
   } else if (*rows == 0) {
@@ -69,7 +69,7 @@ void Frame::capture_outputs(
   for (const at::Tensor& value : outputs) {
     const auto part = part_of(value, rows, decision.keep, op);
     if (!part) {
-      return; // the host is full: recomputed instead; parts that were offloaded are dropped
+      return; // the host is full: the outputs are recomputed instead, and copies that have begun are dropped
     }
     parts.push_back(*part);
   }
@@ -82,11 +82,11 @@ void Frame::capture_outputs(
   }
 }
 
-// Captures the result of a collective that fills a tensor if a recompute pass can substitute it; else the pass runs the
-// collective again. This follows from the operators alone, so all ranks do the same.
+// Captures the result of an exchange if a recompute pass can substitute it. If not, the pass runs the exchange again.
+// Which of the two holds follows from the operators alone, so all ranks do the same.
 void Frame::capture_exchange(size_t index, const Record& record, c10::ArrayRef<c10::IValue> results) {
   const auto written = tensors_of(results);
-  // it must cover its storage, even an empty one: a rank whose experts get no tokens exchanges nothing
+  // the result must cover its storage; an empty one does, on a rank whose experts get no tokens
   if (written.size() != 1 || written[0].storage_offset() != 0 || written[0].storage().nbytes() != written[0].nbytes()) {
     return;
   }
@@ -107,9 +107,10 @@ void Frame::capture_exchange(size_t index, const Record& record, c10::ArrayRef<c
   captures_[index] = {{part}, true};
 }
 
-// Leaves out a collective whose result no backward has asked for: it is neither captured nor launched again.
+// Leaves out a collective whose result no backward has asked for: its result is not captured, and a recompute pass does
+// not launch it.
 void Frame::leave_out(size_t index) {
-  if (!forward.tape().records[index].op->has(WAITS)) { // it launched the collective itself
+  if (!forward.tape().records[index].op->has(WAITS)) { // the operator launched the collective and waited for it
     captures_[index] = {{}, true};
   } else if (const int64_t launch = launch_of(index); launch >= 0) {
     captures_[index] = {{}, true};
@@ -117,9 +118,9 @@ void Frame::leave_out(size_t index) {
   }
 }
 
-// Returns the operator that launched the collective whose result is waited for; -1 if a recompute pass cannot
-// substitute that result: the collective is not of this region, it has several results, or it wrote to memory that
-// existed before or that also has other values.
+// Returns the operator that launched the collective for which operator `index` waits. Returns -1 if a recompute pass
+// cannot substitute the collective's result. That is so if the collective is not on this tape, if it has several
+// results, or if it wrote the result to memory that is given or that also has other values.
 int64_t Frame::launch_of(size_t index) const {
   const Tape& tape = forward.tape();
   const int64_t launch = tape.launch_of(index);
@@ -144,7 +145,7 @@ std::optional<CapturedTensor> Frame::part_of(
   if (auto swapped = flow->transfer->offload(value, rows.value_or(value.size(0)), region->offloads_late)) {
     return CapturedTensor{std::move(swapped), nullptr};
   }
-  // recomputing it alone would leave other ranks waiting, or choose differently
+  // recomputing the output on this rank alone would leave other ranks waiting, or choose other experts
   const bool alike = op.is_always_captured() || region->shares;
   return alike ? std::optional(kept()) : std::nullopt;
 }
@@ -158,8 +159,9 @@ void Frame::add(const at::Tensor& tensor, const CapturedTensor& part) {
   }
 }
 
-// Returns the captured collectives that a recompute pass may ask for, whatever else this rank had room to capture. All
-// ranks must leave out the same collectives.
+// Returns the captured collectives, and parts of communicating units, that a recompute pass would ask for if nothing
+// else were captured. So the answer does not depend on what this rank's host had room for: all ranks must leave out the
+// same collectives.
 std::set<size_t> Frame::asked_of_ranks() const {
   std::vector<CapturedOperator> shared;
   for (const auto& [index, capture] : captures_) {
@@ -186,7 +188,8 @@ std::set<size_t> Frame::asked_of_ranks() const {
   return asked;
 }
 
-// Finds the captures that no backward asks for, which later forwards leave out.
+// Finds the captures that no backward asks for, so that later forwards leave them out. `substituted`: operators whose
+// captured results the recompute pass needs.
 void Frame::learn(const std::vector<size_t>& substituted) {
   const auto of_ranks = asked_of_ranks();
   std::set<size_t> asked(substituted.begin(), substituted.end());

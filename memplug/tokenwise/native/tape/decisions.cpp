@@ -9,7 +9,7 @@ namespace {
 struct OfTape {
   const Tape& tape;
   std::vector<Taken> captured;
-  std::vector<bool> launched; // another operator's capture has its result
+  std::vector<bool> launched; // for each operator, whether the capture of another one has its result
 
   size_t size() const {
     return tape.records.size();
@@ -39,7 +39,7 @@ struct OfTape {
   void each_made(size_t index, const Visit& visit) const {
     const Record& record = tape.records[index];
     std::for_each(record.made.begin(), record.made.end(), visit);
-    if (record.op->has(WAITS)) { // the result of a collective that is waited for lies in the memory of its input
+    if (record.op->has(WAITS)) { // a wait returns the collective's result in the memory of its input
       visit(record.outputs.front().storage);
     }
   }

@@ -1,4 +1,5 @@
-// The action of a recompute pass for each operator of a tape, derived from what is captured and what it has to restore.
+// The actions of a recompute pass: it runs each operator of a tape, substitutes the operator's captured results, or
+// skips it. This follows from the captures and from the storages that the pass has to restore.
 #pragma once
 
 #include <memory>
@@ -10,7 +11,8 @@
 
 namespace memplug {
 
-// An operator whose results are captured. `whole`: with all rows, so that its inputs are not needed.
+// An operator whose results are captured. `whole`: with all of their rows, so a pass does not need the operator's
+// inputs.
 struct CapturedOperator {
   size_t index;
   bool whole;
@@ -20,22 +22,23 @@ struct CapturedOperator {
   }
 };
 
-// Returns an action for each operator. `launches`: operators whose result another operator's capture provides.
-// `wanted`: storages that the pass has to restore.
+// Returns a pass's action for each operator of the tape. `launches`: operators that the pass skips, since the capture
+// of another operator has their result. For example, the capture of a wait has the result of the collective. `wanted`:
+// storages that the pass has to restore.
 std::vector<Action> actions_of(
     const Tape& tape,
     const std::vector<CapturedOperator>& captured,
     const std::vector<size_t>& launches,
     const std::vector<int32_t>& wanted);
 
-// Returns how many pieces an operator's outputs split into along dimension 0, any number of which may be captured while
-// the rest is computed alone; none if they are captured whole or not at all.
+// Returns how many pieces an operator's outputs split into along dimension 0. Any number of pieces may be captured, and
+// a recompute pass computes only the others. Returns none if the outputs can only be captured whole, or not at all.
 std::optional<int64_t> pieces_of(const Tape& tape, size_t index);
 
-// Returns the storages from before the pass that it reads or has to restore.
+// Returns the given storages (`Tape::given`) that a pass with these actions reads or has to restore.
 std::vector<int32_t> read_by(const Tape& tape, const std::vector<Action>& actions, const std::vector<int32_t>& wanted);
 
-// The actions of a recompute pass, made once for forwards that are alike.
+// The actions of a recompute pass. Forwards with the same tape, captures and wanted storages share one object.
 struct PassActions {
   PassActions(
       std::shared_ptr<const Tape> tape,
@@ -57,9 +60,9 @@ struct PassActions {
   const std::vector<int32_t> wanted;
 
   const std::vector<Action> actions;
-  const std::vector<int32_t> reads; // storages, from `read_by`
+  const std::vector<int32_t> reads; // given storages, from `read_by`
   std::vector<size_t> substituted; // operators whose captured results the pass needs
-  bool communicates = false; // it runs operators in which other ranks take part
+  bool communicates = false; // the pass runs operators in which other ranks take part
 };
 
 } // namespace memplug

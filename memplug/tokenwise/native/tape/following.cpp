@@ -1,4 +1,4 @@
-// How a forward follows a tape, departs from it, and closes its own.
+// Lets a forward follow a tape, depart from it, and close its own.
 #include "forward.h"
 #include "unfilled.h"
 
@@ -29,7 +29,7 @@ void Forward::depart(size_t records) {
   followed_.reset();
 }
 
-// Adds the forward's storages to a tape, and why it is opaque.
+// Adds to `own`, a tape of this forward, the forward's storages and the reasons why it is opaque.
 void Forward::describe(Tape& own) const {
   own.given = storages.given;
   own.nbytes = storages.nbytes;
@@ -59,7 +59,7 @@ std::shared_ptr<const Tape> Forward::close() {
     return followed_;
   }
   if ((opaque_ & TRANSFORMED) != 0) {
-    opaque_ &= ~FAILED; // operators that a transform takes apart end without results
+    opaque_ &= ~FAILED; // operators that a transform takes apart end without results, and have not failed
   }
   describe(*noted_);
   return noted_;

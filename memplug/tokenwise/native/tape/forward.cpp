@@ -13,8 +13,9 @@
 namespace memplug {
 namespace {
 
-// Returns the generators that an operator may draw from, with their present states: the one among its arguments, or
-// else the default ones of the CPU and of the device of its tensors, or of the current device.
+// Returns the generators that an operator may draw from, with their present states. If a generator is among the
+// arguments, it is that one. Else it is the CPU's default generator, and that of the device on which the tensors are,
+// or of the current device if there are none.
 std::vector<GeneratorDraw> generators_of(c10::ArrayRef<c10::IValue> arguments) {
   std::vector<at::Generator> generators;
   std::optional<c10::Device> device;
@@ -105,8 +106,8 @@ int32_t Forward::enter(const at::Tensor& tensor, bool captured) {
 
 void Forward::give(int32_t storage, const at::Tensor& tensor, size_t met) {
   if (!given[storage].tensor.defined()) {
-    // a parameter itself, since code that shards parameters exchanges their memory; others without their graph, which
-    // may lead back here
+    // keeps a parameter itself, since code that shards parameters exchanges their memory; keeps another tensor without
+    // its graph, which may refer back to this forward
     const bool itself = storages.regathered[storage] || (tensor.is_leaf() && tensor.requires_grad());
     given[storage].tensor = itself ? tensor : alias_of(tensor);
     given[storage].had_gradient = itself && tensor.is_leaf() && tensor.grad().defined();
@@ -201,8 +202,8 @@ Record Forward::note(const Operator& op, c10::ArrayRef<c10::IValue> arguments) c
   return record;
 }
 
-// Throws if an operator is about to write to an irregular tensor from outside. Such tensors are not copied first, so a
-// recompute pass would find the forward's writes in them.
+// Throws if an operator is about to write to a given irregular tensor (layouts.h). memplug does not copy such a tensor
+// first, so a recompute pass would find the forward's writes in it.
 void Forward::check_writes(const Record& record) const {
   for (const FoundTensor& found : found_) {
     if (record.writes(found.storage) && storages.given[found.storage] && is_irregular(*found.tensor)) {
@@ -291,7 +292,7 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
   }
   for (const auto& [storage, tensor] : saved_early_) {
     if (std::find(made_.begin(), made_.end(), storage) == made_.end()) {
-      // not a result, such as a copy of memory that is about to be overwritten: it is kept
+      // the tensor is no result, but for instance a copy of memory that is about to be overwritten: it is kept
       storages.given[storage] = true;
       give(storage, tensor, begun_);
     }
@@ -302,7 +303,7 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
   }
   const bool over = op.is_over(tape().records[index].arguments);
   if (over) {
-    wait_for(results); // the back end's operators meanwhile are not the region's
+    wait_for(results); // operators of the back end that run meanwhile are not noted
   }
   if (!failed && nameable && (over || !op.has(EXCHANGE)) && listener_->wants(index, op) && !copies_blank(index)) {
     listener_->capture(index, op.has(EXCHANGE) ? exchanged_ : results);
@@ -313,13 +314,13 @@ void Forward::classify(Record& record) {
   const Operator& op = *record.op;
   record.form = record.made.empty() ? Form::VIEW : Form::PURE;
   if (op.has(PART_OF_UNIT) || (op.has(UNIT) && record.written.empty())) {
-    return; // it runs again if a part has to be recomputed, and draws and communicates as before
+    return; // a unit runs again if a part has to be recomputed; it then draws and communicates as in the forward
   }
   if (op.has(EXCHANGE)) {
     record.form = Form::EXCHANGE;
     record.root = true;
     record.made = record.written;
-  } else if (record.draws) { // draws in place (dropout masks) read nothing but the generator
+  } else if (record.draws) { // an operator that draws in place (a dropout mask) reads nothing but the generator
     record.form = Form::FIXED;
     record.root = !op.mutates;
   } else if (op.has(COMMUNICATES) || op.has(EFFECTS)) {
@@ -327,7 +328,7 @@ void Forward::classify(Record& record) {
     record.root = true;
   } else if (op.has(VALUE)) {
     record.form = Form::VALUE;
-  } else if (op.mutates && (record.made.empty() || !record.written.empty())) { // else its optional outputs are absent
+  } else if (op.mutates && (record.made.empty() || !record.written.empty())) { // else the optional outputs are absent
     record.form = Form::WRITE;
     for (const int32_t storage : record.written) {
       record.root = record.root || storages.given[storage];

@@ -82,7 +82,7 @@ void add_flow(py::module_& module) {
       .def("leave_out", [](Region& region, size_t index, const std::string& name) {
         const size_t dot = name.find('.');
         const std::string overload = dot == std::string::npos ? "" : name.substr(dot + 1);
-        if (const Operator* const op = operator_named(name.substr(0, dot), overload)) { // its library is loaded
+        if (const Operator* const op = operator_named(name.substr(0, dot), overload)) { // if its library is loaded
           region.leave_out(index, op);
         }
       })
@@ -175,7 +175,7 @@ void add_forwards(py::module_& module) {
   py::register_exception<Diverged>(module, "Diverged");
   py::register_exception<GroupGone>(module, "GroupGone");
   module.def("describe_operators", [](py::object describe) {
-    // never destroyed: operators are looked up by threads that outlive Python
+    // never destroyed: threads that outlive Python look up operators
     auto* kept = new py::object(std::move(describe));
     describe_operators([kept](const std::string& name, const std::string& overload) {
       const py::gil_scoped_acquire locked;
@@ -199,12 +199,12 @@ void add_forwards(py::module_& module) {
     }
     return found;
   });
-  // A function that is about to run with these arguments, and then has run.
+  // The state before a function runs: the forward's progress, and the function's tensor arguments.
   struct Since {
     Forward::Progress progress;
     std::vector<at::Tensor> given;
     std::vector<uint32_t> versions;
-    std::vector<at::Tensor> before; // copies, as bytes; undefined for parameters
+    std::vector<at::Tensor> before; // the arguments' bytes, copied; undefined for parameters and where not readable
   };
   py::class_<Since>(module, "Since").def(py::init([](py::handle arguments) {
     Forward& forward = Running::observed()->forward;
@@ -228,9 +228,9 @@ void add_forwards(py::module_& module) {
   module.def("communicates", [](const Since& since) {
     return Running::observed()->forward.communicates(since.progress.begun);
   });
-  using Written = std::vector<size_t>; // indices of the tensors that a function was given
-  // Returns the tensors that the function wrote to unobserved, and all that it wrote to or returned, to which later
-  // calls may write unobserved. Returns none if it launches no hidden kernels.
+  using Written = std::vector<size_t>; // indices of tensors in `Since::given`
+  // Returns two lists of the function's arguments: those that it wrote to unobserved, and all that it wrote to or
+  // returned, since later calls may write to these unobserved. Returns none if it launches no hidden kernels.
   module.def("hidden_writes", [](const Since& since, py::handle returned) -> std::optional<std::pair<Written, Written>> {
     Forward& forward = Running::observed()->forward;
     const Pause unseen;
@@ -247,7 +247,7 @@ void add_forwards(py::module_& module) {
     forward.blind_to_writes(since.given, hidden);
     return std::pair(hidden, written(forward.begun(), tensors));
   });
-  // Returns whether its operators wrote to parameters, or to memory from before the region that it was not given.
+  // Returns whether the function's operators wrote to a parameter, or to given memory that was not among its arguments.
   module.def("writes_elsewhere", [](const Since& since) {
     std::vector<at::Tensor> others;
     std::copy_if(since.given.begin(), since.given.end(), std::back_inserter(others), [](const at::Tensor& each) {
@@ -255,7 +255,7 @@ void add_forwards(py::module_& module) {
     });
     return Running::observed()->forward.writes_elsewhere(since.progress.begun, others);
   });
-  // Takes note of tensors with a dispatch of their own that a function is about to get.
+  // Takes note of tensor subclasses with a dispatch of their own that a function is about to get.
   module.def("meet_wrappers", [](const py::args& arguments) {
     Running* const running = Running::observed();
     for (const py::handle each : arguments) {

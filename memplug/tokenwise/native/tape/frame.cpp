@@ -80,7 +80,7 @@ Frame::~Frame() {
 // -- forward ----------------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Swapped> Frame::enter(const at::Tensor& value, bool swaps) {
-  // an input that is given once more, in any shape, since all of it was swapped
+  // the same input once more, perhaps in another shape: all of its storage is swapped already
   if (auto part = is_plain(value) ? input_of(forward.storages.find(value)) : nullptr) {
     return part;
   }
@@ -96,7 +96,8 @@ std::shared_ptr<Swapped> Frame::enter(const at::Tensor& value, bool swaps) {
   const int32_t storage = forward.enter(value, part != nullptr);
   if (part != nullptr) {
     Streams& streams = flow->transfer->streams();
-    // the tensor is freed sooner than without memplug, and may belong to another stream
+    // the allocator must know of this use: another stream may own the tensor, which is freed sooner than without
+    // memplug
     streams.use_on(streams.current(), value);
     swapped.push_back(part);
     inputs.emplace_back(storage, part);
@@ -122,8 +123,8 @@ void Frame::note_stream() {
   }
 }
 
-// Records the use if the forward has several streams: a saved tensor is freed sooner than without memplug, where
-// autograd keeps it while another stream may read it.
+// Records the use with the allocator if the forward has several streams. Without memplug, autograd would keep a saved
+// tensor while another stream may read it; memplug frees it sooner.
 void Frame::note_use(const at::Tensor& tensor) {
   if (streams_.size() > 1) {
     Streams& streams = flow->transfer->streams();
@@ -147,8 +148,8 @@ void Frame::forget_read() {
   unread_.erase(std::remove_if(unread_.begin(), unread_.end(), is_read), unread_.end());
 }
 
-// Keeps each input on the device that no operator has read: other code may wait for the stream that makes it, and
-// another region may read it then.
+// Keeps on the device the inputs that no operator has read: code after this region may be the first to wait for the
+// stream that makes such an input, and another region may read it then. In an opaque region they count as read.
 void Frame::close_unread() {
   forget_read();
   for (const auto& input : unread_) {
@@ -228,7 +229,7 @@ void Frame::close(bool direct) {
     }
     learn(asked);
   }
-  for (const auto& [storage, input] : inputs) { // another region may need it, and then releases it
+  for (const auto& [storage, input] : inputs) { // an input without uses is left to other regions, which may release it
     if (input->uses == 0) {
       swapped.erase(std::remove(swapped.begin(), swapped.end(), input), swapped.end());
     }
@@ -275,7 +276,7 @@ std::vector<size_t> Frame::decide() {
   std::vector<size_t> asked = decide(captured(), launches());
   const auto absent = [&](size_t index) { return captures_.at(index).parts.empty(); };
   while (std::any_of(asked.begin(), asked.end(), absent)) {
-    // this forward differs from earlier ones: run the collectives again after all
+    // this forward differs from earlier ones: it needs collectives that it left out, so they run again after all
     for (const size_t index : asked) {
       if (absent(index)) {
         captures_.erase(index);
@@ -353,12 +354,12 @@ bool Frame::release_first(int64_t nbytes) {
   return true;
 }
 
-// Collects the tensors that backward has to prefetch, the first needed last.
+// Collects the tensors that backward has to prefetch; the one needed first is last.
 void Frame::refill() {
   flow->ledger->waiting -= static_cast<int64_t>(todo.size());
   todo.clear();
   for (const auto& part : swapped) {
-    if (part->is_away() && part->uses > 0) { // else it was captured only because another rank may need it
+    if (part->is_away() && part->uses > 0) { // without uses it was captured only because another rank may need it
       todo.push_back(part);
     }
   }

@@ -1,4 +1,4 @@
-// Memory that existed before a forward: who reads it, and whether it was written to since.
+// Given memory: which code of a forward reads it, and whether it was written to after the forward.
 #include <algorithm>
 
 #include "forward.h"
@@ -53,7 +53,9 @@ void Forward::close_counts() {
       each.close();
     }
   }
-  const auto is_put_back = [&](const Count& each) { // or recomputed: the forward met it, or wrote to it, only later
+  // returns whether later writes do no harm: a pass puts back memory that the forward wrote to, and recomputes or
+  // prefetches memory that is not kept here
+  const auto is_put_back = [&](const Count& each) {
     const auto tensor = each.first.lock();
     const bool lies = tensor.defined() && (is_plain(at::Tensor(tensor)) || is_irregular(at::Tensor(tensor)));
     const int32_t storage = lies ? storages.find(at::Tensor(tensor)) : -1;

@@ -1,4 +1,4 @@
-// How a frame restores the tensors that its forward saved.
+// Gives the tensors that a frame's forward saved back to autograd.
 #include <algorithm>
 
 #include "frame.h"
@@ -68,14 +68,15 @@ at::Tensor Frame::given(size_t index) const {
   return tensor_at(copied ? copy_of(tensor) : tensor, saved.use.geometry);
 }
 
-// Returns whether backward's kernels may write to a saved tensor, since some put a gradient where the tensor was.
+// Returns whether backward's kernels may write to a saved tensor: kernels of units may, and those that an opaque region
+// launches. Some put a gradient where the saved tensor was.
 bool Frame::may_be_written(const Forward::Saved& saved) const {
   return saved.in_unit || is_opaque;
 }
 
 void Frame::consume(const std::shared_ptr<Swapped>& part) {
   if (part->resident && !part->slot && keeps_graph()) {
-    return; // it has to stay: a further backward may read more of the graph than this one
+    return; // the only copy has to stay: a further backward may read more of the graph than this one
   }
   if (--part->uses_left <= 0) {
     part->uses_left = part->uses;
@@ -129,7 +130,7 @@ Frame::Restoration Frame::begin_pass() {
   for (const size_t index : pass.indices) {
     pass.wanted.push_back(&forward.saved[index].use);
   }
-  const auto wanted = storages_of(pass.indices); // fewer than when it was decided, if parts of the graph are gone
+  const auto wanted = storages_of(pass.indices); // fewer than `decisions->wanted` if parts of the graph are gone
   const auto reads = wanted == decisions->wanted ? decisions->reads : read_by(*tape, decisions->actions, wanted);
   const auto last = std::find_if(decisions->actions.rbegin(), decisions->actions.rend(), [](Action action) {
     return action != Action::SKIP;

@@ -1,4 +1,4 @@
-// Tensors that a storage and a geometry do not describe.
+// Tensors that a tape can describe, by a storage and a geometry (size, stride, offset), and tensors that it cannot.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,16 +7,16 @@
 
 namespace memplug {
 
-// Returns whether a function transform (torch.func) has wrapped a tensor. Operators on the tensor inside show what
-// happens.
+// Returns whether a function transform (torch.func) has wrapped a tensor. Only operators on the tensor inside touch
+// memory.
 inline bool is_wrapped(const at::Tensor& tensor) {
   using Key = c10::DispatchKey;
   return tensor.key_set().has_any(
       c10::DispatchKeySet({Key::FuncTorchBatched, Key::FuncTorchGradWrapper, Key::Batched, Key::Functionalize}));
 }
 
-// Returns whether a tensor is sparse, nested, quantized, or in a library's own layout. A subclass with a dispatch of
-// its own is not.
+// Returns whether a tensor is sparse, nested, quantized, or in a library's own layout. False for a tensor subclass with
+// a dispatch of its own, and for a wrapped tensor.
 inline bool is_irregular(const at::Tensor& tensor) {
   using Key = c10::DispatchKey;
   const c10::DispatchKeySet keys = tensor.key_set();
@@ -27,13 +27,13 @@ inline bool is_irregular(const at::Tensor& tensor) {
       keys.has(Key::SparseCsr);
 }
 
-// Returns whether a tensor lies in memory that a tape can describe.
+// Returns whether a tape can describe a tensor by a storage and a geometry.
 inline bool is_plain(const at::Tensor& tensor) {
   return tensor.has_storage() && !tensor.key_set().has(c10::DispatchKey::Python) && !is_wrapped(tensor) &&
       !is_irregular(tensor);
 }
 
-// Returns the bytes of a tensor's elements, and of their indices if it is sparse.
+// Returns the bytes of a tensor's elements, and of its indices if it is sparse.
 int64_t memory_bytes(const at::Tensor& tensor);
 
 } // namespace memplug

@@ -9,7 +9,7 @@
 
 namespace memplug {
 
-// Memory that autograd was given and has not released.
+// Memory of the restored tensors that autograd got and has not released.
 class Restored {
  public:
   void add(const at::Tensor& tensor) {
@@ -20,7 +20,7 @@ class Restored {
     storages_.emplace_back(storage.getWeakStorageImpl(), static_cast<int64_t>(storage.nbytes()));
   }
 
-  // Returns the bytes that are still there.
+  // Returns the bytes of memory that is still alive, and forgets the rest.
   int64_t nbytes() {
     int64_t total = 0;
     size_t kept = 0;
@@ -42,9 +42,9 @@ class Restored {
 };
 
 struct Ledger {
-  int64_t recomputed_bytes = 0; // from recompute passes, until backward takes them
+  int64_t recomputed_bytes = 0; // of tensors that recompute passes restored and backward has not taken
   Restored restored;
-  int64_t waiting = 0; // captured tensors that are away and that backward will ask for
+  int64_t waiting = 0; // number of captured tensors that are away and that backward will ask for
 };
 
 } // namespace memplug

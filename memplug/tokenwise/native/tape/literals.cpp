@@ -1,7 +1,7 @@
-// Literals: tensors of Python's values, such as `torch.tensor([1, 2])`. torch requests CPU memory (`empty`), writes the
-// values to it without an operator, copies it to where the tensor is to be (`_to_copy`), and returns the copy
-// (`lift_fresh`). No pass could repeat that. So the tensor is given from then on, and the form of the operators before
-// it becomes one that never runs again.
+// Literals: tensors of Python values, such as `torch.tensor([1, 2])`. torch makes one in four steps. It requests CPU
+// memory (`empty`), writes the values to it without an operator, copies it to the tensor's device or dtype
+// (`_to_copy`), and returns the copy (`lift_fresh`). No pass could repeat that. So the tensor is given from then on,
+// and the operators that made it get a form that never runs again.
 #include <algorithm>
 
 #include "forward.h"

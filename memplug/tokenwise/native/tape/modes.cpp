@@ -14,14 +14,14 @@
 namespace memplug {
 namespace {
 
-// Returns whether both are the same Python number: torch hands one on as a number, and wraps it again.
+// Returns whether both tensors wrap the same Python number. torch hands it to modes as a number, and wraps it anew.
 bool is_same_number(const at::Tensor& one, const at::Tensor& other) {
   return is_number(one) && is_number(other) && one.scalar_type() == other.scalar_type() &&
       std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.itemsize()) == 0;
 }
 
-// Returns whether `other` has the values of `one` with its lazy bits resolved: torch conjugates and negates before it
-// calls modes.
+// Returns whether `other` has the values of `one` with lazy conjugation and negation carried out, as torch may do
+// before it calls modes.
 bool is_resolved(const at::Tensor& one, const at::Tensor& other) {
   if ((!one.is_conj() && !one.is_neg()) || one.scalar_type() != other.scalar_type() || one.sizes() != other.sizes()) {
     return false;
@@ -68,7 +68,8 @@ bool are_same(const c10::IValue& one, const c10::IValue& other, const Same& same
   });
 }
 
-// Returns whether two arguments differ only by a default of how a new tensor is laid out, which torch omits or adds.
+// Returns whether two arguments differ only because torch has omitted or added a default: a new tensor's dtype, layout,
+// device or pinning.
 bool is_default(const Operator& op, size_t position, const c10::IValue& one, const c10::IValue& other) {
   const std::string& name = op.handle.schema().arguments()[position].name();
   return (one.isNone() || other.isNone()) &&
@@ -174,11 +175,11 @@ bool Modes::end(c10::ArrayRef<c10::IValue> results) {
   if (!call.any) { // torch runs some operators by itself, such as detaching a tensor
     return returns_arguments(call.arguments, results);
   }
-  // writes of a collective's back end, by operators of its own, are the collective's result
+  // a collective's back end writes the collective's result by operators of its own: these writes are no mode's
   const bool writes = call.writes && !call.op->has(COLLECTIVE);
   return call.made && !writes &&
       std::equal(call.made->begin(), call.made->end(), results.begin(), results.end(), [](const auto& one, const auto& its) {
-           const bool are_works = one.isObject() && its.isObject(); // of a collective, made anew on each level
+           const bool are_works = one.isObject() && its.isObject(); // a collective's work is a new object on each level
            return are_works || are_same(one, its, is_same_memory);
          });
 }

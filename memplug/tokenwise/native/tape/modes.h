@@ -1,5 +1,5 @@
-// The script's dispatch modes (torch.utils._python_dispatch) around the operators of a forward. torch calls them
-// instead of an operator, and most hand it on unchanged.
+// The script's dispatch modes (torch.utils._python_dispatch) around the operators of a forward. torch calls these modes
+// instead of an operator. Most modes hand the operator on unchanged.
 #pragma once
 
 #include <memory>
@@ -11,31 +11,32 @@
 
 namespace memplug {
 
-// Checks whether the modes around an operator hand it on unchanged.
+// Checks whether the dispatch modes around an operator hand it on unchanged.
 class Modes {
  public:
-  // Returns whether this thread has such modes.
+  // Returns whether torch would now call modes of the script for an operator of this thread.
   static bool around();
 
   // Takes note that an operator begins.
   void begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments);
 
-  // Returns whether an operator that modes are called for has begun and not ended.
+  // Returns whether an operator for which torch calls modes has begun and not ended.
   bool are_called() const {
     return called_.has_value();
   }
 
-  // A call inside of such an operator: the operator itself with its arguments, handed on; another operator that a mode
-  // calls; or a call made by one of these.
+  // Kinds of calls while an operator's modes run. HANDED_ON: a mode calls the operator itself, with its arguments.
+  // BESIDE: a mode calls another operator. WITHIN: one of these operators calls something.
   enum class Inside : uint8_t { HANDED_ON, BESIDE, WITHIN };
 
-  // Takes note that an operator begins inside.
+  // Takes note that a call begins while the operator's modes run. Returns its kind.
   Inside begin_inside(const at::RecordFunction& function);
 
-  // Takes note that it has ended.
+  // Takes note that a call of kind `inside` has ended.
   void end_inside(Inside inside, c10::ArrayRef<c10::IValue> results);
 
-  // Ends the operator. Returns whether it ran once as it was called, and returned what it made.
+  // Takes note that the operator has ended. Returns whether it ran once, with the arguments that it was called with,
+  // and its results reached the caller unchanged.
   bool end(c10::ArrayRef<c10::IValue> results);
 
  private:
@@ -43,11 +44,11 @@ class Modes {
     const Operator* op;
     std::vector<c10::IValue> arguments;
     int64_t modes; // number of modes
-    int64_t open = 0; // number of modes that are handing it on
-    bool any = false; // an operator ran inside of it
+    int64_t open = 0; // number of modes that are handing the operator on
+    bool any = false; // a mode called some operator
     bool beside = false; // another operator is running, called by a mode
-    bool writes = false; // a mode wrote to its memory, or it ran more than once
-    std::optional<std::vector<c10::IValue>> made;
+    bool writes = false; // a mode wrote to the operator's memory, or ran the operator more than once
+    std::optional<std::vector<c10::IValue>> made; // the operator's results, before modes could change them
   };
   bool touches(c10::ArrayRef<const c10::IValue> values) const;
 
@@ -57,11 +58,11 @@ class Modes {
 // The script's dispatch and function modes around a forward. Guarded by Python's lock.
 class ModesAround {
  public:
-  // Takes those of this thread.
+  // Takes the modes of this thread.
   ModesAround();
 
-  // While one lives, this thread is in the forward's function modes, and in those of its dispatch modes that are still
-  // active. A mode around backward alone sees and changes backward, but no recompute pass.
+  // While an instance lives, this thread is in all of the forward's function modes, and in the forward's dispatch modes
+  // that are still active. So a mode around backward alone sees and changes backward, but no recompute pass.
   class Again {
    public:
     explicit Again(const ModesAround& forward);

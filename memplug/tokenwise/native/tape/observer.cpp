@@ -11,8 +11,8 @@ namespace {
 
 thread_local Observer* current = nullptr;
 
-// Returns whether tensors are fake, without memory: torch only needs their shapes, as when DTensor asks how a result is
-// sharded.
+// Returns whether operators now run on fake tensors, which have shapes but no memory, as when DTensor asks how a result
+// is sharded.
 bool is_fake() {
   return DispatchModes::any_modes_set() && DispatchModes::get_mode(c10::impl::TorchDispatchModeKey::FAKE).has_value();
 }
@@ -21,7 +21,7 @@ bool is_fake() {
 
 Observer::Observer(Forward& forward) : forward_(forward), outer_(current) {
   current = this;
-  if (outer_ != nullptr) { // it does not see the operators that run now
+  if (outer_ != nullptr) { // the outer observer does not see the operators that run from now on
     outer_->forward_.blind(NESTED);
   }
   if (!at::isRecordFunctionEnabled()) {
@@ -110,7 +110,7 @@ Observer::Running Observer::begin(const at::RecordFunction& function, const Oper
     forward_.blind(UNOBSERVED);
     return {What::IGNORED, false, 0};
   }
-  const auto arguments = function.inputs().slice(function.inputs().size() - count); // the top of a stack of inputs
+  const auto arguments = function.inputs().slice(function.inputs().size() - count); // the top of the stack
   bool subclass = false;
   for (const c10::IValue& argument : arguments) {
     each_tensor(argument, [&](const at::Tensor& tensor) {
@@ -134,8 +134,8 @@ Observer::Running Observer::begin(const at::RecordFunction& function, const Oper
   return {What::LEAF, false, 0};
 }
 
-// Counts collectives inside of another library's operator: in a recompute pass, all ranks must run such an operator
-// again, or none.
+// Counts the collectives that another library's operator launches and waits for. In a recompute pass, either all ranks
+// must run such an operator again, or none.
 void Observer::look_inside(const at::RecordFunction& function) {
   const Operator* const op = operator_of(function);
   if (op == nullptr) {

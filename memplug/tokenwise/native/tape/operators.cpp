@@ -16,7 +16,7 @@ namespace {
 
 struct Known {
   std::mutex mutex;
-  // by the address of the name, which the schema owns
+  // by the address of the operator's name, which its schema owns
   ska::flat_hash_map<const char*, std::unique_ptr<Operator>> operators;
   std::vector<std::unique_ptr<Operator>> gone; // tapes may still refer to them
   std::atomic<uint64_t> generation{0}; // number of operators that have died
@@ -28,7 +28,7 @@ Known& known() {
   return *instance;
 }
 
-// Notices operators that die with the library that defined them, since the addresses of their names may be reused.
+// Removes operators that die with the library that defined them, since the addresses of their names may be reused.
 struct Watch final : c10::OpRegistrationListener {
   void onOperatorRegistered(const c10::OperatorHandle&) override {}
   void onOperatorDeregistered(const c10::OperatorHandle& handle) override {
@@ -45,7 +45,8 @@ struct Watch final : c10::OpRegistrationListener {
   }
 };
 
-// Returns whether an operator may read elements: it is no view, and does not only make memory like another tensor's.
+// Returns whether an operator may read elements of its arguments. Views do not, nor do operators that only make memory,
+// such as `empty_like`.
 bool may_read_elements(const c10::FunctionSchema& schema, bool mutates, uint32_t traits) {
   const bool makes = std::any_of(schema.returns().begin(), schema.returns().end(), [](const c10::Argument& each) {
     const auto kind = each.type()->kind();
@@ -99,7 +100,7 @@ std::unique_ptr<Operator> look_up(const c10::OperatorName& name, uint32_t traits
       (traits & PARTIAL) != 0 ? std::max({position("values"), position("source"), position("index")}) : -1});
 }
 
-// Returns the operator with its name at address `key`. `name_of` is called if that address was not seen before.
+// Returns the operator whose name is at address `key`. Calls `name_of` if that address was not seen before.
 template <typename Name>
 const Operator* operator_at(const char* key, const Name& name_of) {
   static const auto* const watch =
@@ -126,7 +127,8 @@ const Operator* operator_at(const char* key, const Name& name_of) {
     }
     describe = known().describe;
   }
-  auto fresh = look_up(*name, describe ? describe(name->name, name->overload_name) : 0); // may run Python: no lock held
+  // `describe` may run Python, so no lock is held
+  auto fresh = look_up(*name, describe ? describe(name->name, name->overload_name) : 0);
   const std::lock_guard<std::mutex> lock(known().mutex);
   auto& kept = known().operators[key];
   if (kept == nullptr) {

@@ -1,4 +1,5 @@
-// The properties of operators that tapes depend on, looked up once: schema and kernels in torch, meaning in Python.
+// The properties of operators that tapes depend on. Each operator is looked up once: torch has its schema and kernels,
+// memplug/tokenwise/engine/operators.py has its traits.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -14,19 +15,19 @@
 
 namespace memplug {
 
-// Properties of an operator, packed by `describe` in memplug/tokenwise/engine/operators.py.
+// Traits of an operator, as bits of the number that `describe` in memplug/tokenwise/engine/operators.py returns.
 enum Trait : uint32_t {
   COMMUNICATES = 1 << 0, // other ranks take part
-  EXCHANGE = 1 << 1, // of c10d: writes to its arguments, although its schema does not say so
+  EXCHANGE = 1 << 1, // is one of c10d: writes to its arguments, although its schema does not say so
   FILLS = 1 << 2, // writes every element of the tensors that it writes to, and reads none of them
-  WRITES_NOTHING = 1 << 3, // an exchange without a result
+  WRITES_NOTHING = 1 << 3, // is an exchange that writes to no argument
   RANDOM = 1 << 4, // may advance a random generator
   EFFECTS = 1 << 5, // may do more than its outputs show
   VALUE = 1 << 6, // returns a number to Python
   BLANK = 1 << 7, // its output is memory that another operator has to fill
   RESHAPES = 1 << 8, // gives a tensor other memory, or another layout, in place
   FACTORY = 1 << 9, // makes a tensor out of nothing
-  WAITS = 1 << 10, // waits for a collective, whose result lies in its argument's memory
+  WAITS = 1 << 10, // waits for a collective, and returns the result in the memory of its argument
   // The kinds of expensive operators (memplug/tokenwise/engine/operators.py). Their results are captured unless a plan
   // decides otherwise.
   ROWS = 1 << 11,
@@ -34,11 +35,10 @@ enum Trait : uint32_t {
   COLLECTIVE = 1 << 13,
   CHOICE = 1 << 14,
   PARTIAL = 1 << 15, // does not read the tensor that it writes to, and may write a part of it, or nothing
-  UNIT = 1 << 16, // a unit, whose kernels no operator shows (unit.h)
-  // A tensor that a unit made.
-  PART_OF_UNIT = 1 << 17,
-  SHARED = 1 << 18, // of a unit that communicates: its captures must be the same on all ranks
-  LIFTS = 1 << 19, // returns a tensor that torch made by itself, such as one of Python's values
+  UNIT = 1 << 16, // stands for a unit, whose kernels no operator shows (unit.h)
+  PART_OF_UNIT = 1 << 17, // stands for one memory that a unit made (unit.h)
+  SHARED = 1 << 18, // stands for a unit that communicates, or for a part of one: captures must be alike on all ranks
+  LIFTS = 1 << 19, // returns a tensor that torch made by itself, such as a literal
   STATISTICS = 1 << 20, // in training, writes to `running_mean` and `running_var`, although its schema does not say so
   DUAL = 1 << 21, // gives a tensor a tangent, which no tape describes
 };
@@ -46,20 +46,21 @@ enum Trait : uint32_t {
 // One overload of an operator. Never freed, since tapes refer to it.
 struct Operator {
   c10::OperatorHandle handle;
-  std::string schema_name, overload; // "aten::add", "Tensor"; "" for the default one
-  std::string name; // "aten::add.Tensor"
-  mutable std::atomic<uint32_t> traits; // bits of `Trait`; `note_exchange` adds to them
-  bool hides_nothing; // torch's own: launches no collective that its name does not show
+  std::string schema_name, overload; // such as "aten::add" and "Tensor"; "" for the default overload
+  std::string name; // such as "aten::add.Tensor"
+  mutable std::atomic<uint32_t> traits; // bits of `Trait`; `note_exchange` changes them
+  bool hides_nothing; // one of torch's own, which launch no collective that their names do not show
   bool composite; // only calls other operators, unless the device has a kernel for it
-  bool kernel_on_cuda, kernel_on_other; // such a kernel, as CUDA has for a norm
-  // whether autocast for that device casts its arguments first, and calls it again
+  bool kernel_on_cuda, kernel_on_other; // whether that device has its own kernel, as CUDA has for a norm
+  // whether autocast for that device casts the arguments first, and calls the operator again
   bool casts_on_cpu, casts_on_cuda, casts_on_other;
-  bool mutates; // writes to memory, which `detach_` does not
-  bool reads_elements; // of its arguments, not only their sizes
+  bool mutates; // writes to memory (`detach_` is in place, but does not)
+  bool reads_elements; // may read elements of its arguments, not only their sizes
   size_t argument_count, result_count; // as in its schema
-  int32_t dropout, async_op; // positions of the arguments `dropout_p` and `async_op`, or -1
-  int32_t running_mean, running_var, training; // likewise, for batch norm
-  // for `PARTIAL`: positions of `accumulate`, and of the tensor with as many elements as are written
+  // positions of the arguments with these names (dropout: `dropout_p` or `p_dropout`), -1 where the operator has none
+  int32_t dropout, async_op;
+  int32_t running_mean, running_var, training; // likewise, of batch norm
+  // of a `PARTIAL` operator: positions of `accumulate`, and of the tensor with as many elements as it writes; or -1
   int32_t accumulate, scattered;
 
   bool has(Trait trait) const {
@@ -68,7 +69,7 @@ struct Operator {
   bool is_expensive() const {
     return (known_traits() & (ROWS | ATTENTION | COLLECTIVE | CHOICE)) != 0;
   }
-  // Returns whether its results are captured whatever a plan decides: those of collectives and choices are.
+  // Returns whether its results are captured whatever a plan decides, as those of collectives and choices.
   bool is_always_captured() const {
     return (known_traits() & (COLLECTIVE | CHOICE)) != 0;
   }
@@ -76,8 +77,8 @@ struct Operator {
     return traits.load(std::memory_order_relaxed);
   }
 
-  // Takes note that it launched collectives. `gives`: they end before it returns, and its results lie in memory of
-  // their own.
+  // Takes note that the operator launched collectives. `gives`: the collectives end before the operator returns, and
+  // its results lie in new memory, so they can be captured.
   void note_exchange(bool gives) const {
     if (gives) {
       traits.fetch_or(COMMUNICATES | COLLECTIVE, std::memory_order_relaxed);
@@ -87,7 +88,7 @@ struct Operator {
     }
   }
 
-  // Returns whether it may write to the argument at `position`.
+  // Returns whether some call of the operator may write to the argument at `position`.
   bool writes_to(int32_t position) const {
     const auto* const alias = handle.schema().arguments()[position].alias_info();
     return (mutates && alias != nullptr && alias->isWrite()) ||
@@ -95,29 +96,29 @@ struct Operator {
         (has(STATISTICS) && (position == running_mean || position == running_var));
   }
 
-  // Returns whether this call writes to the argument at `position`.
+  // Returns whether a call with these arguments writes to the argument at `position`.
   bool writes_to(int32_t position, c10::ArrayRef<c10::IValue> arguments) const {
     const bool trains = training < 0 || !arguments[training].isBool() || arguments[training].toBool();
     return writes_to(position) && (trains || !has(STATISTICS));
   }
 
-  // Returns whether autocast will cast the arguments of this call.
+  // Returns whether autocast will cast these arguments.
   bool casts(c10::ArrayRef<c10::IValue> arguments) const;
 
-  // Returns whether it only calls other operators, given these arguments.
+  // Returns whether a call with these arguments only calls other operators.
   bool is_composite(c10::ArrayRef<c10::IValue> arguments) const;
 
-  // Returns whether the caller of this exchange waits for it before anything else runs.
+  // Returns whether this is an exchange whose caller waits for it before anything else runs (`async_op=False`).
   bool is_over(c10::ArrayRef<c10::IValue> arguments) const {
     return has(EXCHANGE) && async_op >= 0 && arguments[async_op].isBool() && !arguments[async_op].toBool();
   }
 
-  // Returns whether this call advances a random generator. Attention does so only if its dropout is above zero.
+  // Returns whether a call with these arguments may advance a random generator. Attention does so only with dropout.
   bool draws(c10::ArrayRef<c10::IValue> arguments) const;
 };
 
-// Returns the operator that runs; null for labels, which are no operators, and for `record_stream`, which touches no
-// values. Operators are never freed.
+// Returns the operator that runs; null for a label, which is no operator, and for `record_stream`, which touches no
+// values.
 const Operator* operator_of(const at::RecordFunction& function);
 
 // Returns the operator with this schema name and overload ("" for the default one); null if there is none.

@@ -1,4 +1,4 @@
-// A module that runs token-wise: the plan's decisions for it, and what its forwards have shown.
+// A region, a module that runs token-wise: the plan's decisions for it, and the facts that its forwards have shown.
 #pragma once
 
 #include <cstdint>
@@ -15,21 +15,22 @@
 
 namespace memplug {
 
-// The fraction of the rows of an operator's output to swap, [0, 1], and whether to keep it on the device instead.
+// The decision for an operator's output: the fraction of its rows to swap, in [0, 1], and whether to keep them on the
+// device instead.
 struct Decision {
   double fraction = 0;
   bool keep = false;
 };
 
-// The decisions for a region's operators. It never changes: a forward uses the one that it began with.
+// The decisions for a region's operators. A setting never changes: a forward uses the one that it began with.
 struct Setting {
   struct Planned {
-    std::string op; // with its overload
+    std::string op; // the planned operator's name, with its overload
     Decision decision;
   };
 
-  // Returns the decision for an operator. The plan is advice: an operator that differs from the planned one is captured
-  // by its kind.
+  // Returns the decision for the operator at `index`. If another operator than the planned one runs there, the decision
+  // follows from its traits, as it does without a plan.
   Decision decide(size_t index, const Operator& op) const {
     if (is_unneeded(index, op)) {
       return {};
@@ -53,13 +54,13 @@ struct Setting {
     return found != unneeded.end() && found->second == &op;
   }
 
-  std::optional<std::unordered_map<size_t, Planned>> plan; // by index of the operator; none until there is one
-  bool is_agreed = false; // all ranks that its units communicate with use the same setting
+  std::optional<std::unordered_map<size_t, Planned>> plan; // by index of the operator; none until there is a plan
+  bool is_agreed = false; // all ranks that the region's units communicate with use the same setting
   double rows = 0; // fraction of each matmul output's rows to swap, unless a plan decides
-  std::unordered_map<size_t, const Operator*> unneeded; // no backward has asked for these captured outputs
+  std::unordered_map<size_t, const Operator*> unneeded; // operators whose captured outputs no backward has asked for
 };
 
-// The present setting of a region, and what its forwards have shown. Guarded by Python's lock.
+// The present setting of a region, and the facts that its forwards have shown. Guarded by Python's lock.
 struct Region {
   // Changes the setting from the next forward on.
   template <typename Change>
@@ -69,15 +70,15 @@ struct Region {
     setting = std::move(changed);
   }
 
-  // Excludes an operator's output from later captures: no backward has asked for it.
+  // Excludes an operator's output from later captures, since no backward has asked for it.
   void leave_out(size_t index, const Operator* op) {
     if (const auto found = setting->unneeded.find(index); found == setting->unneeded.end() || found->second != op) {
       change([&](Setting& changed) { changed.unneeded[index] = op; });
     }
   }
 
-  // Ends a step: from what it showed, decides whether tensors stay on the device until backward (`offloads_late`).
-  // Returns `given_bytes`.
+  // Ends a step. Sets `offloads_late` if the region ran forward in the step and none of its tensors had to be released.
+  // Returns the step's `given_bytes`.
   std::vector<int64_t> end_step() {
     offloads_late = forwards > 0 && !released;
     released = false;
@@ -86,37 +87,37 @@ struct Region {
     return std::exchange(given_bytes, {});
   }
 
-  // Returns whether the next forward may be opaque on this rank alone and communicate with other ranks.
+  // Returns whether the next forward may communicate with other ranks, and be opaque on this rank but not on them.
   bool may_stray() const {
     return !talks || (*talks && (opaque || is_undecided || !repeats));
   }
 
   explicit Region(std::string kind) : kind(std::move(kind)) {}
 
-  std::string kind; // the name of its class
+  std::string kind; // name of the module's class
   std::shared_ptr<const Setting> setting = std::make_shared<Setting>();
-  std::optional<uint64_t> planned_from; // fingerprint of the tape that the plan was made from; none: it was opaque
+  std::optional<uint64_t> planned_from; // fingerprint of the tape that the plan was made from; none if it was opaque
   std::shared_ptr<const Tape> last; // tape of the last forward that was not opaque
-  std::shared_ptr<const PassActions> decisions; // of the last recompute pass, for the next one
-  std::optional<int64_t> forward_bytes; // that the plan has one forward offload
-  int64_t sent_bytes = 0; // offloaded during the last forward of the last step; 0: there was none
-  int64_t sending_bytes = 0; // likewise, in this step
+  std::shared_ptr<const PassActions> decisions; // of the last forward that was not opaque, to share with the next one
+  std::optional<int64_t> forward_bytes; // bytes that one forward offloads by the plan
+  int64_t sent_bytes = 0; // offloaded during the last forward of the last step; 0 if that had no forward
+  int64_t sending_bytes = 0; // offloaded during the last forward of this step
   bool swaps_input = true; // else the input is held
   bool opaque = false;
-  bool shares = false; // its units communicate, so all ranks capture the same outputs
-  bool seen = false; // it has run forward
-  std::optional<bool> talks; // whether its forwards have communicated with other ranks; none before the first
-  std::optional<bool> asks; // whether they have asked for gradients themselves; none before the first
-  // its last forward called a function that may hide kernels, which is not known yet (hidden.py)
+  bool shares = false; // the region's units communicate, so all ranks capture the same outputs
+  bool seen = false; // a forward has run; one that first showed the region as opaque does not count
+  std::optional<bool> talks; // whether its forwards have communicated with other ranks; none before the first one
+  std::optional<bool> asks; // whether its forwards have asked for gradients themselves; none before the first one
+  // the last forward called a function of which it is not yet known whether it hides kernels (hidden.py)
   bool is_undecided = false;
-  bool repeats = false; // its last forward was verified against a template, and was not its first
-  bool communicates = false; // its recompute passes launch collectives, which all ranks must do alike
-  int64_t forwards = 0; // since the last step ended
-  // its backward ran before its tensors had to be released, so offloading waits until release
+  bool repeats = false; // the last forward was verified against a template, and was not the region's first
+  bool communicates = false; // recompute passes launch collectives, so all ranks must recompute alike
+  int64_t forwards = 0; // number since the last step ended
+  // in the last step, backward ran before the region's tensors had to be released: copies out wait until release
   bool offloads_late = false;
-  bool released = false; // its tensors had to be released in this step
-  std::vector<int64_t> given_bytes; // bytes of all tensors given to each forward, in order, since a step ended
-  int64_t live = 0, peak = 0; // forwards in flight: now, and at most
+  bool released = false; // the region's tensors had to be released in this step
+  std::vector<int64_t> given_bytes; // bytes of all tensors given to each forward since the last step ended, in order
+  int64_t live = 0, peak = 0; // number of forwards in flight: now, and at most
 };
 
 } // namespace memplug

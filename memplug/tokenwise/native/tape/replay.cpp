@@ -23,8 +23,8 @@ namespace {
 
 using torch::jit::Stack;
 
-// Excludes autograd; casts, since those of the forward are on the tape; and transforms, which belong to the backward
-// around the pass.
+// While an instance lives, operators run without autograd, without autocast, and without function transforms. The
+// forward's casts are on the tape; transforms belong to the backward around the pass.
 struct Below {
   at::AutoDispatchBelowADInplaceOrView autograd;
   c10::impl::ExcludeDispatchKeyGuard casts{c10::autocast_dispatch_keyset};
@@ -35,7 +35,7 @@ struct Below {
        c10::DispatchKey::VmapMode})};
 };
 
-// Restores the generators that a pass has drawn from.
+// Sets generators for a pass, and restores their states at its end.
 class Generators {
  public:
   ~Generators() {
@@ -146,7 +146,7 @@ class RecomputePass {
     return tape_.regathered[use.storage] ? alias(use) : tensor_at(base(use.storage), use.geometry);
   }
 
-  // Returns the tensor that `use` describes, never the base itself.
+  // Returns the tensor that `use` describes, never the tensor in `bases_` itself.
   at::Tensor alias(const Use& use) const {
     const at::Tensor& memory = base(use.storage);
     Geometry geometry = use.geometry;
@@ -155,7 +155,7 @@ class RecomputePass {
   }
 
  private:
-  // Throws if an operator's result differs in shape from the forward's, as it may where the shape depends on values.
+  // Throws if an operator's result has another shape or dtype than in the forward. Shapes may depend on values.
   void check(const Record& record, const Use& use) const {
     const at::Tensor& made = bases_[use.storage];
     const bool same = record.op->has(PART_OF_UNIT)
@@ -192,7 +192,7 @@ class RecomputePass {
   }
 
   void set_tensors(const Record& record, Stack& stack) const {
-    ArgumentPath copied{-1}; // the lists up to here are this call's own copies
+    ArgumentPath copied{-1}; // lists up to this one are copies that belong to this call; the tape's stay as they are
     for (const Use& use : record.inputs) {
       const ArgumentPath& path = use.path;
       if (path.element < 0) {
@@ -234,7 +234,7 @@ class RecomputePass {
     int64_t begin; // the first of these rows that a part lacks
   };
 
-  // Finds the parts that a unit has to make again. They follow it on the tape.
+  // Finds the parts that a unit has to make again. A unit's parts follow it on the tape.
   Missing missing_of(size_t index) {
     const Record& record = tape_.records[index];
     const int32_t token = record.made.front();
@@ -258,20 +258,20 @@ class RecomputePass {
     return {std::move(needed), rows, begin};
   }
 
-  // Runs a unit from the first row on that one of its parts lacks. Returns a token.
+  // Runs a unit again, from the first row on that some part lacks. Returns a token.
   at::Tensor run_unit(size_t index) {
     first_part_ = index + 1;
     const auto [needed, rows, begin] = missing_of(index);
     const at::Tensor made = at::empty({0}, at::TensorOptions(at::kByte));
     const Record& record = tape_.records[index];
     const bool is_needed = std::find(needed.begin(), needed.end(), true) != needed.end();
-    if (!is_needed && record.written.empty()) { // all of its captured rows are still on the device
+    if (!is_needed && record.written.empty()) { // captures have all rows of all parts that the pass needs
       return made;
     }
     std::vector<at::Tensor> given;
     for (const Use& use : record.inputs) {
       if (use.path.position > 0) {
-        break; // listed a second time, since it writes to them
+        break; // from here on, inputs that the unit writes to are listed a second time
       }
       const at::Tensor tensor = at(use);
       const bool by_rows = begin > 0 && tensor.dim() > 0 && tensor.size(0) == rows;
@@ -282,7 +282,7 @@ class RecomputePass {
     return made;
   }
 
-  // Computes the rows of a matmul's result from `begin` on, into `out`, which has the rows before.
+  // Computes the rows of a matmul's result from `begin` on. `out`: has the rows before, and gets the others.
   void compute_rows(const Record& record, const at::Tensor& out, int64_t begin) const {
     Stack stack = arguments_of(record);
     at::Tensor rows = out.slice(0, begin);
@@ -300,7 +300,7 @@ class RecomputePass {
       at::addmm_out(rows, bias(2), rest(1), stack[2].toTensor(), stack[3].toScalar(), stack[4].toScalar());
     } else if (name == "aten::baddbmm") {
       at::baddbmm_out(rows, bias(3), rest(1), rest(2), stack[3].toScalar(), stack[4].toScalar());
-    } else { // _grouped_mm(a, b, offs, ...): groups that end before `begin` become empty
+    } else { // _grouped_mm(a, b, offs, ...): a group that ends before row `begin` becomes empty
       stack[0] = rest(0);
       stack[2] = stack[2].toTensor().sub(begin).clamp_min_(0);
       record.op->handle.callBoxed(&stack);
@@ -327,9 +327,9 @@ class RecomputePass {
   std::vector<int64_t> last_;
   const Helpers& helpers_;
   const LocalKeys outside_;
-  size_t first_part_ = 0; // of the unit that ran last
+  size_t first_part_ = 0; // operator of the first part of the unit that ran last
   std::vector<at::Tensor> parts_; // outputs of that unit, by part
-  std::map<size_t, Substitute> captured_; // captured results of its parts
+  std::map<size_t, Substitute> captured_; // captured results of that unit's parts, by operator
   Generators generators_;
 };
 
@@ -364,7 +364,7 @@ std::vector<at::Tensor> replay(
     }
   }
   std::vector<at::Tensor> restored;
-  // a parameter's memory may be exchanged before backward reads the restored tensor: it gets an alias
+  // a parameter's memory may be exchanged before backward reads the restored tensor, so a given tensor is an alias
   for (const Use* const use : wanted) {
     restored.push_back(tape.given[use->storage] ? pass.alias(*use) : pass.at(*use));
   }

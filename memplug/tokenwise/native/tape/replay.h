@@ -1,4 +1,4 @@
-// The recompute pass: runs the operators that restoring needs, below autograd.
+// The recompute pass: runs those operators of a tape that restoring its saved tensors needs, below autograd.
 #pragma once
 
 #include <functional>
@@ -10,7 +10,7 @@
 
 namespace memplug {
 
-// The captured results of an operator, in the order of its tensors. `rows`: how many rows the first one has; -1: all.
+// The captured results of an operator: its tensors, in order. `rows`: how many rows the first tensor has; -1: all.
 struct Substitute {
   std::vector<at::Tensor> tensors;
   int64_t rows = -1;
@@ -21,27 +21,28 @@ struct Diverged : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Thrown if a recompute pass has to launch a collective, whose name it carries, and the process group is gone.
+// Thrown if a recompute pass has to launch a collective and the process group is gone. `what()` names the collective.
 struct GroupGone : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Memory that exists before a pass, by storage; undefined if the pass has to make it.
+// For each storage, a tensor in its memory; undefined if the pass has to make the memory.
 using Bases = std::vector<at::Tensor>;
 
 // Functions that a recompute pass calls.
 struct Helpers {
-  std::function<Substitute(size_t)> substitute; // returns the captured results of an operator
+  std::function<Substitute(size_t)> substitute; // returns the captured results of the operator at an index
 
-  // Runs the unit at an index again with these tensors, outside of all guards of the pass. Returns its parts; undefined
-  // where `needed` is false.
+  // Runs the unit at an index again with these input tensors, outside of all guards of the pass. Returns a tensor for
+  // each of the unit's parts; undefined where `needed` is false.
   std::function<std::vector<at::Tensor>(size_t, const std::vector<at::Tensor>&, const std::vector<bool>& needed)> run_unit;
 };
 
 // Runs a tape's operators by `actions`. Returns the tensors that `wanted` describes, without their graph.
 //
-// Views are not run: each tensor is made from its storage. A storage is released after its last use. Random operators
-// draw the same numbers as before, and the generators are restored afterwards. Throws `Diverged` and `GroupGone`.
+// Operators that make views are not run: each tensor is made from its storage. A storage is released after its last
+// use. Operators draw the same random numbers as in the forward, from the states in `drawn`. Afterwards the generators
+// have their present states again. Throws `Diverged` and `GroupGone`.
 std::vector<at::Tensor> replay(
     const Tape& tape,
     const std::vector<Action>& actions,

@@ -1,5 +1,5 @@
-// Rules that the core and the planner share. In plain C++, since the planner knows no torch
-// (memplug/tokenwise/plan/rules.py).
+// The rules of recompute passes, which the core and the planner share. They are plain C++, since the planner uses them
+// without torch (memplug/tokenwise/plan/rules.py).
 #pragma once
 
 #include <cmath>
@@ -9,14 +9,15 @@
 
 namespace memplug {
 
-// A recompute pass's action on an operator; as `Action` in tests/support/reference_tape.py.
+// The action of a recompute pass on an operator. memplug/tokenwise/plan/rules.py knows the values.
 enum class Action : uint8_t { RUN, SUBSTITUTE, SKIP };
 
-// How much of an operator's outputs is captured. With all of their rows, its inputs are not needed.
+// How many rows of an operator's outputs are captured: none, some or all. If all are, a pass does not need the
+// operator's inputs.
 enum class Taken : uint8_t { NOTHING, PART, WHOLE };
 
-// Returns the number of rows in a fraction of an output's rows. An output that does not split is captured whole or not
-// at all.
+// Returns the number of rows to capture for a decision's fraction. If the output does not split by rows, this is all or
+// none.
 inline int64_t rows_taken(double fraction, int64_t rows, bool splits) {
   if (!splits) {
     return fraction >= 0.5 ? rows : 0;
@@ -24,18 +25,21 @@ inline int64_t rows_taken(double fraction, int64_t rows, bool splits) {
   return std::llrint(fraction * static_cast<double>(rows));
 }
 
-// Returns an action for each operator. The scan goes from readers to makers: an operator runs if its outputs are needed
-// and not captured. Each member of `operators` takes an operator's index.
+// Returns an action for each operator. The scan goes from the last operator to the first. If a storage that an operator
+// makes or writes to is needed, the operator is substituted where rows of its outputs are captured, and runs otherwise.
+// Unless all rows are captured, the storages that it reads are then needed too.
 //
-//   size()                number of operators, in program order
-//   is_left_out(i)        it neither runs nor is substituted, whatever is needed
-//   always_runs(i)        it runs whether or not its outputs are needed, unless they are captured
-//   taken(i)              how much of its outputs is captured
-//   each_read(i, f)       calls `f(storage)` for each storage that it reads,
-//   each_changed(i, f)    for each that it makes or writes to,
-//   each_made(i, f)       and for each that needs no earlier operator once all of it is captured
+// `operators`: has these members, where `i` is an operator's index.
 //
-// `needed`: by storage, whether backward asks for it.
+//   size()                returns the number of operators, in program order
+//   is_left_out(i)        returns whether the operator neither runs nor is substituted, whatever is needed
+//   always_runs(i)        returns whether it runs even if its outputs are not needed, unless they are captured
+//   taken(i)              returns how many rows of its outputs are captured
+//   each_read(i, f)       calls `f(storage)` for each storage that it reads
+//   each_changed(i, f)    calls `f(storage)` for each storage that it makes or writes to
+//   each_made(i, f)       calls `f(storage)` for each storage that needs no earlier operator once all rows are captured
+//
+// `needed`: for each storage, whether backward asks for it.
 template <typename Operators>
 std::vector<Action> actions_for(const Operators& operators, std::vector<bool> needed) {
   std::vector<Action> actions(operators.size(), Action::SKIP);

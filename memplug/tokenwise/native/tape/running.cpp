@@ -17,7 +17,7 @@ namespace {
 
 using Tapes = std::vector<std::shared_ptr<const Tape>>;
 
-// While one lives, autograd packs what it saves through a frame's hook.
+// While an instance lives, autograd packs each tensor that it saves through a frame's hook.
 class SavedTensorHooks {
  public:
   explicit SavedTensorHooks(const std::shared_ptr<Frame>& frame) {
@@ -36,7 +36,8 @@ class SavedTensorHooks {
   }
 };
 
-// Returns whether a subclass's own dispatch only calls other operators, which are observed.
+// Returns whether the own dispatch of a tensor subclass only calls other operators, which are observed. `name`: the
+// name of the subclass.
 bool is_transparent_type(const char* name) {
   const std::string_view type = name;
   return type == "AsyncCollectiveTensor" || type == "DTensor";
@@ -86,7 +87,8 @@ py::object Running::run(
     frame->is_unrepeatable = !state.is_none() && !calls().state.unknown(state).empty();
     frame->forward.holds =
         frame->is_unrepeatable || Modes::around() || (region->may_stray() && !calls().executor.is_alone(frame->executor_));
-    // no tape restores an opaque region's tensors, and its backward, which runs the module, holds as many at a time
+    // an opaque region's tensors cannot be recomputed while its forward runs; holding them costs no peak memory, since
+    // its backward, which runs the module again, holds as many at a time
     frame->forward.holds_meanwhile = region->asks.value_or(true) || region->opaque;
     region->is_undecided = false;
     frame->ambient.emplace(flow->device);
@@ -129,7 +131,7 @@ void Running::enter(const py::tuple& arguments, const py::dict& keywords) {
   keywords_ = Containers::of(keywords, item);
 }
 
-// Swaps a tensor whole if gradients flow through it, else holds it.
+// Swaps a tensor of the arguments whole if gradients flow through it; else holds it.
 Running::Item Running::item_of(py::handle object) {
   if (!THPVariable_Check(object.ptr())) {
     return {py::reinterpret_borrow<py::object>(object), nullptr, nullptr};
@@ -162,13 +164,14 @@ void Running::finish() {
 
 // Ends the forward, and decides what a recompute pass does.
 void Running::over() {
-  // backward takes captured tensors directly, but not if a recompute pass has collectives: ranks that swapped different
-  // rows must recompute alike. A region's first forward shows whether there are any
+  // backward takes captured tensors directly, but not if a recompute pass may have collectives: then all ranks must run
+  // the pass, even if they swapped different rows. A region's first forward shows whether there are any
   const bool direct = !flow->regathers && !region->communicates &&
       (region->seen || calls().executor.is_alone(executor_));
   close(direct);
   flow->transfer->streams().spend_forward(static_cast<int64_t>(tape->records.size()));
-  // a tape of another region of its class is not enough: that forward may have had no tokens either
+  // in a first forward the followed tape is of another region of the class, which is not enough: that forward too may
+  // have had no tokens
   region->repeats = region->seen && forward.followed() != nullptr;
   if (!region->repeats || !region->talks) {
     region->talks = region->talks.value_or(false) || forward.communicates();
@@ -183,7 +186,7 @@ void Running::over() {
   if (!is_opaque || keeps) {
     state = py::none();
   }
-  // an opaque first forward does not count: the region may no longer be opaque, now that its units are known
+  // a first forward that was opaque does not count: now that its units are known, the region may no longer be opaque
   region->seen = region->seen || !is_opaque || region->opaque;
   region->asks = region->asks.value_or(false);
   ++region->forwards;
@@ -246,7 +249,7 @@ void Running::restore() {
       replay();
       is_restored = true;
       return;
-    } catch (const Diverged&) { // thrown again by `replay`, where it is handled
+    } catch (const Diverged&) { // Python's `restore` calls `replay`, which throws it again, and handles it
       failed_ = std::current_exception();
     } catch (const GroupGone&) {
       failed_ = std::current_exception();
@@ -282,7 +285,7 @@ void Running::replay_with(const std::function<Substitute(size_t)>& substitute) {
     }
     return;
   }
-  if (failed_ != nullptr) { // captured tensors that the failed pass has read may be gone
+  if (failed_ != nullptr) { // the failed pass cannot be repeated: captured tensors that it has read may be gone
     std::rethrow_exception(std::exchange(failed_, nullptr));
   }
   Restoration pass = begin_pass();
@@ -317,7 +320,7 @@ std::vector<at::Tensor> Running::run_again(
   if (buffers.is_none()) {
     return run();
   }
-  // while these run, memory that the forward wrote to has its former values
+  // while the operators run, memory that the forward wrote to has its former values
   const py::object before = calls().buffers.as_before(buffers);
   before.attr("__enter__")();
   std::vector<at::Tensor> found;
@@ -335,7 +338,8 @@ std::vector<at::Tensor> Running::run_again(
 }
 
 py::tuple Running::arguments() {
-  std::map<int32_t, at::Tensor> copies; // by storage: a pass may repeat a write of the forward through any argument
+  // one copy of each storage that the forward wrote to, for all arguments in it: the pass may write through any of them
+  std::map<int32_t, at::Tensor> copies;
   const auto written = [&](int32_t storage, const at::Tensor& former, const Geometry& geometry, bool requires_grad) {
     const auto copy = copies.try_emplace(storage).first;
     if (!copy->second.defined()) {

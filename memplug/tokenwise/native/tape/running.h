@@ -1,4 +1,4 @@
-// A region's forward from its call to its last backward, with everything that involves Python.
+// A region's forward, from its call to its last backward: the part of its frame that involves Python.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -21,17 +21,18 @@
 
 namespace memplug {
 
-// Python's lock. A pending Python error is kept, such as that of an operator run by the user's dispatch mode.
+// Holds Python's lock. A pending Python error, such as one of the user's dispatch mode, is set aside meanwhile, and
+// pending again afterwards.
 struct __attribute__((visibility("hidden"))) Locked {
   pybind11::gil_scoped_acquire lock;
   pybind11::error_scope raised;
 };
 
-// A frame that runs a region. Its calls to `executor`, a memplug.tokenwise.engine.executor.Executor, are in calls.h.
-// Guarded by Python's lock.
+// A frame that runs a region's module. `executor`: a memplug.tokenwise.engine.executor.Executor; all calls to it are in
+// calls.h. Guarded by Python's lock.
 class __attribute__((visibility("hidden"))) Running final : public Frame {
  public:
-  // `region_object`: the Python `Region`. `times`: a memplug.tokenwise.engine.times.Times, or None.
+  // `region_object`: the Python `Region`. `times`: a memplug.tokenwise.engine.times.Times for a timed forward, or None.
   Running(
       std::vector<std::shared_ptr<const Tape>> known,
       std::shared_ptr<Flow> flow,
@@ -40,8 +41,9 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
       pybind11::object region_object,
       pybind11::object times);
 
-  // Runs the region's own forward and returns its result. `surroundings`: the framework's, for Python's `Ambient`.
-  // `state`: a memplug.tokenwise.engine.state.CallState, or None; it is taken if the forward may be opaque.
+  // Runs the region's own forward, `call`, in a new frame. Returns its result. `surroundings`: functions that restore
+  // the framework's state, for `restored` in memplug/tokenwise/engine/ambient.py. `state`: Python state of the call, a
+  // memplug.tokenwise.engine.state.CallState, if the forward may be opaque; else None.
   static pybind11::object run(
       const std::shared_ptr<Flow>& flow,
       const std::shared_ptr<Region>& region,
@@ -61,11 +63,10 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   // Stops observing, once the forward has run or raised.
   void end();
 
-  // Returns the forward that this thread observes, for its units; null if there is none, or if the running code is not
-  // part of it.
+  // Returns the forward that this thread observes; null if there is none, or if operators are not noted at present.
   static Running* observed();
 
-  // Returns the forward that this thread observes, even while operators are not noted.
+  // Returns the forward that this thread observes, even while operators are not noted; null if there is none.
   static Running* current();
 
   // Returns the executor that runs the region.
@@ -73,8 +74,8 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
     return executor_;
   }
 
-  // Runs a unit (unit.h) of the forward, and returns its result. `overload`: of the operators that represent it. The
-  // other arguments are as in `UnitCall`.
+  // Runs a unit (unit.h) of the forward, and returns its result. `overload`: overload of the operators that stand for
+  // the unit's parts. `name`: the unit's name. The other arguments are as in `UnitCall`.
   pybind11::object run_unit(
       pybind11::object unit,
       const std::string& overload,
@@ -84,7 +85,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
       const pybind11::object& call,
       const pybind11::tuple& arguments,
       const pybind11::dict& keywords);
-  // Ends the forward and takes its tape. Throws the error that occurred while it was observed.
+  // Ends the forward and takes its tape. Throws an error that occurred while operators were noted.
   void finish();
 
   void note_reads(const Record& record) override;
@@ -106,25 +107,28 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   // Runs the tape's operators with captured results from `substitute`, which is called without Python's lock.
   void replay_with(const std::function<Substitute(size_t)>& substitute);
 
-  // Returns the arguments and keywords for a pass that runs the module, as leaves of another graph.
+  // -- its recompute pass, if it runs the module again
+
+  // Returns (positional arguments, keyword arguments) for the pass, with tensors outside of the forward's graph.
   pybind11::tuple arguments();
 
-  // Returns (unit, the state that it needs to run again) for each unit in order, for such a pass.
+  // Returns (unit, the state that it needs to run again) for each unit, in the order of the forward.
   pybind11::list unit_states() const;
 
-  // Returns (leaf, whether it had a gradient) for each leaf of autograd's graph that the forward met, for such a pass.
+  // Returns (leaf, whether it had a gradient) for each leaf of autograd's graph that the forward met.
   pybind11::list leaves() const;
 
-  // Counts the reads of swapped inputs by such a pass.
+  // Counts the pass's reads of swapped inputs.
   void consume_inputs();
 
   std::optional<Ambient> ambient;
   std::optional<ModesAround> modes;
   pybind11::object call, surroundings;
-  pybind11::object times; // or None
+  pybind11::object times; // see the constructor
   int64_t given_bytes = 0; // of all tensors among the arguments
-  pybind11::object state = pybind11::none(); // see `run`; None unless the forward is opaque
-  pybind11::object buffers; // a memplug.tokenwise.engine.buffers.Buffers with all in-place writes, or None
+  pybind11::object state = pybind11::none(); // see `run`; None once the forward proves not to be opaque
+  // a memplug.tokenwise.engine.buffers.Buffers that notes in-place writes to given memory; None if there were none
+  pybind11::object buffers;
 
  protected:
   void before_foreign_write(int32_t storage, const at::Tensor& tensor) override;
@@ -133,15 +137,15 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
       const PassActions& decisions, Bases bases, const std::vector<const Use*>& wanted) override;
 
  private:
-  // An argument: a tensor that was swapped or is held, or another value.
+  // An argument of the call: a swapped tensor, a held tensor, or another value.
   struct Item {
-    pybind11::object value;
+    pybind11::object value; // null for a tensor
     std::shared_ptr<Swapped> swapped;
     std::shared_ptr<Held> held;
     int32_t storage = -1; // of a tensor
     std::optional<Geometry> geometry = {}; // of a swapped tensor
-    bool requires_grad = false; // likewise
-    pybind11::object type = {}; // of a tensor whose class is a subclass without a dispatch of its own
+    bool requires_grad = false; // whether a swapped tensor requires a gradient
+    pybind11::object type = {}; // a tensor's class, from `type_of`
   };
 
   void enter(const pybind11::tuple& arguments, const pybind11::dict& keywords);
@@ -157,12 +161,12 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   void remember(const at::Tensor& tensor);
   void note(const at::Tensor& tensor);
   void over();
-  std::string why_it_keeps() const; // empty if it does not
+  std::string why_it_keeps() const; // why it `keeps`; empty if it does not
 
-  std::exception_ptr failed_; // error of a pass, until `replay` throws it
+  std::exception_ptr failed_; // error of a failed pass, until `replay` throws it again
   pybind11::object executor_, region_object_;
   std::optional<Observer> observer_;
-  Running* outer_ = nullptr; // the forward that this thread observed before, and whose operators are not noted now
+  Running* outer_ = nullptr; // the forward that this one is nested in; its operators are not noted meanwhile
   std::map<size_t, UnitCall> units_; // by operator
   std::vector<Item> items_;
   Containers arguments_, keywords_;

@@ -14,7 +14,7 @@ namespace py = pybind11;
 namespace memplug {
 namespace {
 
-// The object that stands for a saved tensor in autograd's graph.
+// The object that autograd's graph holds in place of a saved tensor.
 struct SavedObject {
   PyObject_HEAD;
   std::shared_ptr<Frame> frame;
@@ -43,8 +43,9 @@ PyTypeObject* saved_type() {
   return type;
 }
 
-// A hook's reference to its frame. It is weak: copies of a thread's state have the hook too, such as that of a
-// collective's work, which may be dropped last, on a thread of its process group, and a frame must not die there.
+// A pack hook's reference to its frame. It is weak, since copies of a thread's state have the hook too. A collective's
+// work object has such a copy, and a thread of its process group may be the last to drop it. A frame must not die
+// there.
 using Packs = std::weak_ptr<Frame>;
 
 template <typename Call>
@@ -136,7 +137,7 @@ PyObject* unpack(PyObject*, PyObject* object) {
     return THPVariable_Wrap(frame.given(self->index));
   });
   if (unpacked == nullptr) {
-    translated([&]() -> PyObject* { // it runs Python, which may raise
+    translated([&]() -> PyObject* { // `explain` runs Python, which may raise
       frame.explain();
       return nullptr;
     });
@@ -169,7 +170,7 @@ py::object wrapped_as(const py::object& type, const at::Tensor& tensor) {
   if (!type) {
     return wrapped(tensor);
   }
-  const at::AutoGradMode with_gradients(true); // the object is a view of the tensor
+  const at::AutoGradMode with_gradients(true); // so that the new object, a view of the tensor, is in its graph
   return wrapped(tensor).attr("as_subclass")(type);
 }
 

@@ -1,4 +1,4 @@
-// The saved tensors of a forward: how each is noted and restored.
+// Notes the tensors that autograd saves in a forward, and hands out those that a recompute pass has restored.
 #include <algorithm>
 #include <memory>
 
@@ -11,7 +11,7 @@
 namespace memplug {
 namespace {
 
-// Returns a tensor without its graph, which may lead back to the frame that saves the tensor.
+// Returns a tensor without its graph, which may refer back to the frame that saves the tensor.
 at::Tensor without_graph(const at::Tensor& tensor) {
   return tensor.is_leaf() ? tensor : tensor.detach();
 }
@@ -32,7 +32,8 @@ void Forward::save(const at::Tensor& tensor, bool held) {
   } else {
     int32_t storage = storages.find(tensor);
     if (storage < 0) {
-      const bool own = running_ && !(tensor.is_leaf() && tensor.requires_grad()); // else it is a parameter
+      // whether the running operator made the tensor; else it is given, as a parameter is
+      const bool own = running_ && !(tensor.is_leaf() && tensor.requires_grad());
       storage = number(tensor, !own);
       if (own) {
         saved_early_.emplace_back(storage, alias_of(tensor));
@@ -40,7 +41,7 @@ void Forward::save(const at::Tensor& tensor, bool held) {
     }
     if (storages.given[storage] && !is_captured(storage)) {
       give(storage, tensor, begun_);
-    } else if (!unit_saves_) { // else it is counted once it is known whether the unit made it
+    } else if (!unit_saves_) { // `end_unit` counts what a unit saves, once it is known what the unit made
       count(storage);
     }
     found.use = {{0}, storage, Geometry::of(tensor, storages.origins[storage])};

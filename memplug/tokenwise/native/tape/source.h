@@ -1,13 +1,13 @@
-// The origin of the memory of a unit's part (unit.h).
+// The source of a unit's part (unit.h): a tensor of the unit's call that lies in the part's memory.
 #pragma once
 
 #include <cstddef>
 
 namespace memplug {
 
-// The tensor with number `ordinal` among those that the unit saved for backward, or among those that it returned.
+// Tensor number `ordinal` among the tensors that the unit saved for backward, or among those that it returned.
 struct Source {
-  bool saved;
+  bool saved; // else returned
   size_t ordinal;
 };
 

@@ -1,4 +1,4 @@
-// The storages that a forward has touched, by number.
+// The numbers of the storages that a forward has touched.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,25 +11,27 @@ namespace memplug {
 
 class Storages {
  public:
-  // Returns whether a tensor's memory is freed after forward and gathered elsewhere for backward (ZeRO 3).
+  // Returns whether a tensor's memory is freed after forward, and gathered again at another address for backward, as
+  // that of ZeRO 3's parameters.
   using Regathered = bool (*)(const at::Tensor&);
 
-  // `regathered` may be null.
+  // `regathered`: null if no tensor's memory is gathered again.
   explicit Storages(Regathered regathered) : regathered_(regathered) {}
 
   // Returns the number of a tensor's storage; -1 if it has none yet.
   int32_t find(const at::Tensor& tensor) const;
 
-  // Numbers a tensor's storage and returns the number. `given`: it existed before, else an operator made it.
+  // Numbers a tensor's storage, and returns the number. `given`: the storage existed before the forward; else an
+  // operator made it.
   int32_t add(const at::Tensor& tensor, bool given);
 
-  // Gives the storage of a tensor the number of another storage, for which it stands.
+  // Gives a tensor's storage the number of another storage, since it stands for that one.
   void alias(const at::Tensor& tensor, int32_t number);
 
   // Reserves space for `count` storages.
   void reserve(size_t count);
 
-  // Forgets all addresses: from now on they no longer identify storages.
+  // Forgets all addresses: from now on `find` finds no storage.
   void forget();
 
   bool regathers() const {
@@ -39,10 +41,10 @@ class Storages {
     return given.size();
   }
 
-  // By number. A regathered parameter has a number of its own, even if it shares its storage.
+  // By number. A regathered parameter has a number of its own, even if it shares its storage with others.
   std::vector<bool> given, regathered;
   std::vector<int64_t> nbytes;
-  std::vector<int64_t> origins; // the element that offsets count from
+  std::vector<int64_t> origins; // in elements: the offsets of tensors in this storage count from here
 
  private:
   // The bytes of a regathered parameter within a storage.
@@ -54,7 +56,7 @@ class Storages {
   Regathered regathered_;
   ska::flat_hash_map<const void*, int32_t> numbers_; // by storage, or by tensor if irregular (layouts.h)
   ska::flat_hash_map<const c10::StorageImpl*, std::vector<Range>> ranges_;
-  // weak references, which keep a dead tensor's address from being reused
+  // weak references, which keep the address of a dead storage or tensor from being reused
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> addresses_;
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> irregular_;
 };

@@ -1,5 +1,5 @@
-// The operators of one forward of a region, and the storages that they read, make and write. A tape holds numbers of
-// storages and no tensors, so later forwards that do the same share it.
+// The operators of one forward of a region, and the storages that they read, make and write. A tape has numbers of
+// storages instead of tensors, so later forwards that run the same operators share it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@
 
 namespace memplug {
 
-// How an operator touches memory; in the order of `Form` in memplug/tokenwise/engine/tape.py.
+// How an operator touches memory. In the order of `Form` in memplug/tokenwise/engine/tape.py, which explains each.
 enum class Form : uint8_t { VIEW, WRITE, PURE, FIXED, EXCHANGE, VALUE };
 
 // The layout of a tensor within its storage.
@@ -22,18 +22,19 @@ struct Geometry {
   c10::SmallVector<int64_t, 4> size, stride; // elements
   int64_t offset; // elements
   at::ScalarType dtype;
-  bool conj, neg; // lazy bits: its values are read conjugated, negated
-  bool lies = true; // else it is irregular (layouts.h), and only `dtype` is set
+  bool conj, neg; // torch's lazy bits: the tensor's values are the conjugated, or negated, elements
+  bool lies = true; // false for an irregular tensor (layouts.h), of which only `dtype` is set
 
+  // Returns a tensor's layout. `origin`: the element of the storage that offsets count from.
   static Geometry of(const at::Tensor& tensor, int64_t origin = 0);
-  // Returns whether `tensor` has this layout, with its offset counted from `origin`.
+  // Returns whether `tensor` has this layout, if its offset is counted from `origin`.
   bool is_of(const at::Tensor& tensor, int64_t origin = 0) const;
   bool operator==(const Geometry& other) const;
-  int64_t nbytes() const; // bytes of its elements
+  int64_t nbytes() const; // of the tensor's elements
 };
 
-// The place of a tensor among an operator's arguments or results: the position of the argument, the index in that list,
-// and the index in a list within that list; -1 where there is no list.
+// Where a tensor is among an operator's arguments or results: the position of the argument, the index in it if it is a
+// list, and the index in that element if it is a list too; -1 where there is no list.
 struct ArgumentPath {
   int32_t position, element = -1, inner = -1;
 
@@ -55,34 +56,32 @@ struct Use {
 struct Record {
   const Operator* op;
   Form form;
-  bool root; // a recompute pass runs it even if nothing reads its outputs
-  bool draws;
+  bool root; // a recompute pass runs the operator even if nothing reads its outputs, unless it draws
+  bool draws; // it draws random numbers
   bool with_gradients; // gradients were enabled, on which some kernels' results depend
   std::vector<c10::IValue> arguments; // from `without_tensors`: lists of tensors keep their length
   std::vector<Use> inputs, outputs;
-  std::vector<int32_t> made; // storages; those of an exchange are the ones that it writes to
-  std::vector<int32_t> written;
+  std::vector<int32_t> made; // storages; an exchange counts as maker of those that it writes to
+  std::vector<int32_t> written; // storages
 
-  // Returns whether a recompute pass runs it even if nothing needs its outputs. An operator that draws random numbers
-  // never runs for that reason alone.
+  // Returns whether a recompute pass runs the operator even if nothing needs its outputs.
   bool always_runs() const {
     return root && !draws;
   }
 
-  // Returns whether the plan decides if its outputs are captured. Outputs of other operators are always captured, or
-  // never.
+  // Returns whether the plan decides if the operator's outputs are captured. Outputs of other operators are always
+  // captured, or never.
   bool is_planned() const {
     return form == Form::PURE && !op->has(FACTORY) && !op->is_always_captured();
   }
 
-  // Returns whether a recompute pass can substitute its outputs. It cannot where attention wrote its result to memory
-  // that it was given.
+  // Returns whether a recompute pass can substitute the operator's outputs. It cannot if attention wrote its result to
+  // memory that it was given.
   bool is_capturable() const {
     return is_planned() || (op->is_expensive() && form != Form::WRITE);
   }
 
-  // Returns the size of dimension 0 of the first tensor that it returned; 0 if that has no dimension, or if there is
-  // none.
+  // Returns the size of dimension 0 of the first output; 0 if that has no dimension, or if there is no output.
   int64_t rows() const;
 
   bool reads(int32_t storage) const;
@@ -91,16 +90,15 @@ struct Record {
   bool operator==(const Record& other) const;
 };
 
-// A tensor that autograd saved for backward, when `after` operators had begun. A saved tensor that is held as it is has
-// storage -1.
+// A tensor that autograd saved for backward. `use.storage` is -1 if the frame holds the tensor itself.
 struct Save {
   Use use;
-  size_t after;
+  size_t after; // number of operators that had begun
 
   bool operator==(const Save& other) const;
 };
 
-// Reasons why a recompute pass cannot be made from the tape alone.
+// Reasons why a forward is opaque: a recompute pass cannot be made from its tape alone.
 enum Opaque : uint32_t {
   SUBCLASS = 1 << 0, // a tensor subclass with a dispatch of its own
   UNOBSERVED = 1 << 1, // unobserved code read or wrote memory, or made a tensor
@@ -110,32 +108,33 @@ enum Opaque : uint32_t {
   TRANSFORMED = 1 << 5, // a function transform, or forward-mode differentiation
   IRREGULAR = 1 << 6, // an operator made a tensor that no geometry describes (layouts.h)
   NESTED = 1 << 7, // another region ran inside
-  ASKED = 1 << 8, // it asked for a gradient itself, which another thread computed
+  ASKED = 1 << 8, // the forward asked for a gradient itself, which another thread computed
   CHANGED = 1 << 9, // a dispatch mode of the script changed an operator's arguments, effects or results
 };
 
 // The operators and saved tensors of one forward. Storages have running numbers. A storage is given if no operator of
-// the tape made it (inputs, parameters, constants), or if it holds values from Python (literals.cpp). A parameter that
-// is gathered into other memory for backward has a number of its own, even if it shares its storage, and offsets in it
-// count from its first element.
+// the tape made it (inputs, parameters, constants), or if it is a literal (literals.cpp). A regathered parameter, whose
+// memory is gathered elsewhere for backward, has a number of its own even if it shares its storage. Offsets in it count
+// from its first element.
 struct Tape {
   std::vector<Record> records;
   std::vector<Save> saves;
   std::vector<bool> given; // by storage
   std::vector<int64_t> nbytes; // by storage
   std::vector<bool> regathered; // by storage: a parameter that is gathered again for backward (ZeRO 3)
-  uint32_t opaque = 0;
+  uint32_t opaque = 0; // bits of `Opaque`
 
-  // Returns the operator that launched the collective for whose result `index` waits; -1 if it is not on this tape, or
-  // if it writes to memory that an operator reads before the wait.
+  // Returns the operator that launched the collective for which operator `index` waits. Returns -1 if that operator is
+  // not on this tape, or if it writes the result to memory that another operator reads before the wait.
   int64_t launch_of(size_t index) const;
 
-  // Returns the operator that made the one storage that exchange `index` fills, if no operator saw the storage between
-  // the two; else -1. A pass that substitutes the exchange's result need not run that operator either.
+  // Returns the operator that made the only storage that exchange `index` fills. A pass that substitutes the exchange's
+  // result need not run that operator either. Returns -1 if there are several storages, or if another operator used the
+  // storage before the exchange.
   int64_t sole_maker_of(size_t index) const;
 
-  // Returns a hash of the operators, of the saved tensors, and of the storages and layouts that they use: the same in
-  // every process. Other arguments (numbers, flags) are left out. Computed once.
+  // Returns a hash of the operators, of the saved tensors, and of the storages and layouts that they use. Other
+  // arguments (numbers, flags) are left out. The hash is the same in every process, and computed once.
   uint64_t fingerprint() const;
 
   // Returns whether the first `records` operators and the first `saves` saved tensors equal those of `other`.
@@ -144,14 +143,14 @@ struct Tape {
   mutable std::optional<uint64_t> counted; // cached `fingerprint`, guarded by Python's lock
 };
 
-// Returns how many rows of dimension 0 of a unit part's output (unit.h) belong to one row of the unit's first input;
-// none if that is not a whole number, or if the part is not made by rows.
+// Returns how many rows of a unit's part (unit.h) belong to one row of the unit's first input. Returns none if that is
+// not a whole number, or if the unit does not work row by row. `index`: the part's operator.
 std::optional<int64_t> rows_of_part(const Tape& tape, size_t index);
 
-// Returns whether two arguments without tensors are equal.
+// Returns whether two arguments from `without_tensors` are equal.
 bool equal(const c10::IValue& one, const c10::IValue& other);
 
-// Returns an argument as a tape keeps it: without its tensors, and with a process group held weakly (exchange.h).
+// Returns an argument as a tape keeps it: without tensors, and with a weak reference to a process group (exchange.h).
 c10::IValue without_tensors(const c10::IValue& argument);
 
 // Calls `visit(path, tensor)` for each tensor among an operator's arguments or results.

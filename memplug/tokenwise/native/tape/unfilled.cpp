@@ -10,15 +10,16 @@
 namespace memplug {
 namespace {
 
-constexpr int64_t MOST_SPANS = 1 << 18; // of a view; beyond that its rows are not examined one by one
+constexpr int64_t MOST_SPANS = 1 << 18; // most byte ranges of a view that are examined one by one
 
 struct Dimension {
   int64_t size, stride; // stride in bytes
 };
 
-// The bytes of a tensor. `dimensions`: those with more than one element, the longest stride first.
+// The bytes of a tensor within its storage. `dimensions`: dimensions of more than one element, with the longest stride
+// first; dimensions that lie densely within one another are merged.
 struct View {
-  int64_t offset = 0;
+  int64_t offset = 0; // bytes
   c10::SmallVector<Dimension, 5> dimensions;
 
   static View of(const Geometry& geometry) {
@@ -54,7 +55,8 @@ struct View {
     return offset == 0 && dimensions.size() == 1 && dimensions[0].size == nbytes && dimensions[0].stride == 1;
   }
 
-  // Returns whether the view is the same in each piece of that many bytes.
+  // Returns whether the view covers the same bytes of each piece, if a storage of `nbytes` is cut into pieces of
+  // `piece` bytes.
   bool repeats(int64_t piece, int64_t nbytes) const {
     if (dimensions.empty() || dimensions[0].size * dimensions[0].stride != nbytes || piece % dimensions[0].stride != 0) {
       return false;
@@ -67,7 +69,7 @@ struct View {
   }
 };
 
-// A read of a storage, or a write to all elements of a view of it.
+// An access to a view of a storage: a write to all of its elements (`fills`), or a read.
 struct Access {
   View view;
   bool fills;
@@ -115,7 +117,7 @@ bool overlap(const Spans& ones, const Spans& others) {
   return false;
 }
 
-// Returns the parts of `ones` that `others` do not cover.
+// Returns the ranges of `ones`, without the bytes that `others` cover.
 Spans without(const Spans& ones, const Spans& others) {
   Spans rest;
   auto other = others.begin();
@@ -136,8 +138,8 @@ Spans without(const Spans& ones, const Spans& others) {
   return rest;
 }
 
-// Reduces the accesses to the first row if all of them are the same in each row: tensors have millions of rows. Returns
-// the number of bytes left to examine.
+// Reduces the accesses to the first row of a storage if each of them is the same in every row, since a storage may have
+// millions of rows. Returns how many bytes of the storage are left to examine.
 int64_t narrow(std::vector<Access>& accesses, int64_t nbytes) {
   for (;;) {
     int64_t piece = 0;
@@ -161,6 +163,7 @@ int64_t narrow(std::vector<Access>& accesses, int64_t nbytes) {
   }
 }
 
+// What accesses have done to blank memory: filled it, filled a part of it, or read bytes that were not filled before.
 enum class Contents : uint8_t { FILLED, IN_PART, READ_BEFORE };
 
 Contents contents_after(std::vector<Access> accesses, int64_t nbytes) {
@@ -186,15 +189,16 @@ bool reads_unfilled(const std::vector<Access>& accesses, int64_t nbytes) {
   if (last == accesses.rend()) {
     return true;
   }
-  // the writes by themselves: later reads may be of single rows, and then the rows are not alike
+  // first without the reads after the last write: if these read single rows, rows are not alike
   const Contents filled = contents_after({accesses.begin(), last.base()}, nbytes);
   return filled == Contents::READ_BEFORE ||
       (filled == Contents::IN_PART && contents_after(accesses, nbytes) == Contents::READ_BEFORE);
 }
 
+// How an operator treats a tensor that it writes to: reads it too, writes a part, or writes all of its elements.
 enum class Write : uint8_t { READS, PART, ALL };
 
-// Returns whether an operator is an in-place broadcast that another rank sends.
+// Returns whether an operator is an in-place broadcast in which this rank receives.
 bool receives(const Record& record) {
   const bool is_functional = record.op->schema_name == "_c10d_functional::broadcast_";
   if (!is_functional && record.op->schema_name != "c10d::broadcast_") {
@@ -204,8 +208,8 @@ bool receives(const Record& record) {
   return rank >= 0 && rank != record.arguments[is_functional ? 1 : 2].toInt();
 }
 
-// Returns whether as many elements are written as the tensor has. Indices are assumed to be distinct, as in a
-// permutation.
+// Returns whether an operator that writes by indices writes as many elements as the tensor has. The indices are assumed
+// to be distinct, as in a permutation, so that it writes all of them.
 bool scatters_to_all(const Record& record, const Use& written) {
   const auto counted = std::find_if(record.inputs.begin(), record.inputs.end(), [&](const Use& use) {
     return use.path.position == record.op->scattered;
@@ -257,7 +261,7 @@ bool has_unfilled(const Tape& tape) {
     for (const bool writing : {false, true}) { // an operator reads before it writes
       for (const Use& use : record.inputs) {
         if (op.has(UNIT) && !op.writes_to(use.path.position) && record.writes(use.storage)) {
-          continue; // listed a second time
+          continue; // the unit's operator lists a tensor that it writes to twice; the other one counts
         }
         const Write write = op.writes_to(use.path.position) ? write_of(record, use) : Write::READS;
         if (write == (writing ? Write::ALL : Write::READS)) {
@@ -267,7 +271,7 @@ bool has_unfilled(const Tape& tape) {
     }
   }
   for (const Save& save : tape.saves) {
-    add(save.use, false); // in its final state
+    add(save.use, false); // backward reads the tensor in its final state
   }
   return std::any_of(blank.begin(), blank.end(), [&](const auto& each) {
     return reads_unfilled(each.second, tape.nbytes[each.first]);

@@ -1,12 +1,13 @@
-// Memory that was requested (`empty`) and that unobserved code may have filled, which no recompute pass can repeat.
+// Memory that an operator requested (`empty`) and that unobserved code may have filled. No recompute pass can fill it
+// again.
 #pragma once
 
 #include "tape.h"
 
 namespace memplug {
 
-// Returns whether operators of a tape read, or autograd saves, elements of an `empty` that no earlier operator was seen
-// to write, or whether no operator was seen to write any of them. Valid only once all storages are known.
+// Returns whether the memory of some `empty` on a tape is unfilled: no operator writes any of its elements, or an
+// operator reads, or autograd saves, an element that no earlier operator wrote. Valid only once all storages are known.
 bool has_unfilled(const Tape& tape);
 
 } // namespace memplug

@@ -1,4 +1,4 @@
-// Counts of in-place writes to tensors, as autograd keeps them.
+// Counts of in-place writes to tensors: autograd's version counters.
 #pragma once
 
 #include <cstddef>
@@ -9,12 +9,12 @@
 
 namespace memplug {
 
-// Returns the count; 0 for a tensor made in inference mode, which has none.
+// Returns a tensor's count of writes; 0 for a tensor made in inference mode, which has none.
 inline uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : tensor._version();
 }
 
-// Returns the shape for messages; nested tensors have none.
+// Returns a tensor's shape for messages; "nested" for a nested tensor, which has none.
 inline std::string shape_of(const at::Tensor& tensor) {
   return tensor.is_nested() ? "nested" : c10::str(tensor.sizes());
 }
@@ -22,8 +22,8 @@ inline std::string shape_of(const at::Tensor& tensor) {
 constexpr const char* kWrittenInPlace =
     "one of the variables needed for gradient computation has been modified by an inplace operation";
 
-// Throws an error like autograd's if the tensor was written to since. `what`: the tensor's role, such as "input of a
-// region".
+// Throws an error like autograd's if a tensor's count of writes is not `expected`. `what`: the tensor's role, such as
+// "input of a region".
 inline void check_version(const at::Tensor& tensor, uint32_t expected, const char* what) {
   TORCH_CHECK(
       version_of(tensor) == expected,
@@ -38,13 +38,13 @@ inline void check_version(const at::Tensor& tensor, uint32_t expected, const cha
       expected);
 }
 
-// The count of writes to memory that a forward read. Each tensor that is no view of another has one: parameters in a
-// flat buffer have one each.
+// A count of writes to memory that a forward read. Memory may have several: each tensor that is no view of another has
+// one of its own, as each parameter in a flat buffer.
 struct Count {
   Count(const at::Tensor& tensor, size_t met, bool in_unit)
       : counter(version_counter_of(tensor)), first(tensor.getIntrusivePtr()), met(met), in_unit(in_unit) {}
 
-  // Returns whether it counts the writes to `tensor`.
+  // Returns whether this counts the writes to `tensor`.
   bool is_of(const at::Tensor& tensor) const {
     return is_same_counter(counter, version_counter_of(tensor));
   }
@@ -58,7 +58,7 @@ struct Count {
     return counter.enabled() && counter.current_version() != version;
   }
 
-  // Throws the error that autograd would raise.
+  // Throws an error like autograd's.
   [[noreturn]] void fail() const {
     const auto tensor = first.lock();
     TORCH_CHECK(
@@ -73,11 +73,11 @@ struct Count {
   }
 
   c10::VariableVersion counter;
-  // the first tensor that was met, for the message
+  // the first tensor with this counter that the forward met, for the message
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> first;
-  size_t met; // number of operators begun by then, including the one that reads it
-  bool in_unit; // only a unit reads it
-  uint32_t version = 0; // at the end of the forward
+  size_t met; // number of operators begun when it was met, including the one that reads it
+  bool in_unit; // only a unit reads the tensor
+  uint32_t version = 0; // the count at the end of the forward
 };
 
 } // namespace memplug

@@ -1,5 +1,5 @@
-// Tensors that a region's forward left in its arguments, such as a key-value cache, and that are not kept: they are
-// recomputed while their graph exists.
+// Withheld tensors (memplug/hooks/withheld.py): a region's forward left them in an argument, such as a key-value cache,
+// and memplug does not keep them. They can be recomputed while their graph exists.
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -18,7 +18,8 @@ namespace memplug {
 namespace {
 
 struct WithheldTensor {
-  // Describes a tensor of the forward that this thread runs, paused or not.
+  // Describes a tensor of the forward that this thread runs, even while observing is paused. Without such a forward,
+  // or for a tensor that its tape cannot describe, `use` has storage -1.
   explicit WithheldTensor(const at::Tensor& tensor) {
     Running* const running = Running::current();
     if (running == nullptr || !is_plain(tensor)) {
@@ -34,12 +35,13 @@ struct WithheldTensor {
     }
   }
 
-  std::weak_ptr<Frame> frame; // lives as long as its graph needs it
+  std::weak_ptr<Frame> frame; // the forward's frame, which lives as long as its graph
   Use use{{0}, -1, {}};
   torch::autograd::Edge edge; // the tensor's place in the graph
 };
 
-// Recomputes tensors that are all of one forward. Returns none if they cannot be recomputed.
+// Recomputes tensors that one forward made. Returns them with their places in the graph; none if a tensor cannot be
+// recomputed.
 std::optional<py::list> made_again(const std::vector<const WithheldTensor*>& all) {
   const auto frame = all.front()->frame.lock();
   if (frame == nullptr || !frame->is_over() || frame->is_opaque) {

@@ -14,7 +14,8 @@ RoundingBuffers::RoundingBuffers(Streams& streams, const StreamRef& stream, size
   }
 }
 
-// Returns the frame's own buffer if that has room; else the buffer whose turn it is, or the next one that is free.
+// Returns the buffer that the frame already uses, if that has room. Else returns the free buffer whose turn it is, or
+// the next free one; null if no buffer has room.
 std::shared_ptr<RoundingBuffers::RoundingBuffer> RoundingBuffers::find(int64_t frame, int64_t nbytes) const {
   for (const auto& buffer : buffers_) {
     if (buffer->frame == frame && buffer->is_in_use() && buffer->has_room(buffer->used_bytes, nbytes)) {

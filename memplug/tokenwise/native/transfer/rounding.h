@@ -1,11 +1,12 @@
-// Rounding buffers: device memory, reserved once, that tensors are prefetched into (MEMO, section 4.1).
+// Rounding buffers: device memory, reserved once, into which tensors are prefetched (MEMO, section 4.1).
 //
 // The tensors of one frame share a buffer, and the frames take the buffers in turn. Each tensor has a storage of its
-// own within its buffer. Its bytes are free again once the last user of that storage, autograd or the script, is done,
-// and another frame takes the buffer only once no tensor in it is alive. Nothing is moved or overwritten.
+// own within its buffer. A tensor is alive until the last user of that storage, autograd or the script, is done.
+// Another frame takes the buffer only once no tensor in it is alive. Nothing is moved or overwritten.
 //
 // All buffers belong to one stream, as memory of the caching allocator does. `record_stream` has no effect on their
-// tensors: a reader on another stream is registered by `Transfer::order_use`, or has to let this stream wait for it.
+// tensors. `Transfer::order_use` registers a reader on another stream; any other reader has to make the buffers'
+// stream wait for the read.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +21,7 @@
 
 namespace memplug {
 
-// Guarded by Python's lock, except for tensors, which may die on any thread.
+// Guarded by Python's lock, except that tensors may die on any thread.
 class RoundingBuffers {
  public:
   // Throws if the device has no room for `count` buffers of `nbytes`.
@@ -34,7 +35,8 @@ class RoundingBuffers {
   // Returns an uninitialized tensor for the frame; undefined if there is no room.
   at::Tensor take(int64_t frame, const Geometry& geometry, int64_t nbytes);
 
-  // Lets the buffers' memory, once freed, be reused only after the work that is queued on `reader` at that time.
+  // Records `reader` as a user of the buffers: once freed, their memory is reused only after the work that is queued on
+  // `reader` by then.
   void use_on(Streams& streams, const StreamRef& reader) const;
 
   // Returns the bytes of all buffers.
@@ -46,7 +48,7 @@ class RoundingBuffers {
   struct RoundingBuffer {
     at::Tensor memory;
     int64_t frame = -1; // number of the frame that uses it
-    int64_t used_bytes = 0; // from its beginning; freed only with the last tensor
+    int64_t used_bytes = 0; // from the buffer's beginning; 0 again only after the last tensor
     std::atomic<int64_t> alive{0}; // number of tensors in it
 
     bool is_in_use() const {

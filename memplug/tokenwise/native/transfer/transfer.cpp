@@ -88,7 +88,7 @@ void Transfer::send(Swapped& swapped, Slot slot) {
   swapped.offloaded = copies.offload(swapped.device_rows(), slot, swapped.stream);
 }
 
-// Starts a copy out that was deferred. If the host has no room, or no operator has read the tensor, it stays.
+// Starts a copy out that was put off. Does nothing if the host has no room, or if no operator has read the tensor.
 void Transfer::send_late(Swapped& swapped) {
   if (!swapped.slot && swapped.ready != Ready::UNREAD) {
     check_version(swapped);
@@ -108,7 +108,8 @@ void Transfer::release(std::vector<std::shared_ptr<Swapped>> group) {
       }
     }
   }
-  for (size_t i = 0; i < copies.users().size(); ++i) { // copies out run on one stream: a wait for the last covers all
+  // all copies out run on one stream, so each owner waits only for its last one
+  for (size_t i = 0; i < copies.users().size(); ++i) {
     const StreamRef stream = copies.users()[i];
     const Swapped* last = nullptr;
     for (const Swapped* swapped : leaving) {
@@ -142,8 +143,9 @@ void Transfer::before_write(Swapped& swapped) {
   leave(swapped);
 }
 
-// Copies the tensor to new memory. Its own stream does so, since it owns that memory, after everything that a writing
-// operator on another stream has waited for; that stream then waits for the copy.
+// Copies the tensor to new device memory, before an operator on the current stream writes to it. The copy runs on the
+// tensor's own stream, which owns the new memory. If that is another stream, it first waits for the work queued on the
+// current stream, and the current stream then waits for the copy.
 void Transfer::copy_on_device(Swapped& swapped) {
   check_version(swapped);
   const at::Tensor original = swapped.tensor;
@@ -214,7 +216,8 @@ bool Transfer::reserve(size_t count, int64_t nbytes) {
     return true;
   }
   const StreamRef current = streams_.current(), stream = copies.users().empty() ? current : copies.users().front();
-  if (!streams_.same(stream, current)) { // the caller's stream is ordered after the last use of the memory that is free
+  // the current stream is ordered after the last use of free memory, so the buffers' stream waits for it
+  if (!streams_.same(stream, current)) {
     streams_.wait(stream, streams_.record(current), Wait::PREFETCH_FOR_COMPUTE);
   }
   try {
@@ -285,7 +288,7 @@ bool is_dense(const at::Tensor& tensor) {
 }
 
 at::Tensor alias_of(const at::Tensor& tensor) {
-  // excludes modes, which would make the alias inside of their transforms
+  // without dispatch modes, which would make the alias inside of their transforms
   std::optional<c10::impl::ExcludeDispatchKeyGuard> past_modes;
   if (!tensor.key_set().has(c10::DispatchKey::Python)) {
     past_modes.emplace(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));

@@ -5,7 +5,8 @@
 
 namespace memplug {
 
-// Sets the error of `memplug.errors` that a transfer's exception stands for; returns false for any other exception.
+// Raises in Python the error of `memplug.errors` that a `Failure` (transfer.h) stands for. Returns false, and raises
+// nothing, for any other exception.
 bool set_error(const std::exception& error);
 
 } // namespace memplug

@@ -14,8 +14,9 @@ namespace memplug {
 namespace {
 
 bool (*sees_operators)() = nullptr;
-torch::Library* standing = nullptr; // not freed as the process ends: operators run until then
+torch::Library* standing = nullptr; // not freed at the end of the process: operators run until then
 
+// The work object of an exchange that has already been waited for.
 class Finished final : public c10d::Work {
  public:
   bool isCompleted() override {
@@ -30,16 +31,16 @@ class Finished final : public c10d::Work {
   void synchronize() override {}
 };
 
-// A process group as a tape keeps it, in a capsule.
+// A process group as a tape keeps it: this object, in a capsule.
 struct KeptGroup final : torch::CustomClassHolder {
   KeptGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& strong, bool was_object)
       : group(strong), is_object(was_object) {}
 
-  const c10::weak_intrusive_ptr<c10d::ProcessGroup> group; // while it is held, no other group gets this address
-  const bool is_object; // else a functional collective was given the group itself, in a capsule
+  const c10::weak_intrusive_ptr<c10d::ProcessGroup> group; // a weak reference: no other group gets this address
+  const bool is_object; // the operator got an object; else it is a functional collective, which got a capsule
 };
 
-// Returns the contents of a capsule, or of an object that boxes one; else null.
+// Returns the contents of a capsule, or of the capsule that an object boxes; null for other objects.
 c10::intrusive_ptr<torch::CustomClassHolder> held_in(const c10::IValue& value) {
   if (value.isCapsule()) {
     return value.toCapsule();
@@ -75,6 +76,7 @@ int64_t async_op_of(const c10::OperatorHandle& op) {
   return -1;
 }
 
+// Runs an exchange. On a watched thread, waits for it if its caller would do so at once.
 void exchange(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const c10::IValue& async_op = (*stack)[stack->size() - schema.arguments().size() + async_op_of(op)];

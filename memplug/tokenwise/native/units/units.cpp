@@ -1,4 +1,4 @@
-// How a frame runs its units (unit.h).
+// Runs the units (unit.h) of a frame, in its forward and in recompute passes.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -15,12 +15,12 @@
 
 namespace py = pybind11;
 
-// Operators that represent units on tapes. Calling them runs no unit.
+// Operators that stand for units and their parts on tapes. They have no kernels, since nothing calls them.
 TORCH_LIBRARY(memplug, library) {
   for (const char* const overload : {"", ".shared"}) {
     library.def((std::string("unit") + overload + "(Tensor[] given, str name) -> Tensor").c_str());
   }
-  library.def("unit_(Tensor[] given, str name, Tensor(a!)[] written) -> Tensor"); // `written`: some of those given
+  library.def("unit_(Tensor[] given, str name, Tensor(a!)[] written) -> Tensor"); // `written`: some tensors of `given`
   for (const char* const overload :
        {"", ".rows", ".whole", ".attention", ".choice", ".shared", ".whole_shared", ".attention_shared", ".exchange"}) {
     library.def((std::string("of_unit") + overload + "(Tensor unit, int ordinal) -> Tensor").c_str());
@@ -38,13 +38,13 @@ const Operator& named(const char* name, const std::string& overload) {
   return *op;
 }
 
-// The inputs of a unit that a tape can describe: its tensors, except parameters.
+// The input tensors of a unit: those among its arguments that a tape can describe, except parameters.
 struct UnitInputs {
-  std::vector<at::Tensor> tensors, written; // the inputs, and those of them that its operator writes to
-  std::vector<size_t> ordinals; // position of each among all tensors, parameters included
+  std::vector<at::Tensor> tensors, written; // all inputs, and those that the unit's operator writes to
+  std::vector<size_t> ordinals; // for each input, its position among the tensors of the call, parameters included
 };
 
-// Returns the inputs, and stores all other arguments in `made`.
+// Returns the input tensors of a call, and describes all of its arguments in `made`.
 UnitInputs inputs_of(UnitCall& made, const py::tuple& arguments, const py::dict& keywords) {
   UnitInputs given;
   const auto writes = calls().unit.writes(made.unit);
@@ -166,7 +166,7 @@ py::object Running::run_unit(
   }
   const size_t index = forward.begun(), saved = forward.saved.size();
   const auto versions = versions_of(given.tensors);
-  if (writes_unsaid && forward.followed() == nullptr) { // it may write to more tensors than earlier calls did
+  if (writes_unsaid && forward.followed() == nullptr) { // this call may write to more tensors than earlier ones did
     const Suspension own;
     forward.protect(given.tensors);
   }
