@@ -47,7 +47,7 @@ class Buffer:
         alignment: bytes; the offset is a multiple of it.
         stream: the stream that requests it.
         lower_phase, upper_phase, lower_layer, upper_layer: where it is requested and freed; see `BUFFER`.
-        outlives: still in use when the step ends.
+        outlives: whether it is still in use when the step ends.
     """
 
     lower: int
@@ -87,7 +87,7 @@ class Problem:
             the rows.
         orderings: of dtype ORDERING, by time.
         phases, layers: the phases and layers that columns of `buffers` index.
-        fingerprint: of the trace; empty if the problem does not come from one.
+        fingerprint: of the trace; empty if the problem does not come from a trace.
 
     Raises:
         LayoutError: a size, alignment or lifetime is impossible; names the first such buffer.
@@ -170,7 +170,7 @@ class Solution:
         planner: name of the planner that found it.
         optimal: whether it is proven that no lower solution exists.
         seconds: time that finding it took.
-        timed_out: whether the time limit ended the search; this is the best so far then.
+        timed_out: whether the time limit ended the search; the solution is then the best so far.
     """
 
     offsets: np.ndarray
@@ -190,7 +190,7 @@ def solved(
     seconds: float = 0.0,
     timed_out: bool = False,
 ) -> Solution:
-    """Return a solution from its offsets; its height is that of the highest buffer, and optimal at the lower bound."""
+    """Return a solution with these offsets: as high as its highest buffer's end, and optimal at the lower bound."""
     height = int((offsets + problem.buffers["size"]).max(initial=0))
     return Solution(
         offsets=offsets,
