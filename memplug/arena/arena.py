@@ -191,7 +191,7 @@ class Arena:
     def late(self) -> list[tuple[int, int]]:
         """Return pairs (late, displaced) of planned requests, as indices into `ArenaTables.requests`.
 
-        The block of the late request was still in use when the displaced request came, which shares planned bytes.
+        The block of the late request was still in use when the displaced request came, whose planned bytes overlap it.
         """
         return self._native.late_requests() if self.serving else []
 

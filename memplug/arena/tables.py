@@ -26,7 +26,7 @@ PLANNED_REQUEST = np.dtype(  # in program order within each place
         ("phase", "<i4"),  # (micro-batch + 1) * 8 + pass
         ("layer", "<i4"),
         ("stream", "<i4"),  # 0 is the main stream, on which dynamic requests are served
-        ("kept", "<i4"),  # slot class, any free slot of which serves a block that outlives the step; else -1
+        ("kept", "<i4"),  # if its block outlives the step: slot class, of which any free slot serves; else -1
         ("spare", "<i4"),  # group of reusable space to use if these bytes are not free; -1: none
     ]
 )
