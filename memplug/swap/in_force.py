@@ -43,7 +43,7 @@ class InForce:
     Attributes:
         relief: actions in the last step in which a request failed.
         relieved_bytes: bytes that were offloaded for requests in the last step.
-        has_failed: whether a request failed for good in the last step, which may not have completed then.
+        has_failed: whether a request failed for good in the last step; the step may then not have completed.
     """
 
     def __init__(
@@ -148,21 +148,21 @@ class InForce:
             self.has_failed = any(kind == "given up" for kind, _ in events)
 
     def measure(self, *, waits: bool = False, operators: bool = False) -> None:
-        """Measure from now on how long operators wait for copies, or how long they take without that; or neither."""
+        """Measure from now on how long operators wait for copies, how long they take without waiting, or neither."""
         if self._swapper is not None:
             self._swapper.measure(waits, operators)
 
     def waited_s(self) -> float | None:
         """Return the measured seconds of waiting for copies; None: the device is not done, or nothing is in force.
 
-        On the CPU, which makes the copies itself, it is the time that they took.
+        On the CPU, which makes the copies itself, these are the seconds that the copies took.
         """
         return None if self._swapper is None else self._swapper.waited_s()
 
     def operators_s(self, clock: Clock) -> np.ndarray | None:
         """Return the seconds of each place of a measured step's clock, without waiting for copies; float64[places].
 
-        The host waits for the device. None: other operators were measured than those of the clock.
+        The host waits for the device. None: the measured operators are not those of the clock.
         """
         self._device.synchronize()
         measured = None if self._swapper is None else self._swapper.operators_s()
@@ -194,7 +194,7 @@ class InForce:
         except RuntimeError as error:
             text = f"requests that fail cannot be caught: {str(error).splitlines()[0]}"
             raise SwapError(text, code="MP015") from None
-        self._core.take_relief_events()  # discards those of a session that ended within a step
+        self._core.take_relief_events()  # discards events of a session that ended within a step
         self._catches = on
 
 
