@@ -33,7 +33,7 @@ class Fault(enum.Enum):
     OVERLAP = "overlap"  # two buffers are in use at once at the same bytes
     UNORDERED = "unordered"  # same bytes on two streams, and no ordering makes one stream wait for the other
     PREDICTION = "prediction"
-    PLACE = "place"  # there is no such phase or layer
+    PLACE = "place"  # a buffer or a dynamic space has a phase or layer that the problem lacks
     WINDOW = "window"  # a dynamic space exists at no time
     GROUP = "group"  # a dynamic space has no requests
     SPACES = "spaces"  # a stretch of a dynamic space is empty, below 0, or not above the one before
@@ -57,7 +57,7 @@ class Finding:
 
 
 def judge(problem: Problem, solution: Solution, capacity_bytes: int | None = None) -> tuple[Finding, ...]:
-    """Return the mistakes of a solution; if there are none, it is accepted.
+    """Return the mistakes of a solution; if there are none, the solution is accepted.
 
     Every buffer must have an aligned offset inside the arena, and the arena must end where its highest buffer ends. Two
     buffers may share bytes only if one is freed before the other is requested; lifetimes are half-open. If the two are

@@ -33,7 +33,7 @@ class LeftoverRoom:
         self.begin()
 
     def begin(self) -> None:
-        """Forget the former annex: a plan was installed, and has none yet."""
+        """Forget the former annex: a plan was installed, which has no annex yet."""
         self._bytes = self._crowded_steps = 0
         self._refused = False
 

@@ -1,4 +1,8 @@
-"""The tables that the native arena reads: the requests of each place in program order, with their addresses."""
+"""The tables that the native arena reads: the requests of each place in program order, with their addresses.
+
+A group is a list of spaces (ranges of bytes) of the arena that are unused in the same window of time. It serves
+requests that have no planned address, or whose planned address is in use.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ PLANNED_REQUEST = np.dtype(  # in program order within each place
         ("spare", "<i4"),  # group of reusable space to use if these bytes are not free; -1: none
     ]
 )
-KEPT_SLOT = np.dtype([("offset", "<i8"), ("kept", "<i4")])  # offset in the kept part; slot class
+KEPT_SLOT = np.dtype([("offset", "<i8"), ("kept", "<i4")])  # offset in the kept part; class: size and stream
 DYNAMIC_REQUEST = np.dtype(  # in program order within each place, whose last row stands for all further requests
     [("phase", "<i4"), ("layer", "<i4"), ("group", "<i4")]  # group -1: not served
 )
@@ -187,7 +191,7 @@ def _dynamic(plan: AddressPlan) -> tuple[np.ndarray, list[Spaces]]:
 
 
 def _reusable_from_the_beginning(plan: AddressPlan) -> list[Spaces]:
-    """Return spaces that no buffer uses from the beginning of a step on, those that stay unused longest first.
+    """Return groups of spaces that no buffer uses from a step's beginning on, the longest unused group first.
 
     Memory that is allocated between two steps, such as a batch, may stay in use for a while in the next step.
     """

@@ -6,7 +6,7 @@ waiting ──a program lasts──► recording ──► planning, beside trai
 
 The first step of a run allocates memory that lasts: the optimizer's state, and gradients if they stay from step to
 step. Addresses that an earlier run kept were planned from a later step, without these requests. So in the first step
-torch's allocator serves the optimizer, and backward too if gradients stay.
+the optimizer, and backward too if gradients stay, are withheld: torch's allocator serves their requests.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class PlannedAddresses(Technique[Addresses]):
         self._patience = 1  # `_steps` at which a new plan may be made; then set to twice `_steps`
         self._beginning = self._before = arena.counters()  # an earlier session may have counted before
         self.step = self._before.since(self._before)
-        self._withheld: tuple[Pass, ...] = ()  # passes of the next step
+        self._withheld: tuple[Pass, ...] = ()  # passes of the next step whose requests torch's allocator serves
         self._is_first = True  # until a step has ended
         self._was_withheld = False  # whether the step that ended last had withheld passes
         self._room = LeftoverRoom(arena)

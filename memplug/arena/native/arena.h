@@ -66,7 +66,7 @@ struct PlannedRequest { // in program order within each place
 };
 struct KeptSlot {
   int64_t offset; // in the kept part
-  int32_t kept; // its slot class
+  int32_t kept; // its slot class: one for each size and stream
 };
 struct DynamicRequest { // in program order within each place; a place's last row stands for all further requests there
   int32_t phase;

@@ -57,7 +57,7 @@ def dynamic_spaces(step: Trace, problem: Problem, solution: Solution) -> tuple[D
 
 
 def renewed_spaces(spaces: Sequence[DynamicSpace], problem: Problem, solution: Solution) -> tuple[DynamicSpace, ...]:
-    """Return the same groups with their reusable space at other addresses, in the same windows of time.
+    """Return these groups with the space that another solution leaves them in the same windows of time.
 
     Args:
         spaces: the groups, on the same clock.

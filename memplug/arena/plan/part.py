@@ -20,6 +20,9 @@ _MOST_BYTES = 2**62
 class DynamicSpace:
     """The reusable space of one HomoLayer group of dynamic requests (STWeaver, section 5.2, Eq. 2 to 5).
 
+    The size of a dynamic request is known only at run time. A HomoLayer group has the dynamic requests of one stream
+    that are made in one layer and freed in one layer.
+
     Attributes:
         malloc_phase, malloc_layer, free_phase, free_layer: of the group's requests, as indices into the problem's
             phases and layers; -1: outside of layers, or (free_*) not freed in the step.
@@ -84,7 +87,7 @@ class AddressPlan(PlanPart):
     predictions: PromisedBytes
 
     def to_file(self) -> dict[str, Any]:
-        """Return the part's values for a file: first those that people read, then the tables by column."""
+        """Return the part's values for a file: first the values that people read, then the tables by column."""
         problem, solution = self.problem, self.solution
         assert solution.offsets.dtype == np.int64 and len(solution.offsets) == len(problem), "an offset for each buffer"
         return {

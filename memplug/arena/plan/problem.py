@@ -76,7 +76,7 @@ def buffers(rows: list[Buffer] | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """Buffers to place. The arrays are read-only; a writeable one is copied.
+    """Buffers to place. The arrays are read-only; a writeable array is copied.
 
     Buffers of different streams may share bytes only if, in this order, one is freed, an ordering makes the other's
     stream wait, and the other is requested.
@@ -222,7 +222,7 @@ def fragmentation(lower_bound_bytes: int, height_bytes: int) -> float:
 
 
 def time_memory_product(table: np.ndarray, offsets: np.ndarray) -> float:
-    """Return the share of a block's bytes times its duration that is in use, in (0, 1] (STWeaver, Eq. 1).
+    """Return the share of a block (bytes times duration) that is in use, in (0, 1] (STWeaver, Eq. 1).
 
     The block reaches from the lowest offset to the highest end, and from the first lower to the last upper. Without
     buffers the share is 1.
