@@ -78,7 +78,7 @@ class ListLimits(NamedTuple):
 
 
 def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: ListLimits) -> Iterator[str]:
-    """Yield the mistakes of a swap list; if there are none, it is accepted.
+    """Yield the mistakes of a swap list; if there are none, the list is accepted.
 
     Every tensor must be one of the step and have the size in the list. No other technique may decide on it. Each of its
     swaps must lie between two consecutive uses of it, and its swaps must not overlap. No operator may exceed the device

@@ -32,7 +32,7 @@ class ListRoom:
         self.forget()
 
     def forget(self) -> None:
-        """Forget earlier lists: the next one is another program's."""
+        """Forget earlier lists: the next list is another program's."""
         self._left_bytes = self._more_bytes = self._tightened = 0
         self._leaves_any = True
 

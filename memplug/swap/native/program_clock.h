@@ -81,7 +81,7 @@ class ProgramClock {
     return now_;
   }
 
-  // Returns whether the clock is unreliable: it has departed from the plan more than 4 times, and once more for every 40
+  // Returns whether the clock is unreliable: it has departed from the plan more than 4 times, plus once for every 40
   // operators.
   bool is_lost() const {
     return kLeast + ticks_ < 40 * departures_;

@@ -228,7 +228,7 @@ def _marked(
 
 
 def target_of(step: Trace, candidate: Candidate, look: tuple[TensorUse, int], release: int, prefetch: int) -> Target:
-    """Return the target of a candidate that is away for [release, prefetch); `look` is an entry of `last_uses`."""
+    """Return the target of a candidate that is away for [release, prefetch); `look`: its entry of `last_uses`."""
     use, tolerance = look
     return Target(
         nbytes=candidate.nbytes,
