@@ -81,7 +81,7 @@ class _Arena:
 
     A place is the running number of an offset at which a buffer begins or ends. A stretch reaches from one place to
     another, and is named by the first. The first places form a bitset that has about as many words as a word has bits.
-    So two operations on Python's integers find the last first place at or before any place.
+    So two operations on Python's integers find the stretch that any place is in.
     """
 
     def __init__(self, places: int, until: list[int]) -> None:

@@ -172,8 +172,8 @@ def _places(problem: Problem) -> np.ndarray:
 def _dynamic(plan: AddressPlan) -> tuple[np.ndarray, list[Spaces]]:
     """Return the dynamic requests, of dtype DYNAMIC_REQUEST, and the spaces of each group.
 
-    The groups are those of the plan, and one more for each place. That one serves requests that the recorded step did
-    not make; its spaces are the bytes that all other groups of the place may use.
+    The groups are those of the plan, and one more for each place. The further group serves requests that the recorded
+    step did not make; its spaces are the bytes that all other groups of the place may use.
     """
     spaces = [group.spaces for group in plan.dynamic]
     of_place: dict[tuple[int, int], list[int]] = {}

@@ -38,9 +38,9 @@ from memplug.session.given import Given
 from memplug.session.technique import Technique
 from memplug.words import size
 
-MISMATCHED_SHARE = 0.01  # of a step's requests: with more mismatched ones, the step counts against the plan
+MISMATCHED_SHARE = 0.01  # of a step's requests: a step with more mismatched requests counts against the plan
 MISMATCHED_STEPS = 3  # consecutive steps against the plan, after which a new one is made
-DIFFERING_SHARE = 0.01  # of the requests: two steps that differ in more are not the same program
+DIFFERING_SHARE = 0.01  # of the requests: two steps that differ in more are not alike
 MOST_RECORDED_STEPS = 8
 MOST_AMENDMENTS = 16  # of one plan
 
@@ -62,7 +62,7 @@ class Addresses:
     Attributes:
         plan: the arena's part of the plan.
         tables: the same plan, as the native arena reads it.
-        amendments: how often it was amended.
+        amendments: how often the plan was amended.
         source: origin of the plan, in words for the log; "" once the addresses were installed.
         gradients_stay: see `memplug.plans.schema.TrainingPart`.
     """
@@ -173,7 +173,7 @@ class PlannedAddresses(Technique[Addresses]):
     def end_step(self) -> None:
         """Stop serving until the next step begins, and take the counts of the step that ends.
 
-        Requests between the two are memplug's own.
+        Requests until then are memplug's own.
 
         Raises:
             ArenaError: with checks, a stray write was found.

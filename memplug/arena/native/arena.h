@@ -23,8 +23,8 @@
 
 namespace memplug {
 
-// A device, as the arena uses it, and the observer of its blocks. Called with the arena locked, except `reserve` and
-// `release`.
+// A device as the arena uses it; it also observes the arena's blocks. The arena is locked during every call, except while
+// it reserves or releases memory, or stops serving.
 class ArenaDevice {
  public:
   virtual ~ArenaDevice() = default;

@@ -39,7 +39,7 @@ def last_step(trace: Trace, step: int | None = None) -> Trace:
 def problem_of(
     step: Trace, alignment_bytes: int = BLOCK_BYTES, margin_bytes: int = 0, *, without_gradients: bool = True
 ) -> Problem:
-    """Return the layout problem of one step: a buffer for each static request above 0 bytes, in order.
+    """Return the layout problem of one step: a buffer for each request above 0 bytes that is not dynamic.
 
     Sizes are rounded up to the alignment. A buffer that is still in use when the step ends counts as in use for all of
     the step, since the next step repeats the requests and must find the buffer's bytes untouched. The step before left
@@ -57,8 +57,8 @@ def problem_of(
         without_gradients: whether requests of forwards without gradients are placed too.
 
     Returns:
-        The problem. Its clock is the index into `step.events`. Its ids are the requests' running numbers in the step;
-        buffers that the step before left have -1, -2 and so on.
+        The problem, with buffers in the order of requests. Its clock is the index into `step.events`. Its ids are the
+        requests' running numbers in the step; buffers that the step before left have -1, -2 and so on.
 
     Raises:
         LayoutError: more bytes than can be placed, or a stream number that is too large.
@@ -147,8 +147,8 @@ def _left_by_the_step_before(
     """Return the buffers needed besides the rows of `table` that outlive the step, of dtype BUFFER.
 
     The step before left blocks like those that outlive this step. If one is freed only after its successor is
-    requested, both need memory. Blocks of one size and stream may take each other's memory, so each such class needs as
-    many buffers as it has blocks in use at once.
+    requested, both need memory. Blocks of one size and stream may take each other's memory. So for each size and stream
+    there must be as many buffers as blocks in use at once.
     """
     frees = earlier_frees(step.events)
     frees = frees[step.events["nbytes"][frees] > 0]
