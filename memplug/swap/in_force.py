@@ -22,16 +22,16 @@ from memplug.torch_private import empty_host_cache
 from memplug.words import size
 
 Relief = tuple[str, int]
-"""An action for a request that failed, and bytes: the request "failed"; a tensor on its way out was "released"; a
-tensor "left" passively; a tensor on its way back "turned back"; the request was "served", or "given up" (0 bytes)."""
+"""An action for a request that failed, and bytes: the request "failed"; a tensor on its way out was "released"; an
+idle tensor "left"; a tensor on its way back "turned back"; the request was "served", or "given up" (0 bytes)."""
 
 
 class InForce:
     """The native core's swapping; inactive until `watch` or `swap` is called.
 
     From then on, a request for device memory that fails inside a step is tried again after tensors have been offloaded:
-    first those on their way out, then idle ones (memplug/swap/native/short_step.cpp has their order), then those on
-    their way back (Chameleon, section 6.3, algorithm 3).
+    first tensors on their way out, then idle tensors (in the order of memplug/swap/native/short_step.cpp), then tensors
+    on their way back (Chameleon, section 6.3, algorithm 3).
 
     Args:
         device: the device that trains.
@@ -127,7 +127,7 @@ class InForce:
             if pool is not None:
                 pool.close()
             elif self._device.kind == "cuda" and passive:
-                empty_host_cache()  # pinned memory of tensors that left passively
+                empty_host_cache()  # pinned memory of tensors that left because a request failed
         self._loaded.clear()
         if self._catches:
             self._catch(False)

@@ -10,7 +10,7 @@ import numpy as np
 from memplug.swap.plan.features import RARE
 from memplug.swap.plan.part import SwapPart
 
-TARGET = np.dtype(  # SwapTarget in memplug/swap/native/swap_list.h
+TARGET = np.dtype(  # SwapTarget in memplug/swap/native/finder.h
     [
         ("nbytes", "<i8"),
         ("dtype", "<i4"),

@@ -152,7 +152,7 @@ class SwapsWhole(Technique[SwapPart]):
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
     def propose(self, trace: Trace | None) -> SwapPart | None:
-        """Return a list for the recorded step, an empty part if the step fits without or no list suffices, or None."""
+        """Return a list for the recorded step; an empty part if it needs none, or none suffices; None: nothing new."""
         if self.part is not None:
             if trace is not None and self._steps == MEASURED_STEP and self.promises is not None:
                 self.promises.compare_peak(trace)

@@ -51,7 +51,7 @@ class LastingTensors {
     }
   }
 
-  // Notes that the operator noted by `pass` last reads a storage in that slot of its inputs.
+  // Notes that the last operator noted by `pass` reads a storage in that slot of its inputs.
   void read(int32_t slot, const c10::Storage& storage) {
     if (run_ == nullptr) {
       return;

@@ -67,8 +67,8 @@ def ranks(step: Trace) -> dict[int, int]:
 def uses_of(step: Trace) -> Iterator[tuple[int, TensorUse]]:
     """Yield every use of a tensor by the program, with the tensor, in the order in which the observer sees them.
 
-    Inputs come as an operator begins, with the features after all of them; outputs as it ends, after the operators
-    inside of it.
+    Inputs come as an operator begins, with the features that they have after this operator has read all of them.
+    Outputs come as the operator ends, after the operators inside of it.
     """
     rank_of, now = ranks(step), clock_of(step).now.tolist()
     features: dict[int, Features] = {}
@@ -106,10 +106,10 @@ def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int]
         wanted: (tensor, place) pairs.
 
     Returns:
-        For each pair (use, tolerance): the use, by the outermost operator or one inside of it, that is told apart best,
-        and the most places by which it may be off. The tolerance is less than half of the distance to the nearest use
-        of another tensor that looks alike. It is less than the distance to the nearest such use without an anchor in
-        between, minus `EDITS`. Pairs that cannot be told apart are missing.
+        (use, tolerance) for each pair that can be told apart. Of the uses by the outermost operator and by operators
+        inside of it, the use is the one that is told apart best. The tolerance is the most places by which the use may
+        be off. It is less than half of the distance to the nearest use of another tensor that looks alike. It is also
+        less than the distance to the nearest such use without an anchor in between, minus `EDITS`.
     """
     anchored = sorted({place for place, _, _ in anchors(step)})
     found: dict[tuple[int, int], list[TensorUse]] = {}

@@ -214,7 +214,7 @@ class FirstUse(NamedTuple):
 
 
 def marks(step: Trace) -> list[FirstUse]:
-    """Return marks of all tensors from before the step that are read outside of the program, after it began."""
+    """Return marks of all tensors from before the step that are read outside of the program after its beginning."""
     clock = clock_of(step)
     begins = clock.outermost[0] if clock.ticks else len(step.operators)
     outside = begins + np.flatnonzero(step.operators["depth"][begins:] == NO_PART)
