@@ -23,8 +23,8 @@
 
 namespace memplug {
 
-// A device as the arena uses it; it also observes the arena's blocks. The arena is locked during every call, except while
-// it reserves or releases memory, or stops serving.
+// A device as the arena uses it; it also observes the arena's blocks. The arena is locked during every call, except
+// when it reserves or releases memory, or stops serving.
 class ArenaDevice {
  public:
   virtual ~ArenaDevice() = default;
