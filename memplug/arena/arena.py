@@ -1,8 +1,8 @@
 """The planned arena: reserved memory that serves a training step at planned addresses (STWeaver, section 6).
 
-`Arena` wraps the native arena. The native core stands in front of the device's allocator and asks the arena first.
-Requests that the arena has no bytes for, or is not meant for, go to torch's own allocator, as without memplug. A
-process has one arena, since allocators belong to the process; the session that owns the recorder owns the arena too.
+`Arena` wraps the native arena. The native core stands in front of the device's allocator and offers each request to
+the arena first. A request that the arena does not serve goes to torch's own allocator, as without memplug. A process
+has one arena, since allocators belong to the process; the session that owns the recorder owns the arena too.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ class Counters(Protocol):
 
     Attributes:
         planned, planned_bytes: served at their planned addresses.
-        dynamic, dynamic_bytes: served from their group's reusable space; for groups, see `tables.DYNAMIC_REQUEST`.
-        reusable, reusable_bytes: served from other reusable space: requests of validations, and those whose planned
-            address was in use.
+        dynamic, dynamic_bytes: served from their group's reusable space; for groups, see `plan.part.DynamicSpace`.
+        reusable, reusable_bytes: served from other reusable space or the annex: requests of validations or between two
+            passes, and planned requests whose address was in use.
         unplanned: left to torch's allocator because the plan has no such request.
         occupied: left to torch's allocator because the planned address was still in use.
-        dynamic_missed: left to torch's allocator because the group's reusable space had no room.
+        dynamic_missed: left to torch's allocator because their group's reusable space had no room.
         without_gradients: left to torch's allocator because a validation made them and no reusable space was large
             enough.
         fallback_bytes: bytes of the four counts above.
         lasting, lasting_bytes: left to torch's allocator because their blocks outlive the step.
-        elsewhere: left to torch's allocator because they came from a thread that does not train, or in a withheld pass.
+        elsewhere: left to torch's allocator because they came from a thread that does not train, or in a pass that
+            `Arena.begin_step` withholds.
         written_freed: blocks that were written to after they had been freed; counted only by an arena with `checks`.
         written_beyond: blocks that were written to beyond their end; likewise.
-        reserved_bytes: reserved now, including memory of earlier plans that is still in use.
-        leftover_bytes: held now by blocks of earlier steps, in the reused part and in the annex.
-        live_bytes, peak_bytes: in use now, and the most in use since the last plan.
+        reserved_bytes: memory reserved now, including memory of earlier plans that is still in use.
+        leftover_bytes: bytes that leftovers hold now and have held for a whole step, in the reused part (the arena's
+            memory for a step's blocks) and the annex.
+        live_bytes, peak_bytes: bytes of blocks in use now, and the most since the last plan was loaded.
         live_size, peak_size: the same, with each block rounded up to the bytes that it occupies.
         from_arena: requests that the arena served.
         fallback: requests of training threads that torch's allocator served.
@@ -119,7 +121,7 @@ class Arena:
         """
         if self.device.type != "cpu" and not self.serving:
             torch.get_device_module(self.device).empty_cache()
-        if self._leave is None:  # before the arena reserves memory, which must not count as in use by training
+        if self._leave is None:  # first, so that memory that the arena reserves does not count as in use by training
             try:
                 self._stand_in_front(True)
             except RuntimeError as error:
@@ -173,12 +175,12 @@ class Arena:
         return self._native.arena_leftovers() if self.serving else []
 
     def extend(self, nbytes: int) -> bool:
-        """Replace the annex, which serves requests whose planned bytes leftovers hold, by one of `nbytes`; 0: by none.
+        """Replace the annex by one of `nbytes`; 0: remove it. Call this between two steps.
 
-        Call it between two steps.
+        The annex serves requests whose planned bytes leftovers hold.
 
         Returns:
-            False if there was too little memory; there is then no annex.
+            False if there was too little memory; then there is no annex.
         """
         try:
             self._native.extend_arena(nbytes)
@@ -187,16 +189,16 @@ class Arena:
         return True
 
     def late(self) -> list[tuple[int, int]]:
-        """Return pairs of planned requests, as indices into the plan.
+        """Return pairs (late, displaced) of planned requests, as indices into `ArenaTables.requests`.
 
-        The block of the first was freed too late: it was still in use when its bytes were planned for the second.
+        The block of the late request was still in use when the displaced request came, whose planned bytes overlap it.
         """
         return self._native.late_requests() if self.serving else []
 
     def close(self) -> None:
-        """Stop serving, and release memory that is not in use; the rest follows with its last block.
+        """Stop serving, and release memory that is not in use.
 
-        A second call does nothing.
+        The rest of the memory is released when its last block is freed. A second call does nothing.
         """
         if self._leave is not None:
             self._leave()
@@ -207,7 +209,7 @@ class Arena:
         return self._native.arena_counters()
 
     def native_bytes(self) -> int | None:
-        """Return the bytes in use now outside of the arena; None except on CUDA, whose allocator counts."""
+        """Return the bytes in use now outside of the arena, as CUDA's allocator counts; None on other devices."""
         if self.device.type != "cuda":
             return None
         return torch.cuda.memory_allocated(self.device) - self.counters().live_size

@@ -1,7 +1,7 @@
 """The judge of addresses: checks a solution, and the promises of the arena's part of a plan. Shares no planner code.
 
-It trusts that a problem is well-formed (positive sizes, lifetimes that end after they begin) and computes all else
-itself.
+The judge trusts that a problem is well-formed (positive sizes, lifetimes that end after they begin), and computes all
+else itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Fault(enum.Enum):
     """The kinds of mistakes in a solution or a plan."""
 
     NO_OFFSETS = "no offsets"  # the offsets are no array of int64
-    LEFT_OUT = "left out"  # there is not one offset for each buffer
+    LEFT_OUT = "left out"  # the number of offsets is not the number of buffers
     NEGATIVE = "negative"
     MISALIGNED = "misaligned"
     BEYOND_ARENA = "beyond arena"
@@ -33,10 +33,10 @@ class Fault(enum.Enum):
     OVERLAP = "overlap"  # two buffers are in use at once at the same bytes
     UNORDERED = "unordered"  # same bytes on two streams, and no ordering makes one stream wait for the other
     PREDICTION = "prediction"
-    PLACE = "place"  # there is no such phase or layer
+    PLACE = "place"  # a buffer or a dynamic space has a phase or layer that the problem lacks
     WINDOW = "window"  # a dynamic space exists at no time
     GROUP = "group"  # a dynamic space has no requests
-    SPACES = "spaces"  # empty, or not rising
+    SPACES = "spaces"  # a stretch of a dynamic space is empty, below 0, or not above the one before
     SPACE_BEYOND_ARENA = "space beyond arena"
     SPACE_IN_USE = "space in use"
 
@@ -57,11 +57,11 @@ class Finding:
 
 
 def judge(problem: Problem, solution: Solution, capacity_bytes: int | None = None) -> tuple[Finding, ...]:
-    """Return the mistakes of a solution; if there are none, it is accepted.
+    """Return the mistakes of a solution; if there are none, the solution is accepted.
 
-    Every buffer must have an aligned offset inside the arena, the arena must be as high as the highest buffer, and no
-    two buffers may share bytes unless one is freed before the other is asked for: on one stream by half-open lifetimes,
-    on two by an ordering in between, or by a chain of orderings. The claim `optimal` is not checked.
+    Every buffer must have an aligned offset inside the arena, and the arena must end where its highest buffer ends. Two
+    buffers may share bytes only if one is freed before the other is requested; lifetimes are half-open. If the two are
+    on different streams, an ordering or a chain of orderings must lie in between. The claim `optimal` is not checked.
 
     Args:
         problem: any layout problem.
@@ -78,7 +78,7 @@ def judge(problem: Problem, solution: Solution, capacity_bytes: int | None = Non
 
 
 def judge_addresses(plan: AddressPlan) -> tuple[Finding, ...]:
-    """Return the mistakes of a plan's solution, predictions and dynamic spaces; none: they are accepted."""
+    """Return the mistakes of a plan's solution, predictions and dynamic spaces; empty: the plan is accepted."""
     unusable = tuple(_unusable(plan.problem, plan.solution))
     if unusable:
         return unusable
@@ -218,7 +218,7 @@ def _group(problem: Problem, name: str, group: DynamicSpace) -> Iterator[Finding
 def _in_use(plan: AddressPlan, name: str, first: np.ndarray, end: np.ndarray, rows: np.ndarray) -> Iterator[Finding]:
     """Yield a mistake if a buffer in `rows` has bytes in one of the spaces from `first` up to `end`."""
     table, offsets = plan.problem.buffers, plan.solution.offsets[rows]
-    # Of the spaces that end above a buffer's offset, only the lowest can be the first that it reaches into.
+    # A buffer that has bytes in any space has bytes in the lowest space that ends above its offset.
     above = np.searchsorted(end, offsets, "right")
     wrong = np.flatnonzero(np.append(first, _FURTHEST)[above] < offsets + table["size"][rows])
     if len(wrong):

@@ -1,10 +1,11 @@
 """The judge's sweep through time: finds two buffers that use the same bytes while one of them may still be in use.
 
-It shares no code with the planners. To buffers of its own stream, a buffer holds its bytes until it is freed; to those
-of another stream, until that stream has waited for its own, directly or through others (see `_Waits`). One sweep checks
-the requests of one stream against the buffers of one stream. For each stretch of the arena it keeps only the last user,
-which is enough: a later user holds the stretch longer. So each buffer is looked at a constant number of times on
-average, and n buffers of s streams that share bytes take O(s n log n).
+It shares no code with the planners. For buffers of the same stream, a buffer holds its bytes until it is freed. For
+buffers of another stream, it holds them until that other stream has waited for the buffer's stream, directly or through
+further streams (see `_Waits`). One sweep checks the requests of one stream against the buffers of one stream. For each
+stretch (range of bytes) the sweep keeps only the last user. That is enough, since a later user holds the stretch longer
+than an earlier one. So each buffer is looked at a constant number of times on average, and n buffers of s streams that
+share bytes take O(s n log n).
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ _NOBODY = -1
 
 
 def first_clash(table: np.ndarray, offsets: np.ndarray, orderings: np.ndarray) -> tuple[int, int] | None:
-    """Return two rows that use the same bytes although the first may still be in use when the second is asked for.
+    """Return two rows at the same bytes, of which the first may still be in use when the second is requested.
 
     Args:
         table: of dtype BUFFER.
         offsets: int64[n], bytes; none below 0, and their ends fit int64.
-        orderings: of dtype ORDERING, by time; those at the same instant happen one after the other.
+        orderings: of dtype ORDERING, by time; orderings at the same instant happen in this order.
 
     Returns:
-        The row that holds the bytes, and the row that uses them too; None if there are no such two.
+        The row that holds the bytes, and the row that uses them too; None if there are no such rows.
     """
     streams = np.unique(table["stream"]).tolist()
     rows = {stream: np.flatnonzero(table["stream"] == stream) for stream in streams}
@@ -49,10 +50,10 @@ def first_clash(table: np.ndarray, offsets: np.ndarray, orderings: np.ndarray) -
 
 
 class _Waits:
-    """The times from which on a stream has waited for another stream's work.
+    """The times at which streams have waited for the work of another stream.
 
-    Going back through the orderings, it keeps for each stream the time at which each of `streams` will have waited for
-    all that it has done by then; -inf for itself.
+    The constructor goes back through the orderings. At each ordering it notes when each of `streams` has waited for all
+    work that the stream `before` has done so far; for that stream itself, `_LONG_AGO`.
     """
 
     def __init__(self, orderings: np.ndarray, streams: list[int]) -> None:
@@ -76,10 +77,11 @@ class _Waits:
 
 
 class _Arena:
-    """The last user of each stretch of the arena; a place is the running number of an offset where stretches meet.
+    """The last user of each stretch of the arena.
 
-    A stretch is named by its first place. The set of first places is a bitset, in words of about the square root of
-    their number of bits: Python's integers find the last bit that is set before any place in two steps.
+    A place is the running number of an offset at which a buffer begins or ends. A stretch reaches from one place to
+    another, and is named by the first. The first places form a bitset that has about as many words as a word has bits.
+    So two operations on Python's integers find the stretch that any place is in.
     """
 
     def __init__(self, places: int, until: list[int]) -> None:
@@ -96,7 +98,7 @@ class _Arena:
         self._bit = [1 << i for i in range(max(bits, len(self._words)) + 1)]
 
     def use(self, begin: int, end: int, user: int, now: int) -> int:
-        """Give [begin, end) to `user`, unless another user holds a part of it `now`; return that one, or -1."""
+        """Give [begin, end) to `user`, unless another user holds a part of it `now`; return that user, or -1."""
         ends, users, until = self._end, self._user, self._until
         stretch = first = self._stretch(begin)
         while True:
@@ -141,9 +143,9 @@ class _Arena:
 def _sweep(
     table: np.ndarray, offsets: np.ndarray, ends: np.ndarray, holding: np.ndarray, asking: np.ndarray, until: np.ndarray
 ) -> tuple[int, int] | None:
-    """Return a clash as `first_clash` does: of a row in `holding`, held until `until`, and a later one in `asking`.
+    """Return a clash of a row of `holding`, held until `until`, with a later row of `asking`; see `first_clash`.
 
-    The two sets of rows are either the same or disjoint.
+    `holding` and `asking` are either the same rows or disjoint.
     """
     same = holding is asking
     rows = holding if same else np.concatenate([holding, asking])
@@ -151,7 +153,7 @@ def _sweep(
     now = table["lower"][rows]
     order = np.argsort(now, kind="stable")  # at equal times, holders come first
     if not same:
-        now[: len(holding)] = NEVER  # nothing is held by then: holders take whatever their own stream allowed
+        now[: len(holding)] = NEVER  # nothing is held that long: holders always get their bytes
         user[len(holding) :] = _NOBODY
     places, begin_and_end = np.unique(np.concatenate([offsets[rows], ends[rows]]), return_inverse=True)
     begin, end = begin_and_end.reshape(2, -1)

@@ -2,8 +2,8 @@
 
 A leftover is a block that outlives its step although the plan did not know. From the next step on the native arena
 leaves its request to torch's allocator (native/leftovers.cpp), so leftovers stay few. Yet each holds bytes that the
-plan gives to other requests. As long as there are leftovers, an annex beside the arena serves those, as large as the
-most bytes that they have in use at once, and a share to spare.
+plan gives to other requests. As long as there are leftovers, an annex beside the arena serves these other requests. It
+is as large as the most bytes that they have in use at once, and a share to spare.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from memplug.arena.plan.part import AddressPlan
 from memplug.arena.tables import ArenaTables
 from memplug.sizes import BLOCK_BYTES, rounded_up
 
-SPARE_SHARE = 0.25  # of an annex, added because its requests are placed in the order in which they come
+SPARE_SHARE = 0.25  # added to the bytes needed, since an annex places requests in the order in which they come
 CROWDED_STEPS = 3  # consecutive steps in which the annex was too small, after which it grows
 GROWTH = 1.5
 MOST = 2.0  # largest annex, in multiples of the bytes that the displaced requests have in use at once
@@ -33,7 +33,7 @@ class LeftoverRoom:
         self.begin()
 
     def begin(self) -> None:
-        """Forget the former annex: a plan was installed, and has none yet."""
+        """Forget the former annex: a plan was installed, which has no annex yet."""
         self._bytes = self._crowded_steps = 0
         self._refused = False
 
@@ -41,9 +41,9 @@ class LeftoverRoom:
         """Reserve, enlarge or release the annex between two steps.
 
         Args:
-            step: what the arena did in the step that just ended.
+            step: counts of the step that just ended.
             plan: the plan in force.
-            tables: its tables.
+            tables: the tables of that plan.
 
         Returns:
             True if the annex changed.
@@ -70,11 +70,11 @@ class LeftoverRoom:
 
 
 def displaced_bytes(plan: AddressPlan, tables: ArenaTables, held: list[tuple[int, int]]) -> int:
-    """Return the most bytes in use at once by requests whose planned bytes overlap those that leftovers hold.
+    """Return the most bytes in use at once by requests whose planned bytes overlap bytes that leftovers hold.
 
     Args:
         plan: the plan in force.
-        tables: its tables.
+        tables: the tables of that plan.
         held: bytes [begin, end) of the reused part that leftovers hold.
     """
     requests = tables.requests

@@ -30,7 +30,7 @@ def planned(trace: Trace, planner: str, checks: bool, folder: Path | None = None
         LayoutError: no planner found a plan that the judge accepts.
     """
     step = last_step(trace)
-    # A validation in this step may be missing from the next one: it is served from reusable space instead.
+    # The next step may have no validation: its requests get reusable space instead of addresses.
     problem = problem_of(step, margin_bytes=MARGIN_BYTES if checks else 0, without_gradients=False)
     solution = shared.solve_once(problem, planner, _worth_s(problem, auto.TIME_LIMIT_S), folder)
     plan = plan_with_spaces(step, problem, solution)
@@ -58,5 +58,5 @@ def amended(plan: AddressPlan, problem: Problem, planner: str) -> tuple[AddressP
 
 
 def _worth_s(problem: Problem, longest_s: float) -> float:
-    """Return the seconds that planning may take: a plan can save a share of the arena's bytes at most."""
+    """Return the seconds that planning may take: in proportion to the arena, from 0.5 to `longest_s`."""
     return min(longest_s, max(0.5, problem.lower_bound / PLANNING_BYTES_PER_S))

@@ -1,7 +1,7 @@
 """Solves addresses once for all ranks that have the same problem.
 
-The first rank solves, the others wait for its file in the folder of plans. They wait beside training, and each has the
-judge check the file.
+The first rank to begin solves; the others wait for its file in the folder of plans, in their processes beside training.
+Each of the others has the judge check the file.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from memplug.plans import plan_file
 
 FOLDER = "solved"
 POLL_S = 0.02
-GRACE_S = 5.0  # how much longer than the time limit a rank waits for the first one
-LASTS_S = 3600.0  # age at which no rank of the job needs a file any more, and the next rank removes it
+GRACE_S = 5.0  # time beyond the limit for which a rank waits for the first rank
+LASTS_S = 3600.0  # age at which the next rank removes a file: no rank of the job needs it any more
 
 
 def solve_once(problem: Problem, planner: str, time_limit_s: float, folder: Path | None) -> Solution:
@@ -31,7 +31,7 @@ def solve_once(problem: Problem, planner: str, time_limit_s: float, folder: Path
         problem: any layout problem.
         planner: see `memplug.arena.plan.auto.plan`.
         time_limit_s: seconds; see `memplug.arena.plan.auto.plan`.
-        folder: a folder that all ranks see; None: this process solves.
+        folder: a folder that all ranks see; None: this process solves by itself.
 
     Raises:
         LayoutError: see `memplug.arena.plan.auto.plan`.

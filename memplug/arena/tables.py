@@ -1,4 +1,8 @@
-"""The tables that the native arena reads: the requests of each place in program order, with their addresses."""
+"""The tables that the native arena reads: the requests of each place in program order, with their addresses.
+
+A group is a list of spaces (ranges of bytes) of the arena that are unused in the same window of time. It serves
+requests that have no planned address, or whose planned address is in use.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from memplug.profile.records import Pass
 from memplug.sizes import BLOCK_BYTES
 
 MARGIN_BYTES = BLOCK_BYTES
-"""Bytes after each block in the mode that checks."""
+"""Bytes after each block of an arena with checks, which find writes beyond the block."""
 
 PLANNED_REQUEST = np.dtype(  # in program order within each place
     [
@@ -26,12 +30,12 @@ PLANNED_REQUEST = np.dtype(  # in program order within each place
         ("phase", "<i4"),  # (micro-batch + 1) * 8 + pass
         ("layer", "<i4"),
         ("stream", "<i4"),  # 0 is the main stream, on which dynamic requests are served
-        ("kept", "<i4"),  # slot class, of which any free slot serves, if it outlives the step; else -1
-        ("spare", "<i4"),  # group of reusable space to use where its bytes are not free; -1: none
+        ("kept", "<i4"),  # if its block outlives the step: slot class, of which any free slot serves; else -1
+        ("spare", "<i4"),  # group of reusable space to use if these bytes are not free; -1: none
     ]
 )
-KEPT_SLOT = np.dtype([("offset", "<i8"), ("kept", "<i4")])  # offset in the part of buffers that outlive steps
-DYNAMIC_REQUEST = np.dtype(  # in program order within each place; the last row stands for all further requests there
+KEPT_SLOT = np.dtype([("offset", "<i8"), ("kept", "<i4")])  # offset in the kept part; class: size and stream
+DYNAMIC_REQUEST = np.dtype(  # in program order within each place, whose last row stands for all further requests
     [("phase", "<i4"), ("layer", "<i4"), ("group", "<i4")]  # group -1: not served
 )
 IDLE_SPACE = np.dtype([("begin", "<i8"), ("end", "<i8"), ("group", "<i4")])  # usable by the group; rising within it
@@ -45,11 +49,11 @@ class ArenaTables:
 
     Attributes:
         requests, slots, dynamic, spaces: of the dtypes PLANNED_REQUEST, KEPT_SLOT, DYNAMIC_REQUEST and IDLE_SPACE.
-        crosses: for each group, the streams that use its bytes; see PLANNED_REQUEST.
-        reusable: groups that a validation between the steps tries, in this order.
-        reused_bytes: size of the reused part.
-        kept_bytes: size of the part for buffers that outlive steps; reserved apart, so that it can stay when the
-            reused part is released.
+        crosses: for each group, a bitset of the streams other than the main one that use its bytes.
+        reusable: groups that a request outside of the program tries, such as a validation's, in this order.
+        reused_bytes: size of the reused part, which holds the blocks of one step.
+        kept_bytes: size of the kept part, which holds blocks that outlive steps. It is reserved apart, so that it can
+            stay when the reused part is released.
         streams: number of streams, at most MOST_STREAMS.
         rows: each request's row in the problem, int64[n].
     """
@@ -66,7 +70,7 @@ class ArenaTables:
     rows: np.ndarray
 
 
-PARTS = 32  # that a step is divided into, to look up which bytes are unused when
+PARTS = 32  # equal spans of a step; reusable space is looked up for runs of them
 
 Spaces = tuple[tuple[int, int], ...]
 
@@ -130,7 +134,10 @@ def _kinds(table: np.ndarray, stream: np.ndarray) -> np.ndarray:
 def _requests(
     problem: Problem, offsets: np.ndarray, crosses: np.ndarray, stream: np.ndarray, kind: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the requests, of dtype PLANNED_REQUEST, and the row of each; buffers of the step before are left out."""
+    """Return the requests, of dtype PLANNED_REQUEST, and the row of each, int64[n].
+
+    Buffers that the step before left are no requests of this step: they are left out.
+    """
     table = problem.buffers
     rows = np.flatnonzero((table["lower_phase"] >= 0) & (stream < MOST_STREAMS))
     phase = _places(problem)[rows]
@@ -165,8 +172,8 @@ def _places(problem: Problem) -> np.ndarray:
 def _dynamic(plan: AddressPlan) -> tuple[np.ndarray, list[Spaces]]:
     """Return the dynamic requests, of dtype DYNAMIC_REQUEST, and the spaces of each group.
 
-    The groups are those of the plan, and one more for each place, for requests that the recorded step did not have: it
-    has the bytes that all groups of the place may use.
+    The groups are those of the plan, and one more for each place. The further group serves requests that the recorded
+    step did not make; its spaces are the bytes that all other groups of the place may use.
     """
     spaces = [group.spaces for group in plan.dynamic]
     of_place: dict[tuple[int, int], list[int]] = {}
@@ -184,7 +191,7 @@ def _dynamic(plan: AddressPlan) -> tuple[np.ndarray, list[Spaces]]:
 
 
 def _reusable_from_the_beginning(plan: AddressPlan) -> list[Spaces]:
-    """Return the bytes that no buffer uses from the beginning of a step on, the longest unused first.
+    """Return groups of spaces that no buffer uses from a step's beginning on, the longest unused group first.
 
     Memory that is allocated between two steps, such as a batch, may stay in use for a while in the next step.
     """
@@ -194,9 +201,9 @@ def _reusable_from_the_beginning(plan: AddressPlan) -> list[Spaces]:
 
 
 def _idle_meanwhile(plan: AddressPlan, rows: np.ndarray) -> tuple[list[Spaces], np.ndarray]:
-    """Return groups of bytes that no buffer uses in some parts of the step, and the group of each row.
+    """Return groups of spaces, each unused for a run of parts of the step, and the group of each row, int64[n].
 
-    A row's group serves its request if its own bytes are not free.
+    The run of a row's group covers the row's lifetime. The group serves the request if its planned bytes are not free.
     """
     table = plan.problem.buffers[rows]
     end = max(1, int(plan.problem.buffers["upper"].max(initial=1)))
@@ -207,7 +214,7 @@ def _idle_meanwhile(plan: AddressPlan, rows: np.ndarray) -> tuple[list[Spaces], 
 
 
 def _common(one: Spaces, other: Spaces) -> Spaces:
-    """Return the bytes that are in both, rising."""
+    """Return the spaces that `one` and `other` have in common, rising."""
     both = ((max(a[0], b[0]), min(a[1], b[1])) for a in one for b in other)
     return tuple(sorted(space for space in both if space[0] < space[1]))
 
@@ -220,7 +227,7 @@ def _rows(dtype: np.dtype, **columns: np.ndarray) -> np.ndarray:
 
 
 class _Used:
-    """The bytes of the reused part that each stream uses at any time.
+    """The bytes of the reused part that each stream ever uses.
 
     Args:
         offsets: of each buffer, bytes.
@@ -235,7 +242,7 @@ class _Used:
         }
 
     def masks(self, begins: np.ndarray, ends: np.ndarray, own: np.ndarray) -> np.ndarray:
-        """Return for each stretch a bitset of the streams, except its own, that use any byte of it. uint64[n]."""
+        """Return for each stretch of bytes a bitset of the streams, except its own, that use any of it. uint64[n]."""
         masks = np.zeros(len(begins), np.uint64)
         for number, (first, last) in self._merged.items():
             above = np.searchsorted(last, begins, "right")

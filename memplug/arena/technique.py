@@ -4,9 +4,9 @@ waiting ──a program lasts──► recording ──► planning, beside trai
                                  ▲                                         │
                                  └──── too many requests not served ───────┘
 
-The first step of a run allocates memory that lasts: the optimizer's state, and gradients where they stay from step to
-step. Addresses that an earlier run kept know nothing of it, so in that first step the requests of those passes are left
-to torch's allocator.
+The first step of a run allocates memory that lasts: the optimizer's state, and gradients if they stay from step to
+step. Addresses that an earlier run kept were planned from a later step, without these requests. So in the first step
+the optimizer, and backward too if gradients stay, are withheld: torch's allocator serves their requests.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from memplug.session.given import Given
 from memplug.session.technique import Technique
 from memplug.words import size
 
-MISMATCHED_SHARE = 0.01  # of a step's requests: with more mismatched ones, the step counts against the plan
+MISMATCHED_SHARE = 0.01  # of a step's requests: a step with more mismatched requests counts against the plan
 MISMATCHED_STEPS = 3  # consecutive steps against the plan, after which a new one is made
-DIFFERING_SHARE = 0.01  # of the requests: two steps that differ in more are not the same program
+DIFFERING_SHARE = 0.01  # of the requests: two steps that differ in more are not alike
 MOST_RECORDED_STEPS = 8
 MOST_AMENDMENTS = 16  # of one plan
 
@@ -62,8 +62,8 @@ class Addresses:
     Attributes:
         plan: the arena's part of the plan.
         tables: the same plan, as the native arena reads it.
-        amendments: how often it was amended.
-        source: origin of the plan, for people; "" once it has served.
+        amendments: how often the plan was amended.
+        source: origin of the plan, in words for the log; "" once the addresses were installed.
         gradients_stay: see `memplug.plans.schema.TrainingPart`.
     """
 
@@ -112,12 +112,12 @@ class PlannedAddresses(Technique[Addresses]):
         self._serving: Addresses | None = None
         self._amending = 0  # how often the plan in the making will have been amended; 0: a new plan
         self._recorded: list[Trace] = []
-        self._steps = 0  # since the arena last waited
+        self._steps = 0  # since the arena last waited, or remembered addresses were installed
         self._mismatched_steps = 0
-        self._patience = 1  # steps until a new plan may be made; doubles with each
+        self._patience = 1  # `_steps` at which a new plan may be made; then set to twice `_steps`
         self._beginning = self._before = arena.counters()  # an earlier session may have counted before
         self.step = self._before.since(self._before)
-        self._withheld: tuple[Pass, ...] = ()  # passes of the next step
+        self._withheld: tuple[Pass, ...] = ()  # passes of the next step whose requests torch's allocator serves
         self._is_first = True  # until a step has ended
         self._was_withheld = False  # whether the step that ended last had withheld passes
         self._room = LeftoverRoom(arena)
@@ -151,19 +151,19 @@ class PlannedAddresses(Technique[Addresses]):
 
     @property
     def native_bytes(self) -> int | None:
-        """Return the bytes in use now outside of the arena; None on the CPU, whose allocator does not count."""
+        """Return the bytes in use now outside of the arena; None except on CUDA."""
         return self._arena.native_bytes()
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     @property
     def detail(self) -> Detail | None:
-        """Return the detail to record the next step with: requests, if it will be planned from; else None."""
+        """Return the detail with which to record the next step: requests, if a plan will be made of it; else None."""
         return Detail.REQUESTS if self.state is ArenaState.RECORDING else None
 
     @property
     def needs_places(self) -> bool:
-        """Return whether requests need their places in the program, by which the arena tells them apart."""
+        """Return whether requests must carry their places in the program, by which the arena tells requests apart."""
         return self.state is ArenaState.RECORDING or self._arena.serving
 
     def begin_step(self) -> None:
@@ -171,7 +171,9 @@ class PlannedAddresses(Technique[Addresses]):
         self._arena.begin_step(self._withheld)
 
     def end_step(self) -> None:
-        """Stop serving until the next step begins, and count the step: requests in between are memplug's own.
+        """Stop serving until the next step begins, and take the counts of the step that ends.
+
+        Requests until then are memplug's own.
 
         Raises:
             ArenaError: with checks, a stray write was found.
@@ -196,7 +198,7 @@ class PlannedAddresses(Technique[Addresses]):
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
     def propose(self, trace: Trace | None) -> Addresses | None:
-        """Return addresses for the recorded step, or amended ones where those in force do not fit; None: nothing new.
+        """Return addresses for the recorded step, or amended ones if those in force do not fit; None: nothing new.
 
         Raises:
             LayoutError: no planner found addresses that the judge accepts.
@@ -299,7 +301,7 @@ class PlannedAddresses(Technique[Addresses]):
         )
 
     def _take(self, trace: Trace) -> Addresses | None:
-        """Plan from the second of two alike steps: by then the first one's lasting blocks are known."""
+        """Plan from the second of two steps that are alike: by then the blocks that outlived the first are known."""
         self._recorded.append(trace)
         recorded = self._recorded
         if len(recorded) < 2 or not (_alike(*recorded[-2:]) or len(recorded) >= MOST_RECORDED_STEPS):
@@ -310,14 +312,14 @@ class PlannedAddresses(Technique[Addresses]):
         return self._made()
 
     def _is_late(self) -> bool:
-        """Return whether late blocks delayed requests that found no reusable space instead.
+        """Return whether the plan should be amended: late blocks displaced requests, which found no reusable space.
 
-        Late blocks are freed later than in the recorded step. Another thread frees them, as back ends of
-        collectives do: now sooner, now later.
+        A late block is freed later than in the recorded step. Another thread frees it, as back ends of collectives do,
+        sooner in one step than in another.
         """
         step = self.step
         asked = step.from_arena + step.mismatched
-        unknown = step.unplanned > MISMATCHED_SHARE * asked  # by the plan: the program is another one
+        unknown = step.unplanned > MISMATCHED_SHARE * asked  # to the plan: the program is another one
         is_open = step.occupied and not unknown and self._serving.amendments < MOST_AMENDMENTS
         return bool(is_open and self._arena.late())
 
@@ -344,9 +346,9 @@ class PlannedAddresses(Technique[Addresses]):
 
 
 def _alike(one: Trace, other: Trace) -> bool:
-    """Return whether two steps make the same requests, in any order, but for few.
+    """Return whether two steps make the same requests in any order, but for a share of `DIFFERING_SHARE`.
 
-    Dynamic requests and those of validations are not compared.
+    Dynamic requests and requests of validations are not compared.
     """
     counts = []
     for trace in (one, other):

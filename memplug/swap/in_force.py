@@ -22,16 +22,16 @@ from memplug.torch_private import empty_host_cache
 from memplug.words import size
 
 Relief = tuple[str, int]
-"""An action for a request that failed, and bytes: the request "failed"; a tensor on its way out was "released"; a
-tensor "left" passively; a tensor on its way back "turned back"; the request was "served", or "given up" (0 bytes)."""
+"""An action for a request that failed, and bytes: the request "failed"; a tensor on its way out was "released"; an
+idle tensor "left"; a tensor on its way back "turned back"; the request was "served", or "given up" (0 bytes)."""
 
 
 class InForce:
     """The native core's swapping; inactive until `watch` or `swap` is called.
 
     From then on, a request for device memory that fails inside a step is tried again after tensors have been offloaded:
-    first those on their way out, then idle ones (memplug/swap/native/short_step.cpp has their order), then those on
-    their way back (Chameleon, section 6.3, algorithm 3).
+    first tensors on their way out, then idle tensors (in the order of memplug/swap/native/short_step.cpp), then tensors
+    on their way back (Chameleon, section 6.3, algorithm 3).
 
     Args:
         device: the device that trains.
@@ -43,7 +43,7 @@ class InForce:
     Attributes:
         relief: actions in the last step in which a request failed.
         relieved_bytes: bytes that were offloaded for requests in the last step.
-        has_failed: whether a request failed for good in the last step, which may not have completed then.
+        has_failed: whether a request failed for good in the last step; the step may then not have completed.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class InForce:
             if pool is not None:
                 pool.close()
             elif self._device.kind == "cuda" and passive:
-                empty_host_cache()  # pinned memory of tensors that left passively
+                empty_host_cache()  # pinned memory of tensors that left because a request failed
         self._loaded.clear()
         if self._catches:
             self._catch(False)
@@ -148,21 +148,21 @@ class InForce:
             self.has_failed = any(kind == "given up" for kind, _ in events)
 
     def measure(self, *, waits: bool = False, operators: bool = False) -> None:
-        """Measure from now on how long operators wait for copies, or how long they take without that; or neither."""
+        """Measure from now on how long operators wait for copies, how long they take without waiting, or neither."""
         if self._swapper is not None:
             self._swapper.measure(waits, operators)
 
     def waited_s(self) -> float | None:
         """Return the measured seconds of waiting for copies; None: the device is not done, or nothing is in force.
 
-        On the CPU, which makes the copies itself, it is the time that they took.
+        On the CPU, which makes the copies itself, these are the seconds that the copies took.
         """
         return None if self._swapper is None else self._swapper.waited_s()
 
     def operators_s(self, clock: Clock) -> np.ndarray | None:
         """Return the seconds of each place of a measured step's clock, without waiting for copies; float64[places].
 
-        The host waits for the device. None: other operators were measured than those of the clock.
+        The host waits for the device. None: the measured operators are not those of the clock.
         """
         self._device.synchronize()
         measured = None if self._swapper is None else self._swapper.operators_s()
@@ -194,7 +194,7 @@ class InForce:
         except RuntimeError as error:
             text = f"requests that fail cannot be caught: {str(error).splitlines()[0]}"
             raise SwapError(text, code="MP015") from None
-        self._core.take_relief_events()  # discards those of a session that ended within a step
+        self._core.take_relief_events()  # discards events of a session that ended within a step
         self._catches = on
 
 

@@ -78,11 +78,11 @@ class ListLimits(NamedTuple):
 
 
 def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: ListLimits) -> Iterator[str]:
-    """Yield the mistakes of a swap list; if there are none, it is accepted.
+    """Yield the mistakes of a swap list; if there are none, the list is accepted.
 
     Every tensor must be one of the step and have the size in the list. No other technique may decide on it. Each of its
-    swaps must lie between two consecutive uses, and they must not overlap. No operator may exceed the device budget,
-    host memory must hold all that is swapped, and copies must fit the link with no more waiting than predicted.
+    swaps must lie between two consecutive uses of it, and its swaps must not overlap. No operator may exceed the device
+    budget, host memory must hold all swapped tensors, and copies must fit the link with no more waiting than predicted.
 
     Args:
         swaps: the list.
@@ -179,7 +179,7 @@ def _above_the_budget(
     for event in step.events.tolist():
         kind, request, nbytes, _, operator = event[:5]
         operator = int(place_of[operator]) if operator >= 0 else -1
-        # While operators without requests run, what the last request before them left is in use.
+        # While operators without requests run, the bytes that the last request before them left are in use.
         for passed in range(at, min(max(operator, 0) + 1, len(away))):
             worst, where = max((worst, where), (in_use - away[passed], passed))
         at = max(at, operator, 0)
@@ -199,9 +199,9 @@ def _late(swaps: Sequence[JudgedSwap], limits: ListLimits) -> Iterator[str]:
     """Yield a mistake if the copies due within some stretch of the step need more time than the link has there.
 
     A copy to the host is due between the end of the last use and the release, a copy to the device between the prefetch
-    and the next use. In each stretch the link has the time in which it is free, and all the waiting that the plan
-    predicts. Since stalls may come anywhere, this accepts slightly more than is possible; it refuses nothing that is
-    possible.
+    and the next use. For each stretch the judge grants the time in which the link is free, and all the waiting that the
+    plan predicts. Since the waiting may come anywhere, the judge accepts slightly more than is possible; it refuses no
+    possible list.
     """
     begin_s = [0.0, *np.cumsum(limits.operator_s).tolist()]
     directions = (

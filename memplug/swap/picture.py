@@ -35,7 +35,7 @@ def swaps(plan: MemoryPlan) -> dict[str, Any] | None:
     """Return the facts of a plan's swap list, for `memplug show --json`: stable keys, units in names.
 
     Returns:
-        None if the plan has no list, or its step fits without.
+        None if the plan has no list, or its step fits without a list.
     """
     part = SwapPart.of(plan)
     if part is None or not (part.targets or part.impossible):

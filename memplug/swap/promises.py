@@ -20,12 +20,12 @@ class Promises:
     Args:
         part: the list.
         tell: logs one line for the user, at a level of `logging`.
-        copies_itself: whether the processor makes the copies, which then occupy no link: no waiting is predicted.
+        copies_itself: whether the processor makes the copies. They then occupy no link, and waiting is not judged.
 
     Attributes:
-        peak_bytes: the most device bytes in use in the measured step; None before it.
-        stall_s: seconds that operators waited for copies in that step; if the processor makes the copies, the time that
-            they took. None before that step, or while the device is not done with it.
+        peak_bytes: the most device bytes in use in the measured step; None before that step.
+        stall_s: seconds that operators waited for copies in the measured step; if the processor makes the copies, the
+            time that these took. None before that step, or while the device is not done with it.
     """
 
     def __init__(self, part: SwapPart, tell: Callable[[str, int], None], copies_itself: bool):
@@ -43,7 +43,7 @@ class Promises:
             self._tell(coded("MP013", f"{text}. {advice}"), logging.WARNING)
 
     def compare_stall(self, measured_s: float | None) -> None:
-        """Compare the time that the step's operators waited for copies; None: not known yet. Warn if it is too long."""
+        """Compare the seconds that a step's operators waited for copies; None: not known. Warn if they are too many."""
         self.stall_s = measured_s
         predicted_s = self._part.predicted_stall_s
         allowed_s = predicted_s + STALL_SLACK * self._part.predicted_step_s

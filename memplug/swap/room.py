@@ -17,8 +17,9 @@ TIGHTER = 3  # times that a list may be made again for less memory, because a st
 class ListRoom:
     """The device budget, less the bytes that lists leave free.
 
-    Lists leave bytes free because memory that a collective holds is freed a little earlier or later in every step, and
-    because a step that is followed by its requests alone is not helped in time (memplug/swap/native/repeated_step.h).
+    A list leaves bytes free for two reasons. Memory that a collective holds is freed a little earlier or later in every
+    step. And a step that is followed by its requests alone may run short too early for tensors to be offloaded in time
+    (memplug/swap/native/repeated_step.h).
 
     Args:
         asked_gib: the block's "device_budget_gib".
@@ -31,7 +32,7 @@ class ListRoom:
         self.forget()
 
     def forget(self) -> None:
-        """Forget earlier lists: the next one is another program's."""
+        """Forget earlier lists: the next list is another program's."""
         self._left_bytes = self._more_bytes = self._tightened = 0
         self._leaves_any = True
 
@@ -39,7 +40,7 @@ class ListRoom:
     def budget_bytes(self) -> int | None:
         """Return the bytes that a step may have allocated at once; None: on the CPU, with no limit set.
 
-        A number in the block counts as it is; from the device's capacity, memory reserved beside tensors is subtracted.
+        A number in the block counts, up to the device's capacity less the memory reserved beside tensors.
         """
         asked_gib = self._asked_gib
         if self._device.memory is None:
@@ -71,9 +72,9 @@ class ListRoom:
         return True
 
     def loosen(self) -> bool:
-        """Leave nothing free in the next list, since none leaves this much; return whether that changes anything.
+        """Let the next list leave nothing free, since none can leave this much; return whether that changes anything.
 
-        A slow step under a list is better than none.
+        A list under which a step is slow is better than no list.
         """
         self._leaves_any, self._tightened = False, TIGHTER
         return self._left_bytes > 0

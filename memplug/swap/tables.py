@@ -10,7 +10,7 @@ import numpy as np
 from memplug.swap.plan.features import RARE
 from memplug.swap.plan.part import SwapPart
 
-TARGET = np.dtype(  # SwapTarget in memplug/swap/native/swap_list.h
+TARGET = np.dtype(  # SwapTarget in memplug/swap/native/finder.h
     [
         ("nbytes", "<i8"),
         ("dtype", "<i4"),
@@ -33,11 +33,11 @@ ANCHOR = np.dtype([("place", "<i4"), ("slot", "<i4"), ("key", "<i4")])
 
 @dataclass(frozen=True, slots=True)
 class SwapTables:
-    """The tables of one list, with numbers that this process gives to operators and dtypes.
+    """The tables of one list; operators and dtypes are given by this process's numbers.
 
     Attributes:
         program: numbers of the program's outermost operators.
-        outside: places, and numbers of the operators that run between each and the next place.
+        outside: places, and numbers of the operators that run outside of the program after each of them.
         ranks: uint8 by operator number: rank of the operator by how often it runs.
         targets, anchors: rows of TARGET and ANCHOR.
     """

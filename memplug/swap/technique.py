@@ -34,8 +34,8 @@ from memplug.words import size
 
 MISSED_SHARE = 0.05  # of a list's tensors: if more are not found, the step counts against the list
 MISSED_STEPS = 3  # consecutive steps against the list, after which a new one is made
-OTHERS = 3  # recorded steps that may fit without a list before it is dropped: they may be of shorter batches
-MEASURED_STEP = 2  # under a list: the first step of a run is not seen from its beginning
+OTHERS = 3  # recorded steps that may fit without a list before none is made: they may be of shorter batches
+MEASURED_STEP = 2  # number of the step under a list that is measured: the first is not seen from its beginning
 
 
 class SwapState(enum.Enum):
@@ -88,7 +88,7 @@ class SwapsWhole(Technique[SwapPart]):
         """Return the technique of a session; it is off where nothing can be swapped.
 
         Raises:
-            SwapError: nothing can be swapped here, and the block says `true`.
+            SwapError: nothing can be swapped here, and `swap.enabled` is true.
         """
         technique = cls(given)
         why = technique._why_impossible()
@@ -119,7 +119,7 @@ class SwapsWhole(Technique[SwapPart]):
 
     @property
     def detail(self) -> Detail | None:
-        """Return the detail to record the next step with: tensors to plan from it, requests to measure its peak."""
+        """Return the detail to record the next step with: tensors to plan by, requests to measure its peak, or None."""
         if self.state is SwapState.SWAPPING and self._steps == MEASURED_STEP - 1:
             return Detail.REQUESTS
         return Detail.TENSORS if self.state is SwapState.RECORDING else None
@@ -152,7 +152,7 @@ class SwapsWhole(Technique[SwapPart]):
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
     def propose(self, trace: Trace | None) -> SwapPart | None:
-        """Return a list for the recorded step, an empty part if the step fits without or no list suffices, or None."""
+        """Return a list for the recorded step; an empty part if it needs none, or none suffices; None: nothing new."""
         if self.part is not None:
             if trace is not None and self._steps == MEASURED_STEP and self.promises is not None:
                 self.promises.compare_peak(trace)
@@ -283,6 +283,12 @@ class SwapsWhole(Technique[SwapPart]):
 
 
 def _others(trace: Trace, of_regions: bool, of_dynamic: bool) -> frozenset[int]:
-    """Return the tensors used in regions, which another technique swaps, or in layers of data-dependent sizes."""
+    """Return the tensors that a list leaves alone: used in regions, or in layers whose sizes depend on the data.
+
+    Args:
+        trace: the recorded step.
+        of_regions: leave out tensors used in regions, which another technique swaps.
+        of_dynamic: leave out tensors used in layers whose sizes depend on the data.
+    """
     taken = np.array([of_regions or (of_dynamic and layer.dynamic) for layer in trace.layers] + [False], bool)
     return frozenset(trace.uses["tensor"][taken[trace.operators["layer"][trace.uses["operator"]]]].tolist())

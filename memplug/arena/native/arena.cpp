@@ -19,7 +19,7 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
   if (!open_ || nbytes == 0) {
     return nullptr;
   }
-  // In the mode that checks, a margin with a pattern follows each block.
+  // With checks, a margin with a pattern follows each block.
   const int64_t size = in_blocks(static_cast<int64_t>(nbytes)) + (checks_ ? BLOCK_BYTES : 0);
   const auto count = [&](void* found, int64_t& requests, int64_t& sum) {
     requests += 1;
@@ -90,9 +90,9 @@ Arena::Spot* Arena::spot_of(int32_t phase, int32_t layer) {
   return &spot;
 }
 
-// Returns the request that is expected next; else the nearest one of this size after it, else before it, that was not
-// served yet in this step. So an unplanned request shifts no others, and a planned request that does not come is passed
-// over.
+// Returns the planned request of this size and stream, not served yet in this step, that is nearest to the expected
+// one: at or after it; else before it. So an unplanned request shifts no others, and a planned request that does not
+// come is passed over.
 Arena::Row* Arena::match(Spot& spot, int64_t size, Stream stream) {
   const auto fits = [&](int32_t at) {
     const Row& row = rows_[at];
@@ -117,8 +117,8 @@ Arena::Row* Arena::match(Spot& spot, int64_t size, Stream stream) {
   return nullptr;
 }
 
-// Identifies streams: a planned stream other than the main one is the stream of the first request that matches one of
-// its requests.
+// Returns whether the plan's stream of that number is this one. A number stands for the stream of the first request
+// that is compared with it, unless another number does already.
 bool Arena::is_stream(int32_t number, Stream stream) {
   if (streams_[number].first) {
     return streams_[number].second == stream;
@@ -212,7 +212,8 @@ void* Arena::take_other(
   return begin;
 }
 
-// Returns a free stretch of at least `size` bytes in [begin, end): the smallest, or the highest; empty: there is none.
+// Returns a free stretch of at least `size` bytes in [begin, end): the smallest, or with `highest` the highest; empty:
+// there is none.
 Arena::Stretch Arena::fitting(int64_t begin, int64_t end, int64_t size, bool highest) const {
   Stretch best{0, 0};
   while (begin < end) {
@@ -227,7 +228,7 @@ Arena::Stretch Arena::fitting(int64_t begin, int64_t end, int64_t size, bool hig
   return best;
 }
 
-// Returns the first block in use that ends after `from` and begins before `end`; an empty stretch at `end`: none.
+// Returns the first block in use that ends after `from` and begins before `end`; none: an empty stretch at `end`.
 Arena::Stretch Arena::next_live(int64_t from, int64_t end) const {
   Stretch found{end, end};
   const auto number = [&](int64_t offset) {
@@ -313,8 +314,8 @@ bool Arena::give_back(void* pointer) {
 }
 
 void Arena::take_in(Reservation& part, char* begin, char* end, int64_t nbytes, Stream stream, bool wanted, bool alone) {
-  // `alone`: the plan orders streams that share these bytes. The pattern written below must not be read by other
-  // streams.
+  // `alone`: the plan orders streams that share these bytes. With checks, the stream waits for the block's other
+  // streams, which must not read the pattern that is written below.
   pending_.end_block(begin, end, stream, alone, checks_);
   if (checks_) {
     counters_.written_beyond += !device_.is_filled(begin + nbytes, end - begin - nbytes, SURROUNDING, stream);

@@ -3,8 +3,8 @@
 //
 // A request is matched by its place in the program, its size and its stream. The arena hands out only bytes that are
 // free at that moment, whatever the plan says: a program that departs from its plan loses addresses, never data. Every
-// size and every address is a multiple of BLOCK_BYTES. The native allocator, torch's own, is the one that the
-// arena stands in front of.
+// size and every address is a multiple of BLOCK_BYTES. The native allocator is torch's own, in front of which the arena
+// stands.
 #pragma once
 
 #include <cstddef>
@@ -23,14 +23,14 @@
 
 namespace memplug {
 
-// A device, as the arena uses it, and the observer of its blocks. Called with the arena locked, except `reserve` and
-// `release`.
+// A device as the arena uses it; it also observes the arena's blocks. The arena is locked during every call, except
+// when it reserves or releases memory, or stops serving.
 class ArenaDevice {
  public:
   virtual ~ArenaDevice() = default;
 
   // Returns memory at a multiple of BLOCK_BYTES; throws if there is too little. The memory belongs to the current
-  // stream: only that stream is ordered after its earlier uses, and before its uses after `release`.
+  // stream: only that stream is ordered after earlier uses of the memory, and before uses of it after `release`.
   virtual char* reserve(size_t nbytes) = 0;
   virtual Stream current_stream() = 0;
   virtual void release(char* memory) = 0;
@@ -42,12 +42,12 @@ class ArenaDevice {
   virtual void drop(Event event) = 0;
   virtual void synchronize() = 0;
 
-  // For the mode that checks, in the stream's order: fills memory with a byte, and returns whether it is still filled.
+  // For an arena with checks, in the stream's order: fill memory with a byte, and return whether it is still filled.
   virtual void fill(char* begin, size_t nbytes, int byte, Stream stream) = 0;
   virtual bool is_filled(const char* begin, size_t nbytes, int byte, Stream stream) = 0;
 
-  // Called for each block: when it is handed out (returns whether its end is to be noted too), and when it is freed;
-  // `open`: a plan is in force.
+  // Called when a block is handed out: returns whether a recording wants to be told of the block's end. Called when it
+  // is freed: `wanted` is what `handed_out` returned; `open`: a plan is in force.
   virtual bool handed_out(void* pointer, size_t nbytes, Stream stream) = 0;
   virtual void came_back(void* pointer, size_t nbytes, bool wanted, bool open) = 0;
 };
@@ -55,20 +55,20 @@ class ArenaDevice {
 // Packed as the dtypes of these names in memplug/arena/tables.py.
 #pragma pack(push, 1)
 struct PlannedRequest { // in program order within each place
-  int64_t size; // rounded up to BLOCK_BYTES, with the margin of the mode that checks
+  int64_t size; // rounded up to BLOCK_BYTES; with checks, including the margin
   int64_t offset; // in the reused part, if `kept` is -1
   uint64_t crosses; // bit n: stream n uses some of these bytes at other times
   int32_t phase;
   int32_t layer;
   int32_t stream;
-  int32_t kept; // slot class of a block that outlives the step: any free slot of it serves; -1: it does not
+  int32_t kept; // if the block outlives the step: its slot class, of which any free slot serves; else -1
   int32_t spare; // group of reusable space to use if these bytes are not free; -1: none
 };
 struct KeptSlot {
   int64_t offset; // in the kept part
-  int32_t kept;
+  int32_t kept; // its slot class: one for each size and stream
 };
-struct DynamicRequest { // in program order within each place; the last row stands for all further requests there
+struct DynamicRequest { // in program order within each place; a place's last row stands for all further requests there
   int32_t phase;
   int32_t layer;
   int32_t group; // -1: not served
@@ -85,10 +85,10 @@ struct ArenaPlan {
   std::vector<KeptSlot> slots;
   std::vector<DynamicRequest> dynamic;
   std::vector<IdleSpace> spaces; // rising within each group
-  std::vector<uint64_t> crosses; // of each group
+  std::vector<uint64_t> crosses; // of each group, as of a request
   std::vector<int32_t> reusable; // groups for requests outside of the program, to be tried in this order
-  int64_t reused_bytes = 0;
-  int64_t kept_bytes = 0;
+  int64_t reused_bytes = 0; // of the reused part, for a step's blocks
+  int64_t kept_bytes = 0; // of the kept part, for blocks that outlive the step
   int32_t streams = 1; // number of streams; 0 is the main one
 };
 
@@ -98,12 +98,12 @@ struct ArenaCounters {
   int64_t planned_bytes = 0;
   int64_t dynamic = 0; // served from reusable space of their group
   int64_t dynamic_bytes = 0;
-  int64_t reusable = 0; // served from other reusable space: of validations and the like, or if the address was in use
+  int64_t reusable = 0; // served from other reusable space or the annex: no planned request, or its address was in use
   int64_t reusable_bytes = 0;
   int64_t unplanned = 0; // left to the native allocator: the plan has no such request
   int64_t occupied = 0; // left to it: the planned address was in use
   int64_t dynamic_missed = 0; // left to it: no reusable space of the group was large enough
-  int64_t without_gradients = 0; // left to it: a validation's, and no reusable space was large enough
+  int64_t without_gradients = 0; // left to it: of a validation, for which no reusable space was large enough
   int64_t fallback_bytes = 0; // of these four
   int64_t lasting = 0; // left to it: their blocks outlive the step
   int64_t lasting_bytes = 0;
@@ -115,9 +115,9 @@ struct ArenaCounters {
   int64_t live_size = 0; // now: in use, rounded up
   int64_t peak_size = 0; // the largest live_size since the last plan
   int64_t peak_bytes = 0; // the largest live_bytes since the last plan
-  int64_t leftover_bytes = 0; // now: bytes of the reused part and the annex that blocks of earlier steps hold
-  int64_t wanted_bytes = 0; // now: bytes of blocks whose end a recording is to note, as it noted their beginning
-  int64_t told_bytes = 0; // now: bytes of blocks whose end is reported to a recording: all while a plan is in force
+  int64_t leftover_bytes = 0; // now: bytes of the reused part and the annex that leftovers have held for a whole step
+  int64_t wanted_bytes = 0; // now: bytes of blocks that a recording noted: it wants to be told of their end
+  int64_t told_bytes = 0; // now: bytes of blocks whose end a recording is told: of all under a plan, else wanted_bytes
 
   int64_t from_arena() const {
     return planned + dynamic + reusable;
@@ -126,11 +126,11 @@ struct ArenaCounters {
   int64_t fallback() const {
     return unplanned + occupied + dynamic_missed + without_gradients;
   }
-  // Returns how many requests a fitting plan of this program would have had an address for.
+  // Returns how many requests fell back because the plan does not fit the program.
   int64_t mismatched() const {
     return unplanned + occupied;
   }
-  // Returns the counts since `before`, and the memory held now as it is.
+  // Returns the counts since `before`; fields marked "now" keep their values.
   ArenaCounters since(const ArenaCounters& before) const;
 };
 
@@ -200,7 +200,7 @@ class Arena {
   // Forgets which requests outlive their step: another model trains.
   void forget_leftovers();
 
-  // Forgets which blocks in use have an end to be noted.
+  // Forgets that a recording wants to be told of the end of blocks in use.
   void forget_wanted();
 
   // Returns memory for a request; null: the native allocator has to serve it.
@@ -221,8 +221,8 @@ class Arena {
   // Returns the beginning of the reserved memory that the pointer lies in; null: it is not the arena's.
   char* reserved_with(const void* pointer) const;
 
-  // Returns pairs of planned requests, by index: one whose block was still in use when the plan had its bytes for
-  // another, and the other.
+  // Returns pairs (late, displaced) of planned requests, by index: the block of the late one was still in use when the
+  // displaced one came, whose planned bytes overlap the block.
   std::vector<std::pair<int32_t, int32_t>> late() const;
 
   ArenaCounters counters() const;
@@ -235,7 +235,7 @@ class Arena {
   }
 
  private:
-  enum class Role { REUSED, KEPT, ANNEX }; // a step's blocks; those that outlive it; requests that leftovers displace
+  enum class Role { REUSED, KEPT, ANNEX }; // of a step's blocks; blocks that outlive it; displaced requests
   struct Reservation { // memory that was reserved in one piece
     char* begin;
     int64_t nbytes;
@@ -244,11 +244,11 @@ class Arena {
     int64_t live = 0; // blocks in use
     bool retired = false;
   };
-  struct RequestKind { // identifies requests: planned ones by their number within the place, others by NO_ROW
+  struct RequestKind { // by which a request is recognised in later steps
     uint64_t place;
     int64_t size;
     int32_t stream;
-    int32_t number;
+    int32_t number; // of a planned request within its place; else NO_ROW
     bool operator==(const RequestKind& other) const {
       return place == other.place && size == other.size && stream == other.stream && number == other.number;
     }
@@ -261,7 +261,7 @@ class Arena {
   };
   struct LeftoverHistory { // leftovers of one kind
     int32_t held = 0; // leftovers in use
-    int32_t live = 0; // blocks in use in reusable space that were not planned
+    int32_t live = 0; // unplanned blocks in use in reusable space
     int32_t strikes = 0; // leftovers that lasted for a step or more before they were freed
     uint32_t until = 0; // the step from which the arena serves the kind again
   };
@@ -315,7 +315,7 @@ class Arena {
   using Stretch = std::pair<int64_t, int64_t>;
 
   static constexpr int FREED = 0xFF; // reads as NaN in every floating-point type
-  static constexpr int32_t NO_ROW = -1, ANY_SIZE = -2; // numbers of a kind: not planned; all that a place did not plan
+  static constexpr int32_t NO_ROW = -1, ANY_SIZE = -2; // as numbers: unplanned; all unplanned ones of a place
 
   static uint64_t key_of(int32_t phase, int32_t layer) {
     return static_cast<uint64_t>(static_cast<uint32_t>(phase)) << 32 | static_cast<uint32_t>(layer);

@@ -71,8 +71,8 @@ Arena::Reservation* Arena::add_part(int64_t nbytes, Role role) {
   return parts_.back().get();
 }
 
-// Returns reserved memory of that role to use again: the smallest that blocks pin anyway and is large enough; else the
-// smallest that is not much larger than needed; null: none.
+// Returns reserved memory of that role to use again; null: there is none. Of memory that is large enough, pinned memory
+// (see `is_pinned`) comes first, then memory that is not much larger than needed; of each, the smallest.
 Arena::Reservation* Arena::find_part(Role role, int64_t nbytes) const {
   Reservation* best = nullptr;
   const auto rank = [&](const Reservation& part) { return std::make_pair(!is_pinned(part), part.nbytes); };
@@ -116,7 +116,7 @@ void Arena::begin_step() {
   note_leftovers();
 }
 
-// Turns blocks at offsets of the plan that ends into blocks like any others.
+// Turns blocks at planned offsets into other blocks (`Other`), since their plan ends.
 void Arena::keep_live_blocks() {
   for (int64_t start = live_starts_.from(0); start >= 0; start = live_starts_.from(start + 1)) {
     const Live& live = live_[start];
@@ -226,8 +226,8 @@ void Arena::build_spots() {
   }
 }
 
-// Assigns slots in the order of their addresses, one after another, around blocks that outlived a whole step before:
-// those stay. A slot that finds no room is left out.
+// Assigns slots one after another in the order of their planned offsets, around blocks that have outlived a whole step:
+// those blocks stay. A slot that finds no room is left out.
 void Arena::build_slots() {
   slots_.clear();
   slots_of_.clear();

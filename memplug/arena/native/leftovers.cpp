@@ -1,11 +1,11 @@
-// Leftovers, blocks that outlive their step although the plan did not know: the bytes that they hold, and how the arena
-// keeps them few.
+// Leftovers are blocks that outlive their step although the plan did not know. This file notes the bytes that they
+// hold, and keeps them few.
 //
 // If a request's block is still in use when a later step begins, the native allocator serves that request from then on.
-// It is recognised by its kind: place, size and stream, and if it was planned, its number there. So a planned request
-// leaves one block at most; the unplanned requests of a place, of all sizes, leave MOST_AT_A_PLACE, and those of one
-// step. Once the block is freed, the arena tries again after a pause, which doubles each time. Requests whose planned
-// bytes a leftover holds are served from the annex.
+// The request is recognised by its kind: place, size and stream, and if it was planned, its number there. So a planned
+// request leaves one block at most. The unplanned requests of a place, of all sizes, leave MOST_AT_A_PLACE blocks and
+// those of one step at most. Once the block is freed, the arena serves the request again after a pause, which doubles
+// each time. Requests whose planned bytes a leftover holds are served from the annex.
 #include <algorithm>
 #include <utility>
 
@@ -50,7 +50,7 @@ void Arena::mark_rows() {
   }
 }
 
-// Turns every block in the reused part and the annex into a leftover.
+// Turns every block that is still in use in the reused part and the annex into a leftover.
 void Arena::note_leftovers() {
   for (int64_t start = live_starts_.from(0); start >= 0; start = live_starts_.from(start + 1)) {
     const Live& live = live_[start];
@@ -83,7 +83,8 @@ void Arena::note_leftover(const Other& other) {
   }
 }
 
-// Notes that a block was freed. One that another thread frees a little late, within the next step, predicts nothing.
+// Notes that a block was freed. A block freed within the step after its own predicts nothing: another thread may free
+// it a little late.
 void Arena::note_end(const Other& other) {
   const auto found = marks_.find(other.kind);
   if (found == marks_.end()) { // forgotten
@@ -140,7 +141,7 @@ std::vector<std::pair<int64_t, int64_t>> Arena::leftovers() const {
   return found;
 }
 
-// Returns whether blocks will hold the part for a while, so that it cannot be released.
+// Returns whether the part cannot be released for a while, since leftovers or blocks that outlive steps are in it.
 bool Arena::is_pinned(const Reservation& part) const {
   return part.role == Role::KEPT ? part.live > 0 : std::any_of(others_.begin(), others_.end(), [&](const auto& block) {
     return block.second.part == &part && block.second.steps > 1;
@@ -193,7 +194,8 @@ void* Arena::take_annex(const RequestKind& kind, size_t nbytes, Stream stream) {
   return best != nullptr ? take_other(*annex_, best - annex_->begin, kind, nbytes, stream, ~uint64_t{0}) : nullptr;
 }
 
-// Serves a validation, data or logging: where the plan needs the bytes last; else as high as possible.
+// Serves a request outside of the program, as of a validation, of data or of logging: from bytes that the plan needs
+// last; else from bytes as high as possible.
 void* Arena::serve_reusable(const RequestKind& kind, size_t nbytes, Stream stream) {
   if (reused_ == nullptr || !is_stream(0, stream)) {
     return nullptr;

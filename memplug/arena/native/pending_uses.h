@@ -1,4 +1,4 @@
-// Uses of freed blocks' bytes that streams have not reached yet.
+// Keeps the uses of freed blocks' bytes that streams may not have reached yet.
 #pragma once
 
 #include <cstddef>
@@ -22,8 +22,8 @@ class PendingUses {
   // Notes that the block at `block` is used on this stream besides its own.
   void use_on(char* block, Stream stream);
 
-  // Notes that a block of `stream` was freed. `alone`: the plan orders the next users of its bytes; `waits`: makes the
-  // stream wait for the other streams that use the block.
+  // Notes that a block of `stream` was freed. `alone`: the plan orders the next users of its bytes, so that only uses
+  // by other streams are pending. `waits`: makes `stream` wait now for the other streams that use the block.
   void end_block(char* begin, char* end, Stream stream, bool alone, bool waits);
 
   // Makes the stream wait for pending uses of these bytes by other streams.

@@ -172,8 +172,8 @@ bool RecordingDevice::handed_out(void* pointer, size_t nbytes, Stream stream) {
   return note_malloc(pointer, nbytes, stream);
 }
 
-// Notes the end of a block that was handed out before the recording too, with its size, as torch's allocators do;
-// unless the recording does not count memory that old.
+// Tells a recording of a block's end, with its size, as torch's allocators do. Of a block that was handed out before
+// the recording, it tells only while a plan is in force, or if the recording counts all memory of the device.
 void RecordingDevice::came_back(void* pointer, size_t nbytes, bool wanted, bool open) {
   profile(pointer, -static_cast<int64_t>(nbytes));
   const bool known = open || base_of_recording() == Base::DEVICE;

@@ -27,10 +27,10 @@ Arena* arena_of(const void* pointer);
 // Returns the server through which the devices' allocators ask the arena (server.h).
 Server& arena_server();
 
-// Leaves requests of these passes, one bit each, to the native allocator, from the next `serve(true)` on (server.h).
+// Leaves requests of these passes (bit n: pass n) to the native allocator from the next `serve(true)` on (server.h).
 void withhold(int32_t passes);
 
-// Return the bytes that all arenas have reserved now, and the bytes of it that are in use, as requested.
+// Return the bytes that all arenas have reserved now, and the bytes of their blocks in use, as requested.
 int64_t reserved_bytes();
 int64_t live_bytes();
 

@@ -113,8 +113,8 @@ def _by_size(sizes: np.ndarray) -> tuple[tuple[ColourGroup, ...], np.ndarray]:
 
 
 def _runs(problem: Problem, what: str, clock: tuple[int, int]) -> Stretches:
-    """Return the phases or layers that ran when, as mallocs and frees show; each lasts until the next of them."""
-    # Buffers that outlive the step are in use for all of it: their places say nothing of when these ran.
+    """Return when each phase or layer ran, as mallocs and frees show; one runs until an event of another."""
+    # A buffer that outlives the step counts as in use for all of it: its times do not say when its phase ran.
     table = problem.buffers[~problem.buffers["outlives"]]
     if (table[f"lower_{what}"] < 0).all():
         return Stretches(*np.zeros((3, 0), np.int64))

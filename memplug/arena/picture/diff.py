@@ -20,7 +20,7 @@ _LARGEST_AT_MOST = 5
 
 
 class _Pairs(NamedTuple):
-    """Pairs of requests, one of each plan, that are taken for the same; rows of the two problems, int64."""
+    """Rows of the problems of plan A and plan B, int64: pairs, except for requests without a partner."""
 
     a: np.ndarray
     b: np.ndarray
@@ -39,10 +39,10 @@ def side(plan: MemoryPlan) -> dict[str, Any]:
 def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
     """Return the differences of two plans.
 
-    Two requests count as the same if they have the same phase, layer, stream and size, and the same running number
-    among those that agree in all of these: so an additional request shifts only those of its own size and place. The
-    remaining requests of a phase, layer and stream are paired in their order, and count as resized; those without a
-    partner are only in one of the plans. Times are not compared, since they differ between any two recordings. Plans of
+    Requests of one phase, layer, stream and size are numbered. Two requests count as the same if they agree in these
+    four and in the number, so an additional request shifts only requests of its own size and place. The remaining
+    requests of a phase, layer and stream are paired in their order, and count as resized. Requests without a partner
+    are only in one of the plans. Times are not compared, since they differ between any two recordings. Plans of
     different programs have few requests in common.
     """
     mine, its = addresses_of(a), addresses_of(b)
@@ -137,7 +137,7 @@ def _bytes_of(plan: AddressPlan, rows: np.ndarray) -> int:
 
 
 def _matched(a: Problem, b: Problem) -> tuple[_Pairs, _Pairs, _Pairs]:
-    """Return the same requests, the resized ones, and the unpaired rows of each of the two plans."""
+    """Return the pairs of same requests, the pairs of resized ones, and the rows without a partner."""
     places, left = (_places(a), _places(b)), tuple(np.argsort(each.buffers["lower"], kind="stable") for each in (a, b))
     sizes = tuple(each.buffers["size"].tolist() for each in (a, b))
     same = _paired(left, tuple(list(zip(*side, strict=True)) for side in zip(places, sizes, strict=True)))
@@ -157,7 +157,8 @@ def _places(problem: Problem) -> list[tuple]:
 def _paired(rows: tuple[np.ndarray, ...], keys: tuple[list[tuple], ...]) -> _Pairs:
     """Pair rows of A and B with equal keys: the first with the first, the second with the second, and so on.
 
-    `rows` has the rows of A and of B in the order in which they are counted, `keys` a key for every row of each.
+    `rows` has rows of A and rows of B, each in the order in which to pair them. `keys` has a key for every row of A's
+    problem, and for every row of B's.
     """
     waiting: dict[tuple, deque[int]] = defaultdict(deque)
     for row in rows[1].tolist():

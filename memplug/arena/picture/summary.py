@@ -1,4 +1,4 @@
-"""Sums up the addresses of a plan in plain values, and says these in words."""
+"""Sums up the addresses of a plan in plain values, and puts these values into words."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def plan(
         planner: one of `planners.names`, used alone, or "auto": the best of all. "exact" leaves out its search where
             there are too many buffers.
         time_limit_s: seconds. At least one greedy placement is always finished.
-        capacity_bytes: bytes of the device; a height that fits in them is enough then.
+        capacity_bytes: bytes of the device, a height within which is enough; None: the lowest height is sought.
         progress: called with a word on each attempt.
 
     Raises:
@@ -79,7 +79,7 @@ def _kept(problem: Problem) -> np.ndarray:
 def _stack(problem: Problem, rows: np.ndarray) -> tuple[np.ndarray, int]:
     """Place `rows` side by side at the bottom of the arena; return offsets of all buffers, and the end of these rows.
 
-    There they are never between two other buffers, and divide no free stretch (ProTrain, appendix B.2).
+    There these rows never lie between two other buffers, and divide no free stretch (ProTrain, appendix B.2).
     """
     table = problem.buffers
     offsets, end = np.zeros(len(table), np.int64), 0
@@ -130,7 +130,7 @@ class _Attempt:
         began_s, deadline_s: on the clock of `time.monotonic`.
         enough: the height to end at, if one was given.
         best: the lowest accepted solution so far.
-        plain_offsets: its offsets, as the planner returned them for `blocks`.
+        plain_offsets: the offsets of `best`, as its planner returned them for `blocks`.
     """
 
     problem: Problem
@@ -149,7 +149,7 @@ class _Attempt:
 
     @property
     def done(self) -> bool:
-        """Return whether a solution is low enough, or there is one and the time is over."""
+        """Return whether the best solution is low enough, or the time is over and there is a solution."""
         low_enough = self.best is not None and self.best.height <= self.goal
         return low_enough or (self.best is not None and time.monotonic() >= self.deadline_s)
 
@@ -165,7 +165,7 @@ class _Attempt:
             self.problem,
             self.blocks.expand(found.offsets),
             found.planner,
-            # With several streams it is only the lowest that the reduction to one stream allows.
+            # With several streams, it is optimal only among the placements that the reduction to one stream allows.
             proven=found.optimal and len(np.unique(self.problem.buffers["stream"])) <= 1,
             timed_out=found.timed_out,
         )

@@ -1,12 +1,12 @@
 """MEMO's planner (section 4.2, Fig. 7): each layer is placed once, as one request of the whole step.
 
-First level: requests that a layer's forward or backward makes and frees again are placed by `exact`, once for each
-pattern (see `patterns`). Second level: each occurrence of a pattern becomes a pseudo-request as high as the pattern,
-from its first malloc to its last free; these, and requests that outlive a layer (MEMO's skeletal activations), are
-placed together. Every layer of a pattern has the same addresses inside its block, in every iteration.
+First level: `exact` places the requests that a layer's forward or backward makes and frees again, once for each pattern
+(see `patterns`). Second level: each occurrence of a pattern becomes a pseudo-request as high as the placed pattern,
+from its first malloc to its last free. Pseudo-requests are placed together with requests that outlive a layer (MEMO's
+skeletal activations). Every layer of a pattern has the same addresses inside its block, in every iteration.
 
-Departures: MEMO solves a mixed integer program on both levels, and neither ends in time; `exact` and `search` solve the
-same problems here. Layers are found twice, by the layers recorded for requests and by the requests alone, and the lower
+Departures: MEMO solves a mixed integer program on each level, and neither ends in time. Here `exact` and `search` solve
+the same problems. Layers are found twice, by the layers recorded for requests and by the requests alone, and the lower
 solution stays. A pseudo-request is a rectangle: free space inside it is not reused.
 """
 

@@ -1,4 +1,4 @@
-"""Merges several buffers into one block: they are placed among themselves first, and keep their relative offsets."""
+"""Merges several placed buffers into one block, in which they keep their relative offsets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BlockedProblem:
 
     @staticmethod
     def of(problem: Problem, blocks: list[BufferBlock]) -> BlockedProblem:
-        """Merge blocks of a problem's buffers: disjoint, and each with at least one row."""
+        """Return the problem with these blocks merged; they are disjoint, and each has at least one row."""
         table = problem.buffers
         alone = np.ones(len(table), bool)
         merged = np.zeros(len(blocks), BUFFER)

@@ -25,8 +25,8 @@ def dynamic_spaces(step: Trace, problem: Problem, solution: Solution) -> tuple[D
     """Return the reusable space of each HomoLayer group on one stream, in the order of phases and layers.
 
     Args:
-        step: one step; its dynamic requests have no addresses.
-        problem: its other requests, on the same clock.
+        step: one step, whose dynamic requests have no addresses.
+        problem: the step's other requests, on the same clock.
         solution: of that problem.
     """
     rows = _dynamic(step)
@@ -57,12 +57,12 @@ def dynamic_spaces(step: Trace, problem: Problem, solution: Solution) -> tuple[D
 
 
 def renewed_spaces(spaces: Sequence[DynamicSpace], problem: Problem, solution: Solution) -> tuple[DynamicSpace, ...]:
-    """Return the same groups with their reusable space at other addresses, in the same windows of time.
+    """Return these groups with the space that another solution leaves them in the same windows of time.
 
     Args:
         spaces: the groups, on the same clock.
         problem: the new problem.
-        solution: its solution.
+        solution: of the new problem.
     """
     windows = [(group.lower, group.upper) for group in spaces]
     renewed = idle_spaces(problem, solution, windows)
@@ -77,12 +77,12 @@ def dynamic_peak_bytes(step: Trace) -> int:
 def served(step: Trace, spaces: tuple[DynamicSpace, ...]) -> tuple[int, int]:
     """Return how many dynamic requests, and bytes, would have found room in the arena in the recorded step.
 
-    A request goes to the smallest stretch that is large enough in its group's space, minus the bytes that other dynamic
-    requests have in use (Eq. 6); if there is none, torch's allocator serves it.
+    A request goes to the smallest stretch of its group's space that is large enough and that no other dynamic request
+    has in use (Eq. 6). If there is none, torch's allocator serves the request.
 
     Args:
         step: the recorded step.
-        spaces: the spaces of its plan.
+        spaces: the spaces of the step's plan.
     """
     rows = _dynamic(step)
     of_group = {tuple(getattr(space, name) for name in _KEY): space.spaces for space in spaces}
@@ -111,7 +111,7 @@ def served(step: Trace, spaces: tuple[DynamicSpace, ...]) -> tuple[int, int]:
 
 
 def _dynamic(step: Trace) -> np.ndarray:
-    """Return the dynamic requests of the training threads with any bytes, in order, of dtype REQUEST."""
+    """Return the dynamic requests above 0 bytes of the training threads, in order, of dtype REQUEST."""
     rows = step.requests
     return rows[rows["dynamic"] & (rows["nbytes"] > 0) & (rows["malloc_thread"] == TRAINING)]
 
@@ -141,7 +141,7 @@ def _spans(step: Trace) -> dict[tuple[int, int], tuple[int, int]]:
 def _window(
     key: list[int], members: np.ndarray, spans: dict[tuple[int, int], tuple[int, int]], events: int
 ) -> tuple[int, int]:
-    """Return the time from the malloc layer's beginning to the free layer's end, or as long as recorded if longer."""
+    """Return the window from the malloc layer's beginning to the free layer's end, or longer if recorded so."""
     malloc_phase, malloc_layer, free_phase, free_layer, _ = key
     lower = min(spans[malloc_phase, malloc_layer][0], int(members["malloc_event"].min()))
     if free_phase < 0:
@@ -159,7 +159,7 @@ def idle_spaces(
     starts = solution.offsets[by_lower]
     ends = starts + table["size"][by_lower]
     found: list[tuple[tuple[int, int], ...]] = [()] * len(windows)
-    # Windows are visited by their beginning: buffers in use then are carried along, the others begin inside.
+    # Windows are visited by beginning. Buffers in use at it are carried along; all others begin inside the window.
     in_use, seen = np.zeros(0, np.int64), 0
     for at in sorted(range(len(windows)), key=windows.__getitem__):
         begin, end = np.searchsorted(lower, windows[at], "left")
@@ -188,7 +188,7 @@ def _peak_bytes(rows: np.ndarray) -> int:
 
 
 def _without(space: tuple[int, int], taken: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the stretches of `space` that none of the rising, disjoint `taken` touches."""
+    """Return the stretches of `space` outside of all `taken` ones, which are disjoint and rising."""
     begin, end = space
     free = []
     for start, stop in taken:

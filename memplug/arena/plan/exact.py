@@ -27,9 +27,9 @@ log = logging.getLogger("memplug")
 
 Backend = Literal["native", "milp"]
 LARGEST = 2_000
-"""Buffers; with more, the search hardly ends, and its tables grow with the square."""
+"""Buffers; with more, the search hardly ends, and its tables grow with the square of the number."""
 PROMISING = 500
-"""Buffers; with at most so many, this planner is tried first."""
+"""Buffers; with more, `bilevel` places its blocks by `search`, and `auto` gives this planner more of the time."""
 
 
 def solve(
@@ -59,7 +59,7 @@ def solve(
     if backend == "milp":
         offsets, proven = memo_program.minimise(Small.of(problem), start.offsets, deadline_s)
     else:
-        # With a height given, a solution at that height is wanted; else the lower bound is most often possible.
+        # Share of the time for the first height: if that was given, hardly another one is worth trying.
         share = 0.5 if enough_bytes is None else 0.95
         offsets, proven = _close_gap(problem, start.offsets, enough, deadline_s, share)
     height = int((offsets + problem.buffers["size"]).max(initial=0))
@@ -85,7 +85,7 @@ def _close_gap(
 ) -> tuple[np.ndarray, bool]:
     """Return the lowest offsets found, and whether they are proven to be optimal."""
     small = Small.of(problem)
-    # In units: up to `impossible` nothing fits; at `best` something does; up to `hard` the time ran out.
+    # Heights in units: none up to `impossible` is possible, `best` is reached, and at `hard` the time ran out.
     impossible = -(-problem.lower_bound // small.unit) - 1
     target = max(enough // small.unit, impossible + 1)
     best = -(-int((offsets + problem.buffers["size"]).max()) // small.unit)

@@ -13,7 +13,7 @@ from memplug.profile.trace import Pass, Trace, cut, earlier_frees, freed_elsewhe
 from memplug.sizes import BLOCK_BYTES, rounded_up
 
 TRAINING = 0
-"""Thread number, in a trace, of the thread that trains and of autograd's."""
+"""Thread number, in a trace, of the thread that trains and of autograd's threads."""
 
 
 def last_step(trace: Trace, step: int | None = None) -> Trace:
@@ -39,14 +39,16 @@ def last_step(trace: Trace, step: int | None = None) -> Trace:
 def problem_of(
     step: Trace, alignment_bytes: int = BLOCK_BYTES, margin_bytes: int = 0, *, without_gradients: bool = True
 ) -> Problem:
-    """Return the layout problem of one step: a buffer for each static request of any bytes, in their order.
+    """Return the layout problem of one step: a buffer for each request above 0 bytes that is not dynamic.
 
     Sizes are rounded up to the alignment. A buffer that is still in use when the step ends counts as in use for all of
-    the step: the next step repeats everything, and must find its bytes untouched. If the step before left such a buffer
-    that is freed only after its successor is requested, another buffer stands for it. A buffer that another thread
-    freed counts as in use twice as long, since the free may come later next time. Dynamic requests are left out (their
-    sizes are known only at run time), and so are requests of threads that do not train (they come at any time). Traces
-    hold no orderings of streams, so requests of different streams share no bytes.
+    the step, since the next step repeats the requests and must find the buffer's bytes untouched. The step before left
+    such buffers too. If one of them is freed only after its successor is requested, the problem has one more buffer for
+    it. A buffer that another thread freed counts as in use twice as long, since the free may come later next time.
+
+    Dynamic requests are left out, since their sizes are known only at run time. So are requests of threads that do not
+    train, since they come at any time. Traces hold no orderings of streams, so requests of different streams share no
+    bytes.
 
     Args:
         step: one step, see `last_step`.
@@ -55,8 +57,8 @@ def problem_of(
         without_gradients: whether requests of forwards without gradients are placed too.
 
     Returns:
-        The problem. Its clock is the index into `step.events`, its ids are the requests' running numbers in the step;
-        buffers that the step before left have -1, -2 and so on.
+        The problem, with buffers in the order of requests. Its clock is the index into `step.events`. Its ids are the
+        requests' running numbers in the step; buffers that the step before left have -1, -2 and so on.
 
     Raises:
         LayoutError: more bytes than can be placed, or a stream number that is too large.
@@ -98,11 +100,11 @@ def problem_of(
 def problem_of_all(trace: Trace, alignment_bytes: int = BLOCK_BYTES) -> Problem:
     """Return the layout problem of a whole recording, which need not be one step.
 
-    It has a buffer for each request, in use from its malloc up to its free or to the end, and one for each block that
-    was in use before.
+    The problem has a buffer for each request, in use from the malloc up to the free or to the end. It has one more for
+    each block that was in use before the recording.
 
     Args:
-        trace: its `base_bytes` count all that was in use before it; frees of earlier blocks carry their sizes.
+        trace: its `base_bytes` count all blocks in use before it; frees of these blocks carry their sizes.
         alignment_bytes: above 0; sizes are rounded up to it.
 
     Returns:
@@ -142,10 +144,11 @@ def problem_of_all(trace: Trace, alignment_bytes: int = BLOCK_BYTES) -> Problem:
 def _left_by_the_step_before(
     step: Trace, table: np.ndarray, malloc_events: np.ndarray, alignment_bytes: int, margin_bytes: int
 ) -> np.ndarray:
-    """Return the buffers that are needed besides those that outlive the step, of dtype BUFFER.
+    """Return the buffers needed besides the rows of `table` that outlive the step, of dtype BUFFER.
 
-    Where the step before left buffers that are freed only after their successors are requested, both need memory.
-    Requests of one size and stream take turns, so each such class needs as many buffers as are in use at once.
+    The step before left blocks like those that outlive this step. If one is freed only after its successor is
+    requested, both need memory. Blocks of one size and stream may take each other's memory. So for each size and stream
+    there must be as many buffers as blocks in use at once.
     """
     frees = earlier_frees(step.events)
     frees = frees[step.events["nbytes"][frees] > 0]

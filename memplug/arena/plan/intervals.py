@@ -22,9 +22,9 @@ def instants(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def sections(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the first section of each buffer, and the section at which it ends. int32[n] each.
 
-    A section is an instant whose live buffers are no subset of those just before or after it: the last instant before a
-    free that follows a malloc. Two buffers share a section exactly if their lifetimes overlap, and there are far fewer
-    sections than instants.
+    A section is the last instant before the first free after a malloc. The buffers in use then are no subset of the
+    buffers in use just before or just after. Two buffers share a section exactly if their lifetimes overlap. There are
+    far fewer sections than instants.
 
     Args:
         table: of dtype BUFFER.

@@ -15,13 +15,13 @@ _PAIRS_AT_MOST = 20_000
 def minimise(small: Small, offsets: np.ndarray, deadline_s: float) -> tuple[np.ndarray, bool]:
     """Return the lowest placement by MEMO's mixed integer program (section 4.2), and whether it is proven optimal.
 
-    min M; A_i + S_i <= M; for each pair that lives at the same time one of A_i + S_i <= A_j + z M_cap and
-    A_j + S_j <= A_i + (1 - z) M_cap, with z in {0, 1}.
+    The program minimises the height M, where buffer i has offset A_i and size S_i. Each has A_i + S_i <= M. Each pair
+    in use at the same time has A_i + S_i <= A_j + z M_cap and A_j + S_j <= A_i + (1 - z) M_cap, with z in {0, 1}.
 
     Args:
         small: the problem.
-        offsets: of a valid placement, bytes: its height is M_cap. They are the result if no lower placement is found,
-            or if the program would have too many variables.
+        offsets: of a valid placement, bytes; the height of this placement is M_cap. These offsets are the result if no
+            lower placement is found, or if the program would have too many variables.
         deadline_s: when to end, on the clock of `time.monotonic`.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp  # a second to import, for which training may be waiting
@@ -74,7 +74,7 @@ def _height(small: Small, offsets: np.ndarray) -> int:
 
 
 def _is_valid(small: Small, offsets: np.ndarray) -> bool:
-    """Return whether no buffers overlap; big constants leave room for rounding errors that make them overlap."""
+    """Return whether no buffers overlap: with a large M_cap, rounding errors may make them overlap."""
     ends = offsets + small.size * small.unit
     meets = (small.lower[:, None] < small.upper) & (small.lower < small.upper[:, None])
     overlaps = (offsets[:, None] < ends) & (offsets < ends[:, None])

@@ -20,14 +20,18 @@ _MOST_BYTES = 2**62
 class DynamicSpace:
     """The reusable space of one HomoLayer group of dynamic requests (STWeaver, section 5.2, Eq. 2 to 5).
 
+    The size of a dynamic request is known only at run time. A HomoLayer group has the dynamic requests of one stream
+    that are made in one layer and freed in one layer.
+
     Attributes:
         malloc_phase, malloc_layer, free_phase, free_layer: of the group's requests, as indices into the problem's
             phases and layers; -1: outside of layers, or (free_*) not freed in the step.
         stream: the stream of the requests.
-        lower, upper: on the problem's clock; all of the group's requests live in between.
-        spaces: (first byte, end) of stretches that no planned buffer uses in that time; disjoint, rising, none empty.
-        members: running numbers, rising from 0, of the group's requests among all dynamic requests that the recorded
-            step made in the phase and layer of the malloc.
+        lower, upper: on the problem's clock; all of the group's requests live in [lower, upper).
+        spaces: (first byte, end) of stretches that no planned buffer uses in [lower, upper); disjoint, rising, none
+            empty.
+        members: numbers of the group's requests, rising. All dynamic requests that the recorded step made in the
+            malloc's phase and layer are numbered from 0.
         peak_bytes: the most bytes that the group had in use at once in the recorded step.
     """
 
@@ -70,8 +74,8 @@ class AddressPlan(PlanPart):
     """The arena's part of a plan.
 
     Attributes:
-        problem: the planned requests. Loaded from a file, it has no fingerprint: the plan has it.
-        solution: their offsets.
+        problem: the planned requests. If it was loaded from a file, it has no fingerprint: the plan has one.
+        solution: the offsets of these requests.
         dynamic: one space for each group of requests whose sizes are known only at run time.
         predictions: see `PromisedBytes`.
     """
@@ -83,7 +87,7 @@ class AddressPlan(PlanPart):
     predictions: PromisedBytes
 
     def to_file(self) -> dict[str, Any]:
-        """Return the part's values for a file: first those that people read, then the tables by column."""
+        """Return the part's values for a file: first the values that people read, then the tables by column."""
         problem, solution = self.problem, self.solution
         assert solution.offsets.dtype == np.int64 and len(solution.offsets) == len(problem), "an offset for each buffer"
         return {
@@ -131,7 +135,7 @@ class AddressPlan(PlanPart):
         return cls(problem=problem, solution=solution, dynamic=head.dynamic, predictions=head.predictions)
 
     def does_as(self, other: AddressPlan) -> bool:
-        """Return whether the same requests have the same addresses, and dynamic requests the same spaces."""
+        """Return whether both parts give the same requests the same addresses, and dynamic groups the same spaces."""
         return (
             np.array_equal(self.problem.buffers, other.problem.buffers)
             and np.array_equal(self.solution.offsets, other.solution.offsets)

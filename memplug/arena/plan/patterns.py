@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 _GRAM = 8
-"""Events that must agree before their distance is taken for a period."""
+"""Consecutive events that must recur before their distance counts as a likely period."""
 
 _PERIODS = 24
-"""Most frequent distances to try, the shortest first."""
+"""How many of the most frequent distances to try."""
 
 _SHORTEST = 16
 """Events in the shortest period. Shorter repetitions (the optimizer's parameters, a norm in a layer) are no layers."""
@@ -57,8 +57,8 @@ def stretches(table: np.ndarray, *, by_place: bool = True) -> list[Stretch]:
 
     Args:
         table: of dtype BUFFER.
-        by_place: use phases and layers where the table has them; else periods alone, which may join what belongs
-            together, such as a layer's recompute pass and its backward.
+        by_place: use phases and layers where the table has them. If false, periods alone are used; a period may join
+            stretches that belong together, such as a layer's recompute pass and its backward.
     """
     events = _events(table, by_place)
     borders = np.flatnonzero(np.diff(events.place, prepend=-1, append=-1))
@@ -96,7 +96,7 @@ def _events(table: np.ndarray, by_place: bool) -> _Events:
 
 
 def _with_rows(table: np.ndarray, events: _Events, begins: np.ndarray, ends: np.ndarray) -> list[Stretch]:
-    """Return the stretches between those borders, disjoint and rising, that have rows of their own."""
+    """Return the stretches [begins[i], ends[i]), disjoint and rising, that have rows of their own."""
     if not len(begins):
         return []
     of_row = np.searchsorted(begins, events.lower, "right") - 1
@@ -140,7 +140,7 @@ def _periodic(events: _Events, begin: int, end: int) -> tuple[np.ndarray, np.nda
         same = np.append(token[:-period] == token[period:], False) & ~taken[: len(token) - period + 1]
         edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]])))
         for first, last in zip(edges[::2], edges[1::2], strict=True):
-            # From `first` on, each event equals the one a period later: so many whole periods, and one more.
+            # Events [first, last) equal those one period later, so the repetition ends at last + period.
             if last - first >= period and not taken[first : last + period].any():
                 cut = first + _quiet_cut(events, begin + int(first), period)
                 count = (last + period - cut) // period
@@ -170,7 +170,7 @@ def _likely_periods(token: np.ndarray) -> list[int]:
 
 
 def _quiet_cut(events: _Events, begin: int, period: int) -> int:
-    """Return the event of a period, counted from `begin`, at which the fewest short-lived buffers are in use."""
+    """Return the event of one period, counted from `begin`, at which the fewest short-lived buffers are in use."""
     short = (events.upper - events.lower < period) & (events.upper > begin) & (events.lower < begin + 2 * period)
     changes = np.zeros(2 * period + 1, np.int64)
     np.add.at(changes, np.clip(events.lower[short] + 1 - begin, 0, 2 * period), 1)

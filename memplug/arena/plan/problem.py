@@ -47,7 +47,7 @@ class Buffer:
         alignment: bytes; the offset is a multiple of it.
         stream: the stream that requests it.
         lower_phase, upper_phase, lower_layer, upper_layer: where it is requested and freed; see `BUFFER`.
-        outlives: still in use when the step ends.
+        outlives: whether it is still in use when the step ends.
     """
 
     lower: int
@@ -76,7 +76,7 @@ def buffers(rows: list[Buffer] | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """Buffers to place. The arrays are read-only; a writeable one is copied.
+    """Buffers to place. The arrays are read-only; a writeable array is copied.
 
     Buffers of different streams may share bytes only if, in this order, one is freed, an ordering makes the other's
     stream wait, and the other is requested.
@@ -87,7 +87,7 @@ class Problem:
             the rows.
         orderings: of dtype ORDERING, by time.
         phases, layers: the phases and layers that columns of `buffers` index.
-        fingerprint: of the trace; empty if the problem does not come from one.
+        fingerprint: of the trace; empty if the problem does not come from a trace.
 
     Raises:
         LayoutError: a size, alignment or lifetime is impossible; names the first such buffer.
@@ -170,7 +170,7 @@ class Solution:
         planner: name of the planner that found it.
         optimal: whether it is proven that no lower solution exists.
         seconds: time that finding it took.
-        timed_out: whether the time limit ended the search; this is the best so far then.
+        timed_out: whether the time limit ended the search; the solution is then the best so far.
     """
 
     offsets: np.ndarray
@@ -190,7 +190,7 @@ def solved(
     seconds: float = 0.0,
     timed_out: bool = False,
 ) -> Solution:
-    """Return a solution from its offsets; its height is that of the highest buffer, and optimal at the lower bound."""
+    """Return a solution with these offsets: as high as its highest buffer's end, and optimal at the lower bound."""
     height = int((offsets + problem.buffers["size"]).max(initial=0))
     return Solution(
         offsets=offsets,
@@ -222,7 +222,7 @@ def fragmentation(lower_bound_bytes: int, height_bytes: int) -> float:
 
 
 def time_memory_product(table: np.ndarray, offsets: np.ndarray) -> float:
-    """Return the share of a block's bytes times its duration that is in use, in (0, 1] (STWeaver, Eq. 1).
+    """Return the share of a block (bytes times duration) that is in use, in (0, 1] (STWeaver, Eq. 1).
 
     The block reaches from the lowest offset to the highest end, and from the first lower to the last upper. Without
     buffers the share is 1.

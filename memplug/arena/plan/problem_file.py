@@ -92,7 +92,7 @@ def read_csv(path: str | Path) -> Problem:
         path: a file in UTF-8.
 
     Raises:
-        LayoutError: the file is unreadable, has another format, or has a line that is no buffer; with its number.
+        LayoutError: the file is unreadable, has another format, or has a line that is no buffer; names the line.
     """
     path = path_of(path, "problem (.csv)", LayoutError)
     with (
@@ -106,7 +106,7 @@ def read_csv(path: str | Path) -> Problem:
 
 
 def write_csv(problem: Problem, solution: Solution, path: str | Path) -> None:
-    """Write the problem's rows, in their order, with the offsets of its solution; the whole file or nothing.
+    """Write the problem's rows in order, with the offsets of a solution; the whole file or nothing.
 
     Args:
         problem: any layout problem; the format has no place for streams, phases and layers. Alignments are written if

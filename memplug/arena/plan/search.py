@@ -1,8 +1,8 @@
 """A planner for problems without structure: greedy placement in many orders, improving the best.
 
-Orders mix the features that matter at random, each placed first fit or best fit. In the best of them, buffers that end
-above the lower bound are moved to the front (squeaky wheel optimisation: Joslin and Clements, JAIR 10, 1999). A
-placement that gets as high as the best so far is abandoned. The search proves nothing by itself, unless it reaches the
+Each order is by a random mix of features (size, duration, load), and is placed first fit or best fit. In the best
+order, buffers that end above the lower bound are moved to the front (squeaky wheel optimisation: Joslin and Clements,
+JAIR 10, 1999). A placement that gets as high as the best so far is abandoned. A solution is proven optimal only at the
 lower bound.
 """
 
@@ -19,7 +19,7 @@ from memplug.arena.plan.intervals import largest_within, load_bytes
 from memplug.arena.plan.problem import Problem, Solution, solved
 
 _PATIENCE = 12
-"""Moves to the front that do not lower the height, before orders are drawn at random again."""
+"""Consecutive moves to the front without a lower height, after which orders are drawn at random again."""
 
 
 def solve(
@@ -35,8 +35,8 @@ def solve(
 
     Args:
         problem: any number of buffers.
-        deadline_s: when to end, on the clock of `time.monotonic`; by default after the fixed orders. The first
-            placement is always finished.
+        deadline_s: when to end, on the clock of `time.monotonic`; None: after the fixed orders. The first placement is
+            always finished.
         enough_bytes: the height to end at; by default the lower bound.
         start: offsets of a valid solution to improve, int64[n].
         improve: go on after the fixed orders.
@@ -94,7 +94,7 @@ class _BestPlacement:
 
 
 def _fixed_orders(placer: Placer) -> Iterator[tuple[np.ndarray, bool]]:
-    """Yield orders, and whether to place best fit; ties stay in table order, which in a trace is that of time."""
+    """Yield each order, and whether to place best fit; ties stay in table order, in a trace the order of time."""
     size, duration = placer.size, placer.upper - placer.lower
     features = (
         (size,),
@@ -113,7 +113,7 @@ def _improve(state: _BestPlacement, random: np.random.Generator) -> None:
     while not state.ends():
         if state.try_order(*next(draw)):
             _move_to_front(state)
-        # The neighbourhood of the best is worth another look now and then, with ties broken anew.
+        # Now and then, look around the best placement again, with ties broken anew.
         elif random.random() < 0.2:
             _move_to_front(state, random)
 
@@ -157,6 +157,6 @@ def _random_orders(state: _BestPlacement, random: np.random.Generator) -> Iterat
     while True:
         weight = random.exponential(size=4) * (1, random.integers(2), 10 * random.integers(2), random.integers(2))
         key = weight[0] * features.size + weight[1] * features.duration + weight[2] * features.load
-        # In steps of a tenth, so that whole stretches of time come first, and the others after.
+        # Rounded down to tenths, so that all buffers of the fullest stretches of time come first.
         key += weight[3] * np.floor(10 * features.load)
         yield np.argsort(-key, kind="stable"), bool(random.integers(2))

@@ -1,14 +1,15 @@
 """STWeaver's planner (section 5.1): groups requests by when they live, then by their size.
 
 Persistent requests, which outlive the step, lie at the bottom. The others form HomoPhase groups by the phases that
-request and free them (scoped: two phases; transient: one). Each group is placed by itself, neighbours are fused where
-that raises the time-memory product (Eq. 1), and a group that is dense enough becomes one large request. Then all
-requests form HomoSize groups, the largest size first: they go into free intervals of the memory layers of larger sizes
-where they fit, the rest into new memory layers by Algorithm 1.
+request and free them (scoped: two phases; transient: one). Each group is placed by itself. Neighbours are fused where
+that raises the time-memory product (Eq. 1), the share of the rectangle around a group that is in use. A group that is
+dense enough becomes one large request. Then all requests form HomoSize groups, which are placed from the largest size
+down. A memory layer is a range of addresses as high as one size. A request goes into a free interval of an earlier
+memory layer if it fits, else into a new memory layer by Algorithm 1.
 
-Departures: a group becomes one request only if its time-memory product is at least `DENSE`, since a rectangle around
-activations that are freed one by one wastes half of it; members of other groups are placed singly. The space above a
-request in a larger memory layer is a free interval too. In the end all requests are lowered as far as they go.
+Departures: a group becomes one request only if its time-memory product is at least `DENSE`. For activations that are
+freed one by one, the rectangle would be half empty; members of such groups are placed singly. The space above a request
+in a higher memory layer is a free interval too. In the end all requests are lowered as far as they go.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _persistent(problem: Problem) -> np.ndarray:
 
 
 def _stack(table: np.ndarray, rows: np.ndarray, unit: int, offsets: np.ndarray) -> int:
-    """Place rows one upon another; return where the next one begins."""
+    """Place rows one upon another; return the offset above them."""
     ends = (-(-table["size"][rows] // unit) * unit).cumsum()
     offsets[rows] = np.concatenate([[0], ends])[: len(ends)]
     return int(ends[-1]) if len(ends) else 0
@@ -78,11 +79,11 @@ class _Group:
     """The placement of one HomoPhase group.
 
     Attributes:
-        first_phase, last_phase: of its requests.
-        rows: rows of the problem.
+        first_phase, last_phase: phases in which its requests are made, and freed.
+        rows: its requests, as rows of the problem.
         offsets: int64, aligned with `rows`.
         product: its time-memory product.
-        weight: bytes times duration of the rectangle around it.
+        weight: bytes times duration of the rectangle around the group.
     """
 
     first_phase: int
@@ -119,10 +120,11 @@ def _local_plan(table: np.ndarray, first: int, last: int, rows: np.ndarray, orde
 
 
 def fuse(table: np.ndarray, groups: list[_Group], deadline_s: float | None = None) -> list[_Group]:
-    """Fuse pairs of groups if one ends in the phase where the other begins, and fusing leaves fewer bubbles.
+    """Fuse pairs of groups if one ends in the phase where the other begins, and the product rises.
 
     The requests of the smaller group are inserted into the placement of the larger: the largest first, at the lowest
-    free offset. The fusion is accepted if its product exceeds the average of the two, weighted by their rectangles.
+    free offset. A fusion is accepted if its time-memory product exceeds the average of the two products, weighted by
+    the groups' rectangles.
     """
     by_first: dict[int, list[_Group]] = {}
     for each in groups:
@@ -223,7 +225,7 @@ def _by_sizes(problem: Problem, unit: int) -> np.ndarray:
 
 
 def memory_layers(lifetimes: list[tuple[int, int]]) -> list[list[int]]:
-    """Divide lifetimes among layers by Algorithm 1: as few layers as there are requests in use at once.
+    """Divide lifetimes among layers by Algorithm 1: as few layers as the most requests in use at once.
 
     Args:
         lifetimes: half-open, by beginning.
@@ -238,7 +240,7 @@ def memory_layers(lifetimes: list[tuple[int, int]]) -> list[list[int]]:
         while busy and busy[0][0] <= lower:
             free.append(heapq.heappop(busy))
         if free:
-            # Layers became free in the order of time: the last one has been free for the shortest time.
+            # Layers were added as they became free: the last one has been free for the shortest time.
             layer = free.pop()[1]
         else:
             layer = len(layers)

@@ -1,10 +1,11 @@
 """Reduces a problem of several streams to one: buffers may then share bytes wherever their lifetimes do not overlap.
 
-Bytes that one stream frees may be used by another only after it has waited for the first. So a buffer of a side stream
-is held from the last time that its stream waited for the main one until the next time that the main one waits for its
-stream. Two buffers of different streams whose held times do not overlap have such waits between them, if need be
-through the main stream. Buffers of one side stream with overlapping held times form one block, inside of which the
-order of their own stream is enough. Without orderings, a side stream has bytes of its own for the whole step.
+A stream may use bytes that another stream frees only after it has waited for that stream. So a buffer of a side stream
+(any but the main one) is held longer than it is in use. It is held from the last time before its malloc that the side
+stream waited for the main stream, until the first time after its free that the main stream waits for the side stream.
+If the held times of two buffers of different streams do not overlap, the later stream has waited for the earlier one,
+directly or through the main stream. Buffers of one side stream with overlapping held times form one block; inside of it
+the order of their stream is enough. Without orderings, a side stream has bytes of its own for the whole step.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ def on_one_stream(problem: Problem, place: Callable[[Problem], np.ndarray]) -> B
 
 
 def _held(problem: Problem, rows: np.ndarray, stream: int, main: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the times from and until which other streams cannot use a side stream's buffers. int64[n] each."""
+    """Return when a side stream's buffers begin and end to be held, see the top of this file. int64[n] each."""
     table, orderings = problem.buffers, problem.orderings
     begin, end = int(table["lower"].min()), int(table["upper"].max())
     into = orderings["time"][(orderings["before"] == main) & (orderings["after"] == stream)]
     back = orderings["time"][(orderings["before"] == stream) & (orderings["after"] == main)]
-    # One earlier: of two orderings at the same instant, only the first can come before the second.
+    # One earlier: held times that merely meet would depend on the order of two orderings at that instant.
     lower = np.append(into - 1, begin)[np.searchsorted(into, table["lower"][rows], "right") - 1]
     upper = np.append(back, end)[np.searchsorted(back, table["upper"][rows], "left")]
     return np.maximum(lower, begin), np.maximum(upper, table["upper"][rows])

@@ -18,7 +18,7 @@ struct StorageSwapper::Absent {
   StorageSwapper* swapper;
   int64_t key;
   size_t position; // in the swapper's `all_`
-  c10::StorageImpl* storage; // alive: `held` owns it until it is away; then `forget` is called when it dies
+  c10::StorageImpl* storage; // alive: `held` owns it until it is away; from then on, `forget` is called when it dies
   c10::intrusive_ptr<c10::StorageImpl> held;
   const void* memory; // device memory that it leaves
   int64_t nbytes;
@@ -35,7 +35,7 @@ struct StorageSwapper::Absent {
 
 struct StorageSwapper::HostMemory {
   Absent* absent; // null: the storage is back, or its swapper is gone
-  at::Tensor slab; // kept alive, since it may still be read
+  at::Tensor slab; // keeps the host memory alive, since it may still be read
 };
 
 } // namespace memplug

@@ -1,9 +1,9 @@
-// Finds the tensors of a swap list in a running step; it knows only the identity, size and dtype of storages.
+// Finds the tensors of a swap list in a running step; knows only the identity, size and dtype of storages.
 //
 // The clock counts the program's outermost operators (program_clock.h). The finder recognizes a tensor at its last use,
-// by its features (tensor_features.h), its size and dtype, the operator that uses it and its slot there. The use has to
-// be close to the planned place: closer than half the distance to the next tensor that looks the same. Finding none is
-// better than finding a wrong one.
+// by the tensor's features (tensor_features.h), size and dtype, the operator that uses it, and its slot there. The use
+// has to be close to the planned place: closer than half the distance to the next tensor that looks the same. Finding
+// no tensor is better than finding a wrong one.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
@@ -25,7 +25,7 @@ namespace memplug {
 struct SwapTarget {
   int64_t nbytes;
   int32_t dtype; // c10::ScalarType of the first tensor seen in the storage
-  int32_t operator_number; // of the operator that uses it last; given by name in Python
+  int32_t operator_number; // of the operator that uses the tensor last; given by name in Python
   uint8_t output; // 1: it is an output of that operator; 0: an input
   int32_t slot; // its number among the operator's outputs, or inputs
   uint32_t uses, kinds; // these and `recent`: its Features, with the last use counted
@@ -48,7 +48,7 @@ struct Anchor {
 
 struct SwapListPlan {
   std::vector<int32_t> program; // numbers of its operators
-  std::vector<std::pair<int32_t, std::vector<int32_t>>> outside; // places, and operators from each to the next place
+  std::vector<std::pair<int32_t, std::vector<int32_t>>> outside; // places, and non-program operators after each
   std::vector<uint8_t> ranks; // by operator number, see `Features::read_by`; 255 beyond the end
   std::vector<SwapTarget> targets; // by last use, rising
   std::vector<Anchor> anchors; // by place, rising
@@ -56,7 +56,7 @@ struct SwapListPlan {
   std::vector<std::string> collectives; // prefixes of collectives' names
 };
 
-// The beginning of an outermost operator: its number among those of all threads, and its stream.
+// The beginning of an outermost operator: its number among the outermost operators of all threads, and its stream.
 struct OperatorMoment {
   int64_t number = 0, stream = 0;
 };
@@ -140,8 +140,8 @@ class Finder {
     return false;
   }
 
-  // Notes that an operator uses a storage; returns whether the storage is new. `made`: a new one was made by this
-  // operator or by one that encloses it, instead of coming from outside.
+  // Notes that an operator uses a storage; returns whether the storage is new. `made`: if it is new, this operator or
+  // one that encloses it has made it; else it came from outside.
   bool see(const void* storage, int64_t nbytes, int32_t dtype, const OperatorMoment& now, bool made = false) {
     if (nbytes != 0 && nbytes < plan_.min_bytes) { // a storage without memory may still get some
       return false;
@@ -197,8 +197,8 @@ class Finder {
     return false;
   }
 
-  // Returns the index of the target that this storage is, in that slot of an expected operator's outputs (`output`) or
-  // inputs; -1: it is none.
+  // Returns the index of the target that this storage is; -1: it is none. The storage is in that slot of the outputs
+  // (`output`) or inputs of an operator that `expects` has accepted.
   int32_t find(const void* storage, int64_t nbytes, int32_t number, bool output, int32_t slot) {
     const int32_t place = clock_.now();
     const auto& targets = plan_.targets;
@@ -225,7 +225,7 @@ class Finder {
     int64_t stream; // of its first use
     int64_t last_use; // number of the `OperatorMoment` of its last use
     bool is_made; // by the program
-    bool is_shared = false; // another stream or a collective has used it too: it is not known when that use is over
+    bool is_shared = false; // another stream or a collective has used it too, and the end of that use is unknown
 
     void use(const OperatorMoment& now) {
       last_use = now.number;
@@ -244,7 +244,7 @@ class Finder {
   std::vector<bool> found_;
   size_t next_ = 0;
   ska::flat_hash_map<const void*, Seen> seen_;
-  ska::flat_hash_map<const void*, int32_t> keys_, learnt_; // by storage: its anchor's key; those learnt in this step
+  ska::flat_hash_map<const void*, int32_t> keys_, learnt_; // by storage: its anchor's key; keys learnt in this step
   ska::flat_hash_map<int32_t, std::vector<int32_t>> places_; // by key: the places of its anchors
 };
 

@@ -7,16 +7,16 @@
 
 namespace memplug {
 
-// Begins to follow. Turns that allocate or free memory happen with the first request of the operator that they are
-// planned before. A tensor that returns must be there before that operator, so with the last request before it; if its
-// memory is only allocated then, the operator itself must be seen.
+// Begins to follow. Releases and prefetches are taken with the first request of the operator that they are planned
+// before. A restore must come before its operator, so it is taken with the last request before that operator. If the
+// prefetch comes no earlier than the operator's first request, the tensor is late: the operator itself must be seen.
 void SwapStep::follow() {
   if (due_.empty()) {
     lates_.clear();
     const std::vector<int64_t>& after = repeated_.turns();
     std::vector<int64_t> prefetches(plan_.targets.size(), 0);
     for (size_t i = 0; i < turns_.size(); ++i) {
-      if (turns_[i].kind == Turn::PREFETCH) { // at the place of the next use, it comes after that among the turns
+      if (turns_[i].kind == Turn::PREFETCH) { // at the next use's place, it comes after the restore
         prefetches[turns_[i].target] = after[i] < 0 ? INT64_MAX : after[i];
       }
     }
@@ -92,7 +92,7 @@ void SwapStep::take_due() {
   }
 }
 
-// Restores the late tensors that an operator of that number is planned to use; called as it begins.
+// Called as an operator of that number begins: restores the late tensors that such an operator is planned to use.
 void SwapStep::return_late(int32_t number) {
   const auto is_user = [&](int32_t target) {
     const auto place = static_cast<size_t>(plan_.targets[target].next_use);
@@ -107,8 +107,7 @@ void SwapStep::return_late(int32_t number) {
   late_.erase(std::remove_if(late_.begin(), late_.end(), is_user), late_.end());
 }
 
-// Restores all late tensors with the first operator outside of the program that uses one that is away; called as it
-// begins.
+// Called as an operator outside of the program begins: if it uses a tensor that is away, restores all late tensors.
 void SwapStep::return_outside(const at::RecordFunction& function) {
   if (late_.empty() || !is_away(function)) {
     return;
@@ -129,7 +128,7 @@ void SwapStep::depart() {
   next_turn_ = 0; // turns that were taken do nothing when they are repeated
 }
 
-// Finds the tensors of an operator that it is known to be the last to use.
+// Finds the targets among an operator's tensors by what was learnt of their last uses.
 void SwapStep::match(c10::ArrayRef<c10::IValue> values, int32_t number, bool output) {
   if (repeated_.open().empty()) {
     return;

@@ -51,7 +51,7 @@ class LastingTensors {
     }
   }
 
-  // Notes that it reads a storage in that slot of its inputs.
+  // Notes that the last operator noted by `pass` reads a storage in that slot of its inputs.
   void read(int32_t slot, const c10::Storage& storage) {
     if (run_ == nullptr) {
       return;
@@ -65,7 +65,7 @@ class LastingTensors {
     }
   }
 
-  // Returns the storage of that key, if it is known by now and alive.
+  // Returns the storage of that key, if the storage is known by now and alive.
   std::optional<c10::Storage> find(int32_t key) const {
     const auto known = storages_.find(key);
     auto storage = known == storages_.end() ? nullptr : known->second.lock();
@@ -74,13 +74,13 @@ class LastingTensors {
 
  private:
   struct OperatorRun {
-    int32_t after, first; // places
+    int32_t after, first; // place of the program's operator before the run, and of the run's first operator
     const std::vector<int32_t>* operators;
   };
   std::vector<OperatorRun> runs_;
   std::vector<Anchor> marks_; // by place and slot, rising
   ska::flat_hash_map<int32_t, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
-  const OperatorRun* run_ = nullptr; // the run that the operators since the last one of the program match so far
+  const OperatorRun* run_ = nullptr; // the run that operators since the program's last one match so far; null: none
   int32_t number_ = -1;
   size_t next_ = 0;
 };

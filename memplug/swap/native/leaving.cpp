@@ -1,4 +1,4 @@
-// Offloads storages: by a plan, or, if memory is short, without one (Chameleon, section 6.3).
+// Offloads storages by a plan; or without a plan, if memory is short (Chameleon, section 6.3).
 #include <algorithm>
 
 #include "absent.h"
@@ -106,14 +106,13 @@ void StorageSwapper::leave(Absent& absent) {
   }
   const Moving moving(absent.passive);
   const c10::DataPtr released = std::exchange(pointer_of(storage), std::move(host));
-  for (size_t i = 0; i < copies_.users().size() && !absent.passive; ++i) { // passive ones: used by one stream only
+  for (size_t i = 0; i < copies_.users().size() && !absent.passive; ++i) { // one stream alone has used a passive one
     streams_.use_on(copies_.users()[i], released);
   }
   const auto held = std::move(absent.held); // if this is the last reference, `forget` is called
 }
 
-// -- without a plan
-// ---------------------------------------------------------------------------------------------------------
+// -- without a plan ---------------------------------------------------------------------------------------------------
 
 int64_t StorageSwapper::release_leaving() {
   const Lock lock(swap_mutex());

@@ -13,14 +13,14 @@ namespace memplug {
 // Counts a step's operators in the numbering of the planned step.
 //
 // If an operator is not the planned one, the clock advances by one for each operator until the last few operators match
-// the plan at some place, and continues from there; if several places match, from the nearest. The match takes two
-// operators and one more for each place that the clock is off, up to `kAlike`. The clock is off by no more places than
-// operators have run since the last match, and searches no further.
+// the plan at some place. From there the clock continues; if several places match, from the nearest. A match takes two
+// operators, and one more for each place by which the clock is off, up to `kAlike` operators. The clock is off by no
+// more places than operators have run since the last match, and searches no further.
 class ProgramClock {
  public:
   static constexpr int32_t kAlike = 4, kReach = 64;
 
-  // Loads a program; takes the numbers of its operators, see operator_names.h.
+  // Loads a program, given as the numbers of its operators, see operator_names.h.
   void load(std::vector<int32_t> program) {
     program_ = std::move(program);
     begin();
@@ -33,7 +33,7 @@ class ProgramClock {
     recent_.fill(-1);
   }
 
-  // Notes that an operator begins; returns its place in the planned step, as far as it is known.
+  // Notes that an operator begins; returns its place in the planned step, as far as the place is known.
   int32_t tick(int32_t number) {
     for (int i = kAlike - 1; i > 0; --i) {
       recent_[i] = recent_[i - 1];
@@ -56,7 +56,7 @@ class ProgramClock {
     off_for_ = 0;
   }
 
-  // Returns the place nearest to now, of several where that operator runs in the planned step; -1: none.
+  // Returns the one of `places` nearest to now where that operator runs in the planned step; -1: there is none.
   int32_t nearest(const std::vector<int32_t>& places, int32_t number) const {
     int32_t found = -1;
     for (const int32_t place : places) {
@@ -81,8 +81,8 @@ class ProgramClock {
     return now_;
   }
 
-  // Returns whether so many operators departed from the plan that the clock is unreliable: some, and more than a
-  // fortieth.
+  // Returns whether the clock is unreliable: it has departed from the plan more than 4 times, plus once for every 40
+  // operators.
   bool is_lost() const {
     return kLeast + ticks_ < 40 * departures_;
   }

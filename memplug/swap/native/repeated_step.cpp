@@ -36,7 +36,7 @@ void RepeatedStep::end(bool is_whole) {
       if (origin.request >= 0) {
         wanted_[origin.request] = static_cast<int32_t>(target);
         expect(origin.request);
-        expect(origin.request + 1); // before it, the memory of the request before is reported
+        expect(origin.request + 1); // before this request, the memory of the one before is reported
       }
       expect(opens - 1);
       expect(closes);
@@ -60,8 +60,8 @@ void RepeatedStep::learn_request(int64_t nbytes, const void* stream, int32_t pla
   now_.requests.push_back({nbytes, stream, place});
 }
 
-// If operators run on several streams, one that does not wait for the copy may read a storage that is away: then every
-// operator must be seen.
+// If operators run on several streams, an operator on a stream that does not wait for the copy may read a storage that
+// is away. Then every operator must be seen, so the step is spoilt.
 void RepeatedStep::learn_operator(int64_t stream) {
   opens_ = made();
   is_spoilt_ |= stream_.value_or(stream) != stream;

@@ -1,9 +1,9 @@
-// Follows a step that repeats by its requests for memory: only operators around a last use need to be seen.
+// Follows a repeating step by its requests for memory: only operators around a target's last use need to be seen.
 //
 // Seeing an operator costs the host up to a quarter of the time that a small operator takes. So while all operators are
-// seen (finder.h), this class learns the requests of a step in order, and between which of them each target is used
-// last and has its turns. Once enough consecutive steps were alike, the next one is followed by its requests, as long
-// as each equals the learnt one.
+// seen (finder.h), this class learns the requests of a step in order. It also learns between which requests each target
+// is used last, and has its turns (release, prefetch, restore). Once enough consecutive steps were alike, the next step
+// is followed by its requests, as long as each equals the learnt one.
 //
 // The price: if a followed step departs after all, its earlier tensors are unknown, and cannot be offloaded if memory
 // runs short then. So after each departure twice as many steps must be alike.
@@ -36,7 +36,7 @@ class RepeatedStep {
     is_spoilt_ = true;
   }
 
-  // Does the same, and requires more alike steps before one is followed.
+  // Does as `spoil`, and requires more steps that are alike before one is followed.
   void distrust() {
     if (!std::exchange(is_spoilt_, true)) {
       needed_ = std::min(2 * needed_, kMany);
@@ -54,7 +54,7 @@ class RepeatedStep {
   // Learns that an outermost operator begins, and on which stream.
   void learn_operator(int64_t stream);
 
-  // Learn that the running operator is the last to use a target's storage, and that this operator is over.
+  // Learn that the running operator is the last to use a target's storage, and later that this operator is over.
   void learn_last_use(int32_t target, const c10::Storage& storage);
   void learn_end_of_last_use(int32_t target);
 
@@ -72,18 +72,18 @@ class RepeatedStep {
   // Notes that something must happen at a request: see `pass`.
   void expect(int64_t request);
 
-  // Returns whether a request that is made is the learnt one, and nothing must happen at it; takes no lock. The data
-  // that training threads read here changes only at the end of a step that is not followed.
+  // Called when a request is made: returns whether it is the learnt one, and nothing must happen at it. Takes no lock.
+  // The data that training threads read here changes only at the end of a step that is not followed.
   bool pass(int64_t nbytes, const void* stream) {
     int64_t number = next_.load(std::memory_order_acquire);
     return number < static_cast<int64_t>(quiet_.size()) && quiet_[number] && is_learnt(number, nbytes, stream) &&
         next_.compare_exchange_strong(number, number + 1, std::memory_order_acq_rel);
   }
 
-  // Returns whether a request that is made is the learnt one, and every last use due by now was seen.
+  // Called when a request is made: returns whether it is the learnt one, and every last use due by now was seen.
   bool follow(int64_t nbytes, const void* stream);
 
-  // Return the number of the last request, and the outermost operator that made it; -1: there was none.
+  // Return the number of the last request, and the place of the outermost operator that made it; -1: there was none.
   int64_t last_request() const {
     return next_ - 1;
   }
@@ -117,15 +117,15 @@ class RepeatedStep {
     int32_t place;
     bool operator==(const Request&) const = default;
   };
-  // The storage of a target: the one in memory that this request of the step made, that of an earlier target, or one
-  // that existed before the step.
+  // How a target's storage is recognised: by the request of the step that made its memory, by an earlier target with
+  // the same storage, or by its address, if it existed before the step.
   struct Origin {
     int64_t request = -1;
     int32_t target = -1;
     const void* storage = nullptr;
     bool operator==(const Origin&) const = default;
   };
-  // The last use of a target: its operator begins after `opens` requests, and ends after `closes`.
+  // The last use of a target: the operator begins after `opens` requests of the step, and ends after `closes` requests.
   struct LastUse {
     Origin origin;
     int64_t opens = -1, closes = -1;
@@ -152,12 +152,12 @@ class RepeatedStep {
   static constexpr int kFew = 3, kMany = 1 << 10;
 
   bool is_followed_ = false, is_spoilt_ = false;
-  int alike_ = 0, needed_ = kFew; // consecutive steps equal to the one before; how many it takes to follow the next
+  int alike_ = 0, needed_ = kFew; // consecutive steps equal to the one before; how many must be to follow the next
   int64_t opens_ = 0;
   std::optional<int64_t> stream_; // of the operators
   std::vector<WeakStorage> storages_, former_storages_; // by target; weakly held, so that no other gets its address
   ska::flat_hash_map<const void*, int32_t> target_of_; // by storage: its last target
-  ska::flat_hash_map<const void*, int64_t> requests_; // by memory: its last request; in a followed step only targets'
+  ska::flat_hash_map<const void*, int64_t> requests_; // by memory: its last request; if followed, only targets'
   ska::flat_hash_map<int64_t, int32_t> wanted_; // requests that make a target's memory
   std::vector<int32_t> by_opening_, open_;
   std::vector<uint8_t> quiet_; // by request: 1 if nothing must happen at it

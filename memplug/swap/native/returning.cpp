@@ -103,7 +103,8 @@ bool StorageSwapper::order_use() {
 
 void StorageSwapper::use(const c10::StorageImpl* storage) {
   const Lock lock(swap_mutex());
-  if (copies_.users().size() > 1 && returned_.find(storage) != returned_.end()) { // only its old memory was recorded
+  // A returned storage has new memory, of whose users on other streams the allocator does not know yet.
+  if (copies_.users().size() > 1 && returned_.find(storage) != returned_.end()) {
     streams_.use_on(streams_.current(), storage->data_ptr());
   }
   const auto found = absents().find(storage);
@@ -113,7 +114,7 @@ void StorageSwapper::use(const c10::StorageImpl* storage) {
   }
 }
 
-// Torch calls it before it hands out a pointer to write to.
+// Called by torch before it hands out a pointer to write to.
 void StorageSwapper::before_write(c10::StorageImpl* storage) {
   const Lock lock(swap_mutex());
   const auto found = absents().find(storage);

@@ -26,8 +26,8 @@ bool SwapStep::relieve(int64_t nbytes, int failures) {
     }
   }
   std::vector<Idle> all = idle();
-  // Tensors that were not used lately come first. Of these, the one closest in size that is large enough; if none is,
-  // the largest ones. Of several of one size, the one that was used first: backward needs it last.
+  // Tensors that were not used lately come first. Of these, the smallest that is large enough comes first; if none is
+  // large enough, the largest. Of several of one size, the one whose last use is oldest: backward needs it last.
   const auto rank = [&](const Idle& each) {
     const bool soon = each.last_use + kSoon >= moments_, small = each.nbytes < nbytes;
     return std::tuple(soon, small, small ? -each.nbytes : each.nbytes, each.last_use);

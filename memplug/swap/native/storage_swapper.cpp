@@ -83,7 +83,7 @@ std::optional<std::vector<double>> StorageSwapper::operators_s() {
   return copies_.times.operators_s(streams_);
 }
 
-// Returns the number of a stream that operators run on.
+// Returns the number of a stream among the users of the copies (see `copies_`).
 size_t StorageSwapper::user_of(const StreamRef& stream) {
   const size_t user = copies_.note_user(stream);
   waited_.resize(copies_.users().size());

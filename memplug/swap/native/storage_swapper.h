@@ -5,18 +5,18 @@
 //        └── a use of it, or a pointer to write to ────┴──────────────────────┘
 //
 // The storage itself changes: while it is away, its pointer is that of pinned host memory, which the device can read
-// (unified addressing). So every view, alias and version counter of every graph stays valid; unobserved code (Triton,
-// extensions) reads the right values, slowly; and a storage that dies frees its host memory through its deleter. Torch
-// calls memplug before it hands out a pointer to write to (`StorageImpl::set_materializer`), and the storage is
-// restored first. So whatever a plan says, no value is lost, and no stale value is read.
+// (unified addressing). So every view, alias and version counter of every graph stays valid. Unobserved code (Triton,
+// extensions) reads the right values, slowly. A storage that dies frees its host memory through its deleter. Before
+// torch hands out a pointer to write to, it calls memplug (`StorageImpl::set_materializer`), which restores the
+// storage. So whatever a plan says, no value is lost, and no stale value is read.
 //
-// If a request for memory has failed, storages leave at once (`leave_now`). A recording does not show it, so that a
-// plan is made for the step as it would be with enough memory.
+// If a request for memory has failed, storages leave at once (`leave_now`). A recording does not show that they left,
+// so a plan is made for the step as it would be with enough memory.
 //
-// Copies and the rules that order streams are those of copies.h. Device memory belongs to the stream on which the
-// storage left; while another stream is current, nothing is released or prefetched. Each stream that operators run on
-// waits for returned storages before its next operator (`order_use`), and memory is freed only after all of these
-// streams.
+// Copies and the rules that order streams are those of copies.h. A storage's device memory belongs to the stream on
+// which the storage left; while another stream is current, that storage is neither released nor prefetched. Each stream
+// that operators run on waits for returned storages before its next operator (`order_use`). Released memory is used
+// again only after the work of all these streams so far.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -39,9 +39,9 @@ struct SwapCounters {
   int64_t offloads = 0, offloaded_bytes = 0; // copies out that were started
   int64_t releases = 0, released_bytes = 0;
   int64_t prefetches = 0, prefetched_bytes = 0; // copies in that were started
-  int64_t cancelled = 0; // storages that were used again before they were released
+  int64_t cancelled = 0; // offloads of storages that were used again before they were released
   int64_t demanded = 0; // storages that were needed before their plan had them back
-  int64_t refused = 0; // copies that failed because the host, or the device on the way back, had no room
+  int64_t refused = 0; // copies that failed: the host had no room for a copy out, or the device for a copy in
   int64_t passive = 0, passive_bytes = 0; // storages that left because a request failed; not in the counts above
 };
 
@@ -70,22 +70,22 @@ class StorageSwapper {
   // Returns whether torch reports requests for a pointer to write to.
   static bool is_possible();
 
-  // Starts the copy out of a storage of torch's allocator that is not already leaving or away; `key` names it until it
-  // is back. False: it stays.
+  // Starts the copy out of a storage of torch's allocator that is not already leaving or away; `key` names the storage
+  // until it is back. False: the storage stays.
   bool offload(const c10::Storage& storage, int64_t key);
 
-  // Frees its device memory for later work of the current stream, which waits for the copy out.
+  // Frees the storage's device memory for later work of the current stream, which waits for the copy out.
   void release(int64_t key);
 
-  // Does the same for all storages that are leaving; returns the bytes.
+  // Releases all storages that are leaving; returns the bytes freed.
   int64_t release_leaving();
 
   // Offloads a storage at once, for no plan, until it is used. Returns the bytes freed for later work of the current
   // stream; 0: it stays.
   int64_t leave_now(const c10::Storage& storage);
 
-  // Keeps the storage whose return began last on the host. Returns the bytes freed for later work of the current
-  // stream.
+  // Undoes the return that began last: its storage stays on the host. Returns the bytes freed for later work of the
+  // current stream.
   int64_t turn_back();
 
   // Starts the copy in.
@@ -103,7 +103,7 @@ class StorageSwapper {
     return all_.empty();
   }
 
-  // Called for a storage that such an operator uses: restores it if needed.
+  // Called for each storage that an operator uses, if `order_use` returned true: restores the storage if needed.
   void use(const c10::StorageImpl* storage);
 
   // Restores all storages, for every stream that operators have run on. False: the device has no room for some, which
@@ -118,13 +118,14 @@ class StorageSwapper {
   // Returns whether the storage is leaving, away or returning.
   bool has(const c10::StorageImpl* storage) const;
 
-  // Measures from now on how long the program waits for copies, and when operators begin (see `mark_operator`); or
-  // stops. The other two return the results in seconds (see `StepTimes::operators_s`); none: the device is not done.
+  // Measures from now on how long the program waits for copies (`waits`) and when operators begin (`operators`, see
+  // `mark_operator`), or stops measuring. `waited_s` and `operators_s` return the results in seconds (see
+  // `StepTimes::operators_s`); none: the device is not done.
   void measure(bool waits, bool operators);
   std::optional<double> waited_s();
   std::optional<std::vector<double>> operators_s();
 
-  // Called when an outermost operator of the program begins, or one outside of it.
+  // Called when an outermost operator of the program begins, or an operator outside of the program.
   void mark_operator(bool of_program) {
     copies_.times.mark_operator(streams_, of_program);
   }
@@ -161,12 +162,12 @@ class StorageSwapper {
   const std::shared_ptr<HostRows> pool_;
   Copies copies_; // its users are the streams that operators run on, or that storages have left on
   Streams& streams_;
-  std::vector<int64_t> waited_; // by user: number of the last return that it has waited for, and of all before it
+  std::vector<int64_t> waited_; // by user: it has waited for all returns up to this number
   int64_t newest_stream_ = 0; // number of the last operator's stream
   size_t newest_user_ = 0; // the user of that stream, once there are users
   int64_t arrived_ = 0; // number of the latest return that has arrived
-  EventRef last_arrival_; // its end
-  ska::flat_hash_set<const c10::StorageImpl*> returned_; // to other memory, in this step; may dangle, only compared
+  EventRef last_arrival_; // the end of that return
+  ska::flat_hash_set<const c10::StorageImpl*> returned_; // in this step, to other memory; may dangle, only compared
   std::vector<std::unique_ptr<Absent>> all_;
   ska::flat_hash_map<int64_t, Absent*> of_key_;
   int64_t passive_room_; // bytes of host memory that may still be added

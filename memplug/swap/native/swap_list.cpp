@@ -17,7 +17,8 @@ namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-// The list in force. Guarded by `swap_mutex`: a copy's own operators are seen too, and requests fail inside of both.
+// The list in force. Guarded by the recursive `swap_mutex`: under it, memplug's copies run operators that are seen too,
+// and make requests that may fail.
 struct InForce {
   std::unique_ptr<SwapStep> step;
   bool watches = false; // whether a step runs
@@ -32,11 +33,11 @@ InForce& in_force() {
 std::atomic<bool> silent{false};
 
 // State of the calling thread.
-thread_local int32_t enclosing = 0; // seen operators that it is inside of
+thread_local int32_t enclosing = 0; // seen operators that the thread is inside of
 thread_local OperatorMoment outermost; // number 0: the step does not know of the operator
-thread_local OperatorMoment unseen; // operator that it was inside of when the step departed, if it still is
+thread_local OperatorMoment unseen; // unseen operator that it was inside of when the step departed, if it still is
 
-// The followed step, for requests at which nothing must happen; it lives as long as requests are watched.
+// The followed step. A request at which nothing must happen passes it without a lock. Lives while requests are watched.
 std::atomic<RepeatedStep*> followed{nullptr};
 
 // Number of the operators that the step waits for; `SwapStep::ANY`: all.
@@ -127,8 +128,8 @@ bool is_inside_of_a_kernel() {
   return local_keys().excluded_.has(c10::DispatchKey::AutogradFunctionality);
 }
 
-// Notes that an operator begins that is inside of no seen operator. In a step that has departed, it may be inside of an
-// unseen one: its tensors count as in use until that one is over.
+// Notes that an operator begins that is inside of no seen operator. In a step that has departed, the operator may be
+// inside of an unseen one. Its tensors then count as in use until the unseen one is over.
 OperatorMoment enter(SwapStep& step) {
   if (!step.has_departed()) {
     return step.enter();
@@ -210,7 +211,7 @@ void on_end(OperatorCall& call) {
 }
 
 // Frees memory for a failed request. The thread's outermost operator must be seen: else it is not known which tensors
-// it uses.
+// that operator uses.
 bool relieve_step(size_t nbytes, int failures) {
   if (silent || !(enclosing > 0 || at::isRecordFunctionEnabled())) {
     return false;

@@ -1,4 +1,4 @@
-// The swap list in force: finds its tensors in a running step (finder.h), and swaps them when it says so.
+// The swap list in force: finds its tensors in a running step (finder.h), and swaps them when the list says so.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ void load_swap_list(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, 
 void unload_swap_list();
 
 // Called when the session that loaded the list is gone, at any point of a step: restores all tensors, and catches no
-// more requests. False: another list was loaded since, and stays.
+// more failed requests. False: another list was loaded since, and stays.
 bool drop_swap_list(const std::shared_ptr<StorageSwapper>& swapper);
 
 // Begin and end a step; its end restores all tensors. False: the device has no room for some.
@@ -24,8 +24,8 @@ bool end_swap_step();
 
 SwapListCounters swap_list_counters();
 
-// Switches on or off that failed requests, of a device or of a CPU with a limit, are tried again after tensors have
-// been offloaded. `explain`: see relief.h. Throws if memplug cannot stand in front of the device's allocator.
+// Switches on or off that memplug tries a failed request again after it has offloaded tensors; for a device, or a CPU
+// with a limit. `explain`: see relief.h. Throws if memplug cannot stand in front of the device's allocator.
 void catch_out_of_memory(bool on, c10::Device device, Explanation explain);
 
 // Called in the child of a fork: stops all swapping.

@@ -102,7 +102,8 @@ void SwapStep::tick(const at::RecordFunction& function, int32_t number, const Op
   take_until(finder_.now(), false);
 }
 
-// An input of a nested operator that the outermost one does not read was made in between: not every operator is shown.
+// A nested operator may read a tensor that its outermost operator does not read. That tensor counts as made inside of
+// the outermost operator, since not every operator is shown.
 void SwapStep::read(const at::RecordFunction& function, int32_t number, const OperatorMoment& moment, bool outermost) {
   if (repeated_.is_followed()) {
     return_late(number);
@@ -223,7 +224,7 @@ void SwapStep::see(const at::Tensor& tensor, const OperatorMoment& moment, bool 
   }
 }
 
-// Restores the operator's tensors, after all of them were noted as in use.
+// Restores the operator's tensors; called after all of them were noted as in use.
 void SwapStep::use(const at::RecordFunction& function) {
   // memplug's own copies run on streams of their own, which wait for the program's streams
   if (is_suspended() ? swapper_->is_empty() : !swapper_->order_use()) {
@@ -234,7 +235,7 @@ void SwapStep::use(const at::RecordFunction& function) {
   });
 }
 
-// Finds the tensors of an operator that it is the last to use.
+// Finds the targets among an operator's tensors, which it is the last to use.
 template <typename Values>
 void SwapStep::find(const Values& values, int32_t number, bool output) {
   if (!finder_.expects(number, output)) {
@@ -251,8 +252,8 @@ void SwapStep::find(const Values& values, int32_t number, bool output) {
   });
 }
 
-// Returns whether the operator is a collective, whose tensors other streams may use as long as nothing waits for it.
-// Decided by its name, since asking for an operator's traits may run Python.
+// Returns whether the operator is a collective, whose tensors other streams may use until something waits for it. The
+// operator's name decides, since asking for its traits may run Python.
 bool SwapStep::is_collective(const at::RecordFunction& function, int32_t number) {
   if (number >= static_cast<int32_t>(collectives_.size())) {
     collectives_.resize(number + 1, -1);

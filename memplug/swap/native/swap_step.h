@@ -26,14 +26,14 @@ struct SwapListCounters {
 // How much of operators must be seen.
 enum class Sight : uint8_t { NOTHING, NUMBERS, TENSORS };
 
-// Must not be called from several threads at once. With an empty list it only knows which tensors may leave if memory
-// is short.
+// Must not be called from several threads at once. With an empty list, the step only knows which tensors may leave if
+// memory is short.
 class SwapStep {
  public:
   SwapStep(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, c10::DeviceType device);
 
   void begin();
-  bool end(); // false: the device has no room for some of what was away
+  bool end(); // false: the device has no room for some storages, which stay on the host
 
   bool is_of(const std::shared_ptr<StorageSwapper>& swapper) const {
     return swapper_ == swapper;
@@ -43,12 +43,11 @@ class SwapStep {
     return is_running_;
   }
 
-  // Returns how much of operators must be seen from now on; in a followed step, only of operators with that number;
-  // ANY: of all.
+  // Returns how much of operators must be seen from now on, and of which operators: those with this number; ANY: all.
   static constexpr int32_t ANY = -1;
   std::pair<Sight, int32_t> sight() const;
 
-  // Returns whether it has to be called for requests.
+  // Returns whether `asked`, `served` and `served_other` have to be called.
   bool has_targets() const {
     return !plan_.targets.empty();
   }
@@ -58,8 +57,8 @@ class SwapStep {
     return is_running_ && repeated_.is_followed() ? &repeated_ : nullptr;
   }
 
-  // Called when a request is made by the program or by other training code, when it was served, and when another
-  // request was served.
+  // `asked` and `served` are called when the program or other training code makes a request, and when that was served.
+  // `served_other` is called when any other request was served.
   void asked(int64_t nbytes, const void* stream);
   void served(const void* memory) {
     repeated_.served(memory);
@@ -68,8 +67,8 @@ class SwapStep {
     repeated_.served_other(memory);
   }
 
-  // Called when an outermost operator of the calling thread begins, and when it ends. `is_in`: returns whether it and
-  // its step are still running.
+  // Called when an outermost operator of the calling thread begins, and when it ends. `is_in` returns whether the
+  // operator of that moment is still running, in this step.
   OperatorMoment enter();
   void leave(const OperatorMoment& moment);
   bool is_in(const OperatorMoment& moment) const;
@@ -79,7 +78,7 @@ class SwapStep {
     return has_departed_;
   }
 
-  // Called when an operator of the program begins, of which only its number is seen.
+  // Called when an operator of the program begins of which only the number is seen.
   void began(int32_t number) {
     return_late(number);
   }
@@ -155,15 +154,15 @@ class SwapStep {
   std::vector<uint8_t> returned_outside_; // by target: whether an operator outside of the program restored it last time
   size_t next_turn_ = 0;
   RepeatedStep repeated_;
-  std::vector<std::pair<int64_t, int32_t>> due_; // in a followed step: requests before a turn, and the turn
-  std::vector<std::pair<int64_t, int32_t>> lates_; // last request before a target that returns late, and the target
+  std::vector<std::pair<int64_t, int32_t>> due_; // if followed: the request with which to take a turn, and the turn
+  std::vector<std::pair<int64_t, int32_t>> lates_; // last request before a late target's next use, and the target
   size_t next_late_ = 0;
-  std::vector<int32_t> late_; // those of the current request: restored as the operator that uses them begins
+  std::vector<int32_t> late_; // late targets of the current request: restored as the operator that uses them begins
   int64_t moments_ = 0;
   std::vector<int64_t> running_; // moments of the outermost operators that run now
   std::vector<int8_t> collectives_; // by operator number; -1: not known yet
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> alive_, anchors_;
-  std::vector<std::pair<int32_t, c10::Storage>> leaving_; // to be offloaded when the running operator is done
+  std::vector<std::pair<int32_t, c10::Storage>> leaving_; // targets to offload when the running operator is done
   bool is_running_ = false, has_departed_ = false;
 };
 

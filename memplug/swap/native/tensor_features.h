@@ -7,9 +7,9 @@ namespace memplug {
 
 // Exact integers, compared as they are.
 struct Features {
-  uint32_t uses = 0; // operators that have read it
-  uint32_t kinds = 0; // of those, a bit for each of the 32 most frequent
-  uint64_t recent = 0; // ranks of the last eight, a byte each, the latest in the lowest
+  uint32_t uses = 0; // operators that have read the tensor
+  uint32_t kinds = 0; // a bit for each of the 32 most frequent operators: whether it has read the tensor
+  uint64_t recent = 0; // ranks of the last eight operators that have read the tensor: a byte each, the latest lowest
 
   static constexpr int kKinds = 32;
 

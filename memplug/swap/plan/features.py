@@ -1,7 +1,8 @@
 """Describes tensors by their uses, so that they are found again in another step (Chameleon, appendix A).
 
-The features are exact integers: how many operators have read the tensor, which of the most frequent ones, and the last
-eight. The native core keeps the same features of every tensor during a step (memplug/swap/native/tensor_features.h).
+The features are exact integers: how many operators have read the tensor, which of the most frequent operators have, and
+the last eight that have. The native core keeps the same features of every tensor during a step
+(memplug/swap/native/tensor_features.h).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ KINDS = 32
 RARE = 255
 """Rank of all operators less frequent than the 254 most frequent."""
 EDITS = 3
-"""Operators that may be inserted or left out without one tensor looking like another."""
+"""Operators that may be inserted or left out without one tensor being taken for another."""
 REACH = 32
 """The most places by which a use may differ; half of the distance that the native clock searches."""
 
@@ -66,8 +67,8 @@ def ranks(step: Trace) -> dict[int, int]:
 def uses_of(step: Trace) -> Iterator[tuple[int, TensorUse]]:
     """Yield every use of a tensor by the program, with the tensor, in the order in which the observer sees them.
 
-    Inputs come as an operator begins, with the features after all of them; outputs as it ends, after the operators
-    inside of it.
+    Inputs come as an operator begins, with the features that they have after this operator has read all of them.
+    Outputs come as the operator ends, after the operators inside of it.
     """
     rank_of, now = ranks(step), clock_of(step).now.tolist()
     features: dict[int, Features] = {}
@@ -96,19 +97,19 @@ def uses_of(step: Trace) -> Iterator[tuple[int, TensorUse]]:
 def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[TensorUse, int]]:
     """Return how tensors are told apart from others at the outermost operators that use them.
 
-    Two uses look alike if operators, slots, sizes and dtypes are the same, and the tensors could have the same features
-    after up to three operators were left out or inserted: their numbers of uses differ by three at most. An anchor
-    between the two tells them apart.
+    Two uses look alike if their operators, slots, sizes and dtypes are the same, and the tensors could have the same
+    features after up to `EDITS` operators were left out or inserted: their numbers of uses differ by that at most. An
+    anchor between the two uses tells them apart.
 
     Args:
         step: one step with tensors.
         wanted: (tensor, place) pairs.
 
     Returns:
-        For each pair the use, by the outermost operator or one inside of it, that is told apart best, and its
-        tolerance: the most places by which it may be off. That is less than half of the distance to the nearest use of
-        another tensor that looks alike, and so much less than the distance to the nearest such use without an anchor in
-        between that three operators cannot close the rest. Pairs that cannot be told apart are missing.
+        (use, tolerance) for each pair that can be told apart. Of the uses by the outermost operator and by operators
+        inside of it, the use is the one that is told apart best. The tolerance is the most places by which the use may
+        be off. It is less than half of the distance to the nearest use of another tensor that looks alike. It is also
+        less than the distance to the nearest such use without an anchor in between, minus `EDITS`.
     """
     anchored = sorted({place for place, _, _ in anchors(step)})
     found: dict[tuple[int, int], list[TensorUse]] = {}
@@ -133,10 +134,10 @@ def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int]
 
 
 def anchors(step: Trace) -> list[tuple[int, int, int]]:
-    """Return the anchors: reads of tensors that outlive the step, such as parameters; they show its progress.
+    """Return the anchors: reads of tensors from before the step, such as parameters, that show its progress.
 
     Returns:
-        (place, slot among the inputs, tensor) of each that an outermost operator reads, in order.
+        (place, slot, tensor) of each such read by an outermost operator, in order; the slot is among the inputs.
     """
     first = np.full(len(step.tensors), -1)
     before = set()

@@ -1,8 +1,9 @@
 """Makes the swap problem of a recorded step: memory in use, and tensors with gaps (Chameleon, 4, 5.1-5.3).
 
-The clock of a swap list counts the program's outermost operators. Operators inside of one, and operators without
-gradients after it, have its place; all that runs after the program, such as the optimizer, has one more place.
-Operators request memory while they run, but tensors are offloaded and prefetched only between two of them.
+The clock of a swap list counts the program's outermost operators: the number of one is its place. Operators inside of
+an outermost one, and operators without gradients after it, have the same place. All that runs after the program, such
+as the optimizer, has one more place. Operators request memory while they run, but tensors are offloaded and prefetched
+only between two outermost operators.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ class Clock(NamedTuple):
 
     Attributes:
         outermost: int64[n]: their indices in `Trace.operators`.
-        now: int64[operators]: for each operator of the trace, the outermost one that runs, or ran last; 0 before
-            the first.
-        behind: index in `Trace.operators` of the first operator after the program; their number if there is none.
+        now: int64[operators]: for each operator of the trace, the number of the outermost one that runs, or ran last; 0
+            before the first.
+        behind: index in `Trace.operators` of the first operator after the program; the length of that table if there is
+            none.
     """
 
     outermost: np.ndarray
@@ -125,8 +127,8 @@ def even_s(step: Trace) -> np.ndarray:
 def in_use_bytes(step: Trace) -> np.ndarray:
     """Return the most device memory in use at each place of a step without a swap list (Figure 3). int64[n].
 
-    Passively offloaded tensors count as in use: the recording does not show that they left
-    (memplug/profile/native/requests.h, `Moving`). Requests between two operators count to the one before them.
+    Tensors that left because a request failed count as in use: the recording does not show that they left
+    (memplug/profile/native/requests.h, `Moving`). Requests between two operators count to the operator before them.
     """
     clock = clock_of(step)
     in_use = np.zeros(clock.places, np.int64)
@@ -147,17 +149,17 @@ def gaps(
 ) -> list[Candidate]:
     """Return tensors between two uses with an outermost operator in between, by first and then second use.
 
-    This leaves out tensors of collectives, and those that existed before the step (whose first use is not an output),
+    Tensors of collectives are left out. So are tensors that existed before the step (whose first use is not an output),
     unless `states` or `resident` includes them.
 
     Args:
         step: one step with tensors.
         min_bytes: size of the smallest tensor.
         others: tensors, by index, that are left out too.
-        states: include tensors that live from step to step if the optimizer uses them, also from the step's beginning
-            to their first use, and gradients. The second use may then lie outside of the program.
+        states: include gradients, and tensors that live from step to step if the optimizer uses them; the latter also
+            from the step's beginning to their first use. The second use may then lie outside of the program.
         resident: with `states`, further tensors, by index, that live from step to step, such as frozen parameters. They
-            count only between two uses: outside of the program nothing tells which is which as a step begins.
+            count only between two uses: no operator outside of the program identifies them as a step begins.
     """
     uses, now = step.uses, clock_of(step).now
     order = np.argsort(uses["tensor"], kind="stable")
@@ -169,7 +171,7 @@ def gaps(
     lasting = np.zeros(len(step.tensors), bool)
     lasting[tensor[(operator == first_operator) & ~output]] = True
     wanted[list(others)] = False
-    # Other streams may use a collective's tensors as long as nothing waits for them: they are never swapped.
+    # Other streams may use a collective's tensors until something waits for it: they are never swapped.
     collective = np.array([name.startswith(COLLECTIVES) for name in step.names], bool)
     wanted[tensor[collective[step.operators["name"][operator]]]] = False
     is_program = step.operators["depth"][operator] >= 0
@@ -193,26 +195,26 @@ def gaps(
 
 
 def held_bytes(step: Trace) -> int:
-    """Return the bytes of the largest tensor of a collective; it is freed a little earlier or later in each step."""
+    """Return the bytes of the largest tensor of a collective, whose free comes earlier or later in each step."""
     collective = np.array([name.startswith(COLLECTIVES) for name in step.names], bool)
     tensors = step.uses["tensor"][collective[step.operators["name"][step.uses["operator"]]]]
     return int(step.tensors["nbytes"][tensors].max(initial=0))
 
 
 class FirstUse(NamedTuple):
-    """The first use, outside of the program, of a tensor that lives from step to step, by which it is identified."""
+    """The mark of a tensor that lives from step to step: its first use outside of the program, which identifies it."""
 
     after: int
     """The outermost operator that ran last."""
     number: int
-    """Number of the operator that uses it among those outside of the program since then, nested ones included."""
+    """Number of the operator that uses the tensor, among all operators outside of the program since `after`."""
     slot: int
-    """Its number among the operator's inputs."""
+    """Number of the tensor among the operator's inputs."""
     tensor: int
 
 
 def marks(step: Trace) -> list[FirstUse]:
-    """Return the marks of all tensors from before the step that are read outside of the program after it began."""
+    """Return marks of all tensors from before the step that are read outside of the program after its beginning."""
     clock = clock_of(step)
     begins = clock.outermost[0] if clock.ticks else len(step.operators)
     outside = begins + np.flatnonzero(step.operators["depth"][begins:] == NO_PART)
@@ -234,7 +236,7 @@ def marks(step: Trace) -> list[FirstUse]:
 
 
 def outside_of(step: Trace, after: int) -> list[int]:
-    """Return the operators that a mark's number counts, as indices into `Trace.names`."""
+    """Return the operators that `FirstUse.number` counts after `after`, as indices into `Trace.names`."""
     here = (clock_of(step).now == after) & (step.operators["depth"] == NO_PART)
     here[: clock_of(step).outermost[after]] = False
     return step.operators["name"][here].tolist()

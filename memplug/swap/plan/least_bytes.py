@@ -1,9 +1,10 @@
 """Finds the fewest bytes that bring a step within its budget, with an integer program over the candidates.
 
-It is a covering program: at every operator above the budget, candidates that may be away there must be at least as
-large as the excess. Without waiting, the link limits what can be away at an operator o: of candidates last used at or
-after an operator a, at most as many bytes as the link carries from a to o can be released by then; of those next used
-at or before b, at most as many bytes as it carries from o to b can be missing. Both limits are linear in the choice.
+It is a covering program: at every operator above the budget, the chosen candidates that may be away there must have at
+least as many bytes as the excess. If nothing may wait, the link limits what can be away at an operator o. Of candidates
+last used at or after an operator a, at most as many bytes can be away at o as the link carries from a to o. Of
+candidates next used at or before an operator b, at most as many bytes can be away at o as the link carries from o to b.
+Both limits are linear in the choice.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ TIME_LIMIT_S = 5.0
 """Seconds for all choices together; checking the last one may exceed it."""
 
 GAP = 0.01
-"""Share by which a choice may exceed the fewest bytes: proving less takes longer than it saves."""
+"""Share by which a choice may exceed the fewest bytes: proving a smaller share takes longer than it saves."""
 
 ATTEMPTS = 24
-"""Choices to solve for: one that cannot be placed is excluded, and the next one tried."""
+"""Most choices to solve for: each is excluded before the next one is sought."""
 
 
 def cover(
@@ -34,7 +35,9 @@ def cover(
     among: Collection[int] = (),
     without: Collection[int] = (),
 ) -> Iterator[tuple[int, ...]]:
-    """Yield choices of candidates that swap fewer bytes than `below_bytes`, the fewest first; each must be simulated.
+    """Yield choices of candidates that swap fewer bytes than `below_bytes`, the fewest first.
+
+    The caller has to simulate each choice.
 
     Args:
         problem: the step.
@@ -85,7 +88,7 @@ def _gaps(problem: SwapProblem, waits: bool) -> list[slice]:
 
 
 def _rows(problem: SwapProblem, gaps: list[slice], usable: list[int], waits: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows of candidates that count, bool[r, usable], and the fewest bytes that each row needs, float64[r]."""
+    """Return for each constraint which candidates count, bool[r, usable], and the bytes they must have, float64[r]."""
     need = problem.in_use_bytes - problem.budget_bytes
     first = np.array([gaps[index].start for index in usable])
     end = np.array([gaps[index].stop for index in usable])

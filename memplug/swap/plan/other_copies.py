@@ -16,8 +16,8 @@ def busy_s(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return how long the link is busy with other copies while each outermost operator runs.
 
-    Copies follow one another: to the host from the beginning of a layer's forward, and back until the beginning of its
-    backward.
+    Copies of one direction follow one another. A layer's copy to the host starts no earlier than the layer's forward,
+    and its copy back ends no later than the layer's backward begins.
 
     Args:
         step: one step.
@@ -49,7 +49,7 @@ def _begins(step: Trace, begin_s: np.ndarray, layer_bytes: Mapping[str, int], wh
 
 
 def _one_after_the_other(begins: Iterable[tuple[float, int]], bytes_per_s: float) -> list[tuple[float, float]]:
-    """Return the beginning and end of each copy, none before its own time."""
+    """Return the beginning and end of each copy: at its own time, or after the copy before it."""
     until_s, spans = -np.inf, []
     for begin_s, nbytes in sorted(begins):
         start_s = max(begin_s, until_s)

@@ -27,18 +27,18 @@ _UNPREDICTED = {"predicted_peak_bytes": 0, "predicted_stall_s": 0.0, "predicted_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """A tensor that is swapped between two uses; places are outermost operators of the program.
+    """A tensor that is swapped between two uses. A place is the running number of an outermost operator.
 
     Attributes:
-        nbytes, dtype: of its storage; the dtype is that of the storage's first tensor.
-        operator: name of the operator that uses it last before the gap.
-        output, slot: whether it is an output of that operator or an input, and its number among these.
+        nbytes, dtype: of its storage; the dtype is that of the first tensor seen in the storage.
+        operator: name of the operator that uses it last before it leaves.
+        output, slot: whether it is an output or an input of that operator, and its number among these.
         uses, kinds, recent: see `memplug.swap.plan.features`.
         tolerance: places by which its last use may differ.
-        last_use, release, prefetch, next_use: places: it is offloaded after the first, its memory is free for [release,
-            prefetch), and it is back at the last. See `Candidate` for uses before and after the program.
-        key: for a tensor that is offloaded as the step begins, the anchor that identifies it, since its features mean
-            nothing; else -1.
+        last_use, release, prefetch, next_use: places. The tensor is offloaded after `last_use`, its memory is free for
+            [release, prefetch), and it is back at `next_use`. See `Candidate` for uses before and after the program.
+        key: for a tensor that is offloaded as the step begins, the key of the anchor that identifies it (see
+            `memplug.swap.plan.features.anchors`), since it has no features yet; else -1.
     """
 
     nbytes: int
@@ -64,13 +64,13 @@ class SwapPart(PlanPart):
     Attributes:
         names: names of operators.
         program: the outermost operators in order, as indices into `names`.
-        outside: (place, operators) where anchors lie outside of the program: the place of the operator before, and the
-            operators since then up to the last anchor, as indices into `names`.
+        outside: (place, operators) for each run of operators outside of the program that has anchors: the place of the
+            program's operator before the run, and the run up to its last anchor, as indices into `names`.
         ranks: rank of each name by how often it runs.
         targets: tensors to swap, by last use, rising; empty if the step fits without a list, or no list suffices.
-        anchors: (place, slot, tensor): see `memplug.swap.plan.features.anchors`; places beyond the program count the
-            operators of `outside` one after the other: see `memplug.swap.plan.from_trace.marks`.
-        host_bytes: the most host memory that the tensors take.
+        anchors: (place, slot, tensor), see `memplug.swap.plan.features.anchors`. Places beyond the program count the
+            operators of `outside` one after the other, see `memplug.swap.plan.from_trace.marks`.
+        host_bytes: the most host memory that the targets take.
         predicted_peak_bytes, predicted_stall_s, predicted_step_s: of a step under the list.
         impossible: why no list keeps to the budgets; "" if one does, or none is needed.
     """
@@ -215,7 +215,7 @@ def plan_part(
 def _marked(
     step: Trace, keys: Collection[int]
 ) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], list[tuple[int, int, int]]]:
-    """Return `SwapPart.outside`, and its anchors, for tensors that are offloaded as the step begins."""
+    """Return `SwapPart.outside` and its anchors, for the tensors in `keys`: offloaded as the step begins."""
     place, outside, anchors_there = clock_of(step).ticks, [], []
     for after, group in itertools.groupby(
         (mark for mark in marks(step) if mark.tensor in keys), lambda mark: mark.after
@@ -228,7 +228,7 @@ def _marked(
 
 
 def target_of(step: Trace, candidate: Candidate, look: tuple[TensorUse, int], release: int, prefetch: int) -> Target:
-    """Return the target of a candidate that is away for [release, prefetch); `look` is an entry of `last_uses`."""
+    """Return the target of a candidate that is away for [release, prefetch); `look`: its entry of `last_uses`."""
     use, tolerance = look
     return Target(
         nbytes=candidate.nbytes,

@@ -44,10 +44,10 @@ Chosen = dict[int, tuple[int, int]]
 
 
 def swap_list(problem: SwapProblem) -> SwapList:
-    """Return a list under which no operator exceeds the budget: one without waiting if there is any, and of few bytes.
+    """Return a list of few bytes under which no operator exceeds the budget, and without waiting if one is found.
 
     Raises:
-        OverBudgetError: there is none, even if the step waits for every copy.
+        OverBudgetError: no list suffices, even if the step waits for every copy.
     """
     if least_budget(problem).nbytes > problem.budget_bytes:
         raise OverBudgetError(problem)
@@ -64,7 +64,7 @@ def swap_list(problem: SwapProblem) -> SwapList:
 
 
 def _fewest(problem: SwapProblem, below_bytes: int, *, longest_stall_s: float | None) -> SwapList | None:
-    """Return a list of fewer bytes, or None; without `longest_stall_s`, one that nothing waits for."""
+    """Return a list of fewer bytes that waits no longer than `longest_stall_s` (None: not at all), or None."""
     for candidates in cover(problem, below_bytes, waits=longest_stall_s is not None):
         chosen: Chosen | None = dict.fromkeys(candidates, NOT_FORCED)
         if longest_stall_s is not None:
@@ -93,7 +93,8 @@ def reductions(problem: SwapProblem, swaps: tuple[Swap, ...] = ()) -> np.ndarray
 def score(candidate: Candidate, reduction_bytes: np.ndarray, largest_bytes: int) -> float:
     """Return a candidate's score, N_MRE + C S (Eq. 2).
 
-    N_MRE is the share of the operators above the budget that lie in its gap, S its size over the largest candidate's.
+    N_MRE is the share of the operators above the budget that lie in the candidate's gap. S is the candidate's size over
+    the largest candidate's size.
     """
     entries = np.count_nonzero(reduction_bytes)
     covered = np.count_nonzero(reduction_bytes[candidate.gap])
@@ -101,7 +102,7 @@ def score(candidate: Candidate, reduction_bytes: np.ndarray, largest_bytes: int)
 
 
 def candidate_list(problem: SwapProblem, reduction_bytes: np.ndarray, chosen: Chosen) -> list[int]:
-    """Return the candidate list (5.3), highest score first: not chosen, with operators above the budget in the gap."""
+    """Return the candidate list (5.3): candidates not chosen, with excess in their gap, the highest score first."""
     useful = [
         index
         for index, each in enumerate(problem.candidates)
@@ -114,9 +115,8 @@ def candidate_list(problem: SwapProblem, reduction_bytes: np.ndarray, chosen: Ch
 def algorithm_2(problem: SwapProblem) -> Chosen:
     """Choose candidates until the memory reduction list is empty (5.5).
 
-    A candidate is taken if it lowers the excess without waiting. If none does, candidates are forced (see `forced`): of
-    those not yet away at the operator with the largest excess, the one of the highest score, and the step waits for its
-    copies.
+    A candidate is taken if it lowers the excess (the bytes above the budget) without waiting. If no candidate does, the
+    rest of the excess is removed with waiting, see `forced`.
 
     Raises:
         OverBudgetError: no candidate is left.
@@ -141,7 +141,16 @@ def algorithm_2(problem: SwapProblem) -> Chosen:
 
 
 def forced(problem: SwapProblem, chosen: Chosen, may_add: bool = True) -> Chosen | None:
-    """Return the choice with as much more waiting as the budget requires; None: that is not enough."""
+    """Return the choice with as much more waiting as the budget requires; None: no waiting is enough.
+
+    At the operator with the largest excess, the candidate with the highest score that is not away yet is forced to be
+    away, and the step waits for its copies. This is repeated until there is no excess.
+
+    Args:
+        problem: the step.
+        chosen: the choice so far.
+        may_add: whether candidates outside of `chosen` may be added.
+    """
     chosen = dict(chosen)
     while True:
         swaps = place(problem, chosen)
@@ -172,7 +181,7 @@ def _fits_host(problem: SwapProblem, chosen: Chosen) -> bool:
 
 
 def without_redundant(problem: SwapProblem, chosen: Chosen) -> Chosen:
-    """Drop candidates, the largest first, without which nothing exceeds the budget and nothing waits longer."""
+    """Drop candidates that are not needed to keep to the budget and to wait no longer, the largest first."""
     stall_s = _list(problem, chosen).simulation.stall_s
     for index in sorted(chosen, key=lambda index: (-problem.candidates[index].nbytes, index)):
         fewer = {other: needed for other, needed in chosen.items() if other != index}
@@ -185,7 +194,7 @@ def without_redundant(problem: SwapProblem, chosen: Chosen) -> Chosen:
 def with_smaller(problem: SwapProblem, chosen: Chosen) -> Chosen:
     """Replace chosen candidates, the largest first, by a smaller one, or by several with the fewest bytes.
 
-    A replacement stays if nothing exceeds the budget and nothing waits longer.
+    A replacement stays if no operator exceeds the budget and the step waits no longer.
     """
     stall_s = _list(problem, chosen).simulation.stall_s
     deadline_s = time.monotonic() + REPLACING_S

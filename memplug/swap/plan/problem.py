@@ -22,11 +22,11 @@ class Candidate(NamedTuple):
     last_use: int
     """The operator that uses it last before the gap; `FROM_THE_BEGINNING`: none in this step."""
     next_use: int
-    """The operator that uses it next; the number of operators: none, and it is back after the last one."""
+    """The operator that uses it next; the number of operators: none does, and it is back after the last one."""
 
     @property
     def gap(self) -> slice:
-        """Return the operators at which it may be away, at most."""
+        """Return the operators at which it may be away."""
         return slice(self.last_use + 1, self.next_use)
 
 
@@ -38,7 +38,7 @@ class Swap(NamedTuple):
     release: int
     """The operator before which its memory is released, once the copy to the host after the last use is done."""
     prefetch: int
-    """The operator before which it gets memory, and the copy to the device begins; that is done at the next use."""
+    """The operator before which it gets memory, and its copy to the device begins; the next use waits for the copy."""
 
 
 class LinkDirection:
@@ -77,7 +77,7 @@ class LinkDirection:
 
 
 def _at(x: list[float], y: list[float], value: float, bisect: type[bisect_left]) -> float:
-    """Interpolate linearly; outside of the points, with slope 1."""
+    """Return y at x = `value`, interpolated linearly; outside of the points, with slope 1."""
     if value <= x[0]:
         return y[0] + value - x[0]
     if value >= x[-1] and not (bisect is bisect_left and value == x[-1]):
@@ -151,7 +151,7 @@ class Least(NamedTuple):
 
 
 def least_budget(problem: SwapProblem) -> Least:
-    """Return the least budget: that with every candidate away for its whole gap."""
+    """Return the least budget: what the step needs with every candidate away for its whole gap."""
     everything = tuple(Swap(index, each.gap.start, each.gap.stop) for index, each in enumerate(problem.candidates))
     in_use = problem.in_use_with(everything)
     operator = int(in_use.argmax())

@@ -24,16 +24,16 @@ NOT_FORCED = (1 << 62, -1)
 def place(problem: SwapProblem, needed: Needed) -> tuple[Swap, ...]:
     """Place offloads as early and prefetches as late as possible, such that only operators in `needed` cause waiting.
 
-    A copy to the host begins after the last use, or when the copy before it is done (5.4.2); the memory is released
-    once no operator waits for that. Prefetches are placed from the end of the step to its beginning, each such that it
-    is done at its next use, or when the prefetch after it begins (5.4.1).
+    A copy to the host begins after the candidate's last use and after the copy before it (5.4.2). The memory is
+    released as soon as no operator has to wait for the copy. Prefetches are placed from the end of the step to its
+    beginning. Each is done at the candidate's next use, or when the prefetch after it begins, if earlier (5.4.1).
 
     Args:
         problem: the step.
         needed: the candidates to swap, and where they must be away.
 
     Returns:
-        The swaps by candidate, rising. One that would be back before it is away has `prefetch` equal to `release`.
+        The swaps by candidate, rising. If a candidate would be back before it is away, `prefetch` equals `release`.
     """
     times_s, candidates = problem.times_s, problem.candidates
     done_s, free_s = {}, 0.0
@@ -80,15 +80,14 @@ class Simulation:
 def simulate(problem: SwapProblem, swaps: Sequence[Swap]) -> Simulation:
     """Simulate the step: the device waits for each copy before the release or the next use that depends on it.
 
-    Copies of one direction follow one another in program order. Other copies are assumed to run where they do without
-    swaps; while the device waits, they wait too.
+    Copies of one direction follow one another in program order. Other copies are assumed to run beside the same
+    operators as without swaps; while the device waits, these copies wait too.
     """
     events = []
     for number, swap in enumerate(swaps):
         candidate = problem.candidates[swap.candidate]
         if swap.prefetch > swap.release:
-            # Between two operators: offloads of tensors that the first used, releases, prefetches by next use, next
-            # uses.
+            # Between two operators: offloads after the first one, releases, prefetches by next use, next uses.
             events.append((candidate.last_use + 1, 0, 0, number))
             events.append((swap.release, 1, 0, number))
             events.append((swap.prefetch, 2, candidate.next_use, number))

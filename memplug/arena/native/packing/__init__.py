@@ -71,8 +71,8 @@ def decide(
         threads: threads of the search; with one, each run that ends in time gives the same answer.
 
     Returns:
-        The verdict and offsets, int64[n], bytes: True: they fit at these offsets; False: they do not fit; None: out of
-        time. The offsets mean nothing unless they fit.
+        The verdict (True: the buffers fit at these offsets; False: they do not fit; None: out of time), and offsets,
+        int64[n], bytes. The offsets mean nothing unless the verdict is True.
 
     Raises:
         NativeError: see `load`.

@@ -1,11 +1,12 @@
 // Decides whether buffers fit below a height: a depth-first search over stable placements, with restarts in other
 // orders.
 //
-// A placement is stable if no buffer can be moved to a lower offset; if any placement fits, a stable one does. Each is
-// built in the order of rising offsets, ties in the order of ranks, so that it is visited once (canonical solutions,
-// section inference and dynamic decomposition are M. Moffitt's, "MiniMalloc", ASPLOS 2023). Added here: a buffer that
-// has lost its support must come to rest on one that is still to be placed, which bounds its offset by a shortest path;
-// and restarts (Luby's sequence) with orders that are drawn at random and guided by where earlier searches failed.
+// A placement is stable if no buffer can be moved to a lower offset; if any placement fits, a stable one does. Each
+// placement is built in the order of rising offsets, ties in the order of ranks, so that it is visited once (canonical
+// solutions, section inference and dynamic decomposition are M. Moffitt's, "MiniMalloc", ASPLOS 2023). Two things are
+// added here. The order may have passed the offset at which an unplaced buffer would rest: the buffer must then rest on
+// one that is still to be placed, and a shortest path bounds its offset from below. And the search restarts (Luby's
+// sequence) with orders that are drawn at random and guided by where earlier searches failed.
 #include <pthread.h>
 
 #include <algorithm>
@@ -120,7 +121,7 @@ class PlacementSearch {
     return int64_t{1} << power;
   }
 
-  // Places all of `rows` (by lower) but `skip`: stretches of time that no buffer connects are searched one by one.
+  // Places all of `rows` (sorted by lower) but `skip`. Stretches of time that no buffer connects come one by one.
   bool place_parts(const std::vector<int32_t>& rows, int32_t skip, int64_t from, int32_t last_rank) {
     std::vector<std::vector<int32_t>> parts;
     int32_t end = -1;
@@ -139,7 +140,7 @@ class PlacementSearch {
     return rest_[row] > from || (rest_[row] == from && rank_[row] > last_rank);
   }
 
-  // Places the next buffer at `from` or above; at `from` itself only one with a later rank.
+  // Places all of `rows` at `from` or above; at `from` itself only buffers of a later rank than `last_rank`.
   bool place(const std::vector<int32_t>& rows, int64_t from, int32_t last_rank) {
     if (--nodes_left_ < 0 || is_over()) return false;
     int64_t ceiling = kNever;
@@ -148,7 +149,7 @@ class PlacementSearch {
       ceiling = std::min(ceiling, rest_[row] + in_.size[row]);
       end = std::max(end, in_.upper[row]);
     }
-    // A buffer that fits wholly below all others to come would be moved there: the placement is not stable.
+    // A buffer that fits wholly below `from` could be moved there: the placement would not be stable.
     if (ceiling <= from || !bound_offsets(rows, from, last_rank) || !has_room(rows, begin, end)) return false;
     std::vector<int32_t> next;
     for (int32_t row : rows)
@@ -177,7 +178,7 @@ class PlacementSearch {
     return false;
   }
 
-  // Places a buffer where it rests; false: the remaining ones cannot fit above it.
+  // Places a buffer where it rests. False: it, or what is to be placed above it, does not fit below the height.
   bool put(int32_t row) {
     const int64_t end = rest_[row] + in_.size[row];
     placed_[row] = 1;
@@ -193,7 +194,8 @@ class PlacementSearch {
     return fits;
   }
 
-  // Finds the lowest offset that each buffer may still get; one that cannot be next will rest on another to come.
+  // Finds the lowest offset that each buffer may still get. A buffer that cannot be the next will rest on one that is
+  // placed later. False: a buffer does not fit below the height.
   bool bound_offsets(const std::vector<int32_t>& rows, int64_t from, int32_t last_rank) {
     std::vector<int32_t> hanging;
     for (int32_t row : rows) {
@@ -221,7 +223,7 @@ class PlacementSearch {
     return true;
   }
 
-  // Returns whether in each section the buffers to be placed fit above the lowest offset among them.
+  // Returns whether in each section the buffers to be placed fit above the lowest offset that any of them may get.
   bool has_room(const std::vector<int32_t>& rows, int32_t begin, int32_t end) {
     std::fill(floor_.begin() + begin, floor_.begin() + end, kNever);
     for (int32_t row : rows)
@@ -246,8 +248,8 @@ class PlacementSearch {
   std::vector<double> blame_;  // how often each buffer took part in a failure, recently
   std::vector<int32_t> rank_;
   std::vector<int64_t> bound_;
-  std::vector<int64_t> sky_, load_, floor_;  // by section: top of placed buffers, bytes to be placed, lowest of those
-  std::vector<int64_t> rest_, offset_;       // by buffer: top of those placed below it, and its offset
+  std::vector<int64_t> sky_, load_, floor_;  // by section: top of placed ones; bytes to be placed, their lowest bound
+  std::vector<int64_t> rest_, offset_;       // by buffer: lowest offset above placed ones; its offset
   std::vector<char> placed_;
   int64_t nodes_left_ = 0;
 };

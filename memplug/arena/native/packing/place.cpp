@@ -41,7 +41,7 @@ class Shelf {
   std::vector<std::vector<PlacedBuffer>> blocks_;
 };
 
-// All placed buffers, and those of each stretch of time: a short lifetime is looked up in its stretch alone.
+// All placed buffers, and again by the stretch of time that they are in use in, where short lifetimes are looked up.
 class Shelves {
  public:
   Shelves(int32_t instants, int32_t stretches)
@@ -70,9 +70,9 @@ int64_t aligned(int64_t offset, int64_t alignment) { return (offset + alignment 
 
 }  // namespace
 
-// Places `count` buffers in the order of `order`: at the lowest offset that is free in [lower, upper), or with
-// `tightest` in the smallest gap; writes `offsets`. Instants are numbered from 0 up to `instants`. Returns the height;
-// once it reaches `limit`, the other buffers are left unplaced.
+// Places `count` buffers in the order of `order`, and writes `offsets`. Each buffer gets the lowest offset that is free
+// in [lower, upper), or with `tightest` the smallest gap. Instants are numbered from 0 up to `instants`. Returns the
+// height; once the height reaches `limit`, the other buffers are left unplaced.
 extern "C" int64_t memplug_place(int32_t count, int32_t instants, const int32_t* lower, const int32_t* upper,
                                  const int64_t* size, const int64_t* alignment, const int32_t* order, int32_t tightest,
                                  int64_t limit, int64_t* offsets) {
