@@ -14,7 +14,7 @@ from memplug.cli.tune import tune
 from memplug.cli.versions import echo_version
 
 app = typer.Typer(
-    help="Training memory as cheap as the hardware allows: a plugin for DeepSpeed.",
+    help="Training memory as cheap as the hardware allows: a plugin for DeepSpeed and Megatron-Core.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
