@@ -74,7 +74,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def sessions_are_detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Detach each session that a test leaves attached.
 
-    Otherwise it would keep the recorder of this process from the sessions of later tests.
+    Otherwise that session would keep this process's recorder, and the sessions of later tests could not get it.
     """
     made: list[weakref.ref[memplug.Session]] = []
 
@@ -94,7 +94,7 @@ def sessions_are_detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def plans_do_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise an error in place of the warning that users get about a plan that is not kept."""
+    """Fail the test where users get a warning: a step sends other bytes to the host than its plan says."""
 
     def fail(self: Predictions, sent: int, expected: int) -> None:
         raise AssertionError(f"{sent:,} bytes were sent to the host in a step that was to send {expected:,}")
@@ -104,7 +104,7 @@ def plans_do_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def records_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise an error in place of the warning that users get about an unusable recording."""
+    """Fail the test where users get a warning: a recording is unusable."""
 
     def fail(self: Recording, error: TraceError) -> None:
         raise error
@@ -144,7 +144,7 @@ def cpu_engine(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail the test if an executor is made, and with it streams and host memory."""
+    """Fail the test if it makes an executor, which takes host memory, or a device's streams."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("an executor was made")

@@ -1,17 +1,16 @@
 """Measures what the planned arena costs and saves: `python -m tests.bench.arena`.
 
 Trains Llama and Mixtral shapes, without and with recomputation of every layer, with one and with two micro-batches in
-flight, a block of steps in each mode in turn, and compares medians:
+flight. The modes take turns, for a block of steps each, and their medians are compared:
 
 | mode | what it is |
 |---|---|
 | `native` | torch's own allocator: the session is detached |
 | `arena` | a session with the planned arena, and nothing else |
 
-Fragmentation is 1 - live peak / reserved. On CUDA the reserved memory is measured, for `native` also in a process of
-its own with expandable segments. The CPU's allocator has no such count, so there a simulation
-(`tests.bench.caching_allocator`) tells how much CUDA's allocator would reserve for the step that the arena's plan was
-made from, without and with expandable segments; only the step's own requests count.
+Fragmentation is 1 - live peak / reserved. On CUDA the reserved memory is measured. For the CPU's allocator, which does
+not count reserved memory, and for expandable segments, a simulation (`tests.bench.caching_allocator`) tells how much
+CUDA's allocator would reserve for a recorded step. Only the step's own requests count.
 
 Host time per allocation is the time of a malloc and its free, in C++, over all requests of the recorded step in their
 order. On the CPU the memory is not touched, so no page is fetched in either mode.
@@ -182,10 +181,10 @@ def measure(case: Case, args: argparse.Namespace) -> dict[tuple[str, str], list[
 
 
 def _requests(step: Trace) -> np.ndarray:
-    """Return the step's requests as the simulation reads them, without empty ones and those from before the step.
+    """Return the step's requests for the simulation, without empty requests and requests from before the step.
 
     Returns:
-        int64[k, 4].
+        int64[k, 4]: kind, request, bytes, stream.
     """
     events = step.events[step.events["request"] >= 0]
     events = events[step.requests["nbytes"][events["request"]] > 0]
@@ -258,7 +257,7 @@ def _replayer(device: str) -> ModuleType:
 
 
 def host_seconds(step: Trace, device: torch.device, rounds: int = 15) -> dict[str, float]:
-    """Return the seconds of a malloc and its free, by mode, over the requests of a step in their order."""
+    """Return the mean seconds of a malloc and its free, by mode, over the requests of a step in their order."""
     events = step.events[step.events["request"] >= 0]
     request = torch.from_numpy(events["request"].copy())
     sizes = np.where(events["kind"] == EventKind.MALLOC, np.maximum(events["nbytes"], 1), -1)

@@ -56,7 +56,7 @@ class CachingAllocator:
 
     Attributes:
         reserved_bytes: Bytes of all segments; they only grow.
-        allocated_bytes: Bytes in use, rounded to 512 a request.
+        allocated_bytes: Bytes in use; each request is rounded up to a multiple of 512.
         peak_allocated_bytes: The largest `allocated_bytes` so far.
     """
 

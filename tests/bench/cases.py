@@ -23,7 +23,7 @@ from dataclasses import dataclass
 MODES = ("keep_all", "full", "selective", "save_on_cpu", "deepspeed", "memplug")
 OWN = ("memplug", "memplug_torch")
 HOSTS = ("transformers", "megatron", "megatron-te")
-OWN_MODES = {  # all but the last are Megatron-Core's own; it offloads only layers of Transformer Engine
+OWN_MODES = {  # all but "memplug" are Megatron-Core's own modes; it offloads only layers of Transformer Engine
     "megatron": ("keep_all", "full", "selective", "memplug"),
     "megatron-te": ("keep_all", "full", "offload", "memplug"),
 }
@@ -70,7 +70,7 @@ class Case:
 def gradient_error(measured: dict[str, list[float]], expected: dict[str, list[float]]) -> float:
     """Return the largest difference of two `Run.gradients`, relative to the norm.
 
-    The product with a random direction differs by about the norm of the difference.
+    Two gradients' products with a random direction differ by about the norm of the gradients' difference.
     """
     return max(
         abs(one - other) / right[0]

@@ -1,13 +1,13 @@
 """Measures the cost of finding the tensors of a swap list: `python -m tests.bench.finding` (Chameleon, appendix A).
 
-A list of every gap of a training step is looked for in that step, without tensors: in the native core, nanoseconds for
-each use of a tensor by an operator, medians. The time to pass the step from Python is left out.
+A swap list has every gap of a training step; the native core looks for its tensors in that step, which runs without
+tensors. The time to pass the step from Python is left out. Figures are medians.
 
 | column | what it is |
 |---|---|
-| targets | of the list |
-| uses | of tensors in the step |
-| ns | for each use |
+| targets | number of targets of the list |
+| uses | number of uses of tensors by operators in the step |
+| ns | nanoseconds of the native core for each use |
 """
 
 from __future__ import annotations

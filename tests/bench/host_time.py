@@ -1,8 +1,8 @@
 """Measures the host's time in steps that are little else: `python -m tests.bench.host_time`.
 
-Layers so small that Python, torch and memplug take most of a step's time. Each mode has a process with one thread; they
-take turns, round by round, and processor time is measured: of the forward pass, of the backward pass, and of the whole
-step, memplug's work at its end included.
+The layers are so small that Python, torch and memplug take most of a step's time. Each mode has a process with one
+thread; the processes take turns, round by round. They measure processor time: of the forward pass, of the backward
+pass, and of the whole step, memplug's work at its end included.
 
 Two processes that do the same work differ by up to a tenth as long as they live, depending on where their memory is and
 on what else they train. So a mode's process has one model, and trains it without the mode, with it and without it

@@ -3,15 +3,15 @@
 After Chameleon, section 7; on the virtual device, so all figures are predicted.
 
 Each size of a Llama with head, loss and AdamW, trained in bfloat16 on one GPU, is raised by itself until a step runs
-out of memory: with all tensors kept, with every layer recomputed, and with memplug. All have the settings that help
-most when memory is short: expandable segments, and an optimizer that goes from parameter to parameter. Then the time of
-a step is compared at the largest size that fits with recomputation, where memplug has the same memory.
+out of memory: with all tensors kept, with every layer recomputed, and with memplug. All modes have the settings that
+help most when memory is short: expandable segments, and an optimizer that goes from parameter to parameter. Then the
+times of a step with recomputation and with memplug are compared, at the largest size that fits with recomputation.
 
 | column | what it is |
 |---|---|
-| keep, full, memplug | the largest that fits |
-| over keep | memplug's over that |
-| s over full | seconds of a step of memplug over those of full recomputation, where that is the largest that fits |
+| keep, full, memplug | the largest value of the size that fits in this mode |
+| over keep | the value of memplug over the value of keep |
+| s over full | step seconds of memplug over step seconds of full, at the largest value that fits with full |
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def train(device: VirtualDevice, shape: Shape, mode: str) -> Result | None:
-    """Return the last of a few steps; None: one ran out of memory."""
+    """Return the figures of the last of a few steps, or None if one ran out of memory."""
     device.restart()
     try:
         return _train(device, shape, mode)

@@ -2,7 +2,7 @@
 
 Recorded steps, synthetic ones (tests/support/schedules.py) and public instances of dynamic storage allocation are
 placed by each planner and, as the baseline, by a simulation of torch's caching allocator with and without expandable
-segments. Each runs in a process of its own; "MiB" is the peak of that process, Python, numpy and scipy included.
+segments. Each of these runs in a process of its own; "MiB" is that process's peak, Python, numpy and scipy included.
 Dynamic requests of a step (the experts') are left out, for the baseline too.
 
 Tried and dropped: OR-Tools' CP-SAT as the search behind `exact` (3 to 28 s on MiniMalloc's A, C and E at their
@@ -107,7 +107,7 @@ def measure(case: str, mode: str, time_limit_s: float) -> dict[str, float | str]
 
 
 def _peak_bytes() -> int:
-    """Return this process's peak. `getrusage` would not do: its figure begins with the parent process's."""
+    """Return the peak memory of this process; `getrusage` would count from the parent process's peak on."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
@@ -120,7 +120,7 @@ def _reserved(problem: Problem, *, expandable: bool) -> int:
 
 
 def _events(problem: Problem) -> np.ndarray:
-    """Return rows of (kind, request, bytes, stream) in time; frees come before mallocs of the same instant."""
+    """Return rows of (kind, request, bytes, stream) by time; frees come before mallocs of the same instant."""
     from memplug.profile.trace import EventKind
 
     table, count = problem.buffers, len(problem)

@@ -1,11 +1,12 @@
 """Watches the host memory of a long run: `python -m tests.bench.leaks`.
 
-Trains a tiny model for 10,000 steps under a session that watches all the time, records a step in detail now and then,
-and changes its sequence length back and forth; notes the memory of the process. A leak is a line that goes up; memory
-that settles is the allocator's. Exits with 1 if memory grew over the second half of the run.
+Trains a tiny model for 10,000 steps under a session that watches all the time and records a step in detail now and
+then. The sequence length changes back and forth. Notes the memory of the process: if it goes up throughout, there is a
+leak; if it settles, it is the allocator's. Exits with 1 if memory grew over the second half of the run.
 
-`--awkward`: the steps of `tests.support.awkward` instead: errors in any pass, dropped and retained graphs, several in
-flight, passes without gradients, another length every few steps. Then the counts of objects must not grow at all.
+`--awkward` runs the steps of `tests.support.awkward` instead: errors in any pass, dropped and retained graphs, several
+graphs in flight, passes without gradients, another length every few steps. Then the counts of objects must not grow at
+all.
 """
 
 from __future__ import annotations

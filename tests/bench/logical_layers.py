@@ -6,14 +6,14 @@ launched itself. The operators of the forward, and of the backward, are then div
 
 | column | what it is |
 |---|---|
-| CV | of the groups' times: standard deviation over mean |
-| inner | the same without the first and the last group, which hold the embedding and the head |
-| error | mean of abs(estimated - measured) / measured; estimated: the group's share of its own pass's operators |
-| Eq. 1 | the same; estimated: T_iter / N_iter * N_group, from an unwatched step and all of its operators |
+| CV | coefficient of variation of the groups' times: standard deviation over mean |
+| inner | CV without the first and the last group, which hold the embedding and the head |
+| error | mean of abs(estimated - measured) / measured; estimated by the group's share of the pass's operators |
+| Eq. 1 | this error for the estimate T_iter / N_iter * N_group, from an unwatched step and all of its operators |
 
-The line `layers` has the model's own decoder layers as groups, from where the recorder saw them begin and end: their
+The line `layers` has the model's own decoder layers as groups, from where the recorder saw them begin and end. Their
 variation comes from the machine, not from how operators are divided. The time of an operator is its median over steps.
-"-": too few groups, or a group that launched no kernel and so has no relative error.
+"-": there are too few groups, or a group launched no kernel and so has no relative error.
 """
 
 from __future__ import annotations
@@ -135,12 +135,12 @@ def match(names: Sequence[str], profiled: Sequence[tuple[str, float]]) -> np.nda
         profiled: Name and seconds of the profiled operators, and of all other events that the profiler shows.
 
     Returns:
-        float64[operators]; 0 for operators that the profiler never shows. In a row of one name it may show fewer, since
-            it merges an operator with one of the same name that is its only call; the operators without a time then get
-            0.
+        float64[operators]; 0 for operators that the profiler never shows. Of consecutive operators with one name the
+            profiler may show fewer, since it merges an operator with its only call if both have the same name; the last
+            of these operators then get 0.
 
     Raises:
-        ValueError: They are not the operators of the same program.
+        ValueError: `names` and `profiled` are not of the same program.
     """
     recorded, shown = set(names), {name for name, _ in profiled}
     rows = groupby((index for index, name in enumerate(names) if name in shown), names.__getitem__)
@@ -196,7 +196,7 @@ def measure(training: Training, repetitions: int) -> Measured:
 
 
 def figures_of(measured: Measured, kind: Pass, groups: int | str) -> dict[str, float]:
-    """Return each of METRICS; not finite if it does not exist.
+    """Return each of METRICS; a value that does not exist is not finite.
 
     Args:
         measured: The program and its times.

@@ -31,7 +31,7 @@ class Measures(Protocol):
 
 
 def of(case: Case) -> Measures:
-    """Return the measurements of the case's device; a virtual device is made for it."""
+    """Return the measurements of the case's device; make the virtual device if the case has one."""
     kind = case.device.partition(":")[0]
     return OnVirtual(case) if kind == "virtual" else OnCuda() if kind == "cuda" else OnCpu()
 

@@ -1,8 +1,8 @@
 """A stack of Megatron-Core's layers for the modes of a benchmark, one process, no parallelism.
 
 `full` and `selective` are Megatron-Core's own recomputation, of a layer at a time and of the core attention. `offload`
-is its own offloading of the tensors that these parts of a layer save, for layers of Transformer Engine's modules; its
-schedules begin and end it, and a stack does that itself.
+is Megatron-Core's own offloading, for layers of Transformer Engine's modules, of the tensors that the parts named in
+`RECOMPUTE` save. In Megatron-Core the schedule begins and ends the offloading of a step; here the stack does so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Stack(nn.Module):
         tokens: Tokens of the one sequence.
         device: torch's name of the device.
         mode: "keep_all", or one of RECOMPUTE.
-        attention: The recipe's `block_spec` takes the same: "te" makes layers of Transformer Engine's modules.
+        attention: Passed to the recipe's `block_spec`; "te" makes layers of Transformer Engine's modules.
     """
 
     def __init__(self, shape: dict[str, Any], tokens: int, device: str, mode: str, attention: str = "sdpa"):
@@ -68,10 +68,10 @@ class Stack(nn.Module):
         return self.block.layers
 
     def forward(self, apply: Any) -> torch.Tensor:
-        """Run all layers as the block calls them; Megatron-Core itself does what `apply` does in other modes."""
+        """Run all layers as the block calls them; `apply` is not used, since Megatron-Core itself recomputes."""
         if self.block.config.fine_grained_activation_offloading:
             offloading = _offloading()
-            offloading.reset()  # ends the step before
+            offloading.reset()  # ends the previous step
             offloading.init_chunk_handler(1, None, self.block.config.min_offloaded_tensor_size)
         return self.block(hidden_states=self.input.clone(), attention_mask=None, rotary_pos_emb=self.rotary)
 

@@ -4,7 +4,7 @@ CUDA has its own counts: `max_memory_allocated` and `max_memory_reserved` since 
 
 On the CPU torch keeps no such count, but its allocator reports every block that it hands out and takes back to the
 profiler, with address and size: in forward and in backward, and the scratch memory inside operators as well. The
-largest running sum of those is the peak. It does not include blocks from before the step (parameters, gradients,
+largest running sum of these sizes is the peak. It does not include blocks from before the step (parameters, gradients,
 optimizer state), nor memory that libraries allocate without torch (scratch memory of matmul kernels). The profiler
 slows the step down, so a step whose memory is measured is never timed.
 """
@@ -24,7 +24,7 @@ class Block:
 
     Attributes:
         address: Address of the block.
-        nbytes: Its size; negative if the block was freed.
+        nbytes: Size of the block; negative if the block was freed.
         operator: The innermost running operator, or "".
     """
 
@@ -52,7 +52,7 @@ def live_at_peak(blocks: Iterable[Block], ignored: Collection[tuple[int, int]] =
     """Return the blocks that were alive when their sum was first at its largest.
 
     Args:
-        blocks: The result of `cpu_blocks`. Frees of blocks without a malloc in it do not count.
+        blocks: The result of `cpu_blocks`. A free without its malloc among them does not count.
         ignored: (address, bytes) of blocks to leave out, such as host memory.
     """
     alive: dict[int, Block] = {}

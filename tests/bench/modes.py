@@ -84,7 +84,7 @@ class Run:
             self.session.step()
 
     def clear_gradients(self) -> None:
-        """Zero them in place: gradient buffers exist for the whole training, as in DeepSpeed and Megatron."""
+        """Zero the gradients in place: their buffers exist for the whole training, as in DeepSpeed and Megatron."""
         for tensor in (*self.stack.parameters(), self.stack.input):
             if tensor.grad is not None:
                 tensor.grad.zero_()
@@ -94,7 +94,7 @@ class Run:
         return self.session._attached.executor.pool.slabs if self.session is not None else []
 
     def gradients(self) -> dict[str, list[float]]:
-        """Return norm and products with fixed random directions of each gradient of the first layer."""
+        """Return, for each gradient of the first layer, its norm and its products with fixed random directions."""
         found = {}
         for name, parameter in self.stack.layers[0].named_parameters():
             gradient = parameter.grad.float()
@@ -153,7 +153,7 @@ def _deepspeed(run: Run, case: Case, alpha: str) -> None:
     import deepspeed
 
     if not torch.distributed.is_initialized():
-        # otherwise it would be compiled, for a single rank
+        # else DeepSpeed would compile this operator, though there is one rank
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         deepspeed.comm.init_distributed("gloo", auto_mpi_discovery=False, rank=0, world_size=1)

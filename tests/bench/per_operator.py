@@ -1,18 +1,18 @@
 """Measures memplug's time for each operator: `python -m tests.bench.per_operator`.
 
-A region of many operators on tensors of 4 x 4, so that little but the host's work is left. All ways take turns, step by
-step, in one process with one thread, and processor time is measured. From the second forward on, the tape is known, and
-each forward is verified against it. Nothing is captured: the recompute pass runs every operator that a saved tensor
-depends on. Two regions, one with twice the operators of the other, separate the time of an operator from the rest of a
-region's time.
+A region has many operators on tensors of 4 x 4, so that a step has little but the host's work. All ways take turns,
+step by step, in one process with one thread, and processor time is measured. From the second forward on, the tape is
+known, and each forward is verified against the tape. Nothing is captured: the recompute pass runs every operator that a
+saved tensor depends on. Two regions, one with twice the operators of the other, separate the time of an operator from
+the rest of a region's time.
 
 | column | what it is |
 |---|---|
-| `alone` | a forward without memplug, an operator |
-| `verified` | a forward with memplug, an operator |
-| `again` | a forward without memplug and without gradients, an operator |
-| `replay` | a recompute pass, an operator that runs in it |
-| `added` | `verified` less `alone`; `by region`: a region's additional time, besides its operators |
+| `alone` | time for each operator of a forward without memplug |
+| `verified` | time for each operator of a forward with memplug |
+| `again` | time for each operator of a forward without memplug and without gradients |
+| `replay` | time for each operator that runs in a recompute pass |
+| `added` | `verified` less `alone`; `by region`: the time that memplug adds to a region, besides its operators |
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from tests.bench.table import Row, figures, render, write_rows
 BENCH = "per_operator"
 PARTS = ("alone", "verified", "again", "replay")
 HEADERS = ("operators", *(f"{part} µs" for part in (*PARTS, "added", "added by region")))
-RUNS = 0  # an operator that a recompute pass runs, see `Action` in memplug/tokenwise/native/tape/decisions.h
+RUNS = 0  # `Action::RUN` of memplug/tokenwise/native/tape/rules.h: a recompute pass runs the operator
 
 WEIGHTS = [torch.randn(4, 4, requires_grad=True) for _ in range(3)]
-# One tensor of each is saved for backward; the last kind has three operators.
+# Each kind saves one tensor for backward; the last kind has three operators.
 KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mul": lambda x: x * WEIGHTS[0],
     "mm": lambda x: x.mm(WEIGHTS[1]),
@@ -95,11 +95,11 @@ class Measured:
         begin = time.process_time_ns()
         kept = run()
         self.seconds[part].append((time.process_time_ns() - begin) / 1e9)
-        del kept  # frees its graph too, between two measurements
+        del kept  # frees the output's graph too, between two measurements
 
 
 def measure(kind: str, repeats: int, rounds: int) -> dict[str, tuple[float, float]]:
-    """Return the seconds of an operator, and of a region besides, by part."""
+    """Return, by part, the seconds of an operator, and the seconds of a region besides its operators."""
     regions = [Measured(kind, repeats), Measured(kind, 2 * repeats)]
     for _ in range(rounds):
         for region in regions:

@@ -1,7 +1,7 @@
 """Measures the cost of watching: `python -m tests.bench.profiler_overhead`.
 
-Trains a Llama of 32 layers, forward, backward and optimizer, in one process, a block of steps in each mode in turn, and
-compares the medians with those of the first mode:
+Trains a Llama of 32 layers in one process, with forward, backward and optimizer. The modes take turns, for a block of
+steps each, and their medians are compared with the first mode's:
 
 | mode | what it is |
 |---|---|
@@ -9,12 +9,12 @@ compares the medians with those of the first mode:
 | `stable` | as a stable session watches: the operators of one step in eight, autograd's node count in the others |
 | `lightweight` | the operators of every step, as integers |
 | `requests` | every step recorded: operators, places, memory requests |
-| `detailed` | every step recorded: also the storages that operators use; up to the finished `Trace` |
+| `detailed` | every step recorded, up to the finished `Trace`: also the storages that operators use |
 | `dispatch_mode` | a Python dispatch mode that appends each operator to a list |
 | `torch.profiler` | with shapes and stacks; its start and its end are not counted |
 
-On the CPU it is the worst case: one thread, and a model so small that a step's time is the host's. The last line shows
-how true that is: the time of a step with a quarter of the tokens.
+The CPU is the worst case: one thread runs a model so small that a step's time is the host's. The last printed line, the
+time of a step with a quarter of the tokens, shows how much of a step's time is the host's.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class Training:
         self.optimizer.zero_grad()
 
     def seconds(self, step: Callable[[], Any], steps: int) -> float:
-        """Return the seconds of one of `steps` steps, with all work on the device done.
+        """Return the mean seconds of `steps` steps, with all work on the device done.
 
-        On the CPU it is processor time, which other programs on the machine affect less than the clock.
+        On the CPU they are processor time, which other programs on the machine affect less than the clock.
         """
         clock = time.perf_counter if self.device.type == "cuda" else time.process_time
         self._synchronize()
@@ -199,7 +199,10 @@ MODES: dict[str, Callable[[Training], Any]] = {
 
 
 def measure(training: Training, modes: list[str], rounds: int) -> dict[str, list[float]]:
-    """Return seconds of a step, one figure a block of `WATCHED_STEPS` steps; each mode has a block in each round."""
+    """Return seconds of a step, one figure for each block of `WATCHED_STEPS` steps.
+
+    Each mode has a block in each round.
+    """
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     for index in range(rounds + 1):  # the first round warms up
         for mode in modes:

@@ -1,7 +1,7 @@
 """Predicts the recipes with `memplug estimate`: `python -m tests.bench.recipes` (all figures are predicted).
 
-Each is a configuration that the recipe's README names for GPUs of 80 GB, run as a user runs the command. The recipe for
-a Mixtral under DeepSpeed leaves work to the host, so `memplug tune` predicts it.
+Each prediction is for a configuration that the recipe's README names for GPUs of 80 GB, by the command that a user
+runs. The recipe for a Mixtral under DeepSpeed leaves work to the host, so `memplug tune` predicts this recipe.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Measures how soon swapped tensors' memory is free again: `python -m tests.bench.reuse` (Chameleon, Fig. 8b), on CUDA.
 
-Counts the operators that are dispatched between the last use of a tensor, when its copy to the host has begun, and the
-moment when the allocator has its memory back, over the tensors of a step, in a Llama of Hugging Face's:
+Trains a Llama of Hugging Face's. For each tensor that leaves in a step, counts the operators that are dispatched
+between the tensor's last use, when its copy to the host has begun, and the moment when the allocator has the tensor's
+memory back:
 
 * `record_stream`: torch's own way. A hook of saved tensors copies them on another stream, and with each request the
-allocator asks whether that is done.
-* `list`: memplug's. At the operator that the plan names, after an event.
+allocator asks whether the copies are done.
+* `list`: memplug's way. memplug releases the memory at the operator that the plan names, after an event.
 
 On a simulated runtime (tests/cudasim) the schedule decides when copies are done, and the figures depend on it.
 """
@@ -80,7 +81,7 @@ class Training:
 
 
 def intervals_of_record_stream(args: argparse.Namespace) -> list[int]:
-    """Return the interval of every tensor that is saved for backward, without parameters."""
+    """Return the interval of every tensor that is saved for backward, except parameters and small tensors."""
     training, side, calls = Training(args), torch.cuda.Stream(), []
     parameters = {parameter.untyped_storage().data_ptr() for parameter in training.model.parameters()}
 

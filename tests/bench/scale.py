@@ -1,8 +1,8 @@
 """Predicts Llama-3, Qwen3 and Mixtral on eight GPUs, the table of examples/README.md: `python -m tests.bench.scale`.
 
-Each configuration is one that a recipe trains. `memplug estimate` predicts a rank of it; a configuration that leaves
-work to the host is found and predicted by `memplug tune`, and its DeepSpeed JSON is written to configs/tuned.
-Predictions are kept in tests/data/scale.json: a run makes the missing ones, and prints the table of all.
+A recipe trains each configuration. `memplug estimate` predicts one rank of a configuration. `memplug tune` finds and
+predicts a configuration that leaves work to the host, whose DeepSpeed JSON is written to configs/tuned. Predictions are
+kept in tests/data/scale.json: a run makes the missing predictions, and prints the table of all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GPU_GB = {"h100": 80, "h200": 141}
 MACHINE_GB = 2000
 """Host memory, as the recipe's command names it."""
 HOST_GIB = 1800
-"""The part of it that training may use."""
+"""The part of the host memory that training may use."""
 BLOCKS: dict[str, dict[str, Any]] = {"full": {"alpha": 0}, "keep": {"enabled": False}, "memplug": {}}
 """For `memplug tune`: the section "tokenwise" of memplug's block in each mode."""
 FOUND = ROOT / "tests" / "data" / "scale.json"
@@ -49,7 +49,8 @@ class Configuration:
         seq_len: Tokens of a sequence; each data-parallel rank has one at a time.
         ds_json: A file of configs.
         layout: Options that the recipe shares with `memplug estimate`.
-        accumulation: Micro-batches of a step, if `memplug tune` finds the configuration; 0: it is estimated.
+        accumulation: Micro-batches of a step, if `memplug tune` finds the configuration; 0: `memplug estimate` predicts
+            the configuration.
     """
 
     title: str
@@ -68,12 +69,12 @@ class Configuration:
 
     @property
     def is_tuned(self) -> bool:
-        """Return whether `memplug tune` finds it."""
+        """Return whether `memplug tune` finds the configuration."""
         return self.accumulation > 0
 
     @property
     def command(self) -> str:
-        """Return the command that trains it."""
+        """Return the command that trains the configuration."""
         megatron = "megatron" in self.launch
         config = f"tuned/{self.name}.json" if self.is_tuned else self.ds_json
         parts = [
@@ -127,10 +128,10 @@ class Predicted:
     """One mode of a configuration. No figure is known if `memplug tune` finds nothing, or no plan fits.
 
     Attributes:
-        fits: Whether it fits the GPU and the host memory.
+        fits: Whether the training fits the GPU and the host memory.
         tokens_per_s: Throughput of all GPUs.
         device_bytes: Bytes that torch reserves on the fullest GPU, with the arena if it serves.
-        host_bytes: Bytes for one GPU.
+        host_bytes: Bytes of host memory for one GPU.
         took_s: Seconds that the prediction took.
     """
 
@@ -165,7 +166,7 @@ def read() -> Found:
 
 
 def write(found: Found) -> None:
-    """Write the predictions for the next run, in the order of the list."""
+    """Write the predictions for the next run, in the order of `CONFIGURATIONS`."""
     kept = {
         name: {mode: dataclasses.asdict(found[name][mode]) for mode in MODES if mode in found[name]}
         for name in (each.name for each in CONFIGURATIONS)
@@ -175,14 +176,14 @@ def write(found: Found) -> None:
 
 
 def predict(configuration: Configuration, mode: str) -> Predicted:
-    """Predict in a process of its own; its other output goes to stderr."""
+    """Predict one mode of a configuration by memplug's command, in a process of its own."""
     began_s = time.monotonic()
     found = (_tuned if configuration.is_tuned else _estimated)(configuration, mode)
     return dataclasses.replace(found, took_s=round(time.monotonic() - began_s, 1))
 
 
 def _facts(*words: object) -> dict[str, Any] | None:
-    """Return the output of a memplug command with `--json`; None: nothing fits."""
+    """Return the facts that a memplug command writes with `--json`; None if nothing fits."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "facts.json"
         program = [sys.executable, "-c", "from memplug.cli import main; main()", *map(str, words), "--json", str(file)]
@@ -262,7 +263,7 @@ def table(found: Found) -> str:
 
 
 def section(found: Found) -> str:
-    """Return the README's section: commands, and the table."""
+    """Return the section of `README`: commands, and the table."""
     lines = []
     for each in CONFIGURATIONS:
         words = textwrap.wrap(each.command, 112, break_long_words=False, break_on_hyphens=False)

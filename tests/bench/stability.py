@@ -5,13 +5,14 @@ ways:
 
 * layers compute in fp16 and the loss scale is dynamic: a step whose gradients overflow skips the optimizer;
 * every 200 steps a validation follows;
-* gradients are accumulated over four micro-batches, and at the end of each epoch the last one is shorter;
+* gradients are accumulated over four micro-batches, and at the end of each epoch the last micro-batch is smaller;
 * for a fifth of the run sequences are longer.
 
-Exits with 1 if a loss is off, or the session's stages are wrong: it must make one plan for each sequence length, once.
+Exits with 1 if a loss is off, or the session's stages are wrong: the session must make one plan for each sequence
+length, once.
 
-Then it measures what remembering programs saves: sequences of two lengths take turns, every 20 steps, with programs
-remembered, and with every program forgotten as soon as another comes.
+Then measures what remembering programs saves: sequences of two lengths take turns, every 20 steps, once with programs
+remembered, and once with every program forgotten as soon as another comes.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Training:
 
 
 def run(steps: int, tokens: int, with_memplug: bool) -> Log:
-    """Train from the beginning."""
+    """Train from the beginning, with memplug or without, and return the log."""
     training, log = Training(steps, tokens), Log()
     session = None
     if with_memplug:

@@ -2,22 +2,24 @@
 
 A step is forward and backward of one sequence through Llama decoder layers, without embedding, head and optimizer.
 Every mode (tests/bench/cases.py) has a process of its own; for each case the modes run in turn, `--rounds` times, and
-the table holds medians. Times are the device's own on CUDA. Peaks: tests/bench/memory.py; gradient buffers exist from
-the first step on. GB are 10^9 bytes. Exits with 1 if a mode failed or its gradients differ from `keep_all`'s.
+the table holds medians. Times are the device's own on CUDA. tests/bench/memory.py says what peaks are; gradient buffers
+exist from the first step on. GB are 10^9 bytes. Exits with 1 if a mode failed or its gradients differ from
+`keep_all`'s.
 
-With `--budget B` memplug has B times the memory that `full` reserves; without it all of the device's, and if that is
-enough it keeps everything.
+With `--budget B` memplug has B times the memory that `full` reserves. Without `--budget` memplug has all memory of the
+device, and keeps everything if the device's memory is enough.
 
 `--device virtual` predicts: the same steps on the virtual device (memplug/predict/virtual), with the rates of `--gpu`.
 
 Targets on one H200 with `7b`: over `keep_all` at most 1.10 / 1.03 / 1.015 / 1.01 at 8,192 / 32,768 / 65,536 / 131,072
 tokens, with a peak no higher than `full`'s.
 
-If `keep_all` does not fit, it is measured with a half and a quarter of the layers and extrapolated, which is linear in
-the layers; the table marks it with *. Gradients are then compared with `full`'s.
+If `keep_all` does not fit, `keep_all` is measured with a half and a quarter of the layers and extrapolated, since its
+figures are linear in the layers. The table marks extrapolated figures with *. Gradients are then compared with
+`full`'s.
 
-`--host megatron` runs Megatron-Core's layers, `--host megatron-te` those of Transformer Engine's modules: the other
-modes are then its own recomputation and offloading (tests/bench/megatron.py).
+`--host megatron` runs Megatron-Core's layers, and `--host megatron-te` runs Megatron-Core's layers of Transformer
+Engine's modules. The other modes are then Megatron-Core's own recomputation and offloading (tests/bench/megatron.py).
 
 The defaults take about 7 minutes on an H200 and 1 minute on two CPU cores; `save_on_cpu` and `deepspeed`, up to three
 times slower than the rest, run at 32,768 tokens only unless --modes names them.
@@ -129,7 +131,7 @@ def extrapolate(fewer: tuple[int, float], more: tuple[int, float], layers: int) 
 
 
 def measure(workers: dict[str, worker.Worker], case: Case, mode: str, steps: int) -> dict[str, Any]:
-    """Measure one mode of one case; `keep_all` with fewer layers if it does not fit."""
+    """Measure one mode of one case; if `keep_all` does not fit, extrapolate it from fewer layers."""
     result = workers[mode].measure(case, steps)
     fewer, more = case.layers // 4, case.layers // 2
     if result["outcome"] != worker.OUT_OF_MEMORY or mode != "keep_all" or not 0 < fewer < more:
@@ -186,7 +188,7 @@ def _median(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compare(results: Results) -> None:
-    """Add ratios to `keep_all` and `full`, and the gradients' difference from the first of the two that has any."""
+    """Add ratios to `keep_all` and `full`, and the difference from the gradients of the first of the two with any."""
     for (case, _), result in results.items():
         if result["outcome"] != "ok":
             continue

@@ -97,7 +97,7 @@ def test_host_time_has_a_row_per_case_and_mode(tmp_path, capsys):
 
 
 def test_operator_cost_is_separated_from_region_cost(monkeypatch, tmp_path):
-    """Use a clock that a forward advances by 4 an operator and 100 a region, and a recompute pass by 2 and 30."""
+    """Use a clock that a forward advances by 4 for each operator and by 100 a region, and a recompute by 2 and 30."""
 
     def note(self: per_operator.Measured, part: str, run: object) -> None:
         run()

@@ -1,10 +1,10 @@
 """Runs the recipes end to end on one GPU, without memplug and with it: `python -m tests.bench.trained`.
 
-A model of a 7B's width and few layers trains by the recipe's own script under torchrun: first without memplug, then
-with it, in `--budget` of the device memory that the first run reserved. The losses of each step are compared: a GPU's
-kernels add in any order, so losses may differ by `TOLERANCE`. Exits with 1 if a run failed, or losses differ more.
-Bytes are the most that torch's allocator reserved in the whole run, its warm-up included; seconds are medians over all
-steps.
+The recipe's own script trains a model of a 7B's width and few layers under torchrun: first without memplug, then with
+memplug, whose device budget is `--budget` times the device memory that the first run reserved. The losses of each step
+are compared. A GPU's kernels add in any order, so losses may differ by `TOLERANCE`. Exits with 1 if a run failed, or
+losses differ more. Bytes are the most that torch's allocator reserved in the whole run, its warm-up included; seconds
+are medians over all steps.
 
 `--tiny` trains the recipes' tiny models, for rehearsals on simulated CUDA (tests/cudasim) and on the CPU.
 """
@@ -43,7 +43,7 @@ class Recipe:
         script: A file of examples.
         model: A file of configs/models.
         tiny: A file of configs/models with a tiny model.
-        cut: Fields that replace those of `model`: as many layers and experts as fit on a GPU of 80 GB with their
+        cut: Fields that replace fields of `model`: as many layers and experts as fit on a GPU of 80 GB with their
             optimizer.
     """
 
@@ -54,7 +54,7 @@ class Recipe:
 
     @property
     def is_megatron(self) -> bool:
-        """Return whether Megatron-Core trains it, not DeepSpeed."""
+        """Return whether Megatron-Core trains the model, not DeepSpeed."""
         return "megatron" in self.script
 
 
@@ -153,7 +153,7 @@ def apart(one: list[float], other: list[float]) -> float:
 
 
 def modes_of(name: str, args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield both modes and their results, the second one only if the first succeeded."""
+    """Yield the names and results of both modes, those of the second only if the first succeeded."""
     plain = train(name, args, None)
     yield "plain", plain
     if plain["outcome"] != "ok":

@@ -1,18 +1,18 @@
 """Measures the host's time under a swap list: `python -m tests.bench.under_a_list`.
 
-16 Hugging Face Llama layers, hidden size 64, 128 tokens, are trained in turns under a list for 69 % of a step's memory
-and with space for everything, in one process of one thread: processor time, the median of a turn's steps, and the
-median ratio of the turns. Sessions begin with the plan of an earlier one; a list's steps are measured once the core
-recognises them by their requests.
+One process of one thread trains 16 Hugging Face Llama layers of hidden size 64 on 128 tokens. Turns under a list, with
+69 % of a step's memory, alternate with turns that have space for everything. Times are processor time: the median of a
+turn's steps, and the median ratio of the turns. Each session begins with the plan of an earlier session. A list's steps
+are measured once the core recognises the steps by their requests.
 
-On the CPU the copies use the processor too; a device has engines for them. So as many copies of the mean size are timed
-by themselves, between memory that no core's cache holds.
+On the CPU the copies use the processor too, while a device has engines for copies. So as many copies of the mean size
+are timed by themselves, between memory that no core's cache holds.
 
 | row | what it is |
 |---|---|
 | none | space for everything |
 | list | tensors leave and return |
-| less copies | that, less the time of the list's copies alone |
+| less copies | `list`, less the time of the list's copies alone |
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.support.swapped import GIB, block
 BENCH = "under_a_list"
 LAYERS, HIDDEN, TOKENS = 16, 64, 128
 SHARE = 0.69  # of a step's memory, for a list of some 100 tensors
-WARM_UP = 16  # steps that make a plan; a session that begins with one follows steps after half as many
+WARM_UP = 16  # steps that make a plan; a session that begins with a plan follows steps after half as many
 CACHE_BYTES = 32 << 20  # more than the cache of a core
 PARTS = ("forward", "backward", "step")
 
@@ -55,7 +55,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Turns:
-    """One model that is trained by turns with and without a list.
+    """One model that trains by turns with and without a list.
 
     Args:
         layers: Layers of the model.
@@ -67,7 +67,7 @@ class Turns:
         self._training, self._folder = Training(model, call, None), folder
         self._budget_gib = {"none": 1.0, "list": SHARE * self._peak_bytes() / GIB}
         self.tensors = self.nbytes = 0
-        """Size of the list."""
+        """The list's tensors, and their bytes."""
         for mode in self._budget_gib:
             self.measure(mode, 1)
 
@@ -108,7 +108,7 @@ class Turns:
 
 
 def copies_s(tensors: int, nbytes: int, times: int) -> float:
-    """Return the processor seconds of a step's copies, out and in again, the median of so many runs."""
+    """Return the processor seconds of a step's copies, out and in again; the median of `times` runs."""
     beside = np.empty(CACHE_BYTES, np.uint8)
     device, host = (np.ones((tensors, nbytes // tensors), np.uint8) for _ in range(2))
     out, back = list(zip(host, device, strict=True)), list(zip(device, host, strict=True))

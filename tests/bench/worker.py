@@ -1,7 +1,7 @@
-"""One process for each mode: its allocator, its pinned memory and its out-of-memory errors are its own.
+"""One process for each mode, with an allocator, pinned memory and out-of-memory errors of its own.
 
-A worker reads a case as a line of JSON, measures it, releases all memory, and answers with a line of JSON. So the
-processes are started once, and the modes of one case still run in turn.
+A worker reads a case as a line of JSON, measures the case, releases all memory, and answers with a line of JSON. So
+each process is started once, and the modes of one case still run in turn.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ OUT_OF_MEMORY = "out of memory"
 
 
 class Worker:
-    """The parent's end of a process that measures one mode. Started at the first case, and again after it died."""
+    """The parent's end of a process that measures one mode.
+
+    The process is started at the first case, and again after the process died.
+    """
 
     def __init__(self, module: str, mode: str):
         self.command = [sys.executable, "-m", module, "--child", mode]
         self.process: subprocess.Popen[str] | None = None
 
     def measure(self, case: Case, steps: int) -> dict[str, Any]:
-        """Return the result of `measure`, or `{"outcome": ...}` with "out of memory" or the error."""
+        """Return the result of the child's `measure`, or `{"outcome": ...}` with "out of memory" or the error."""
         process = self.start()
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -62,7 +65,7 @@ class Worker:
 
 
 def serve(mode: str) -> None:
-    """Run as the child: answer cases until standard input ends, or an error that may have left memory behind."""
+    """Run as the child: answer cases until standard input ends or a case fails, which may leave memory behind."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries' output must not mix with answers
     logging.getLogger("memplug").setLevel(logging.ERROR)
@@ -93,8 +96,9 @@ def measure(mode: str, case: Case, steps: int) -> dict[str, Any]:
 
     Returns:
         outcome "ok", step_s, steps, peak_allocated_bytes, peak_reserved_bytes (None on the CPU), host_bytes (None if
-            the mode has no pinned memory), arena_bytes (None without), reserved_unused_bytes (after the last step, in
-            segments of torch's allocator that hold tensors; None but on CUDA), gradients (None on the virtual device).
+            the mode has no pinned memory), arena_bytes (None without a session), reserved_unused_bytes (after the last
+            step, in segments of torch's allocator that hold tensors; None except on CUDA), gradients (None on the
+            virtual device).
     """
     from tests.bench import measuring, modes
 

@@ -40,7 +40,7 @@ def accelerate(memplug: Block | None, stage: int | None) -> Outcome:
 
 
 def lightning(memplug: Block | None, several: bool = False, accumulation: int = 1, regions: bool = True) -> Outcome:
-    """Train with Lightning; `several` makes two models with an optimizer each, stepped in turn."""
+    """Train with Lightning; `several` trains two models in turn, each with an optimizer of its own."""
     import lightning.pytorch as pl
 
     write_ds(memplug if regions or memplug is None else {**memplug, "tokenwise": {"enabled": False}})
@@ -127,7 +127,7 @@ def _pair(pl: Any) -> type:
 
 
 def two_models(memplug: Block | None) -> Outcome:
-    """Train two models, each attached by itself; one learns from the other's loss."""
+    """Train two models, each attached by itself; the second model's loss weights the first model's loss."""
     import memplug as package
 
     models = [llama(), llama(seed=1)]
@@ -137,7 +137,7 @@ def two_models(memplug: Block | None) -> Outcome:
 
 
 def two_engines(memplug: Block | None, stage: int) -> Outcome:
-    """Train two DeepSpeed engines, as an unchanged script makes them."""
+    """Train two DeepSpeed engines, made as an unchanged script makes engines."""
     import json
     from pathlib import Path
 
@@ -173,7 +173,7 @@ def _plain_steps(optimizers: list[torch.optim.Optimizer]) -> list[Callable[[torc
 def _in_turn(models: list[Any], ends: list[Callable[[torch.Tensor], None]], sessions: list[Any]) -> Outcome:
     losses = []
     for batch in batches(STEPS):
-        with torch.no_grad():  # as a critic is asked before the actor learns
+        with torch.no_grad():  # as reinforcement learning asks a critic before the actor learns
             weight = models[1](**batch).loss
         for i, (model, end) in enumerate(zip(models, ends, strict=True)):
             loss = model(**batch).loss * (weight if i == 0 else 1)
@@ -186,7 +186,7 @@ def _in_turn(models: list[Any], ends: list[Callable[[torch.Tensor], None]], sess
 
 
 def wrapped(memplug: Block | None, title: str) -> Outcome:
-    """Run the lines of a section on wrappers, each rank on its own batches."""
+    """Run the lines of the README's section on a wrapper; each rank has its own batches."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 

@@ -1,4 +1,4 @@
-"""The type of cases, and what they train: tiny models, text, tokenizers, lines of examples/README.md, digests."""
+"""The type of cases, and their parts: tiny models, text, tokenizers, lines of examples/README.md, digests."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ class Case:
     """One training, with memplug and without.
 
     Attributes:
-        parts: functions that run one after the other in one folder, each in a process of its own, with memplug's block
-            or without; each returns the "losses", the "model", the number of "steps", and whatever else a test needs.
-        needs: packages without which the case is left out.
-        ranks: the number of processes for each part.
-        planned: a further block to run with, which makes a plan.
+        parts: Functions that run one after the other in one folder, each in a process of its own, with memplug's block
+            or without. Each function returns the "losses", the "model", the number of "steps", and whatever else a
+            test needs.
+        needs: Packages without which the case is left out.
+        ranks: The number of processes for each part.
+        planned: A further block to run with, with which memplug makes a plan.
     """
 
     parts: tuple[Callable[[Block | None], Outcome], ...]
@@ -44,16 +45,16 @@ class Case:
 
     @property
     def ways(self) -> dict[str, Block | None]:
-        """The blocks to run with, by the name of the way."""
+        """The blocks of memplug to run the case with, by the name of the way."""
         ways: dict[str, Block | None] = {"without": None, "with": block(alpha=1)}
         return ways if self.planned is None else {**ways, "planned": self.planned}
 
 
 def block(warmup_steps: int = 0, policy_steps: int = 0, **tokenwise: Any) -> Block:
-    """Return a block that swaps even the smallest tensor, and plans as soon as possible unless it has an alpha.
+    """Return a block with which memplug swaps even the smallest tensor, and plans as soon as possible.
 
-    With an alpha of 1, results are bit-identical; a plan may split the rows of a matmul, which rounds differently. No
-    value is "auto", since Accelerate would want to fill it in.
+    With an alpha, memplug makes no plan. With an alpha of 1, results are bit-identical; a plan may split the rows of a
+    matmul, which rounds differently. No value is "auto", since Accelerate would want to fill in such a value.
     """
     return {
         "enabled": True,
@@ -64,7 +65,7 @@ def block(warmup_steps: int = 0, policy_steps: int = 0, **tokenwise: Any) -> Blo
 
 
 def llama(seed: int = 0) -> nn.Module:
-    """Return a model of two layers, with the same weights at every call with the same seed."""
+    """Return a model of two layers; calls with the same seed return the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -84,7 +85,7 @@ def llama(seed: int = 0) -> nn.Module:
 
 
 def samples(count: int, seed: int = 1) -> list[dict[str, torch.Tensor]]:
-    """Return samples of `LENGTH` tokens each, which are the labels too."""
+    """Return samples of `LENGTH` tokens each; the tokens are the labels too."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(4, VOCABULARY, (count, LENGTH), generator=generator)
     return [{"input_ids": row, "labels": row} for row in rows]
@@ -141,7 +142,7 @@ def _gathered(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 def write_ds(memplug: Block | None, stage: int | None = None, accumulation: int = 1, optimizer: bool = True) -> None:
-    """Write ds.json into the working directory; without a stage, it holds memplug's block alone."""
+    """Write ds.json into the working directory; without a stage, the file holds memplug's block alone."""
     config: dict[str, Any] = {}
     if stage is not None:
         config = {
@@ -159,7 +160,7 @@ def write_ds(memplug: Block | None, stage: int | None = None, accumulation: int 
 def lines_of(title: str, memplug: bool) -> str:
     """Return the Python lines of a section of examples/README.md.
 
-    Without memplug, the lines that name it or its session are left out.
+    Without memplug, the lines that name memplug or its session are left out.
     """
     section = re.search(rf"^### {re.escape(title)}\n(.*?)(?=^##|\Z)", README.read_text(), re.S | re.M)
     assert section is not None, f"examples/README.md has no section {title}"

@@ -61,7 +61,7 @@ def test_training_after_a_failed_one_has_a_new_session() -> None:
 def test_model_under_deepspeed_is_left_alone_and_logged_once(attached: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="memplug")
     model, one = tiny_llama(), callback(block())
-    session = memplug.attach(model, block(alpha=1)) if attached else None  # in place of an engine's
+    session = memplug.attach(model, block(alpha=1)) if attached else None  # in place of an engine's session
     caplog.clear()
     for _ in range(2):
         begin(one, model, WITH_DEEPSPEED)

@@ -74,7 +74,7 @@ def trainer(
     resume: bool = False,
     **fields: Any,
 ) -> Outcome:
-    """Train with Trainer; without a ZeRO stage, with the callback."""
+    """Train with Trainer; without a ZeRO stage, with memplug's callback."""
     from transformers import Trainer, TrainingArguments
 
     write_ds(memplug, stage, accumulation)
@@ -97,7 +97,7 @@ def trainer(
 
 
 def lora(memplug: Block | None, stage: int | None) -> Outcome:
-    """Train PEFT's adapters on two kinds of layers; without a ZeRO stage, with the callback."""
+    """Train PEFT's adapters on attention and MLP layers; without a ZeRO stage, with memplug's callback."""
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainingArguments
 
@@ -157,7 +157,7 @@ def dpo(memplug: Block | None, stage: int) -> Outcome:
 
 
 def grpo(memplug: Block | None, stage: int | None) -> Outcome:
-    """Train with TRL's GRPO, which generates between steps; without a ZeRO stage, with the callback."""
+    """Train with TRL's GRPO, which generates between steps; without a ZeRO stage, with memplug's callback."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -165,7 +165,7 @@ def grpo(memplug: Block | None, stage: int | None) -> Outcome:
     losses = record_losses()
     if memplug is not None and stage is not None:
         install()
-    llama().save_pretrained("start")  # the reference model is loaded by the name of the other one
+    llama().save_pretrained("start")  # TRL loads the reference model by the name of the trained model
     fields = {} if stage is None else {"deepspeed": "ds.json"}
     trainer = GRPOTrainer(
         "start",
@@ -189,7 +189,7 @@ def grpo(memplug: Block | None, stage: int | None) -> Outcome:
 
 
 def checkpointed(memplug: Block | None) -> Outcome:
-    """Train with TRL and its default of gradient checkpointing."""
+    """Train with TRL and its default of gradient checkpointing, which memplug refuses."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -241,7 +241,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield at("Trainer, resumed", stage), Case(parts)
     yield "Trainer, DDP", Case((functools.partial(trainer, stage=None, accumulation=2),), ranks=2)
     for stage in (None, 2, 3):
-        ranks = 2 if stage == 3 else 1  # where weights are gathered from another rank
+        ranks = 2 if stage == 3 else 1  # ZeRO 3 gathers weights from another rank
         run = functools.partial(lora, stage=stage)
         yield at("LoRA", stage), Case((run,), ("peft",), ranks=ranks, planned=block())
     yield at("SFT", 2), Case((functools.partial(sft, stage=2),), ("trl",), planned=block())

@@ -5,10 +5,10 @@ FILE: for each case and each way, a list with one object per rank. The object ha
 
 - "losses" and "steps",
 - "digest", of the weights,
-- "reports", one per session with the "history" of its stages,
+- "reports", one per session, with the "history" of the session's stages,
 - "told", the lines that memplug logged,
 - and whatever else the case returns;
-- or only "error", a traceback and the end of the output.
+- or, if the case failed, only "error": a traceback and the end of the output.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def known_cases() -> dict[str, Case]:
 
 
 def import_clients() -> None:
-    """Import the modules that the cases use, so that their processes have them already.
+    """Import the modules that the cases use, so that the cases' processes have the modules already.
 
     Packages that are missing are left out.
     """
@@ -72,7 +72,7 @@ def import_clients() -> None:
 
 
 class Run:
-    """One case in one way: processes that run one part after the other, until one fails."""
+    """One case in one way: processes that run one part after the other, until a part fails."""
 
     def __init__(self, folder: Path, case: Case, block: Block | None):
         self.folder, self.case, self.block = folder, case, block
@@ -82,7 +82,7 @@ class Run:
             self._place(rank).mkdir(parents=True)
 
     def begin(self) -> set[int]:
-        """Start the next part, and return its processes; none if all parts are done or one has failed."""
+        """Start the next part, and return its processes; none if all parts are done or a part has failed."""
         written = [self._place(rank) / "outcome.json" for rank in range(self.case.ranks)]
         part = next(self._parts, None)
         if part is None or any("error" in json.loads(file.read_text()) for file in written if file.exists()):

@@ -39,7 +39,7 @@ class Beside(nn.Module):
             return (y * 2).cos() + y
         aside = y * 2
         self.side.wait_stream(main)
-        for _ in range(3):  # most bytes are the main stream's, and the other stream's are planned beside them
+        for _ in range(3):  # most bytes are the main stream's, and the other stream's bytes are planned beside them
             scratch(main)
         with torch.cuda.stream(self.side):
             scratch(self.side)
@@ -55,7 +55,11 @@ class Beside(nn.Module):
 
 
 def step_of(model: nn.Module, beside: torch.cuda.Stream) -> torch.Tensor:
-    """Run forward and backward, with unawaited work of another stream before and after, and return the output."""
+    """Run forward and backward, with work of another stream before and after, for which nothing waits.
+
+    Returns:
+        The model's output.
+    """
     scratch(beside)
     out = model(torch.ones(SIZE, device="cuda"))
     out.mean().backward()
@@ -69,7 +73,7 @@ def train(ways: set[str]) -> int:
 
     Args:
         ways: "side": layers run on a second stream too; "aside": the arena's memory is reserved on a stream of its own;
-            "checked": with the arena's checks.
+            "checked": the arena's checks are on.
     """
     main, side, third = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
     reserve = torch.cuda.Stream() if "aside" in ways else main
@@ -85,7 +89,7 @@ def train(ways: set[str]) -> int:
                 assert any(owned(each) for each in lent)
                 del lent
             with torch.cuda.stream(reserve):
-                if step == 0:  # before the first recording: makes this stream's cached memory still busy
+                if step == 0:  # before the first recording: leaves this stream's cached memory in use by queued work
                     busy = [torch.zeros(LARGE, device="cuda").add_(1) for _ in range(8)]
                     kept.append(busy[0])
                     del busy
@@ -100,7 +104,7 @@ def train(ways: set[str]) -> int:
         out.record_stream(third)
     else:
         out.mul_(2)
-    del out  # the last block of the arena: its memory is released
+    del out  # the arena's last block: without it the arena's memory is released
     assert reserved_bytes() == 0
     with torch.cuda.stream(reserve):
         after = [torch.zeros(size, device="cuda") for size in (SIZE, LARGE) for _ in range(40)]

@@ -27,8 +27,8 @@ def build() -> Path:
     """Return the folder with `libcudasim.so` and the libraries that it loads.
 
     Raises:
-        NotBuilt: There is no CUDA build of torch, no CUDA headers, or no compiler, or the compiler failed; with its
-            output.
+        NotBuilt: There is no CUDA build of torch, no CUDA headers, or no compiler; or the compiler failed, and the
+            message ends with its output.
     """
     torch, cuda = _torch(), cuda_headers()
     key = hashlib.sha256(importlib.metadata.version("torch").encode())

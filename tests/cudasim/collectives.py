@@ -1,14 +1,15 @@
 """NCCL's stand-in on simulated CUDA: the operators of c10d on tensors of the device, exchanged by gloo on the host.
 
 `dist.init_process_group("nccl")` and the functions built on it return the same groups as on a GPU. torch's dispatcher
-sees the same operators, whose kernels are these; observers do not see the operators that the kernels run. As with NCCL,
-each collective runs on a stream of its group, which waits for the current one: inputs are copied to pinned memory
-there, and results from it. `Work.wait()` makes the current stream wait for that stream, by an event; reading a result
-without waiting is a race, which the simulator reports.
+sees the same operators; their kernels are in this module. Observers do not see the operators that the kernels run. As
+with NCCL, each collective runs on its group's stream, which first waits for the current stream. On the group's stream,
+inputs are copied to pinned memory, and results from it. `Work.wait()` makes the current stream wait for the group's, by
+an event. Reading a result without waiting is a race, which the simulator reports.
 
-Unlike NCCL: the host continues once all ranks have arrived, since gloo needs them (earlier work of the device is run
-then, which orders nothing; see `cudasim_run`). The result of `recv` is on the device after its `wait()`, in which the
-host waits for the sender; until then it is NaN there. Reductions add up the gathered values in rank order.
+Unlike NCCL: the host continues only when all ranks have arrived, since gloo needs them. Earlier work of the device is
+run by then, which orders nothing (see `cudasim_run`). The result of `recv` is on the device after its `wait()`, in
+which the host waits for the sender; until then the device has NaN there. Reductions add up the gathered values in rank
+order.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MOST_SENDS = 64  # sends that may be outstanding at a time
 
 
 class HostNccl(c10d.ProcessGroupGloo):
-    """A substitute for `ProcessGroupNCCL`; of its options, only the timeout counts."""
+    """A substitute for `ProcessGroupNCCL`, which uses only the timeout of the options."""
 
     Options = c10d.ProcessGroupNCCL.Options
     supports_coalescing, supports_splitting = True, False
@@ -46,7 +47,7 @@ class HostNccl(c10d.ProcessGroupGloo):
 
 
 class Pending:
-    """Work of a stream that others will wait for; keeps the tensors that it reads and writes until then."""
+    """Work of a stream that other streams will wait for; until then it keeps the tensors that it reads and writes."""
 
     def __init__(self, stream: torch.cuda.Stream, tensors: Tensors):
         self.stream, self.event, self.tensors = stream, stream.record_event(), tensors
@@ -54,7 +55,7 @@ class Pending:
         self.holds_host = False
 
     def wait(self, timeout: Any = None) -> bool:
-        """Make the current stream wait, and for `recv` and at a barrier the host too."""
+        """Make the current stream wait for the work; `recv` and a barrier make the host wait too."""
         if self.finish is not None:
             self.event = self.finish().event
         current = torch.cuda.current_stream(self.stream.device)
@@ -82,7 +83,7 @@ class Link:
         self._sends: collections.deque[c10d.Work] = collections.deque()
 
     def run(self, inputs: Tensors, outputs: Tensors, exchange: Exchange) -> Pending:
-        """Pass `inputs`, on the host, to `exchange`, and copy its results, of as many elements each, to `outputs`."""
+        """Pass copies of `inputs` on the host to `exchange`; copy its results to `outputs`, of as many elements."""
         with self._entered([*inputs, *outputs]) as stream:
             staged = self._views(inputs)
             for pinned, tensor in zip(staged, inputs, strict=True):
@@ -136,7 +137,7 @@ class Link:
 
     @contextlib.contextmanager
     def _entered(self, tensors: Tensors, waits: bool = True) -> Iterator[torch.cuda.Stream]:
-        """Make the group's stream the current one; it waits for the one that was current."""
+        """Make the group's stream the current one within; with `waits`, it first waits for the former current one."""
         device = tensors[0].device
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
@@ -239,16 +240,16 @@ WORK = """allreduce_coalesced_ reduce_ allgather_coalesced_ allgather_into_tenso
 reduce_scatter_tensor_coalesced_ alltoall_base_ barrier""".split()
 OUTPUTS_AND_WORK = """allreduce_ broadcast_ allgather_ _allgather_base_ reduce_scatter_ _reduce_scatter_base_ scatter_
 alltoall_""".split()
-_links: dict[c10d.ProcessGroupGloo, Link] = {}  # never removed: C++ keeps only its own part of a Python class
+_links: dict[c10d.ProcessGroupGloo, Link] = {}  # never removed: C++ keeps a group, but not its Python object
 
 
 def _link(gloo: c10d.ProcessGroupGloo) -> Link:
-    """Return the link of a group; a group made for gloo alone exchanges device tensors in the same way."""
+    """Return the link of a group; groups that were made for gloo alone get one too."""
     return _links[gloo] if gloo in _links else _links.setdefault(gloo, Link(gloo))
 
 
 def _kernel(name: str, *arguments: Any) -> Any:
-    """Run an operator: tensors, then the group, then the rest; a reduction's operation in it is boxed."""
+    """Run an operator of c10d; its arguments are tensors, the group, and others, such as a boxed `ReduceOp`."""
     at = next(index for index, argument in enumerate(arguments) if isinstance(argument, torch.ScriptObject))
     tensors = [[one] if isinstance(one, torch.Tensor) else one for one in arguments[:at]]
     rest = [c10d.ReduceOp.RedOpType(x.op()) if isinstance(x, torch.ScriptObject) else x for x in arguments[at + 1 :]]

@@ -3,10 +3,9 @@
 Started by a launcher: `torchrun --nproc-per-node 2 -m tests.cudasim.collectives_worker FOLDER`. `FOLDER/RANK.json` gets
 
 * "differ": collectives whose results differ from gloo's, as "schedule: name, type";
-* "violations": unordered accesses meanwhile, by schedule;
-* "not waited": for each collective, races that were reported when its result was read without waiting, null without a
-result;
-* "dropped": races when the work and its tensors were dropped instead;
+* "violations": unordered accesses in these collectives, by schedule;
+* "not waited": for each collective, the races when its result is read without waiting; null if the rank gets no result;
+* "dropped": for each collective, the races when the work and its tensors are dropped, and no result is read;
 * "pending after a barrier": unfinished tasks of the device.
 """
 
@@ -29,7 +28,7 @@ from tests.cudasim.device import SCHEDULES, Schedule, scheduled
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 Make = Callable[..., torch.Tensor]
 Issued = tuple[Any, list[torch.Tensor]]
-"""The work to wait for, and the results after that."""
+"""The work to wait for, and the tensors that have the results after the wait."""
 Issue = Callable[[Any, Make], Issued]
 
 
@@ -40,7 +39,7 @@ def numbers(dtype: torch.dtype) -> Make:
 
 
 def _single(function: Callable[..., Any], scale: tuple[int, int], **fields: Any) -> Issue:
-    """Return a collective of one input and one output, with rows in this proportion."""
+    """Return a collective of one input and one output, whose rows are in this proportion."""
 
     def issue(group: Any, make: Make) -> Issued:
         given, taken = make(4 * scale[0], 3), make(4 * scale[1], 3)

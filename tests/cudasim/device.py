@@ -98,7 +98,7 @@ def registered() -> int:
 
 @contextlib.contextmanager
 def memory_of(nbytes: int) -> Iterator[None]:
-    """Give the device this much memory."""
+    """Give the device this much memory within."""
     before = _total_bytes()
     _library.cudasim_set_memory(ctypes.c_size_t(nbytes))
     try:
@@ -109,7 +109,7 @@ def memory_of(nbytes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pinned_memory_of(nbytes: int) -> Iterator[None]:
-    """Limit the host memory that can be registered."""
+    """Limit the host memory that can be registered within."""
     _library.cudasim_set_pinned(ctypes.c_size_t(nbytes))
     try:
         yield
@@ -127,7 +127,7 @@ class ScheduledDevice(LeavesOut, CudaDevice):
     """memplug's CUDA device on the simulated runtime: in its context, copies run "late", "early" or at "random".
 
     Args:
-        schedule: One of these three.
+        schedule: "late", "early" or "random".
         seed: Seed of "random".
         missing: A kind of wait that is left out everywhere.
     """

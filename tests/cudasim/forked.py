@@ -37,8 +37,8 @@ def ranks_on_cuda(libraries: forking.Libraries) -> Iterator[Callable[..., str]]:
 
 
 if __name__ == "__main__":
-    # Libraries count devices when they are imported. torch takes that for use of them, and then no forked child could
-    # have any.
+    # Libraries count devices when they are imported. torch takes that for a use of the devices, after which no forked
+    # child could use them.
     with mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: int(os.environ["LOCAL_WORLD_SIZE"])):
         status = forking.serve(sys.argv[1])
     sys.exit(status)

@@ -15,7 +15,7 @@ import pytest
 from tests.cudasim.build import build
 
 PRELOAD = "LD_PRELOAD"
-# its sitecustomize replaces NCCL by gloo, in this process and in those that it starts
+# the sitecustomize there replaces NCCL by gloo, in this process and in the processes that it starts
 SITE = Path(__file__).parent / "site"
 
 
@@ -63,7 +63,7 @@ def on_simulated_cuda(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def ordered(request: pytest.FixtureRequest, on_simulated_cuda: None) -> Iterator[None]:
-    """Choose a schedule by the test's name in those modules, and fail a test whose accesses are unordered.
+    """Choose a schedule by the test's name in modules marked `device`, and fail a test whose accesses are unordered.
 
     Tests marked `unordered` may have unordered accesses.
     """
@@ -93,7 +93,7 @@ def schedule_of(name: str) -> device.Schedule:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print the table of tests and schedules, and write it to the file that was asked for."""
+    """Print the table of tests and schedules, and write it to the file that `--table` names."""
     passed = terminalreporter.stats.get("passed", [])
     rows = table.of([(report.nodeid, dict(report.user_properties).get("schedules", {})) for report in passed])
     terminalreporter.section("what ran under which schedule")

@@ -1,7 +1,7 @@
 """Runs the stand-ins of Transformer Engine and flash-attn on simulated CUDA; writes `FOLDER/RANK.json`.
 
-`torchrun --nproc-per-node 2 -m tests.cudasim.stand_in_worker FOLDER`. Results: case -> schedule -> "numbers" and
-"violations".
+Started by `torchrun --nproc-per-node 2 -m tests.cudasim.stand_in_worker FOLDER`. The results are case -> schedule ->
+{"numbers", "violations"}.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def layer(where: str) -> list[float]:
 
 
 def ring(where: str) -> list[float]:
-    """Return a number for each gradient of attention over both ranks' tokens, every other step on another stream."""
+    """Return a number for each gradient of attention over both ranks' tokens; its ring uses two streams in turn."""
     import transformer_engine.pytorch as te
 
     torch.manual_seed(7 + dist.get_rank())
@@ -72,7 +72,7 @@ def ring(where: str) -> list[float]:
 
 
 def ring_without_waits(where: str) -> list[float]:
-    """Run the same without waits between the streams; its numbers would mean nothing."""
+    """Run `ring` without waits between the streams; return no numbers, since they would mean nothing."""
     with mock.patch.object(torch.cuda.Stream, "wait_stream", lambda self, other: None):
         ring(where)
     return []

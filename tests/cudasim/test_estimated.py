@@ -1,4 +1,4 @@
-"""A plan estimated without the device fits a run on it, which then finishes in less memory."""
+"""A plan that is estimated without the device serves a run on the device, which fits only with the plan."""
 
 from __future__ import annotations
 

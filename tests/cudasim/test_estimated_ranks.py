@@ -30,7 +30,7 @@ SHAPE = {
 
 
 def ds_config(stage: int, plan_dir: Path) -> dict[str, Any]:
-    """Return a configuration with 32 sequences a rank and step, some of which memplug swaps."""
+    """Return a configuration with 32 sequences for each rank and step, and a budget that makes memplug swap."""
     return {
         "train_batch_size": 64,
         "train_micro_batch_size_per_gpu": 16,

@@ -96,7 +96,7 @@ class Aside(Waiting):
 
 
 class RecordsFirst(Waiting):
-    """Calls `record_stream` for the stream that will read its input before it waits."""
+    """Calls `record_stream` on its input before it waits."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         main = torch.cuda.current_stream()
@@ -200,7 +200,7 @@ class SecondInput(nn.Module):
 
 
 class SplitsOff(nn.Module):
-    """A region with a tensor that another stream reads; nothing waits for that before the end of the model."""
+    """A region with a tensor that another stream reads; nothing waits for that stream before the model's end."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()
@@ -215,7 +215,7 @@ class SplitsOff(nn.Module):
 
 
 class JoinsLast(nn.Module):
-    """Autograd keeps the tensors that the other stream reads, so a script need not call `record_stream`."""
+    """Waits for the other stream at its end; autograd keeps what that stream reads, without `record_stream`."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()

@@ -51,7 +51,7 @@ def of_both_streams(script: Script, step: int, out: torch.Tensor) -> None:
 
 
 def for_three_steps(script: Script, step: int, out: torch.Tensor) -> None:
-    """Free tensors that the other stream still reads, and keep its results."""
+    """Free tensors that the other stream still reads, and keep some results of that stream."""
     script.window.append(out.detach().clone())
     made = script.on_side(lambda: (script.window[0] * 2).cos())
     script.window[0].record_stream(script.side)

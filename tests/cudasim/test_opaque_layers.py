@@ -1,7 +1,7 @@
 """Layers whose kernels no operator shows, with memplug on simulated CUDA.
 
-The stand-ins of Transformer Engine and flash-attn queue their kernels on the current stream, and memplug's copies of
-the tensors that they saved run on streams of their own.
+The stand-ins of Transformer Engine and flash-attn queue their kernels on the current stream. memplug copies the tensors
+that these packages save on streams of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.support.with_and_without import EXACT, assert_same, cases_of, run
 pytestmark = pytest.mark.gpu
 
 SCHEDULES = [["lazy"], ["copyfirst"], ["computefirst"], ["random", 3]]
-STEPS = 12  # "auto" decides in the first ones; then each schedule has its turn
+STEPS = 12  # "auto" decides in the first steps; then each schedule still has its turn
 PROGRAMS: dict[str, dict[str, Any]] = {
     "plain": {"layer": "Parts"},
     "FP8": {"layer": "Parts", "recipe": "DelayedScaling", "micro_batches": 2},

@@ -1,4 +1,4 @@
-"""Ranks on simulated CUDA, over NCCL's stand-in, that do not all train, or that end different numbers of steps."""
+"""Ranks on simulated CUDA, over NCCL's stand-in, of which some do not train or end fewer steps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Regions that run a part of their forward on another stream.
 
-Backward, restored tensors and recompute passes are ordered as without memplug, whichever stream asks first.
+Backward, restored tensors and recompute passes are ordered as without memplug, whichever stream first asks for a saved
+tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class WithWeight(Beside):
 
 
 class AskingAside(nn.Module):
-    """Backward asks on the other stream first: the recompute pass runs there, and the main stream reads its results."""
+    """In backward the other stream asks first: the recompute pass runs there, and the main stream reads its results."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()

@@ -1,7 +1,7 @@
 """A swap list on two streams.
 
-A storage that returns is ready for the stream that reads it next, whichever that is. Its memory, the former and the new
-one, is reused only after all streams are done with it.
+A storage that returns is ready for the stream that reads it next, whichever that is. Both the memory that it leaves and
+the memory that it returns to are reused only after all streams are done with it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def ordered(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def swapper() -> Iterator[Any]:
-    """Yield an active swapper that sees all operators, for an empty list: tests choose the transfers."""
+    """Yield the active swapper of an empty swap list, which sees all operators; tests choose the transfers."""
     core, own = native.load(), device_of(torch.device("cuda"))
     pool = HostPool(own, SLAB_BYTES, core)
     pool.reserve(SLAB_BYTES)
@@ -111,7 +111,7 @@ def test_new_memory_is_reused_only_after_the_other_stream(swapper: Any) -> None:
         with torch.cuda.stream(side):
             found = tensor.sin().cos()
         del tensor
-        torch.zeros(COUNT, device="cuda")  # in its memory, if that is free
+        torch.zeros(COUNT, device="cuda")  # gets the tensor's memory if that is free
         main.wait_stream(side)
         assert torch.equal(found, sample(seed).sin().cos())
 
@@ -146,7 +146,7 @@ def test_other_stream_reads_restored_storages_between_steps(swapper: Any) -> Non
 
 
 class Reading(nn.Module):
-    """Both streams read a tensor in backward, the main one first; the other does not wait for it in between."""
+    """Both streams read a tensor in backward, the main one first; the other one does not wait for the main one."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()

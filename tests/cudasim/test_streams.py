@@ -72,7 +72,7 @@ def test_forwards_in_flight_on_two_streams_have_right_gradients(alpha: float | s
 @pytest.mark.parametrize("schedule", [Schedule("lazy"), Schedule("copyfirst")], ids=str)
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_rounding_buffers_are_ordered_after_the_stream_that_ends_the_step(alpha: float, schedule: Schedule) -> None:
-    """Make gradients on two streams; read and free them on a third, the only one that is ordered after that."""
+    """Make gradients on two streams; read and free them on the default stream, which alone is ordered after both."""
     network, generator = model(), torch.Generator().manual_seed(3)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     session = memplug.attach(network, block(alpha, arena={"enabled": False}))

@@ -43,9 +43,9 @@ def offload_and_restore(missing: Wait | None) -> None:
         tensor = torch.full((COUNT,), 2.0, device="cuda").sin_()
         assert swapper.offload(tensor, 1)
         swapper.release(1)
-        other = torch.zeros(COUNT, device="cuda").cos_()  # in its memory
+        other = torch.zeros(COUNT, device="cuda").cos_()  # in the memory that the storage left
         del other
-        swapper.prefetch(1)  # also in its memory
+        swapper.prefetch(1)  # to the same memory
         tensor * 2
         assert swapper.offload(tensor, 2)
         tensor.add_(1)  # a write: it stays on the device

@@ -16,7 +16,7 @@ RANDOM = [Schedule("random", seed) for seed in range(1, 4)]
 
 
 def selected(name: str) -> list[Any]:
-    """Return a case under each schedule; all but two, different ones for each case, are marked as long."""
+    """Return a case under each schedule; all but two schedules, which vary from case to case, are marked as long."""
     schedules = [*SCHEDULES[1:], *RANDOM, SCHEDULES[0]]
     first = 2 * list(CASES).index(name)
     short = {schedules[(first + i) % len(schedules)] for i in range(2)}

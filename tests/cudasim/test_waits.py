@@ -15,14 +15,14 @@ from tests.support.beside_plain import ROWS, Training
 
 pytestmark = pytest.mark.gpu
 
-STEPS = 24  # one step in eight is observed: several of these are
-CHECKED = 1  # the step whose times a number for alpha is checked against
+STEPS = 24  # enough for several observed steps: one in eight is
+CHECKED = 1  # the step at whose end a number for alpha is checked
 BEGINS: dict[str, list[str]] = {"alpha 0.5": [], "alpha 1, arena": ["serving"], "auto": ["stable", "serving"]}
 CASES = {"alpha 0.5": block(0.5, **ALONE), "alpha 1, arena": block(1.0), "auto": block()}
 
 
 def waits(used: dict[str, Any] | None) -> tuple[list[int], list[str]]:
-    """Return how often the host waited in each step, and the state of the session's arena after it."""
+    """Return how often the host waited in each step, and the states of session and arena after each step."""
     network, generator = model(), torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
     session = memplug.attach(network, used) if used else None

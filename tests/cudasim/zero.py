@@ -7,7 +7,7 @@ from typing import Any
 from tests.support.hosts import block
 
 SCHEDULES = [("lazy", 0), ("copyfirst", 0), ("computefirst", 0), ("random", 1)]
-# by stage, while a plan is made; ZeRO 3 first learns what to fetch, which is another program
+# how many steps each ZeRO stage takes until there is a plan; ZeRO 3 first learns what to fetch, by another program
 STEPS_BEFORE = [2, 2, 2, 4]
 MICRO_BATCHES = 2
 BLOCKS = {"without": None, "0.5": block(alpha=0.5), "auto": block()}
@@ -22,7 +22,10 @@ FIELDS = {
 def case(
     stage: int, memplug: dict[str, Any] | None, processes: int, schedules: list[tuple[str, int]] = SCHEDULES
 ) -> dict[str, Any]:
-    """Return a training whose steps each have a schedule: first those while a plan is made, then `schedules`."""
+    """Return a case for `training_worker` in which each step has its own schedule.
+
+    The first steps, until there is a plan, have schedules of `SCHEDULES`; the others have `schedules`.
+    """
     schedules = SCHEDULES[: STEPS_BEFORE[stage]] + schedules
     zero = {
         "stage": stage,

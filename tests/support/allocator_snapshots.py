@@ -21,7 +21,7 @@ def freed(addr: int, size: int, **fields: Any) -> list[dict[str, Any]]:
 
 
 def segment(address: int, size: int, blocks: dict[int, int], **fields: Any) -> dict[str, Any]:
-    """Return a segment with blocks in use, given as requested sizes by address; the rest of it is inactive."""
+    """Return a segment with blocks in use, given as requested sizes by address; its other bytes are inactive."""
     found, at = [], address
     for start, nbytes in [*sorted(blocks.items()), (address + size, 0)]:
         if start > at:
@@ -53,8 +53,8 @@ def snapshot(events: list[dict], segments: list[dict], devices: int = 1) -> dict
 def steps(truncated: bool = False) -> dict[str, Any]:
     """Return the snapshot of a few steps.
 
-    Two blocks are older than the recording, and one of them is freed. Of three requests one is on another stream and
-    freed late, and one is in use at the end. 4 MiB are reserved at the start, and 16 more for a time.
+    Two blocks are older than the recording; one of them is freed. Three requests follow. One of them is on another
+    stream and is freed late; another one is in use at the end. 4 MiB are reserved at the start, and 16 more for a time.
     """
     start, later = 0x7F00_0000_0000, 0x7F10_0000_0000
     events = [

@@ -20,7 +20,7 @@ STOPS = "planning ends, and all ranks keep the last plan"
 
 
 def run(folder: Path, processes: int, launch: Callable[..., str] = launch_forked, **case: Any) -> list[dict[str, Any]]:
-    """Return the results of each rank; an empty dictionary for a rank that died."""
+    """Run a case and return each rank's results, or an empty dictionary for a rank that died."""
     case = {"block": BLOCKS["auto"], "timeout_s": 40, **case}
     arguments = ["tests.support.apart_worker", folder, json.dumps(case)]
     launch(arguments, processes=processes, module=True, time_limit_s=100)

@@ -4,11 +4,12 @@ Started by a launcher: `torchrun --nproc-per-node 3 -m tests.support.apart_worke
 
 * "kind": a function of this file;
 * "block": the "memplug" block;
-* "timeout_s": of the default group;
-* "limit_s", "patience_s": of a wait at the end of a step, and of a silent one, in place of memplug's own;
-* "backend": of the groups, gloo by default; with NCCL the ranks train on the device.
+* "timeout_s": the timeout of the default group;
+* "limit_s": how long a rank waits for others at the end of a step, in place of memplug's own limit;
+* "patience_s": how long it waits before it warns, in place of memplug's own limit;
+* "backend": the groups' backend, gloo by default; with NCCL the ranks train on the device.
 
-`FOLDER/RANK.json` gets what the function returns, with the "warnings" of memplug.
+`FOLDER/RANK.json` gets the function's result, with memplug's "warnings".
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 Case = dict[str, Any]
 BATCHES = 9  # of rank 0 in an epoch
-MORE = 3  # batches that each rank has on top of those of the rank before it
+MORE = 3  # each rank has so many batches more than the rank before it
 
 
 def device(case: Case) -> torch.device:
@@ -52,12 +53,12 @@ def model_of(case: Case) -> nn.Module:
 def wrapped(case: Case, group: dist.ProcessGroup | None = None, model: nn.Module | None = None) -> nn.Module:
     """Wrap a model, by default a new one, in DistributedDataParallel.
 
-    On simulated CUDA a Python hook reduces, since the stand-in of NCCL has no futures, which the reducer's own hook
-    needs.
+    On simulated CUDA a Python hook reduces the gradients: the reducer's own hook needs futures, which the stand-in of
+    NCCL lacks.
     """
     model = DistributedDataParallel(model_of(case) if model is None else model, process_group=group)
 
-    def reduce(group, bucket):  # untyped: torch compares annotations, and not as text
+    def reduce(group, bucket):  # untyped: torch compares annotations with types, and here they would be text
         total = bucket.buffer()
         dist.all_reduce(total, group=group)
         done = torch.futures.Future(devices=[total.device])
@@ -227,7 +228,7 @@ def storeless(case: Case) -> Case:
     error = None
     for step in range(BATCHES):
         if step == case["step"]:
-            time.sleep(0.5)  # until all have read the last votes
+            time.sleep(0.5)  # until all ranks have read the last votes
             dist.barrier()
             if dist.get_rank() == 0:
                 os.kill(case["host"], signal.SIGKILL)
@@ -277,7 +278,7 @@ def roles(case: Case) -> Case:
 
 
 def alone(case: Case) -> Case:
-    """Attach in time on the first rank only, without a group that says that it is alone."""
+    """Attach on all ranks without naming a group; all but the first rank attach too late."""
     from memplug.errors import MemplugError
 
     if dist.get_rank() > 0:
@@ -287,7 +288,7 @@ def alone(case: Case) -> Case:
         Training(case, model_of(case), case["block"]).session.detach()
     except MemplugError as error:
         seconds = time.monotonic() - began
-        time.sleep(case["after_s"] if dist.get_rank() == 0 else 0)  # the others need its store
+        time.sleep(case["after_s"] if dist.get_rank() == 0 else 0)  # the other ranks need the first rank's store
         return {"error": str(error), "seconds": seconds}
     return {"error": None}
 
@@ -337,7 +338,7 @@ def main() -> None:
         found = globals()[case["kind"]](case)
     result = {**found, "warnings": warnings}
     (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(result))
-    gc.collect()  # wrappers hold the group, whose threads end with it: else one may abort the process as Python ends
+    gc.collect()  # frees wrappers that hold the group: else its threads may abort the process as Python ends
     dist.destroy_process_group()
 
 

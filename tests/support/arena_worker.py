@@ -1,8 +1,8 @@
 """Train a tiny model with DeepSpeed on this rank, without memplug and with its arena, and write the results.
 
 Started by a launcher: `torchrun --nproc-per-node 2 -m tests.support.arena_worker FOLDER CASES`. `CASES` is a JSON
-object: name -> {"stage": of ZeRO, "model": "llama" or "mixtral", "memplug": the block, "steps", "validate": after so
-many}.
+object: name -> {"stage": ZeRO's stage, "model": "llama" or "mixtral", "memplug": the block, "steps": how many,
+"validate": a validation follows each so many steps}.
 
 `FOLDER/RANK.json` gets name -> {"without", "with": losses of all steps and validations, "report": of memplug}.
 """
@@ -20,7 +20,7 @@ BUCKET = 50_000  # elements; DeepSpeed's default is for models larger than this 
 
 
 def run(case: dict[str, Any], block: dict[str, Any] | None, rank: int) -> tuple[list[float], dict[str, Any]]:
-    """Return the losses and the report."""
+    """Train one case, and return its losses and memplug's report, which is empty without a block."""
     import torch
 
     import memplug
@@ -70,8 +70,8 @@ def main() -> None:
     gc.collect()  # no backend thread may release a tensor while Python ends
     dist.barrier()
     dist.destroy_process_group()
-    # DeepSpeed keeps the groups of all these engines, whose threads may fail while Python ends; the recipe's runs show
-    # that a process with one engine ends well
+    # DeepSpeed keeps the process groups of all these engines, and the groups' threads may fail while Python ends; the
+    # recipe's runs show that a process with one engine ends well
     os._exit(0)
 
 

@@ -21,7 +21,7 @@ class Force(Layer):
 
 
 class KeepsGraph(Layer):
-    """A layer whose gradient has no graph, but whose graph is used twice."""
+    """A layer that asks twice for a gradient through one graph; the gradients have no graph of their own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given = self.norm(x)
@@ -80,7 +80,7 @@ class ByTiles(torch.autograd.Function):
 
 
 class Tiles(Layer):
-    """A layer that uses such a loss as a factor."""
+    """A layer that multiplies its input by the loss of `ByTiles`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * ByTiles.apply(self.norm(x), self.inner.weight)
@@ -127,7 +127,10 @@ class Sometimes(Layer):
 
 
 class Draws(Sometimes):
-    """A layer that draws, writes in place and to a buffer, and asks twice, the first time with a graph."""
+    """A layer that draws random numbers, writes in place and to a buffer, and asks for two gradients.
+
+    The first of the two gradients has a graph.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +172,7 @@ class Tells(Sometimes):
 
 
 class Accumulating(Sometimes):
-    """A layer whose forward runs a backward that accumulates its parameters' gradients while `asks` is set."""
+    """A layer whose forward, while `asks` is set, runs a backward that accumulates gradients of its parameters."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x).tanh()

@@ -23,7 +23,7 @@ _FORWARD = re.compile(r"flash_fwd|fprop|softmax\w*forward")  # flash-attn's, cuD
 
 
 class Calls:
-    """The calls since `clear`, with the interface of the stand-ins' `calls`."""
+    """Counts attention kernels since `clear`, with the interface of the stand-ins' `calls`."""
 
     def __init__(self) -> None:
         self._profile: profile | None = None
@@ -37,7 +37,7 @@ class Calls:
 
     @property
     def functions(self) -> dict[str, int]:
-        """Stop counting and return the kernels by name, and all of attention's forward under FORWARD."""
+        """Stop counting; return each kernel's count by name, and the count of all attention forwards under FORWARD."""
         stopped = self._stopped()
         names = collections.Counter(event.name for event in stopped.events()) if stopped is not None else {}
         return {**names, FORWARD: sum(count for name, count in names.items() if _FORWARD.search(name))}

@@ -18,7 +18,7 @@ PEAK_BYTES = LAYERS * ROWS * WIDTH * 4 * 8 // 5
 
 
 class Deep(nn.Module):
-    """Linear layers and activations; `noise` is the chance, between layers, of extra operators."""
+    """Linear layers and activations; `noise` is the chance that extra operators run after a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Deep(nn.Module):
 
 
 def budget_gib(nbytes: int = PEAK_BYTES) -> float:
-    """Return a budget for these bytes on top of those in use, where the device counts earlier allocations."""
+    """Return a budget of these bytes; on CUDA, add the bytes in use, since a budget there includes them."""
     gc.collect()
     there_bytes = torch.cuda.memory_allocated() if torch.get_default_device().type == "cuda" else 0
     return (there_bytes + nbytes) / GIB

@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Layer(nn.Module):
-    """The parameters that a small forward needs."""
+    """A base class with the parameters that a small forward needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,9 +181,9 @@ def train_alike(
         device: the device to train on, by default torch's own.
         steps: how many steps.
         layers: how many blocks.
-        exact: compare to the bit; by default if no row of a matmul is computed in another shape than in forward
-            (`alpha` 0 or 1).
-        **settings: of the executor.
+        exact: compare to the bit; by default if `alpha` is 0 or 1, since then the recompute pass runs no matmul in
+            another shape than forward.
+        **settings: settings of the executor.
     """
     torch.manual_seed(0)
     model = Stack(layers, block)
@@ -206,7 +206,7 @@ def train_alike(
 
 
 def train_stacks(model: nn.Module, reference: nn.Module, seed: int, exact: bool = True) -> None:
-    """Run one step of both on the same data; raise AssertionError where gradients differ."""
+    """Run one step of both models on the same data; raise AssertionError where gradients differ."""
     x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(seed))
     model(x).backward()
     reference(x).backward()

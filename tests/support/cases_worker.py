@@ -33,7 +33,7 @@ def run_all(run: Callable[[Any, int], Any]) -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # DeepSpeed keeps the groups of all these engines, whose threads may fail while Python ends
+    os._exit(0)  # DeepSpeed keeps the engines' process groups, whose threads may fail while Python ends
 
 
 def train_engine(
@@ -47,7 +47,7 @@ def train_engine(
     """Train a DeepSpeed engine, and destroy it.
 
     Args:
-        engine: steps where its own accumulation says.
+        engine: the engine, which counts micro-batches itself and steps when its accumulation is complete.
         loss_of: runs the forward of a micro-batch, by its number.
         micro_batches: how many.
         with_memplug: attach memplug, with the engine's own block.
@@ -55,9 +55,9 @@ def train_engine(
         gradients: whether to return digests of each micro-batch's gradients.
 
     Returns:
-        "losses" of each micro-batch, "digest" of the weights at the end, memplug's "report" (empty without it),
-            "shares" of the rows that it swapped, and "digests" of all gradients by micro-batch (empty unless asked
-            for).
+        "losses": the loss of each micro-batch. "digest": a digest of the weights at the end. "report": memplug's
+            report (empty without memplug). "shares": by micro-batch, the share of rows that memplug swapped (empty
+            without memplug). "digests": by micro-batch, a digest of all gradients (empty unless `gradients`).
     """
     import memplug
 
@@ -87,15 +87,15 @@ def run_short(session: Any, step: int, short: list[int]) -> None:
     """Limit one rank's pool to half of the host memory that a step takes; called before each step.
 
     Args:
-        session: memplug's.
+        session: memplug's session.
         step: the step that begins, from 0.
-        short: the rank, and the first step that is short of memory.
+        short: the rank, and its first step that is short of memory.
     """
     import torch.distributed as dist
 
     pool = session._attached.executor.pool
     if short[1] == step + 1:
-        pool.rows.peak_bytes = 0  # so that the peak is that step's alone
+        pool.rows.peak_bytes = 0  # so that the peak is that of this step alone
     if short == [dist.get_rank(), step]:
         pool.close()
         pool.budget_bytes = pool.peak_bytes // 2

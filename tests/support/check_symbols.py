@@ -5,8 +5,8 @@
     python -m tests.support.check_symbols flash-attn-3 --source flash-attention
     python -m tests.support.check_symbols transformer-engine --stand-ins     # and what tests/support/stand_ins imitates
 
-Transformer Engine and flash-attn cannot be imported without a GPU, so nothing is imported: files are parsed. A line a
-symbol:
+Transformer Engine and flash-attn cannot be imported without a GPU, so nothing is imported: files are parsed. The output
+has a line for each symbol:
 
 | line | the symbol |
 |---|---|
@@ -15,8 +15,8 @@ symbol:
 | gone | is nowhere in the package, or without a parameter that memplug passes |
 
 Keys of dictionaries, registered operators and decorators are looked for as text. Exit status 1: a symbol moved or is
-gone. A package whose sources cannot be had is not checked, and its line says so; the last line names all that were not,
-these and those that were not given.
+gone. A package whose sources cannot be had is not checked, and its line says so. The last line names all packages that
+were not checked, including the packages that were not given.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Verdict:
 
     Attributes:
         status: THERE, MOVED or GONE.
-        symbol: as the sources have it; if none of several alternatives is there, the first of them.
-        note: where it is now, which parameters are missing, or that text was looked for.
+        symbol: the symbol as the sources have it; if no alternative is there, the first alternative.
+        note: where the symbol is now, which parameters are missing, or that text was looked for.
     """
 
     status: str
@@ -153,7 +153,7 @@ def _all(source: Path | None) -> Iterator[str]:
 
 
 def _check_one(asked: str, folder: Path, is_fetched: bool, stand_ins: bool) -> int | None:
-    """Write the lines of one package, and return how many of its symbols are missing; None without sources."""
+    """Write the lines of one package; return how many of its symbols moved or are gone, or None without sources."""
     name, _, version = asked.partition("==")
     package, title = PACKAGES[name], asked.replace("==", " ")
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # its defaults hold the group that there is when it is imported, so before any
+import torch.distributed.nn.functional  # imported before any group exists: its defaults hold the group of that time
 
 from tests.support.blocks import Layer
 from tests.support.native_forward import Keeps
@@ -76,6 +76,6 @@ COLLECTIVES: dict[str, Collective] = {
 
 
 def saving(collective: Collective, group: Any) -> torch.Tensor:
-    """Run a collective of which backward needs the result, but not the input."""
+    """Run a collective whose result backward needs, but not its input."""
     y = collective(torch.full((4,), 3.0), group)
     return Keeps.apply(torch.ones(4, requires_grad=True), y * 2)

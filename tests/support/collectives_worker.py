@@ -1,4 +1,4 @@
-"""Trains layers that exchange with another process in place, with and without memplug."""
+"""Trains layers that exchange tensors with another process, most of them in place, with and without memplug."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.reducing import WHOLE, ReducesMemoryThatWasThere, broadcast_i
 
 
 def receiving(broadcast: Callable[[torch.Tensor], Any]) -> type[Layer]:
-    """Return a class of layers whose first rank sends its tokens to blank memory of the others."""
+    """Return a class of layers in which the first rank broadcasts its tokens into empty tensors of the others."""
 
     class Receives(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

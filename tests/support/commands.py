@@ -22,9 +22,9 @@ class Ended:
     """The result of a command.
 
     Attributes:
-        exit_code: of its process.
-        stdout: all that it wrote there.
-        stderr: all that it wrote there.
+        exit_code: the exit code of the command's process.
+        stdout: the text that the command wrote to stdout.
+        stderr: the text that the command wrote to stderr.
     """
 
     exit_code: int

@@ -15,7 +15,7 @@ from tests.support.native_forward import Run
 from tests.support.reference_tape import Recording, Tape
 
 AUTOGRADS_OWN = {"aten::detach", "aten::clone"}
-# operators that gloo runs to return a result: it takes this rank's part of a sum, and copies it to the output
+# operators that gloo runs to return a result: one takes this rank's part of a sum, the other copies it to the output
 BACK_ENDS_OWN = {"c10d::_reduce_scatter_base_": ["aten::chunk", "aten::copy_"]}
 (UNFILLED,) = (bit for bit, reason in REASONS.items() if reason == "memory that no operator was seen to fill")
 
@@ -33,8 +33,8 @@ def both(core: Any, call: Callable[[], Any]) -> tuple[Run, Tape]:
 def compare(tape: Any, reference: Tape) -> None:
     """Assert that records are equal in every field, and their storages up to renumbering.
 
-    Operators that torch runs inside of another one are left out: a view of a saved tensor, a copy of memory that is
-    about to be overwritten, or of a conjugated view.
+    Operators that torch itself runs inside another operator are not compared: a view of a saved tensor, a copy of
+    memory before it is overwritten, a copy of a conjugated view.
 
     Raises:
         AssertionError: names the operator and the field that differ.
@@ -85,10 +85,10 @@ def _without_back_ends_own(records: list[Record]) -> Iterable[Record]:
 
 
 def compare_layers(core: Any, layers: Iterable[nn.Module], call: Callable[[], Any]) -> list[Any]:
-    """Return the native tapes of all forwards that layers run in a call, each compared with the reference.
+    """Run a call, compare each native tape of the layers' forwards with its reference, and return the native tapes.
 
-    Each forward runs twice more without the dispatch mode, under which torch runs a few other operators; the last run
-    must follow the first of the two.
+    Then each forward runs twice more without the reference's dispatch mode, since torch runs a few other operators
+    under that mode. The second of these runs must follow the tape of the first.
     """
     tapes: list[Any] = []
 

@@ -35,7 +35,7 @@ class Operators:
 
 
 class Launches(Operators):
-    """Counts collectives that reach the process group, if `counted` holds for them."""
+    """Counts collectives that reach the process group, if `counted` returns True for their operator."""
 
     def __init__(self, counted: Callable[[Any], bool]) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 @contextlib.contextmanager
 def cuda_by_default() -> Iterator[None]:
-    """Make CUDA torch's default device within; tensors drawn by a generator of the CPU are drawn there and moved."""
+    """Make CUDA torch's default device within; draw tensors on the CPU, then move them, if their generator is there."""
     torch.cuda.init()
     with torch.device("cuda"), SeededOnTheHost():
         yield

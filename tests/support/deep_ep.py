@@ -1,7 +1,7 @@
-"""A stand-in for DeepEP on the CPU, by gloo, for Megatron-Core's own functions (`fused_a2a`).
+"""A stand-in for DeepEP that runs on the CPU by gloo, for Megatron-Core's own functions (`fused_a2a`).
 
-Its kernels talk to other ranks and fill memory of torch's allocator without torch's dispatcher. It was written from the
-calls in `megatron.core.transformer.moe.fused_a2a`, without DeepEP's code.
+The stand-in's kernels talk to other ranks, and fill memory of torch's allocator past torch's dispatcher. They were
+written from the calls in `megatron.core.transformer.moe.fused_a2a`, without DeepEP's code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ calls: collections.Counter[str] = collections.Counter()
 
 
 def install() -> Any:
-    """Install the stand-in for the rest of the process, and return Megatron-Core's module of functions."""
+    """Install the stand-in for the rest of the process, and return Megatron-Core's module `fused_a2a`."""
     package, utils = types.ModuleType("deep_ep"), types.ModuleType("deep_ep.utils")
     package.Buffer, package.HybridEPBuffer, package.utils = Buffer, HybridEPBuffer, utils
     utils.EventHandle = utils.EventOverlap = _Event
@@ -57,7 +57,7 @@ def _filled(values: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Buffer:
-    """Sends each token once to each rank that has one of its experts, and returns the sum of the experts' outputs."""
+    """Sends a token once to each rank with an expert of the token, and returns the sum of the experts' outputs."""
 
     num_nvl_bytes = num_rdma_bytes = 1 << 60
 
@@ -76,7 +76,8 @@ class Buffer:
         """Count tokens by rank and by expert.
 
         Returns:
-            Tokens by rank, None (by node), tokens by expert, bool[tokens, ranks] and an event.
+            Counts of tokens by rank, None (for counts by node), counts of tokens by expert, bool[tokens, ranks]
+                (whether a rank gets a token), and an event.
         """
         chosen, ranks = topk_idx.numpy(), self.group.size()
         here = np.stack([(chosen // (num_experts // ranks) == rank).any(-1) for rank in range(ranks)], -1)
@@ -97,8 +98,9 @@ class Buffer:
         """Send tokens to the ranks of their experts.
 
         Returns:
-            The received tokens, their experts counted from this rank's first (-1: another rank's), their weights, a
-                count for each of this rank's experts, a handle and an event.
+            The received tokens, their experts numbered from this rank's first expert (-1: another rank's expert),
+                their weights, the count of tokens for each of this rank's experts, a handle and an event. If `handle`
+                is given, all but the tokens and the event are None.
         """
         calls["dispatch"] += 1
         me = self.group.rank()
@@ -119,7 +121,7 @@ class Buffer:
         return *received, counts, (everywhere,), _Event()
 
     def combine(self, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None = None, **options: Any) -> Any:
-        """Return sums for this rank's tokens, sums of their weights, and an event."""
+        """Return the summed outputs of this rank's tokens, the sums of their weights, and an event."""
         calls["combine"] += 1
         (everywhere,), me = handle, self.group.rank()
         sent = _everyone(self.group, x, topk_weights)
@@ -136,13 +138,13 @@ class Buffer:
 
 
 class HybridEPBuffer:
-    """Sends each token to each of its experts, where tokens lie by expert, then by rank."""
+    """Sends each token to each of its experts; received tokens are ordered by expert, then by source rank."""
 
     def __init__(self, group: Any, num_local_experts: int, **sizes: Any) -> None:
         self.group, self.own = group, num_local_experts
 
     def _mine(self, everywhere: torch.Tensor, rank: int) -> list[tuple[int, np.ndarray]]:
-        """Return the pieces that lie on a rank, in order: the source rank and its tokens."""
+        """Return the pieces of a rank's received tokens, in order: (source rank, indices of its tokens)."""
         experts = range(rank * self.own, (rank + 1) * self.own)
         return [
             (source, each[:, expert].nonzero()[0])
@@ -159,7 +161,7 @@ class HybridEPBuffer:
         handle: Any = None,
         **options: Any,
     ) -> Any:
-        """Return received tokens, their probabilities, None, a count for each of this rank's experts, and a handle."""
+        """Return received tokens, their probabilities, None, the token count of each own expert, and a handle."""
         calls["dispatch"] += 1
         me = self.group.rank()
         sent = _everyone(self.group, hidden, routing_map, probs)
@@ -176,7 +178,7 @@ class HybridEPBuffer:
     def combine_with_unpermute(
         self, hidden: torch.Tensor, handle: Any, probs: torch.Tensor | None = None, **options: Any
     ) -> Any:
-        """Return sums for this rank's tokens, and their probabilities [tokens, experts]."""
+        """Return the summed outputs of this rank's tokens, and their probabilities [tokens, experts]."""
         calls["combine"] += 1
         (everywhere,), me = handle, self.group.rank()
         sent = _everyone(self.group, hidden, probs)

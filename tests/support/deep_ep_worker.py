@@ -1,10 +1,10 @@
 """Trains layers whose tokens go to experts of both ranks by DeepEP's functions, with memplug and without.
 
-`-m tests.support.deep_ep_worker FOLDER CASES`, on ranks; the stand-in of DeepEP is deep_ep.py. `CASES`: a JSON object,
-name -> {"layer": a class of this module, "memplug": a block, or null}.
+Started on two ranks: `-m tests.support.deep_ep_worker FOLDER CASES`. deep_ep.py stands in for DeepEP. `CASES`: a JSON
+object, name -> {"layer": a class of this module, "memplug": a block, or null}.
 
-`FOLDER/RANK.json` gets for each case {"losses", "gradients": digests of each step's, "calls": kernels of DeepEP in the
-last step, "report"}.
+`FOLDER/RANK.json` gets for each case {"losses", "gradients": a digest of each step's gradients, "calls": counts of
+DeepEP's kernels in the last step, "report": two fields of memplug's}.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Experts(nn.Module):
 
 
 class DeepEP(Experts):
-    """A layer in which each rank gets a token once, and adds up the outputs of its experts."""
+    """A layer in which each rank gets a token once, and sums the outputs of the token's experts on that rank."""
 
     def exchanged(self, y: torch.Tensor, chances: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Send tokens to their experts and back."""
@@ -60,7 +60,7 @@ class DeepEP(Experts):
 
 
 class HybridEP(Experts):
-    """A layer in which each expert gets its tokens side by side."""
+    """A layer in which each expert gets its tokens as one contiguous piece."""
 
     def exchanged(self, y: torch.Tensor, chances: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Send tokens to their experts and back."""

@@ -1,6 +1,6 @@
 """Estimate a plan for a GPU: `python -m tests.support.estimated_worker FOLDER GPU BUDGET_GIB`.
 
-The GPU is an H200 of another name and memory; its plan is that of `workload()` on a GPU of that name.
+The plan is for `workload()` under that device budget. The GPU has the profile of an H200, under the name `GPU`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def block(budget_gib: float, plan_dir: Path | bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write the plan."""
+    """Write the plan into the folder, and print the estimate."""
     folder, gpu, budget_gib = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     hardware = dataclasses.replace(GpuProfile.named("h200"), name=gpu)
     job = workload()

@@ -1,4 +1,4 @@
-"""An operator that raises on demand, for recompute passes, which run operators and no code of a module."""
+"""An operator that raises on demand: a recompute pass runs operators alone, so no module's code can raise in it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Failing:
     """The state of the operator, over all of its calls.
 
     Attributes:
-        calls: how many there were.
+        calls: how many calls there were.
         fails_at: the call that raises, counted from 1; 0 for none.
-        error: makes the error that it raises.
+        error: makes the error that this call raises.
     """
 
     calls = 0
@@ -23,11 +23,11 @@ class Failing:
 
     @classmethod
     def arm(cls, fails_at: int, error: Callable[[], BaseException] = RuntimeError) -> None:
-        """Count calls from now on, and raise in that one."""
+        """Count calls from now on, and raise in call `fails_at`."""
         cls.calls, cls.fails_at, cls.error = 0, fails_at, error
 
 
-Failing.__module__ = torch.__name__  # else a pass that runs a module again would restore its state
+Failing.__module__ = torch.__name__  # memplug then takes it for torch's, and does not put its state back
 
 
 def _call(x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ _LIBRARY.impl("may_fail", _call, "CompositeExplicitAutograd")
 
 
 class MayFail(torch.autograd.Function):
-    """Returns the same tensor by that operator, whose result backward asks for."""
+    """Copies a tensor by that operator, and saves the operator's result for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import nn
 
 LARGEST = 6_000_000  # elements of all parameters
 VOCABULARY, LENGTH, BATCH = 64, 8, 2
-FIRST_TOKEN = 24  # smaller ones are left to padding, images and the like
+FIRST_TOKEN = 24  # the lowest token of a batch; lower ones are special tokens, such as padding
 
 SIZES: tuple[tuple[str, int], ...] = (
     (r".*vocab_size\w*|\w*vocab_size|unpadded_vocab_size|codebook_size|pooler_hidden_size_vocab", VOCABULARY),
@@ -58,7 +58,7 @@ MISSING = (
     "n_routed_experts",
     "mask_token_id",
 )  # some configs need these fields and lack them
-HINTS: dict[str, dict[str, Any]] = {  # fields that depend on others, which no pattern of names tells
+HINTS: dict[str, dict[str, Any]] = {  # fields whose values depend on other fields, which patterns of names cannot tell
     "BambaConfig": {"attn_layer_indices": [1]},
     "DoryConfig": {"num_hidden_layers": 6, "layer_types": None},
     "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"]},
@@ -177,7 +177,7 @@ def _fields(config: Any) -> dict[str, Any]:
                 fields[name] = _size(name)
     heads = vars(config).get("num_attention_heads")
     if "num_key_value_heads" in fields and vars(config)["num_key_value_heads"] == heads:
-        fields["num_key_value_heads"] = fields["num_attention_heads"]  # some share no keys
+        fields["num_key_value_heads"] = fields["num_attention_heads"]  # heads that share no keys continue not to
     if former:
         fields[_layers_field(config)] = len(layers)
     if hasattr(config, "num_kv_shared_layers"):
@@ -198,7 +198,7 @@ def _layers_field(config: Any) -> str | None:
 
 
 def _layers(config: Any) -> tuple[list[int], int]:
-    """Return the indices of the layers to keep (two at least, one of each kind), and how many there were."""
+    """Return the indices of the layers to keep (at least two, one of each kind), and how many the config has."""
     name = _layers_field(config)
     if name is None:
         return [], 0
@@ -234,7 +234,7 @@ def batch(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the model's loss, or a loss of its first output."""
+    """Return the model's loss or, without one, the mean square of its first floating-point output."""
     loss = getattr(output, "loss", None)
     if loss is not None:
         return loss

@@ -2,11 +2,11 @@
 
 `python -m tests.support.flash_attention_worker FOLDER CASES [--installed]` uses the stand-ins of flash-attn, or
 flash-attn itself on a GPU, in bfloat16. `CASES`: a JSON object, name -> {"implementation": of attention, "batch":
-"whole", "padded", "packed" (sequences in a row, separated by position_ids) or "lengths" (the same with the sequences'
-starts, as a collator passes them), "memplug": a block, or null}.
+"whole", "padded", "packed" (sequences in a row, separated by position_ids) or "lengths" ("packed", and the sequences'
+starts too, as a collator passes them), "memplug": a block, or null}.
 
-The results of each case: {"losses", "gradients": digests of each step's, "functions": forwards of each Function in the
-last step (for flash-attn itself, see tests/support/attention_kernels.py), "report"}.
+The results of each case: {"losses", "gradients": a digest of each step's gradients, "functions": counts of each
+Function's forwards in the last step (for flash-attn itself, see tests/support/attention_kernels.py), "report"}.
 """
 
 from __future__ import annotations

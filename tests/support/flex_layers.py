@@ -1,4 +1,4 @@
-"""Layers with FlexAttention, compilers that count, and a training that is compared with one without memplug."""
+"""Layers with FlexAttention, compilers that count, and trainings with memplug that are compared with plain torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, HEADS, TOKENS, LAYER_COUNT = 32, 4, 128, 3
 
 
 class Counted:
-    """A compiler that counts its graphs, and the calls of the functions that it made of them."""
+    """A compiler that counts the graphs that it compiles, and the calls of the compiled functions."""
 
     def __init__(self, backend: str = "aot_eager"):
         self.backend, self.graphs, self.calls = lookup_backend(backend), 0, 0
@@ -136,7 +136,7 @@ def block(alpha: float | str, **others: Any) -> dict[str, Any]:
 
 
 def compile_with(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the layers, of a model and of its reference, call one function that this back end compiles."""
+    """Make `Attends` layers call FlexAttention compiled by this back end, the same function in all models."""
     monkeypatch.setattr(Attends, "attention", staticmethod(torch.compile(flex.flex_attention, backend=backend)))
 
 
@@ -148,9 +148,10 @@ def trained(
     around: Callable[[], Any] = contextlib.nullcontext,
     **others: Any,
 ) -> dict[str, Any]:
-    """Train with memplug, compare the gradients with those without it, and return the report.
+    """Train with memplug, compare the gradients with plain torch's, and return the report.
 
-    "compiled" has, for each step, the graphs that were compiled for memplug's model, and how often its attention ran.
+    The added field "compiled" has two counts for each step: graphs compiled for memplug's model, and runs of its
+    compiled attention.
     """
     torch.manual_seed(0)
     model = Model(layer)

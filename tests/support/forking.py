@@ -1,4 +1,4 @@
-"""Starts ranks at once, by forking a process that has imported the libraries already.
+"""Starts ranks fast, by forking a process that has imported the libraries already.
 
 Starting Python twice and importing torch, DeepSpeed and transformers takes far longer than training a tiny model. The
 ranks are processes of their own, with the environment that torchrun sets; `tests.support.launching.launch` tests the
@@ -82,12 +82,12 @@ def launch_forked(
 
 @functools.cache
 def _forker(libraries: Libraries) -> _Forker:
-    """Return the one `_Forker` of this test process."""
+    """Return this test process's one `_Forker` for these libraries."""
     return _Forker(libraries)
 
 
 class _Forker:
-    """The tests' end of the process that forks; it is started when first needed, and again after it was killed."""
+    """The tests' end of the process that forks: starts it when first needed, and again after killing it."""
 
     def __init__(self, libraries: Libraries):
         self.command = [sys.executable, "-m", "tests.support.forking", libraries]
@@ -112,7 +112,7 @@ class _Forker:
         return answer or "unknown: the process that forks ended"
 
     def stop(self) -> None:
-        """End the process and wait for it."""
+        """End the process that forks, and wait for it."""
         if self.process is not None:
             self.process.stdin.close()
             self.process.wait()
@@ -129,7 +129,7 @@ DEEPSPEED = (
     "tests.support.stepping",
     "yaml",
 )
-# imported when an engine is made; one of DeepSpeed's optimizers imports the compiler as well
+# modules that making an engine would import; one of DeepSpeed's optimizers also imports the compiler
 LATE = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "transformers.models.llama.modeling_llama",
@@ -142,7 +142,7 @@ def import_deepspeed() -> None:
     for name in DEEPSPEED:
         importlib.import_module(name)
     for name in LATE:
-        with contextlib.suppress(ImportError):  # of other versions of transformers or DeepSpeed
+        with contextlib.suppress(ImportError):  # other versions of transformers or DeepSpeed lack some
             importlib.import_module(name)
 
 
@@ -154,7 +154,11 @@ def import_megatron() -> None:
 
 
 def serve(libraries: str) -> int | None:
-    """Fork ranks for every request on standard input; return the exit status in a rank, None at the end of input."""
+    """Fork ranks for every request on standard input.
+
+    Returns:
+        In a forked rank, its exit status; in the process that forks, None at the end of input.
+    """
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # libraries print to stdout, which is for answers
@@ -163,7 +167,7 @@ def serve(libraries: str) -> int | None:
     (import_deepspeed if libraries == "deepspeed" else import_megatron)()
     importlib.import_module("memplug.native").load()
     gc.collect()
-    gc.freeze()  # DeepSpeed collects garbage for every engine of ZeRO 3: ranks need not search the imported modules
+    gc.freeze()  # DeepSpeed collects garbage for every engine of ZeRO 3; ranks then do not search imported modules
     for line in requests:
         request, ranks = json.loads(line), set()
         for rank in range(request["processes"]):
@@ -177,7 +181,7 @@ def serve(libraries: str) -> int | None:
 
 
 def _wait(ranks: set[int]) -> int:
-    """Wait for all ranks, and kill the others once one fails; return that one's exit status, 0 if none fails."""
+    """Wait for all ranks; once one fails, kill the others. Return the failed rank's exit status, or 0."""
     failed = 0
     while ranks:
         process, status = os.wait()

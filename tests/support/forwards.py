@@ -118,7 +118,7 @@ class WritesOutput(Layer):
 class WritesAfterUse(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
-        z = y * 1.5  # reads the earlier value, and saves nothing of it
+        z = y * 1.5  # reads y before the writes, and saves nothing of it
         y += 1
         y *= z
         return x + self.out(torch.sigmoid(y) * z)

@@ -1,4 +1,4 @@
-"""How well groups of operators stand for measured times (Chameleon, section 5.1, Fig. 4)."""
+"""Measures how much the times of operator groups vary, and differ from Eq. 1 (Chameleon, section 5.1, Fig. 4)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def estimate_error(operator_s: np.ndarray, groups: int, seconds_per_operator: fl
     Args:
         operator_s: As in `group_variation`.
         groups: As in `group_edges`.
-        seconds_per_operator: Of the whole step, T_iter / N_iter; without it that of these operators.
+        seconds_per_operator: Mean over the whole step, T_iter / N_iter; by default the mean of these operators.
 
     Returns:
         Mean over the groups of |estimated - measured| / measured; infinite where a group took no time.

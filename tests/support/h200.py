@@ -25,7 +25,7 @@ GIGABYTE = 1e9
 OWN, LLAMA = "layers.py", "HF Llama, no head"
 """The kinds of layers that were measured: `DecoderLayer`, and those of Hugging Face's Llama."""
 BY_DEFAULT = "sdpa default"
-"""The attention back end of rows that did not record it: the one that torch chose."""
+"""The attention back end in rows that did not record one: torch chose it."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def measured() -> list[Measured]:
 
 
 def predicted(row: Measured) -> Predicted:
-    """Predict a second step, when gradients exist already, as it was measured."""
+    """Predict the second step: gradients exist already, as in the measurement."""
     gc.collect()
     device = VirtualDevice(GpuProfile.read(H200), attention="cudnn" if row.attention == BY_DEFAULT else row.attention)
     step = _llama(row) if row.layer == LLAMA else _own(row)

@@ -1,6 +1,6 @@
 """A decoder-like layer whose kernels no operator shows, like those of Transformer Engine.
 
-memplug learns of what they save for backward by saved-tensor hooks alone.
+memplug sees the tensors that the kernels save for backward only through saved-tensor hooks.
 """
 
 from __future__ import annotations

@@ -26,10 +26,12 @@ def train(
 ) -> dict[str, Any]:
     """Train with memplug, compare gradients and buffers with plain torch in every step, and return the report.
 
+    The report's added field "ran" counts the functions that ran in the last step, by name.
+
     Args:
         layer: the class of the three layers of a `Stack`.
         steps: how many steps.
-        network: makes the model instead of that `Stack`.
+        network: the class of the model, in place of a `Stack`.
         **tokenwise: settings of the block's "tokenwise" section.
     """
     torch.manual_seed(0)
@@ -56,7 +58,7 @@ def launch(*tensors: torch.Tensor) -> None:
 
 
 def over(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Overwrite a tensor as a kernel does that was given its address."""
+    """Overwrite a tensor as a kernel does that gets the tensor's address."""
     launch(tensor)
     with hidden():
         tensor.data.copy_(values)
@@ -85,7 +87,7 @@ class Gated(torch.autograd.Function):
 
 
 def written(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
-    """Multiply a tensor's memory as a kernel does that was given its address: its version stays the same."""
+    """Multiply a tensor's memory as a kernel does that gets its address: the tensor's version stays the same."""
     ran.append("written")
     x.data_ptr()
     with hidden():
@@ -98,7 +100,7 @@ class Unsaid(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return written(x.contiguous()).view_as(x)  # it is contiguous already
+        return written(x.contiguous()).view_as(x)  # x is contiguous already, so this writes to x
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,12 @@
 """Trains layers that exchange tokens with another rank around an expert whose kernels no operator shows.
 
-The ranks differ: in the first steps one of them has no tokens at times.
+The ranks differ: in some of the first steps one of them has no tokens.
 
-`-m tests.support.hidden_worker FOLDER CASES`, on two ranks. `CASES`: a JSON list of [layer, how many, routing, alpha].
+Started on two ranks: `-m tests.support.hidden_worker FOLDER CASES`. `CASES`: a JSON list of [layer, number of layers,
+routing, alpha].
 
-Writes to `FOLDER/RANK.json`, for each case, {"differ": steps whose gradients are not those without memplug,
-"exchanges": of each step, "opaque": opaque regions after each step}.
+Writes to `FOLDER/RANK.json`, for each case, {"differ": steps whose gradients differ from plain torch's, "exchanges":
+how many each step ran, "opaque": opaque regions after each step}.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import memplug
 from tests.support.blocks import LAYERS, Layer, Stack, gradients, twin
 
 TOKENS, STEPS = 12, 6
-ROUTINGS = {  # by step: how many tokens of each rank go to the first one
+ROUTINGS = {  # by step: how many tokens of each rank go to the first rank
     "all, then half": [TOKENS, 6, 6, 6, 6, 6],
     "all for long": [TOKENS, TOKENS, TOKENS, TOKENS, 7, 5],
     "in turn": [TOKENS, 0, TOKENS, 0, 5, 6],
@@ -102,7 +103,7 @@ class Function(Layer):
 
 
 class NoFunction(Function):
-    """A layer whose expert is no function, so the region is opaque on a rank that has tokens."""
+    """A layer whose expert is no autograd function, so the region is opaque on a rank that has tokens."""
 
     def expert(self, x: torch.Tensor) -> torch.Tensor:
         """Run this rank's expert."""
@@ -127,13 +128,13 @@ class LateAtTimes(Late):
 
 
 class ExchangeUnit(NoFunction):
-    """A layer whose exchange is hidden too, and becomes a unit."""
+    """A layer whose exchange launches a hidden kernel too, and so becomes a unit."""
 
     exchange = HidingExchange
 
 
 class Sigmoid(NoFunction):
-    """A layer that saves its output, which is written to before backward."""
+    """A layer that saves its output; a hook writes to the last layer's output before backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).sigmoid()

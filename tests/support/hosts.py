@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from memplug.block import TECHNIQUES
 
 VOCABULARY = 64
-# the first step is seen, the second observed, the third runs by the plan
+# the session sees the first step, observes the second with device times, and runs the third by the plan
 QUICK: dict[str, Any] = {"warmup_steps": 0, "policy_steps": 0, "wait_for_plans": True}
 DISABLED: list[dict[str, Any]] = [
     {},
@@ -77,7 +77,7 @@ def ds_config(stage: int = 0, memplug: dict[str, Any] | None = None, **fields: A
 
 
 def make_engine(config: dict[str, Any] | str, model: nn.Module | None = None, mpu: Any = None) -> Any:
-    """Call `deepspeed.initialize` as it is now, patched or not."""
+    """Call `deepspeed.initialize`, whether memplug has patched it or not, and return the engine."""
     import deepspeed
 
     model = tiny_llama() if model is None else model
@@ -123,7 +123,7 @@ def _joined(folder: Path) -> Iterator[None]:
 
 
 def fingerprint(target: Any) -> dict[str, Any]:
-    """Return the types and attributes of an object and of all modules in it, to detect changes by a hook."""
+    """Return the types and attributes of an object and of all its modules, to detect what memplug changed."""
     objects = {"": target} if not isinstance(target, nn.Module) else dict(target.named_modules())
     seen: dict[str, Any] = {}
     for name, one in objects.items():

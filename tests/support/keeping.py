@@ -1,4 +1,4 @@
-"""Scripts that keep tensors: a small model that trains, and functions that keep tensors of its steps."""
+"""A small training whose script keeps tensors of its steps, and functions that say which tensors it keeps."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Training:
 
     Attributes:
         model: the model.
-        optimizer: its optimizer.
-        step: its number.
+        optimizer: the model's optimizer.
+        step: the step's number.
         tokens: the step's input.
         out: the model's output.
         loss: the step's loss.
@@ -99,7 +99,7 @@ def every_seventh(t: Training) -> None:
 
 
 def activation_at_times(t: Training) -> None:
-    """Keep the memory of an activation itself, of each fiftieth step."""
+    """Keep an activation of each fiftieth step, in its own memory."""
     if t.step % 50 == 20:
         t.kept.append(t.inside[0])
 
@@ -139,13 +139,13 @@ def freed_at_once(t: Training) -> None:
 
 
 def later(t: Training) -> None:
-    """Keep an activation and a copy of every step from the fiftieth on."""
+    """Keep, of every step from the fiftieth on, an activation and a copy of the output."""
     if t.step >= 50:
         t.kept += [t.inside[0], t.out.detach().clone()]
 
 
 def backward_hooks(t: Training) -> None:
-    """Keep tensors that hooks make in backward: all of each ninth step, one of the others."""
+    """Keep tensors that hooks make in backward: all of them in each ninth step, one in every other step."""
     t.kept += t.inside[1:] if t.step % 9 == 0 else t.inside[1:2]
 
 
@@ -192,10 +192,10 @@ class Kept:
     """The results of a training whose script keeps tensors.
 
     Attributes:
-        losses: of all steps.
-        served: for each step, the bytes that the arena served, and those that it was to serve.
+        losses: the losses of all steps.
+        served: for each step, the bytes that the arena served, and the bytes that were requested while it served.
         reserved: bytes of all arenas of the process after each step.
-        report: of the session, after the last step.
+        report: the session's report after the last step.
         kept: tensors that the script holds after the last step.
     """
 
@@ -245,7 +245,7 @@ def train_keeping(
                 before = sums
             run.reserved.append(reserved_bytes())
     run.kept = t.kept
-    t.out = t.loss = t.tokens  # hooks in their graph hold this training
+    t.out = t.loss = t.tokens  # drops the graph, whose hooks hold this training
     t.inside.clear()
     return run
 

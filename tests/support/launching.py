@@ -73,7 +73,7 @@ def started(
     Yields:
         The launcher's process, and a function that returns the output so far.
     """
-    # Output goes to a file: an unread pipe would block the processes, and a pipe that an orphan holds the test.
+    # Output goes to a file: an unread pipe would block the processes, and a pipe held open by an orphan the test.
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             _command(arguments, launcher, processes, module),
@@ -94,7 +94,7 @@ def started(
 
 
 def kill_tree(process: subprocess.Popen) -> None:
-    """Kill a launcher and all that it started, at once and without a chance to clean up.
+    """Kill a launcher and all processes that it started, at once and without a chance to clean up.
 
     A signal to the launcher's process group would miss the ranks: torchrun gives each of them a session of its own.
     """

@@ -33,9 +33,9 @@ def problems(
 ) -> Problem:
     """Draw `fewest` to `most` buffers in [0, latest) of at most `largest` bytes, on up to `streams` streams.
 
-    Numbers are small, so that lifetimes, sizes and instants coincide. With several streams there are orderings as well;
-    some are between streams without buffers, at the same instants, or after the end. Phases and layers are known for
-    about half of the problems, at random and in no order. A buffer that outlives the step is in use for all of it.
+    Numbers are small, so that lifetimes, sizes and instants coincide. With several streams there are orderings too:
+    some name streams without buffers, some share an instant, some come after the end. About half of the problems have
+    phases and layers, drawn at random for each buffer. A buffer that outlives the step is in use during all of it.
     """
     count = draw(st.integers(fewest, most))  # drawn first: lists of unknown length turn out short
     named = draw(st.booleans())
@@ -109,7 +109,7 @@ def address_plans(
 
 
 def is_valid(problem: Problem, solution: Solution) -> bool:
-    """Return whether a solution is valid: by its definition, pair by pair, however slow."""
+    """Return whether a solution is valid, by the definition: pair by pair, however slow."""
     offsets = solution.offsets
     if not isinstance(offsets, np.ndarray) or offsets.dtype != np.int64 or offsets.shape != (len(problem),):
         return False
@@ -132,14 +132,14 @@ def is_over_before(problem: Problem, first: Buffer, second: Buffer) -> bool:
     if first.stream == second.stream:
         return first.upper <= second.lower
     reached = {first.stream}  # streams that are ordered after the free
-    for time, before, after in problem.orderings.tolist():  # in order, also at the same instant
+    for time, before, after in problem.orderings.tolist():  # in their order, also within one instant
         if first.upper <= time <= second.lower and before in reached:
             reached.add(after)
     return second.stream in reached
 
 
 def is_valid_plan(plan: AddressPlan) -> bool:
-    """Return whether everything in a plan is valid, by definition like `is_valid`."""
+    """Return whether everything in a plan is valid, by the definitions, as slow as `is_valid`."""
     problem, solution, promised = plan.problem, plan.solution, plan.predictions
     placed = [problem.buffer(row) for row in range(len(problem))]
     peak = max((sum(b.size for b in placed if b.lower <= a.lower < b.upper) for a in placed), default=0)
@@ -222,7 +222,7 @@ def _row(draw, named, *, streams, latest, largest, alignments) -> tuple:
 
 
 def _orderings(streams: int, latest: int) -> st.SearchStrategy:
-    stream = st.integers(0, streams)  # one more than there are buffers on
+    stream = st.integers(0, streams)  # one stream more than buffers are on
     rows = st.lists(st.tuples(st.integers(0, latest), stream, stream), max_size=3 * streams)
     return rows.map(lambda drawn: sorted(drawn, key=lambda row: row[0]))
 

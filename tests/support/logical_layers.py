@@ -1,7 +1,7 @@
 """Groups of operators that take about the same time, without timing a single one (Chameleon, 5.1).
 
-A model is layers that repeat, so its operators, divided evenly in execution order, give groups whose times vary little
-as long as a group is a layer or more. The time of a group then follows from the time of the step and its share of the
+A model is layers that repeat. So if its operators are divided evenly in execution order, the groups' times vary little,
+as long as a group is a layer or more. The time of a group then is the time of the step times the group's share of the
 operators (Eq. 1).
 """
 
@@ -22,10 +22,10 @@ class LogicalLayer:
 
     Attributes:
         first_operator: index into `Trace.operators`.
-        operators: how many operators of its phase it has, from the first one on; at least 1.
-        kind: of its phase.
-        micro_batch: of its phase, see `Phase`.
-        seconds: estimated, by Eq. 1.
+        operators: how many operators of the phase the group has, from `first_operator` on; at least 1.
+        kind: the kind of the phase.
+        micro_batch: the micro-batch of the phase, see `Phase`.
+        seconds: the group's time, estimated by Eq. 1.
     """
 
     first_operator: int
@@ -41,13 +41,13 @@ def logical_layers(trace: Trace, step: int, groups: int) -> tuple[LogicalLayer, 
     Args:
         trace: a trace with operators.
         step: index into `trace.steps`.
-        groups: number of groups of each forward and each backward of a micro-batch; if it has fewer operators, each is
-            a group. The paper finds the estimates good up to the number of layers of the model. The optimizer is one
-            group.
+        groups: number of groups for each forward and each backward of a micro-batch; in one with fewer operators, each
+            operator is a group. The paper finds the estimates good up to the model's number of layers. The optimizer
+            is one group.
 
     Returns:
-        The groups in execution order. Operators between passes, and of forwards without gradients, are in no group, but
-            count in Eq. 1.
+        The groups in execution order. Operators between passes, and operators of forwards without gradients, are in no
+            group, but count in Eq. 1.
 
     Raises:
         IndexError: there is no such step.
@@ -83,7 +83,7 @@ def group_edges(operators: int, groups: int) -> np.ndarray:
     """Divide operators into groups whose sizes differ by at most 1: group i is [edges[i], edges[i + 1]), none is empty.
 
     Returns:
-        The edges, int64[groups + 1]; with fewer operators than `groups`, each operator is a group.
+        The edges, int64[groups + 1]; if there are fewer operators than `groups`, each operator is a group.
 
     Raises:
         ValueError: `groups` is below 1.

@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
 
 MEMPLUG = {"enabled": True, "profiler": {"warmup_steps": 1, "policy_steps": 2}}
-# a rounding error can change the choice of experts, and so the step: a small learning rate makes close calls rare
+# rounding can change which experts a router chooses, and so the step; a small learning rate makes this rare
 MIXTURE = {"experts": 8, "learning_rate": 1e-3}
 
 
@@ -25,7 +25,7 @@ def block(alpha: float | str, arena: bool) -> dict[str, Any]:
 
 
 def train(folder: Path, layout: dict[str, Any], cases: dict[str, Any], processes: int = 2) -> list[dict[str, Any]]:
-    """Return the results of each case, by rank."""
+    """Train all cases, and return each rank's results by case."""
     launch_forked(
         ["tests.support.megatron_worker", folder, json.dumps(layout), json.dumps(cases)],
         libraries="transformer_engine" if layout.get("transformer_engine") else "megatron",
@@ -49,7 +49,7 @@ def assert_same(ours: dict[str, Any], plain: dict[str, Any], exactly: bool) -> N
     """Assert that losses of all micro-batches and gradients of all steps equal those of the run without memplug."""
     if exactly:
         assert ours["losses"] == plain["losses"] and ours["digests"] == plain["digests"]
-    else:  # rows of a matmul that are recomputed apart from the others round differently
+    else:  # a matmul of only some rows rounds differently
         assert relative_error(ours["gradients"], plain["gradients"]) < 1e-5
         assert ours["losses"] == pytest.approx(plain["losses"], abs=2e-3)
 

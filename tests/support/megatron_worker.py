@@ -3,20 +3,23 @@
 Started by a launcher: `torchrun --nproc-per-node N -m tests.support.megatron_worker FOLDER LAYOUT CASES`. `LAYOUT` is a
 JSON object of `Parallel`'s fields (examples/megatron_llama2/model.py) and of
 
-* "experts": how many, 0: a dense model; "tokens" of a sequence; "micro_batches" of a step; "distributed_optimizer";
-  "learning_rate"; "steps";
-  "same": every micro-batch is the same, and the optimizer makes no step;
-* "transformer_engine": the layers are of its stand-in, which context parallelism needs; "fields": of
-  TransformerConfig's.
+* "experts": how many, 0: a dense model; "tokens": how many a sequence has; "micro_batches": how many a step has;
+  "distributed_optimizer"; "learning_rate"; "steps": how many;
+* "same": every micro-batch is the same, and the optimizer makes no step;
+* "transformer_engine": the layers come from the stand-in for Transformer Engine, which context parallelism needs;
+* "fields": fields of TransformerConfig.
 
-`CASES`: name -> the "memplug" block, or null to train without; a block may hold "short_of_host_memory": [rank, step],
-from which step on that rank's pool has room for half of the memory that it took in the step before;
-or "alpha_of_rank": a number for each, in which case the "error" of attaching is written; or "budget_share": the device
-budget, as a share of the most that the case "roomy" took on any rank.
+`CASES`: name -> the "memplug" block, or null to train without memplug. A block may also hold:
+
+* "short_of_host_memory": [rank, step]; from this step on that rank's pool has room for half of the memory that the rank
+  took in the step before;
+* "alpha_of_rank": α for each rank; if attaching then fails, the result is its "error";
+* "budget_share": the device budget, as a share of the largest peak of the case "roomy" on any rank.
 
 `FOLDER/RANK.pt` gets name -> {"losses": of each micro-batch, on the last pipeline stage, "gradients": of the first
-step, "digests": of all gradients in each step, "report", "shares", "served": requests that the arena had bytes for,
-"peak_bytes": of the last step, where the block has no token-wise plan}.
+step, "digests": a digest of all gradients in each step, "report": memplug's, "history": its (step, stage) pairs,
+"shares": for each step the share of rows swapped, "served": for each step the requests that the arena served,
+"peak_bytes": the peak of the recorded step, if there is one}.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plans that are the same in every test: addresses alone, with decisions, and tensors of a swap list."""
+"""Plans that are the same in every test: addresses alone, addresses with decisions, and tensors of a swap list."""
 
 from __future__ import annotations
 
@@ -96,16 +96,16 @@ def decided_plan() -> MemoryPlan:
 
 
 def target(operator: str, mib: int, **fields: Any) -> Target:
-    """Return a swap-list target: one tensor between two uses, after that operator."""
+    """Return a swap-list target: one tensor between two uses, the first of them by that operator."""
     look = {"dtype": "float32", "output": True, "slot": 0, "uses": 1, "kinds": 1, "recent": 1, "tolerance": 4}
     places = {"last_use": 1, "release": 2, "prefetch": 5, "next_use": 6}
     return Target(nbytes=mib * MIB, operator=operator, **{**look, **places, **fields})
 
 
 def assert_same(loaded: MemoryPlan, saved: AddressPlan) -> None:
-    """Assert that all fields of the addresses are equal, with dtypes and all rows of arrays.
+    """Assert that all fields of the addresses are equal, including all rows and the dtypes of arrays.
 
-    Only the width of texts may differ.
+    Only the width of a text dtype may differ.
     """
     one, other = AddressPlan.of(loaded), saved
     assert loaded.fingerprint == saved.problem.fingerprint

@@ -12,10 +12,10 @@ from memplug.tokenwise.engine.core import watching
 
 
 class Watcher:
-    """Stands in for the executor that a native frame asks when its forward writes in place."""
+    """Stands in for the executor, which a native frame asks when its forward writes in place."""
 
     def is_scratch(self, tensor: torch.Tensor) -> bool:
-        """Return True: no test here needs the former value."""
+        """Return True: no test here needs the value from before the write."""
         return True
 
 
@@ -32,7 +32,7 @@ class Run:
         packed = self.forward.pack()
         self.objects: list[Any] = []
 
-        this = weakref.ref(self)  # a collective's work has the hook too, and may be dropped last, on Gloo's thread
+        this = weakref.ref(self)  # the work of a collective also holds the hook, and Gloo's thread may drop it last
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             run = this()

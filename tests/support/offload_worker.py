@@ -1,15 +1,15 @@
 """Train a tiny model with DeepSpeed on this rank, offloaded to the CPU or with Ulysses attention, and write losses.
 
 Started by a launcher: `torchrun --nproc-per-node N -m tests.support.offload_worker FOLDER CASES`. `CASES` is a JSON
-object: name -> {"zero": of DeepSpeed's configuration, "model": "llama", "ulysses" or "alst", "memplug": the block or
-null}, and where wanted
+object: name -> {"zero": DeepSpeed's section "zero_optimization", "model": "llama", "ulysses" or "alst", "memplug": the
+block or null}. Optional keys:
 
-* "sequence": how many ranks share a sequence, for all cases or none; where absent all of them do;
+* "sequence": how many ranks share a sequence, given for all cases or for none; by default all ranks share one;
 * "short_of_host_memory": [rank, step], see `run_short`.
 
-`FOLDER/RANK.json` gets name -> {"losses": of each step, "digest": of the weights at the end, "report": of memplug,
-"shares" of the rows that it swapped, "offloaded": whether the engine has the optimizer's state, and the weights, on the
-CPU, "digests": of all gradients in each step, with "sequence"}.
+`FOLDER/RANK.json` gets name -> {"losses": of each step, "digest": of the weights at the end, "report": memplug's,
+"shares": for each step the share of rows that memplug swapped, "offloaded": two booleans, whether the optimizer's state
+and the weights are on the CPU, "digests": with "sequence", a digest of all gradients in each step}.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def train(case: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def _part(step: int, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's part of the tokens and labels that its group shares; every other step has the same."""
+    """Return this rank's part of its group's tokens and labels; two batches take turns."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     generator = torch.Generator().manual_seed(1000 * (dist.get_rank() // size) + step % 2)
     tokens = torch.randint(0, 64, (ulysses.SEQUENCES, ulysses.TOKENS + 1), generator=generator)
@@ -64,7 +64,7 @@ def _part(step: int, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _has(engine: Any, name: str) -> bool:
-    return bool(getattr(engine.optimizer, name, False))  # of ZeRO's optimizers, which name it differently by stage
+    return bool(getattr(engine.optimizer, name, False))  # the optimizers of ZeRO's stages use different names
 
 
 def main() -> None:

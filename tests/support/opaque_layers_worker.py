@@ -1,18 +1,23 @@
 """Trains small models whose layers launch kernels of their own, with memplug and without, for `FOLDER/results.pt`.
 
 `python -m tests.support.opaque_layers_worker FOLDER CASES [--installed]` uses the stand-ins of Transformer Engine and
-flash-attn, or these packages themselves on a GPU, in bfloat16. `CASES`: a JSON object, name -> {"layer": a class of
-this module, "recipe": of FP8, or null, "around_backward": a recipe that is on around backward alone, "steps",
-"micro_batches": of a step, all of whose forwards run before the first backward, "dropped": how many of these have no
-backward, "memplug": a block, or null, "device": "cpu" by default, "schedules": of simulated CUDA, [policy, seed], one
-for each step in turn, "missing": the name of a `Wait` to leave out, "checkpoint": whether torch's is around each
-layer}; besides, "refusals" and "errors" -> a block.
+flash-attn, or with `--installed` these packages themselves on a GPU, in bfloat16. `CASES` is a JSON object. Its names
+"refusals" and "errors" have a block, for the functions of these names, which describe their results. Any other name has
+a case:
 
-The results of each case: {"losses": of each micro-batch, "gradients": digests of each step's, "scales": of FP8 at the
-end, "report", "functions": forwards of each Function in the last step (for the packages themselves, see
-tests/support/attention_kernels.py), "flops": of its kernels, "violations": of simulated CUDA's order, "queued": scales
-that are left over at the end, "histories": of the last step, see `TwiceLinear`}; the functions `refusals` and `errors`
-describe their own.
+* "layer": a class of this module; "steps": how many; "memplug": a block, or null;
+* "recipe": FP8's recipe, or null; "around_backward": a recipe that is on around backward alone;
+* "micro_batches": how many a step has; their forwards all run before the first backward; "dropped": how many of them
+  have no backward;
+* "device": "cpu" by default; "schedules": a list of [policy, seed] for simulated CUDA, of which the steps take one each
+  in turn; "missing": the name of a `Wait` to leave out;
+* "checkpoint": whether torch's `checkpoint` is around each layer.
+
+The results of each case: {"losses": of each micro-batch, "gradients": a digest of each step's gradients, "scales":
+FP8's at the end, "report": memplug's, "functions": counts of each Function's forwards in the last step (for the
+packages themselves, see tests/support/attention_kernels.py), "flops": by kernel, in the last step, "violations": how
+often simulated CUDA saw a wrong order, "queued": FP8 states that are left over at the end, "histories": those of the
+last step, see `TwiceLinear`}.
 """
 
 from __future__ import annotations
@@ -90,7 +95,7 @@ class Flash(Parts):
 
 
 class FlashAttention(nn.Module):
-    """flash-attn's function of [tokens, sequences, heads, size]; returns heads side by side."""
+    """Runs flash-attn's function on [tokens, sequences, heads, size]; returns [tokens, sequences, heads * size]."""
 
     def forward(self, *qkv: torch.Tensor) -> torch.Tensor:
         out = flash_attn_func(*(x.transpose(0, 1) for x in qkv), causal=True, deterministic=True)
@@ -98,7 +103,7 @@ class FlashAttention(nn.Module):
 
 
 class QuantizedLinear(te.Linear):
-    """A module with an autocast of its own, as Megatron-Core's classes have by a recipe for each module."""
+    """A module with an autocast of its own, as Megatron-Core's modules have if each has its own recipe."""
 
     def will_execute_quantized(self, is_context_quantized: bool) -> bool:
         return True
@@ -218,14 +223,14 @@ def schedules(case: dict[str, Any]) -> Callable[[int], AbstractContextManager[No
 
 
 def waits(case: dict[str, Any]) -> AbstractContextManager[Any]:
-    """Return the context of a session, in which streams leave out the kind of wait that the case names."""
+    """Return a context in which a session's streams leave out the kind of wait that the case names."""
     if "missing" not in case:
         return contextlib.nullcontext()
     return mock.patch.object(CudaDevice, "streams", leaving_out_of(CudaDevice, Wait[case["missing"]]))
 
 
 def violations(case: dict[str, Any]) -> int:
-    """Return the violations of order in the whole process so far."""
+    """Return how often simulated CUDA has seen a wrong order in this process; 0 without schedules."""
     if "schedules" not in case:
         return 0
     from tests.cudasim import device
@@ -273,7 +278,11 @@ def _trained(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def errors(block: dict[str, Any]) -> dict[str, Any]:
-    """Train a module that runs twice and fails at times; return {"raised": by step, "queued": after all steps}."""
+    """Train layers whose module runs twice per call and fails in some steps.
+
+    Returns:
+        "raised": the error's message by step, "" if none; "queued": FP8 states left over after all steps.
+    """
     model, raised, before = Model(Twice), [], queued()
     with memplug.attach(model, block) as session:
         for fails in ("", "again", "forward", ""):
@@ -289,9 +298,10 @@ def errors(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusals(block: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Return what Transformer Engine's own recomputation and offloading raise, "during" a session and "behind" it.
+    """Return the errors of Transformer Engine's own recomputation and offloading, "during" a session and "behind" it.
 
-    The values are class and message of each call's error, "" if it raised none.
+    Returns:
+        For both, by call: class and message of its error, "" if it raised none.
     """
     model, x = Model(Parts), torch.randn(TOKENS, SEQUENCES, WIDTH, requires_grad=True)
     calls_by_name: dict[str, Callable[[], Any]] = {

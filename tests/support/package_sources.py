@@ -1,7 +1,7 @@
-"""The sources of a package from the package index, unpacked; nothing is installed and no code of the package runs.
+"""Downloads and unpacks a package's sources; nothing is installed and no code of the package runs.
 
-`pip download` would run a source distribution's build code, which needs a GPU's tools for some of these packages. So
-pip's own modules fetch the archive alone: `pip` has no command for that.
+`pip download` would run a source distribution's build code, which needs a GPU's tools for some of these packages. `pip`
+has no command that only fetches the archive, so this calls pip's internal modules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def unpacked(name: str, version: str | None, into: Path) -> Path:
 
     Args:
         name: the package.
-        version: None for the newest.
+        version: the version; None for the newest.
         into: the folder that gets the archive and the unpacked folder.
 
     Raises:

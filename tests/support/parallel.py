@@ -24,7 +24,7 @@ class Reduce(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """A sequence-parallel entry, in a world of one."""
+    """A sequence-parallel entry, in a group of one rank: gathers in forward, and does nothing in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -36,7 +36,7 @@ class Gather(torch.autograd.Function):
 
 
 class Parallel(Layer):
-    """A tensor-parallel MLP with two collectives, of which backward needs the first one's result only."""
+    """A tensor-parallel MLP with two collectives; backward needs only the result of the first."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gathered = Gather.apply(self.norm(x), dist.group.WORLD)

@@ -1,8 +1,8 @@
 """Train a Llama with DeepSpeed on this rank by a DeepSpeed JSON, without its "memplug" block, with it, and again.
 
 Started by a launcher: `torchrun --nproc-per-node 2 -m tests.support.planned_ranks_worker FOLDER DS_JSON MODEL SEQ_LEN`.
-`MODEL` is the file of a shape; `FOLDER/RANK.json` gets, by "without", "with" and "again", "losses", memplug's "report",
-and "violations": what the simulator told.
+`MODEL` is the file of a model's shape. `FOLDER/RANK.json` gets "without", "with" and "again", each with {"losses",
+"report": memplug's, "violations": how often the simulator saw a wrong order}.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STEPS = 2
 
 
 def train(settings: dict[str, Any], model: str, seq_len: int, rank: int) -> dict[str, Any]:
-    """Train under settings and return losses of all micro-batches, the report and the simulator's violations.
+    """Train by DeepSpeed's settings; return losses of all micro-batches, the report and the simulator's violations.
 
     memplug attaches through `memplug.install`.
     """
@@ -59,7 +59,7 @@ def train(settings: dict[str, Any], model: str, seq_len: int, rank: int) -> dict
 
 
 def main() -> None:
-    """Join the other ranks and train in all ways."""
+    """Join the other ranks, and train without the block, with it, and again."""
     folder, settings = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
     import deepspeed
     import torch.distributed as dist

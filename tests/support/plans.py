@@ -8,7 +8,7 @@ from memplug.tokenwise.plan.linear_program import GAP as SOLVER_GAP
 from memplug.tokenwise.plan.solver import Budget, PlannedOperator, PlannedRegion
 
 GAP = 1.0 + 2 * SOLVER_GAP
-"""The ratio by which two optimal plans may differ: each may be off by the solver's tolerance."""
+"""The ratio by which the times of two optimal plans may differ: each may be off by the solver's tolerance."""
 AMPLE = 10**15
 
 
@@ -36,7 +36,7 @@ def budget(d2h=1e12, h2d=1e12, host=AMPLE, device=0):
     return Budget(d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d, host_bytes=host, device_bytes=device)
 
 
-MIB = 2**20  # about as large as the tensors that are swapped: a plan counts whole bytes
+MIB = 2**20  # sizes in units of about a real tensor's: a plan counts whole bytes, so tiny sizes would round
 
 
 @st.composite

@@ -23,7 +23,7 @@ MEMPLUG = {"forward", "_memplug_region"}
 
 
 def described(value: Any) -> Any:
-    """Return a value in a form that `==` compares to the bit, attributes and containers included."""
+    """Return a value in a form that `==` compares to the bit, with its attributes and items."""
     for cls, describe in _DESCRIBED.items():
         if isinstance(value, cls):
             return describe(value)
@@ -96,10 +96,10 @@ def counter() -> Callable[[], int]:
 
 
 class Stateful(Layer):
-    """A layer that scales its output by the number or tensor that `moves` returns, which also changes state.
+    """A layer that multiplies by the number or tensor that `moves` returns; `moves` also changes state.
 
     Attributes:
-        opaque: whether its forward takes an address, which makes it opaque.
+        opaque: whether the forward takes a tensor's address, which makes the region opaque.
     """
 
     opaque = True
@@ -143,11 +143,11 @@ class ThenInPlace(Buffer):
 class Data(Buffer):
     def moves(self, y: torch.Tensor) -> Any:
         self.mean.data = 0.5 * self.mean + y.mean((0, 1))
-        return self.mean.clone()  # a reference would hold the next forward's value by the time of backward
+        return self.mean.clone()  # by the time of backward, self.mean itself would have the next forward's value
 
 
 class DataOfInference(Data):
-    """A buffer with memory made in inference mode, before its forward and in it."""
+    """A buffer whose memory is made in inference mode, before the forward and in it."""
 
     def begin(self) -> None:
         super().begin()
@@ -245,7 +245,7 @@ class OfGlobals(Stateful):
 
 
 class OfBase(Stateful):
-    """Has an object that counts in its class."""
+    """Counts in the class of an object that it has."""
 
     def begin(self) -> None:
         Shared.calls = 0

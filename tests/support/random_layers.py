@@ -60,12 +60,13 @@ class Layer(nn.Module):
     """A layer that runs some steps.
 
     Args:
-        steps: names of `STEPS`, and at most one of `ENDS`, by default "adds". With the prefix "later " a step runs from
-            the training's step `turn` on, with "once " in that step only, with "sometimes " depending on values.
+        steps: names of `STEPS`, and at most one of `ENDS`, by default "adds". A prefix says in which training steps a
+            layer's step runs: "later ": from number `turn` on; "once ": in number `turn`; "sometimes ": it depends on
+            values.
 
     Attributes:
-        step: number of the training's step.
-        turn: the step from which "later " steps run, and in which "once " steps run.
+        step: the number of the training step.
+        turn: the number of the training step that the prefixes "later " and "once " refer to.
     """
 
     step, turn = 0, 1

@@ -29,7 +29,7 @@ SHAPE = (2, 4, WIDTH)
 
 @dataclass(frozen=True)
 class Given:
-    """The argument of each layer besides its input: how a forward makes it, and how the layer uses it."""
+    """A second argument of all layers: how the model's forward makes it, and how a layer uses it."""
 
     make: Callable[[torch.Tensor], Any]
     use: Callable[[torch.Tensor, Any], torch.Tensor]
@@ -159,7 +159,7 @@ def _saving_copies() -> AbstractContextManager[Any]:
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    # a region casts a weight for each use of it
+    # no cache: a region casts a weight anew for each use, and its gradients are compared to the bit
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
     "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=False),
     "deterministic": _deterministic,
@@ -177,15 +177,15 @@ class Program:
     """A random training.
 
     Attributes:
-        layers: names of each layer's steps.
+        layers: for each layer, the names of its steps.
         given: a name of `GIVEN`.
         modes: names of `MODES`, the outermost first.
         schedule: a name of `SCHEDULES` for each step.
         entry: a name of `ENTRIES`.
         kind: a name of `KINDS`.
         turn: see `Layer`.
-        roomy: everything may stay on the device under a plan.
-        arena: the arena serves.
+        roomy: whether the budget lets a plan keep everything on the device.
+        arena: whether the arena is enabled.
     """
 
     layers: tuple[tuple[str, ...], ...]
@@ -199,11 +199,11 @@ class Program:
     arena: bool = False
 
     def trained(self, alpha: float | str | None, copies: bool = False) -> Any:
-        """Train, and return losses, gradients and state of each step, and the error that ended it, for `==`.
+        """Train, and return each step's losses, gradients and state, in a form for `==`, and the final error or None.
 
         Args:
-            alpha: trains with memplug if not None.
-            copies: make autograd save copies, so that writing to a saved tensor is no error and changes no gradient.
+            alpha: memplug's α; None to train without memplug.
+            copies: make autograd save copies, so that a write to a saved tensor is no error and changes no gradient.
         """
         torch.manual_seed(0)
         random.seed(0)

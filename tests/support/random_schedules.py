@@ -1,4 +1,4 @@
-"""Steps of a training, each with forwards and backwards in another order."""
+"""Kinds of training steps, each with its own order of forwards and backwards."""
 
 from __future__ import annotations
 

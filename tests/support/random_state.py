@@ -1,4 +1,4 @@
-"""Steps of random layers that read and change Python state, and those that make a region opaque."""
+"""Steps of random layers that read and change Python state, and steps that make a region opaque."""
 
 from __future__ import annotations
 

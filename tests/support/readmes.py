@@ -27,7 +27,7 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _SETTING = re.compile(r"[A-Z_]+=\S*$")
 _KINDS = r"(?:[A-Z_]+=\S+ )*(?:launch/\w+\.sh|sbatch |torchrun |deepspeed |python3? |pip |accelerate "
 _MEMPLUG = typer.main.get_command(app).commands
-_COMMAND = re.compile(_KINDS + rf"|memplug (?:{'|'.join(_MEMPLUG)})\b)")  # "memplug is off" is a message
+_COMMAND = re.compile(_KINDS + rf"|memplug (?:{'|'.join(_MEMPLUG)})\b)")  # names: "memplug is off" is no command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,9 @@ class Command:
     """One command of a README.
 
     Attributes:
-        words: without the environment's settings, and without "..." (the reader's additions).
-        environment: variables that are set before the command.
-        comment: on its line, or on the lines above.
+        words: the command's words, without leading settings of variables and without "..." (the reader's additions).
+        environment: variables that are set in front of the command.
+        comment: the comment on the command's line, or else on the line above.
     """
 
     words: tuple[str, ...]
@@ -86,12 +86,12 @@ def _command(code: str, comment: str) -> Command:
 
 
 def check(command: Command) -> str:
-    """Check a command as far as possible without running it; return its estimate if it trains, else "".
+    """Check a command as far as possible without running it; return its memory estimate if it trains, else "".
 
     Raises:
         AssertionError: the command is of an unknown kind, names missing files, or would end before it has built its
             model.
-        SystemExit: it has unknown arguments.
+        SystemExit: the command has unknown arguments.
     """
     first, *rest = command.words
     if first.startswith("launch/"):
@@ -125,7 +125,7 @@ def _check_launch(command: Command, script: str, arguments: list[str]) -> str:
     if "NNODES HOST:PORT" in text:
         nodes, meeting, *arguments = arguments
         assert re.fullmatch(r"\w+:\w+", meeting), f"{command}: {meeting} is no HOST:PORT"
-        if script == command.words[0]:  # a Slurm job passes its own
+        if script == command.words[0]:  # in a Slurm job, sbatch names the machines
             _check_machines(command, nodes)
     return _check_recipe(command, targets[-1], arguments, int(command.environment.get("NPROC", 1)))
 
@@ -245,7 +245,7 @@ def documents() -> list[Path]:
 
 
 def broken_links(text: str, folder: Path) -> list[str]:
-    """Return the links of a README in that folder to missing files or to missing headings of Markdown files."""
+    """Return the broken links of a README in `folder`: to missing files, or to missing headings of Markdown files."""
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", _FENCE.sub("", text)):
         name, _, anchor = target.partition("#")

@@ -3,8 +3,8 @@
 Started by a launcher: `torchrun --nproc-per-node 2 -m tests.support.recipe_worker FOLDER CASES`. `CASES` is a JSON
 object: name -> arguments of examples/llama2/train.py.
 
-`FOLDER/RANK.json` gets name -> {"losses": of each step, "problems", "dtype": of the tokens, "offloads": whether
-DeepSpeed does, "swapped": bytes by memplug}.
+`FOLDER/RANK.json` gets name -> {"losses": of each step, "problems": messages about the arguments, "dtype": the tokens',
+"offloads": whether DeepSpeed offloads the optimizer, "swapped": bytes that memplug swapped}.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from types import ModuleType
 from tests.support.folders import ROOT
 
 FOLDERS = [ROOT / "examples" / name for name in ("megatron_llama2", "llama2")]
-# as a script of theirs would find them; last, so that they hide no other module
+# the recipes' scripts find their modules in these folders; last, so that they hide no other module
 sys.path += [str(folder) for folder in FOLDERS if str(folder) not in sys.path]
 
 checkpoint, checks, context, data, layout, memory, settings, text, tiled_loss = (
@@ -20,7 +20,7 @@ checkpoint, checks, context, data, layout, memory, settings, text, tiled_loss = 
 
 
 def load_train() -> ModuleType:
-    """Load examples/llama2/train.py, whose name is also that of another recipe's script."""
+    """Load examples/llama2/train.py by its path, since the other recipe also has a train.py."""
     spec = importlib.util.spec_from_file_location("llama2_train", ROOT / "examples/llama2/train.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Support for tests of the recorder: recorded steps, the same from torch's profiler, other processes."""
+"""Support for tests of the recorder: recorded steps, the same steps seen by torch's profiler, other processes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ LIBRARIES = Path(torch.__file__).parent / "lib"
 def record(
     recorder: Recorder, step: Callable[[], Any], detail: Detail = Detail.REQUESTS, layers: Sequence[Layer] = ()
 ) -> Trace:
-    """Return the trace of one call."""
+    """Run a call, and return its trace."""
     recorder.begin(detail)
     step()
     return recorder.end(Fingerprint(), layers)
 
 
 def sequence(recorder: Recorder, step: Callable[[], Any]) -> list[str]:
-    """Return the names of one call's operators."""
+    """Run a call, and return the names of its operators."""
     recorder.take()
     step()
     names = recorder.names
@@ -50,7 +50,7 @@ def operator_names(trace: Trace) -> list[str]:
 
 
 def without_accumulation(names: list[str]) -> list[str]:
-    """Return the operators by which steps of `trainer` are compared; its parameters have no gradients before a step."""
+    """Drop the operators of first gradients: parameters of `trainer` have no gradients before a step."""
     return [name for name in names if name != "aten::detach"]
 
 
@@ -72,7 +72,7 @@ def profiled(step: Callable[[], Any]) -> torch.profiler.profile:
 def profiled_operators(step: Callable[[], Any]) -> list[str]:
     """Return the same as `sequence`, from torch's profiler.
 
-    Operators are in namespaces; labels such as the engine's are not.
+    Labels, such as autograd's, are left out: their names are in no namespace.
     """
     events = [event for event in _events(profiled(step)) if event.tag == _EventType.TorchOp and "::" in event.name]
     events = [event for event in events if event.typed[1].scope == RecordScope.FUNCTION]
@@ -96,7 +96,10 @@ def _events(profile: torch.profiler.profile) -> list[Any]:
 
 
 def trainer(layers: int = 2, rows: int = 4, optimizes: bool = True) -> Callable[[], None]:
-    """Return a training step of a small stack, with or without its optimizer, whose state exists already."""
+    """Return a training step of a small stack, with or without the optimizer's step.
+
+    One step has run already.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU()) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -155,7 +158,7 @@ def nested(depth: int, innermost: Callable[[], Any]) -> torch.Tensor:
 
 
 def callbacks() -> bool:
-    """Return whether torch has any callback around operators on all threads; Python has no way to ask."""
+    """Return whether torch has any global callback around operators; torch's Python has no function for this."""
     ask = ctypes.CDLL(str(LIBRARIES / "libtorch_cpu.so"))._ZN2at18hasGlobalCallbacksEv
     ask.restype = ctypes.c_bool
     return ask()
@@ -174,7 +177,7 @@ def nothing_left() -> Iterator[None]:
     before = callbacks(), cpu_allocator()
     yield
     after = callbacks(), cpu_allocator()
-    _release(native.load(), "cpu")  # if the test failed, the next one must not fail too
+    _release(native.load(), "cpu")  # so that the next test does not fail if this one did
     assert after == before
 
 

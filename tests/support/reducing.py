@@ -1,4 +1,4 @@
-"""Layers that reduce in place over all ranks, by torch's functional collectives, whose wait is an operator too."""
+"""Layers that reduce in place over all ranks, by torch's functional collectives; their wait is an operator too."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def broadcast_in_place(x: torch.Tensor) -> torch.Tensor:
 
 
 def reducing(*parts: slice, reads_before: bool = False) -> type[Layer]:
-    """Return a class of layers that reduce rows of a matmul's output in place; its gradient needs the sums."""
+    """Return a class of layers that reduce rows of a matmul's output in place; backward needs the sums."""
 
     class InPlace(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""A reference tape, recorded in Python by a dispatch mode, that native tapes are compared with.
+"""A reference tape, recorded in Python by a dispatch mode; tests compare native tapes with it.
 
 It has the operators of one forward, the storages that they read, write and make, and what a recompute pass must do with
 each operator.
 
-The tape keeps names, not tensors. Storages are named by a running number; while the forward runs, by their address too,
-which cannot be reused meanwhile.
+The tape keeps names, not tensors. The name of a storage is a running number. While the forward runs, the tape finds
+the number by the storage's address, which it keeps from being reused.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Tape:
         self.given: set[int] = set()
         self.bytes: list[int] = []  # size of every storage
         self.blank: dict[int, np.ndarray] = {}  # storages without initial values: which bytes no operator has written
-        self.reads_blank = False  # an operator read such a byte
+        self.reads_blank = False  # whether an operator read such a byte
         self._names: dict[int, int] = {}
-        # while these are held, no new storage gets the address of a freed one, seen or unseen
+        # while these are held, no new storage gets the address of a freed one, even if the tape does not see it
         self._addresses: list[StorageWeakRef] = []
 
     def add(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
@@ -61,7 +61,7 @@ class Tape:
         self.records.append(Record(func, form, root, drawn, rows, inputs, made, written, results, dimensions))
 
     def has_unfilled(self) -> bool:
-        """Return whether memory without initial values was read before it was filled, or never written to."""
+        """Return whether an operator read memory before it was filled, or a storage was never filled."""
         return self.reads_blank or any(bytes.all() for bytes in self.blank.values())
 
     def _touch(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> None:
@@ -82,7 +82,7 @@ class Tape:
                 self._bytes_of(tensor)[...] = False
 
     def read(self, tensor: torch.Tensor) -> None:
-        """Record that an operator reads a tensor, or that it is saved."""
+        """Record that an operator reads a tensor, or that autograd saves it."""
         self.reads_blank = self.reads_blank or bool(self._bytes_of(tensor).any())
 
     def _bytes_of(self, tensor: torch.Tensor) -> np.ndarray:
@@ -102,7 +102,7 @@ class Tape:
     def _special(
         self, func: Any, args: Any, kwargs: dict[str, Any], written: tuple[int, ...], form: Form
     ) -> tuple[Form, bool]:
-        """Return form and root of an operator that does more than read its inputs and make its outputs."""
+        """Return `Record.form` and `Record.root` of an operator that is not ordinary (`is_ordinary`)."""
         if operators.is_exchange(func):
             return Form.EXCHANGE, True
         if draws(func, args, kwargs):
@@ -117,7 +117,7 @@ class Tape:
         return form, False
 
     def _name(self, tensor: torch.Tensor) -> int:
-        """Return the number of a tensor's storage; an untouched one is given, and gets a new number."""
+        """Return the number of a tensor's storage; a storage new to the tape is given, and gets the next number."""
         number = self._names.get(storage_of(tensor))
         if number is None:
             number = self._new(tensor)
@@ -141,7 +141,7 @@ class Tape:
 
 @functools.cache
 def is_ordinary(func: Any) -> bool:
-    """Return whether an operator just reads its inputs and makes its outputs, like most."""
+    """Return whether an operator only reads its inputs and makes its outputs, as most do."""
     special = (
         operators.is_communication,
         operators.is_random,

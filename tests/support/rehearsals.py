@@ -1,4 +1,4 @@
-"""A swap list and steps that match it, without tensors, to test the native core's actions at each operator."""
+"""A swap list, and steps without tensors that match it, to test what the native core finds at each operator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def listed(kind: str) -> tuple[Any, tuple[int, ...], list[list[Operator]]]:
     """Return a swap list with every gap of a step, and that step.
 
     Returns:
-        The list's tables, the tensor of each target, and the step's outermost operators, each with those inside of it.
+        The list's tables, the tensor of each target, and the step: for each outermost operator a list of it and the
+            operators inside of it.
     """
     step, core = recorded(kind), native.load()
     candidates = [each for each in gaps(step, 1) if each.nbytes >= 256]
@@ -70,7 +71,7 @@ def groups(step: Trace, numbers: list[int], dtypes: dict[str, int]) -> list[list
 
 @cache
 def rehearsal(kind: str) -> Any:
-    """Return a list in force, after a step that was the planned one."""
+    """Return a rehearsal of the list, after two steps that were as planned."""
     tables, _, step = listed(kind)
     rehearsed = extension.load().Rehearsal(tables.program, tables.ranks, tables.targets, tables.anchors)
     for _ in range(2):

@@ -1,6 +1,6 @@
 """Runs several estimates one after the other: `tests.support.repeated_worker FOLDER`.
 
-FOLDER/asked.json has their names; their results, each as one line of JSON, are written to FOLDER/found.json.
+FOLDER/asked.json has the estimates' names. FOLDER/found.json gets one line of JSON for each result.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def make(name: str) -> Estimate:
 
 
 def plain(make: Callable[[], Estimate], kept: list[Any]) -> dict[str, Any]:
-    """Return the values of a result or of its error, both of which are kept, as a program may keep them."""
+    """Return an estimate's values or its error's message; append the result or error to `kept`, as programs may."""
     try:
         found = make()
     except EstimateError as error:

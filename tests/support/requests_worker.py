@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 2 -m tests.support.requests_worker cpu FOLDER PROGRAM...
     python -m tests.support.requests_worker virtual FOLDER PROGRAM...
 
-On the CPU every rank is a process; on the virtual device this process is one of two ranks, and with Megatron-Core first
-one and then the other. `FOLDER/DEVICE-RANK.json` gets program -> [pass, bytes, operator] of each request of the thread
-that trains, in program order. A program is "llama" (one rank, by itself), "llama-sdpa", "zero-STAGE", or "megatron-"
-and a layout of `LAYOUTS`; the programs of a command all use one framework.
+On the CPU every rank is a process. On the virtual device this process is one of two ranks; with Megatron-Core it is
+first one rank, then the other. `FOLDER/DEVICE-RANK.json` gets program -> [pass, bytes, operator] of each request of the
+thread that trains, in program order. A program is "llama" or "llama-sdpa" (one rank alone), "zero-STAGE", or
+"megatron-" and a name of `LAYOUTS`; all programs of a command use one framework.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _one_by_one(optimizer: Any) -> None:
 
 
 def _compose(recipe: Any) -> None:
-    """Replace attention and norms, whose kernels on a device save other tensors, by common operators."""
+    """Make attention and norms of common operators, since their kernels on a device save other tensors."""
     import layers  # the recipe's
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -201,10 +201,10 @@ def _outermost(trace: Trace, operator: int) -> str:
 
 @contextlib.contextmanager
 def _staging_elsewhere() -> Iterator[None]:
-    """Run collectives on a thread of their own within, since gloo's requests in them are not the program's.
+    """Run collectives on a thread of their own within, so that gloo's requests do not count as the program's.
 
-    They are done when they return, and run on copies: gloo's threads hold their arguments for a moment longer, and
-    autograd does not add in place to a gradient that is held elsewhere.
+    A collective is complete when it returns, and runs on copies of its arguments: gloo's threads hold the arguments for
+    a moment longer, and autograd does not add in place to a gradient that another thread holds.
     """
 
     def moved(collective: Any) -> Any:
@@ -233,7 +233,7 @@ def _staging_elsewhere() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on(device: str, is_megatron: bool, rank: int) -> Iterator[None]:
-    """Make this process a rank of two, on which programs run."""
+    """Make this process one of two ranks within."""
     with contextlib.ExitStack() as stack:
         if device == "virtual":
             from memplug.predict.virtual.as_cuda import as_cuda
@@ -290,7 +290,7 @@ def _prepare(device: str, framework: str) -> None:
 
 
 def main() -> None:
-    """Run the programs."""
+    """Run the programs of the command line, and write each rank's requests."""
     device, folder, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     framework = names[0].partition("-")[0]
     _prepare(device, framework)

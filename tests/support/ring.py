@@ -21,7 +21,7 @@ TOKENS = 2  # the token dimension of queries, keys and values
 def enable() -> None:
     """Enable the ring for the rest of the process.
 
-    A context turns it on and off as it does for torch's own operators.
+    torch's `context_parallel` then turns it on and off, as for torch's own operators.
     """
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
@@ -45,7 +45,7 @@ def enable() -> None:
 def set_balanced(balanced: bool) -> None:
     """Set whether each rank has two parts of a sequence, one from its start and one from its end, or one part.
 
-    With one part the first ranks have less to attend to, and leave out operators.
+    With one part, the first ranks have fewer keys to attend to, and run fewer operators.
     """
     from torch.distributed.tensor.experimental._context_parallel import _attention
 

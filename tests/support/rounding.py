@@ -16,7 +16,7 @@ ENOUGH_BYTES = 1 << 20
 
 
 class Watched(SimulatedDevice):
-    """A device that records the memory that transfers request, and the targets of copies in."""
+    """A device that records the memory that transfers request, and the destinations of copies."""
 
     def __init__(self, schedule: str = "late", room_bytes: int = 1 << 40):
         super().__init__(schedule)

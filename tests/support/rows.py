@@ -13,15 +13,15 @@ class OpEvent:
     """One operator of a trace.
 
     Attributes:
-        index: into `Trace.operators`.
-        name: of the operator.
-        phase: that it ran in.
-        layer: None outside of layers.
+        index: the operator's index in `Trace.operators`.
+        name: the operator's name.
+        phase: the phase that the operator ran in.
+        layer: the operator's layer; None outside of layers.
         time_ns: see `OPERATOR`.
         in_use_bytes: see `OPERATOR`.
         depth: see `OPERATOR`.
-        reads: storages that it reads, as indices into `Trace.tensors`, in the order of its arguments.
-        writes: storages of its results, as indices into `Trace.tensors`, in their order.
+        reads: storages of the operator's arguments, in order, as indices into `Trace.tensors`.
+        writes: storages of the operator's results, in order, as indices into `Trace.tensors`.
     """
 
     index: int
@@ -41,17 +41,17 @@ class Request:
 
     Attributes:
         number: running number of the malloc.
-        nbytes: as requested, unrounded.
+        nbytes: bytes as requested, unrounded.
         stream: running number of the stream of the malloc.
         malloc_event: index into `Trace.events`.
-        free_event: index into `Trace.events`; -1 if it was not freed.
+        free_event: index into `Trace.events`; -1 without a free.
         malloc_operator: see `REQUEST_EVENT`.
-        free_operator: see `REQUEST_EVENT`; -1 if it was not freed.
-        free_phase: None if it was not freed.
+        free_operator: see `REQUEST_EVENT`; -1 without a free.
+        free_phase: None without a free.
         malloc_layer: None outside of layers.
-        free_layer: None outside of layers, and if it was not freed.
-        free_thread: -1 if it was not freed.
-        dynamic: requested in a dynamic layer.
+        free_layer: None outside of layers, and without a free.
+        free_thread: -1 without a free.
+        dynamic: whether the malloc is in a dynamic layer.
     """
 
     number: int
@@ -71,12 +71,12 @@ class Request:
 
     @property
     def still_live(self) -> bool:
-        """Return whether it was not freed when the recording ended."""
+        """Return whether the memory was not freed before the recording ended."""
         return self.free_event < 0
 
     @property
     def freed_elsewhere(self) -> bool:
-        """Return whether another thread freed it than the one that requested it."""
+        """Return whether one thread requested the memory and another thread freed it."""
         return not self.still_live and self.free_thread != self.malloc_thread
 
 

@@ -2,8 +2,8 @@
 
 `python -m tests.support.sanitized_worker FLAGS TESTS...`
 
-Start it with the sanitizers' libraries in `LD_PRELOAD`: they have to be in the process before Python is. The processes
-that it starts do without them: a shell can crash with them, and the compiler does not need them.
+Start it with the sanitizers' libraries in `LD_PRELOAD`, since they have to be in the process before Python is. The
+processes that it starts run without these libraries: a shell can crash with them, and the compiler does not need them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Synthetic training steps: recorded layers, run by another schedule.
 
-The requests and frees of one decoder layer (a forward that keeps nothing, one that saves for backward, a backward) are
-taken from a recorded step, with the frees of each other's requests. `record` runs these scripts for one rank's layers
-in the order of Megatron's interleaved 1F1B schedule, with or without recomputation, and adds temporaries of the
-optimizer. The sizes are those of the recording; in dynamic layers each micro-batch draws its own.
+`scripts` takes the requests and frees of one decoder layer from a recorded step, as three scripts: a forward that keeps
+nothing, a forward that saves for backward, and a backward. A script may free memory that another script requested.
+`record` runs these scripts for one rank's layers in the order of Megatron's interleaved 1F1B schedule, with or without
+recomputation, and adds temporaries of the optimizer. Sizes are as recorded; in dynamic layers each micro-batch scales
+them by a random factor.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from memplug.profile.trace_file import load
 from tests.support.folders import DATA
 
 EXPERT_BYTES = 120 * 2**20
-"""The size from which a request of a recorded Mixtral layer counts as its experts'."""
+"""A request of a recorded Mixtral layer counts as a request of its experts if it has at least so many bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +41,11 @@ class Schedule:
     """The actions of one rank in a step.
 
     Attributes:
-        source: recorded trace in tests/data, with recomputation.
+        source: name of a recorded trace in tests/data; its step recomputes.
         layers: layers of this rank; a multiple of `chunks`.
         micro_batches: micro-batches of a step; a multiple of `stages`.
         stages: stages of the pipeline.
-        stage: this rank's; the first stage has the most micro-batches in flight.
+        stage: this rank's stage; the first stage has the most micro-batches in flight.
         chunks: chunks of the virtual pipeline.
         recompute: run forwards that keep only their input, and run them again before their backward.
         dynamic: the experts' requests have different sizes in each micro-batch.
@@ -62,7 +63,7 @@ class Schedule:
     requests: int = 0
 
 
-# As many requests as STWeaver's Table 2 counts for models of that kind; the schedules are ours.
+# The counts of requests are from STWeaver's Table 2, for models of these kinds; the schedules are ours.
 SCHEDULES = {
     "gpt2-n": Schedule(source="llama7b_ckpt", layers=3, micro_batches=36, requests=12_785),
     "gpt2-r": Schedule(source="llama7b_ckpt", layers=3, micro_batches=36, recompute=True, requests=16_569),
@@ -149,7 +150,7 @@ def _actions(
 
 @dataclass
 class _Recorder:
-    """Records a step; frees of requests that do not exist, at the borders of the model, are ignored."""
+    """Records a step; ignores frees of requests that do not exist, as at the model's first and last layer."""
 
     schedule: Schedule
     random: np.random.Generator

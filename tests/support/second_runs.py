@@ -23,7 +23,7 @@ FIRST = [Stage.WARM_UP, Stage.GEN_POLICY, Stage.STABLE]  # stages after each of 
 
 @dataclass
 class Run:
-    """The results of a training: for each step its loss and the states of session and arena, and the last report."""
+    """The results of a training: losses, the states of session and arena after each step, and the last report."""
 
     losses: list[float] = field(default_factory=list)
     before: tuple[Stage, ArenaState | None] = (Stage.OFF, None)
@@ -38,7 +38,7 @@ class Run:
         return self.stages[: len(FIRST)] == FIRST and self.report["replans"] == self.report["arena_plans"] == 1
 
     def is_second(self) -> bool:
-        """Return whether the run had both plans from the first step on, and planned nothing."""
+        """Return whether the run had decisions and addresses from the first step on, and planned nothing."""
         report = self.report
         made = report["replans"], report["arena_plans"], report["recorded_steps"]
         return (
@@ -96,7 +96,7 @@ def only_plan(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """Return a plan that no test writes to, and the run that kept it."""
+    """Return the file of a plan, which no test writes to, and the results of the run that kept it."""
     folder = tmp_path_factory.mktemp("kept")
     first = train(folder)
     assert first.is_first() and first.report["resumed_from"] is None and first.report["not_resumed_because"] is None

@@ -45,8 +45,8 @@ class Run:
     """The results of a training.
 
     Attributes:
-        losses: of every step and validation, and the sum of all parameters at the end.
-        report: the session's.
+        losses: the losses of all steps and validations, and then the sum of all parameters.
+        report: the session's report.
         mismatched: for each step, the requests that the plan had no bytes for.
         states: states of the arena after each step.
     """
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def served(self) -> float:
-        """Return the share of all requests, from the first step with a plan on, that the arena served."""
+        """Return the share of requests that the arena served, counted from the first step with a plan on."""
         served = self.report["arena_served"] + self.report["arena_dynamic"] + self.report["arena_reusable"]
         return served / (served + self.report["arena_fallback"])
 

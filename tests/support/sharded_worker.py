@@ -1,8 +1,9 @@
 """Trains blocks under DDP, FSDP2 or torch's context parallelism on this rank, with memplug and without.
 
-Started by a launcher: `torchrun --nproc-per-node N -m tests.support.sharded_worker FOLDER [RING]`. `FOLDER/RANK.json`
-gets, by way and alpha, whether gradients and losses are equal, and memplug's counters; with RING, for the ways of
-`RINGS`, also whether the gradients are those of one rank that has all of each sequence.
+Started by a launcher: `torchrun --nproc-per-node N -m tests.support.sharded_worker FOLDER [RING]`. Without RING, the
+ways to train are "ddp" and "fsdp2", with RING those of `RINGS`. `FOLDER/RANK.json` gets, for each way and alpha,
+whether gradients and losses equal those without memplug, and memplug's report. With RING it also gets, for each way,
+whether gradients without memplug equal those of one rank that has whole sequences ("as_whole").
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def shard(way: str, model: nn.Module) -> nn.Module:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a gradient without its shards."""
+    """Return a gradient as one tensor, gathered from its shards if it has any."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -110,14 +111,14 @@ def train(way: str, alpha: float | None, rank: int, **fields: Any) -> tuple[list
 
 
 def alike(one: Any, other: Any, exact: bool) -> bool:
-    """Return whether two steps are equal, to the bit or within rounding."""
+    """Return whether two losses, or two gradients, are equal: to the bit or within rounding."""
     if not isinstance(one, torch.Tensor):
         return one == other if exact else abs(one - other) < 1e-5
     return torch.equal(one, other) if exact else torch.allclose(one, other, atol=1e-6)
 
 
 def compare(way: str, name: str, alpha: float, expected: list[Any], rank: int, **fields: Any) -> dict[str, Any]:
-    """Train as `train` does, and return whether all is as expected."""
+    """Train with memplug; return whether losses and gradients are as expected, and the report."""
     found, report = train(way, alpha, rank, **fields)
     same = [
         alike(a, b, alpha != 0.4)
@@ -128,7 +129,7 @@ def compare(way: str, name: str, alpha: float, expected: list[Any], rank: int, *
 
 
 def run_rings(rank: int) -> dict[str, Any]:
-    """Run all rings; in the case "short", one rank has no host memory."""
+    """Train by all of `RINGS`; in the case "short", one rank has almost no host memory."""
     result: dict[str, Any] = {}
     gradients = [step[1:] for step in train("whole", None, rank)[0]]
     short = {"host_budget_gib": 1e-6 if rank == SHORT_RANK else 1.0}

@@ -13,8 +13,8 @@ def training_trace(
 ) -> Trace:
     """Return a training run whose peak is in the backward of the last layer, in any micro-batch but the first.
 
-    All gradients exist by then. A layer saves 6 units in 5 operators; of its gradients, 2 units, those of the first
-    micro-batch stay until the optimizer; the last layer is dynamic.
+    All gradients exist by then. A layer saves 6 units in 5 operators. Its gradients are 2 units; the first micro-batch
+    makes them, and they stay until the optimizer. The last layer is dynamic.
     """
     recording = Recording()
     for _ in range(steps):
@@ -78,7 +78,7 @@ def _backward(recording: Recording, saved: list[int], unit_bytes: int, *, first:
 
 
 def odd_trace() -> Trace:
-    """Return a trace with names special to HTML and TeX, two streams, threads, an empty request, and earlier frees."""
+    """Return a trace with names special to HTML and TeX, two streams, threads, an empty request, and older frees."""
     recording = Recording()
     recording.layer(r"_orig_mod.$\frac{$</script><b>&", dynamic=True)
     recording.op("aten::<mm>$_$")

@@ -60,7 +60,7 @@ def cuda_is_simulated() -> bool:
 
 @dataclass
 class Event:
-    """On the compute stream: the time it was recorded. On a copy stream: whether the queue has passed it."""
+    """An event: on the compute stream the time of its recording, on a copy stream whether the queue has passed it."""
 
     clock: int = -1
     stream: Stream | None = None
@@ -129,7 +129,7 @@ class LeavesOut(Device):
         return self._native
 
     def asked_for(self, why: Wait) -> int:
-        """Return how often a kind of wait was asked for."""
+        """Return how often the streams were asked for a kind of wait."""
         return waits(self._native, why)
 
 

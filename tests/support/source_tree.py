@@ -1,6 +1,6 @@
-"""Finds names in a package's sources by their syntax alone: nothing is imported, nothing runs.
+"""Finds names in a package's sources by syntax alone: nothing is imported, nothing runs.
 
-Follows imports within the package, also relative and starred ones, and base classes. It does not see names that a
+It follows base classes, and imports within the package, relative and starred imports too. It does not see names that a
 module makes while it runs (`setattr`, `globals()`).
 """
 
@@ -38,13 +38,15 @@ class SourceTree:
         self._parse = functools.cache(self._parsed)
 
     def file_of(self, module: str) -> Path | None:
-        """Return the file of a module, given by its dotted name, its folder if it has no `__init__.py`, or None."""
+        """Return the file of a module (a dotted name), the folder of a package without `__init__.py`, or None."""
         path = self.root.joinpath(*module.split("."))
         candidates = (path.with_name(f"{path.name}.py"), path / "__init__.py", path)
         return next((each for each in candidates if each.is_file() or each is path and path.is_dir()), None)
 
     def find(self, module: str, name: str, depth: int = DEPTH) -> Found | None:
         """Return the definition of a dotted name in a module: a function, a class, an attribute or a submodule.
+
+        Members of a class that another package defines are not looked for.
 
         Raises:
             SyntaxError: this Python cannot parse a file on the way.
@@ -58,9 +60,9 @@ class SourceTree:
         return found
 
     def parameters(self, found: Found) -> tuple[set[str], bool]:
-        """Return the parameters of a function or constructor, and whether it takes others too (`**kwargs`).
+        """Return the parameters of a function or constructor, and whether it takes any others (`**kwargs`).
 
-        A dataclass's parameters are its fields and its bases' fields. An unknown function takes all.
+        The parameters of a dataclass are its fields and its bases' fields. An unknown function takes any parameter.
         """
         node = found.node
         if isinstance(node, ast.ClassDef):
@@ -146,7 +148,7 @@ class SourceTree:
         return Found(module, self._parse(module)) if self.file_of(module) is not None else None
 
     def _source(self, module: str, node: ast.Import | ast.ImportFrom) -> str:
-        """Return the module that an import is from."""
+        """Return the module that an import statement imports from."""
         if isinstance(node, ast.Import) or not node.level:
             return getattr(node, "module", None) or ""
         path = self.file_of(module)
@@ -164,7 +166,7 @@ class SourceTree:
         return self._in_module(source, alias.name, depth)
 
     def _aliased(self, module: str, name: str, node: ast.stmt, depth: int) -> Found:
-        """Return the other definition in `name = other`, if that is a class or a function of this module."""
+        """Return the definition of `other` for `name = other`, if it is found; else the statement itself."""
         value = getattr(node, "value", None)
         if isinstance(node, ast.Assign) and isinstance(value, ast.Name) and value.id != name:
             other = self._in_module(module, value.id, depth)
@@ -173,9 +175,10 @@ class SourceTree:
         return Found(module, node)
 
     def _in_class(self, owner: Found, name: str, depth: int) -> Found | None:
-        """Return a method or attribute of a class, or the method that sets it on the object; its own or a base's.
+        """Return the definition of a member of a class or of its bases, or None.
 
-        A class of another package may have any member. In a submodule, return the name's definition.
+        That is a method, an attribute of the class, or the method that sets the attribute on the object. If `owner` is
+        a submodule, the member is a name in it.
         """
         node = owner.node
         if isinstance(node, ast.Module):
@@ -195,7 +198,7 @@ class SourceTree:
         return None
 
     def _member(self, owner: Found, name: str, statement: ast.stmt) -> Found:
-        """Return the other definition in `name = other` in a class's body."""
+        """Return the definition of `other` for `name = other` in a class's body; else the statement itself."""
         value = getattr(statement, "value", None)
         assert isinstance(owner.node, ast.ClassDef)
         if isinstance(statement, ast.Assign) and isinstance(value, ast.Name) and value.id != name:
@@ -223,7 +226,7 @@ class SourceTree:
         return own.union(*(self._fields(base) for base in self._bases(owner, DEPTH)))
 
     def _has_unknown_base(self, owner: Found) -> bool:
-        """Return whether a base is of another package, so that its objects may take any argument."""
+        """Return whether another package defines a base, so that the constructor may take any argument."""
         assert isinstance(owner.node, ast.ClassDef)
         known = list(self._bases(owner, DEPTH))
         return len(known) < len(owner.node.bases) or any(self._has_unknown_base(base) for base in known)

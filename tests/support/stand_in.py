@@ -15,7 +15,7 @@ FOLDER = ROOT / "tests" / "support" / "stand_ins"
 
 
 def use(transformer_engine: str | None = None) -> None:
-    """Use the stand-ins for the rest of the process; call it before anything that needs either is imported.
+    """Use the stand-ins for the rest of the process; call this before any import of Transformer Engine or flash-attn.
 
     Args:
         transformer_engine: the version that the stand-in reports, by default "2.10.0"; stand_ins/README.md says which

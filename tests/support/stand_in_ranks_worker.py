@@ -60,10 +60,12 @@ def _with_gradients(module: Any, inputs: Any, grad: torch.Tensor) -> list[torch.
 
 
 def tensor_parallel() -> dict[str, float]:
-    """Compare two linear layers and a LayerNormMLP, sharded by tensor parallelism, with those of one rank.
+    """Compare two linear layers and a LayerNormMLP, sharded by tensor parallelism, with the same layers on one rank.
+
+    With sequence parallelism each rank has some of the tokens, otherwise all of them.
 
     Returns:
-        The largest difference of each case; with sequence parallelism each rank has some of the tokens, else all.
+        The largest difference of each case.
     """
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe
@@ -127,7 +129,7 @@ def _fill(weight: torch.Tensor) -> None:
 
 
 def megatron() -> dict[str, Any]:
-    """Return the losses of a GPTModel of torch's operators and of one of Transformer Engine's layers."""
+    """Return the losses of GPTModels made of torch's operators, and of GPTModels of Transformer Engine's layers."""
     from megatron.core import parallel_state
 
     found: dict[str, Any] = {}
@@ -147,7 +149,7 @@ def megatron() -> dict[str, Any]:
 
 
 def names() -> list[str]:
-    """Return the names under which this version keeps the state of FP8."""
+    """Return the names under which this version of Transformer Engine keeps FP8's state."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     return [name for name in ("AUTOCAST_DEPTH", "quantization_state") if hasattr(FP8GlobalStateManager, name)]

@@ -1,6 +1,6 @@
 """Run the stand-ins of Transformer Engine and flash-attn, and write the results to `FOLDER/results.pt`.
 
-`python -m tests.support.stand_in_worker FOLDER [VERSION]`; the version is Transformer Engine's. Results are by case.
+`python -m tests.support.stand_in_worker FOLDER [VERSION]`; VERSION is Transformer Engine's. The results are by case.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, left: int = -1)
 
 
 def packed(run: Run, starts: Sequence[int]) -> Run:
-    """Return a function of [t, h, d] that runs each sequence by itself."""
+    """Return a function of packed sequences [t, h, d] that runs `run` on each sequence by itself."""
     pairs = list(zip(starts, starts[1:], strict=False))
     return lambda *tensors: torch.cat([run(*(x[None, a:b] for x in tensors))[0] for a, b in pairs])
 
@@ -233,7 +233,7 @@ class _Seen(TorchDispatchMode):
 
 
 def dispatcher() -> dict[str, Any]:
-    """Return the operators that torch sees in a layer's forward, its saved tensors, and how many its backward frees."""
+    """Return the operators that torch sees in a layer's forward, saved tensors' shapes, and how many backward frees."""
     module, x = te.LayerNormMLP(32, 64, activation="swiglu"), torch.randn(4, 32)
     given: list[torch.Tensor] = []
 
@@ -260,8 +260,8 @@ def eight_bits(which: recipe.Recipe, how: str) -> list[Any]:
 
     Args:
         which: the recipe.
-        how: "plain"; "checkpoint"; "again": a second forward without precautions; "contexts": a second forward in the
-            recompute contexts.
+        how: "plain"; "checkpoint"; "again": a second forward, outside of the recompute contexts; "contexts": a second
+            forward in them.
     """
     FP8GlobalStateManager.reset()
     module, losses = layer(), []
@@ -287,7 +287,7 @@ def eight_bits(which: recipe.Recipe, how: str) -> list[Any]:
 
 
 def recipes() -> dict[str, Any]:
-    """Train in FP8 by each recipe, and return losses and delayed-scaling state where a layer runs again."""
+    """Train in FP8 by each recipe, running a layer once or twice; return losses, and delayed scaling's scales."""
     delayed = recipe.DelayedScaling(amax_history_len=16)
     found = {how: eight_bits(delayed, how) for how in ("plain", "checkpoint", "again", "contexts")}
     for one in (recipe.Float8CurrentScaling(), recipe.MXFP8BlockScaling(), recipe.Float8BlockScaling()):
@@ -357,7 +357,7 @@ def hugging_face() -> dict[str, list[float]]:
 
 
 def names() -> list[str]:
-    """Return the names under which this version keeps the state of FP8."""
+    """Return the names under which this version of Transformer Engine keeps FP8's state."""
     known = "get_fp8_autocast_state", "get_autocast_state", "AUTOCAST_DEPTH", "quantization_state"
     return [name for name in known if hasattr(FP8GlobalStateManager, name)]
 

@@ -43,7 +43,7 @@ class Played:
         self.stopped = False
 
     def take(self) -> np.ndarray | None:
-        """Return the operators added since the last call, watched or not; None if there were none."""
+        """Return the operators added since the last call, whether watched or not; None if there were none."""
         taken, self.ran = np.array(self.ran, dtype=np.int32), []
         return taken if len(taken) else None
 
@@ -87,9 +87,9 @@ class Led:
     """Trains a stack and, without memplug, its twin on the same data; the gradients must agree in every step.
 
     Args:
-        session: memplug's.
-        model: the stack.
-        recorder: the session's.
+        session: memplug's session.
+        model: the stack that trains with memplug.
+        recorder: the session's recorder.
     """
 
     def __init__(self, session: Session, model: Stack, recorder: Played):
@@ -134,7 +134,7 @@ def led(layers: int = 3, model: Stack | None = None, **profiler: Any) -> Iterato
 
 @contextlib.contextmanager
 def played(recorder: Played) -> Iterator[None]:
-    """Give sessions that attach within this recorder."""
+    """Make sessions that attach within this context use this recorder."""
     with mock.patch("memplug.hooks.attach.Recorder", return_value=recorder):
         yield
 

@@ -1,4 +1,4 @@
-"""Swap problems made by hand or at random, and the best swap list by trying all."""
+"""Swap problems made by hand or at random, and the best swap list of a problem, found by trying all."""
 
 import numpy as np
 from hypothesis import strategies as st
@@ -55,9 +55,9 @@ def steps(draw, most=20):
 
 
 def fewest_bytes(problem, *, longest_stall_s):
-    """Return the fewest bytes of all choices that keep to the budget and stall no longer; None if there are none.
+    """Return the fewest bytes of any choice of candidates that keeps to the budget and stalls no longer, or None.
 
-    All subsets are tried, except those that cannot do however long they stall.
+    All subsets of the candidates are tried, except those that exceed the budget however long they stall.
     """
     count = len(problem.candidates)
     sizes = np.array([each.nbytes for each in problem.candidates])

@@ -16,8 +16,8 @@ class Text:
     """A symbol that only text shows: a key of a dictionary, an operator's registered name, a decorator.
 
     Attributes:
-        text: white space in it does not count.
-        file: by its path from the folder that the package's folder is in; "": any of the package's.
+        text: the text to look for; white space does not count.
+        file: the file's path from the folder that contains the package's folder; "" for any file of the package.
     """
 
     text: str
@@ -36,7 +36,7 @@ class Package:
         folder: the folder of its modules.
         uses: symbols by the file of memplug that relies on them.
         imitated: further symbols that the stand-ins in tests/support/stand_ins imitate and memplug does not use.
-        distribution: its name on the package index; "" if it is not there.
+        distribution: the package's name on the package index; "" if it is not there.
     """
 
     folder: str
@@ -67,7 +67,7 @@ TRANSFORMER_ENGINE = Package(
             (f"{_MANAGER[0]}.is_fp8_enabled", f"{_MANAGER[1]}.is_fp8_enabled"),
             (f"{_MANAGER[0]}.get_autocast_state", f"{_MANAGER[1]}.get_fp8_autocast_state"),
             (f"{_MANAGER[0]}.set_autocast_state", f"{_MANAGER[1]}.set_fp8_autocast_state"),
-            # the following were the manager's own before 2.15
+            # before 2.15 the manager itself had the fields that follow
             (f"{_MANAGER[0]}.quantization_state", *(f"{each}.fp8_tensors_recompute_buffer" for each in _MANAGER)),
             (
                 f"{_TE}.quantization:FP8GlobalState.fp8_tensors_recompute_buffer",
@@ -160,7 +160,7 @@ FLASH_ATTN_3 = Package(
             Text("TORCH_LIBRARY(flash_attn_3,", _FA3),
             Text('m.def("fwd(', _FA3),
             Text('m.def("bwd(', _FA3),
-            # C++ alone declares that it writes to `out`: no attention for memplug, which captures no such operator
+            # memplug captures no operator that writes: the C++ one declares a write to `out`, the Python one none
             Text('"flash_attn_3::_flash_attn_forward", mutates_args=()', "hopper/flash_attn_interface.py"),
             Text('"flash_attn_3::_flash_attn_backward"', "hopper/flash_attn_interface.py"),
         ),
@@ -264,7 +264,7 @@ MEGATRON = Package(
             f"{_MC}.models.gpt.gpt_model:GPTModel.forward(input_ids, position_ids, attention_mask, labels)",
             f"{_MC}.transformer.module:Float16Module",
             f"{_SPECS}spec",
-            # from 0.17 the former is behind the latter
+            # from 0.17 the second function calls the first
             (f"{_SPECS}submodules{_OF_LAYER}", f"{_SPECS}spec{_OF_LAYER}"),
             f"{_MC}.transformer.spec_utils:ModuleSpec.submodules",
             *members(

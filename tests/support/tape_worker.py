@@ -1,8 +1,9 @@
 """Compares the tapes of Megatron-Core's layers on this rank with the reference tapes, for every layout.
 
 Started by a launcher: `torchrun --nproc-per-node 2 -m tests.support.tape_worker FOLDER LAYOUTS`. `LAYOUTS`: name -> a
-layout of tests.support.megatron_worker. `FOLDER/RANK.json` gets name -> for each forward of a layer {"operators": by
-name, in order, "drawing": those that draw, "opaque"}, or the text of the first difference.
+layout of tests.support.megatron_worker. `FOLDER/RANK.json` gets name -> for each forward of a layer {"operators": their
+names in order, "drawing": the names of those that draw random numbers, "opaque": the reasons, as bits}, or instead the
+text of the first difference.
 """
 
 from __future__ import annotations

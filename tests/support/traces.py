@@ -1,4 +1,4 @@
-"""Small traces: written row by row, of a training loop over two layers, and random ones."""
+"""Small traces: traces written row by row, traces of a training loop over two layers, and random traces."""
 
 from __future__ import annotations
 
@@ -84,9 +84,10 @@ class Recording:
 
 
 def training(steps: int = 2, micro_batches: int = 2) -> Recording:
-    """Return a loop over two layers, the second one dynamic, that writes, reads in backward and frees each activation.
+    """Return a training loop over two layers, the second one dynamic.
 
-    The weights (100 bytes a layer) exist before the recording; activations have 16 bytes more in each layer.
+    Each layer's forward writes an activation, which its backward reads and frees. The weights (100 bytes a layer) exist
+    before the recording. Activations have 16 bytes in the first layer, 32 in the second.
     """
     recording = Recording()
     weights = [recording.tensor(100, "bfloat16") for _ in range(2)]
@@ -125,7 +126,7 @@ def _backward(recording: Recording, layer: int, weight: int, activation: int, re
 
 @st.composite
 def recordings(draw: st.DrawFn, most: int = 60) -> Recording:
-    """Draw a recording of requests and operators in any order, freed by any thread, or never."""
+    """Draw a recording of operators and requests in any order; any thread frees a request, or none does."""
     recording = Recording()
     for _ in range(draw(st.integers(0, 3))):
         recording.tensor(draw(st.integers(0, 2**40)), draw(st.sampled_from(("float32", "bfloat16", "int8"))))

@@ -1,21 +1,24 @@
 """Train a tiny Llama with DeepSpeed on this rank, once for every case, and write the results to a file per rank.
 
 Started by a launcher: `torchrun --nproc-per-node 2 -m tests.support.training_worker FOLDER CASES`. `CASES` is a JSON
-object: name -> {"stage": of ZeRO, "memplug": the block or null}, and optionally a list with one entry per rank of:
+object: name -> {"stage": ZeRO's stage, "memplug": the block or null}. These optional keys have a list with an entry for
+each rank:
 
-* "host_budget_gib": a number;
-* "lengths": the length of the sequence in each step; by default 12 in 5 steps;
-* "operators": a number for each step: the operators that a recorder shall have seen in it.
+* "host_budget_gib", "device_budget_gib": a number;
+* "lengths": the length of the sequences in each micro-batch; by default 12 in 5 micro-batches;
+* "operators": a number for each micro-batch; a stand-in for the recorder then reports 100 operators of this number.
 
-Optionally, "fields" are further fields of the DeepSpeed configuration, and "layers" is their number; on simulated
-CUDA, "schedules" has a policy and a seed for each micro-batch.
+Other optional keys:
 
-"ways" may name "by alpha", so that the plans to try certainly differ, and "keeps nothing", so that nothing may stay
-on the device.
+* "fields": further fields of the DeepSpeed configuration;
+* "layers": the number of layers;
+* "schedules": on simulated CUDA, a policy and a seed for each micro-batch;
+* "ways": a list of "by alpha" (the plans to try certainly differ) and "keeps nothing" (a plan keeps no output on the
+  device).
 
 `FOLDER/RANK.json` gets name -> {"losses", "gathered": parameters that are whole after training, "digest": of the
-optimizer's state, "violations": of the simulator, "report", "history", "stages": after each micro-batch,
-"served": requests of it that the arena had bytes for}; the last four of memplug.
+optimizer's state, "violations": how often the simulator saw a wrong order, "report" and "history": memplug's, "stages":
+memplug's stage after each micro-batch, "served": how many requests the arena served, by micro-batch}.
 """
 
 from __future__ import annotations
@@ -99,7 +102,7 @@ def train(
     rank: int,
     schedules: list[tuple[str, int]] | None = None,
 ) -> tuple[list[float], list[str], list[int]]:
-    """Train, and return the loss of each step, the stage after it, and how many of its requests the arena served."""
+    """Train, and return for each micro-batch its loss, the stage after it, and how many requests the arena served."""
     from tests.support.hosts import tokens
 
     losses, stages, served, schedule = [], [], [], contextlib.ExitStack()

@@ -1,6 +1,6 @@
-"""A model that reports itself which layer runs, to check the recorder's places of operators.
+"""A model that itself reports which layer runs, to check the places that the recorder notes for operators.
 
-It reports in its forwards, and by hooks on every node of its graph.
+The model reports in its forwards, and by hooks on every node of its graph.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class Truth:
         self._now = None
 
     def at(self, layer: int | None) -> Where | None:
-        """Report the layer of the operators that follow, and return the place before.
+        """Report the layer of the operators that follow (-1: outside of layers, None: unknown).
 
-        -1 is outside of layers, None is unknown.
+        Returns:
+            The place that was reported before.
         """
         return self._to(None if layer is None else (*self.running, layer))
 
@@ -66,7 +67,7 @@ class Truth:
         return self._recorder._native.running_operator() + 1 if self._recorder.recording else self._seen
 
     def watch_nodes(self, end: torch.Tensor, begins: list[torch.Tensor], layer: int) -> None:
-        """Report a layer for all nodes from a tensor back to others."""
+        """Report a layer for all nodes of the graph between `end` and the tensors `begins`."""
         known, ahead = {x.grad_fn for x in begins}, [end.grad_fn]
         while ahead:
             node = ahead.pop()
@@ -87,7 +88,7 @@ class Truth:
         """Assert that every operator of the trace is where the model reported it, and return the counts by place.
 
         Raises:
-            AssertionError: names the first operator that is not.
+            AssertionError: names the first operator that the trace has in another place.
         """
         names = [trace.names[name] for name in trace.operators["name"]]
         assert self.operators() == len(names)
@@ -111,7 +112,10 @@ def where(trace: Trace, index: int) -> Where:
 
 
 class Layer(nn.Module):
-    """A layer that reports what it runs; `inside`: it runs in a checkpoint; `fails`: it raises in the middle."""
+    """A layer that reports what it runs; with `fails` it raises in the middle.
+
+    `inside`: its body runs in a checkpoint, reentrant (True) or not (False), or in none (None).
+    """
 
     def __init__(self, truth: Truth, index: int, inside: bool | None):
         super().__init__()
@@ -138,7 +142,7 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    """A stack of such layers; `around`: each is in a checkpoint, reentrant (True), not (False), or in none (None)."""
+    """A stack of `Layer`; `around`: each is in a checkpoint, reentrant (True) or not (False), or in none (None)."""
 
     def __init__(self, truth: Truth, layers: int = 3, around: bool | None = None, inside: bool | None = None):
         super().__init__()

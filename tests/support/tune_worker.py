@@ -1,8 +1,8 @@
-"""Train a tiny Llama by a tuned DeepSpeed JSON on this rank, with its memplug block and without.
+"""Train a tiny Llama by tuned DeepSpeed JSONs on this rank, with memplug if a JSON has its block.
 
 Started by a launcher: `torchrun --nproc-per-node 2 -m tests.support.tune_worker FOLDER CASES`. `CASES` is a JSON
-object: name -> the DeepSpeed JSON. `FOLDER/RANK.json` gets name -> {"losses": of each micro-batch, "digest": of the
-weights at the end, "report": of memplug}.
+object: name -> the DeepSpeed JSON. `FOLDER/RANK.json` gets name -> the results of `cases_worker.train_engine`:
+{"losses": of each micro-batch, "digest": of the weights at the end, "report": memplug's, ...}.
 """
 
 from __future__ import annotations

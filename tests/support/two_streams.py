@@ -12,7 +12,7 @@ import memplug
 
 
 class Beside(nn.Module):
-    """A layer that runs a part of its forward, `aside`, on another stream; subclasses may replace it."""
+    """A layer that runs a part of its forward, `aside`, on another stream; subclasses may replace `aside`."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()
@@ -36,7 +36,7 @@ class Beside(nn.Module):
 def train(
     make: Callable[[torch.cuda.Stream], nn.Module], block: dict[str, Any], steps: int
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Return the losses and parameters of a model that is made with a second stream, and memplug's report."""
+    """Train a model that is made with a second stream; return its losses and parameters, and memplug's report."""
     torch.manual_seed(0)
     model = make(torch.cuda.Stream()).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

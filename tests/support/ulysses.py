@@ -121,5 +121,5 @@ def loss_of(engine: Any, batch: dict[str, torch.Tensor], mpu: Any) -> torch.Tens
     count = (labels != -100).sum()
     total, group = count.clone(), mpu.get_sequence_parallel_group()
     dist.all_reduce(total, group=group)
-    # the recipe's all_gather is differentiated by a scatter, which gloo's groups of some ranks lack
+    # the backward of the recipe's all_gather is a scatter, which gloo lacks in groups of only some ranks
     return dist.nn.functional.all_reduce(own * count, group=group) / total

@@ -2,8 +2,8 @@
 
     python -m tests.support.values_worker cpu|virtual FOLDER MODE...
 
-On the CPU a first step's values are recorded in `FOLDER/values.json`; the virtual device reads them. Modes are those of
-`memplug.estimate`; `FOLDER/DEVICE.json` gets mode -> bytes of each request of the thread that trains.
+On the CPU the values of a first step are recorded in `FOLDER/values.json`; the virtual device reads this file. Modes
+are those of `memplug.estimate`. `FOLDER/DEVICE.json` gets mode -> bytes of each request of the thread that trains.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RoutedLayer(nn.Module):
 
 
 class Routed(nn.Module):
-    """A stack of routed layers, with a loss over the large values of the last one's output."""
+    """A stack of routed layers, with a loss over the large values of the last layer's output."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ TOKEN_HEADS, HIDDEN, INTERMEDIATE = 32, 4096, 11008
 
 
 class DecoderLayer(nn.Module):
-    """The decoder layer that was measured: that of a 7B Llama."""
+    """The decoder layer that was measured on an H200: a layer of a 7B Llama."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class DecoderLayer(nn.Module):
 
 
 class Layers(nn.Module):
-    """A stack of these decoder layers."""
+    """A stack of `DecoderLayer`."""
 
     def __init__(self, count: int) -> None:
         super().__init__()

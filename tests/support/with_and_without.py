@@ -24,7 +24,7 @@ def block(alpha: float | str, **tokenwise: Any) -> dict[str, Any]:
 
 
 def cases_of(programs: Mapping[str, dict[str, Any]], alphas: Iterable[str] = EXACT, **tokenwise: Any) -> Cases:
-    """Return the cases of each program: "NAME none", without memplug, and "NAME ALPHA", with these fields."""
+    """Return the cases of each program: "NAME none", without memplug, and "NAME ALPHA", with `block`'s block."""
     return {
         f"{name} {alpha}": {**case, "memplug": block(ALPHAS[alpha], **tokenwise) if alpha != "none" else None}
         for name, case in programs.items()

@@ -2,8 +2,9 @@
 
     python -m tests.support.zero_programs_worker FOLDER STAGE RANKS KIND...
 
-`FOLDER/STAGE-RANKS.json` gets kind -> `steps`, of each [a digest of its operators, their number, nodes, plain regions,
-planned], and `arena_reserved_bytes`, null where no arena served.
+`FOLDER/STAGE-RANKS.json` gets kind -> {"steps": for each step [digest of its operators, number of operators, number of
+autograd nodes, number of regions that run as without memplug, whether it is planned], "arena_reserved_bytes": null if
+no arena served}.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ KINDS = {each.__name__: each for each in (kept, swapped, recomputed, mixed)}
 
 
 def trained(kind: str, stage: int, ranks: int) -> dict[str, Any]:
-    """Train under a plan of that kind, and return the operators of each step and the bytes that the arena reserved."""
+    """Train under a plan of that kind; return the facts on each step's operators, and the arena's reserved bytes."""
     steps: list[list[Any]] = []
 
     def end_step(original: Callable[..., None], adjuster: Adjuster, step: int, program: Program) -> None:

@@ -1,5 +1,5 @@
-// Flash, memory-efficient and cuDNN attention, by plain math in fp32 (fp64 stays), with the results that each keeps for
-// backward. Dropout is drawn again in backward, from the seed and offset that forward returned.
+// Flash, memory-efficient and cuDNN attention, by plain math in fp32 (fp64 stays). Each returns the results that the
+// real one keeps for backward. Dropout is drawn again in backward, from the seed and offset that forward returned.
 #include <cmath>
 
 #include "operators.h"
@@ -15,7 +15,7 @@ struct Attention {
     std::optional<double> scale;
     Draw drawn;
   };
-  Tensor q, k, v, scores, mask; // mask: of dropout, scaled
+  Tensor q, k, v, scores, mask; // mask: dropout's, scaled
   double scale;
   int64_t key_heads;
 
@@ -53,11 +53,11 @@ struct Attention {
     return {at::matmul(dropped(weights(lse)), v), lse};
   }
 
-  Tensor folded(const Tensor& grad) const { // the repeated heads into one again
+  Tensor folded(const Tensor& grad) const { // sums the gradients of repeated heads
     return grad.view({grad.size(0), key_heads, grad.size(1) / key_heads, grad.size(2), grad.size(3)}).sum(2);
   }
 
-  // Of q, k, v and the scores.
+  // Returns the gradients of q, k, v and the scores.
   std::vector<Tensor> backward(const Tensor& grad_out, const Tensor& out, const Tensor& lse) const {
     const Tensor grad = grad_out.to(q.scalar_type());
     const Tensor w = weights(lse.slice(-1, 0, q.size(2)).to(q.scalar_type()));
@@ -107,7 +107,7 @@ Stack efficient(const c10::OperatorHandle&, Stack s, Draw drawn) {
   const Attention a(tensor_at(s, 0), tensor_at(s, 1), tensor_at(s, 2), tensor_at(s, 3),
                     {s[5].toDouble(), s[6].toBool(), scale_at(s, 7), drawn});
   const auto [out, lse] = a.forward();
-  const int64_t rows = lse.size(-1), padded = (rows + 31) / 32 * 32; // as the kernel has it
+  const int64_t rows = lse.size(-1), padded = (rows + 31) / 32 * 32; // padded as the real kernel pads
   const Tensor kept = s[4].toBool() ? at::constant_pad_nd(lse, {0, padded - rows}, INFINITY) : lse.slice(-1, 0, 0);
   return {out, kept.to(at::kFloat), one(drawn.seed), one(drawn.offset)};
 }

@@ -1,5 +1,5 @@
-// The kernel of every operator: allocate results by torch's own CUDA allocator, queue the CPU's kernel. Where only the
-// data tells what a result looks like, the stream is waited for, as CUDA does.
+// The kernel of every operator: allocates results by torch's own CUDA allocator, and queues the CPU's kernel. If a
+// result's shape depends on the data, the call waits for the stream, as on CUDA.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
@@ -24,9 +24,9 @@ at::Generator Draw::generator() const {
 
 namespace {
 
-const double MOST_FLOPS = 2e11; // of a matmul, above which it would take minutes here
+const double MOST_FLOPS = 2e11; // a matmul of more would take minutes here
 
-// The same memory as the CPU's; of what is the CPU's already, the value that it has now.
+// Returns a tensor of the CPU over the same memory, or a copy if the tensor is the CPU's already.
 Tensor to_cpu(const Tensor& tensor) {
   TORCH_CHECK(tensor.layout() == at::kStrided, "cudasim: only dense tensors are simulated");
   Tensor made = tensor.is_cuda() ? at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
@@ -96,7 +96,7 @@ void copy_results(const Stack& from, const Stack& to) {
   }
 }
 
-// A benchmark's matmul: its result is 0, and that is said.
+// Returns whether a matmul is as large as a benchmark's: its result is then 0, and a message says so.
 bool is_too_large(const c10::OperatorHandle& op, const Stack& arguments) {
   const std::string& name = op.operator_name().name;
   return (name == "aten::mm" || name == "aten::bmm") &&
@@ -251,7 +251,7 @@ void call(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   stack->insert(stack->end(), results.begin(), results.end());
 }
 
-// Across the link torch's own code does it, with cudaMemcpyAsync; on the device it is a kernel.
+// Copies across the link by torch's own code, with cudaMemcpyAsync; a copy on the device is a kernel.
 void call_copy(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const Tensor self = (*stack)[stack->size() - 3].toTensor(), source = (*stack)[stack->size() - 2].toTensor();
   if (self.is_cuda() && source.is_cuda()) {

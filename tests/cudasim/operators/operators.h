@@ -21,42 +21,42 @@ using Stack = std::vector<IValue>;
 // What a random operator takes from the CUDA generator, so that its states can be kept and replayed.
 struct Draw {
   uint64_t seed = 0, offset = 0;
-  at::Generator generator() const; // of the CPU; the same one for the same draw
+  at::Generator generator() const; // a generator of the CPU; equal draws have equal ones
 };
 
-// Results of an operator from arguments whose tensors are the CPU's.
+// Computes the results of an operator from arguments whose tensors are the CPU's.
 using Compute = std::function<Stack(const c10::OperatorHandle&, Stack, Draw)>;
 
-// What of an operator's schema matters here.
+// The facts on an operator's schema that matter here.
 struct Info {
   std::string name;
-  std::vector<bool> written; // arguments that it writes to,
-  std::vector<bool> out;     // and those of them that it does not read
-  std::vector<int> alias;    // which argument each result is; -1: a new one
-  int generator = -1;        // which argument is one,
-  int dropout = -1;          // or is the share that is dropped
+  std::vector<bool> written; // by argument: whether the operator writes to it
+  std::vector<bool> out;     // by argument: whether the operator writes to it and does not read it
+  std::vector<int> alias;    // by result: the argument that it is; -1: a new tensor
+  int generator = -1;        // the argument that is a generator; -1: none
+  int dropout = -1;          // the argument that is the share to drop; -1: none
   bool draws = false;
   bool convolves = false;
   bool only_in_place = false;
-  bool tensors_only = true; // of its results
-  Compute compute;          // where the CPU has no such kernel
+  bool tensors_only = true; // whether all results are tensors
+  Compute compute;          // used in place of the CPU's kernel, if there is none
 };
 
-// Of an operator that is simulated.
+// Returns the facts on an operator that is simulated.
 const Info& info_of(const c10::OperatorHandle& op);
 
-// The operators that the CPU has no kernel for, by name.
+// Return the operators that the CPU has no kernel for, by name.
 std::map<std::string, Compute> attention_operators();
 std::map<std::string, Compute> other_operators();
 
-// What the results look like, on the meta device; false: only the data tells.
+// Sets `metas` to the results on the meta device; returns false if only the data tells their shapes.
 bool infer(const c10::OperatorHandle& op, const Info& info, const Stack& arguments, Stack& metas);
 
-// The boxed kernels that take the place of torch's.
+// The boxed kernels that replace torch's.
 void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
 void call_copy(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
 
-// What happens inside of a kernel is seen by no mode, no callback and no autograd of the caller.
+// Hides the operators inside of a kernel from the modes, callbacks and autograd of the caller.
 struct Quiet {
   at::RecordFunctionGuard unrecorded{false};
   c10::impl::ExcludeDispatchKeyGuard excluded{
@@ -64,7 +64,7 @@ struct Quiet {
       c10::DispatchKeySet({c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::PythonDispatcher})};
 };
 
-// The value with f(tensor) for each defined tensor in it.
+// Returns the value with f(tensor) in place of each defined tensor.
 template <typename F>
 IValue map(const IValue& value, const F& f) {
   if (value.isTensor()) {
@@ -95,14 +95,14 @@ void visit(const IValue& value, const F& f) {
   });
 }
 
-// A number that became a tensor does not decide the type of a result.
+// Marks a tensor as a number, if `of` is one: such a tensor does not decide the type of a result.
 inline void set_wrapped_as(const Tensor& made, const Tensor& of) {
   if (of.unsafeGetTensorImpl()->is_wrapped_number()) {
     made.unsafeGetTensorImpl()->set_wrapped_number(true);
   }
 }
 
-// The type to compute in, of the CPU's.
+// Returns the type that the CPU computes in.
 inline at::ScalarType wide(const Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }

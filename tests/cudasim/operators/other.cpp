@@ -1,4 +1,4 @@
-// Operators besides attention that the CPU has no kernel for, or another one: dropout, norms.
+// Operators besides attention that the CPU has no kernel for, or a different one: dropout, norms.
 #include "operators.h"
 
 namespace cudasim {
@@ -45,13 +45,13 @@ Stack rms_norm_backward(const c10::OperatorHandle&, Stack s, Draw) {
   return {grad_x, outer.empty() ? grad * normal : (grad * normal).sum(outer)};
 }
 
-// Input, weight, padding, stride, dilation, groups.
+// Takes input, weight, padding, stride, dilation, groups.
 Stack convolution(const c10::OperatorHandle&, Stack s, Draw) {
   return {at::convolution(tensor_at(s, 0), tensor_at(s, 1), {}, s[3].toIntVector(), s[2].toIntVector(),
                           s[4].toIntVector(), false, std::vector<int64_t>(s[2].toIntVector().size(), 0), s[5].toInt())};
 }
 
-// With a reserve, which is empty, as a result more than the CPU's.
+// Returns one more result than the CPU's operator, an empty reserve.
 Stack batch_norm(const c10::OperatorHandle&, Stack s, Draw) {
   const auto [out, mean, deviation] = at::native_batch_norm(tensor_at(s, 0), tensor_at(s, 1), tensor_at(s, 2),
                                                             tensor_at(s, 3), tensor_at(s, 4), s[5].toBool(),
@@ -67,7 +67,7 @@ Stack batch_norm_backward(const c10::OperatorHandle&, Stack s, Draw) {
   return {of_input, of_weight, of_bias};
 }
 
-// Of whole numbers too, as CUDA has it.
+// Takes whole numbers too, as on CUDA.
 Stack histogram(const c10::OperatorHandle&, Stack s, Draw) {
   const Tensor x = tensor_at(s, 0);
   return {at::histc(x.to(wide(x)), s[1].toInt(), s[2].toScalar(), s[3].toScalar()).to(x.scalar_type())};

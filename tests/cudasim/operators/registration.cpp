@@ -1,4 +1,4 @@
-// Takes the place of every CUDA kernel of aten as this library is loaded: when torch first asks for devices.
+// Replaces every CUDA kernel of aten when this library is loaded, which is when torch first counts devices.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAException.h>
@@ -13,7 +13,7 @@
 namespace cudasim {
 namespace {
 
-const std::set<std::string>& own_of_torch() { // launch nothing
+const std::set<std::string>& own_of_torch() { // these launch nothing
   static const auto* names = new std::set<std::string>{
       "aten::empty",          "aten::empty_strided",     "aten::set_",
       "aten::resize_",        "aten::record_stream",     "aten::_local_scalar_dense",
@@ -39,7 +39,7 @@ Compute compute_of(const c10::FunctionSchema& schema) {
   return found != known->end() && schema.overload_name().empty() ? found->second : Compute();
 }
 
-// The argument that a result is; -1: a new tensor.
+// Returns the argument that a result is; -1: a new tensor.
 int alias_of(const c10::Argument& result, const std::vector<c10::Argument>& arguments) {
   for (size_t i = 0; i < arguments.size() && result.alias_info() != nullptr; ++i) {
     const auto* alias = arguments[i].alias_info();
@@ -87,7 +87,7 @@ bool is_view(const c10::FunctionSchema& schema) {
   return !returns.empty() && returns[0].alias_info() != nullptr && !returns[0].alias_info()->isWrite();
 }
 
-// New memory is filled with NaN by its stream: using it without having waited for that stream is found out.
+// Fills new memory with NaN on its stream, so that using it without a wait for that stream shows.
 Tensor poisoned(Tensor tensor) {
   if (tensor.numel() > 0) {
     C10_CUDA_CHECK(cudaMemsetAsync(tensor.data_ptr(), 0xFF, tensor.storage().nbytes(),

@@ -1,5 +1,5 @@
-// What an operator's results look like, from its meta kernel. Those that are written in Python are slow, so what they
-// said is kept, by all that it may depend on.
+// Shapes and types of an operator's results, from its meta kernel. Meta kernels in Python are slow, so their results
+// are cached, by all facts that they may depend on.
 #include <cstdio>
 #include <mutex>
 #include <unordered_map>
@@ -45,7 +45,7 @@ void add_list(std::string& key, const List& list) {
   key += ';';
 }
 
-// Adds an argument to the key; false: of a kind that is not known.
+// Adds an argument to the key; returns false if its kind is not known.
 bool add_argument(std::string& key, const IValue& value) {
   key += static_cast<char>('A' + (value.isTensor() ? 0 : value.isTensorList() ? 1 : value.isOptionalTensorList() ? 2
       : value.isInt() ? 3 : value.isDouble() ? 4 : value.isBool() ? 5 : value.isIntList() ? 6

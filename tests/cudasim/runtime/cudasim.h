@@ -1,4 +1,4 @@
-// What the simulated CUDA runtime offers beside CUDA's own calls: to the operators, and to Python by ctypes.
+// The calls of the simulated CUDA runtime beside CUDA's own: for the operators, and for Python by ctypes.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -20,7 +20,7 @@ using Ranges = std::vector<Range>;
 
 } // namespace cudasim
 
-// Queues `run` on a stream, as the launch of a kernel would. `name` lives as long as the process. Returns false where
-// the task conflicts with one that it is not ordered after, and such a race is to be an error; it is queued all the same.
+// Queues `run` on a stream, as the launch of a kernel would. `name` lives as long as the process. The task is queued in
+// any case. Returns false if it conflicts with a task that it is not ordered after, if races are errors (Races::RAISE).
 CUDASIM_API bool cudasim_enqueue(cudaStream_t stream, const char* name, std::function<void()>* run,
                                  cudasim::Ranges* ranges);

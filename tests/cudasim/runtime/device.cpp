@@ -1,7 +1,7 @@
 // The one device and its properties. When torch first counts devices, the operators are loaded.
 //
-// Each process has a device of its own. Where a launcher has started several on this machine, the device answers to as
-// many ordinals, so that a script can take the one of its local rank.
+// Each process has a device of its own. If a launcher has started several processes on this machine, the device answers
+// to as many ordinals, so that a script can take the ordinal of its local rank.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -21,7 +21,7 @@ int ordinals() {
   return std::max(1, static_cast<int>(number_of("LOCAL_WORLD_SIZE", 1)));
 }
 
-// A library beside this one.
+// Loads a library from this library's folder.
 void load(const char* name) {
   Dl_info here;
   dladdr(reinterpret_cast<void*>(&load), &here);
@@ -135,7 +135,7 @@ CUDASIM_API cudaError_t cudaProfilerStop() {
   return cudaSuccess;
 }
 
-// Runs what the stream has to do, as if time had passed: the host has seen none of it, so nothing is ordered by it.
+// Runs all queued tasks of a stream, as if time had passed. The host has not seen them run, so this orders nothing.
 CUDASIM_API void cudasim_run(cudaStream_t stream) {
   const Lock lock(state().mutex);
   finish(*stream_of(stream));

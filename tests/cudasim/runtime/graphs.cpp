@@ -1,5 +1,5 @@
-// A graph is what was queued while its streams were captured; it is replayed in program order, on one stream. So the
-// order between its own tasks is not checked; that every stream joins its origin again is.
+// A graph is the tasks that were queued while its streams were captured. It is replayed in program order, on one
+// stream, so the order between its own tasks is not checked. That every stream joins the origin again is checked.
 #include "graphs.h"
 
 #include "scheduler.h"
@@ -26,7 +26,7 @@ cudaError_t join_capture(Stream& stream, const Mark& mark) {
 
 namespace {
 
-// Whether the origin has waited for all that the other streams do.
+// Returns whether the origin has waited for all tasks of the other streams.
 bool is_joined(const Graph& graph) {
   const Clock& known = graph.clocks.at(graph.origin);
   return std::all_of(graph.clocks.begin(), graph.clocks.end(), [&](const auto& each) {
@@ -142,7 +142,7 @@ CUDASIM_API cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphN
   *count = 0;
   return cudaSuccess;
 }
-CUDASIM_API cudaError_t cudaGraphDestroy(cudaGraph_t) { // what was instantiated from it goes on
+CUDASIM_API cudaError_t cudaGraphDestroy(cudaGraph_t) { // its instances stay valid
   return cudaSuccess;
 }
 CUDASIM_API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) {

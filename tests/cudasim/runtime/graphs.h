@@ -4,10 +4,10 @@
 
 namespace cudasim {
 
-// Whether the stream is being captured, which then fails: by a call that a capture does not allow.
+// For calls that a capture does not allow: returns whether the stream is being captured, and makes that capture fail.
 bool invalidates_capture(Stream& stream);
 
-// The stream waits for an event that was recorded in a capture, and takes part in it from now on.
+// Makes the stream wait for an event that was recorded in a capture, and take part in this capture from now on.
 cudaError_t join_capture(Stream& stream, const Mark& mark);
 
 } // namespace cudasim

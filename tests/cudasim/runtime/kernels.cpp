@@ -1,5 +1,5 @@
-// There are no kernels: operators.cpp takes the place of all that torch launches. One that is launched all the same
-// ends the process with its name, as results would be missing.
+// There are no kernels: the code in ../operators replaces those that torch launches. A kernel that is launched all the
+// same ends the process with the kernel's name, since results would be missing.
 #include <cstdio>
 #include <cstdlib>
 

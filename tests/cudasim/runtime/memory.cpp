@@ -1,4 +1,4 @@
-// Allocation and registration. What is freed is unmapped: whoever still uses it crashes.
+// Allocation and registration. Freed memory is unmapped, so that code that still uses it crashes.
 #include "memory.h"
 
 #include <sys/mman.h>
@@ -20,7 +20,7 @@ void* mapped(size_t bytes) {
   return memory == MAP_FAILED ? nullptr : memory;
 }
 
-// As CUDA does, it waits for all that the device has to do.
+// Unmaps a piece of memory, after waiting for all tasks of the device, as CUDA does.
 void unmap(std::map<uintptr_t, size_t>& pieces, std::map<uintptr_t, size_t>::iterator piece) {
   ++state().blocked;
   wait_for_all();
@@ -171,7 +171,7 @@ CUDASIM_API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attribut
   return cudaSuccess;
 }
 
-CUDASIM_API void cudasim_set_memory(size_t bytes) { // so that it runs out at a time of one's choice
+CUDASIM_API void cudasim_set_memory(size_t bytes) { // so that a test chooses when memory runs out
   const Lock lock(state().mutex);
   settings().memory_bytes = bytes;
 }

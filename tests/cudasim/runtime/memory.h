@@ -6,7 +6,7 @@ namespace cudasim {
 
 const size_t PAGE_BYTES = 4096;
 
-// Whether all of the bytes lie in one of these pieces of memory, or in several side by side.
+// Returns whether all of the bytes lie in one of these pieces of memory, or in several side by side.
 bool lies_in(const std::map<uintptr_t, size_t>& pieces, const void* pointer, size_t bytes = 1);
 
 inline Range range_of(const void* pointer, size_t bytes, bool write) {

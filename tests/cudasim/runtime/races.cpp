@@ -1,5 +1,5 @@
-// Each task has a vector clock (order of its stream, events, what the host has waited for), each byte of device and
-// pinned memory its last writer and the readers since.
+// Each task has a vector clock of the tasks before it, by the order of its stream, by events and by waits of the host.
+// Each byte of device and pinned memory has its last writer, and the readers since.
 #include "races.h"
 
 #include <cstdio>
@@ -16,7 +16,7 @@ bool precedes(const Access& access, const Clock& clock) {
       (static_cast<size_t>(access.stream) < clock.size() && clock[access.stream] >= access.position);
 }
 
-// So that a segment begins at this byte.
+// Splits a segment if needed, so that one begins at this byte.
 void split(uintptr_t at) {
   auto& all = state().accesses;
   const auto next = all.upper_bound(at);
@@ -31,7 +31,7 @@ void split(uintptr_t at) {
   }
 }
 
-// The segments that make up a range, with new ones where it was never touched.
+// Calls f with each segment of a range; makes new segments for bytes that were never touched.
 template <typename F>
 void visit(const Range& range, const F& f) {
   auto& all = state().accesses;
@@ -77,7 +77,7 @@ bool note(const Stream& stream, const char* task, const Range& range) {
       read.push_back(mine);
     }
   });
-  if (range.write) { // all of it is alike now
+  if (range.write) { // all of the range is alike now
     auto& all = state().accesses;
     all.erase(all.lower_bound(range.begin), all.lower_bound(range.end));
     all.emplace(range.begin, Segment{range.end, mine, {}});

@@ -1,20 +1,20 @@
-// The race detector: are conflicting accesses of tasks ordered? Independent of what the scheduler happens to run.
+// The race detector: are conflicting accesses of tasks ordered? The answer does not depend on the order of their runs.
 #pragma once
 #include "state.h"
 
 namespace cudasim {
 
-// Notes what a task that is being queued on the stream reads and writes. Returns false where it is not ordered after
-// what it conflicts with; each such race is told once.
+// Notes the bytes that a task reads and writes, while it is queued on the stream. Returns false if the task is not
+// ordered after one that it conflicts with; each such race is reported once.
 bool note_accesses(const Stream& stream, const char* task, const Ranges& ranges);
 
-// The bytes are given back: what was done with them counts no more.
+// Forgets the accesses to bytes that are given back.
 void forget(uintptr_t begin, uintptr_t end);
 
-// A violation, where a queued task still needs bytes that go.
+// Reports a violation if a queued task still needs bytes that are given back.
 void check_unused(uintptr_t begin, uintptr_t end, const char* call);
 
-// Something that is an error on hardware, if not always a visible one.
+// Reports a violation: an error on hardware, though not always a visible one.
 void violation(const std::string& what);
 
 } // namespace cudasim

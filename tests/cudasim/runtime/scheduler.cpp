@@ -24,7 +24,7 @@ double device_worked = 0, host_waited = 0;
 class Worker {
  public:
   void run(std::function<void()>& job) {
-    if (owner_ != getpid()) { // first use, or a forked child, in which the parent's thread is not
+    if (owner_ != getpid()) { // first use, or a forked child, which lacks the parent's thread
       new (&mutex_) std::mutex();
       new (&changed_) std::condition_variable();
       owner_ = getpid();
@@ -85,7 +85,7 @@ void run_next(Stream& stream) {
   }
 }
 
-// Copies as early as the events allow: before each task of the default stream, all others that can run.
+// Under COPY_FIRST, copies run as early as events allow: between tasks of the default stream, all other ready tasks.
 void run_others_first(const Stream& stream) {
   if (settings().policy != Policy::COPY_FIRST || !stream.is_default) {
     return;
@@ -104,14 +104,14 @@ void run_others_first(const Stream& stream) {
 void advance(Stream& stream) {
   if (stream.queue.front().kind == Task::WAIT && !stream.queue.front().mark->done) {
     const MarkPtr needed = stream.queue.front().mark;
-    complete(*needed); // which may have run this stream on
+    complete(*needed); // may have run tasks of this stream too
     return;
   }
   run_next(stream);
   run_others_first(stream);
 }
 
-// Runs the next task of any stream that is ready; returns false where none is.
+// Runs the next task of any stream that is ready; returns false if none is.
 bool run_any() {
   State& s = state();
   std::vector<Stream*> ready;

@@ -1,4 +1,4 @@
-// What the environment says of the simulated device; read once.
+// Settings of the simulated device, read once from the environment.
 #pragma once
 #include <cstddef>
 #include <string>
@@ -11,21 +11,21 @@ enum class Races { OFF, COUNT, PRINT, RAISE, ABORT };
 struct Settings {
   Policy policy;
   Races races;
-  unsigned long long seed;   // of Policy::RANDOM
-  size_t memory_bytes;       // of the device
+  unsigned long long seed;   // for Policy::RANDOM
+  size_t memory_bytes;       // the device's memory
   size_t pinned_bytes;       // host memory that can be registered
   bool refuses_to_register;
   bool poison;               // new memory is filled with NaN
-  int queries;               // unsuccessful ones of an event or a stream before a lazy device gives in
-  size_t depth;              // tasks of a stream before the host has to wait
-  double copy_bytes_per_s;   // over the link, in the virtual time that events tell
+  int queries;               // so many queries of an event or a stream before its tasks run at the latest
+  size_t depth;              // so many queued tasks of a stream before the oldest has to run
+  double copy_bytes_per_s;   // the link's rate, in the virtual time that events measure
   int capability;            // compute capability, times ten
 };
 
-// Aborts the process where a variable names no policy.
+// Returns the settings; aborts the process if a variable has an unknown value.
 Settings& settings();
 
-// Sets the policy; false: there is none of that name.
+// Sets the policy; returns false if there is none of that name.
 bool set_policy(const char* name);
 
 long long number_of(const char* variable, long long otherwise);

@@ -35,7 +35,7 @@ struct Mark {
   int queries = 0;
   Stream* stream = nullptr;
   Clock clock;
-  Graph* capture = nullptr; // recorded into a graph, not into a stream
+  Graph* capture = nullptr; // the graph that it was recorded into, if not into a stream
 };
 using MarkPtr = std::shared_ptr<Mark>;
 
@@ -44,9 +44,9 @@ struct Task {
   const char* name = "";
   std::function<void()> run;
   Ranges ranges;
-  MarkPtr mark;         // of RECORD and WAIT
-  double host_time = 0; // when it was queued, in virtual seconds
-  double seconds = -1;  // that it takes; negative: as long as it really takes
+  MarkPtr mark;         // for RECORD and WAIT
+  double host_time = 0; // when the task was queued, in virtual seconds
+  double seconds = -1;  // how long the task takes; negative: as long as it really takes
 };
 
 struct Stream {
@@ -55,19 +55,19 @@ struct Stream {
   int priority = 0;
   unsigned flags = 0;
   std::deque<Task> queue;
-  uint64_t position = 0; // of the task that was queued last
-  Clock clock;           // of the task that is queued next
-  double time = 0;       // up to which it has run, in virtual seconds
+  uint64_t position = 0; // position of the task that was queued last
+  Clock clock;           // clock of the task that is queued next
+  double time = 0;       // when the last task that has run ended, in virtual seconds
   int queries = 0;
   Graph* capture = nullptr;
 };
 
-// What was queued while streams were captured, in program order.
+// The tasks that were queued while streams were captured, in program order.
 struct Graph {
   std::vector<Task> tasks;
   unsigned long long id = 0;
   Stream* origin = nullptr;
-  std::map<Stream*, Clock> clocks; // of the streams that take part: which of the graph's tasks precede their next one
+  std::map<Stream*, Clock> clocks; // for each stream that takes part: which tasks of the graph precede its next task
   bool invalid = false;
 };
 
@@ -76,7 +76,7 @@ struct Event {
   MarkPtr mark;
 };
 
-// Who touched bytes, last.
+// One task's access to some bytes.
 struct Access {
   int stream = -1;
   uint64_t position = 0;
@@ -93,10 +93,10 @@ struct State {
   std::vector<Stream*> streams; // never deleted
   Stream* default_stream = nullptr;
   std::map<uintptr_t, size_t> device, pinned; // begin -> bytes
-  std::set<uintptr_t> registered;             // those of `pinned` that are the program's own memory
+  std::set<uintptr_t> registered;             // pieces of `pinned` that are the program's own memory
   size_t used_bytes = 0, pinned_bytes = 0;
   std::mt19937_64 random;
-  Clock host; // what the host has waited for
+  Clock host; // the tasks that the host has waited for
   std::map<uintptr_t, Segment> accesses;
   std::unordered_map<const void*, std::string> kernels;
   std::set<std::string> told;

@@ -18,7 +18,7 @@ CUDASIM_API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned
 CUDASIM_API cudaError_t cudaStreamCreate(cudaStream_t* handle) {
   return cudaStreamCreateWithPriority(handle, 0, 0);
 }
-CUDASIM_API cudaError_t cudaStreamDestroy(cudaStream_t) { // what it has to do goes on
+CUDASIM_API cudaError_t cudaStreamDestroy(cudaStream_t) { // its queued tasks still run
   return cudaSuccess;
 }
 CUDASIM_API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
@@ -174,7 +174,7 @@ CUDASIM_API cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t be
   return cudaSuccess;
 }
 
-// How often the host was made to wait for the device.
+// Returns how often the host had to wait for the device.
 CUDASIM_API long long cudasim_blocked() {
   return state().blocked;
 }

@@ -1,7 +1,7 @@
-"""The tests' own C++ around parts of the core, built on first use, as the core is.
+"""The tests' own C++ around parts of the native core, built on first use, as the core is.
 
-It has streams that leave out a kind of wait, streams of a device in Python, rows in a file, a swap list without
-tensors, and watchers of operators.
+It has streams that leave out a kind of wait, streams of a device that Python implements, a store of rows in a file, a
+swap list that runs without tensors, and watchers of operators.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Wait = enum.Enum(
 
 @functools.cache
 def load() -> ModuleType:
-    """Return the extension's module; load the core before it, whose types it uses."""
+    """Load the core, whose types the extension uses, then the extension; return the extension's module."""
     native.load()
     return EXTENSION.load()
 
 
 def leaving_out(streams: Any, missing: Wait | None) -> Any:
-    """Return streams of the core that leave out one kind of wait, or none, and count those asked for."""
+    """Return the core's streams, changed to leave out one kind of wait, or none, and to count requests for waits."""
     extension = load()
     return extension.LeavingOut(streams, missing and getattr(extension.Wait, missing.name))
 
@@ -53,7 +53,7 @@ def python_streams(device: Any) -> Any:
 
 
 def waits(streams: Any, why: Wait) -> int:
-    """Return how often such streams were asked for a kind of wait."""
+    """Return how often streams of `leaving_out` were asked for a kind of wait."""
     return streams.count(getattr(load().Wait, why.name))
 
 

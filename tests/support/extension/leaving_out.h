@@ -1,4 +1,4 @@
-// Streams of a device that leave out one kind of wait everywhere, so that a test can show what it protects.
+// Streams of a device that leave out one kind of wait everywhere, so that a test can show what that wait protects.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// Runs the core's finder on a swap list and steps without tensors.
+// Runs the core's finder, which recognises the tensors of a swap list, on steps that have no tensors.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ class Rehearsal {
 
   explicit Rehearsal(SwapListPlan plan) : plan_(std::move(plan)), finder_(plan_) {}
 
-  // Runs a step several times; returns the identity of the tensor found for each target in the last run, -1: none.
+  // Runs a step several times; returns, for each target, the identity of the tensor found in the last run (-1: none).
   std::vector<int64_t> run(const Step& step, int times) {
     std::vector<int64_t> found;
     for (int time = 0; time < times; ++time) {

@@ -145,7 +145,10 @@ class FlashAttnFunc(torch.autograd.Function):
 
 
 class FlashAttnVarlenFunc(torch.autograd.Function):
-    """Runs attention of packed sequences; saves their starts too, and None twice in place of counts of used tokens."""
+    """Runs attention of packed sequences; saves what `FlashAttnFunc` saves, the sequences' starts, and None twice.
+
+    flash-attn saves the counts of used tokens in place of None.
+    """
 
     @staticmethod
     def forward(

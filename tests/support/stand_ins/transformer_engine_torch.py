@@ -1,7 +1,7 @@
-"""The kernels that Transformer Engine's Python calls, under its names where it has one; each counts its runs.
+"""The kernels that Transformer Engine's Python calls, under the real module's names where it has one.
 
-The real module is C++ (transformer_engine/pytorch/csrc); here the stand-ins' C++ computes, and Python passes arguments
-on.
+The real module is C++ (transformer_engine/pytorch/csrc). Here the stand-ins' C++ computes, and Python passes arguments
+on and counts the runs of each kernel.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def operand(tensor: Any, columnwise: bool = False) -> tuple[torch.Tensor, torch.
 
 @functools.cache
 def get_cublas_workspace(device: torch.device) -> torch.Tensor:
-    """Return memory that products keep from the first one on, like the real one's; it is smaller, and never used."""
+    """Return the workspace that the first product makes and all keep; it is smaller than the real one, and unused."""
     return torch.empty(65536, dtype=torch.uint8, device=device)
 
 
@@ -177,6 +177,6 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_max: float,
     margin: float,
 ) -> None:
-    """End a step of delayed scaling; the real one takes the format's name, this one its largest number."""
+    """End a step of delayed scaling; the real function takes the format's name, this one its largest number."""
     calls.ran("update_scales")
     native.update_scales(amax_reduction_buffer, amax_histories, scales, amax_compute_algo, fp8_max, int(margin))

@@ -1,4 +1,4 @@
-"""Functions of q, k and v in one tensor."""
+"""flash-attn's functions that take q, k and v in one tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stand_in_kernels import calls
 
 
 class FlashAttnQKVPackedFunc(torch.autograd.Function):
-    """Saves views of its input, out, logarithms of sums, and the state of dropout; fills one gradient for all three."""
+    """Saves views of its input, the output, logarithms of sums, and dropout's state; returns one packed gradient."""
 
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, lengths: Any, options: tuple, deterministic: bool) -> torch.Tensor:

@@ -51,7 +51,7 @@ def unpad_input(
     """Pack the tokens of [b, s, ...] by a mask [b, s].
 
     Returns:
-        The tokens, their places, the starts of sequences, the longest sequence, and the lengths.
+        The tokens, their indices in [b * s], the starts of the sequences, the longest length, and all lengths.
     """
     used = attention_mask.sum(dim=-1, dtype=torch.int32)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask

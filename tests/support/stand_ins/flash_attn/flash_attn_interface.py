@@ -255,7 +255,7 @@ class FlashAttnFunc(torch.autograd.Function):
 
 
 class FlashAttnVarlenFunc(torch.autograd.Function):
-    """Runs attention of packed sequences; saves their starts too."""
+    """Runs attention of packed sequences; saves what `FlashAttnFunc` saves, and the sequences' starts."""
 
     @staticmethod
     def forward(

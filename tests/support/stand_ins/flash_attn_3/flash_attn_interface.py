@@ -1,4 +1,4 @@
-"""The same functions as in the top-level module of that name."""
+"""The functions of the top-level module `flash_attn_interface`."""
 
 from flash_attn_interface import (
     FlashAttnFunc,

@@ -10,9 +10,9 @@ namespace stand_ins {
 struct Attention {
   std::string format;        // of all tensors: "sbhd", "bshd" or "thd" (packed)
   double scale = 1;
-  bool causal = false;       // query i sees no key after i + shift,
-  bool bottom_right = false; // where shift is 0, or keys minus queries,
-  int64_t left = -1;         // nor any more than this many before i + shift; -1: no such limit
+  bool causal = false;       // query i sees no key after i + shift
+  bool bottom_right = false; // shift is the number of keys minus the number of queries, else 0
+  int64_t left = -1;         // query i sees no key before i + shift - left; -1: no such limit
   double dropout = 0;
   std::optional<Tensor> query_starts, key_starts; // for "thd": int32, the start of each sequence, and the end
 };

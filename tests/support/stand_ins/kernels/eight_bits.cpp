@@ -120,7 +120,7 @@ void update_scales(const Tensor& amaxes, const std::vector<Tensor>& histories, c
         for (int64_t i = 1; i < length && !most_recent; ++i) {
           amax = std::max(amax, history[i * count + j]);
         }
-        // the newest goes to the end, and row 0 is for the next step
+        // the newest amax goes to the last row, and row 0 is for the next step
         for (int64_t i = 0; i + 1 < length; ++i) {
           history[i * count + j] = history[(i + 1) * count + j];
         }

@@ -9,9 +9,9 @@ namespace stand_ins {
 // How scales are found: from earlier steps, from all elements, or from each `block` of a row.
 enum class Scaling { delayed, current, block, power_of_two_block };
 
-// Returns the elements in eight bits, and the factor that restores each (or each of a block). "delayed" reads `scale`;
-// "delayed" and "current" raise `amax` to the largest magnitude. `transposed`: stores the transpose of the matrix.
-// `out`: memory for both, instead of new memory.
+// Returns the elements in eight bits, and the factors that restore them: one for all, or one for each block. "delayed"
+// reads `scale`. If `amax` is given, raises it to the largest magnitude. `transposed`: stores the transpose of the
+// matrix. `out`: memory for elements and factors, instead of new memory.
 std::tuple<Tensor, Tensor> quantize(const Tensor& input, std::optional<Tensor> scale, std::optional<Tensor> amax,
                                     at::ScalarType type, Scaling scaling, int64_t block, bool transposed,
                                     std::optional<std::tuple<Tensor, Tensor>> out);

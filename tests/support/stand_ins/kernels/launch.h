@@ -11,9 +11,9 @@ namespace stand_ins {
 using at::Tensor;
 using Floats = std::vector<float>;
 
-// Runs `work` at once on the CPU; on simulated CUDA (tests/cudasim) queues it on the current stream, with the bytes
-// that it reads and writes. `name` must live as long as the process. Raises on a real GPU, where these kernels cannot
-// run.
+// Runs `work` at once on the CPU. On simulated CUDA (tests/cudasim) queues `work` on the current stream, and names the
+// bytes that it reads and writes. `name` must live as long as the process. Raises on a real GPU, where these kernels
+// cannot run.
 void launch(const char* name, std::initializer_list<Tensor> reads, std::initializer_list<Tensor> writes,
             std::function<void()> work);
 
@@ -22,8 +22,8 @@ struct Elements {
   void* data = nullptr;
   at::ScalarType type = at::kFloat;
   int64_t rows = 0, columns = 0;
-  const float* scale_inv = nullptr; // factor of eight-bit elements,
-  int64_t block = 0;                // the same for so many in a row; 0: for all
+  const float* scale_inv = nullptr; // factors of eight-bit elements
+  int64_t block = 0;                // so many elements of a row share a factor; 0: all elements share one
   bool transposed = false;          // eight-bit elements lie column after column
 
   Floats read() const;

@@ -15,8 +15,8 @@ struct Operand {
 };
 
 // Multiplies matrices. "TN": out[m, n] = b[m, k] a[n, k]^T (+ bias), a layer's forward; "NN": out[m, n] = b[m, k] a[k,
-// n], the gradient of its input; "NT": out[m, n] = b[k, m]^T a[k, n], the gradient of its weight, and bias_grad[m],
-// that of its bias. In "TN" and "NN" the bits of a row do not depend on the number of rows.
+// n], the gradient of its input; "NT": out[m, n] = b[k, m]^T a[k, n], the gradient of its weight, and bias_grad[m], the
+// gradient of its bias. In "TN" and "NN" the bits of a row do not depend on the number of rows.
 std::tuple<Tensor, Tensor> gemm(const Operand& a, const Operand& b, const std::string& layout, at::ScalarType type,
                                 std::optional<Tensor> out, std::optional<Tensor> bias, bool accumulate,
                                 bool with_bias_grad);

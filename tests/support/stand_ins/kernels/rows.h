@@ -10,7 +10,7 @@ Tensor gather_rows(const Tensor& input, const Tensor& sources);
 // Returns the place of row t at expert e, int64[t, e], -1 if it does not go there; rows of one expert lie together.
 Tensor row_map(const Tensor& routing);
 
-// Inverts such a map: returns the row of each of `count` places, and its element of [t, e].
+// Inverts a `row_map`: returns for each of `count` places the row t, and the index of (t, e) in the map.
 std::tuple<Tensor, Tensor> invert_row_map(const Tensor& map, int64_t count);
 
 // Returns the row of each place after chunks of these sizes are reordered, and the reverse map.

@@ -1,7 +1,7 @@
 """The kernels of the stand-ins of Transformer Engine and flash-attn, and counts of their runs.
 
-Built from ../kernels on first use and kept, like memplug's own C++. torch's dispatcher, its modes and its profiler see
-no kernel, only the memory that it requests.
+They are built from ../kernels on first use and kept, like memplug's own C++. torch's dispatcher, modes and profiler do
+not see the kernels, only the memory that these request.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Calls:
 
 calls = Calls()
 settings = {"transformer_engine": "2.10.0"}
-"""The version that the stand-in of Transformer Engine reports; set it before anything else is imported."""
+"""The version that the stand-in of Transformer Engine reports; set it before any part of that stand-in is imported."""
 native: Any = _KERNELS.load()
 
 
 def draw_seeds(like: torch.Tensor, dropped: bool) -> torch.Tensor:
-    """Return int64[2] on the device, drawn from its default generator, which advances; zeros if nothing is dropped."""
+    """Return int64[2] on the device of `like`, drawn from its default generator; zeros if nothing is dropped."""
     if not dropped:
         return native.seeds(like, 0, 0)
     if not like.is_cuda:

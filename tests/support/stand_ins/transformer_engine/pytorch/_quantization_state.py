@@ -35,9 +35,10 @@ class FP8GlobalState:
 
 
 class Holder(type):
-    """Keeps the state as the class attribute `quantization_state` since 2.15, and each field as one before.
+    """Gives a class the state as its attribute `quantization_state`, since 2.15.
 
-    Those attributes are `FP8_ENABLED`, `IS_FIRST_FP8_MODULE`, `global_amax_buffer` and so on.
+    Before 2.15 each field of the state is an attribute of the class: `FP8_ENABLED`, `IS_FIRST_FP8_MODULE`,
+    `global_amax_buffer` and so on.
     """
 
     _state = FP8GlobalState()

@@ -148,7 +148,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Draw random numbers from that state within."""
+        """Draw random numbers from the named state within."""
         if name not in self.states_:
             raise KeyError(f"cuda rng state {name} is not added")
         before = torch.cuda.get_rng_state()
@@ -178,9 +178,9 @@ def get_distributed_rank(group: Any = None) -> int:
 
 
 def gather_along_first_dim(inp: Any, process_group: Any, async_op: bool = False, quantizer: Any = None) -> Any:
-    """Return all ranks' rows and the work; quantize rows, if there is a quantizer, after gathering them.
+    """Return all ranks' rows, and the collective's work; if there is a quantizer, quantize the gathered rows.
 
-    The real function gathers elements in eight bits, which moves fewer bytes and gives the same values.
+    The real function gathers quantized elements, which moves fewer bytes and gives the same values.
     """
     world_size = get_distributed_world_size(process_group)
     if quantizer is not None:
@@ -195,7 +195,7 @@ def gather_along_first_dim(inp: Any, process_group: Any, async_op: bool = False,
 
 
 def reduce_scatter_along_first_dim(inp: torch.Tensor, tp_group: Any, async_op: bool = False) -> Any:
-    """Return this rank's rows of the sum, and the work."""
+    """Return this rank's rows of the sum, and the collective's work."""
     world_size = get_distributed_world_size(tp_group)
     if world_size == 1:
         return inp, None
@@ -205,7 +205,7 @@ def reduce_scatter_along_first_dim(inp: torch.Tensor, tp_group: Any, async_op: b
 
 
 def allreduce(inp: torch.Tensor, tp_group: Any = None, async_op: bool = False) -> Any:
-    """Return the sum, in the same memory, and the work."""
+    """Return the sum, in the same memory, and the collective's work."""
     if get_distributed_world_size(tp_group) == 1:
         return inp, None
     return inp, torch.distributed.all_reduce(inp, group=tp_group, async_op=async_op)

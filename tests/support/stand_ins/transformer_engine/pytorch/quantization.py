@@ -1,6 +1,6 @@
 """The state of FP8: contexts, the state that all modules share, and scales and amaxes of one module's direction.
 
-Names, places and timing are the real one's.
+Names, places and timing are those of the real package.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.
 
 
 def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
-    """Return the largest number of that type."""
+    """Return the largest number of the type of a recipe's tensors in forward, or in backward."""
     return torch.finfo(get_fp8_torch_dtype(fp8_recipe, fprop_tensor)).max
 
 
@@ -121,7 +121,7 @@ class FP8GlobalStateManager(metaclass=Holder):
 
     @classmethod
     def is_first_fp8_module(cls) -> bool:
-        """Return True once in an outermost autocast: that module's backward ends the backward's step."""
+        """Return True to the first module of an outermost autocast; its backward ends FP8's backward step."""
         first, qstate().is_first_fp8_module = qstate().is_first_fp8_module, False
         return first
 
@@ -159,7 +159,7 @@ class FP8GlobalStateManager(metaclass=Holder):
 
     @classmethod
     def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict[str, Any]) -> None:
-        """Add a module's amaxes and scales, once, to those that the end of a step updates."""
+        """Add a module's amaxes and scales, once, to the buffers that the end of a step updates."""
         if not fp8_meta["recipe"].delayed() or "buffer_index_and_autocast_key" in fp8_meta:
             return
         fp8_meta["buffer_index_and_autocast_key"] = places = []
@@ -201,7 +201,7 @@ class FP8GlobalStateManager(metaclass=Holder):
         fp8_group: Any = None,
         _graph: bool = False,
     ) -> None:
-        """Enter an autocast; the outermost makes the next module the first."""
+        """Enter an autocast; after entering the outermost one, the next module counts as the first."""
         if calibrating or _graph:
             raise NotImplementedError("the stand-in neither calibrates nor captures graphs")
         recipe = get_default_fp8_recipe() if fp8_recipe is None else fp8_recipe
@@ -221,7 +221,7 @@ class FP8GlobalStateManager(metaclass=Holder):
 
     @classmethod
     def copy_forward_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
-        """Copy scales and amaxes before a forward that will run again; each module's copies are first in, first out."""
+        """Queue copies of a module's scales and amaxes, before a forward that will run again."""
         if not fp8_meta["recipe"].delayed():
             return
         state, key = fp8_meta["scaling_fwd"], "global_fp8_buffer_pos_fwd_recompute"
@@ -233,7 +233,7 @@ class FP8GlobalStateManager(metaclass=Holder):
 
     @classmethod
     def get_old_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
-        """Use the oldest copies for a second run, and store the current values."""
+        """Use the module's oldest copies for a second run, and keep the current values aside."""
         if not fp8_meta["recipe"].delayed():
             return
         state = fp8_meta["scaling_fwd"]
@@ -246,7 +246,7 @@ class FP8GlobalStateManager(metaclass=Holder):
 
     @staticmethod
     def restore_fp8_meta_tensors(fp8_meta: dict[str, Any]) -> None:
-        """Restore the stored values after a second run."""
+        """Restore the values that were kept aside, after a second run."""
         if not fp8_meta["recipe"].delayed():
             return
         fp8_meta["scaling_fwd"].amax_history.copy_(fp8_meta["updated_amax_history_fwd"])

@@ -70,7 +70,7 @@ class Quantizer:
 
 
 class QuantizedTensorStorage:
-    """Elements in eight bits with inverse scales, as they lie and transposed: each a pair, or None."""
+    """Elements in eight bits, as they lie and transposed: each form is a pair (elements, inverse scales), or None."""
 
     def __init__(self, *, rowwise: Any, columnwise: Any, quantizer: Quantizer, block: int):
         self._set(rowwise, columnwise, quantizer, block)
@@ -79,13 +79,13 @@ class QuantizedTensorStorage:
         self.rowwise, self.columnwise, self._quantizer, self.block = rowwise, columnwise, quantizer, block
 
     def operand(self, columnwise: bool = False) -> tuple[torch.Tensor, torch.Tensor, int, bool]:
-        """Return the operand for a kernel: the form that it reads, or the other one if that is not kept."""
+        """Return the operand for a kernel: the form that the kernel reads, or the other form if that is not kept."""
         transposed = self.columnwise is not None and (columnwise or self.rowwise is None)
         chosen = self.columnwise if transposed else self.rowwise
         return chosen[0], chosen[1], self.block, transposed
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Make the forms that are needed, and drop those that are not."""
+        """Make the forms that are needed, and drop the forms that are not."""
         if columnwise_usage and self.columnwise is None:
             if self.block:
                 raise RuntimeError("values of blocks cannot be transposed: their scales are others")
@@ -98,7 +98,7 @@ class QuantizedTensorStorage:
             self.columnwise = None
 
     def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], QuantizedTensorStorage]:
-        """Return the tensors, and hold none of them meanwhile."""
+        """Return the tensors for autograd to save; hold none of them until `restore_from_saved`."""
         tensors = [*(self.rowwise or (None, None)), *(self.columnwise or (None, None))]
         self.rowwise = self.columnwise = None
         return tensors, self
@@ -165,7 +165,7 @@ class QuantizedTensor(torch.Tensor):
 
 
 def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[QuantizedTensorStorage | None]]:
-    """Return tensors that autograd saves, and the objects that hold no tensors meanwhile."""
+    """Return the tensors for autograd to save, and for each argument its storage without tensors, or None."""
     saved: list[torch.Tensor | None] = []
     objects: list[QuantizedTensorStorage | None] = []
     for tensor in tensors:
@@ -180,7 +180,7 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[Q
 
 
 def restore_from_saved(objects: list[Any], saved: Any) -> list[Any]:
-    """Return the objects with their tensors, in backward."""
+    """Return, in backward, the arguments of `prepare_for_saving`, storages with their tensors again."""
     saved, found = list(saved), []
     for holder in objects:
         if holder is None:

@@ -10,7 +10,7 @@ import torch
 
 
 def clear_tensor_data(*tensors: Any) -> None:
-    """Free the memory of tensors that are not read any more; other references to them become empty."""
+    """Free the memory of tensors that are not read any more; all references to these tensors become empty."""
     for tensor in tensors:
         if tensor is None or hasattr(tensor, "_do_not_clear"):
             continue
@@ -62,7 +62,7 @@ def refuse(**asked: Any) -> None:
 
 
 def default_device() -> str:
-    """Return the default device of parameters: CUDA if there is any (the real one always has "cuda")."""
+    """Return the default device of parameters: CUDA if there is any (the real package always uses "cuda")."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -14,9 +14,9 @@ from transformer_engine.pytorch.utils import divide, refuse
 
 
 class MultiheadAttention(torch.nn.Module):
-    """A decoder's self-attention, with the arguments that it needs of the real module's.
+    """A decoder's self-attention; of the real module's arguments it has those that it needs.
 
-    Queries, keys and values of a group of heads lie together.
+    The projection's output has the queries, key and value of one group of heads after another.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class LinearArgs:
 
     @property
     def gathers_input(self) -> bool:
-        """Return whether ranks have some of the tokens each, and columns of the weight."""
+        """Return whether each rank has only some of the tokens, so that a column-parallel module gathers its input."""
         return self.parallel_mode == "column" and self.sequence_parallel
 
 
@@ -85,7 +85,7 @@ def assert_dim_for_fp8_exec(*tensors: torch.Tensor) -> None:
 
 
 def weight_for_products(args: LinearArgs, weight: torch.Tensor, columnwise: bool) -> Any:
-    """Return the weight in the products' type; if quantized, from the cache unless this is a first micro-batch."""
+    """Return the weight in the products' type; micro-batches after the first take a quantized one from the cache."""
     if not args.fp8:
         return weight if weight.dtype == args.activation_dtype else weight.to(args.activation_dtype)
     will_recompute = is_fp8_activation_recompute_enabled() and not in_fp8_activation_recompute_phase()
@@ -110,7 +110,7 @@ def quantize_input(args: LinearArgs, x: torch.Tensor, needed_in_backward: bool) 
 
 
 def gather_input(args: LinearArgs, x: torch.Tensor, columnwise: bool, async_op: bool = False) -> tuple[Any, Any]:
-    """Return all ranks' rows, and the work."""
+    """Return all ranks' rows, and the collective's work."""
     if not args.fp8:
         return gather_along_first_dim(x, args.tp_group, async_op)
     args.input_quantizer.set_usage(rowwise=not columnwise, columnwise=columnwise)
@@ -118,7 +118,7 @@ def gather_input(args: LinearArgs, x: torch.Tensor, columnwise: bool, async_op: 
 
 
 def forward_product(args: LinearArgs, weightmat: Any, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return x times the transposed weight, summed over ranks that have rows of the weight."""
+    """Return x times the transposed weight; a row-parallel module sums it over the ranks."""
     out, _ = tex.gemm(weightmat, x, "TN", args.activation_dtype, bias=bias)
     if args.parallel_mode == "row" and args.tp_size > 1:
         reduce = reduce_scatter_along_first_dim if args.sequence_parallel else allreduce
@@ -127,7 +127,10 @@ def forward_product(args: LinearArgs, weightmat: Any, x: Any, bias: torch.Tensor
 
 
 def is_first_of_backward(args: LinearArgs, *tensors: torch.Tensor | None) -> bool:
-    """Return whether this module's backward ends the step of FP8's backward; call it once per forward."""
+    """Return whether this is an autocast's first FP8 module, whose backward ends FP8's backward step.
+
+    Call it once per forward.
+    """
     if not args.fp8 or not requires_grad(*tensors):
         return False
     before = qstate().is_first_fp8_module
@@ -143,8 +146,8 @@ def prepare_grad_output(
     """Prepare the output's gradient for the products.
 
     Returns:
-        The gradient as the products read it, the bias's gradient if it is computed here, and whether the first is this
-            function's own memory.
+        The gradient as the products read it; the bias's gradient, if it is computed here; and whether this function
+            gathered the gradient, into memory of its own.
     """
     matrix = grad_output.reshape(-1, grad_output.shape[-1]).contiguous()
     gathers = args.parallel_mode == "row" and args.sequence_parallel
@@ -160,7 +163,7 @@ def prepare_grad_output(
 
 
 def input_gradient(args: LinearArgs, weightmat: Any, grad_output: Any) -> tuple[torch.Tensor, Any]:
-    """Return the gradient of this rank's rows, and the work that sums it over ranks."""
+    """Return the gradient of this rank's rows, and the work of the collective that sums it over ranks."""
     if isinstance(weightmat, QuantizedTensorStorage):
         weightmat.update_usage(columnwise_usage=True)
     dgrad, _ = tex.gemm(weightmat, grad_output, "NN", args.activation_dtype)
@@ -173,9 +176,9 @@ def input_gradient(args: LinearArgs, weightmat: Any, grad_output: Any) -> tuple[
 def weight_gradient(
     args: LinearArgs, x: Any, grad_output: Any, main_grad: torch.Tensor | None, with_bias_grad: bool, free: tuple
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Compute the gradients of weight (or add it to `main_grad`) and bias, then free the memory of `free`.
+    """Compute the gradients of weight and bias, then free the memory of `free`.
 
-    If weight gradients are delayed, only store the product.
+    A `main_grad` gets the weight's gradient, or has it added. If weight gradients are delayed, only store the product.
     """
     for tensor in (x, grad_output):
         if isinstance(tensor, QuantizedTensorStorage):
@@ -198,7 +201,10 @@ _dummy_wgrads: dict[Any, torch.Tensor] = {}
 
 
 def returned_weight_gradient(args: LinearArgs, weight: torch.Tensor, wgrad: torch.Tensor | None) -> torch.Tensor | None:
-    """Return autograd's gradient: uninitialized memory, for Megatron's hooks, if the real one is in `main_grad`."""
+    """Return the weight's gradient for autograd.
+
+    If `main_grad` has the gradient, return memory without values for Megatron's hooks, or None without their mark.
+    """
     if not args.fuse_wgrad_accumulation:
         return wgrad
     if not hasattr(weight, "grad_added_to_main_grad"):

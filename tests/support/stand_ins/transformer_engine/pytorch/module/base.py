@@ -24,7 +24,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     Attributes:
         fp8_meta: "scaling_fwd" and "scaling_bwd" hold scales and amaxes, "recipe" their recipe.
-        quantizers: by the same names, one for each tensor.
+        quantizers: by the same names "scaling_fwd" and "scaling_bwd", a quantizer for each tensor.
         _fp8_workspaces: weights that are quantized once for all micro-batches of a step.
     """
 
@@ -52,7 +52,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.tp_group_initialized = True
 
     def take_tensor_parallel_group(self, tp_group: Any, tp_size: int) -> None:
-        """Take the group of the constructor."""
+        """Set the group and its size, as passed to the constructor."""
         self.tp_size = tp_size if tp_group is None else get_distributed_world_size(tp_group)
         if tp_group is not None or tp_size == 1:
             self.set_tensor_parallel_group(tp_group)
@@ -79,7 +79,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
                     init_fn(param)
 
     def set_activation_dtype(self, inp: torch.Tensor) -> None:
-        """Set the products' type: autocast's, or the input's, which must then be the parameters'."""
+        """Set the products' type: autocast's, or else the input's, which all parameters must have."""
         if torch.is_autocast_enabled(inp.device.type):
             self.activation_dtype = torch.get_autocast_dtype(inp.device.type)
             return
@@ -182,7 +182,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         workspace_dtype: torch.dtype | None = None,
         **_: Any,
     ) -> Any:
-        """Return the quantized weight; with a cache name it is kept, and an update fills its memory anew."""
+        """Return the quantized weight; with a cache name, keep it, and let an update fill the kept memory."""
         out = self._fp8_workspaces.get(cache_name) if cache_name is not None else None
         if out is not None and quantizer.columnwise_usage and out.columnwise is None:
             del self._fp8_workspaces[cache_name]
@@ -227,7 +227,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
-        """Load scales and amaxes into the state that exists, or that the next forward would make."""
+        """Make the state for the loaded recipe, and load scales and amaxes into it."""
         if state is None or state.numel() == 0:
             return
         found = pickle.loads(state.detach().cpu().numpy().tobytes())

@@ -8,14 +8,14 @@ import torch
 
 
 class Fp8Padding(torch.nn.Module):
-    """Adds rows of zeros to each expert's, by torch's operators (the real one has a kernel)."""
+    """Adds rows of zeros to each expert's rows, by torch's operators (the real module has a kernel)."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None):
         super().__init__()
         self.num_gemms, self.align_size = num_gemms, align_size or 16
 
     def forward(self, inp: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, list[int]]:
-        """Return the rows, and how many each expert has now."""
+        """Return the padded rows, and how many of them each expert has."""
         padded = [-(-rows // self.align_size) * self.align_size for rows in m_splits]
         if padded == m_splits:
             return inp, m_splits

@@ -38,8 +38,9 @@ _GATED = ("swiglu", "geglu", "reglu", "qgeglu", "sreglu")
 class _LayerNormMLP(torch.autograd.Function):
     """Saves the same tensors as the real function, in its order.
 
-    These are: input, norm's weight, the norm's output, first weight (as multiplied, as it is), its bias, its output,
-    the same without bias (None), the activation's output, second weight twice, its bias, means, deviations.
+    These are: the input, the norm's weight, the norm's output, the first weight as multiplied, the first weight, its
+    bias, the first product, None (in place of that product without its bias), the activation's output, the second
+    weight as multiplied, the second weight, its bias, means, and inverse deviations.
     """
 
     @staticmethod

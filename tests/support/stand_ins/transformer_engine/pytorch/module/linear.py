@@ -27,7 +27,7 @@ from transformer_engine.pytorch.utils import (
 
 
 class _Linear(torch.autograd.Function):
-    """Saves its input (or that in eight bits), the weight as multiplied, the weight and the bias."""
+    """Saves its input (under FP8 in eight bits), the weight as multiplied, the weight and the bias."""
 
     @staticmethod
     def forward(
@@ -225,7 +225,7 @@ def _make_parameters(module: Any, init_method: Callable | None, dtype: torch.dty
 
 
 def mark_parameters(module: Any) -> None:
-    """Mark how a weight is split over ranks, and which biases sequence-parallel ranks have to sum."""
+    """Mark how weight and bias are split over ranks, or that sequence-parallel ranks sum the bias's gradient."""
     set_tensor_model_parallel_attributes(module.weight, True, 1 if module.parallel_mode == "row" else 0, 1)
     if module.use_bias and module.parallel_mode == "row":
         module.bias.sequence_parallel = module.sequence_parallel

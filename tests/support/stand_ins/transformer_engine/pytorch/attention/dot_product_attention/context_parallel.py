@@ -1,7 +1,7 @@
 """Attention over the tokens of all context-parallel ranks.
 
-Of a causal sequence in 2 n chunks rank r has chunks r and 2 n - 1 - r, so that all ranks have as much to do: as
-Megatron-Core's `get_batch_on_this_cp_rank` gives them.
+A causal sequence is cut into 2 n chunks for n ranks. Rank r has chunks r and 2 n - 1 - r, so that all ranks have equal
+work; Megatron-Core's `get_batch_on_this_cp_rank` gives it these.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ContextParallel:
 def attn_forward_func_with_cp(
     is_training: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, args: CoreArgs, cp: ContextParallel
 ) -> torch.Tensor:
-    """Run attention over all ranks' tokens by the module's way of communicating."""
+    """Run attention over all ranks' tokens, which communicate by `cp.comm_type`."""
     refused = {
         "packed sequences": args.qkv_format == "thd",
         "dropout": args.dropout_p > 0,
@@ -95,22 +95,22 @@ class _Step:
         return _half(x, self.s, 0).contiguous() if self.half_kv else x
 
     def sums(self, lse: torch.Tensor) -> torch.Tensor:
-        """Return the sums [b, h, s] of those rows."""
+        """Return the logarithms of the sums [b, h, s] for these rows."""
         return _half(lse, 2, 1).contiguous() if self.half_q else lse
 
     def add_rows(self, to: torch.Tensor, grad: torch.Tensor) -> None:
-        """Add to a gradient of all rows."""
+        """Add the gradient of these rows to the gradient of all rows."""
         (_half(to, self.s, 1) if self.half_q else to).add_(grad)
 
     def add_tokens(self, to: torch.Tensor, grad: torch.Tensor) -> None:
-        """Add to a gradient of all tokens."""
+        """Add the gradient of these tokens to the gradient of all tokens."""
         (_half(to, self.s, 0) if self.half_kv else to).add_(grad)
 
 
 def flash_attn_p2p_communicate(
     rank: int, send_tensor: torch.Tensor, send_dst: int, recv_tensor: torch.Tensor, recv_src: int, cp_group: Any
 ) -> list[Any]:
-    """Run one step of the ring; even ranks name the send first."""
+    """Run one step of the ring; even ranks list the send before the receive."""
     ops = [
         dist.P2POp(dist.isend, send_tensor, send_dst, cp_group),
         dist.P2POp(dist.irecv, recv_tensor, recv_src, cp_group),
@@ -119,7 +119,9 @@ def flash_attn_p2p_communicate(
 
 
 class AttnFuncWithCPAndKVP2P(torch.autograd.Function):
-    """Sends keys and values around a ring; ranks attend to those that they hold, every other time on another stream.
+    """Sends keys and values around a ring; in each step a rank attends to the ones that it holds.
+
+    Every other step runs on a second stream.
 
     Saves, after three None in FP8's places: q, the last keys and values, out, the logarithms of the sums, two None in
     the places of packed sequences' starts, and a state of dropout for each step. Backward's ring turns the other way.
@@ -202,9 +204,9 @@ class AttnFuncWithCPAndKVP2P(torch.autograd.Function):
 
 
 def _fork(q: torch.Tensor, cp: ContextParallel) -> Callable[[int], Any]:
-    """Return a function that gives the stream of a step: every other step runs on the second stream.
+    """Return a function that makes the stream context of a step: every other step runs on the second stream.
 
-    The second stream waits for all work that was queued so far.
+    Before such a step the second stream waits for all work that the current stream has queued.
     """
     if not q.is_cuda or cp.stream is None:
         return lambda i: contextlib.nullcontext()
@@ -242,7 +244,7 @@ def _of_rank(x: torch.Tensor, s: int, size: int, rank: int, causal: bool) -> tor
 class AttnFuncWithCPAndKVAllGather(torch.autograd.Function):
     """Gathers all keys and values on every rank.
 
-    Saves q, its own k and v, its out and sums by chunk, and seeds; backward gathers again.
+    Saves q, this rank's k and v, and for each chunk the output, sums and seeds; backward gathers again.
     """
 
     @staticmethod
@@ -300,9 +302,9 @@ def _gather(x: torch.Tensor, s: int, causal: bool, cp: ContextParallel) -> torch
 
 
 def _chunks(args: CoreArgs, q: torch.Tensor, cp: ContextParallel) -> list[tuple[torch.Tensor, int, CoreArgs]]:
-    """Return rows of q, the number of tokens from the first that they see, and the arguments for their mask.
+    """Return for each chunk: its rows of q, how many of the sequence's first tokens they see, and the arguments.
 
-    A causal mask is aligned to the last of these tokens.
+    The arguments align a causal mask to the last of these tokens.
     """
     s = args.qkv_format.index("s")
     if not args.causal:
@@ -316,7 +318,7 @@ def _chunks(args: CoreArgs, q: torch.Tensor, cp: ContextParallel) -> list[tuple[
 class AttnFuncWithCPAndQKVOA2A(torch.autograd.Function):
     """Exchanges tokens for heads, attends with some heads on each rank, and exchanges heads for tokens.
 
-    Saves q, k and v of all tokens and this rank's heads, out of the same, sums and seeds.
+    Saves q, k, v and the output of all tokens for this rank's heads, sums and seeds.
     """
 
     @staticmethod
@@ -356,7 +358,7 @@ def _to_tokens(x: torch.Tensor, s: int, causal: bool, cp: ContextParallel) -> to
 
 
 def _exchange(parts: Any, cp: ContextParallel) -> list[torch.Tensor]:
-    """Send one part to each rank, and return the parts that they sent."""
+    """Send one part to each rank, and return the parts that the ranks sent to this one."""
     sent = torch.stack([part.contiguous() for part in parts])
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=cp.group)

@@ -81,7 +81,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         return found if found.size > 1 else None
 
     def _backend(self, query: torch.Tensor) -> torch.nn.Module:
-        """Return the back end that the real one's variables name; cuDNN's place comes first, as on Hopper."""
+        """Return the first back end that Transformer Engine's variables allow: cuDNN's stand-in first, as on Hopper."""
         if os.environ.get("NVTE_FUSED_ATTN", "1") != "0":
             return self.fused_attention
         if os.environ.get("NVTE_FLASH_ATTN", "1") != "0" and query.dtype != torch.float32:

@@ -28,7 +28,7 @@ class CoreArgs:
     max_seqlen_kv: int | None = None
 
     def how(self, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None) -> Any:
-        """Return the kernel's arguments; for packed sequences with these starts, by default its own."""
+        """Return the kernel's arguments; packed sequences have the given starts, by default this object's."""
         packed = self.qkv_format == "thd"
         return native.Attention(
             self.qkv_format,
