@@ -148,6 +148,7 @@ def serves(stages: list[tuple[Stage, ArenaState]]) -> bool:
     return len(stages) > 3 and all(state is ArenaState.SERVING for _, state in stages[-3:])
 
 
+@pytest.mark.long
 def test_training_continues_while_planning_and_adopts_plans_later() -> None:
     losses, stages, session = train(serves)
     seen = list(dict.fromkeys(stages))

@@ -48,6 +48,7 @@ def test_opaque_region_keeps_its_saved_tensors(layer: str, tmp_path: Path) -> No
         assert case["opaque"][-1] == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", [1, 3])
 def test_region_opaque_on_one_rank_keeps_its_saved_tensors(layers: int, tmp_path: Path) -> None:
     """Include a region whose class was not yet opaque for an earlier region of the same step."""

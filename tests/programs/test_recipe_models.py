@@ -149,6 +149,7 @@ def test_training_continues_from_weights_in_a_folder(name: str, stage: int, fold
         assert result["dtype"] == ("torch.int32" if name == "llama" else "torch.int16")
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", OFFLOADING)
 def test_shipped_offloading_configuration_trains_on_two_processes(name: str, runs: Any) -> None:

@@ -45,6 +45,7 @@ def test_ranks_of_every_zero_stage_resume_together(tmp_path: Path) -> None:
             assert min(second["served"]) > 0, stage
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_all_ranks_begin_as_a_first_run_if_one_has_no_plan(tmp_path: Path) -> None:
     case = {"stage": 1, "memplug": {"enabled": True, **SMALL, "plan_dir": str(tmp_path / "plans")}}

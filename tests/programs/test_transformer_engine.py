@@ -53,6 +53,7 @@ def test_losses_and_gradients_of_two_ranks_equal_those_without_memplug(layout: s
     check(LAYOUTS[layout], ("0", "1", "auto"), tmp_path, 2)
 
 
+@pytest.mark.long
 def test_ranks_with_different_plans_do_not_recompute_communicating_units(
     tmp_path: Any,
 ) -> None:

@@ -187,6 +187,7 @@ def test_new_technique_needs_only_a_room_a_section_and_an_entry(folder: Path) ->
     assert set(second["states"]) == {"serving"}
 
 
+@pytest.mark.long
 def test_part_refused_by_the_judge_is_never_installed(folder: Path) -> None:
     (run,), log = trained(folder, runs=1, toy={"enabled": True, "least_bytes": 10**15})
     assert [verb for verb, _ in run["calls"]] == ["propose", "withdraw", "withdraw"]

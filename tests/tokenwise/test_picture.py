@@ -206,6 +206,7 @@ def area(image: np.ndarray, colour: str) -> tuple[int, float]:
     return int(found.sum()), float(found.any(axis=0).argmax() / image.shape[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("addresses", [True, False])
 @pytest.mark.parametrize("count", [2, 80])
 def test_bar_lengths_are_proportional_to_bytes(count, addresses, chrome, tmp_path):

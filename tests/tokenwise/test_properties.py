@@ -96,6 +96,7 @@ def test_layer_trains_as_without_memplug_or_raises_with_advice(alpha: float, pro
     check(program, alpha)
 
 
+@pytest.mark.long
 @given(program=programs(most_steps=8))
 @found
 @settings(max_examples=PLANNED_EXAMPLES, derandomize=True, database=None)

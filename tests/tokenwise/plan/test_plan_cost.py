@@ -88,6 +88,7 @@ def notices():
     return not agree(find(choices(), lambda case: not agree(case), settings=generated))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("piece", range(10))
 def test_program_without_one_piece_of_a_time_prices_differently(piece):
     class Lacking(LinearProgram):
