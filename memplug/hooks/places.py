@@ -1,4 +1,4 @@
-"""Reports to a recorder where training is: which forward of which micro-batch, which layer, the optimizer.
+"""Hooks that tell a recorder where training is: in a micro-batch's forward, in a layer, or in the optimizer.
 
 The hooks are installed while steps are recorded or served by the arena; other steps pay nothing. A backward needs no
 hooks: the recorder knows the nodes of its graph from the forward that made them.
@@ -30,10 +30,10 @@ class Places:
 
     Args:
         model: the whole model.
-        layers: names and modules of the layers that memory is accounted to. Experts of mixtures inside them become
-            layers of their own; they are dynamic, since their sizes depend on data.
+        layers: names and modules of the layers that memory is accounted to. If a layer holds a mixture of experts,
+            the experts become layers of their own. These are dynamic: the sizes of their tensors depend on data.
         recorder: the recorder that receives the reports.
-        chunks: the parts of a pipeline stage; each forward of one is a micro-batch. None for the model itself.
+        chunks: the parts of a pipeline stage; each forward of a part counts as one micro-batch. None for the model.
         job: fingerprint of the job; None to make it from the model and its layers.
 
     Attributes:

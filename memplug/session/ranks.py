@@ -1,4 +1,4 @@
-"""Agreement of the ranks that train a model: votes, which training does not wait for, and gathered objects."""
+"""How the ranks that train a model agree: by votes, whose results they read later, and by gathering objects."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LIMIT_S = 60.0  # how long a rank waits at the end of a step for another rank th
 class Ranks:
     """The ranks that train a model.
 
-    All ranks call every method but `close`, `part` and `rejoin`, in the same order. If a rank waits too long for
-    another, or votes while another has detached or died, this call and all later ones raise `RanksError`. The last
-    vote that counted is the same one on all ranks.
+    All ranks call `vote`, `least` and `gather`, in the same order. If a rank has waited too long for another, or
+    another has detached or died, all votes end: the pending ones and all later ones raise `RanksError`. All ranks have
+    the results of the same votes: those before the end.
 
     Args:
         members: the ranks of the world that train the model; None for all of them.
@@ -90,12 +90,12 @@ class Ranks:
             self._ballots.close()
 
     def part(self) -> None:
-        """Stop ending steps until `rejoin`; if other ranks end one meanwhile, the votes of all ranks end at once."""
+        """Announce that this rank ends no steps until `rejoin`; if another rank ends one, all votes end at once."""
         if self._ballots is not None:
             self._ballots.part()
 
     def rejoin(self) -> None:
-        """End steps again, after `part`."""
+        """Announce that this rank ends steps again, after `part`."""
         if self._ballots is not None:
             self._ballots.rejoin()
 

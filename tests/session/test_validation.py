@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.device, pytest.mark.usefixtures("keeps_nothing")]
 __all__ = ["plans_by_alpha"]
 
 PROFILER = {"warmup_steps": 2, "policy_steps": 3}
-NEEDED = 2 + 1 + 1 + 3  # the program is seen, repeats twice, is observed, and three plans are tried
+NEEDED = 2 + 1 + 1 + 3  # two repetitions after the first step, one observed step, three plans tried
 
 
 def run(where: str, every: int, alpha: Any = "auto", micro_batches: int = 2, steps: int = 14) -> memplug.Session:
@@ -143,7 +143,7 @@ def test_losses_with_validations_between_steps_are_unchanged() -> None:
 
 
 def test_first_forward_with_gradients_is_not_logged_as_a_change(caplog: pytest.LogCaptureFixture) -> None:
-    """Log nothing for a validation that reads like a fault."""
+    """Let no validation cause a log line that reads like a fault."""
     with caplog.at_level(logging.INFO, "memplug"):
         run("between steps", 3).detach()
     assert "plan of its own" not in caplog.text and "cosine" not in caplog.text

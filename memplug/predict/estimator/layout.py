@@ -20,7 +20,8 @@ class RankLayout:
     Attributes:
         gpus: The number of all ranks; 0: the smallest number that the other sizes allow.
         tensor: The number of ranks that share each matrix product.
-        sequence: Whether tensor-parallel ranks share the other operators of a layer too, by tokens.
+        sequence: Whether the ranks that share a matrix product also divide the layer's other operators among them,
+            by tokens (sequence parallelism).
         pipeline: The number of pipeline stages.
         expert: The number of ranks that share the experts of a mixture; each expert is whole on its rank.
         context: The number of ranks that share the tokens of a sequence.
@@ -51,10 +52,10 @@ class RankLayout:
 
     @property
     def stages(self) -> dict[int, int]:
-        """Return the pipeline stages that differ: by stage number, the number of stages that the stage represents.
+        """Return the pipeline stages to estimate, by number, each with the number of stages that it represents.
 
-        All middle stages have equally many layers. Stage 1 represents them, because of all middle stages it has the
-        most micro-batches in flight.
+        Stage 1 represents all middle stages: they have equally many layers, and stage 1 has the most micro-batches in
+        flight among them.
         """
         middle = {1: self.pipeline - 2} if self.pipeline > 2 else {}
         return {0: 1, **middle, self.pipeline - 1: 1}

@@ -50,9 +50,9 @@ struct Costs {
   double launch_s = 0; // the host's time to queue one kernel or copy
 };
 
-// Returns the results of an operator that depends on values: CPU tensors, or meta tensors if only their shape matters. If it
-// returns none, the device makes results up. `waits`: the program waits for the result; otherwise it may never look at the
-// result.
+// Returns the results of an operator by which a program reads values, or whose output shapes depend on them: CPU tensors, or
+// meta tensors if only their shape matters. If it returns none, the device makes results up, or the operator fails. `waits`:
+// the program waits for the result; otherwise it may never look at the result.
 using Answers = std::function<std::optional<std::vector<at::Tensor>>(const Work&, bool waits)>;
 
 // The back end whose operators run attention; OTHER: torch's generic operators for other vendors' devices.
@@ -67,12 +67,13 @@ class VirtualDevice {
 
   void set_costs(Costs costs);
 
-  // Queue work on the calling thread's current stream. If `blocks`, the host waits for the copy.
+  // These queue work on the calling thread's current stream: `run` a kernel with the cost that `Costs` gives; `launch` one
+  // that takes `seconds`; `copy` a copy over the link, which the host waits for if `blocks`.
   void run(const Work& work);
   void launch(const std::string& name, double seconds);
   void copy(CopyDirection direction, int64_t nbytes, bool blocks);
 
-  // Sets the function that `answer` calls: on the thread that reads a value, while no lock of the device is held.
+  // Sets the function that `answer` calls. It runs on the thread that reads a value; the device holds no lock meanwhile.
   void answer_by(Answers answers);
   std::optional<std::vector<at::Tensor>> answer(const Work& work, bool waits = true);
 
