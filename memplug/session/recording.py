@@ -34,13 +34,13 @@ class PlaceSource(Protocol):
         """Stop reporting."""
 
     def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of the job and of the inputs since `install`."""
+        """Return the fingerprint of the job, and of the inputs of all forwards since `install`."""
 
     def begin_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         """Report that a forward of the model begins."""
 
     def in_optimizer(self) -> AbstractContextManager[None]:
-        """Return a context whose operators belong to the optimizer."""
+        """Return a context whose operators are reported as those of the optimizer."""
 
 
 class Recording:
@@ -51,7 +51,7 @@ class Recording:
         places: the model's places in the program.
 
     Attributes:
-        trace: the last step recorded in detail; None until there is one.
+        trace: the last step recorded with `Detail.TENSORS`; None until there is one.
         step_trace: the trace of the step that ended last, if one was asked for; else None.
         peak_bytes: largest memory in use during the step that ended last; None if it was not recorded.
         placed: True while `places` reports to the recorder.
@@ -86,16 +86,16 @@ class Recording:
         return Pass(which).name.lower().replace("_", " "), name
 
     def begin_forward(self, module: Any, args: Any, kwargs: Any) -> None:
-        """Report a forward of the model that began before `places` was installed."""
+        """Report the forward in which `places` was installed, since its hooks missed the beginning of that one."""
         if self.placed:
             self._places.begin_forward(module, args, kwargs)
 
     def in_optimizer(self) -> AbstractContextManager[None]:
-        """Return a context whose operators belong to the optimizer; it has no effect until `places` is installed."""
+        """Return a context whose operators are reported as those of the optimizer, if `places` reports at all."""
         return self._places.in_optimizer() if self.placed else contextlib.nullcontext()
 
     def want(self, file: Path | None) -> None:
-        """Record the next whole step in detail, and save it in `file` unless that is None."""
+        """Record the next whole step with `Detail.TENSORS`, and save it in `file` unless that is None."""
         self._wanted.append(file)
 
     def end_step(self) -> None:
@@ -120,11 +120,13 @@ class Recording:
             self._save(file)
 
     def begin_step(self, detail: Detail | None, *, traced: Detail | None = None, placed: bool = False) -> None:
-        """Begin to record a step, if that is wanted.
+        """Begin a step, and record it in the highest detail that `want` or an argument asks for.
+
+        If nothing asks for any, the step is not recorded.
 
         Args:
-            detail: the detail to record in; None to record only if `want` was called.
-            traced: the least detail of the step's `step_trace`; None if no trace is wanted.
+            detail: the least detail to record the step in; None if this caller needs no record.
+            traced: the least detail that `step_trace` needs; None if no `step_trace` is wanted.
             placed: True to report the places in the program even if the step is not recorded.
         """
         self._files, self._wanted = self._wanted, []
@@ -152,7 +154,7 @@ class Recording:
         return self.able
 
     def refuse(self, error: TraceError) -> None:
-        """Continue without the record of a step that contradicts itself; warn the first time."""
+        """Continue without the record of this step, because the record contradicts itself; warn the first time."""
         if not self._has_refused:
             self._has_refused = True
             text = "memplug: the record of a step contradicts itself: %s. memplug uses a later one; please report this"

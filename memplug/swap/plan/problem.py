@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 FROM_THE_BEGINNING = -1
-"""Stands for a last use: the gap begins with the step."""
+"""The value of `last_use` if nothing uses the tensor before the gap, which then begins with the step."""
 
 
 class Candidate(NamedTuple):
@@ -20,25 +20,25 @@ class Candidate(NamedTuple):
     """Row of `Trace.tensors`."""
     nbytes: int
     last_use: int
-    """The operator that uses it last before the gap; `FROM_THE_BEGINNING`: none in this step."""
+    """The operator that uses it last before the gap; `FROM_THE_BEGINNING` if none does in this step."""
     next_use: int
-    """The operator that uses it next; the number of operators: none does, and it is back after the last one."""
+    """The operator that uses it next. If none does, the number of operators: it is back after the last of them."""
 
     @property
     def gap(self) -> slice:
-        """Return the operators at which it may be away."""
+        """Return the operators during which the tensor may be away from the device."""
         return slice(self.last_use + 1, self.next_use)
 
 
 class Swap(NamedTuple):
-    """The swap of one candidate, whose memory is free for operators [release, prefetch)."""
+    """The swap of one candidate, whose device memory is free from operator `release` to just before `prefetch`."""
 
     candidate: int
     """Index into `SwapProblem.candidates`."""
     release: int
-    """The operator before which its memory is released, once the copy to the host after the last use is done."""
+    """The operator before which its memory is released, and which waits until the copy to the host is done."""
     prefetch: int
-    """The operator before which it gets memory, and its copy to the device begins; the next use waits for the copy."""
+    """The operator before which it gets memory again and its copy to the device begins; its next use waits for that."""
 
 
 class LinkDirection:
@@ -68,7 +68,7 @@ class LinkDirection:
         return _at(self._free_s, self._times_s, self.free_until_s(finish_s) - self.seconds(nbytes), bisect_right)
 
     def free_until_s(self, time_s: float) -> float:
-        """Return the seconds that other copies leave free from the step's beginning to a time."""
+        """Return for how many seconds between the step's beginning and `time_s` the link is free of other copies."""
         return _at(self._times_s, self._free_s, time_s, bisect_right)
 
     def bytes_between(self, start_s: float, finish_s: float) -> float:
@@ -114,7 +114,7 @@ class SwapProblem:
 
     @property
     def operators(self) -> int:
-        """Return the number of operators; code after the program counts as one of them."""
+        """Return the number of operators; all that runs after the program counts as one more."""
         return len(self.in_use_bytes)
 
     @cached_property
@@ -133,7 +133,7 @@ class SwapProblem:
         return self.begin_s.tolist()
 
     def in_use_with(self, swaps: tuple[Swap, ...]) -> np.ndarray:
-        """Return `in_use_bytes` less the tensors that are away. int64[n]."""
+        """Return `in_use_bytes` without the tensors that are away. int64[n]."""
         change = np.zeros(self.operators + 1, np.int64)
         for swap in swaps:
             nbytes = self.candidates[swap.candidate].nbytes
@@ -159,11 +159,11 @@ def least_budget(problem: SwapProblem) -> Least:
 
 
 class OverBudgetError(Exception):
-    """No swap list keeps the step to its budgets.
+    """No swap list keeps the step within its budgets.
 
     Attributes:
         least: see `Least`.
-        host_limited: whether a list exists with more host memory.
+        host_limited: whether only host memory is too small: with enough of it, some list keeps within `budget_bytes`.
     """
 
     def __init__(self, problem: SwapProblem) -> None:

@@ -1,4 +1,7 @@
-"""Reads, puts back and follows the state of each kind of Python object, for `memplug.tokenwise.engine.state`."""
+"""Reads the state of each kind of Python object, puts it back, and finds the objects in it.
+
+`memplug.tokenwise.engine.state` says which objects it follows (reads, and later puts back), and why.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,9 @@ _LIBRARIES = {
     *("torch", "memplug", "transformer_engine", "transformer_engine_torch", "accelerate"),
     *("lightning", "pytorch_lightning", "apex", "flash_attn", "triton"),
 }
-"""Packages whose code is not the model's. Their objects may change between a forward and its backward for reasons that
-are not the model's. The exceptions are modules, and objects of packages in `_MODELS`."""
+"""Packages whose code is not the model's. Objects of their classes are not followed, since they may change between a
+forward and its backward for reasons that are not the model's. Exceptions, which are followed: tensors, modules,
+containers and objects of the other classes in `_KINDS`; and objects of packages in `_MODELS`."""
 _MODELS = {"transformers"}
 _PLUMBING = set(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
 
@@ -56,7 +60,7 @@ class StateKind(NamedTuple):
     Attributes:
         read: returns an object's state, a shallow copy.
         write: puts such a state back; None: the object itself never changes.
-        inside: returns the objects in a state whose own state has to be followed; None: there are none.
+        inside: returns those objects in a state that have to be followed in turn; None: there are none.
         is_same: returns whether two states of an object are the same.
     """
 
@@ -67,13 +71,13 @@ class StateKind(NamedTuple):
 
 
 class UnknownObject(NamedTuple):
-    """A kind of object that may change without any sign."""
+    """A kind of object that may change without any sign, so that its state cannot be put back."""
 
     name: str
 
 
 class ObjectPart(NamedTuple):
-    """A part of an object with a kind of its own: a module's parameters, or the globals that a function names."""
+    """A part that is followed as an object of its own: a module's parameters, or the globals that a function names."""
 
     owner: Any
     live: dict[str, Any]
@@ -88,7 +92,7 @@ class Parameters(ObjectPart):
 
 
 class Globals(ObjectPart):
-    """Variables of a Python module."""
+    """Those variables of a Python module that a function names."""
 
 
 def _once_for_each_class(function: Callable[[type], Result]) -> Callable[[type], Result]:
@@ -132,14 +136,17 @@ def kind_of(cls: type) -> StateKind | UnknownObject | None:
 
 
 def is_own(thing: Any) -> bool:
-    """Return whether a class, function or Python module is the model's own: its attributes or globals may change."""
+    """Return whether a class, function or Python module is the model's own code.
+
+    Only then are attributes of the class, and globals of the function or Python module, followed.
+    """
     name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__
     package = (name or "").partition(".")[0]
     return package not in _LIBRARIES and package not in sys.stdlib_module_names
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a plain view of its memory."""
+    """Return whether a tensor is of class `torch.Tensor` itself and strided; not nested, quantized or of functorch."""
     is_wrapped = is_functorch_wrapped_tensor(tensor)
     strided = not is_wrapped and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
     return type(tensor) is torch.Tensor and strided

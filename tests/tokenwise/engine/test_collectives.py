@@ -1,4 +1,8 @@
-"""Collectives that fill a tensor, as Megatron-Core calls them, are captured or run again, on all ranks alike."""
+"""Collectives that write to a tensor of the caller's, as Megatron-Core's do.
+
+The result of each is captured, or else the collective runs again in recompute passes. All ranks do the same, since a
+collective that only some ranks run never ends.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from tests.support.forking import launch_forked
 
 @pytest.fixture(autouse=True)
 def group(tmp_path: Path) -> Iterator[None]:
-    """Make a group of this process alone."""
+    """Make a process group of this process alone."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -57,12 +61,15 @@ class Reduces(Layer):
 
 
 def _is_launch(func: Any) -> bool:
-    """Return whether an operator launches a collective; a mode does not see collectives inside of an operator."""
+    """Return whether an operator is a collective, or one of the tests' own operators, which launch one inside.
+
+    `Launches` does not count the one inside again.
+    """
     return operators.is_exchange(func) or func.namespace == "memplug_tests"
 
 
 def launched_again(layer: type[Layer], alpha: float, **settings: Any) -> list[int]:
-    """Return the collectives that backward launched in each of four steps, after comparing gradients."""
+    """Return how many collectives backward launched in each of four steps, whose gradients are compared too."""
     torch.manual_seed(0)
     model = Stack(3, layer)
     reference = twin(model)
@@ -104,7 +111,7 @@ _BEGUN: list[Any] = []
 
 @torch.library.custom_op("memplug_tests::begin", mutates_args=())
 def _begin(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor while the collective that fills another one may still be running."""
+    """Start a collective on a copy of `x`, and return another copy without waiting for the collective."""
     _BEGUN.append((received := x.clone(), dist.all_reduce(received, async_op=True)))
     return x.clone()
 
@@ -198,12 +205,12 @@ def test_gradients_hold_for_exchanged_tensor_lists():
 
 
 def test_reused_address_is_not_mistaken_for_the_freed_storage():
-    """Make memory while the region is paused; it may get the address of a freed tensor of the region."""
+    """Allocate a tensor while the region is paused, perhaps at the address of one that the region made and freed."""
     executors: list[Any] = []
 
     class Pauses(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(20):  # freed at once, so their addresses are free
+            for _ in range(20):  # each is freed at once, so that `memory` may get its address
                 torch.empty_like(x)
             with paused() if executors else torch.enable_grad():
                 memory = torch.zeros_like(x)
@@ -223,7 +230,7 @@ def test_reused_address_is_not_mistaken_for_the_freed_storage():
 
 
 def reference_gradients(reference: Stack, x: torch.Tensor, executors: list[Any]) -> dict[str, torch.Tensor]:
-    """Return the gradients without the executor."""
+    """Return the reference's gradients; without an executor in the list, its forward does not pause."""
     held = executors.pop()
     try:
         reference(x).backward()

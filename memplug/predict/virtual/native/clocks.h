@@ -51,11 +51,12 @@ class Clocks {
     return over_s;
   }
 
-  // Return the time at which the work queued so far is over: that of one stream, or that of all streams and the host.
+  // Returns the time at which the work queued so far on a stream is over; the host's time, if that is later.
   double over_s(int64_t stream) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return std::max(free_s_[stream], host_s_);
   }
+  // Returns the same for all streams.
   double all_over_s() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return std::max(host_s_, *std::max_element(free_s_.begin(), free_s_.end()));
@@ -75,7 +76,7 @@ class Clocks {
     host_s_ = std::max(host_s_, at_s);
   }
 
-  // Sets all clocks to zero and forgets all queued work and spans. Streams stay.
+  // Sets all clocks to zero, forgets all queued work and spans, and stops noting spans. Streams stay.
   void restart() {
     const std::lock_guard<std::mutex> lock(mutex_);
     host_s_ = 0;
