@@ -29,10 +29,10 @@ class Served:
 
 
 class Reserved:
-    """The memory that one session's steps reserve in addition to tensors.
+    """The device memory that a session's steps reserve in addition to their tensors, measured and predicted.
 
     Args:
-        memory: counters of the device; None if it has none: then no memory is reserved in addition.
+        memory: the device's counters of memory; None if the device has none: then that memory counts as 0.
         served: returns how the arena served the step that ended last.
     """
 

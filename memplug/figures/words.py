@@ -20,15 +20,15 @@ AT_MOST = 8
 
 
 class RequestTables(Protocol):
-    """The tables that rows of requests refer to."""
+    """The phases and layers to which a table of requests refers by index."""
 
     @property
     def phases(self) -> Sequence[Phase]:
-        """Return the phases, by index."""
+        """Return the phases; a request has the index of one of them."""
 
     @property
     def layers(self) -> Sequence[Layer]:
-        """Return the layers, by index."""
+        """Return the layers; a request has the index of one of them."""
 
 
 def bytes_by(column: str, tables: RequestTables, of: np.ndarray, nbytes: np.ndarray) -> Counter[str]:

@@ -51,7 +51,7 @@ def members_of(target: AttachTarget, group: Group | None, found: Sequence[Group]
 
 
 def watch_joins(attached: AttachedModel) -> None:
-    """Tell the session's `Ranks` when this rank has no more batches in torch's `join`, and when it ends steps again.
+    """Tell the session's `Ranks` when this rank, out of batches, waits in torch's `join`, and when that wait is over.
 
     It does not matter which wrapper of the model joins, or whether it was made before or after attaching.
     """
@@ -64,7 +64,7 @@ def watch_joins(attached: AttachedModel) -> None:
             tell()
         return others
 
-    # if this torch lacks the method, the other ranks wait for this one as for any rank that ends no steps
+    # if this torch lacks the method, the other ranks are not told, and wait for this one's vote until they give up
     if hasattr(Join, COUNT_OTHERS) and not (attached.ranks.are_known and len(attached.ranks.members) == 1):
         patch(Join, COUNT_OTHERS, count_others, attached, KNOWN)
 

@@ -33,7 +33,10 @@ def kept(tracker: Any) -> Callable[[], AbstractContextManager[None]]:
 
 
 def _copied(tracker: Any) -> dict[str, Any]:
-    """Return the tracker's states by name; for a generator (`--te-rng-tracker`), a copy of the generator's state."""
+    """Return the tracker's states by name.
+
+    With `--te-rng-tracker` the tracker holds generators instead of states; then the result has copies of their states.
+    """
     return {
         name: state.get_state() if isinstance(state, torch.Generator) else state
         for name, state in tracker.get_states().items()

@@ -19,7 +19,7 @@ _SPACING = 0.013  # between panels, as a share of the height
 _LEGEND = 0.21  # between columns, as a share of the width
 _BELOW_TITLE = 0.9  # top of the panels, as a share of the height: the legend of bars is above them
 _PIXELS = (600, 1200)  # rows and columns of the raster below the rectangles
-_RECTANGLES = 15_000  # at most so many are drawn as shapes, the largest ones
+_RECTANGLES = 15_000  # if there are more, only so many are drawn one by one: the largest
 _FEW = 8  # axes that span at most this get a tick at each whole number
 
 
@@ -209,7 +209,10 @@ def _bars(bars: model.Bars, x: Axis, y: Axis) -> _PlotlyParts:
 
 @_made.register(Rectangles)
 def _rectangles(drawn: Rectangles, x: Axis, y: Axis) -> _PlotlyParts:
-    """Draw the largest rectangles as shapes, one trace a group, above a raster of all if there are many."""
+    """Draw rectangles, in one trace for each group.
+
+    If there are too many, only the largest are drawn so, above a raster that shows all of them.
+    """
     traces = [_raster(drawn, x, y)] if len(drawn.of) > _RECTANGLES else []
     rows = largest(drawn, _RECTANGLES)
     for index in np.unique(drawn.of).tolist():

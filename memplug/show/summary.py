@@ -17,7 +17,7 @@ _OPERATORS_AT_MOST = 10
 
 
 def summary(trace: Trace) -> dict[str, Any]:
-    """Return a trace's facts for `memplug show --json`: stable keys, units in names, None for what is unknown.
+    """Return a trace's facts for `memplug show --json`: stable keys that name their units, None for what is unknown.
 
     Bytes are as requested, unrounded. `peak_bytes` is the largest memory in use, including what was in use before the
     recording, when the recorded requests are replayed; `allocator_peak_bytes` is the allocator's own counter.

@@ -65,11 +65,11 @@ class InForce:
         self._loaded: list[Any] = []  # the swapper in force, to drop it if the session is never detached
         self._finalizer = weakref.finalize(self, _drop, core, self._loaded, str(device.torch_device))
         self._finalizer.atexit = False
-        self._former: dict[str, int] = {}  # counts of former lists
+        self._former: dict[str, int] = {}  # counters of former lists
 
     @property
     def counters(self) -> dict[str, int]:
-        """Return the counts over all steps of the session."""
+        """Return how much was swapped, and how often, in all steps of the session: counts and bytes by name."""
         if self._swapper is None:
             return self._former
         counters = {**self._swapper.counters, **self._core.swap_list_counters()}

@@ -7,9 +7,10 @@ dense enough becomes one large request. Then all requests form HomoSize groups, 
 down. A memory layer is a range of addresses as high as one size. A request goes into a free interval of an earlier
 memory layer if it fits, else into a new memory layer by Algorithm 1.
 
-Departures: a group becomes one request only if its time-memory product is at least `DENSE`. For activations that are
-freed one by one, the rectangle would be half empty; members of such groups are placed singly. The space above a request
-in a higher memory layer is a free interval too. In the end all requests are lowered as far as they go.
+Departures from the paper: a group becomes one request only if its time-memory product is at least `DENSE`. For
+activations that are freed one by one, the rectangle would be half empty; members of such groups are placed singly. The
+space above a request in a higher memory layer is a free interval too. In the end all requests are lowered as far as
+they go.
 """
 
 from __future__ import annotations
@@ -225,13 +226,15 @@ def _by_sizes(problem: Problem, unit: int) -> np.ndarray:
 
 
 def memory_layers(lifetimes: list[tuple[int, int]]) -> list[list[int]]:
-    """Divide lifetimes among layers by Algorithm 1: as few layers as the most requests in use at once.
+    """Divide lifetimes among memory layers by Algorithm 1, such that those in one layer do not overlap.
+
+    There are as few layers as possible: as many as there are lifetimes at the busiest instant.
 
     Args:
-        lifetimes: half-open, by beginning.
+        lifetimes: half-open, sorted by beginning.
 
     Returns:
-        For each layer the indices into `lifetimes` of lifetimes that do not overlap, by time.
+        For each layer, the indices into `lifetimes` of its members, in the order of time.
     """
     layers: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (last free time, layer) of reusable layers, rising

@@ -17,14 +17,14 @@ enum class Wait : uint8_t {
   OFFLOAD_FOR_COMPUTE, // the copy out starts once the operator has written its output
   RELEASE_FOR_OFFLOAD, // device memory is released once its copy out has read it
   MUTATE_FOR_OFFLOAD, // an operator writes in place once the copy has read the former value
-  PREFETCH_FOR_COMPUTE, // the copy in starts once earlier users of its device memory and of its slot are done
+  PREFETCH_FOR_COMPUTE, // the copy in starts once earlier users of the device memory that it writes are done
   USE_FOR_PREFETCH, // an operator reads rows once their copy in has written them
   DISCARD_FOR_PREFETCH, // memory of an abandoned tensor is released once its copy in has written it
   USE_FOR_COMPUTE, // an operator reads memory of another stream once that stream has written it
 };
 
-// A stream and an event of a device. The CPU runs everything in program order: its streams, and events without a time,
-// are null.
+// A stream and an event of a device. The CPU runs everything in program order: its streams are null, and so are its
+// events, except those that `Streams::mark` returns.
 using StreamRef = std::shared_ptr<void>;
 using EventRef = std::shared_ptr<void>;
 
@@ -38,7 +38,8 @@ class Streams {
   // Returns the stream that this thread's operators run on now.
   virtual StreamRef current() = 0;
 
-  // Returns the current stream's number.
+  // Returns a number that changes when the current stream does, more cheaply than `current`; always 0 on a device whose
+  // current stream never changes.
   virtual int64_t current_number() {
     return 0;
   }
@@ -47,7 +48,7 @@ class Streams {
 
   // Returns the stream's index in `known`; appends the stream if it is new.
   size_t number_among(std::vector<StreamRef>& known, const StreamRef& stream) {
-    // not a range loop: a device in Python may let another thread add a stream
+    // not a range loop: streams implemented in Python may let another thread run, which adds a stream
     for (size_t i = 0; i < known.size(); ++i) {
       if (const StreamRef each = known[i]; same(each, stream)) {
         return i;
@@ -69,10 +70,11 @@ class Streams {
     return std::nullopt;
   }
 
-  // Makes work that is queued on the stream from now on start after the event.
+  // Holds back work that is queued on the stream from now on until the event has completed.
   virtual void wait(const StreamRef& stream, const EventRef& event, Wait why) = 0;
 
-  // Returns whether the device runs all work at once: then the program waits for the copies themselves, not for events.
+  // Returns whether work is done when the call that queues it returns, as on the CPU. Then the program waits during the
+  // calls that copy, not for events.
   virtual bool is_immediate() {
     return false;
   }
@@ -101,8 +103,8 @@ class Streams {
   // Returns uninitialised device memory of so many bytes that belongs to the stream.
   virtual c10::DataPtr allocate(const StreamRef& stream, int64_t nbytes);
 
-  // Returns 1-D uint8 host memory, pinned if the device can pin, and never from the training allocator. Throws if there
-  // is none.
+  // Returns 1-D uint8 host memory, pinned if the device can pin. It never comes from the allocator that serves
+  // training, which on the CPU is torch's own. Throws if there is none.
   virtual at::Tensor host_memory(int64_t nbytes);
 
   // Advance the host's clock on a device that keeps one (`HostClock`). `spend_forward` is called after a region's

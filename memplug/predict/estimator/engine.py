@@ -73,15 +73,15 @@ def _enabled(section: Any) -> Any:
 def micro_batch_of(ds_config: Mapping[str, Any], gpus: int | None) -> int:
     """Return the number of sequences in a rank's micro-batch; 1 if the JSON does not determine it.
 
-    If the JSON has `train_batch_size` and no micro-batch, this is the batch divided by ranks and accumulation, as in
-    DeepSpeed.
+    If the JSON has `train_batch_size` and no micro-batch, this is the batch divided by the ranks and the accumulation
+    steps, as in DeepSpeed.
 
     Args:
         ds_config: The contents of the DeepSpeed JSON.
-        gpus: The number of the engine's ranks; None: no engine.
+        gpus: The number of the engine's ranks; None without an engine: then `train_batch_size` is ignored.
 
     Raises:
-        EstimateError: `train_batch_size` is not a multiple of ranks and accumulation.
+        EstimateError: `train_batch_size` is not a multiple of the ranks times the accumulation steps.
     """
     given, total = (ds_config.get(name) for name in ("train_micro_batch_size_per_gpu", "train_batch_size"))
     if isinstance(given, int):
@@ -122,10 +122,10 @@ def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> di
     kept = _without_auto({key: value for key, value in known.items() if key not in ("memplug", *WATCHERS)})
     optimizer = kept.get("optimizer", {"type": "AdamW"})
     params = optimizer.get("params", {})
-    if str(optimizer.get("type")).lower() in ADAM and not params.get("torch_adam"):  # otherwise it is torch's already
+    if str(optimizer.get("type")).lower() in ADAM and not params.get("torch_adam"):  # DeepSpeed's own
         optimizer = {**optimizer, "params": {**params, "torch_adam": True, "fused": True}}
     dtype = dtype_of(ds_config)
-    if dtype in PRECISIONS and _enabled(kept.get(dtype)) is not True:  # it was "auto"
+    if dtype in PRECISIONS and _enabled(kept.get(dtype)) is not True:  # "auto", or left out
         kept[dtype] = {**(kept[dtype] if isinstance(kept.get(dtype), Mapping) else {}), "enabled": True}
     kept = {**_accumulation(kept, micro_batch, gpus), **kept}
     kept.pop("train_batch_size", None)
@@ -165,7 +165,7 @@ def _refuse_as_deepspeed(settings: Mapping[str, Any]) -> None:
 
 
 class EngineTraining(VirtualTraining):
-    """Training by a DeepSpeed engine, which tells memplug itself when a step ends; make and run it inside `rank_of`.
+    """Training by a DeepSpeed engine, whose `step` tells memplug that a step ends; make and run it inside `rank_of`.
 
     Args:
         make_model: See `VirtualTraining`.

@@ -50,7 +50,7 @@ class Clock(NamedTuple):
 
     @property
     def ticks(self) -> int:
-        """Return the number of outermost operators."""
+        """Return how many outermost operators the program has, each a tick of the clock."""
         return len(self.outermost)
 
     @property
@@ -128,7 +128,7 @@ def in_use_bytes(step: Trace) -> np.ndarray:
     """Return the most device memory in use at each place of a step without a swap list (Figure 3). int64[n].
 
     Tensors that left because a request failed count as in use: the recording does not show that they left
-    (memplug/profile/native/requests.h, `Moving`). Requests between two operators count to the operator before them.
+    (memplug/profile/native/requests.h, `Moving`). Requests between two operators count towards the first of the two.
     """
     clock = clock_of(step)
     in_use = np.zeros(clock.places, np.int64)
@@ -147,7 +147,7 @@ def in_use_bytes(step: Trace) -> np.ndarray:
 def gaps(
     step: Trace, min_bytes: int, others: Collection[int] = (), states: bool = False, resident: Collection[int] = ()
 ) -> list[Candidate]:
-    """Return tensors between two uses with an outermost operator in between, by first and then second use.
+    """Return the gaps between two uses of a tensor in which an outermost operator runs, sorted by these uses.
 
     Tensors of collectives are left out. So are tensors that existed before the step (whose first use is not an output),
     unless `states` or `resident` includes them.
@@ -195,7 +195,7 @@ def gaps(
 
 
 def held_bytes(step: Trace) -> int:
-    """Return the bytes of the largest tensor of a collective, whose free comes earlier or later in each step."""
+    """Return the bytes of the largest tensor of a collective: when it is freed varies from step to step."""
     collective = np.array([name.startswith(COLLECTIVES) for name in step.names], bool)
     tensors = step.uses["tensor"][collective[step.operators["name"][step.uses["operator"]]]]
     return int(step.tensors["nbytes"][tensors].max(initial=0))

@@ -23,14 +23,14 @@ _ROWS_AT_MOST = 8
 
 
 def decisions(plan: MemoryPlan) -> dict[str, Any] | None:
-    """Return the decisions and predictions of a plan, for `memplug show --json`: stable keys, units in names.
+    """Return the decisions and predictions of a plan, for `memplug show --json`: stable keys that name their units.
 
     A region's bytes are those of one forward; the totals are sums over all regions. `host_bytes` and `device_bytes` are
     predicted for a whole step and are no such sums: a step may have several forwards of a region in flight, and a
     region that `offloads_late` offloads only if its tensors have to be released.
 
     Returns:
-        The object of plain values; None if the plan has no decisions.
+        Values that JSON can hold, by key; None if the plan has no decisions.
     """
     training, decided = plan.training, Decisions.of(plan)
     if training is None or decided is None:
@@ -113,7 +113,7 @@ def short_region_names(names: Iterable[str]) -> list[str]:
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
-    """Sort names so that those that differ only in numbers stand together, by number: plans list regions by key."""
+    """Sort names such that those that differ only in numbers stand together, in numeric order."""
     stems = {stem: at for at, stem in enumerate(dict.fromkeys(map(_stem, names)))}
     return sorted(names, key=lambda name: (stems[_stem(name)], [int(digits) for digits in re.findall("[0-9]+", name)]))
 
