@@ -2,8 +2,7 @@
 
 `tests.support.check_symbols` compares them with those packages' sources. A symbol is "module:name". The name may have
 members ("module:Class.method"), and in brackets the parameters that memplug passes by name ("module:function(a, b)"; a
-class's are those of its constructor). Attributes of objects are members of their class. Alternatives are in a tuple,
-the newest first.
+class's are its constructor's). Attributes of objects are members of their class. Of alternatives, the newest is first.
 """
 
 from __future__ import annotations
