@@ -9,7 +9,7 @@ import torch
 
 import memplug
 from memplug.session.table import Stage
-from tests.support.awkward import LENGTHS, STEPS, Fails, awkward_steps, left_behind, plain
+from tests.support.awkward import LENGTHS, STEPS, Fails, awkward_steps, left_behind, live_tensors, plain
 from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
 
 ROUND = len(STEPS) * len(LENGTHS)  # steps until every kind and length has occurred
@@ -19,6 +19,7 @@ ROUND = len(STEPS) * len(LENGTHS)  # steps until every kind and length has occur
 @pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.long)])
 def test_awkward_steps_leave_nothing_behind(alpha: float | str, rounds: int) -> None:
     torch.manual_seed(0)
+    earlier = live_tensors()
     model = Stack(3, Fails)
     tokenwise = {"regions": LAYERS, "min_offload_bytes": 1, "alpha": alpha}
     with memplug.attach(model, {"enabled": True, "plan_dir": False, "tokenwise": tokenwise}) as session:
@@ -32,10 +33,10 @@ def test_awkward_steps_leave_nothing_behind(alpha: float | str, rounds: int) -> 
                 session.step()
 
         run(2 * ROUND)  # until all memory has been requested
-        before = left_behind(session._attached.executor)
+        before = left_behind(session._attached.executor, earlier)
         for _ in range(rounds):
             run(ROUND)
-        after = left_behind(session._attached.executor)
+        after = left_behind(session._attached.executor, earlier)
         forwards = session._attached.executor.flow.forwards
         assert forwards > 3 * rounds * ROUND, "memplug runs every region"
         assert after == before

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -110,13 +111,23 @@ def _stop(gradient: torch.Tensor) -> None:
     raise Stop
 
 
-def left_behind(executor: Any) -> dict[str, int]:
-    """Return counts that a step must not change, taken while no graph is alive."""
+def live_tensors() -> list[weakref.ref[torch.Tensor]]:
+    """Return a weak reference to each tensor that Python holds now."""
+    return [weakref.ref(thing) for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+
+
+def left_behind(executor: Any, earlier: Sequence[weakref.ref[torch.Tensor]] = ()) -> dict[str, int]:
+    """Return counts that a step must not change, taken while no graph is alive.
+
+    Args:
+        executor: The regions' executor.
+        earlier: Tensors to leave out of the count, since other code of the process may free them at any time.
+    """
     gc.collect()
     executor.transfer.drain()
     flow, transfer = executor.flow, executor.transfer
     return {
-        "tensors": sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()),
+        "tensors": len(live_tensors()) - sum(tensor() is not None for tensor in earlier),
         "forwards in flight": flow.live,
         "forwards that wait": flow.waiting,
         "host bytes": executor.pool.used_bytes,

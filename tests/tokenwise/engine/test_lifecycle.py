@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from memplug.tokenwise.engine.core import core
+from tests.support.awkward import live_tensors
 from tests.support.blocks import (
     Block,
     Stack,
@@ -27,10 +27,6 @@ from tests.support.forwards import Routes
 from tests.support.simulated import ScriptedDevice, adversarial_device
 
 pytestmark = pytest.mark.device
-
-
-def live_tensors() -> int:
-    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
 
 
 class Stop(Exception):
@@ -124,11 +120,11 @@ def test_steps_leak_no_tensors_without_garbage_collection(alpha: float) -> None:
         model(x).backward()
     executor.transfer.drain()
     with no_garbage_collection():
-        before = live_tensors()
+        before = len(live_tensors())
         for _ in range(20):
             model(x).backward()
         assert_clean(executor)
-        assert live_tensors() == before
+        assert len(live_tensors()) == before
 
 
 # -- host memory -------------------------------------------------------------------------------------------------------
