@@ -84,7 +84,7 @@ def test_invalid_inputs_are_refused_with_advice(
         ("hidden_size: 96\nheads: 3", "LlamaConfig has no field heads"),
         ("num_local_experts: 8\nmlp: 3", "MixtralConfig has no field mlp"),
         ("hidden_size: 96", "vocab_size is None"),
-        ("[1, 2]", "is no shape of a model"),
+        ("[1, 2]", "does not describe a model"),
         (
             "{vocab_size: 8, hidden_size: 96, intermediate_size: 8, num_hidden_layers: 2, num_attention_heads: 5}",
             "5 heads in 5 groups do not divide a hidden size of 96",

@@ -256,7 +256,7 @@ def test_frame_is_freed_without_asking_tensors_for_their_bytes(core: Any) -> Non
     assert run.flow.recomputed_bytes == 0
 
 
-def test_missing_memory_in_a_recompute_pass_is_a_divergence(core: Any) -> None:
+def test_recompute_pass_that_lacks_an_operators_input_raises_diverged(core: Any) -> None:
     run = Run(core, lambda: (torch.ones(4, 4).requires_grad_() @ torch.ones(4, 4)).exp())
     (matmul,) = [i for i, record in enumerate(records_of(run.tape)) if record.func._schema.name in MATMULS]
     with pytest.raises(core.Diverged, match="memory that an operator reads is missing"):

@@ -142,7 +142,7 @@ def test_losses_with_validations_between_steps_are_unchanged() -> None:
     assert measured.losses == expected.losses and measured.report["arena_served"] > 0
 
 
-def test_first_forward_with_gradients_is_not_logged_as_a_change(caplog: pytest.LogCaptureFixture) -> None:
+def test_validation_is_not_logged_as_a_change(caplog: pytest.LogCaptureFixture) -> None:
     """Let no validation cause a log line that reads like a fault."""
     with caplog.at_level(logging.INFO, "memplug"):
         run("between steps", 3).detach()

@@ -59,7 +59,9 @@ class _Header:
         if len(fields) != self._count:
             raise ValueError(f"{len(fields)} fields where the header has {self._count}: {_shown(','.join(fields))}")
         if "gaps" in self._at and (gaps := fields[self._at["gaps"]].strip()):
-            raise ValueError(f"gaps {_shown(gaps)}: a buffer is in use for all of its lifetime here")
+            raise ValueError(
+                f"gaps {_shown(gaps)}: a buffer occupies its memory during its whole lifetime; leave the column empty"
+            )
         values = tuple(self._number(name, fields) for name in _NUMBERS)
         lower, upper, size, alignment = values
         for name, value in (("size", size), ("alignment", alignment)):

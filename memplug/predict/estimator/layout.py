@@ -93,7 +93,10 @@ class RankLayout:
         if self.sequence:
             divides("--tensor, with --sequence,", self.tensor, seq_len // self.context, "a rank's tokens")
         if self.sequence and self.tensor == 1:
-            raise EstimateError("--sequence is given without --tensor", "Give --tensor 2 or more: its ranks share it.")
+            raise EstimateError(
+                "--sequence splits the sequence among tensor-parallel ranks, and --tensor is 1",
+                "Give --tensor 2 or more.",
+            )
         if self.expert > 1:
             if not experts:
                 raise EstimateError(f"--expert is {self.expert}, and the model has no experts", "Leave it out.")
@@ -126,5 +129,5 @@ def divides(option: str, size: int, count: int, what: str) -> None:
     if count % size:
         possible = ", ".join(str(each) for each in range(1, min(count, 64) + 1) if count % each == 0)
         raise EstimateError(
-            f"{option} is {size}, which does not divide {what}, {count}", f"These up to 64 do: {possible}."
+            f"{option} is {size}, which does not divide {what}, {count}", f"Possible sizes up to 64: {possible}."
         )

@@ -95,7 +95,7 @@ class Shape:
                 f"{file}: {error}", "Give the path of a model's shape, such as configs/models/7b.yaml."
             ) from None
         if not isinstance(fields, Mapping):
-            raise EstimateError(f"{file} is no shape of a model", "See configs/models/7b.yaml for an example.")
+            raise EstimateError(f"{file} does not describe a model", "See configs/models/7b.yaml for an example.")
         shape = cls(dict(fields))
         shape._check_kind(file)
         shape = shape._filled()
@@ -139,13 +139,12 @@ class Shape:
             value = self.fields.get(size)
             if type(value) is not int or not 0 < value < LARGEST:  # `type` because True is an int too
                 raise EstimateError(
-                    f"{file}: {size} is {value!r}, which is no size of a model", f"Give {size} a whole number above 0."
+                    f"{file}: {size} is {value!r}, which is not a size",
+                    f"Give {size} a whole number from 1 to {LARGEST - 1}.",
                 )
         for name, value in self.fields.items():
             if isinstance(value, float) and not math.isfinite(value):
-                raise EstimateError(
-                    f"{file}: {name} is {value}, which is no number of a model", "Give a finite number."
-                )
+                raise EstimateError(f"{file}: {name} is {value}, which is not finite", f"Give {name} a finite number.")
         heads = self.fields["num_attention_heads"]
         groups = self.fields.get("num_key_value_heads", heads)
         divides = self.fields.get("head_dim") or self.family == "Qwen3" or not self.fields["hidden_size"] % heads

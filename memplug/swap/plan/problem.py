@@ -142,7 +142,7 @@ class SwapProblem:
         return self.in_use_bytes + change[:-1].cumsum()
 
 
-class Least(NamedTuple):
+class LeastBudget(NamedTuple):
     """The least budget under which a step can run at all, however long it waits."""
 
     nbytes: int
@@ -150,19 +150,19 @@ class Least(NamedTuple):
     """The operator that needs it."""
 
 
-def least_budget(problem: SwapProblem) -> Least:
+def least_budget(problem: SwapProblem) -> LeastBudget:
     """Return the least budget: what the step needs with every candidate away for its whole gap."""
     everything = tuple(Swap(index, each.gap.start, each.gap.stop) for index, each in enumerate(problem.candidates))
     in_use = problem.in_use_with(everything)
     operator = int(in_use.argmax())
-    return Least(int(in_use[operator]), operator)
+    return LeastBudget(int(in_use[operator]), operator)
 
 
 class OverBudgetError(Exception):
     """No swap list keeps the step within its budgets.
 
     Attributes:
-        least: see `Least`.
+        least: see `LeastBudget`.
         host_limited: whether only host memory is too small: with enough of it, some list keeps within `budget_bytes`.
     """
 

@@ -146,7 +146,7 @@ def test_inclusive_end_equal_to_the_start_is_one_instant(path):
 
 
 def test_gaps_column_is_refused(path):
-    with pytest.raises(LayoutError, match="line 3: gaps '1-2@0:4'.*all of its lifetime"):
+    with pytest.raises(LayoutError, match="line 3: gaps '1-2@0:4'.*whole lifetime"):
         read(path, "id,lower,upper,size,gaps\n1,0,3,4,\n2,0,3,4,1-2@0:4\n")
 
 

@@ -61,7 +61,7 @@ def test_null_key_value_heads_default_to_the_number_of_heads(tmp_path: Path) -> 
         (SEVEN.replace("num_hidden_layers: 32", f"num_hidden_layers: {10**20}"), "num_hidden_layers is 10000"),
         (SEVEN.replace("hidden_size: 4096", "hidden_size: .nan"), "hidden_size is nan"),
         (SEVEN + "max_position_embeddings: '4096'\n", "max_position_embeddings is '4096'"),
-        (SEVEN + "rope_theta: .nan\n", "rope_theta is nan, which is no number"),
+        (SEVEN + "rope_theta: .nan\n", "rope_theta is nan, which is not finite"),
         (MIXTRAL.replace("num_experts_per_tok: 2", "num_experts_per_tok: 9"), "num_experts_per_tok is 9.* 8 experts"),
         (
             MIXTRAL.replace("num_experts_per_tok: 2\n", "").replace("num_local_experts: 8", "num_local_experts: 1"),
@@ -71,7 +71,7 @@ def test_null_key_value_heads_default_to_the_number_of_heads(tmp_path: Path) -> 
         (MIXTRAL.replace("num_local_experts: 8", "num_local_experts:"), "num_local_experts is None"),
         ("x: \0", "special characters"),
         ("[" * 100_000, "recursion"),
-        ("- 7\n", "no shape of a model"),
+        ("- 7\n", "does not describe a model"),
         ("{", "line 1"),
         (None, "No such file"),
     ],

@@ -32,7 +32,7 @@ def test_cuda_program_runs_and_torch_cuda_is_restored(device: VirtualDevice) -> 
     assert vars(torch.cuda) == before and not torch.ones(2).is_cuda
 
 
-def test_mask_selects_its_share_while_tokens_are_spread_evenly(device: VirtualDevice) -> None:
+def test_evenly_routed_mask_selects_each_experts_share_of_tokens(device: VirtualDevice) -> None:
     tokens, mask = torch.empty(8, 16, device="virtual"), torch.empty(8, 16, dtype=torch.bool, device="virtual")
     with evenly(chosen=2, experts=8):
         assert len(tokens.masked_select(mask)) == 8 * 16 * 2 // 8

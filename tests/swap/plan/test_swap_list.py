@@ -15,7 +15,7 @@ from memplug.swap.plan.policy import (
     swap_list,
     without_redundant,
 )
-from memplug.swap.plan.problem import Least, OverBudgetError, Swap, least_budget
+from memplug.swap.plan.problem import LeastBudget, OverBudgetError, Swap, least_budget
 from memplug.swap.plan.simulator import NOT_FORCED, place, simulate
 from tests.support.swapping import fewest_bytes, step, steps
 
@@ -138,8 +138,8 @@ def test_impossible_budget_error_names_least_budget_and_its_operator():
     # Operators 0 and 10 use the first tensor, and 1 needs the second one as well.
     with pytest.raises(OverBudgetError) as refused:
         swap_list(problem)
-    assert (refused.value.least, refused.value.host_limited) == (Least(37, 0), False)
-    assert least_budget(step(THREE, other_bytes=7, budget_bytes=10**9)) == Least(37, 0)
+    assert (refused.value.least, refused.value.host_limited) == (LeastBudget(37, 0), False)
+    assert least_budget(step(THREE, other_bytes=7, budget_bytes=10**9)) == LeastBudget(37, 0)
     assert swap_list(step(THREE, other_bytes=7, budget_bytes=37)).swapped_bytes == 30
 
 

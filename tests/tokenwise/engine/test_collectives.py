@@ -154,7 +154,7 @@ def test_recompute_pass_restores_existing_memory():
     assert (memory == 7.0).all()
 
 
-def test_value_read_before_the_reduction_is_recomputed_right():
+def test_value_read_before_an_in_place_reduction_is_recomputed_correctly():
     class Reads(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.inner(self.norm(x))
@@ -187,12 +187,12 @@ def test_overlapped_collective_runs_again():
 
 
 @pytest.mark.distributed
-def test_in_place_exchanges_on_two_ranks_keep_plain_gradients(tmp_path: Path) -> None:
+def test_in_place_collectives_on_two_ranks_keep_gradients_exact(tmp_path: Path) -> None:
     launch_forked(["tests.support.collectives_worker", tmp_path], module=True)
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [[], []]
 
 
-def test_gradients_hold_for_exchanged_tensor_lists():
+def test_all_gather_into_a_tensor_list_keeps_gradients_exact():
     class Lists(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.norm(x).detach()

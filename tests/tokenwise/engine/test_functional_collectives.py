@@ -31,7 +31,7 @@ def test_functional_reduction_in_place_is_not_launched_again(alpha: float, reads
 
 @pytest.mark.parametrize("parts", [(slice(1),), (slice(1), slice(1, None)), (WHOLE, slice(1))])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_reduction_of_a_part_is_launched_again(alpha: float, parts: tuple[slice, ...]) -> None:
+def test_all_reduce_of_a_slice_is_launched_again(alpha: float, parts: tuple[slice, ...]) -> None:
     assert functional_launches(reducing(*parts), alpha) == 3 * 4 * sum(part != WHOLE for part in parts)
 
 
