@@ -19,24 +19,32 @@ from memplug.native.building import Extension
 from memplug.torch_private import KNOWN
 from tests.support.recording import run_python, start_python
 
-FAILS = """
+SMALL = """
+from pathlib import Path
 from memplug.errors import NativeError
+from memplug.native.building import Extension
+
+small = Extension("memplug_small", "small library", (Path(os.environ["SOURCES"]),))
+"""
+FAILS = f"""{SMALL}
 try:
-    native.load()
+    small.load()
 except NativeError as error:
     print(error)
-    print("built:", native.CORE.is_built())
+    print("built:", small.is_built())
 else:
     sys.exit("it was built")
 """
-BUILDS = """
+BUILDS = f"""{SMALL}
 import logging
 logging.basicConfig(level=logging.INFO)
-print("built before:", native.CORE.is_built())
-recorder = Recorder("cpu")
-names = sequence(recorder, torch.ones(2).exp)
-assert native.CORE.is_built() and names[-1] == "aten::exp", names
+print("built before:", small.is_built())
+assert small.load().answer() == 42
 print("works")
+"""
+ANSWER = """
+#include <pybind11/pybind11.h>
+PYBIND11_MODULE(memplug_small, module) { module.def("answer", [] { return 42; }); }
 """
 
 
@@ -66,15 +74,22 @@ def test_missing_compiler_is_reported_with_advice(refusal: Callable[[], str], mo
     assert "What to do: Install a C++ compiler" in said and "/nonexistent" in said
 
 
-@pytest.mark.long  # two workers of the tests that start together build it once too
-def test_concurrent_processes_build_once_after_failed_and_killed_builds(root: Path) -> None:
-    folder = native.CORE.build_folder()
-    assert folder.parent == root and not native.CORE.is_built()
+@pytest.mark.long  # it starts six processes; workers of tests that start together build the core once too
+def test_concurrent_processes_build_once_after_failed_and_killed_builds(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "small.cpp").write_text(ANSWER)
+    monkeypatch.setenv("SOURCES", str(sources))
+    small = Extension("memplug_small", "small library", (sources,))
+    folder = small.build_folder()
+    assert folder.parent == root and not small.is_built()
     failed = run_python(FAILS, env={"CXX": "/nonexistent/c++"})
     assert "built: False" in failed and "What to do: Install a C++ compiler" in failed and "/nonexistent" in failed
     (folder / "lock").touch()  # a killed build of torch leaves it, and torch would wait forever
-    (folder / f"{native.CORE.name}.so").write_bytes(b"cut off")
-    assert not native.CORE.is_built()
+    small.library().write_bytes(b"cut off")
+    assert not small.is_built()
     processes = [start_python(BUILDS) for _ in range(3)]
     try:
         outputs = [process.communicate(timeout=900)[0] for process in processes]
@@ -83,13 +98,13 @@ def test_concurrent_processes_build_once_after_failed_and_killed_builds(root: Pa
             process.kill()
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     assert all("works" in output for output in outputs)
-    assert sum("building the native core" in output for output in outputs) == 1, outputs
-    assert native.CORE.is_built() and len(list(folder.glob("*.so"))) == 1
+    assert sum("building the small library" in output for output in outputs) == 1, outputs
+    assert small.is_built() and len(list(folder.glob("*.so"))) == 1
     (folder / "lock").touch()
-    library = (folder / f"{native.CORE.name}.so").stat().st_mtime_ns
+    built_ns = small.library().stat().st_mtime_ns
     again = run_python(BUILDS)
     assert "built before: True" in again and "building" not in again
-    assert (folder / f"{native.CORE.name}.so").stat().st_mtime_ns == library
+    assert small.library().stat().st_mtime_ns == built_ns
 
 
 def test_folder_that_cannot_be_created_is_reported_with_advice(root: Path, refusal: Callable[[], str]) -> None:
