@@ -334,7 +334,7 @@ void add_forwards(py::module_& module) {
           return all;
         });
       })
-      // for the recompute pass
+      // for a recompute pass that Python runs
       .def("decide", [](Running& r, const std::map<size_t, bool>& whole, const std::vector<size_t>& launches) {
         std::vector<CapturedOperator> captured;
         for (const auto& [index, is_whole] : whole) {
@@ -360,7 +360,7 @@ void add_forwards(py::module_& module) {
       .def_readwrite("is_restored", &Running::is_restored)
       .def_property_readonly("has_launches", &Running::has_launches)
       .def_readonly("communicates", &Running::communicates)
-      // for tests and the planner: attributes
+      // read-only attributes, for tests and the planner
       .def_property_readonly("tape", [](const Running& r) { return std::const_pointer_cast<Tape>(r.tape); })
       .def_property_readonly(
           "followed", [](const Running& r) { return std::const_pointer_cast<Tape>(r.forward.followed()); })
