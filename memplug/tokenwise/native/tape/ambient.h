@@ -12,7 +12,7 @@
 
 namespace memplug {
 
-// The state of the CPU's random generator. `now` copies it without the tensor that the slower `get_state` makes.
+// The state of the CPU's random generator. `now` copies the fields: `get_state` makes a tensor, which takes longer.
 struct CpuRandom {
   static CpuRandom now();
 

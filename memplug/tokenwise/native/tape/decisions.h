@@ -31,8 +31,8 @@ std::vector<Action> actions_of(
     const std::vector<size_t>& launches,
     const std::vector<int32_t>& wanted);
 
-// Returns into how many pieces of equally many rows an operator's outputs split; none if they do not split. A plan may
-// capture any number of pieces, and a recompute pass computes only the others.
+// Returns the number of equal pieces into which an operator's outputs split along dimension 0; none if they do not
+// split. A plan may capture any number of pieces, and a recompute pass computes only the others.
 std::optional<int64_t> pieces_of(const Tape& tape, size_t index);
 
 // Returns the given storages (`Tape::given`) that a pass with these actions reads or has to restore.

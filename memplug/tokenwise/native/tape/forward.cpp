@@ -328,8 +328,7 @@ void Forward::classify(Record& record) {
     record.root = true;
   } else if (op.has(VALUE)) {
     record.form = Form::VALUE;
-  // else its optional output arguments are absent, and it writes to nothing
-  } else if (op.mutates && (record.made.empty() || !record.written.empty())) {
+  } else if (op.mutates && (record.made.empty() || !record.written.empty())) { // else its output arguments are absent
     record.form = Form::WRITE;
     for (const int32_t storage : record.written) {
       record.root = record.root || storages.given[storage];

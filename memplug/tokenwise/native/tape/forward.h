@@ -1,5 +1,5 @@
 // One forward of a region, operator by operator. While its operators are those of an earlier forward's tape, it follows
-// that tape and stores nothing. Once they differ, or if there is no earlier tape, it notes a tape of its own.
+// that tape. Once they differ, or without an earlier tape, it notes a tape of its own.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -62,7 +62,7 @@ class Listener {
   // `results` are the arguments that it wrote to.
   virtual void capture(size_t index, c10::ArrayRef<c10::IValue> results) = 0;
 
-  // Returns whether the `__torch_dispatch__` of a tensor's subclass only calls other operators.
+  // Returns whether the `__torch_dispatch__` of a tensor's class only calls other operators.
   virtual bool is_transparent(const at::Tensor& tensor) = 0;
 
   bool is_timed = false;
@@ -116,8 +116,9 @@ class Forward {
     return {begun_, saved.size(), unobserved_};
   }
 
-  // Returns whether the code that ran since `since` used memory that no operator made or filled, or had an unobserved
-  // event. `given`, `returned`: the tensors among the code's arguments and results.
+  // Returns whether the code that ran since `since` hid kernels: it returned memory that no operator made, used memory
+  // that no operator filled, or caused an unobserved event. `given`, `returned`: the tensors among the code's arguments
+  // and results.
   bool hides(
       const Progress& since, const std::vector<at::Tensor>& given, const std::vector<at::Tensor>& returned) const;
 
@@ -132,7 +133,8 @@ class Forward {
       const std::vector<at::Tensor>& before,
       const std::vector<at::Tensor>& returned) const;
 
-  // Returns whether an operator after the first `begun` wrote to given memory that holds no tensor of `given`.
+  // Returns whether an operator after the first `begun` wrote to given memory other than that of the tensors in
+  // `given`.
   bool writes_elsewhere(size_t begun, const std::vector<at::Tensor>& given) const;
 
   // Saves the present values of tensors that lie in given or captured memory, since the code that runs next may write
@@ -166,8 +168,8 @@ class Forward {
     meet_wrapper(tensor);
   }
 
-  // Notes a wrapper, such as a DTensor, that an operator or a function is about to read. Its own version counter has to
-  // be compared: a write raises the wrapper's, not that of the inner tensor with the memory.
+  // Notes a wrapper, such as a DTensor, that an operator or a function is about to read, so that its version counter is
+  // checked: a write raises the wrapper's counter, not that of the inner tensor, which has the memory.
   void meet_wrapper(const at::Tensor& tensor) {
     if (tensor.is_leaf() && tensor.requires_grad()) { // else the region may have made it
       read(tensor, begun_ + 1, false);
@@ -282,8 +284,8 @@ class Forward {
     at::Tensor kept;
     c10::VariableVersion counter;
     uint32_t version = 0;
-    // of the largest storage saved up to this tensor; when backward asks for this one, it has yet to read the earlier
-    // ones
+    // size of the largest storage saved so far: when backward, which goes in reverse, asks for this tensor, it has yet
+    // to read the earlier ones
     int64_t largest_bytes = 0;
     bool alive = true; // backward may still ask for it
     bool in_unit = false; // a unit saved it, and kernels of the unit's backward may write over it
@@ -299,14 +301,14 @@ class Forward {
     uint32_t taken_version = 0;
   };
   Storages storages;
-  bool holds = false; // the forward stores each tensor that autograd saves as `Saved::kept`
-  bool holds_meanwhile = false; // the same, but only until the forward ends, since it may ask for a gradient itself
+  bool holds = false; // store each tensor that autograd saves in `Saved::kept`
+  bool holds_meanwhile = false; // likewise, but only until the forward ends, since it may ask for a gradient itself
   std::vector<Saved> saved;
   std::vector<GivenMemory> given; // by storage
   std::vector<std::vector<GeneratorDraw>> drawn; // for each operator that draws random numbers, in program order
 
-  // Bytes of the saved storages, except those that are given and not captured: of all, of those not captured, of those
-  // whose captures stay on the device, and of the largest.
+  // Bytes of the storages that backward needs: of all, of those not captured, of those captured and kept on the device,
+  // and of the largest. Given storages count only if captured.
   int64_t saved_bytes = 0, pending_bytes = 0, kept_bytes = 0, largest_saved_bytes = 0;
 
   // Returns whether a storage is a literal (literals.cpp), which counts as given although an operator requested it.
@@ -350,18 +352,17 @@ class Forward {
 
   // -- literals.cpp
 
-  // Returns the operator before `end` that returned a storage; null if another one before `end` has read the storage
-  // since.
+  // Returns the last operator before `end` that returned a storage; null if an operator in between reads the storage.
   const Record* only_user(int32_t storage, size_t end) const;
   // Returns whether operator `index` copies memory that no operator has filled. The copy may become a literal.
   bool copies_blank(size_t index) const;
   // Returns the operators that made the literal that operator `index` returns in `storage`; none if the storage is no
   // literal, or if literals would exceed their limit.
   std::vector<size_t> makers_of_literal(int32_t storage, size_t index) const;
-  // Turns `tensor`, which operator `index` returned and torch made from Python values, into a literal if it is one.
+  // Marks `tensor`, which operator `index` returned, as a literal if torch made it from Python values.
   void lift(size_t index, const at::Tensor& tensor);
-  // Corrects records copied from another forward's tape: if a literal of that forward is not one here, its storage gets
-  // its maker back.
+  // Corrects records copied from another forward's tape: if a literal of that forward is not one here, the operators
+  // that made it may run again.
   void unlift(std::vector<Record>& records) const;
 
   std::vector<std::shared_ptr<const Tape>> known_;

@@ -148,7 +148,7 @@ void Frame::forget_read() {
   unread_.erase(std::remove_if(unread_.begin(), unread_.end(), is_read), unread_.end());
 }
 
-// Leaves the inputs that no operator has read on the device: code after this region may be the first to wait for the
+// Leaves on the device the inputs that no operator has read: code after this region may be the first to wait for the
 // stream that makes such an input. In an opaque region all inputs count as read.
 void Frame::close_unread() {
   forget_read();

@@ -205,11 +205,12 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::vector<std::shared_ptr<Swapped>> swapped; // captured outputs and inputs, in the order of their copies out
   // tensors of `swapped` that are away and that backward needs; the one needed first is last
   std::vector<std::shared_ptr<Swapped>> todo;
-  // values before the forward of the held inputs and literals that it wrote to, by storage
+  // former values of held inputs and literals that the forward wrote to, by storage
   std::map<int32_t, std::shared_ptr<Held>> written;
   std::set<int32_t> changing; // given storages for which no version is checked, since the forward wrote to them
   int64_t input_bytes = 0; // bytes of swapped inputs that no earlier region had swapped
-  // number and bytes of the inputs that `input_bytes` counts, and of those that stayed since host memory was full
+  // number and bytes of the inputs that `input_bytes` counts, and of those that stayed on the device since host memory
+  // was full
   int64_t offered = 0, offered_bytes = 0;
   const int64_t sent_before_bytes; // bytes that all earlier forwards offloaded
   bool writes_input = false; // the forward wrote to a swapped input

@@ -124,9 +124,8 @@ void Modes::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
 
 Modes::Inside Modes::begin_inside(const at::RecordFunction& function) {
   const Operator* const op = operator_of(function);
-  // a profiler's label, or an operator that another one calls
   if (op == nullptr || called_->beside || called_->open == called_->modes) {
-    return Inside::WITHIN;
+    return Inside::WITHIN; // a profiler's label, or an operator that another one calls
   }
   called_->any = true;
   const auto inputs = function.inputs();

@@ -1,5 +1,5 @@
 // The script's dispatch modes (torch.utils._python_dispatch) around the operators of a forward. torch calls such a mode
-// instead of an operator; most modes then call the operator unchanged, which is here called handing it on.
+// instead of an operator. Most modes then hand the operator on: they call it with the same arguments.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@
 
 namespace memplug {
 
-// Checks whether the dispatch modes around an operator hand it on, with its arguments and results unchanged.
+// Checks whether the dispatch modes around an operator hand it on and return its results unchanged.
 class Modes {
  public:
   // Returns whether torch would call modes of the script for an operator that began now on this thread.
@@ -29,7 +29,7 @@ class Modes {
   // arguments. BESIDE: a mode calls another operator. WITHIN: an operator of the first two kinds calls it.
   enum class Inside : uint8_t { HANDED_ON, BESIDE, WITHIN };
 
-  // Notes that an operator begins while modes handle the first one. Returns its kind.
+  // Notes that an operator begins while modes handle the operator of `begin`. Returns its kind.
   Inside begin_inside(const at::RecordFunction& function);
 
   // Notes that an operator of kind `inside` has ended.

@@ -28,8 +28,7 @@ Known& known() {
   return *instance;
 }
 
-// Removes from `known` the operators that die with the library that defined them: other names may get the addresses of
-// their names.
+// Drops operators when the library that defined them is unloaded, since the addresses of their names may be reused.
 struct Watch final : c10::OpRegistrationListener {
   void onOperatorRegistered(const c10::OperatorHandle&) override {}
   void onOperatorDeregistered(const c10::OperatorHandle& handle) override {

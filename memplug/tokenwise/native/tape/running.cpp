@@ -170,8 +170,7 @@ void Running::over() {
       (region->seen || calls().executor.is_alone(executor_));
   close(direct);
   flow->transfer->streams().spend_forward(static_cast<int64_t>(tape->records.size()));
-  // a region's first forward follows the tape of another region of its class, which proves little: that forward, too,
-  // may have had no tokens
+  // a first forward that follows the tape of another region of its class does not count: both may have had no tokens
   region->repeats = region->seen && forward.followed() != nullptr;
   if (!region->repeats || !region->talks) {
     region->talks = region->talks.value_or(false) || forward.communicates();
@@ -249,8 +248,7 @@ void Running::restore() {
       replay();
       is_restored = true;
       return;
-    // the executor's `restore`, below, calls `replay`, which throws the error again, and handles it
-    } catch (const Diverged&) {
+    } catch (const Diverged&) { // `executor.restore`, below, calls `replay`, which throws it again, and handles it
       failed_ = std::current_exception();
     } catch (const GroupGone&) {
       failed_ = std::current_exception();

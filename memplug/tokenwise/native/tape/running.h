@@ -76,8 +76,8 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
     return executor_;
   }
 
-  // Runs a unit (unit.h) of the forward, and returns its result. `overload`: of the operators that stand for the unit's
-  // parts. `name`: the unit's name. The other arguments are as in `UnitCall`.
+  // Runs a unit (unit.h) of the forward, and returns its result. `overload`: the overload of the operators that stand
+  // for the unit's parts. `name`: the unit's name. The other arguments are as in `UnitCall`.
   pybind11::object run_unit(
       pybind11::object unit,
       const std::string& overload,
@@ -145,7 +145,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
     pybind11::object value; // null for a tensor
     std::shared_ptr<Swapped> swapped;
     std::shared_ptr<Held> held;
-    int32_t storage = -1; // a tensor's storage
+    int32_t storage = -1; // number of a tensor's storage
     std::optional<Geometry> geometry = {}; // a swapped tensor's layout
     bool requires_grad = false; // whether a swapped tensor requires a gradient
     pybind11::object type = {}; // a tensor's class, from `type_of`

@@ -41,8 +41,7 @@ void Forward::save(const at::Tensor& tensor, bool held) {
     }
     if (storages.given[storage] && !is_captured(storage)) {
       give(storage, tensor, begun_);
-    // a unit's saved tensors are counted by `end_unit`, once it knows which of them the unit made
-    } else if (!unit_saves_) {
+    } else if (!unit_saves_) { // `end_unit` counts what a unit saves, once it knows what the unit made
       count(storage);
     }
     found.use = {{0}, storage, Geometry::of(tensor, storages.origins[storage])};

@@ -21,8 +21,8 @@ class Storages {
   // Returns the number of a tensor's storage; -1 if it has none yet.
   int32_t find(const at::Tensor& tensor) const;
 
-  // Gives a tensor's storage the next number, and returns it. `given`: the storage existed before the forward, so no
-  // operator made it.
+  // Gives a tensor's storage the next number, and returns the number. `given`: the storage existed before the forward,
+  // so no operator made it.
   int32_t add(const at::Tensor& tensor, bool given);
 
   // Gives a tensor's storage the number of the storage that it replaces.

@@ -189,7 +189,7 @@ bool reads_unfilled(const std::vector<Access>& accesses, int64_t nbytes) {
   if (last == accesses.rend()) {
     return true;
   }
-  // leave out reads after the last write at first: if they read single rows, `narrow` cannot reduce the accesses
+  // at first leave out the reads after the last write: if they read single rows, `narrow` cannot reduce the accesses
   const Contents filled = contents_after({accesses.begin(), last.base()}, nbytes);
   return filled == Contents::READ_BEFORE ||
       (filled == Contents::IN_PART && contents_after(accesses, nbytes) == Contents::READ_BEFORE);
@@ -208,8 +208,8 @@ bool receives(const Record& record) {
   return rank >= 0 && rank != record.arguments[is_functional ? 1 : 2].toInt();
 }
 
-// Returns whether an operator that writes by indices writes as many elements as the tensor has, and so, if the indices
-// are distinct as in a permutation, all of them.
+// Returns whether an operator that writes by indices overwrites the whole tensor. Compares the numbers of elements, and
+// assumes that the indices are distinct, as in a permutation.
 bool scatters_to_all(const Record& record, const Use& written) {
   const auto counted = std::find_if(record.inputs.begin(), record.inputs.end(), [&](const Use& use) {
     return use.path.position == record.op->scattered;

@@ -7,7 +7,7 @@
 namespace memplug {
 
 // Returns whether the memory of some `empty` on a tape is unfilled: no operator writes to it, or an operator reads (or
-// autograd saves) an element that no earlier operator wrote. Called once all sizes of storages are on the tape.
+// autograd saves) an element that no earlier operator wrote. Needs the tape's `nbytes`.
 bool has_unfilled(const Tape& tape);
 
 } // namespace memplug

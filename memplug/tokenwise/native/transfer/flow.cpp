@@ -103,8 +103,8 @@ void Flow::end(Frame& frame) {
   release_others(frame); // code after the last region, such as a loss, may take more memory than any region
 }
 
-// Gives the swapped tensors of a frame whose forward has ended the frame's number. A tensor that several frames share
-// has the number of the last, whose backward asks for it first.
+// Numbers a frame whose forward has ended, and its swapped tensors. A tensor that several frames share has the number
+// of the last one, whose backward asks for it first.
 void Flow::number(const Frame& frame) {
   int64_t nbytes = 0;
   for (const auto& part : frame.swapped) {
@@ -150,7 +150,7 @@ void Flow::pump(Frame& frame, int64_t largest_bytes) {
 
 // Returns whether a tensor may be prefetched before its frame's backward asks for it. `pending_bytes`: bytes that stay
 // free for recompute passes. `largest_bytes`: size of the largest saved tensor that the running backward has yet to
-// read. A larger tensor gets the limit for `largest_bytes`, which is higher: under the usual one it would come last,
+// read. A larger tensor gets a higher limit, the one for `largest_bytes`: under the usual limit it would come last,
 // since the release of smaller tensors makes no room for it.
 bool Flow::has_room(const Swapped& part, int64_t pending_bytes, int64_t largest_bytes) {
   if (const auto* const buffers = transfer->buffers_of(part)) {

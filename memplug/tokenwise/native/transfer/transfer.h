@@ -70,8 +70,8 @@ struct Swapped {
   bool whole() const {
     return rows == geometry.size[0];
   }
-  // Returns whether only the host has the tensor. False for a tensor that is gone: without a copy out, dropped by a
-  // backward that did not keep its graph.
+  // Returns whether only the host has the tensor. False for a tensor that is gone, since a backward that did not keep
+  // its graph dropped it before any copy out.
   bool is_away() const {
     return !tensor.defined() && slot.has_value();
   }
@@ -79,7 +79,7 @@ struct Swapped {
   at::Tensor device_rows() const;
 
   std::shared_ptr<Transfer> transfer;
-  int64_t order = 0; // number of the copy out among all copies out
+  int64_t order = 0; // number of the copy out, in the order in which copies out start
   at::Tensor tensor; // on the device, undefined while away; dense, covers its storage from offset 0
   Geometry geometry;
   int64_t nbytes, rows; // bytes of all rows; number of rows that are copied to the host

@@ -21,8 +21,8 @@ c10::IValue called_with(const c10::IValue& kept);
 // gone. `kept`: the argument as the tape keeps it.
 int64_t rank_in(const c10::IValue& kept);
 
-// Returns whether two arguments hold the same object or capsule. torch boxes it again for each call, so the boxes
-// differ. Each argument may come from a call or from a tape.
+// Returns whether two arguments, each from a call or from a tape, hold the same object or capsule, or equal reductions.
+// torch boxes an object again for each call, so the boxes differ.
 bool same_object(const c10::IValue& one, const c10::IValue& other);
 
 // Makes exchanges whose caller waits at once end before their operator returns, on threads for which `is_watched`
