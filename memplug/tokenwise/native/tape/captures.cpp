@@ -56,7 +56,7 @@ void Frame::capture_outputs(
   const int64_t pieces = length > 0 ? pieces_of(forward.tape(), index).value_or(0) : 0;
   const bool splits = pieces > 0;
   std::optional<int64_t> rows = splits ? rows_taken(fraction, pieces, splits) * (length / pieces)
-                                       : rows_taken(fraction, length, splits); // none stands for all rows
+                                       : rows_taken(fraction, length, splits); // `none` stands for all rows
   if (*rows == length) {
     rows.reset();
   } else if (*rows == 0) {

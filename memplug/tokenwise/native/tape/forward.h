@@ -78,8 +78,8 @@ class Forward {
       std::shared_ptr<Ledger> ledger);
   ~Forward();
 
-  // Registers an input of the region, before the first operator. Returns the number of its storage. If the input is
-  // `captured`, no reference to it is kept.
+  // Registers an input of the region, before the first operator. Returns the number of its storage. `captured`: the
+  // frame captures the input, so the forward holds no reference to it.
   int32_t enter(const at::Tensor& tensor, bool captured);
 
   // Returns whether a storage is that of an input of the region.
@@ -93,7 +93,7 @@ class Forward {
   // Notes the results of the operator that began last.
   void end(c10::ArrayRef<c10::IValue> results);
 
-  // Notes a unit (unit.h) that is about to run. Inside of it only saved tensors are noted.
+  // Notes a unit (unit.h) that is about to run. Inside of the unit the forward notes only saved tensors.
   void begin_unit(const Operator& op, c10::ArrayRef<c10::IValue> arguments);
 
   // Notes the end of a unit. Adds an operator `part`, which reads `token`, for each memory that the unit made and
@@ -171,7 +171,7 @@ class Forward {
   // Notes a wrapper, such as a DTensor, that an operator or a function is about to read, so that its version counter is
   // checked: a write raises the wrapper's counter, not that of the inner tensor, which has the memory.
   void meet_wrapper(const at::Tensor& tensor) {
-    if (tensor.is_leaf() && tensor.requires_grad()) { // else the region may have made it
+    if (tensor.is_leaf() && tensor.requires_grad()) { // a parameter; the region itself may have made any other wrapper
       read(tensor, begun_ + 1, false);
     }
   }

@@ -360,7 +360,7 @@ void Frame::refill() {
   flow->ledger->waiting -= static_cast<int64_t>(todo.size());
   todo.clear();
   for (const auto& part : swapped) {
-    // a tensor without uses was captured only since other ranks may need theirs
+    // a tensor without uses was captured only because other ranks may need theirs
     if (part->is_away() && part->uses > 0) {
       todo.push_back(part);
     }

@@ -209,8 +209,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::map<int32_t, std::shared_ptr<Held>> written;
   std::set<int32_t> changing; // given storages for which no version is checked, since the forward wrote to them
   int64_t input_bytes = 0; // bytes of swapped inputs that no earlier region had swapped
-  // number and bytes of the inputs that `input_bytes` counts, and of those that stayed on the device since host memory
-  // was full
+  // number and bytes of the inputs that the frame tried to swap, except those that an earlier region had swapped
   int64_t offered = 0, offered_bytes = 0;
   const int64_t sent_before_bytes; // bytes that all earlier forwards offloaded
   bool writes_input = false; // the forward wrote to a swapped input

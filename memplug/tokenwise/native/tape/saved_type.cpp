@@ -66,7 +66,7 @@ PyObject* pack(PyObject* self, PyObject* tensor) {
   return translated([&]() -> PyObject* {
     const auto frame = static_cast<Packs*>(PyCapsule_GetPointer(self, nullptr))->lock();
     if (frame == nullptr) {
-      PyErr_SetString(PyExc_RuntimeError, "memplug: a tensor was saved for backward after its forward had ended");
+      PyErr_SetString(PyExc_RuntimeError, "memplug: a tensor was saved for backward after its region's forward had ended");
       return nullptr;
     }
     Forward& forward = frame->forward;

@@ -32,7 +32,7 @@ void Forward::save(const at::Tensor& tensor, bool held) {
   } else {
     int32_t storage = storages.find(tensor);
     if (storage < 0) {
-      // without a number: either the running operator made the tensor, or the tensor is given, as a parameter is
+      // the running operator made the tensor, unless the tensor is given, as a parameter is
       const bool own = running_ && !(tensor.is_leaf() && tensor.requires_grad());
       storage = number(tensor, !own);
       if (own) {

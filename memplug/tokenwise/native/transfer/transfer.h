@@ -35,7 +35,7 @@
 
 namespace memplug {
 
-// An error that memplug/tokenwise/engine/core.py puts into words. `what()` is the shape of the tensor concerned.
+// An error that memplug/tokenwise/engine/calls.py puts into words. `what()` is the shape of the tensor concerned.
 struct Failure : std::runtime_error {
   enum FailureKind : uint8_t {
     KEPT_WAS_WRITTEN,

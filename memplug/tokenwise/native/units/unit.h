@@ -49,8 +49,8 @@ const Operator& unit_operator(const std::string& overload, bool writes);
 // Returns the operator that stands for a part of a unit. `overload`: the kind of the part, such as "rows".
 const Operator& part_operator(const std::string& overload);
 
-// Returns a tensor in the same memory that is not a leaf of autograd's graph, since autograd forbids in-place writes to
-// leaves. The graph behind it never runs.
+// Returns a non-leaf tensor in the same memory, since autograd forbids in-place writes to leaves. The graph behind it
+// never runs.
 at::Tensor no_leaf_at(const at::Tensor& memory);
 
 // Returns each tensor's version.
