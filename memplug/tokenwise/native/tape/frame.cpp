@@ -123,8 +123,8 @@ void Frame::note_stream() {
   }
 }
 
-// Records the use with the allocator if the forward has several streams. In plain torch autograd keeps a saved tensor
-// as long as another stream may read it; memplug frees it sooner.
+// Records the use with the allocator if the forward has several streams. Without memplug, autograd would keep a saved
+// tensor while another stream may read it; memplug frees it sooner.
 void Frame::note_use(const at::Tensor& tensor) {
   if (streams_.size() > 1) {
     Streams& streams = flow->transfer->streams();

@@ -68,8 +68,8 @@ struct CapturedTensor {
   }
 };
 
-// Copies all of a tensor's storage. Returns a tensor with the same layout in the new storage, where the geometry of
-// each view of the old one is valid too.
+// Copies all of a tensor's storage, and returns the tensor with the same layout in the copy. The geometry of any view
+// of the old storage is valid in the copy too.
 at::Tensor copy_of(const at::Tensor& tensor);
 
 // One forward of one region in one autograd graph, with its captured tensors. A frame lives as long as its graph, so
