@@ -33,7 +33,7 @@ def test_tensor_saved_after_its_forward_ended_raises() -> None:
     pack = run.forward.pack()
     del run
     gc.collect()
-    with pytest.raises(RuntimeError, match="a tensor was saved for backward after its forward had ended"):
+    with pytest.raises(RuntimeError, match="a tensor was saved for backward after its region's forward had ended"):
         pack(torch.ones(2))
 
 

@@ -9,7 +9,8 @@ namespace {
 
 struct OfPlan {
   int32_t count;
-  // The storages that operators read, and those that they make or write to. Operator i's end at index `ends[i]`.
+  // The storages that operators read, and those that they make or write to, as flat lists: the part of operator i ends
+  // before index `ends[i]`.
   const int32_t *read_ends, *read, *changed_ends, *changed;
   const uint8_t *runs_always, *captured;
 
@@ -34,7 +35,7 @@ struct OfPlan {
     std::for_each(changed + (index == 0 ? 0 : changed_ends[index - 1]), changed + changed_ends[index], visit);
   }
   template <typename Visit>
-  // Does nothing: in the planner's programs no earlier operator writes to an output that is captured.
+  // Does nothing: in the planner's programs no operator before the captured one writes to its output.
   void each_made(size_t, const Visit&) const {}
 };
 
@@ -46,8 +47,8 @@ int64_t memplug_rows_taken(double fraction, int64_t rows) {
   return memplug::rows_taken(fraction, rows, true);
 }
 
-// Writes an `Action` for each of the first `count` operators to `actions`. `storages`: number of storages. `wanted`:
-// storages that backward asks for. The other arguments are as in `OfPlan`.
+// Writes an `Action` for each of the `count` operators to `actions`. `storages`: number of storages. `wanted`: storages
+// that backward asks for. The other arguments are as in `OfPlan`.
 void memplug_actions(
     int32_t count,
     const int32_t* read_ends,

@@ -1,5 +1,4 @@
-// Recomputes tensors of a forward that are needed before its backward, by running the operators of its tape, or of the
-// forward so far, again.
+// Recomputes tensors of a forward before its backward: runs the operators of its tape, or of the forward so far, again.
 #include <algorithm>
 
 #include "clock.h"
@@ -9,7 +8,7 @@
 namespace memplug {
 namespace {
 
-// Returns whether a tensor is given, or an operator of the tape made it.
+// Returns whether a tensor lies in given memory, or in memory that an operator of the tape made.
 bool shows(const Tape& tape, const Use& use) {
   return tape.given[use.storage] || std::any_of(tape.records.begin(), tape.records.end(), [&](const Record& record) {
     return record.makes(use.storage);
@@ -54,12 +53,12 @@ std::optional<std::vector<at::Tensor>> Frame::again(
     }
     return found;
   } catch (const Diverged&) {
-  } catch (const Failure&) { // a parameter's memory is not gathered now
+  } catch (const Failure&) { // a parameter's memory is freed at present (ZeRO 3)
   }
   return std::nullopt;
 }
 
-// Recomputes the saved tensors that are gone. Keeps these, and all tensors that are saved from now on, until the
+// Recomputes the saved tensors that are gone. Holds them, and all tensors that autograd saves from now on, until the
 // forward ends.
 void Frame::hold_so_far() {
   forward.holds_meanwhile = true;

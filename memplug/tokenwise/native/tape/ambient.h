@@ -1,5 +1,5 @@
-// The state around a region's forward or a unit's call, such as random generators and autocast. A recompute pass that
-// runs the module or the unit again restores it first.
+// The state around a region's forward or a unit's call, such as random generators and autocast. A recompute pass
+// restores this state before it runs the module or the unit again.
 #pragma once
 
 #include <ATen/core/MT19937RNGEngine.h>
@@ -12,8 +12,7 @@
 
 namespace memplug {
 
-// The state of the CPU's random generator. `now` copies it: the generator's own `get_state` makes a tensor, which takes
-// longer.
+// The state of the CPU's random generator. `now` copies the fields: `get_state` makes a tensor, which takes longer.
 struct CpuRandom {
   static CpuRandom now();
 
@@ -27,8 +26,8 @@ struct CpuRandom {
   std::optional<double> next_double;
 };
 
-// The state when a region's forward or a unit's call starts. memplug/tokenwise/engine/ambient.py restores it. Guarded
-// by Python's lock.
+// The state at the start of a region's forward or a unit's call; memplug/tokenwise/engine/ambient.py restores it.
+// Guarded by Python's lock.
 struct Ambient {
   struct Autocast {
     c10::DeviceType device;
@@ -38,25 +37,25 @@ struct Ambient {
 
   using Attention = std::array<bool, 4>; // for each of torch's attention back ends, whether it is enabled
 
-  // Takes the present state. `device`: where the training runs.
+  // Stores the present state. `device`: where the training runs.
   explicit Ambient(c10::Device device);
 
   // Returns the state as arguments of `restored` in ambient.py.
   pybind11::tuple described() const;
 
-  // Returns whether code can run again in the present state with nothing restored. False while a generator's state is
-  // kept.
+  // Returns whether code can run again in the present state, without restoring this one. False unless `forget_undrawn`
+  // has dropped the generators' states.
   bool holds() const;
 
   // Returns whether autocast was enabled for any device.
   bool casts() const;
 
-  // Forgets the states of generators that nothing has drawn from since the constructor: they need not be restored.
-  // Called after a unit has run, unless the unit may restore a generator's state itself.
+  // Drops the states of generators from which nothing has drawn since construction: they need not be restored. Called
+  // after a unit has run, unless the unit may set a generator's state back itself.
   void forget_undrawn();
 
-  std::optional<CpuRandom> cpu_rng; // state of the CPU's generator; none once forgotten
-  std::optional<at::Tensor> device_rng; // state of the device's generator; none once forgotten, or on the CPU
+  std::optional<CpuRandom> cpu_rng; // state of the CPU's generator; none once dropped
+  std::optional<at::Tensor> device_rng; // state of the device's generator; none once dropped, or if the CPU trains
   std::vector<Autocast> autocast;
   Attention attention;
   pybind11::object default_device; // torch's default device for factory functions, or None
@@ -66,8 +65,8 @@ struct Ambient {
 };
 
 // While an instance lives, autocast caches no casts. With the cache two regions would share one cast of a weight, but
-// each region's recompute pass would make it again. `casts`: whether autocast is enabled; if not, an
-// instance does nothing.
+// each region's recompute pass would make it again. `casts`: whether autocast is enabled; if not, an instance has no
+// effect.
 class WithoutAutocastCache {
  public:
   explicit WithoutAutocastCache(bool casts);

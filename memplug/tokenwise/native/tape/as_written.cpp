@@ -9,9 +9,9 @@ namespace py = pybind11;
 namespace memplug {
 namespace {
 
-// torch's compiler module, and the stance "force_eager", made once. `torch.compiler.set_stance` makes a new stance each
-// time, which takes longer than many operators, and then sets one variable of this module.
-// `torch_private.check_compiler` verifies that it does no more.
+// torch's compiler module, and the stance "force_eager", made once. `torch.compiler.set_stance` makes a new stance in
+// each call, which takes longer than many operators, and then sets one variable of this module.
+// `torch_private.check_compiler` verifies that it does no more than that.
 struct Compiler {
   py::object module, eager;
 };
@@ -28,7 +28,7 @@ void AsWritten::enter() {
     py::object eager = module.attr(STANCE_CLASS)("force_eager");
     compiler = new Compiler{std::move(module), std::move(eager)};
   }
-  if (inside == 0) { // from here on, neither a thread nor a signal handler runs Python
+  if (inside == 0) { // from here on, no other thread and no signal handler can run Python
     former = new py::object(compiler->module.attr(STANCE));
     compiler->module.attr(STANCE) = compiler->eager;
   }

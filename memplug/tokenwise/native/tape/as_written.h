@@ -1,14 +1,14 @@
-// Inside of a region, functions that the model compiles with torch.compile run uncompiled, as they are written: in
-// compiled code there are no operators to observe. Units are an exception (memplug/hooks/flex_attention.py).
+// Turns torch.compile off inside of regions, since compiled code has no operators to observe. Units are an exception
+// (memplug/hooks/flex_attention.py).
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace memplug {
 
-// While an instance lives, functions that the model compiles run as they are written. To that end it sets the stance of
-// torch's compiler, of which the process has one. If instances of several threads overlap, the first one sets the
-// stance, and the last one restores it. Guarded by Python's lock.
+// While an instance lives, compiled functions run uncompiled, by the stance of torch's compiler
+// (`torch.compiler.set_stance`), which is global to the process. If instances of several threads overlap, the first
+// sets the stance, and the last restores it. Guarded by Python's lock.
 class AsWritten {
  public:
   AsWritten() {

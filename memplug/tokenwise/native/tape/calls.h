@@ -20,7 +20,8 @@ namespace memplug {
 
 class Running;
 
-using CalledNames = std::map<std::string, std::set<std::string>>; // names of methods and attributes, by name of class
+// names of methods and attributes, by name of the class
+using CalledNames = std::map<std::string, std::set<std::string>>;
 
 // The methods and attributes of one Python class that the core uses.
 class CalledClass {
@@ -30,7 +31,7 @@ class CalledClass {
   // Adds a name and returns it as an interned Python string, which is never freed.
   PyObject* add(const char* name);
 
-  // Throws AttributeError unless `declared` has exactly the added names for this class.
+  // Throws AttributeError unless the names that `declared` has for this class are exactly the added ones.
   void check(const CalledNames& declared) const;
 
  private:
@@ -74,8 +75,8 @@ class Attribute {
 template <typename Signature>
 class Method;
 
-// A Python method, called with its object as the first argument. It is not bound to an object: if C++ kept a bound
-// method, the two would form a cycle that Python's collector does not see.
+// A Python method, called with its object as the first argument. A bound method in C++ would form a reference cycle
+// with its object that Python's collector does not see.
 template <typename Result, typename... Arguments>
 class Method<Result(Arguments...)> {
  public:
@@ -172,8 +173,8 @@ struct __attribute__((visibility("hidden"))) Functions {
 // Returns the functions that `bind_calls` was given. Throws if `bind_calls` has not run. Guarded by Python's lock.
 const Functions& functions();
 
-// Checks the core's calls against `declared`, the methods and attributes of the classes in calls.py. Keeps the three
-// functions. Throws AttributeError if the core calls a name that is not declared, or does not call a declared one.
+// Stores the three functions, and checks the core's calls against `declared`, the methods and attributes of the classes
+// in calls.py. Throws AttributeError if the core calls an undeclared name, or does not call a declared one.
 void bind_calls(
     const CalledNames& declared,
     pybind11::object default_device,

@@ -33,7 +33,8 @@ void Frame::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
   if (op.has(EXCHANGE)) {
     capture_exchange(index, record, results);
   } else if (op.has(PART_OF_UNIT) && !flow->is_worth_swapping(results[0].toTensor())) {
-    capture_outputs(index, record, results, {1, true}); // a small part is kept: it is not worth running the unit again
+    // running the unit again would cost more than keeping a small part
+    capture_outputs(index, record, results, {1, true});
   } else if (decision.fraction > 0 && record.is_capturable()) {
     capture_outputs(index, record, results, decision);
   } else if (op.has(COLLECTIVE)) {
@@ -47,15 +48,15 @@ void Frame::capture_outputs(
     size_t index, const Record& record, c10::ArrayRef<c10::IValue> results, Decision decision) {
   const Operator& op = *record.op;
   const auto outputs = tensors_of(results);
-  // until its ranks have agreed, a communicating unit must not run again on this rank alone: so all of its rows are
-  // captured even if host memory is short
+  // a communicating unit must not run again on this rank alone: capture all of its rows until its ranks have agreed,
+  // even if host memory is short
   const bool shrinks = op.has(ROWS) && !decision.keep && !(op.has(SHARED) && !setting->is_agreed);
   const double fraction = decision.fraction * (shrinks ? flow->share : 1.0);
   const int64_t length = outputs.front().dim() > 0 ? outputs.front().size(0) : 0;
   const int64_t pieces = length > 0 ? pieces_of(forward.tape(), index).value_or(0) : 0;
   const bool splits = pieces > 0;
   std::optional<int64_t> rows = splits ? rows_taken(fraction, pieces, splits) * (length / pieces)
-                                       : rows_taken(fraction, length, splits); // none: all rows
+                                       : rows_taken(fraction, length, splits); // `none` stands for all rows
   if (*rows == length) {
     rows.reset();
   } else if (*rows == 0) {
@@ -69,7 +70,8 @@ void Frame::capture_outputs(
   for (const at::Tensor& value : outputs) {
     const auto part = part_of(value, rows, decision.keep, op);
     if (!part) {
-      return; // the host is full: the outputs are recomputed instead, and copies that have begun are dropped
+      // host memory is full: the outputs are recomputed, and the destructor of `parts` abandons copies that have begun
+      return;
     }
     parts.push_back(*part);
   }
@@ -82,11 +84,11 @@ void Frame::capture_outputs(
   }
 }
 
-// Captures the result of an exchange if a recompute pass can substitute it. If not, the pass runs the exchange again.
-// Which of the two holds follows from the operators alone, so all ranks do the same.
+// Captures the result of an exchange if a recompute pass can substitute it; if not, the pass runs the exchange again.
+// The choice depends on the operators alone, so all ranks make the same one.
 void Frame::capture_exchange(size_t index, const Record& record, c10::ArrayRef<c10::IValue> results) {
   const auto written = tensors_of(results);
-  // the result must cover its storage; an empty one does, on a rank whose experts get no tokens
+  // the result must cover its storage; an empty result does, on a rank whose experts get no tokens
   if (written.size() != 1 || written[0].storage_offset() != 0 || written[0].storage().nbytes() != written[0].nbytes()) {
     return;
   }
@@ -107,8 +109,8 @@ void Frame::capture_exchange(size_t index, const Record& record, c10::ArrayRef<c
   captures_[index] = {{part}, true};
 }
 
-// Leaves out a collective whose result no backward has asked for: its result is not captured, and a recompute pass does
-// not launch it.
+// Leaves out a collective whose result no backward has asked for: does not capture the result, and keeps a recompute
+// pass from launching the collective.
 void Frame::leave_out(size_t index) {
   if (!forward.tape().records[index].op->has(WAITS)) { // the operator launched the collective and waited for it
     captures_[index] = {{}, true};
@@ -118,9 +120,9 @@ void Frame::leave_out(size_t index) {
   }
 }
 
-// Returns the operator that launched the collective for which operator `index` waits. Returns -1 if a recompute pass
-// cannot substitute the collective's result. That is so if the collective is not on this tape, if it has several
-// results, or if it wrote the result to memory that is given or that also has other values.
+// Returns the index of the operator that launched the collective for which operator `index` waits; -1 if a recompute
+// pass cannot substitute the collective's result. It cannot if the launch is not on this tape, if there are several
+// results, or if the result is a part of its storage or lies in given memory.
 int64_t Frame::launch_of(size_t index) const {
   const Tape& tape = forward.tape();
   const int64_t launch = tape.launch_of(index);
@@ -145,7 +147,7 @@ std::optional<CapturedTensor> Frame::part_of(
   if (auto swapped = flow->transfer->offload(value, rows.value_or(value.size(0)), region->offloads_late)) {
     return CapturedTensor{std::move(swapped), nullptr};
   }
-  // recomputing the output on this rank alone would leave other ranks waiting, or choose other experts
+  // an output recomputed on this rank alone would leave other ranks waiting, or choose other experts
   const bool alike = op.is_always_captured() || region->shares;
   return alike ? std::optional(kept()) : std::nullopt;
 }
@@ -159,9 +161,9 @@ void Frame::add(const at::Tensor& tensor, const CapturedTensor& part) {
   }
 }
 
-// Returns the captured collectives, and parts of communicating units, that a recompute pass would ask for if nothing
-// else were captured. So the answer does not depend on what this rank's host had room for: all ranks must leave out the
-// same collectives.
+// Returns the captured collectives, and parts of communicating units, that a recompute pass would need if nothing else
+// were captured. All ranks must leave out the same collectives, so the answer must not depend on this rank's free host
+// memory.
 std::set<size_t> Frame::asked_of_ranks() const {
   std::vector<CapturedOperator> shared;
   for (const auto& [index, capture] : captures_) {
@@ -188,8 +190,8 @@ std::set<size_t> Frame::asked_of_ranks() const {
   return asked;
 }
 
-// Finds the captures that no backward asks for, so that later forwards leave them out. `substituted`: operators whose
-// captured results the recompute pass needs.
+// Excludes from later forwards the captures that backward will not ask for, and fills `spared` and `received`.
+// `substituted`: operators whose captured results the recompute pass needs.
 void Frame::learn(const std::vector<size_t>& substituted) {
   const auto of_ranks = asked_of_ranks();
   std::set<size_t> asked(substituted.begin(), substituted.end());

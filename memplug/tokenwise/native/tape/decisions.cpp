@@ -5,7 +5,7 @@
 namespace memplug {
 namespace {
 
-// A tape in the form that `actions_for` reads.
+// A tape with the members that `actions_for` calls.
 struct OfTape {
   const Tape& tape;
   std::vector<Taken> captured;

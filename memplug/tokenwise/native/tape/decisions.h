@@ -1,5 +1,5 @@
-// The actions of a recompute pass: it runs each operator of a tape, substitutes the operator's captured results, or
-// skips it. This follows from the captures and from the storages that the pass has to restore.
+// The actions of a recompute pass: for each operator of a tape, run it, substitute its captured results, or skip it.
+// They follow from the captures and from the storages that the pass has to restore.
 #pragma once
 
 #include <memory>
@@ -11,8 +11,8 @@
 
 namespace memplug {
 
-// An operator whose results are captured. `whole`: with all of their rows, so a pass does not need the operator's
-// inputs.
+// An operator whose results are captured. `whole`: all of their rows are, so a recompute pass does not need the
+// operator's inputs.
 struct CapturedOperator {
   size_t index;
   bool whole;
@@ -22,8 +22,8 @@ struct CapturedOperator {
   }
 };
 
-// Returns a pass's action for each operator of the tape. `launches`: operators that the pass skips, since the capture
-// of another operator has their result. For example, the capture of a wait has the result of the collective. `wanted`:
+// Returns a recompute pass's action for each operator of the tape. `launches`: operators that the pass skips, since the
+// capture of another operator has their result, as the capture of a wait has the result of its collective. `wanted`:
 // storages that the pass has to restore.
 std::vector<Action> actions_of(
     const Tape& tape,
@@ -31,14 +31,14 @@ std::vector<Action> actions_of(
     const std::vector<size_t>& launches,
     const std::vector<int32_t>& wanted);
 
-// Returns how many pieces an operator's outputs split into along dimension 0. Any number of pieces may be captured, and
-// a recompute pass computes only the others. Returns none if the outputs can only be captured whole, or not at all.
+// Returns the number of equal pieces into which an operator's outputs split along dimension 0; none if they do not
+// split. A plan may capture any number of pieces, and a recompute pass computes only the others.
 std::optional<int64_t> pieces_of(const Tape& tape, size_t index);
 
 // Returns the given storages (`Tape::given`) that a pass with these actions reads or has to restore.
 std::vector<int32_t> read_by(const Tape& tape, const std::vector<Action>& actions, const std::vector<int32_t>& wanted);
 
-// The actions of a recompute pass. Forwards with the same tape, captures and wanted storages share one object.
+// The actions of a recompute pass; one object for successive forwards with the same tape, captures and wanted storages.
 struct PassActions {
   PassActions(
       std::shared_ptr<const Tape> tape,
@@ -61,7 +61,7 @@ struct PassActions {
 
   const std::vector<Action> actions;
   const std::vector<int32_t> reads; // given storages, from `read_by`
-  std::vector<size_t> substituted; // operators whose captured results the pass needs
+  std::vector<size_t> substituted; // indices of operators whose captured results the pass needs
   bool communicates = false; // the pass runs operators in which other ranks take part
 };
 

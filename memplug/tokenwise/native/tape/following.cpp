@@ -1,4 +1,4 @@
-// Lets a forward follow a tape, depart from it, and close its own.
+// The part of a forward that follows a known tape, departs from it to a tape of its own, and closes the forward.
 #include "forward.h"
 #include "unfilled.h"
 
@@ -29,7 +29,7 @@ void Forward::depart(size_t records) {
   followed_.reset();
 }
 
-// Adds to `own`, a tape of this forward, the forward's storages and the reasons why it is opaque.
+// Adds the forward's storages, and the reasons why it is opaque, to `own`, a tape of this forward.
 void Forward::describe(Tape& own) const {
   own.given = storages.given;
   own.nbytes = storages.nbytes;
@@ -59,7 +59,7 @@ std::shared_ptr<const Tape> Forward::close() {
     return followed_;
   }
   if ((opaque_ & TRANSFORMED) != 0) {
-    opaque_ &= ~FAILED; // operators that a transform takes apart end without results, and have not failed
+    opaque_ &= ~FAILED; // operators that a function transform decomposes end without results, but have not failed
   }
   describe(*noted_);
   return noted_;

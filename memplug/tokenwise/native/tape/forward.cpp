@@ -13,9 +13,9 @@
 namespace memplug {
 namespace {
 
-// Returns the generators that an operator may draw from, with their present states. If a generator is among the
-// arguments, it is that one. Else it is the CPU's default generator, and that of the device on which the tensors are,
-// or of the current device if there are none.
+// Returns the generators that an operator may draw from, with their present states: the generator among the arguments
+// if there is one, else the default generators of the CPU and of the tensors' device (without tensors on a device, of
+// the current one).
 std::vector<GeneratorDraw> generators_of(c10::ArrayRef<c10::IValue> arguments) {
   std::vector<at::Generator> generators;
   std::optional<c10::Device> device;
@@ -106,7 +106,7 @@ int32_t Forward::enter(const at::Tensor& tensor, bool captured) {
 
 void Forward::give(int32_t storage, const at::Tensor& tensor, size_t met) {
   if (!given[storage].tensor.defined()) {
-    // keeps a parameter itself, since code that shards parameters exchanges their memory; keeps another tensor without
+    // hold a parameter itself, since code that shards parameters exchanges their memory; hold any other tensor without
     // its graph, which may refer back to this forward
     const bool itself = storages.regathered[storage] || (tensor.is_leaf() && tensor.requires_grad());
     given[storage].tensor = itself ? tensor : alias_of(tensor);
@@ -202,8 +202,8 @@ Record Forward::note(const Operator& op, c10::ArrayRef<c10::IValue> arguments) c
   return record;
 }
 
-// Throws if an operator is about to write to a given irregular tensor (layouts.h). memplug does not copy such a tensor
-// first, so a recompute pass would find the forward's writes in it.
+// Throws if an operator is about to write to an irregular tensor (layouts.h) in given memory. memplug cannot save its
+// value first, so a recompute pass would find the forward's writes in it.
 void Forward::check_writes(const Record& record) const {
   for (const FoundTensor& found : found_) {
     if (record.writes(found.storage) && storages.given[found.storage] && is_irregular(*found.tensor)) {
@@ -292,7 +292,7 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
   }
   for (const auto& [storage, tensor] : saved_early_) {
     if (std::find(made_.begin(), made_.end(), storage) == made_.end()) {
-      // the tensor is no result, but for instance a copy of memory that is about to be overwritten: it is kept
+      // the tensor is not a result, but for instance a copy of memory that is about to be overwritten: hold it as given
       storages.given[storage] = true;
       give(storage, tensor, begun_);
     }
@@ -303,7 +303,7 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
   }
   const bool over = op.is_over(tape().records[index].arguments);
   if (over) {
-    wait_for(results); // operators of the back end that run meanwhile are not noted
+    wait_for(results); // operators that the back end runs meanwhile are not noted
   }
   if (!failed && nameable && (over || !op.has(EXCHANGE)) && listener_->wants(index, op) && !copies_blank(index)) {
     listener_->capture(index, op.has(EXCHANGE) ? exchanged_ : results);
@@ -320,7 +320,7 @@ void Forward::classify(Record& record) {
     record.form = Form::EXCHANGE;
     record.root = true;
     record.made = record.written;
-  } else if (record.draws) { // an operator that draws in place (a dropout mask) reads nothing but the generator
+  } else if (record.draws) { // one that draws in place (a dropout mask) reads only the generator
     record.form = Form::FIXED;
     record.root = !op.mutates;
   } else if (op.has(COMMUNICATES) || op.has(EFFECTS)) {
@@ -328,7 +328,7 @@ void Forward::classify(Record& record) {
     record.root = true;
   } else if (op.has(VALUE)) {
     record.form = Form::VALUE;
-  } else if (op.mutates && (record.made.empty() || !record.written.empty())) { // else the optional outputs are absent
+  } else if (op.mutates && (record.made.empty() || !record.written.empty())) { // else its output arguments are absent
     record.form = Form::WRITE;
     for (const int32_t storage : record.written) {
       record.root = record.root || storages.given[storage];

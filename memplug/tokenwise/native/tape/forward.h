@@ -1,5 +1,5 @@
 // One forward of a region, operator by operator. While its operators are those of an earlier forward's tape, it follows
-// that tape. Once they differ, or if there is no earlier tape, it notes a tape of its own.
+// that tape. Once they differ, or without an earlier tape, it notes a tape of its own.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -26,42 +26,43 @@ struct GeneratorDraw {
 
 // Given memory: it existed before the region's forward, or is a literal (literals.cpp).
 struct GivenMemory {
-  at::Tensor tensor; // the first one in this memory that the forward met; undefined if not given, or if swapped
-  c10::SmallVector<Count, 1> counts; // of writes to tensors in this memory; none if `tensor` is undefined
+  // the first tensor in this memory that the forward met; undefined if the memory is not given, or is swapped
+  at::Tensor tensor;
+  c10::SmallVector<Count, 1> counts; // version counters of tensors in this memory; none if `tensor` is undefined
   bool had_gradient = false; // `tensor` is a leaf, and had a gradient when the forward met it
   bool noted = false; // `before_accumulating` was called for that gradient
 };
 
-// The receiver of a forward's operators while they run. It may run operators of its own, which do not belong to the
-// forward.
+// Acts on a forward's operators while they run (in practice, the forward's `Frame`). Operators that the listener itself
+// runs do not belong to the forward.
 class Listener {
  public:
   virtual ~Listener() = default;
 
-  // Takes note that an operator is about to run on the current stream.
+  // Notes that an operator is about to run on the current stream.
   virtual void note_stream() = 0;
 
-  // Takes note that the operator of the last `note_stream` uses a tensor.
+  // Notes that the operator of the last `note_stream` uses a tensor.
   virtual void note_use(const at::Tensor& tensor) = 0;
 
-  // Takes note that an operator reads its arguments on the current stream.
+  // Notes that an operator reads its arguments on the current stream.
   virtual void note_reads(const Record& record) = 0;
 
-  // Takes the time when an operator begins, or with `over` when it ends. Called only if `is_timed`.
+  // Records the time at which operator `index` begins, or ends if `over`. Called only if `is_timed`.
   virtual void time(size_t index, bool over) = 0;
 
-  // Saves the present value of memory that the forward is about to write to. The memory is captured, or it is given and
-  // the forward has not written to it before.
+  // Saves the present value of memory that the forward is about to write to. Called for captured memory, and before the
+  // first write to given memory.
   virtual void before_write(int32_t storage, const at::Tensor& tensor) = 0;
 
   // Returns whether an operator's results are to be captured.
   virtual bool wants(size_t index, const Operator& op) const = 0;
 
-  // Captures the results of an operator for which `wants` is true, once it has run. For an exchange, an operator of
-  // c10d that writes to its arguments (exchange.h), `results` are these arguments.
+  // Captures the results of an operator that has run, and for which `wants` is true. For an exchange (exchange.h),
+  // `results` are the arguments that it wrote to.
   virtual void capture(size_t index, c10::ArrayRef<c10::IValue> results) = 0;
 
-  // Returns whether a tensor's subclass only calls other operators in its own dispatch.
+  // Returns whether the `__torch_dispatch__` of a tensor's class only calls other operators.
   virtual bool is_transparent(const at::Tensor& tensor) = 0;
 
   bool is_timed = false;
@@ -77,8 +78,8 @@ class Forward {
       std::shared_ptr<Ledger> ledger);
   ~Forward();
 
-  // Registers an input of the region, before the first operator. Returns the number of its storage. If the input is
-  // `captured`, no reference to it is kept.
+  // Registers an input of the region, before the first operator. Returns the number of its storage. `captured`: the
+  // frame captures the input, so the forward holds no reference to it.
   int32_t enter(const at::Tensor& tensor, bool captured);
 
   // Returns whether a storage is that of an input of the region.
@@ -92,22 +93,22 @@ class Forward {
   // Notes the results of the operator that began last.
   void end(c10::ArrayRef<c10::IValue> results);
 
-  // Notes a unit (unit.h) that is about to run. Inside of it only saved tensors are noted.
+  // Notes a unit (unit.h) that is about to run. Inside of the unit the forward notes only saved tensors.
   void begin_unit(const Operator& op, c10::ArrayRef<c10::IValue> arguments);
 
-  // Notes a unit that has run. Each memory that the unit made, and returned or saved for backward, is noted as an
-  // operator `part` that reads `token`. Returns the source of each such memory. `lasting`: tensors that outlive the
-  // unit, and that memplug does not free.
+  // Notes the end of a unit. Adds an operator `part`, which reads `token`, for each memory that the unit made and
+  // either returned or saved for backward. Returns the source of each such memory. `lasting`: tensors that outlive the
+  // unit's call, so that memplug must not free them.
   std::vector<Source> end_unit(
       const Operator& part,
       const at::Tensor& token,
       const std::vector<at::Tensor>& returned,
       const std::vector<at::Tensor>& lasting);
 
-  // Ends the unit that began last, since it has raised.
+  // Ends the unit that began last, which has raised.
   void fail_unit();
 
-  // A point in a forward: the number of operators begun, tensors saved, and unobserved events so far.
+  // A point in a forward: the numbers of operators begun, of tensors saved, and of unobserved events so far.
   struct Progress {
     size_t begun, saves, unobserved;
   };
@@ -115,15 +116,16 @@ class Forward {
     return {begun_, saved.size(), unobserved_};
   }
 
-  // Returns whether the code that ran since `since` did something that no operator showed. `given`, `returned`: the
-  // tensors among its arguments and results.
+  // Returns whether the code that ran since `since` hid kernels: it returned memory that no operator made, used memory
+  // that no operator filled, or caused an unobserved event. `given`, `returned`: the tensors among the code's arguments
+  // and results.
   bool hides(
       const Progress& since, const std::vector<at::Tensor>& given, const std::vector<at::Tensor>& returned) const;
 
-  // Finds the tensors that code wrote to although no operator was seen to write to them. Returns their indices in
-  // `given`, the code's arguments. A tensor counts as written to if its version differs from `versions`, if its bytes
-  // differ from `before` (copies of some of the tensors), or if it is in `returned`: an unobserved kernel may have
-  // written to it without raising its version. `begun`: number of operators begun before the code ran.
+  // Returns the indices of those tensors of `given`, a function's arguments, that the function wrote to without an
+  // operator. A tensor counts as written to if its version differs from `versions`, if its bytes differ from `before`
+  // (copies of some of the tensors), or if the function returned it (`returned`), since an unobserved kernel may write
+  // without raising the version. `begun`: number of operators begun before the function ran.
   std::vector<size_t> written_unseen(
       size_t begun,
       const std::vector<at::Tensor>& given,
@@ -131,63 +133,66 @@ class Forward {
       const std::vector<at::Tensor>& before,
       const std::vector<at::Tensor>& returned) const;
 
-  // Returns whether an operator after the first `begun` wrote to given memory in which no tensor of `given` lies.
+  // Returns whether an operator after the first `begun` wrote to given memory other than that of the tensors in
+  // `given`.
   bool writes_elsewhere(size_t begun, const std::vector<at::Tensor>& given) const;
 
   // Saves the present values of tensors that lie in given or captured memory, since the code that runs next may write
   // to them unobserved. Skips a tensor that may be unfinished.
   void protect(const std::vector<at::Tensor>& given);
 
-  // Returns whether another stream may still be at work on a tensor: autograd shows that this stream made it, and no
-  // operator of the forward has read it. The code that runs next may be the first to wait for that stream, so the
-  // tensor cannot be copied before.
+  // Returns whether another stream may still be writing a tensor: autograd's graph says that another stream made it,
+  // and no operator of the forward has read it. The code that runs next may be the first to wait for that stream, so
+  // memplug cannot copy the tensor yet.
   bool may_be_unfinished(const at::Tensor& tensor) const;
 
-  // Takes note of unobserved writes to the tensors at indices `written` of `given`. No tape shows such writes, and
-  // captures of the tensors may be stale. Throws if a tensor lies in given memory that was not protected, unless the
-  // forward `holds`.
+  // Marks the forward as opaque, since code wrote to the tensors at indices `written` of `given` without an operator.
+  // Captures of these tensors may be stale. Throws if a tensor lies in given memory that `protect` has not saved,
+  // unless the forward `holds`.
   void blind_to_writes(const std::vector<at::Tensor>& given, const std::vector<size_t>& written);
 
   // Returns whether an operator after the first `begun` communicates with other ranks.
   bool communicates(size_t begun = 0) const;
 
-  // Returns a tensor that covers all of a tensor's storage, so that one copy serves every view. It is the tensor itself
-  // where that covers the storage, else a single row, of the same dtype if the storage is a multiple of it.
+  // Returns a tensor that covers all of `tensor`'s storage, so that one copy serves every view: `tensor` itself if it
+  // covers the storage, else a single row. The row's dtype is that of `tensor` if its item size divides the storage,
+  // else bytes.
   static at::Tensor whole(const at::Tensor& tensor);
 
-  // Returns the bytes of a tensor's elements, in the elements' order. They lie in the tensor's memory, or in a copy.
+  // Returns a tensor's elements as a 1-D tensor of bytes: a view if the tensor is contiguous, else a copy.
   static at::Tensor bytes_of(const at::Tensor& tensor);
 
-  // Takes note of an operator's argument whose class is a tensor subclass with a dispatch of its own.
+  // Notes an operator's argument whose class is a tensor subclass with its own `__torch_dispatch__`.
   void meet_subclass(const at::Tensor& tensor) {
     opaque_ |= listener_->is_transparent(tensor) ? 0 : SUBCLASS;
     meet_wrapper(tensor);
   }
 
-  // Takes note of a wrapper, such as a DTensor, that an operator or a function is about to get. Writes raise the
-  // wrapper's version counter, not that of the tensor inside, which has the memory.
+  // Notes a wrapper, such as a DTensor, that an operator or a function is about to read, so that its version counter is
+  // checked: a write raises the wrapper's counter, not that of the inner tensor, which has the memory.
   void meet_wrapper(const at::Tensor& tensor) {
-    if (tensor.is_leaf() && tensor.requires_grad()) { // else the region may have made it
+    if (tensor.is_leaf() && tensor.requires_grad()) { // a parameter; the region itself may have made any other wrapper
       read(tensor, begun_ + 1, false);
     }
   }
 
-  // Checks an operator that was looked through (observer.h), after it has run. If no operator was noted inside of it,
-  // its writes and its results are unobserved. `before`: number of operators begun before it ran.
+  // Checks a composite operator (`What::THROUGH` in observer.h) that has run. If no operator was noted inside of it,
+  // its writes and results are unobserved. `before`: number of operators begun before it ran.
   void looked_through(size_t before, bool mutates, c10::ArrayRef<c10::IValue> results);
 
-  // Notes a tensor that autograd saves for backward. `held`: keep the tensor itself. Autograd saves an operator's own
-  // result before the operator ends.
+  // Notes a tensor that autograd saves for backward. The tensor may be a result of the running operator, which has not
+  // ended yet. `held`: keep the tensor itself.
   void save(const at::Tensor& tensor, bool held);
 
-  // Marks a storage as captured, until the forward writes to it. `whole`: all of its rows are captured. `kept`: on the
-  // device.
+  // Marks a storage as captured, until the forward writes to it. `whole`: all rows are captured. `kept`: the capture
+  // stays on the device.
   void set_captured(int32_t storage, bool whole, bool kept, at::ScalarType dtype);
 
   // Ends the forward and returns its tape.
   std::shared_ptr<const Tape> close();
 
-  // Decides how each saved tensor is restored, after `close`. `direct`: as a view of its capture, if that has all rows.
+  // Decides how each saved tensor is restored. Called after `close`. `direct`: a tensor whose capture has all rows may
+  // be restored as a view of that capture.
   void sort(bool direct);
 
   // Drops `Saved::kept` of all saved tensors.
@@ -196,52 +201,54 @@ class Forward {
   // Returns the tape of the forward so far. It is opaque if the forward did more than its operators show.
   std::shared_ptr<const Tape> so_far() const;
 
-  // Keeps a saved tensor that was recomputed during the forward. From now on an operator that reads this tensor counts
-  // as a reader of the original's storage.
+  // Stores saved tensor `index`, recomputed during the forward, as `Saved::kept`. From now on an operator that reads
+  // `tensor` counts as a reader of the original's storage.
   void keep(size_t index, const at::Tensor& tensor);
 
   // Stores a saved tensor that a recompute pass restored.
   void restore(size_t index, const at::Tensor& tensor);
 
-  // Returns a restored tensor for backward, and drops it here. Throws if the tensor was written to after the pass.
+  // Returns a restored tensor for backward, and drops this forward's reference. Throws if the tensor was written to
+  // after the recompute pass.
   at::Tensor take(size_t index);
 
-  // Holds a tensor that backward received, as long as backward may ask for it again. A custom function may read
-  // `ctx.saved_tensors` several times. Only the first time takes the tensor from its capture or from the pass.
+  // Holds a tensor that backward has received, as long as backward may ask for it again: a custom function may read
+  // `ctx.saved_tensors` several times, and only the first read gets the tensor from its capture or from the recompute
+  // pass.
   void hold(size_t index, const at::Tensor& tensor);
 
   // Returns the tensor that `hold` holds; undefined if there is none. Throws if the tensor was written to since `hold`.
   at::Tensor held_again(size_t index) const;
 
-  // Returns given memory for a recompute pass that runs no operator from `end` on. Throws if the memory is gone, or was
-  // written to after the forward. `changes`: the region itself writes to the memory, so writes are no error.
+  // Returns given memory for a recompute pass that runs only operators before `end`. Throws if the memory is gone, or
+  // was written to after the forward. `changes`: the region itself writes to the memory, so writes are no error.
   at::Tensor given_again(int32_t storage, bool regathered, bool changes, size_t end) const;
 
-  // Takes note that the running code reads a tensor without an operator: it took the tensor's address, or a function
-  // got the tensor as an argument.
+  // Notes that the running code may read a tensor without an operator: it took the tensor's address, read its values
+  // from Python, or passed it to a function that may launch hidden kernels.
   void read(const at::Tensor& tensor) {
     read(tensor, begun_, false);
   }
 
-  // Takes note that the unit that is about to begin reads a parameter.
+  // Notes that the unit that is about to begin reads a parameter.
   void read_in_unit(const at::Tensor& tensor) {
     read(tensor, begun_ + 1, true);
   }
 
-  // Takes note that `inner`, a nested forward that has run, may have read all memory given to it.
+  // Notes that `inner`, a nested forward that has run, may have read all of its given memory.
   void read(const Forward& inner);
 
-  // Throws if a tensor that was read without an operator has been written to after the forward. Called for a pass that
-  // runs no operator from `end` on; later reads do not matter to it.
+  // Throws if a tensor that was read without an operator has been written to after the forward. Ignores reads after
+  // operator `end`, where the recompute pass stops.
   void check_read(size_t end) const;
 
   // Looks for memory that saved tensor `index` may have been computed from and that was written to after the forward. A
-  // pass that runs the module again cannot restore such a tensor. Returns the memory's count of writes; null if there
-  // is no such memory. The forward's own writes do not matter: they are undone for the pass.
+  // pass that runs the module again cannot restore such a tensor. Returns the version counter of that memory; null if
+  // there is none. Ignores the forward's own writes, which are undone for the pass.
   const Count* changed(size_t index) const;
 
-  // Marks each saved tensor that a pass that runs the module again cannot restore (`changed`). Called before the pass,
-  // which may repeat the forward's writes.
+  // Marks the saved tensors for which `changed` finds a write. Called before a pass that runs the module again, since
+  // the pass may repeat the forward's writes.
   void note_stale();
 
   // Drops a restored tensor that backward has not taken.
@@ -271,13 +278,15 @@ class Forward {
   // A saved tensor. `written`: the forward wrote to it after it was saved, which autograd forbids.
   struct Saved {
     Use use;
-    at::Tensor held; // the tensor itself, if `save` was told so or no tape can describe it
+    at::Tensor held; // the tensor itself, if `save` got `held`, or if no tape can describe the tensor
     // The tensor itself, if the forward `holds` or `holds_meanwhile`. If the frame `keeps`, backward gets this tensor
     // instead of a recomputed one.
     at::Tensor kept;
     c10::VariableVersion counter;
     uint32_t version = 0;
-    int64_t largest_bytes = 0; // of the largest storage saved up to this tensor; backward still has to read these
+    // size of the largest storage saved so far: when backward, which goes in reverse, asks for this tensor, it has yet
+    // to read the earlier ones
+    int64_t largest_bytes = 0;
     bool alive = true; // backward may still ask for it
     bool in_unit = false; // a unit saved it, and kernels of the unit's backward may write over it
     bool written = false;
@@ -285,22 +294,24 @@ class Forward {
     Way way = Way::HELD;
     at::Tensor restored; // from a recompute pass, until backward takes it
     uint32_t restored_version = 0;
-    int64_t restored_bytes = 0; // as added to the ledger; a dying frame subtracts it without asking the tensor
-    at::Tensor taken; // what a backward that does not keep its graph got, until its autograd node is done
+    // bytes of `restored` as added to the ledger, so that a dying frame subtracts the same number
+    int64_t restored_bytes = 0;
+    // from `hold`, if backward does not keep its graph: the tensor that backward got, until its autograd node has run
+    at::Tensor taken;
     uint32_t taken_version = 0;
   };
   Storages storages;
-  bool holds = false; // keeps each tensor that autograd saves, in `Saved::kept`
-  bool holds_meanwhile = false; // keeps them until the forward is over, since it may ask for a gradient itself
+  bool holds = false; // store each tensor that autograd saves in `Saved::kept`
+  bool holds_meanwhile = false; // likewise, but only until the forward ends, since it may ask for a gradient itself
   std::vector<Saved> saved;
   std::vector<GivenMemory> given; // by storage
-  std::vector<std::vector<GeneratorDraw>> drawn; // for each operator that draws random numbers, in order
+  std::vector<std::vector<GeneratorDraw>> drawn; // for each operator that draws random numbers, in program order
 
-  // Bytes of the storages that backward asks for: of all, of those not captured, of captured ones that stay on the
-  // device, and of the largest one.
+  // Bytes of the storages that backward needs: of all, of those not captured, of those captured and kept on the device,
+  // and of the largest. Given storages count only if captured.
   int64_t saved_bytes = 0, pending_bytes = 0, kept_bytes = 0, largest_saved_bytes = 0;
 
-  // Returns whether a storage is a literal (literals.cpp). Literals are given, although an operator requested them.
+  // Returns whether a storage is a literal (literals.cpp), which counts as given although an operator requested it.
   bool is_literal(int32_t storage) const;
 
   bool is_captured(int32_t storage) const {
@@ -320,7 +331,7 @@ class Forward {
   enum : uint8_t { NOT, PART, WHOLE };
 
   int32_t number(const at::Tensor& tensor, bool given);
-  int32_t meet(const at::Tensor& tensor, size_t met); // a storage without a number becomes a given one
+  int32_t meet(const at::Tensor& tensor, size_t met); // numbers an unknown storage, as given memory
   void count(GivenMemory& memory, const at::Tensor& tensor, size_t met);
   void give(int32_t storage, const at::Tensor& tensor, size_t met);
   void close_counts();
@@ -341,17 +352,17 @@ class Forward {
 
   // -- literals.cpp
 
-  // Returns the operator that returned a storage, if no operator before `end` reads the storage; else null.
+  // Returns the last operator before `end` that returned a storage; null if an operator in between reads the storage.
   const Record* only_user(int32_t storage, size_t end) const;
-  // Returns whether operator `index` copies memory that no operator was seen to fill. The copy may become a literal.
+  // Returns whether operator `index` copies memory that no operator has filled. The copy may become a literal.
   bool copies_blank(size_t index) const;
-  // Returns the operators that made the literal which operator `index` returns in `storage`. Returns none if it is no
-  // literal, or if literals would then exceed their limit.
+  // Returns the operators that made the literal that operator `index` returns in `storage`; none if the storage is no
+  // literal, or if literals would exceed their limit.
   std::vector<size_t> makers_of_literal(int32_t storage, size_t index) const;
-  // Handles operator `index`, which returns a tensor that torch made by itself: it may be a literal.
+  // Marks `tensor`, which operator `index` returned, as a literal if torch made it from Python values.
   void lift(size_t index, const at::Tensor& tensor);
-  // Corrects records copied from another forward's tape. Where a literal of that forward is none in this one, an
-  // operator made the storage.
+  // Corrects records copied from another forward's tape: if a literal of that forward is not one here, the operators
+  // that made it may run again.
   void unlift(std::vector<Record>& records) const;
 
   std::vector<std::shared_ptr<const Tape>> known_;
@@ -361,12 +372,12 @@ class Forward {
   std::shared_ptr<Tape> noted_;
   int32_t entered_ = 0; // number of storages of region inputs, which come first
   size_t begun_ = 0;
-  bool running_ = false; // the last operator has begun, and not ended
+  bool running_ = false; // the last operator has not ended
   uint32_t opaque_ = 0; // bits of `Opaque`
   size_t unobserved_ = 0; // number of unobserved events that made the forward opaque
 
-  std::vector<Count> read_; // of tensors that were read without an operator
-  // by storage: whether `Listener::before_write` was called for it; whether `saved_bytes` counts it
+  std::vector<Count> read_; // version counters of tensors that were read without an operator
+  // by storage: whether `Listener::before_write` was called for it, and whether `saved_bytes` counts it
   std::vector<bool> own_, counted_;
   struct CapturedStorage {
     uint8_t rows = NOT;
@@ -377,10 +388,10 @@ class Forward {
   std::vector<FoundTensor> found_;
   std::vector<int32_t> made_;
   std::vector<c10::IValue> exchanged_; // tensors that the running exchange writes to
-  // tensors, and their storages, that autograd saved while the operator that makes them was running
+  // results that autograd saved while their operator was running: (storage, tensor)
   std::vector<std::pair<int32_t, at::Tensor>> saved_early_;
   std::vector<int32_t> literals_; // storages that are literals
-  int64_t literal_bytes_ = 0; // of all literals
+  int64_t literal_bytes_ = 0; // bytes of all literals
   std::vector<int32_t> stale_; // storages that an unobserved kernel may have changed after they were captured
   std::optional<size_t> unit_saves_; // number of tensors saved before the running unit began
 };

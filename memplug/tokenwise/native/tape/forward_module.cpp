@@ -57,7 +57,7 @@ void add_flow(py::module_& module) {
       .def(py::init<std::string>())
       .def("plan", [](Region& region, const std::optional<Plan>& plan) {
         region.change([&](Setting& changed) {
-          changed.unneeded.clear(); // learnt under the former plan
+          changed.unneeded.clear(); // operators learnt under the former plan
           changed.plan.reset();
           if (plan) {
             changed.plan.emplace();
@@ -82,7 +82,8 @@ void add_flow(py::module_& module) {
       .def("leave_out", [](Region& region, size_t index, const std::string& name) {
         const size_t dot = name.find('.');
         const std::string overload = dot == std::string::npos ? "" : name.substr(dot + 1);
-        if (const Operator* const op = operator_named(name.substr(0, dot), overload)) { // if its library is loaded
+        // null if the operator's library is not loaded
+        if (const Operator* const op = operator_named(name.substr(0, dot), overload)) {
           region.leave_out(index, op);
         }
       })
@@ -199,12 +200,13 @@ void add_forwards(py::module_& module) {
     }
     return found;
   });
-  // The state before a function runs: the forward's progress, and the function's tensor arguments.
+  // The state before a custom function runs: the forward's progress, and the function's tensor arguments.
   struct Since {
     Forward::Progress progress;
     std::vector<at::Tensor> given;
     std::vector<uint32_t> versions;
-    std::vector<at::Tensor> before; // the arguments' bytes, copied; undefined for parameters and where not readable
+    // copies of the arguments' bytes; undefined for parameters, and for tensors whose bytes memplug cannot read
+    std::vector<at::Tensor> before;
   };
   py::class_<Since>(module, "Since").def(py::init([](py::handle arguments) {
     Forward& forward = Running::observed()->forward;
@@ -217,7 +219,8 @@ void add_forwards(py::module_& module) {
       forward.read(given[i]);
       if (!is_parameter(given[i])) {
         others.push_back(given[i]);
-        const bool has_values = !given[i].is_privateuseone() && !given[i].is_meta(); // the virtual device has no values
+        // tensors of the virtual device have no values
+        const bool has_values = !given[i].is_privateuseone() && !given[i].is_meta();
         const bool has_bytes = has_values && !given[i].is_conj() && !given[i].is_neg() && !forward.may_be_unfinished(given[i]);
         before[i] = has_bytes ? Forward::bytes_of(given[i]).clone() : at::Tensor();
       }
@@ -229,8 +232,9 @@ void add_forwards(py::module_& module) {
     return Running::observed()->forward.communicates(since.progress.begun);
   });
   using Written = std::vector<size_t>; // indices of tensors in `Since::given`
-  // Returns two lists of the function's arguments: those that it wrote to unobserved, and all that it wrote to or
-  // returned, since later calls may write to these unobserved. Returns none if it launches no hidden kernels.
+  // Returns two lists of the function's arguments: those that it wrote to without an operator, and all that it wrote to
+  // or returned, since later calls may write to these without an operator. Returns none if the function launched no
+  // hidden kernels.
   module.def("hidden_writes", [](const Since& since, py::handle returned) -> std::optional<std::pair<Written, Written>> {
     Forward& forward = Running::observed()->forward;
     const Pause unseen;
@@ -255,7 +259,7 @@ void add_forwards(py::module_& module) {
     });
     return Running::observed()->forward.writes_elsewhere(since.progress.begun, others);
   });
-  // Takes note of tensor subclasses with a dispatch of their own that a function is about to get.
+  // Notes the arguments of a function that are tensor subclasses with their own `__torch_dispatch__`.
   module.def("meet_wrappers", [](const py::args& arguments) {
     Running* const running = Running::observed();
     for (const py::handle each : arguments) {
@@ -296,7 +300,7 @@ void add_forwards(py::module_& module) {
             py::none(),
             py::none());
       }))
-      // for tests, step by step
+      // for tests: the steps of `run`, one by one
       .def("pack", [](const std::shared_ptr<Running>& r) { return pack_hook(r); })
       .def("begin", &Running::begin)
       .def("end", &Running::end)
@@ -330,7 +334,7 @@ void add_forwards(py::module_& module) {
           return all;
         });
       })
-      // for the recompute pass
+      // for a recompute pass that Python runs
       .def("decide", [](Running& r, const std::map<size_t, bool>& whole, const std::vector<size_t>& launches) {
         std::vector<CapturedOperator> captured;
         for (const auto& [index, is_whole] : whole) {
@@ -356,7 +360,7 @@ void add_forwards(py::module_& module) {
       .def_readwrite("is_restored", &Running::is_restored)
       .def_property_readonly("has_launches", &Running::has_launches)
       .def_readonly("communicates", &Running::communicates)
-      // for reading
+      // read-only attributes, for tests and the planner
       .def_property_readonly("tape", [](const Running& r) { return std::const_pointer_cast<Tape>(r.tape); })
       .def_property_readonly(
           "followed", [](const Running& r) { return std::const_pointer_cast<Tape>(r.forward.followed()); })

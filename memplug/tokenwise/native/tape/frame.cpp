@@ -96,8 +96,8 @@ std::shared_ptr<Swapped> Frame::enter(const at::Tensor& value, bool swaps) {
   const int32_t storage = forward.enter(value, part != nullptr);
   if (part != nullptr) {
     Streams& streams = flow->transfer->streams();
-    // the allocator must know of this use: another stream may own the tensor, which is freed sooner than without
-    // memplug
+    // record the use with the allocator: another stream may own the tensor, and memplug frees it sooner than plain
+    // torch
     streams.use_on(streams.current(), value);
     swapped.push_back(part);
     inputs.emplace_back(storage, part);
@@ -148,8 +148,8 @@ void Frame::forget_read() {
   unread_.erase(std::remove_if(unread_.begin(), unread_.end(), is_read), unread_.end());
 }
 
-// Keeps on the device the inputs that no operator has read: code after this region may be the first to wait for the
-// stream that makes such an input, and another region may read it then. In an opaque region they count as read.
+// Leaves on the device the inputs that no operator has read: code after this region may be the first to wait for the
+// stream that makes such an input. In an opaque region all inputs count as read.
 void Frame::close_unread() {
   forget_read();
   for (const auto& input : unread_) {
@@ -229,7 +229,8 @@ void Frame::close(bool direct) {
     }
     learn(asked);
   }
-  for (const auto& [storage, input] : inputs) { // an input without uses is left to other regions, which may release it
+  // no backward of this region reads an input without uses: another region may release it
+  for (const auto& [storage, input] : inputs) {
     if (input->uses == 0) {
       swapped.erase(std::remove(swapped.begin(), swapped.end(), input), swapped.end());
     }
@@ -276,7 +277,7 @@ std::vector<size_t> Frame::decide() {
   std::vector<size_t> asked = decide(captured(), launches());
   const auto absent = [&](size_t index) { return captures_.at(index).parts.empty(); };
   while (std::any_of(asked.begin(), asked.end(), absent)) {
-    // this forward differs from earlier ones: it needs collectives that it left out, so they run again after all
+    // this forward differs from earlier ones, and needs collectives whose results it did not capture: they run again
     for (const size_t index : asked) {
       if (absent(index)) {
         captures_.erase(index);
@@ -359,7 +360,8 @@ void Frame::refill() {
   flow->ledger->waiting -= static_cast<int64_t>(todo.size());
   todo.clear();
   for (const auto& part : swapped) {
-    if (part->is_away() && part->uses > 0) { // without uses it was captured only because another rank may need it
+    // a tensor without uses was captured only because other ranks may need theirs
+    if (part->is_away() && part->uses > 0) {
       todo.push_back(part);
     }
   }

@@ -1,5 +1,4 @@
-// One forward of one region in one autograd graph: which outputs of its operators are captured, where the captures are,
-// and how backward gets saved tensors.
+// Frames: capture outputs of a region's operators in forward, and give autograd the saved tensors in backward.
 #pragma once
 
 #include <map>
@@ -23,10 +22,10 @@ struct KeptTensor {
 
   // Copies the present value, since an operator is about to write to it in place.
   void before_write();
-  // Returns the tensor as it was captured. Throws `KEPT_WAS_WRITTEN` if it was written to without `before_write`.
+  // Returns the tensor with its captured value. Throws `KEPT_WAS_WRITTEN` if it was written to without `before_write`.
   const at::Tensor& get() const;
-  // Returns the tensor for a recompute pass. It is a copy if the forward wrote to the tensor, since the pass may do the
-  // same.
+  // Returns the tensor for a recompute pass: a copy if the forward wrote to the tensor, since the pass may write to it
+  // too.
   at::Tensor fresh() const;
 
   at::Tensor tensor;
@@ -35,18 +34,18 @@ struct KeptTensor {
   bool viewed = false; // backward reads it directly
 };
 
-// A given tensor that a recompute pass has to find again: an input that is kept by reference, or a literal that the
-// forward wrote to.
+// A tensor whose value at the start of the forward a recompute pass needs: an input that is not swapped, or a literal
+// that the forward wrote to.
 struct Held {
-  // `itself`: hold `value` itself, for a parameter; else an alias without its graph. Code that shards or offloads
-  // parameters exchanges the memory behind the tensor, which an alias would not follow.
+  // `itself`: hold `value` itself (a parameter) instead of an alias without its graph. Code that shards or offloads
+  // parameters exchanges the memory behind the tensor, and an alias would keep the old memory.
   Held(const at::Tensor& value, bool itself);
 
   // Copies the present value, since an operator is about to write to it in place.
   void before_write();
-  // Returns the tensor. Throws autograd's error if it was written to without `before_write`.
+  // Returns the tensor. Throws autograd's error for in-place writes if it was written to without `before_write`.
   const at::Tensor& get() const;
-  // Returns a copy for a recompute pass, which writes to it as the forward did.
+  // Returns a copy that a recompute pass may write to, as the forward did.
   at::Tensor fresh() const;
 
   at::Tensor tensor;
@@ -63,19 +62,19 @@ struct CapturedTensor {
   bool whole() const {
     return kept != nullptr || swapped->whole();
   }
-  // Returns whether backward reads it directly, without a recompute pass. Valid once its frame is closed.
+  // Returns whether backward reads the tensor directly, without a recompute pass. Valid after `Frame::close`.
   bool is_viewed() const {
     return kept != nullptr ? kept->viewed : swapped->uses > 0;
   }
 };
 
-// Copies a tensor with all of its storage. Returns a tensor with the same layout in the new storage, so that the
-// geometry of any view fits both storages.
+// Copies all of a tensor's storage, and returns the tensor with the same layout in the copy. The geometry of any view
+// of the old storage is valid in the copy too.
 at::Tensor copy_of(const at::Tensor& tensor);
 
-// One forward of one region in one autograd graph, with its captured tensors. A frame lives as long as its graph. So
-// several frames can be in flight, in any order, and backward can run more than once. Guarded by Python's lock, except
-// while the forward notes operators.
+// One forward of one region in one autograd graph, with its captured tensors. A frame lives as long as its graph, so
+// several frames can be in flight, and backward can run more than once. Guarded by Python's lock, except while the
+// forward notes operators.
 class Frame : public Listener, public std::enable_shared_from_this<Frame> {
  public:
   Frame(
@@ -99,7 +98,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   void before_write(int32_t storage, const at::Tensor& tensor) override;
 
   // Ends the forward. Decides how backward gets each saved tensor, and counts how often backward will read each swapped
-  // one. `direct`: backward takes a saved tensor straight from a capture of all of its rows, without a recompute pass.
+  // tensor. `direct`: backward gets a saved tensor straight from its capture, without a recompute pass, if the capture
+  // has all rows.
   void close(bool direct);
 
   // -- between
@@ -107,53 +107,55 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // Releases the device memory of all swapped tensors, ordered after their copies out.
   void release();
 
-  // Releases as few swapped tensors as have `nbytes` or more, in the order in which their copies out end. No stream
-  // waits for the copy of another tensor. Releases nothing and returns false if this would take all tensors, or if the
-  // copies are not queued yet.
+  // Releases the fewest swapped tensors that free `nbytes` or more, in the order in which their copies out end, so that
+  // no stream waits for the copy of a tensor that stays. Releases nothing and returns false if all tensors would have
+  // to go, or if the copies are not queued yet.
   bool release_first(int64_t nbytes);
 
   // -- backward
 
-  // Takes the time at which backward asks for a saved tensor of a timed forward; only the first request counts.
+  // Records the time at which backward first asks for a saved tensor. Called only for a timed forward; later calls do
+  // nothing.
   virtual void begin_backward() = 0;
 
-  // Runs the recompute pass, which restores all tensors that have to be recomputed. Called when backward asks for such
-  // a tensor and it is not there. In a further backward, the first such request runs the pass again.
+  // Runs the recompute pass, which restores all saved tensors that have to be recomputed. Called when backward asks for
+  // such a tensor and it is not there: once in each backward.
   virtual void restore() = 0;
 
-  // Runs the recompute pass for saved tensor `index` on the current stream. All restored tensors then belong to this
-  // stream. A pass that runs the module again throws instead if memory that the tensor may be computed from was written
-  // to after the forward.
+  // Runs the recompute pass for saved tensor `index` on the current stream, which then owns all restored tensors.
+  // Throws for an opaque region if memory that the tensor may be computed from was written to after the forward.
   void restore_here(size_t index);
 
-  // Returns a restored tensor for use on the current stream. Throws if it was written to after the pass.
+  // Returns a restored tensor for use on the current stream. Throws if it was written to after the recompute pass.
   at::Tensor take(size_t index);
 
-  // Adds what is known of the region to Python's pending error, which was raised while backward asked for a tensor.
+  // Adds the region's name and advice to Python's pending error (an in-place write, or out of memory), raised while
+  // backward asked for a tensor.
   virtual void explain() = 0;
 
   // Returns a saved tensor that the forward itself needs for a gradient (again.cpp). Throws `ASKED_EARLY` if the tensor
   // is gone and cannot be recomputed.
   at::Tensor early(size_t index);
 
-  // Recomputes the tensors of `uses`, as they were after the last operator of `own_tape`, from given memory alone:
-  // captured outputs are neither read nor released. `own_tape`: a tape of this forward, which must not be opaque.
-  // Returns none if a tensor cannot be recomputed: ranks would have to communicate, or no operator made it.
+  // Returns the tensors of `uses` as they were after the last operator of `own_tape`, recomputed from given memory
+  // alone: captured outputs are neither read nor released. Returns none if a tensor cannot be recomputed, since no
+  // operator made it or ranks would have to communicate. `own_tape`: a tape of this forward, which must not be opaque.
   std::optional<std::vector<at::Tensor>> again(
       const std::shared_ptr<const Tape>& own_tape, const std::vector<Use>& uses);
 
-  // Returns a saved tensor that is a view of a captured one. It is a copy if backward's kernels may write to it while
-  // the captured tensor is still needed.
+  // Returns a saved tensor as a view of its capture. Returns a copy instead if backward's kernels may write to it while
+  // the capture is still needed.
   at::Tensor view(size_t index);
 
-  // Returns a saved tensor that lies in given memory. It is a copy if backward's kernels may write to it while it may
-  // still be read: by other regions, if it is an input, or by the recompute pass. A parameter is never copied.
+  // Returns a saved tensor that lies in given memory. Returns a copy instead if backward's kernels may write to it
+  // while others may still read that memory: other regions, if it is an input, or the recompute pass. A parameter is
+  // never copied.
   at::Tensor given(size_t index) const;
 
-  // A recompute pass: the saved tensors that it restores, and the memory that it reads. Parts of the graph may die
-  // while it runs.
+  // A recompute pass: the saved tensors that it restores, and the memory that it reads. Parts of the autograd graph,
+  // with their saved tensors, may die while the pass runs.
   struct Restoration {
-    std::vector<size_t> indices; // of the saved tensors
+    std::vector<size_t> indices; // of the saved tensors that the pass restores
     std::vector<const Use*> wanted; // the same tensors on the tape
     std::vector<std::shared_ptr<Swapped>> inputs; // swapped inputs that the pass reads
     Bases bases; // given memory, swapped inputs included
@@ -168,19 +170,18 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   Substitute substitute(size_t index);
 
   // Counts one read of a swapped tensor. After the last read in this backward, drops the tensor's device memory, unless
-  // backward keeps its graph and that memory is the only copy.
+  // backward keeps its graph and the host has no copy.
   void consume(const std::shared_ptr<Swapped>& part);
 
-  // Decides what a recompute pass does. `captured`: the captured operators, in program order. `launches`: the operators
-  // whose results these captures have (`actions_of`). Returns the operators whose captured results the pass needs.
+  // Decides the recompute pass's action for each operator (`decisions`). Returns the operators whose captured results
+  // the pass needs. `captured`, `launches`: as in `actions_of`, in program order.
   const std::vector<size_t>& decide(const std::vector<CapturedOperator>& captured, const std::vector<size_t>& launches);
 
-  // Returns the bytes of the storages that a recompute pass has yet to make for backward.
+  // Returns the bytes of the saved storages that a recompute pass has yet to make.
   int64_t pending_bytes() const {
     return is_restored ? 0 : forward.pending_bytes;
   }
 
-  // Returns whether its forward has ended.
   bool is_over() const {
     return is_over_;
   }
@@ -188,42 +189,42 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // Drops restored tensors that backward has not taken.
   void forget();
 
-  // Saves the captured values that lie in a tensor's memory, since another forward is about to write to that memory.
+  // Saves the captured values in the memory of `tensor`, which another forward is about to write to.
   virtual void before_write_elsewhere(const at::Tensor& tensor);
 
   using Inputs = std::vector<std::pair<int32_t, std::shared_ptr<Swapped>>>; // (storage, its swapped input)
 
   std::shared_ptr<Flow> flow;
   std::shared_ptr<Region> region;
-  std::shared_ptr<const Setting> setting; // the region's setting when the forward began
+  std::shared_ptr<const Setting> setting; // the region's setting at the start of the forward
   Forward forward;
   std::shared_ptr<const Tape> tape;
   std::shared_ptr<const PassActions> decisions; // null if the forward is opaque
-  std::weak_ptr<Frame> previous; // the frame before this one on its thread, whose backward follows this one's
-  Inputs inputs; // only swapped ones
+  std::weak_ptr<Frame> previous; // the frame before this one on the same thread; in backward it comes next
+  Inputs inputs; // swapped inputs
   std::vector<std::shared_ptr<Swapped>> swapped; // captured outputs and inputs, in the order of their copies out
   // tensors of `swapped` that are away and that backward needs; the one needed first is last
   std::vector<std::shared_ptr<Swapped>> todo;
   // former values of held inputs and literals that the forward wrote to, by storage
   std::map<int32_t, std::shared_ptr<Held>> written;
-  std::set<int32_t> changing; // given storages that a recompute pass may find changed, without an error
-  int64_t input_bytes = 0; // of swapped inputs that no earlier region had swapped
-  // number and bytes of the inputs that `input_bytes` counts, and of those that were not swapped since the host was
-  // full
+  std::set<int32_t> changing; // given storages for which no version is checked, since the forward wrote to them
+  int64_t input_bytes = 0; // bytes of swapped inputs that no earlier region had swapped
+  // number and bytes of the inputs that the frame tried to swap, except those that an earlier region had swapped
   int64_t offered = 0, offered_bytes = 0;
-  const int64_t sent_before_bytes; // offloaded by all earlier forwards
+  const int64_t sent_before_bytes; // bytes that all earlier forwards offloaded
   bool writes_input = false; // the forward wrote to a swapped input
   bool recomputes = false; // some saved tensor has to be recomputed
   bool communicates = false; // the recompute pass launches collectives
   bool is_opaque = false;
   bool is_unrepeatable = false; // the module depends on state that cannot be restored, so it never runs again
-  // The forward's saved tensors stay on the device: the forward is opaque, and its module cannot run again for one of
-  // three reasons. It is unrepeatable. Dispatch modes changed its operators. Or it would launch collectives in which
-  // other ranks take no part, if the region is not opaque there.
+  // The forward's saved tensors stay on the device: the forward is opaque, and its module cannot run again. The module
+  // is unrepeatable, or dispatch modes changed its operators, or it launches collectives, in which ranks where the
+  // region is not opaque would take no part.
   bool keeps = false;
   bool is_restored = false; // the recompute pass has run
-  std::set<size_t> spared; // collectives, and waits for them, that no recompute pass repeats
-  // storages that a recompute pass takes from captures, since a spared collective or a communicating unit filled them
+  std::set<size_t> spared; // operators that launch or wait for collectives that no recompute pass repeats
+  // storages that a recompute pass gets from captures, since a collective of `spared` or a communicating unit filled
+  // them
   std::set<int32_t> received;
   bool has_launches() const {
     return !launches_.empty();
@@ -236,21 +237,21 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
 
   // Returns the indices of the saved tensors that a recompute pass restores.
   std::vector<size_t> recomputed() const;
-  std::shared_ptr<Swapped> input_of(int32_t storage) const; // null if the storage is no swapped input's
+  std::shared_ptr<Swapped> input_of(int32_t storage) const; // null if the storage is not that of a swapped input
 
-  // Makes the current stream wait for the forward's streams, so that it may use `tensor`, which the forward made or
-  // found. Returns `tensor`.
+  // Makes the current stream wait for all streams of the forward, before it uses `tensor` from the forward. Returns
+  // `tensor`.
   const at::Tensor& ordered(const at::Tensor& tensor) const;
 
-  // Saves the present value of given memory, since an operator is about to write to it for the first time. A recompute
-  // pass must find that value in the memory, and must leave the memory as it was before the pass.
+  // Saves the present value of given memory before the forward's first write to it. A recompute pass puts this value
+  // back into the memory, and at its end restores the value that it found there.
   virtual void before_foreign_write(int32_t storage, const at::Tensor& tensor) = 0;
 
-  // Runs a tape's operators by `decisions`, without captures. Throws what `memplug::replay` throws.
+  // Runs a tape's operators by `decisions`, without captures. Throws like `memplug::replay`.
   virtual std::vector<at::Tensor> run_again(
       const PassActions& decisions, Bases bases, const std::vector<const Use*>& wanted) = 0;
 
-  // Saves a leaf's gradient before another thread accumulates into it. No operator of the forward shows that write.
+  // Saves a leaf's gradient before another thread accumulates into it, a write that no operator of the forward shows.
   virtual void before_accumulating(const at::Tensor& gradient) = 0;
 
  private:
@@ -258,8 +259,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   void hold_so_far();
   void close_unread();
   void forget_read();
-  // Returns the memory of a given storage, for a pass that runs only operators before `end`. Adds a swapped input to
-  // `read`.
+  // Returns the memory of a given storage, for a pass that runs only operators before `end`. If the storage is that of
+  // a swapped input, adds the input to `read`.
   at::Tensor base_of(int32_t storage, size_t end, std::vector<std::shared_ptr<Swapped>>& read);
   struct Capture {
     std::vector<CapturedTensor> parts; // one for each output; none for a collective whose result no backward asks for
@@ -276,13 +277,13 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::vector<size_t> decide();
   std::set<size_t> asked_of_ranks() const;
   void learn(const std::vector<size_t>& substituted);
-  // Returns the storages of saved tensors.
   std::vector<int32_t> storages_of(const std::vector<size_t>& indices) const;
   std::vector<CapturedOperator> captured() const;
   std::vector<size_t> launches() const;
 
-  std::map<size_t, Capture> captures_; // by operator
-  // operator that launched a collective, or made the memory that it fills -> operator whose capture has the result
+  std::map<size_t, Capture> captures_; // by index of the operator
+  // index of an operator that launched a collective, or made the memory that an exchange fills -> index of the operator
+  // whose capture has the result
   std::map<size_t, size_t> launches_;
   std::map<int32_t, CapturedTensor> parts_; // captured tensors by storage
   std::vector<StreamRef> streams_; // streams that the forward's operators ran on

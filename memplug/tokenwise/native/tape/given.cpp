@@ -1,4 +1,5 @@
-// Given memory: which code of a forward reads it, and whether it was written to after the forward.
+// Given memory (forward.h): notes which tensors in it a forward reads, and checks that nothing wrote to them after the
+// forward.
 #include <algorithm>
 
 #include "forward.h"
@@ -53,8 +54,8 @@ void Forward::close_counts() {
       each.close();
     }
   }
-  // returns whether later writes do no harm: a pass puts back memory that the forward wrote to, and recomputes or
-  // prefetches memory that is not kept here
+  // returns whether later writes do no harm: a recompute pass restores memory that the forward wrote to, and makes or
+  // prefetches memory that the forward does not hold
   const auto is_put_back = [&](const Count& each) {
     const auto tensor = each.first.lock();
     const bool lies = tensor.defined() && (is_plain(at::Tensor(tensor)) || is_irregular(at::Tensor(tensor)));

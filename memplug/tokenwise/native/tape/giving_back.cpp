@@ -68,15 +68,15 @@ at::Tensor Frame::given(size_t index) const {
   return tensor_at(copied ? copy_of(tensor) : tensor, saved.use.geometry);
 }
 
-// Returns whether backward's kernels may write to a saved tensor: kernels of units may, and those that an opaque region
-// launches. Some put a gradient where the saved tensor was.
+// Returns whether backward's kernels may write to a saved tensor. Unobserved kernels may, since some write a gradient
+// over the saved tensor.
 bool Frame::may_be_written(const Forward::Saved& saved) const {
   return saved.in_unit || is_opaque;
 }
 
 void Frame::consume(const std::shared_ptr<Swapped>& part) {
   if (part->resident && !part->slot && keeps_graph()) {
-    return; // the only copy has to stay: a further backward may read more of the graph than this one
+    return; // the host has no copy, and a later backward may read the tensor again
   }
   if (--part->uses_left <= 0) {
     part->uses_left = part->uses;
@@ -97,7 +97,7 @@ Substitute Frame::substitute(size_t index) {
       found.rows = rows;
     }
     consume(part.swapped);
-    // the pass must not repeat the forward's writes in a tensor that stays for another backward
+    // the pass must not repeat the forward's writes in a tensor that stays for a later backward
     const bool stays = part.swapped->mutated && part.swapped->tensor.defined();
     found.tensors.push_back(stays ? copy_of(tensor) : alias_of(tensor));
   }
@@ -120,7 +120,7 @@ at::Tensor Frame::base_of(int32_t storage, size_t end, std::vector<std::shared_p
     read.push_back(input);
     return input->mutated ? copy_of(tensor) : tensor;
   }
-  // counts of writes are compared only once the forward is over
+  // versions are compared only after the forward has ended
   const bool changes = !is_over_ || changing.count(storage) > 0;
   return ordered(forward.given_again(storage, forward.storages.regathered[storage], changes, end));
 }
@@ -130,7 +130,8 @@ Frame::Restoration Frame::begin_pass() {
   for (const size_t index : pass.indices) {
     pass.wanted.push_back(&forward.saved[index].use);
   }
-  const auto wanted = storages_of(pass.indices); // fewer than `decisions->wanted` if parts of the graph are gone
+  // fewer than `decisions->wanted` if parts of the autograd graph have died
+  const auto wanted = storages_of(pass.indices);
   const auto reads = wanted == decisions->wanted ? decisions->reads : read_by(*tape, decisions->actions, wanted);
   const auto last = std::find_if(decisions->actions.rbegin(), decisions->actions.rend(), [](Action action) {
     return action != Action::SKIP;

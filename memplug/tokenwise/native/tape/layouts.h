@@ -1,4 +1,4 @@
-// Tensors that a tape can describe, by a storage and a geometry (size, stride, offset), and tensors that it cannot.
+// Distinguishes tensors that a tape can describe, by a storage and a geometry (size, stride, offset), from others.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,7 +7,7 @@
 
 namespace memplug {
 
-// Returns whether a function transform (torch.func) has wrapped a tensor. Only operators on the tensor inside touch
+// Returns whether a function transform (torch.func) has wrapped a tensor: only operators on the inner tensor touch
 // memory.
 inline bool is_wrapped(const at::Tensor& tensor) {
   using Key = c10::DispatchKey;
@@ -15,8 +15,8 @@ inline bool is_wrapped(const at::Tensor& tensor) {
       c10::DispatchKeySet({Key::FuncTorchBatched, Key::FuncTorchGradWrapper, Key::Batched, Key::Functionalize}));
 }
 
-// Returns whether a tensor is sparse, nested, quantized, or in a library's own layout. False for a tensor subclass with
-// a dispatch of its own, and for a wrapped tensor.
+// Returns whether a tensor is sparse, nested, quantized, or in a library's own layout. False for a subclass with its
+// own `__torch_dispatch__`, and for a wrapped tensor.
 inline bool is_irregular(const at::Tensor& tensor) {
   using Key = c10::DispatchKey;
   const c10::DispatchKeySet keys = tensor.key_set();
@@ -33,7 +33,7 @@ inline bool is_plain(const at::Tensor& tensor) {
       !is_irregular(tensor);
 }
 
-// Returns the bytes of a tensor's elements, and of its indices if it is sparse.
+// Returns a tensor's bytes, including the indices of a sparse tensor.
 int64_t memory_bytes(const at::Tensor& tensor);
 
 } // namespace memplug

@@ -1,4 +1,4 @@
-// Bytes of saved tensors on the device, over all regions of one executor.
+// Bytes of saved tensors on the device, summed over all regions of one executor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,18 +9,18 @@
 
 namespace memplug {
 
-// Memory of the restored tensors that autograd got and has not released.
+// The memory of restored tensors that autograd has received and not released.
 class Restored {
  public:
   void add(const at::Tensor& tensor) {
-    if (!tensor.has_storage()) { // sparse
+    if (!tensor.has_storage()) { // a sparse tensor
       return;
     }
     const auto& storage = tensor.storage();
     storages_.emplace_back(storage.getWeakStorageImpl(), static_cast<int64_t>(storage.nbytes()));
   }
 
-  // Returns the bytes of memory that is still alive, and forgets the rest.
+  // Returns the bytes of the memory that is still alive, and forgets dead memory.
   int64_t nbytes() {
     int64_t total = 0;
     size_t kept = 0;
@@ -42,7 +42,7 @@ class Restored {
 };
 
 struct Ledger {
-  int64_t recomputed_bytes = 0; // of tensors that recompute passes restored and backward has not taken
+  int64_t recomputed_bytes = 0; // bytes of tensors that recompute passes restored and backward has not taken
   Restored restored;
   int64_t waiting = 0; // number of captured tensors that are away and that backward will ask for
 };

@@ -1,7 +1,7 @@
-// Literals: tensors of Python values, such as `torch.tensor([1, 2])`. torch makes one in four steps. It requests CPU
-// memory (`empty`), writes the values to it without an operator, copies it to the tensor's device or dtype
-// (`_to_copy`), and returns the copy (`lift_fresh`). No pass could repeat that. So the tensor is given from then on,
-// and the operators that made it get a form that never runs again.
+// Literals: tensors of Python values, such as `torch.tensor([1, 2])`. torch makes one in four steps: it requests CPU
+// memory (`empty`), writes the values without an operator, copies the memory to the tensor's device or dtype
+// (`_to_copy`), and returns the copy (`lift_fresh`). No recompute pass could repeat the second step. So the forward
+// treats the tensor as given from then on, and marks the operators that made it as never to run again.
 #include <algorithm>
 
 #include "forward.h"
@@ -10,7 +10,8 @@
 namespace memplug {
 namespace {
 
-constexpr int64_t MOST_LITERAL_BYTES = 1 << 20; // in one forward: literals stay until backward, and no plan counts them
+// for one forward; literals stay until backward, and no plan counts their bytes
+constexpr int64_t MOST_LITERAL_BYTES = 1 << 20;
 
 bool makes_by_itself(const Record& record) {
   return record.outputs.size() == 1 && !record.reads(record.outputs.front().storage);
@@ -93,7 +94,7 @@ void Forward::lift(size_t index, const at::Tensor& tensor) {
 void Forward::unlift(std::vector<Record>& records) const {
   for (Record& record : records) {
     if (asks_for_memory(record) || copies_elsewhere(record)) {
-      // the storage of an operator that has not run here has no number yet
+      // an operator that has not run in this forward has no storage here yet
       const auto storage = static_cast<size_t>(record.outputs.front().storage);
       if (storage >= storages.size() || !storages.given[storage]) {
         record.form = Form::PURE;

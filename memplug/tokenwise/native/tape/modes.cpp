@@ -14,14 +14,15 @@
 namespace memplug {
 namespace {
 
-// Returns whether both tensors wrap the same Python number. torch hands it to modes as a number, and wraps it anew.
+// Returns whether both tensors wrap the same Python number: torch passes it to modes as a number, and then wraps it
+// again.
 bool is_same_number(const at::Tensor& one, const at::Tensor& other) {
   return is_number(one) && is_number(other) && one.scalar_type() == other.scalar_type() &&
       std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.itemsize()) == 0;
 }
 
-// Returns whether `other` has the values of `one` with lazy conjugation and negation carried out, as torch may do
-// before it calls modes.
+// Returns whether `other` is `one` with lazy conjugation and negation carried out, as torch may do before it calls
+// modes.
 bool is_resolved(const at::Tensor& one, const at::Tensor& other) {
   if ((!one.is_conj() && !one.is_neg()) || one.scalar_type() != other.scalar_type() || one.sizes() != other.sizes()) {
     return false;
@@ -68,8 +69,8 @@ bool are_same(const c10::IValue& one, const c10::IValue& other, const Same& same
   });
 }
 
-// Returns whether two arguments differ only because torch has omitted or added a default: a new tensor's dtype, layout,
-// device or pinning.
+// Returns whether two arguments may differ only since torch has omitted or added the default of a new tensor's dtype,
+// layout, device or pinning.
 bool is_default(const Operator& op, size_t position, const c10::IValue& one, const c10::IValue& other) {
   const std::string& name = op.handle.schema().arguments()[position].name();
   return (one.isNone() || other.isNone()) &&
@@ -85,7 +86,7 @@ bool is_called_alike(const Operator& op, c10::ArrayRef<c10::IValue> ones, c10::A
   return true;
 }
 
-// Returns whether each result lies in memory of an argument.
+// Returns whether each result lies in an argument's memory.
 bool returns_arguments(c10::ArrayRef<c10::IValue> arguments, c10::ArrayRef<c10::IValue> results) {
   bool all = true;
   for (const c10::IValue& result : results) {
@@ -111,7 +112,7 @@ bool is_same_object(const Mode& one, const Mode& other) {
 
 bool Modes::around() {
   return DispatchModes::any_modes_set(/*skip_infra_modes=*/true) &&
-      !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python); // else torch calls no modes now
+      !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python); // with the key excluded, torch calls no modes
 }
 
 void Modes::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
@@ -123,8 +124,8 @@ void Modes::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
 
 Modes::Inside Modes::begin_inside(const at::RecordFunction& function) {
   const Operator* const op = operator_of(function);
-  if (op == nullptr || called_->beside || called_->open == called_->modes) { // a label, or a call by an operator
-    return Inside::WITHIN;
+  if (op == nullptr || called_->beside || called_->open == called_->modes) {
+    return Inside::WITHIN; // a profiler's label, or an operator that another one calls
   }
   called_->any = true;
   const auto inputs = function.inputs();
@@ -151,7 +152,7 @@ void Modes::end_inside(Inside inside, c10::ArrayRef<c10::IValue> results) {
   }
 }
 
-// Returns whether one of these tensors lies in memory that the operator was given, or has made.
+// Returns whether one of these tensors lies in memory of the operator's arguments or results.
 bool Modes::touches(c10::ArrayRef<const c10::IValue> values) const {
   bool found = false;
   const auto look = [&](c10::ArrayRef<c10::IValue> others, const at::Tensor& tensor) {
@@ -172,14 +173,14 @@ bool Modes::touches(c10::ArrayRef<const c10::IValue> values) const {
 
 bool Modes::end(c10::ArrayRef<c10::IValue> results) {
   const CalledOperator call = *std::exchange(called_, std::nullopt);
-  if (!call.any) { // torch runs some operators by itself, such as detaching a tensor
+  if (!call.any) { // torch runs some operators, such as detaching a tensor, without calling the modes
     return returns_arguments(call.arguments, results);
   }
-  // a collective's back end writes the collective's result by operators of its own: these writes are no mode's
+  // the back end of a collective writes the result by operators of its own: no mode writes there
   const bool writes = call.writes && !call.op->has(COLLECTIVE);
   return call.made && !writes &&
       std::equal(call.made->begin(), call.made->end(), results.begin(), results.end(), [](const auto& one, const auto& its) {
-           const bool are_works = one.isObject() && its.isObject(); // a collective's work is a new object on each level
+           const bool are_works = one.isObject() && its.isObject(); // each mode gets a new work object of a collective
            return are_works || are_same(one, its, is_same_memory);
          });
 }

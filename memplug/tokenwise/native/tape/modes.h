@@ -1,5 +1,5 @@
-// The script's dispatch modes (torch.utils._python_dispatch) around the operators of a forward. torch calls these modes
-// instead of an operator. Most modes hand the operator on unchanged.
+// The script's dispatch modes (torch.utils._python_dispatch) around the operators of a forward. torch calls such a mode
+// instead of an operator. Most modes then hand the operator on: they call it with the same arguments.
 #pragma once
 
 #include <memory>
@@ -11,42 +11,42 @@
 
 namespace memplug {
 
-// Checks whether the dispatch modes around an operator hand it on unchanged.
+// Checks whether the dispatch modes around an operator hand it on and return its results unchanged.
 class Modes {
  public:
-  // Returns whether torch would now call modes of the script for an operator of this thread.
+  // Returns whether torch would call modes of the script for an operator that began now on this thread.
   static bool around();
 
-  // Takes note that an operator begins.
+  // Notes that an operator begins.
   void begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments);
 
-  // Returns whether an operator for which torch calls modes has begun and not ended.
+  // Returns whether an operator is running for which torch calls modes.
   bool are_called() const {
     return called_.has_value();
   }
 
-  // Kinds of calls while an operator's modes run. HANDED_ON: a mode calls the operator itself, with its arguments.
-  // BESIDE: a mode calls another operator. WITHIN: one of these operators calls something.
+  // Kinds of operators that run while modes handle an operator. HANDED_ON: a mode calls the operator itself, with its
+  // arguments. BESIDE: a mode calls another operator. WITHIN: an operator of the first two kinds calls it.
   enum class Inside : uint8_t { HANDED_ON, BESIDE, WITHIN };
 
-  // Takes note that a call begins while the operator's modes run. Returns its kind.
+  // Notes that an operator begins while modes handle the operator of `begin`. Returns its kind.
   Inside begin_inside(const at::RecordFunction& function);
 
-  // Takes note that a call of kind `inside` has ended.
+  // Notes that an operator of kind `inside` has ended.
   void end_inside(Inside inside, c10::ArrayRef<c10::IValue> results);
 
-  // Takes note that the operator has ended. Returns whether it ran once, with the arguments that it was called with,
-  // and its results reached the caller unchanged.
+  // Notes that the operator has ended. Returns whether it ran exactly once, and its arguments and results passed the
+  // modes unchanged.
   bool end(c10::ArrayRef<c10::IValue> results);
 
  private:
   struct CalledOperator {
     const Operator* op;
     std::vector<c10::IValue> arguments;
-    int64_t modes; // number of modes
-    int64_t open = 0; // number of modes that are handing the operator on
+    int64_t modes; // number of modes around the operator
+    int64_t open = 0; // number of modes that are in the middle of handing the operator on
     bool any = false; // a mode called some operator
-    bool beside = false; // another operator is running, called by a mode
+    bool beside = false; // another operator, which a mode called, is running
     bool writes = false; // a mode wrote to the operator's memory, or ran the operator more than once
     std::optional<std::vector<c10::IValue>> made; // the operator's results, before modes could change them
   };
@@ -58,11 +58,11 @@ class Modes {
 // The script's dispatch and function modes around a forward. Guarded by Python's lock.
 class ModesAround {
  public:
-  // Takes the modes of this thread.
+  // Stores this thread's present modes.
   ModesAround();
 
-  // While an instance lives, this thread is in all of the forward's function modes, and in the forward's dispatch modes
-  // that are still active. So a mode around backward alone sees and changes backward, but no recompute pass.
+  // While an instance lives, this thread runs in all of the forward's function modes, and in those of the forward's
+  // dispatch modes that are still active. So a mode around backward alone affects backward, but no recompute pass.
   class Again {
    public:
     explicit Again(const ModesAround& forward);

@@ -11,8 +11,8 @@ namespace {
 
 thread_local Observer* current = nullptr;
 
-// Returns whether operators now run on fake tensors, which have shapes but no memory, as when DTensor asks how a result
-// is sharded.
+// Returns whether operators now run on fake tensors (shapes without memory), as when DTensor infers the sharding of a
+// result.
 bool is_fake() {
   return DispatchModes::any_modes_set() && DispatchModes::get_mode(c10::impl::TorchDispatchModeKey::FAKE).has_value();
 }
@@ -106,11 +106,11 @@ bool Observer::begin(OperatorCall& call) {
 
 Observer::Running Observer::begin(const at::RecordFunction& function, const Operator& op) {
   const size_t count = op.argument_count;
-  if (function.inputs().size() < count) { // its arguments cannot be boxed
+  if (function.inputs().size() < count) { // torch cannot box its arguments
     forward_.blind(UNOBSERVED);
     return {What::IGNORED, false, 0};
   }
-  const auto arguments = function.inputs().slice(function.inputs().size() - count); // the top of the stack
+  const auto arguments = function.inputs().slice(function.inputs().size() - count); // the arguments are the last inputs
   bool subclass = false;
   for (const c10::IValue& argument : arguments) {
     each_tensor(argument, [&](const at::Tensor& tensor) {
@@ -134,8 +134,8 @@ Observer::Running Observer::begin(const at::RecordFunction& function, const Oper
   return {What::LEAF, false, 0};
 }
 
-// Counts the collectives that another library's operator launches and waits for. In a recompute pass, either all ranks
-// must run such an operator again, or none.
+// Counts the collectives that the running leaf, another library's operator, launches and waits for. In a recompute pass
+// either all ranks must run such an operator again, or none.
 void Observer::look_inside(const at::RecordFunction& function) {
   const Operator* const op = operator_of(function);
   if (op == nullptr) {
@@ -168,7 +168,7 @@ void Observer::end(OperatorCall& call) {
   const at::RecordFunction& function = call.function;
   Observer* const observer = current;
   if (observer == nullptr || observer->running_.empty()) {
-    return; // the operator began before the observer
+    return; // the operator began before the observer existed
   }
   const Running running = observer->running_.back();
   observer->running_.pop_back();

@@ -1,4 +1,4 @@
-// The observer of a region's forward, on the thread that runs it.
+// The observer: sees the operators of a region's forward on the thread that runs it.
 #pragma once
 
 #include <exception>
@@ -14,9 +14,9 @@ namespace memplug {
 
 // Reports this thread's operators to a forward until destroyed.
 //
-// An operator that only calls others is looked through: the operators that it calls are noted instead. Such operators
-// are composite, or are about to be cast by autocast, or got tensors of a subclass. Every other operator is a leaf.
-// Operators inside of a leaf and operators on fake tensors are not noted.
+// For an operator that only calls others, the forward notes the operators that it calls instead. Such an operator is
+// composite, or has arguments that autocast will cast, or tensors of a subclass. Every other operator is a leaf. The
+// forward notes no operators inside of a leaf, and none on fake tensors.
 class Observer {
  public:
   explicit Observer(Forward& forward);
@@ -24,24 +24,24 @@ class Observer {
   Observer(const Observer&) = delete;
   Observer& operator=(const Observer&) = delete;
 
-  // Throws the first error that occurred while an operator was noted. Until then the observer keeps it, since torch
-  // lets no error out of a callback.
+  // Throws the first error that occurred while the forward noted an operator. The observer has kept the error, since
+  // torch lets none out of a callback.
   void rethrow();
 
-  // Takes note that code took a tensor's address. Writes through the address are invisible to the observer.
+  // Notes that code took a tensor's address. Writes through the address are invisible to the observer.
   static void address_taken(const at::Tensor& tensor);
 
-  // Takes note that Python reads a tensor's values without an operator.
+  // Notes that Python reads a tensor's values without an operator.
   static void read(const at::Tensor& tensor);
 
   // Returns whether this thread runs an observed forward, and observing is not paused.
   static bool is_active();
 
-  // Returns whether an operator that began now on this thread would be noted. False inside of a leaf.
+  // Returns whether the forward would note an operator that began now on this thread. False inside of a leaf.
   static bool is_noting();
 
-  // Stops observing in the child of a fork, unless the forking thread runs a forward. Other threads' forwards do not
-  // exist in the child.
+  // Stops observing in the child of a fork, unless the forking thread runs a forward: the forwards of other threads do
+  // not exist in the child.
   static void end_in_child();
 
  private:
@@ -49,8 +49,8 @@ class Observer {
   struct Running {
     What what;
     bool mutates;
-    size_t before; // number of operators noted before it began
-    std::optional<Modes::Inside> inside = {}; // set for a call while a leaf's modes run
+    size_t before; // number of operators that the forward had noted before
+    std::optional<Modes::Inside> inside = {}; // set for a call that dispatch modes around a leaf make
   };
 
   static bool begin(OperatorCall& call);
@@ -65,10 +65,11 @@ class Observer {
   Observer* outer_;
   const Watching watching_{FORWARDS, watcher};
   std::vector<Running> running_;
-  const Operator* leaf_ = nullptr; // the running leaf, if it may launch collectives that its name does not show
-  Modes modes_; // around the leaf
-  int launched_ = 0, pending_ = 0; // number of collectives inside of the leaf: all, and those that none waited for
-  bool inside_ = false; // inside of a leaf, of an operator on fake tensors, or of a listener
+  const Operator* leaf_ = nullptr; // the running leaf, if it may launch collectives although its name does not say so
+  Modes modes_; // dispatch modes around the running leaf
+  // number of collectives that the leaf has launched: all, and those that it has not waited for
+  int launched_ = 0, pending_ = 0;
+  bool inside_ = false; // a leaf or an operator on fake tensors is running, or the listener is
   std::exception_ptr failure_;
 };
 

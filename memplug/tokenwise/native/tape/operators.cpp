@@ -16,9 +16,9 @@ namespace {
 
 struct Known {
   std::mutex mutex;
-  // by the address of the operator's name, which its schema owns
+  // by address of the name, which the operator's schema owns
   ska::flat_hash_map<const char*, std::unique_ptr<Operator>> operators;
-  std::vector<std::unique_ptr<Operator>> gone; // tapes may still refer to them
+  std::vector<std::unique_ptr<Operator>> gone; // dead operators, to which tapes may still refer
   std::atomic<uint64_t> generation{0}; // number of operators that have died
   std::function<uint32_t(const std::string&, const std::string&)> describe;
 };
@@ -28,7 +28,7 @@ Known& known() {
   return *instance;
 }
 
-// Removes operators that die with the library that defined them, since the addresses of their names may be reused.
+// Drops operators when the library that defined them is unloaded, since the addresses of their names may be reused.
 struct Watch final : c10::OpRegistrationListener {
   void onOperatorRegistered(const c10::OperatorHandle&) override {}
   void onOperatorDeregistered(const c10::OperatorHandle& handle) override {
@@ -45,8 +45,8 @@ struct Watch final : c10::OpRegistrationListener {
   }
 };
 
-// Returns whether an operator may read elements of its arguments. Views do not, nor do operators that only make memory,
-// such as `empty_like`.
+// Returns whether an operator may read elements of its arguments. Views do not, and neither do operators that only make
+// memory, such as `empty_like`.
 bool may_read_elements(const c10::FunctionSchema& schema, bool mutates, uint32_t traits) {
   const bool makes = std::any_of(schema.returns().begin(), schema.returns().end(), [](const c10::Argument& each) {
     const auto kind = each.type()->kind();
@@ -100,7 +100,7 @@ std::unique_ptr<Operator> look_up(const c10::OperatorName& name, uint32_t traits
       (traits & PARTIAL) != 0 ? std::max({position("values"), position("source"), position("index")}) : -1});
 }
 
-// Returns the operator whose name is at address `key`. Calls `name_of` if that address was not seen before.
+// Returns the operator whose name is at address `key`. Calls `name_of` if this thread has not seen that address.
 template <typename Name>
 const Operator* operator_at(const char* key, const Name& name_of) {
   static const auto* const watch =

@@ -1,4 +1,4 @@
-// A region, a module that runs token-wise: the plan's decisions for it, and the facts that its forwards have shown.
+// A region: the plan's decisions for it, and the facts that its forwards have shown.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +29,8 @@ struct Setting {
     Decision decision;
   };
 
-  // Returns the decision for the operator at `index`. If another operator than the planned one runs there, the decision
-  // follows from its traits, as it does without a plan.
+  // Returns the decision for the operator at `index`. Without a plan, or if another operator than the planned one runs
+  // there, the decision follows from the operator's traits.
   Decision decide(size_t index, const Operator& op) const {
     if (is_unneeded(index, op)) {
       return {};
@@ -54,9 +54,9 @@ struct Setting {
     return found != unneeded.end() && found->second == &op;
   }
 
-  std::optional<std::unordered_map<size_t, Planned>> plan; // by index of the operator; none until there is a plan
-  bool is_agreed = false; // all ranks that the region's units communicate with use the same setting
-  double rows = 0; // fraction of each matmul output's rows to swap, unless a plan decides
+  std::optional<std::unordered_map<size_t, Planned>> plan; // by index of the operator; none before the first plan
+  bool is_agreed = false; // all ranks with which the region's units communicate use the same setting
+  double rows = 0; // α: the fraction of each matmul output's rows to swap where no plan decides
   std::unordered_map<size_t, const Operator*> unneeded; // operators whose captured outputs no backward has asked for
 };
 
@@ -70,7 +70,7 @@ struct Region {
     setting = std::move(changed);
   }
 
-  // Excludes an operator's output from later captures, since no backward has asked for it.
+  // Stops capturing an operator's output, since no backward has asked for it.
   void leave_out(size_t index, const Operator* op) {
     if (const auto found = setting->unneeded.find(index); found == setting->unneeded.end() || found->second != op) {
       change([&](Setting& changed) { changed.unneeded[index] = op; });
@@ -87,7 +87,7 @@ struct Region {
     return std::exchange(given_bytes, {});
   }
 
-  // Returns whether the next forward may communicate with other ranks, and be opaque on this rank but not on them.
+  // Returns whether the next forward may communicate, and be opaque on this rank but not on the other ranks.
   bool may_stray() const {
     return !talks || (*talks && (opaque || is_undecided || !repeats));
   }
@@ -96,27 +96,30 @@ struct Region {
 
   std::string kind; // name of the module's class
   std::shared_ptr<const Setting> setting = std::make_shared<Setting>();
-  std::optional<uint64_t> planned_from; // fingerprint of the tape that the plan was made from; none if it was opaque
+  // fingerprint of the tape that the plan was made from; none if that forward was opaque
+  std::optional<uint64_t> planned_from;
   std::shared_ptr<const Tape> last; // tape of the last forward that was not opaque
-  std::shared_ptr<const PassActions> decisions; // of the last forward that was not opaque, to share with the next one
-  std::optional<int64_t> forward_bytes; // bytes that one forward offloads by the plan
-  int64_t sent_bytes = 0; // offloaded during the last forward of the last step; 0 if that had no forward
-  int64_t sending_bytes = 0; // offloaded during the last forward of this step
-  bool swaps_input = true; // else the input is held
+  // of the last forward that was not opaque; the next forward shares them if its tape and captures are the same
+  std::shared_ptr<const PassActions> decisions;
+  std::optional<int64_t> forward_bytes; // bytes that one forward offloads under the plan
+  int64_t sent_bytes = 0; // bytes offloaded during the last forward of the last step; 0 if that step had none
+  int64_t sending_bytes = 0; // bytes offloaded during the last forward of this step
+  bool swaps_input = true; // swap the region's inputs, rather than hold them on the device
   bool opaque = false;
   bool shares = false; // the region's units communicate, so all ranks capture the same outputs
-  bool seen = false; // a forward has run; one that first showed the region as opaque does not count
+  bool seen = false; // a forward has run, not counting a first one that was opaque unexpectedly
   std::optional<bool> talks; // whether its forwards have communicated with other ranks; none before the first one
   std::optional<bool> asks; // whether its forwards have asked for gradients themselves; none before the first one
-  // the last forward called a function of which it is not yet known whether it hides kernels (hidden.py)
+  // the last forward called a function that may or may not hide kernels: memplug does not know yet (hidden.py)
   bool is_undecided = false;
   bool repeats = false; // the last forward was verified against a template, and was not the region's first
-  bool communicates = false; // recompute passes launch collectives, so all ranks must recompute alike
-  int64_t forwards = 0; // number since the last step ended
-  // in the last step, backward ran before the region's tensors had to be released: copies out wait until release
+  bool communicates = false; // recompute passes launch collectives, so all ranks must run the same passes
+  int64_t forwards = 0; // number of forwards since the last step ended
+  // in the last step, backward ran before the region's tensors had to be released, so now copies out wait until release
   bool offloads_late = false;
   bool released = false; // the region's tensors had to be released in this step
-  std::vector<int64_t> given_bytes; // bytes of all tensors given to each forward since the last step ended, in order
+  // for each forward since the last step ended, the bytes of all tensors among its arguments
+  std::vector<int64_t> given_bytes;
   int64_t live = 0, peak = 0; // number of forwards in flight: now, and at most
 };
 

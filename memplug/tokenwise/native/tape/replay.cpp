@@ -23,8 +23,8 @@ namespace {
 
 using torch::jit::Stack;
 
-// While an instance lives, operators run without autograd, without autocast, and without function transforms. The
-// forward's casts are on the tape; transforms belong to the backward around the pass.
+// While an instance lives, operators run without autograd, autocast and function transforms. The forward's casts are on
+// the tape; transforms belong to the backward around the pass.
 struct Below {
   at::AutoDispatchBelowADInplaceOrView autograd;
   c10::impl::ExcludeDispatchKeyGuard casts{c10::autocast_dispatch_keyset};
@@ -123,7 +123,7 @@ class RecomputePass {
       at::Tensor& made = found.tensors.front();
       const at::Tensor rest = std::exchange(parts_.at(index - first_part_), {});
       if (rest.sizes().slice(1) != made.sizes().slice(1) || rest.size(0) < made.size(0) - found.rows) {
-        throw Diverged("a unit returned rows of another number or shape than in forward");
+        throw Diverged("a unit returned another number of rows, or rows of another shape, than in forward");
       }
       made.slice(0, found.rows).copy_(rest.slice(0, rest.size(0) - (made.size(0) - found.rows)));
     } else if (found.rows >= 0) {
@@ -163,7 +163,7 @@ class RecomputePass {
         : made.sizes() == c10::IntArrayRef(use.geometry.size) && made.scalar_type() == use.geometry.dtype;
     if (!same) {
       std::ostringstream text;
-      text << record.op->name << " returned " << made.sizes() << " in the recompute pass, and in forward " << c10::IntArrayRef(use.geometry.size);
+      text << record.op->name << " returned " << made.sizes() << " in the recompute pass, but in forward " << c10::IntArrayRef(use.geometry.size);
       throw Diverged(text.str());
     }
   }
@@ -192,7 +192,7 @@ class RecomputePass {
   }
 
   void set_tensors(const Record& record, Stack& stack) const {
-    ArgumentPath copied{-1}; // lists up to this one are copies that belong to this call; the tape's stay as they are
+    ArgumentPath copied{-1}; // the last list that was copied, so that the tape's own lists stay unchanged
     for (const Use& use : record.inputs) {
       const ArgumentPath& path = use.path;
       if (path.element < 0) {
@@ -216,7 +216,7 @@ class RecomputePass {
     }
   }
 
-  // Returns the captured results of an operator.
+  // Returns the captured results of an operator, which `missing_of` may have fetched already.
   Substitute take(size_t index) {
     const auto found = captured_.find(index);
     if (found == captured_.end()) {
@@ -227,14 +227,15 @@ class RecomputePass {
     return taken;
   }
 
-  // The parts of a unit that have to be made again.
+  // The parts of a unit that a pass has to recompute.
   struct Missing {
     std::vector<bool> parts;
     int64_t rows; // rows of the unit's first input
-    int64_t begin; // the first of these rows that a part lacks
+    int64_t begin; // the first of these rows that some part lacks
   };
 
-  // Finds the parts that a unit has to make again. A unit's parts follow it on the tape.
+  // Returns the parts of a unit that the pass has to recompute. Moves the captured results of parts into `captured_`. A
+  // unit's parts follow it on the tape.
   Missing missing_of(size_t index) {
     const Record& record = tape_.records[index];
     const int32_t token = record.made.front();
@@ -258,20 +259,20 @@ class RecomputePass {
     return {std::move(needed), rows, begin};
   }
 
-  // Runs a unit again, from the first row on that some part lacks. Returns a token.
+  // Runs a unit again if a part lacks rows, on the rows from the first missing one. Returns a token.
   at::Tensor run_unit(size_t index) {
     first_part_ = index + 1;
     const auto [needed, rows, begin] = missing_of(index);
     const at::Tensor made = at::empty({0}, at::TensorOptions(at::kByte));
     const Record& record = tape_.records[index];
     const bool is_needed = std::find(needed.begin(), needed.end(), true) != needed.end();
-    if (!is_needed && record.written.empty()) { // captures have all rows of all parts that the pass needs
+    if (!is_needed && record.written.empty()) { // all rows that the pass needs are captured
       return made;
     }
     std::vector<at::Tensor> given;
     for (const Use& use : record.inputs) {
       if (use.path.position > 0) {
-        break; // from here on, inputs that the unit writes to are listed a second time
+        break; // the second argument list repeats the inputs that the unit writes to
       }
       const at::Tensor tensor = at(use);
       const bool by_rows = begin > 0 && tensor.dim() > 0 && tensor.size(0) == rows;
@@ -282,7 +283,7 @@ class RecomputePass {
     return made;
   }
 
-  // Computes the rows of a matmul's result from `begin` on. `out`: has the rows before, and gets the others.
+  // Computes a matmul's rows from `begin` on into `out`, which has the rows before `begin`.
   void compute_rows(const Record& record, const at::Tensor& out, int64_t begin) const {
     Stack stack = arguments_of(record);
     at::Tensor rows = out.slice(0, begin);
@@ -327,7 +328,7 @@ class RecomputePass {
   std::vector<int64_t> last_;
   const Helpers& helpers_;
   const LocalKeys outside_;
-  size_t first_part_ = 0; // operator of the first part of the unit that ran last
+  size_t first_part_ = 0; // index of the operator of the first part of the unit that ran last
   std::vector<at::Tensor> parts_; // outputs of that unit, by part
   std::map<size_t, Substitute> captured_; // captured results of that unit's parts, by operator
   Generators generators_;
@@ -364,7 +365,7 @@ std::vector<at::Tensor> replay(
     }
   }
   std::vector<at::Tensor> restored;
-  // a parameter's memory may be exchanged before backward reads the restored tensor, so a given tensor is an alias
+  // for a given tensor return an alias: a parameter's memory may be exchanged before backward reads the restored tensor
   for (const Use* const use : wanted) {
     restored.push_back(tape.given[use->storage] ? pass.alias(*use) : pass.at(*use));
   }

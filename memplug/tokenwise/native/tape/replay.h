@@ -1,4 +1,4 @@
-// The recompute pass: runs those operators of a tape that restoring its saved tensors needs, below autograd.
+// The recompute pass: runs, below autograd, those operators of a tape that are needed to restore its saved tensors.
 #pragma once
 
 #include <functional>
@@ -10,7 +10,7 @@
 
 namespace memplug {
 
-// The captured results of an operator: its tensors, in order. `rows`: how many rows the first tensor has; -1: all.
+// The captured results of an operator, in order. `rows`: number of valid rows of the first tensor; -1 for all.
 struct Substitute {
   std::vector<at::Tensor> tensors;
   int64_t rows = -1;
@@ -26,22 +26,22 @@ struct GroupGone : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// For each storage, a tensor in its memory; undefined if the pass has to make the memory.
+// For each storage, a tensor in its memory; undefined if the pass itself has to make that memory.
 using Bases = std::vector<at::Tensor>;
 
 // Functions that a recompute pass calls.
 struct Helpers {
   std::function<Substitute(size_t)> substitute; // returns the captured results of the operator at an index
 
-  // Runs the unit at an index again with these input tensors, outside of all guards of the pass. Returns a tensor for
-  // each of the unit's parts; undefined where `needed` is false.
+  // Runs the unit at an index again on these input tensors, with none of the pass's guards in force. Returns a tensor
+  // for each of the unit's parts; undefined where `needed` is false.
   std::function<std::vector<at::Tensor>(size_t, const std::vector<at::Tensor>&, const std::vector<bool>& needed)> run_unit;
 };
 
 // Runs a tape's operators by `actions`. Returns the tensors that `wanted` describes, without their graph.
 //
-// Operators that make views are not run: each tensor is made from its storage. A storage is released after its last
-// use. Operators draw the same random numbers as in the forward, from the states in `drawn`. Afterwards the generators
+// Does not run operators that make views, but makes each tensor from its storage. Releases a storage after its last
+// use. Operators draw the same random numbers as in the forward, from the states in `drawn`; afterwards the generators
 // have their present states again. Throws `Diverged` and `GroupGone`.
 std::vector<at::Tensor> replay(
     const Tape& tape,

@@ -1,5 +1,5 @@
-// The rules of recompute passes, which the core and the planner share. They are plain C++, since the planner uses them
-// without torch (memplug/tokenwise/plan/rules.py).
+// The rules of recompute passes. The core and the planner share them; the planner has no torch, so they are plain C++
+// (memplug/tokenwise/plan/rules.py).
 #pragma once
 
 #include <cmath>
@@ -9,15 +9,13 @@
 
 namespace memplug {
 
-// The action of a recompute pass on an operator. memplug/tokenwise/plan/rules.py knows the values.
+// The action of a recompute pass on an operator. memplug/tokenwise/plan/rules.py repeats the values.
 enum class Action : uint8_t { RUN, SUBSTITUTE, SKIP };
 
-// How many rows of an operator's outputs are captured: none, some or all. If all are, a pass does not need the
-// operator's inputs.
+// How many rows of an operator's outputs are captured. If all are, a pass does not need the operator's inputs.
 enum class Taken : uint8_t { NOTHING, PART, WHOLE };
 
-// Returns the number of rows to capture for a decision's fraction. If the output does not split by rows, this is all or
-// none.
+// Returns the number of rows to capture for a decision's fraction: all or none if the output does not split by rows.
 inline int64_t rows_taken(double fraction, int64_t rows, bool splits) {
   if (!splits) {
     return fraction >= 0.5 ? rows : 0;
@@ -25,9 +23,9 @@ inline int64_t rows_taken(double fraction, int64_t rows, bool splits) {
   return std::llrint(fraction * static_cast<double>(rows));
 }
 
-// Returns an action for each operator. The scan goes from the last operator to the first. If a storage that an operator
-// makes or writes to is needed, the operator is substituted where rows of its outputs are captured, and runs otherwise.
-// Unless all rows are captured, the storages that it reads are then needed too.
+// Returns an action for each operator, decided from the last operator to the first. If a storage that an operator makes
+// or writes to is needed, the pass substitutes the operator's captured rows, or runs the operator if it has none.
+// Unless all rows are captured, the pass then needs the storages that the operator reads, too.
 //
 // `operators`: has these members, where `i` is an operator's index.
 //

@@ -17,7 +17,7 @@ namespace {
 
 using Tapes = std::vector<std::shared_ptr<const Tape>>;
 
-// While an instance lives, autograd packs each tensor that it saves through a frame's hook.
+// While an instance lives, autograd passes each tensor that it saves to the frame's pack hook.
 class SavedTensorHooks {
  public:
   explicit SavedTensorHooks(const std::shared_ptr<Frame>& frame) {
@@ -36,8 +36,8 @@ class SavedTensorHooks {
   }
 };
 
-// Returns whether the own dispatch of a tensor subclass only calls other operators, which are observed. `name`: the
-// name of the subclass.
+// Returns whether the `__torch_dispatch__` of the tensor subclass `name` only calls other operators, which the observer
+// sees.
 bool is_transparent_type(const char* name) {
   const std::string_view type = name;
   return type == "AsyncCollectiveTensor" || type == "DTensor";
@@ -87,8 +87,8 @@ py::object Running::run(
     frame->is_unrepeatable = !state.is_none() && !calls().state.unknown(state).empty();
     frame->forward.holds =
         frame->is_unrepeatable || Modes::around() || (region->may_stray() && !calls().executor.is_alone(frame->executor_));
-    // an opaque region's tensors cannot be recomputed while its forward runs; holding them costs no peak memory, since
-    // its backward, which runs the module again, holds as many at a time
+    // an opaque region's tensors cannot be recomputed while its forward runs. Holding them does not raise the peak:
+    // backward runs the module again, and then holds as many
     frame->forward.holds_meanwhile = region->asks.value_or(true) || region->opaque;
     region->is_undecided = false;
     frame->ambient.emplace(flow->device);
@@ -131,7 +131,7 @@ void Running::enter(const py::tuple& arguments, const py::dict& keywords) {
   keywords_ = Containers::of(keywords, item);
 }
 
-// Swaps a tensor of the arguments whole if gradients flow through it; else holds it.
+// Swaps an argument whole if it is a tensor through which gradients flow; holds any other tensor.
 Running::Item Running::item_of(py::handle object) {
   if (!THPVariable_Check(object.ptr())) {
     return {py::reinterpret_borrow<py::object>(object), nullptr, nullptr};
@@ -162,16 +162,15 @@ void Running::finish() {
   tape = forward.close();
 }
 
-// Ends the forward, and decides what a recompute pass does.
+// Ends the forward: closes the frame, and updates the region by what the forward has shown.
 void Running::over() {
-  // backward takes captured tensors directly, but not if a recompute pass may have collectives: then all ranks must run
-  // the pass, even if they swapped different rows. A region's first forward shows whether there are any
+  // Backward reads captured tensors directly, unless a recompute pass may launch collectives: then all ranks must run
+  // the pass, even if they swapped different rows. The region's first forward shows whether it launches any.
   const bool direct = !flow->regathers && !region->communicates &&
       (region->seen || calls().executor.is_alone(executor_));
   close(direct);
   flow->transfer->streams().spend_forward(static_cast<int64_t>(tape->records.size()));
-  // in a first forward the followed tape is of another region of the class, which is not enough: that forward too may
-  // have had no tokens
+  // a first forward that follows the tape of another region of its class does not count: both may have had no tokens
   region->repeats = region->seen && forward.followed() != nullptr;
   if (!region->repeats || !region->talks) {
     region->talks = region->talks.value_or(false) || forward.communicates();
@@ -186,7 +185,7 @@ void Running::over() {
   if (!is_opaque || keeps) {
     state = py::none();
   }
-  // a first forward that was opaque does not count: now that its units are known, the region may no longer be opaque
+  // a first forward that was opaque does not count: it has shown the region's units, so the next one may not be opaque
   region->seen = region->seen || !is_opaque || region->opaque;
   region->asks = region->asks.value_or(false);
   ++region->forwards;
@@ -249,7 +248,7 @@ void Running::restore() {
       replay();
       is_restored = true;
       return;
-    } catch (const Diverged&) { // Python's `restore` calls `replay`, which throws it again, and handles it
+    } catch (const Diverged&) { // `executor.restore`, below, calls `replay`, which throws it again, and handles it
       failed_ = std::current_exception();
     } catch (const GroupGone&) {
       failed_ = std::current_exception();
@@ -259,7 +258,7 @@ void Running::restore() {
 }
 
 void Running::explain() {
-  py::error_already_set error; // takes the error, since the calls below run Python
+  py::error_already_set error; // takes the pending error, since the calls below run Python
   if (error.matches(py::module_::import("torch").attr("OutOfMemoryError"))) {
     calls().executor.explain(executor_, "recompute", region_object_, error.value());
   }
@@ -285,7 +284,7 @@ void Running::replay_with(const std::function<Substitute(size_t)>& substitute) {
     }
     return;
   }
-  if (failed_ != nullptr) { // the failed pass cannot be repeated: captured tensors that it has read may be gone
+  if (failed_ != nullptr) { // a failed pass cannot run again: captured tensors that it has read may be gone
     std::rethrow_exception(std::exchange(failed_, nullptr));
   }
   Restoration pass = begin_pass();
@@ -302,7 +301,7 @@ std::vector<at::Tensor> Running::run_tape(
                           const py::gil_scoped_acquire locked;
                           return run_unit_again(index, given, needed);
                         }};
-  std::optional<AsWritten> as_written; // once for all units
+  std::optional<AsWritten> as_written; // set once for all units
   if (std::any_of(units_.begin(), units_.end(), [&](const auto& unit) {
         return unit.first < actions.size() && actions[unit.first] == Action::RUN;
       })) {
@@ -320,7 +319,7 @@ std::vector<at::Tensor> Running::run_again(
   if (buffers.is_none()) {
     return run();
   }
-  // while the operators run, memory that the forward wrote to has its former values
+  // while the operators run, put the former values back into memory that the forward wrote to
   const py::object before = calls().buffers.as_before(buffers);
   before.attr("__enter__")();
   std::vector<at::Tensor> found;
@@ -338,7 +337,8 @@ std::vector<at::Tensor> Running::run_again(
 }
 
 py::tuple Running::arguments() {
-  // one copy of each storage that the forward wrote to, for all arguments in it: the pass may write through any of them
+  // the pass may write through any argument, so all arguments in a storage that the forward wrote to share one copy of
+  // it
   std::map<int32_t, at::Tensor> copies;
   const auto written = [&](int32_t storage, const at::Tensor& former, const Geometry& geometry, bool requires_grad) {
     const auto copy = copies.try_emplace(storage).first;

@@ -1,4 +1,4 @@
-// A region's forward, from its call to its last backward: the part of its frame that involves Python.
+// The part of a frame that calls Python: runs a region's module in forward, and restores its tensors in backward.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -21,8 +21,8 @@
 
 namespace memplug {
 
-// Holds Python's lock. A pending Python error, such as one of the user's dispatch mode, is set aside meanwhile, and
-// pending again afterwards.
+// Holds Python's lock while it lives. Sets a pending Python error aside (the user's dispatch mode may have raised one),
+// and makes it pending again at the end.
 struct __attribute__((visibility("hidden"))) Locked {
   pybind11::gil_scoped_acquire lock;
   pybind11::error_scope raised;
@@ -32,7 +32,8 @@ struct __attribute__((visibility("hidden"))) Locked {
 // calls.h. Guarded by Python's lock.
 class __attribute__((visibility("hidden"))) Running final : public Frame {
  public:
-  // `region_object`: the Python `Region`. `times`: a memplug.tokenwise.engine.times.Times for a timed forward, or None.
+  // `region_object`: the Python `Region`. `times`: a memplug.tokenwise.engine.times.Times for a timed forward, else
+  // None.
   Running(
       std::vector<std::shared_ptr<const Tape>> known,
       std::shared_ptr<Flow> flow,
@@ -41,9 +42,9 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
       pybind11::object region_object,
       pybind11::object times);
 
-  // Runs the region's own forward, `call`, in a new frame. Returns its result. `surroundings`: functions that restore
-  // the framework's state, for `restored` in memplug/tokenwise/engine/ambient.py. `state`: Python state of the call, a
-  // memplug.tokenwise.engine.state.CallState, if the forward may be opaque; else None.
+  // Runs the module's own forward, `call`, in a new frame, and returns its result. `surroundings`: functions that
+  // restore the framework's state, for `restored` in memplug/tokenwise/engine/ambient.py. `state`: the call's Python
+  // state, a memplug.tokenwise.engine.state.CallState, if the forward may be opaque; else None.
   static pybind11::object run(
       const std::shared_ptr<Flow>& flow,
       const std::shared_ptr<Region>& region,
@@ -58,15 +59,16 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
 
   // -- an observed forward
 
-  // Starts observing.
+  // Starts observing this thread's operators.
   void begin();
   // Stops observing, once the forward has run or raised.
   void end();
 
-  // Returns the forward that this thread observes; null if there is none, or if operators are not noted at present.
+  // Returns the forward that this thread observes; null if there is none, or if an operator that began now would not be
+  // noted.
   static Running* observed();
 
-  // Returns the forward that this thread observes, even while operators are not noted; null if there is none.
+  // Returns the forward that this thread observes, even while no operators are noted; null if there is none.
   static Running* current();
 
   // Returns the executor that runs the region.
@@ -74,8 +76,8 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
     return executor_;
   }
 
-  // Runs a unit (unit.h) of the forward, and returns its result. `overload`: overload of the operators that stand for
-  // the unit's parts. `name`: the unit's name. The other arguments are as in `UnitCall`.
+  // Runs a unit (unit.h) of the forward, and returns its result. `overload`: the overload of the operators that stand
+  // for the unit's parts. `name`: the unit's name. The other arguments are as in `UnitCall`.
   pybind11::object run_unit(
       pybind11::object unit,
       const std::string& overload,
@@ -85,7 +87,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
       const pybind11::object& call,
       const pybind11::tuple& arguments,
       const pybind11::dict& keywords);
-  // Ends the forward and takes its tape. Throws an error that occurred while operators were noted.
+  // Stops observing, and sets `tape`. Throws the first error that occurred while operators were noted.
   void finish();
 
   void note_reads(const Record& record) override;
@@ -109,10 +111,10 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
 
   // -- its recompute pass, if it runs the module again
 
-  // Returns (positional arguments, keyword arguments) for the pass, with tensors outside of the forward's graph.
+  // Returns (positional arguments, keyword arguments) for the pass. Their tensors are outside of the forward's graph.
   pybind11::tuple arguments();
 
-  // Returns (unit, the state that it needs to run again) for each unit, in the order of the forward.
+  // Returns (unit, its Python state) for each unit, in the order of the forward.
   pybind11::list unit_states() const;
 
   // Returns (leaf, whether it had a gradient) for each leaf of autograd's graph that the forward met.
@@ -125,9 +127,10 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   std::optional<ModesAround> modes;
   pybind11::object call, surroundings;
   pybind11::object times; // see the constructor
-  int64_t given_bytes = 0; // of all tensors among the arguments
-  pybind11::object state = pybind11::none(); // see `run`; None once the forward proves not to be opaque
-  // a memplug.tokenwise.engine.buffers.Buffers that notes in-place writes to given memory; None if there were none
+  int64_t given_bytes = 0; // bytes of all tensors among the arguments
+  pybind11::object state = pybind11::none(); // see `run`; None once the module need not run again
+  // a memplug.tokenwise.engine.buffers.Buffers with the former values of given memory that the forward wrote to; None
+  // if it wrote to none
   pybind11::object buffers;
 
  protected:
@@ -142,8 +145,8 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
     pybind11::object value; // null for a tensor
     std::shared_ptr<Swapped> swapped;
     std::shared_ptr<Held> held;
-    int32_t storage = -1; // of a tensor
-    std::optional<Geometry> geometry = {}; // of a swapped tensor
+    int32_t storage = -1; // number of a tensor's storage
+    std::optional<Geometry> geometry = {}; // a swapped tensor's layout
     bool requires_grad = false; // whether a swapped tensor requires a gradient
     pybind11::object type = {}; // a tensor's class, from `type_of`
   };
@@ -161,13 +164,13 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   void remember(const at::Tensor& tensor);
   void note(const at::Tensor& tensor);
   void over();
-  std::string why_it_keeps() const; // why it `keeps`; empty if it does not
+  std::string why_it_keeps() const; // the reason for `keeps`; empty if it is false
 
-  std::exception_ptr failed_; // error of a failed pass, until `replay` throws it again
+  std::exception_ptr failed_; // the error of a failed pass, until `replay_with` throws it again
   pybind11::object executor_, region_object_;
   std::optional<Observer> observer_;
-  Running* outer_ = nullptr; // the forward that this one is nested in; its operators are not noted meanwhile
-  std::map<size_t, UnitCall> units_; // by operator
+  Running* outer_ = nullptr; // the forward that this one is nested in, which notes no operators meanwhile
+  std::map<size_t, UnitCall> units_; // by index of the unit's operator
   std::vector<Item> items_;
   Containers arguments_, keywords_;
 };

@@ -43,9 +43,9 @@ PyTypeObject* saved_type() {
   return type;
 }
 
-// A pack hook's reference to its frame. It is weak, since copies of a thread's state have the hook too. A collective's
-// work object has such a copy, and a thread of its process group may be the last to drop it. A frame must not die
-// there.
+// A pack hook's reference to its frame. It is weak, since the hook may outlive the forward in a copy of the thread's
+// state: a collective's work object has such a copy, and a thread of the process group may drop it last. A frame must
+// not die on that thread.
 using Packs = std::weak_ptr<Frame>;
 
 template <typename Call>
@@ -66,7 +66,7 @@ PyObject* pack(PyObject* self, PyObject* tensor) {
   return translated([&]() -> PyObject* {
     const auto frame = static_cast<Packs*>(PyCapsule_GetPointer(self, nullptr))->lock();
     if (frame == nullptr) {
-      PyErr_SetString(PyExc_RuntimeError, "memplug: a tensor was saved for backward after its forward had ended");
+      PyErr_SetString(PyExc_RuntimeError, "memplug: a tensor was saved for backward after its region's forward had ended");
       return nullptr;
     }
     Forward& forward = frame->forward;
@@ -170,7 +170,7 @@ py::object wrapped_as(const py::object& type, const at::Tensor& tensor) {
   if (!type) {
     return wrapped(tensor);
   }
-  const at::AutoGradMode with_gradients(true); // so that the new object, a view of the tensor, is in its graph
+  const at::AutoGradMode with_gradients(true); // the new object, a view of the tensor, has to be in the tensor's graph
   return wrapped(tensor).attr("as_subclass")(type);
 }
 

@@ -17,7 +17,7 @@ pybind11::object pack_hook(const std::shared_ptr<Frame>& frame);
 // Returns the unpack hook for autograd, the same object for all frames.
 pybind11::object unpack_hook();
 
-// Returns a tensor's class if that is a tensor subclass without a dispatch of its own; else null.
+// Returns a tensor's class if that is a subclass without its own `__torch_dispatch__`; else null.
 pybind11::object type_of(pybind11::handle tensor);
 
 // Returns the tensor as an object of class `type`, or as a plain tensor if `type` is null.

@@ -11,7 +11,7 @@
 namespace memplug {
 namespace {
 
-// Returns a tensor without its graph, which may refer back to the frame that saves the tensor.
+// Returns a tensor without its autograd graph, which may refer back to the frame that saves the tensor.
 at::Tensor without_graph(const at::Tensor& tensor) {
   return tensor.is_leaf() ? tensor : tensor.detach();
 }
@@ -32,7 +32,7 @@ void Forward::save(const at::Tensor& tensor, bool held) {
   } else {
     int32_t storage = storages.find(tensor);
     if (storage < 0) {
-      // whether the running operator made the tensor; else it is given, as a parameter is
+      // the running operator made the tensor, unless the tensor is given, as a parameter is
       const bool own = running_ && !(tensor.is_leaf() && tensor.requires_grad());
       storage = number(tensor, !own);
       if (own) {
@@ -41,7 +41,7 @@ void Forward::save(const at::Tensor& tensor, bool held) {
     }
     if (storages.given[storage] && !is_captured(storage)) {
       give(storage, tensor, begun_);
-    } else if (!unit_saves_) { // `end_unit` counts what a unit saves, once it is known what the unit made
+    } else if (!unit_saves_) { // `end_unit` counts what a unit saves, once it knows what the unit made
       count(storage);
     }
     found.use = {{0}, storage, Geometry::of(tensor, storages.origins[storage])};

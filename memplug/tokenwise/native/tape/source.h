@@ -1,13 +1,13 @@
-// The source of a unit's part (unit.h): a tensor of the unit's call that lies in the part's memory.
+// The source of a unit's part (unit.h): a tensor in the part's memory that the unit saved or returned.
 #pragma once
 
 #include <cstddef>
 
 namespace memplug {
 
-// Tensor number `ordinal` among the tensors that the unit saved for backward, or among those that it returned.
+// The tensor at index `ordinal` of those that the unit saved for backward, or of those that it returned.
 struct Source {
-  bool saved; // else returned
+  bool saved; // the unit saved it; otherwise the unit returned it
   size_t ordinal;
 };
 

@@ -1,4 +1,4 @@
-// The numbers of the storages that a forward has touched.
+// Numbers the storages that a forward touches.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,21 +11,21 @@ namespace memplug {
 
 class Storages {
  public:
-  // Returns whether a tensor's memory is freed after forward, and gathered again at another address for backward, as
-  // that of ZeRO 3's parameters.
+  // Returns whether a tensor's memory is freed after forward, and gathered again at another address for backward (a
+  // parameter under ZeRO 3).
   using Regathered = bool (*)(const at::Tensor&);
 
-  // `regathered`: null if no tensor's memory is gathered again.
+  // `regathered`: null without ZeRO 3.
   explicit Storages(Regathered regathered) : regathered_(regathered) {}
 
   // Returns the number of a tensor's storage; -1 if it has none yet.
   int32_t find(const at::Tensor& tensor) const;
 
-  // Numbers a tensor's storage, and returns the number. `given`: the storage existed before the forward; else an
-  // operator made it.
+  // Gives a tensor's storage the next number, and returns the number. `given`: the storage existed before the forward,
+  // so no operator made it.
   int32_t add(const at::Tensor& tensor, bool given);
 
-  // Gives a tensor's storage the number of another storage, since it stands for that one.
+  // Gives a tensor's storage the number of the storage that it replaces.
   void alias(const at::Tensor& tensor, int32_t number);
 
   // Reserves space for `count` storages.
@@ -41,10 +41,10 @@ class Storages {
     return given.size();
   }
 
-  // By number. A regathered parameter has a number of its own, even if it shares its storage with others.
+  // by number of the storage; a regathered parameter has a number of its own, even if it shares its storage
   std::vector<bool> given, regathered;
   std::vector<int64_t> nbytes;
-  std::vector<int64_t> origins; // in elements: the offsets of tensors in this storage count from here
+  std::vector<int64_t> origins; // element of the storage that offsets of tensors count from
 
  private:
   // The bytes of a regathered parameter within a storage.
@@ -54,7 +54,8 @@ class Storages {
   };
 
   Regathered regathered_;
-  ska::flat_hash_map<const void*, int32_t> numbers_; // by storage, or by tensor if irregular (layouts.h)
+  // by address of the storage, or of the tensor if irregular (layouts.h)
+  ska::flat_hash_map<const void*, int32_t> numbers_;
   ska::flat_hash_map<const c10::StorageImpl*, std::vector<Range>> ranges_;
   // weak references, which keep the address of a dead storage or tensor from being reused
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> addresses_;

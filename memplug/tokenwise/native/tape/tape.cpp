@@ -64,8 +64,8 @@ bool same_number(const at::Tensor& one, const at::Tensor& other) {
       std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.nbytes()) == 0;
 }
 
-// Returns a copy of a number that torch wrapped as a tensor. The copy's memory comes from `new`. Otherwise the tape
-// would hold memory of the arena or of torch's allocator for good, requested in the middle of a step.
+// Returns a copy of a number that torch wrapped as a tensor. The copy's memory comes from `new`, so that the tape holds
+// no block of the arena or of torch's allocator for good.
 at::Tensor kept_number(const at::Tensor& number) {
   if (!number.defined()) {
     return number;
@@ -112,7 +112,8 @@ bool equal(const c10::IValue& one, const c10::IValue& other) {
   if (one.isNone() || other.isNone()) {
     return one.isNone() && other.isNone();
   }
-  if (one.isTensor() || other.isTensor()) { // wrapped numbers and undefined tensors: `without_tensors` removed others
+  // wrapped numbers and undefined tensors; `without_tensors` removed all others
+  if (one.isTensor() || other.isTensor()) {
     return one.isTensor() && other.isTensor() && same_number(one.toTensor(), other.toTensor());
   }
   if (one.isList() && other.isList()) {

@@ -1,5 +1,5 @@
-// The operators of one forward of a region, and the storages that they read, make and write. A tape has numbers of
-// storages instead of tensors, so later forwards that run the same operators share it.
+// The operators of one forward of a region, and the storages that they read, make and write. A tape names storages by
+// number instead of holding tensors, so that later forwards with the same operators share it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,8 @@
 
 namespace memplug {
 
-// How an operator touches memory. In the order of `Form` in memplug/tokenwise/engine/tape.py, which explains each.
+// How an operator touches memory. The values are in the order of `Form` in memplug/tokenwise/engine/tape.py, which
+// explains them.
 enum class Form : uint8_t { VIEW, WRITE, PURE, FIXED, EXCHANGE, VALUE };
 
 // The layout of a tensor within its storage.
@@ -22,7 +23,7 @@ struct Geometry {
   c10::SmallVector<int64_t, 4> size, stride; // elements
   int64_t offset; // elements
   at::ScalarType dtype;
-  bool conj, neg; // torch's lazy bits: the tensor's values are the conjugated, or negated, elements
+  bool conj, neg; // torch's lazy bits: the values are the elements, conjugated or negated
   bool lies = true; // false for an irregular tensor (layouts.h), of which only `dtype` is set
 
   // Returns a tensor's layout. `origin`: the element of the storage that offsets count from.
@@ -33,8 +34,8 @@ struct Geometry {
   int64_t nbytes() const; // of the tensor's elements
 };
 
-// Where a tensor is among an operator's arguments or results: the position of the argument, the index in it if it is a
-// list, and the index in that element if it is a list too; -1 where there is no list.
+// Where a tensor is among an operator's arguments or results: position of the argument or result, index in that list,
+// index in the list inside of it; -1 where there is no list.
 struct ArgumentPath {
   int32_t position, element = -1, inner = -1;
 
@@ -56,32 +57,32 @@ struct Use {
 struct Record {
   const Operator* op;
   Form form;
-  bool root; // a recompute pass runs the operator even if nothing reads its outputs, unless it draws
+  bool root; // the operator has effects beyond its outputs (`always_runs`)
   bool draws; // it draws random numbers
-  bool with_gradients; // gradients were enabled, on which some kernels' results depend
-  std::vector<c10::IValue> arguments; // from `without_tensors`: lists of tensors keep their length
+  bool with_gradients; // gradients were enabled; the results of some kernels depend on it
+  std::vector<c10::IValue> arguments; // from `without_tensors`
   std::vector<Use> inputs, outputs;
-  std::vector<int32_t> made; // storages; an exchange counts as maker of those that it writes to
-  std::vector<int32_t> written; // storages
+  std::vector<int32_t> made; // numbers of storages; an exchange counts as the maker of those that it writes to
+  std::vector<int32_t> written; // numbers of storages
 
   // Returns whether a recompute pass runs the operator even if nothing needs its outputs.
   bool always_runs() const {
     return root && !draws;
   }
 
-  // Returns whether the plan decides if the operator's outputs are captured. Outputs of other operators are always
-  // captured, or never.
+  // Returns whether the plan may decide on the operator's outputs. Those of all other operators are always captured, or
+  // never.
   bool is_planned() const {
     return form == Form::PURE && !op->has(FACTORY) && !op->is_always_captured();
   }
 
-  // Returns whether a recompute pass can substitute the operator's outputs. It cannot if attention wrote its result to
-  // memory that it was given.
+  // Returns whether a recompute pass can substitute the operator's outputs: not those of attention that wrote its
+  // result to an argument.
   bool is_capturable() const {
     return is_planned() || (op->is_expensive() && form != Form::WRITE);
   }
 
-  // Returns the size of dimension 0 of the first output; 0 if that has no dimension, or if there is no output.
+  // Returns the size of dimension 0 of the first output; 0 for a scalar or without outputs.
   int64_t rows() const;
 
   bool reads(int32_t storage) const;
@@ -90,67 +91,68 @@ struct Record {
   bool operator==(const Record& other) const;
 };
 
-// A tensor that autograd saved for backward. `use.storage` is -1 if the frame holds the tensor itself.
+// A tensor that autograd saved for backward. `use.storage` is -1 if the forward holds the tensor itself.
 struct Save {
   Use use;
-  size_t after; // number of operators that had begun
+  size_t after; // number of operators that had begun when autograd saved it
 
   bool operator==(const Save& other) const;
 };
 
-// Reasons why a forward is opaque: a recompute pass cannot be made from its tape alone.
+// Reasons why a forward is opaque: running its tape's operators again would not restore all saved tensors.
 enum Opaque : uint32_t {
   SUBCLASS = 1 << 0, // a tensor subclass with a dispatch of its own
   UNOBSERVED = 1 << 1, // unobserved code read or wrote memory, or made a tensor
-  UNFILLED = 1 << 2, // no operator was seen to fill memory that was requested (unfilled.h)
+  UNFILLED = 1 << 2, // no operator filled some requested memory (unfilled.h)
   FAILED = 1 << 3, // an operator raised
   RESHAPED = 1 << 4, // a tensor got other memory, or another layout, in place
   TRANSFORMED = 1 << 5, // a function transform, or forward-mode differentiation
   IRREGULAR = 1 << 6, // an operator made a tensor that no geometry describes (layouts.h)
-  NESTED = 1 << 7, // another region ran inside
+  NESTED = 1 << 7, // another region ran inside of it
   ASKED = 1 << 8, // the forward asked for a gradient itself, which another thread computed
   CHANGED = 1 << 9, // a dispatch mode of the script changed an operator's arguments, effects or results
 };
 
-// The operators and saved tensors of one forward. Storages have running numbers. A storage is given if no operator of
-// the tape made it (inputs, parameters, constants), or if it is a literal (literals.cpp). A regathered parameter, whose
-// memory is gathered elsewhere for backward, has a number of its own even if it shares its storage. Offsets in it count
-// from its first element.
+// The operators and saved tensors of one forward. Storages are numbered from 0. A storage is given if no operator of
+// the tape made it (inputs, parameters, constants), or if it is a literal (literals.cpp). A regathered parameter (ZeRO
+// 3) has a number of its own even if it shares its storage, and offsets count from its first element.
 struct Tape {
   std::vector<Record> records;
   std::vector<Save> saves;
   std::vector<bool> given; // by storage
   std::vector<int64_t> nbytes; // by storage
-  std::vector<bool> regathered; // by storage: a parameter that is gathered again for backward (ZeRO 3)
+  // by storage: whether it is a parameter that ZeRO 3 gathers again, at another address, for backward
+  std::vector<bool> regathered;
   uint32_t opaque = 0; // bits of `Opaque`
 
-  // Returns the operator that launched the collective for which operator `index` waits. Returns -1 if that operator is
-  // not on this tape, or if it writes the result to memory that another operator reads before the wait.
+  // Returns the index of the operator that launched the collective for which operator `index` waits; -1 if that
+  // operator is not on this tape, or if another one reads the collective's result in place before the wait.
   int64_t launch_of(size_t index) const;
 
-  // Returns the operator that made the only storage that exchange `index` fills. A pass that substitutes the exchange's
-  // result need not run that operator either. Returns -1 if there are several storages, or if another operator used the
-  // storage before the exchange.
+  // Returns the index of the operator that made the only storage that exchange `index` fills: a pass that substitutes
+  // the exchange's result skips that operator too. Returns -1 if the exchange fills several storages, or if another
+  // operator used the storage before it.
   int64_t sole_maker_of(size_t index) const;
 
-  // Returns a hash of the operators, of the saved tensors, and of the storages and layouts that they use. Other
-  // arguments (numbers, flags) are left out. The hash is the same in every process, and computed once.
+  // Returns a hash of the operators, the saved tensors, and the storages and layouts that they use, but not of other
+  // arguments (numbers, flags). The hash is the same in every process, and cached.
   uint64_t fingerprint() const;
 
   // Returns whether the first `records` operators and the first `saves` saved tensors equal those of `other`.
   bool begins_as(const Tape& other, size_t records, size_t saves) const;
 
-  mutable std::optional<uint64_t> counted; // cached `fingerprint`, guarded by Python's lock
+  mutable std::optional<uint64_t> counted; // cache of `fingerprint`; guarded by Python's lock
 };
 
-// Returns how many rows of a unit's part (unit.h) belong to one row of the unit's first input. Returns none if that is
-// not a whole number, or if the unit does not work row by row. `index`: the part's operator.
+// Returns how many rows of a unit's part (unit.h) belong to one row of the unit's first input; none if that is not a
+// whole number, or if the unit does not work row by row. `index`: the part's operator.
 std::optional<int64_t> rows_of_part(const Tape& tape, size_t index);
 
 // Returns whether two arguments from `without_tensors` are equal.
 bool equal(const c10::IValue& one, const c10::IValue& other);
 
-// Returns an argument as a tape keeps it: without tensors, and with a weak reference to a process group (exchange.h).
+// Returns an argument as a tape keeps it: without tensors (lists keep their length), and with process groups as weak
+// references (exchange.h).
 c10::IValue without_tensors(const c10::IValue& argument);
 
 // Calls `visit(path, tensor)` for each tensor among an operator's arguments or results.

@@ -10,14 +10,14 @@
 namespace memplug {
 namespace {
 
-constexpr int64_t MOST_SPANS = 1 << 18; // most byte ranges of a view that are examined one by one
+constexpr int64_t MOST_SPANS = 1 << 18; // limit on the byte ranges of one view
 
 struct Dimension {
   int64_t size, stride; // stride in bytes
 };
 
-// The bytes of a tensor within its storage. `dimensions`: dimensions of more than one element, with the longest stride
-// first; dimensions that lie densely within one another are merged.
+// The bytes of a tensor within its storage. `dimensions`: those of more than one element, with the longest stride
+// first. A dimension that lies densely within another is merged with it.
 struct View {
   int64_t offset = 0; // bytes
   c10::SmallVector<Dimension, 5> dimensions;
@@ -55,7 +55,7 @@ struct View {
     return offset == 0 && dimensions.size() == 1 && dimensions[0].size == nbytes && dimensions[0].stride == 1;
   }
 
-  // Returns whether the view covers the same bytes of each piece, if a storage of `nbytes` is cut into pieces of
+  // Returns whether the view covers the same bytes in each piece of a storage of `nbytes` that is cut into pieces of
   // `piece` bytes.
   bool repeats(int64_t piece, int64_t nbytes) const {
     if (dimensions.empty() || dimensions[0].size * dimensions[0].stride != nbytes || piece % dimensions[0].stride != 0) {
@@ -77,7 +77,7 @@ struct Access {
 
 using Spans = std::vector<std::pair<int64_t, int64_t>>; // half-open ranges of bytes, in order
 
-// Returns the byte ranges of a view; none if there are too many.
+// Returns the byte ranges of a view, in order; none if there are more than `MOST_SPANS`.
 std::optional<Spans> spans_of(const View& view) {
   auto outer = view.dimensions;
   int64_t length = 1, count = 1;
@@ -138,8 +138,8 @@ Spans without(const Spans& ones, const Spans& others) {
   return rest;
 }
 
-// Reduces the accesses to the first row of a storage if each of them is the same in every row, since a storage may have
-// millions of rows. Returns how many bytes of the storage are left to examine.
+// Reduces the accesses to the first row of a storage if each access is the same in every row, since a storage may have
+// millions of rows. Returns how many bytes of the storage are then to be examined.
 int64_t narrow(std::vector<Access>& accesses, int64_t nbytes) {
   for (;;) {
     int64_t piece = 0;
@@ -163,7 +163,7 @@ int64_t narrow(std::vector<Access>& accesses, int64_t nbytes) {
   }
 }
 
-// What accesses have done to blank memory: filled it, filled a part of it, or read bytes that were not filled before.
+// State of uninitialized memory after some accesses: filled, filled in part, or read where it was not filled.
 enum class Contents : uint8_t { FILLED, IN_PART, READ_BEFORE };
 
 Contents contents_after(std::vector<Access> accesses, int64_t nbytes) {
@@ -189,13 +189,13 @@ bool reads_unfilled(const std::vector<Access>& accesses, int64_t nbytes) {
   if (last == accesses.rend()) {
     return true;
   }
-  // first without the reads after the last write: if these read single rows, rows are not alike
+  // at first leave out the reads after the last write: if they read single rows, `narrow` cannot reduce the accesses
   const Contents filled = contents_after({accesses.begin(), last.base()}, nbytes);
   return filled == Contents::READ_BEFORE ||
       (filled == Contents::IN_PART && contents_after(accesses, nbytes) == Contents::READ_BEFORE);
 }
 
-// How an operator treats a tensor that it writes to: reads it too, writes a part, or writes all of its elements.
+// How an operator writes to a tensor: it also reads it, or overwrites a part, or overwrites all elements.
 enum class Write : uint8_t { READS, PART, ALL };
 
 // Returns whether an operator is an in-place broadcast in which this rank receives.
@@ -208,8 +208,8 @@ bool receives(const Record& record) {
   return rank >= 0 && rank != record.arguments[is_functional ? 1 : 2].toInt();
 }
 
-// Returns whether an operator that writes by indices writes as many elements as the tensor has. The indices are assumed
-// to be distinct, as in a permutation, so that it writes all of them.
+// Returns whether an operator that writes by indices overwrites the whole tensor. Compares the numbers of elements, and
+// assumes that the indices are distinct, as in a permutation.
 bool scatters_to_all(const Record& record, const Use& written) {
   const auto counted = std::find_if(record.inputs.begin(), record.inputs.end(), [&](const Use& use) {
     return use.path.position == record.op->scattered;
@@ -219,7 +219,7 @@ bool scatters_to_all(const Record& record, const Use& written) {
       c10::multiply_integers(c10::IntArrayRef(written.geometry.size));
 }
 
-// Returns how an operator treats a tensor that it writes to.
+// Returns how an operator writes to `written`, one of its arguments.
 Write write_of(const Record& record, const Use& written) {
   const Operator& op = *record.op;
   // a unit's kernels are assumed to fill the tensors that they write to
@@ -261,7 +261,7 @@ bool has_unfilled(const Tape& tape) {
     for (const bool writing : {false, true}) { // an operator reads before it writes
       for (const Use& use : record.inputs) {
         if (op.has(UNIT) && !op.writes_to(use.path.position) && record.writes(use.storage)) {
-          continue; // the unit's operator lists a tensor that it writes to twice; the other one counts
+          continue; // a unit's operator lists a tensor that it writes to twice; only the second entry counts
         }
         const Write write = op.writes_to(use.path.position) ? write_of(record, use) : Write::READS;
         if (write == (writing ? Write::ALL : Write::READS)) {
@@ -271,7 +271,7 @@ bool has_unfilled(const Tape& tape) {
     }
   }
   for (const Save& save : tape.saves) {
-    add(save.use, false); // backward reads the tensor in its final state
+    add(save.use, false); // backward reads the tensor after all operators of the forward
   }
   return std::any_of(blank.begin(), blank.end(), [&](const auto& each) {
     return reads_unfilled(each.second, tape.nbytes[each.first]);

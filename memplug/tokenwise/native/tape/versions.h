@@ -1,4 +1,4 @@
-// Counts of in-place writes to tensors: autograd's version counters.
+// Autograd's version counters, which count in-place writes to tensors.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace memplug {
 
-// Returns a tensor's count of writes; 0 for a tensor made in inference mode, which has none.
+// Returns a tensor's version; 0 for a tensor made in inference mode, which has none.
 inline uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : tensor._version();
 }
@@ -22,8 +22,8 @@ inline std::string shape_of(const at::Tensor& tensor) {
 constexpr const char* kWrittenInPlace =
     "one of the variables needed for gradient computation has been modified by an inplace operation";
 
-// Throws an error like autograd's if a tensor's count of writes is not `expected`. `what`: the tensor's role, such as
-// "input of a region".
+// Throws an error like autograd's if a tensor's version is not `expected`. `what`: the tensor's role, such as "input of
+// a region".
 inline void check_version(const at::Tensor& tensor, uint32_t expected, const char* what) {
   TORCH_CHECK(
       version_of(tensor) == expected,
@@ -38,18 +38,18 @@ inline void check_version(const at::Tensor& tensor, uint32_t expected, const cha
       expected);
 }
 
-// A count of writes to memory that a forward read. Memory may have several: each tensor that is no view of another has
-// one of its own, as each parameter in a flat buffer.
+// A version counter of memory that a forward read. Memory may have several: each tensor that is not a view of another
+// has its own counter, as each parameter in a flat buffer has.
 struct Count {
   Count(const at::Tensor& tensor, size_t met, bool in_unit)
       : counter(version_counter_of(tensor)), first(tensor.getIntrusivePtr()), met(met), in_unit(in_unit) {}
 
-  // Returns whether this counts the writes to `tensor`.
+  // Returns whether this is the counter of `tensor`.
   bool is_of(const at::Tensor& tensor) const {
     return is_same_counter(counter, version_counter_of(tensor));
   }
 
-  // Takes the count at the end of the forward.
+  // Stores the counter's present value as `version`, at the end of the forward.
   void close() {
     version = counter.enabled() ? counter.current_version() : 0;
   }
@@ -75,9 +75,9 @@ struct Count {
   c10::VariableVersion counter;
   // the first tensor with this counter that the forward met, for the message
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> first;
-  size_t met; // number of operators begun when it was met, including the one that reads it
+  size_t met; // number of operators begun when the forward met it, including the operator that reads it
   bool in_unit; // only a unit reads the tensor
-  uint32_t version = 0; // the count at the end of the forward
+  uint32_t version = 0; // the counter's value at the end of the forward
 };
 
 } // namespace memplug

@@ -1,5 +1,5 @@
-// Withheld tensors (memplug/hooks/withheld.py): a region's forward left them in an argument, such as a key-value cache,
-// and memplug does not keep them. They can be recomputed while their graph exists.
+// Withheld tensors (memplug/hooks/withheld.py): a region's forward put them into an argument, such as a key-value
+// cache, which does not keep them. memplug can recompute them while their autograd graph exists.
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -18,8 +18,8 @@ namespace memplug {
 namespace {
 
 struct WithheldTensor {
-  // Describes a tensor of the forward that this thread runs, even while observing is paused. Without such a forward,
-  // or for a tensor that its tape cannot describe, `use` has storage -1.
+  // Describes a tensor of the forward that this thread runs, even while observing is paused. The storage of `use` is -1
+  // without such a forward, or if the tape cannot describe the tensor.
   explicit WithheldTensor(const at::Tensor& tensor) {
     Running* const running = Running::current();
     if (running == nullptr || !is_plain(tensor)) {
@@ -37,10 +37,10 @@ struct WithheldTensor {
 
   std::weak_ptr<Frame> frame; // the forward's frame, which lives as long as its graph
   Use use{{0}, -1, {}};
-  torch::autograd::Edge edge; // the tensor's place in the graph
+  torch::autograd::Edge edge; // the tensor's place in the autograd graph
 };
 
-// Recomputes tensors that one forward made. Returns them with their places in the graph; none if a tensor cannot be
+// Returns tensors that one forward made, recomputed and attached to the autograd graph; none if one cannot be
 // recomputed.
 std::optional<py::list> made_again(const std::vector<const WithheldTensor*>& all) {
   const auto frame = all.front()->frame.lock();

@@ -1,5 +1,5 @@
-// Saves memory before a forward writes to it, and gradients before it accumulates into them. So a recompute pass finds
-// both as they were before the forward.
+// Saves memory before a forward writes to it, and gradients before a forward accumulates into them, so that a recompute
+// pass finds both as they were before the forward.
 #include "calls.h"
 #include "clock.h"
 #include "layouts.h"
@@ -29,13 +29,14 @@ void Running::before_foreign_write(int32_t storage, const at::Tensor& tensor) {
     changing.insert(storage);
     return;
   }
-  if (forward.is_literal(storage)) { // no other code has a literal, so a pass may write to a copy of its value
+  // no code outside of the region holds a literal, so a recompute pass may write to a copy
+  if (forward.is_literal(storage)) {
     const auto former = std::make_shared<Held>(tensor, false);
     former->before_write();
     written.emplace(storage, former);
     return;
   }
-  if (written.count(storage) > 0) { // an argument's memory, whose former value `remember` has saved
+  if (written.count(storage) > 0) { // an argument's memory: `remember` has saved its former value
     return;
   }
   changing.insert(storage);
@@ -67,13 +68,13 @@ py::list Running::leaves() const {
   return found;
 }
 
-// Saves the values of held arguments that share memory with `tensor`, since that memory is about to change.
+// Saves the values of held arguments in the memory of `tensor`, which is about to change.
 void Running::remember(const at::Tensor& tensor) {
   for (const Item& item : items_) {
     const at::Tensor* const held = item.held != nullptr ? &item.held->tensor : nullptr;
     if (held != nullptr && is_plain(*held) && held->is_alias_of(tensor)) {
       item.held->before_write();
-      if (input_of(item.storage) == nullptr) { // else that memory was swapped, as another argument
+      if (input_of(item.storage) == nullptr) { // if not null, another argument in this memory was swapped
         written.emplace(item.storage, item.held);
       }
     }

@@ -1,4 +1,4 @@
-// The frames of one executor: in which order their tensors are released and prefetched, and how many bytes of them are
+// Decides when the captured tensors of one executor's frames are released and prefetched, within a limit on their bytes
 // on the device.
 #pragma once
 
@@ -20,12 +20,13 @@ namespace memplug {
 
 class Frame;
 
-// The frames of one executor. Guarded by Python's lock, which the caller holds.
+// The frames of one executor, over all of its regions. Guarded by Python's lock, which the caller holds.
 class Flow {
  public:
   // `device`: where the training runs. `min_offload_bytes`: smaller tensors stay on the device. `buffers`: how many
-  // frames have their captured tensors on the device at a time, and how many rounding buffers there are. `regathers`:
-  // parameters are gathered for each use (ZeRO 3), so every region recomputes on every rank, whatever is swapped.
+  // frames have their captured tensors on the device at a time, and the number of rounding buffers. `regathers`:
+  // parameters are gathered for each use (ZeRO 3), so every region runs its recompute pass on every rank, whatever it
+  // swaps.
   Flow(
       std::shared_ptr<Transfer> transfer,
       c10::Device device,
@@ -43,28 +44,27 @@ class Flow {
     return nbytes >= min_offload_bytes_;
   }
 
-  // Returns whether a tensor is on the device, is large enough, and has rows that can be copied as they lie in memory.
+  // Returns whether a tensor is on the device, large enough, and dense (`is_dense`).
   bool is_worth_swapping(const at::Tensor& tensor) const;
 
-  // Offloads all rows of a region's input once an operator reads it. `later`: only when its memory is to be released.
-  // If another region has swapped the same tensor, returns that region's object instead. Returns null if host memory is
-  // full.
+  // Offloads all rows of a region's input, once an operator has read it. Returns the object of another region that has
+  // swapped the same tensor, if there is one. Returns null if host memory is full. `later`: offload only when the
+  // input's device memory has to be released.
   std::shared_ptr<Swapped> swap_input(const at::Tensor& value, bool later);
 
-  // Releases the oldest frames until fewer than `buffers` are left on the device, since a new frame is about to begin.
+  // Releases the oldest frames, until fewer than `buffers` are left on the device, to make room for a new one.
   void make_room();
 
-  // Registers a frame whose forward begins, as the newest of its thread.
+  // Registers a frame whose forward begins, as the newest on its thread.
   void begin(const std::shared_ptr<Frame>& frame);
 
-  // Lets all other frames in flight save a tensor's present value if they need it, since the forward of `by` is about
-  // to write to the tensor. The tensor existed before that forward.
+  // Lets all other frames in flight save a tensor's value if they need it, since the forward of `by` is about to write
+  // to the tensor, which existed before that forward.
   void before_write(const Frame& by, const at::Tensor& tensor);
-  // Counts the bytes of a frame whose forward has ended. Releases all other frames if the frame's region
-  // `offloads_late`.
+  // Counts the bytes of a frame whose forward has ended. If its region `offloads_late`, releases all other frames.
   void end(Frame& frame);
 
-  // Begins a micro-batch on this thread: its next forward gets no `Frame::previous`.
+  // Begins a micro-batch: the next forward on this thread gets no `Frame::previous`.
   static void begin_micro_batch();
 
   // Returns the tapes that a region's next forward may follow, the likeliest first.
@@ -79,15 +79,16 @@ class Flow {
     return count;
   }
 
-  // Remembers a forward's tape as the likeliest for the region's next forward.
+  // Remembers a forward's tape as the likeliest for the region's next forward. Keeps at most `kTapes` for each class of
+  // regions.
   void keep(Region& region, const std::shared_ptr<const Tape>& tape);
 
-  // Adds the region's `forward_bytes` to `expected_bytes`; if it has none, adds one to `unplanned`.
+  // Counts a forward in `expected_bytes`, or in `unplanned` if the region has no `forward_bytes`.
   void expect(const Region& region);
 
-  // Prefetches the tensors that backward needs next: first those of `frame`, then those of earlier frames. Goes ahead
-  // while the rounding buffers have room, or without such buffers while `limit_bytes` allows. `largest_bytes`: size of
-  // the largest saved tensor that the frame's backward has yet to read.
+  // Prefetches the tensors that backward needs next: all of `frame`, then those of earlier frames while the rounding
+  // buffers have room, or, without such buffers, while `limit_bytes` allows. `largest_bytes`: size of the largest saved
+  // tensor that the frame's backward has yet to read.
   void pump(Frame& frame, int64_t largest_bytes);
 
   // Reserves rounding buffers of `nbytes` each; see `Transfer::reserve`.
@@ -95,23 +96,24 @@ class Flow {
     return transfer->reserve(buffers_, nbytes);
   }
 
-  // Releases the oldest frames while the saved tensors on the device exceed the limit, which is known once a region has
-  // run. Tensors that `frame` keeps count as if they were still to be recomputed, so that a plan that keeps outputs has
-  // no more bytes in flight than another.
+  // Releases the oldest frames while saved tensors on the device exceed `limit_bytes`; does nothing before a region has
+  // run, since there is no limit yet. Outputs that `frame` keeps count as if they had yet to be recomputed, so that a
+  // plan that keeps outputs has no more bytes in flight than one that recomputes them.
   void trim(const Frame& frame);
 
-  // Returns how many bytes of saved tensors may be on the device, so that the peak stays at that of full recomputation.
+  // Returns how many bytes of saved tensors may be on the device without raising the peak above that of full
+  // recomputation.
   //
-  // The peak of full recomputation is every region's input, and all saved tensors of one region. By the time that
-  // backward needs memory for gradients, full recomputation has released some of these tensors. So the limit leaves
-  // room for such gradients: three, as large as the largest saved tensor that backward has yet to read
-  // (`largest_bytes`). A plan may have promised a lower limit.
+  // At its peak full recomputation holds every region's input, and all saved tensors of one region. When its backward
+  // needs memory for gradients, it has released some of these tensors. So the limit leaves room for three gradients of
+  // `largest_bytes`, the size of the largest saved tensor that backward has yet to read. A plan may have promised a
+  // lower limit.
   int64_t limit_bytes(int64_t largest_bytes) const {
     const int64_t limit = largest_region_bytes + peak_input_bytes - kTemporaries * largest_bytes;
     return std::min(limit, most_held_bytes.value_or(limit)) + granted_bytes;
   }
 
-  // Returns the bytes of saved tensors on the device: captured and not released, prefetched, recomputed, or given to
+  // Returns the bytes of saved tensors on the device: captured and not released, prefetched, recomputed, or restored to
   // autograd.
   int64_t held_bytes() {
     return transfer->resident_bytes + transfer->prefetched_bytes + ledger->recomputed_bytes + ledger->restored.nbytes();
@@ -121,22 +123,26 @@ class Flow {
   const c10::Device device;
   const bool regathers;
   std::shared_ptr<Ledger> ledger = std::make_shared<Ledger>();
-  double share = 1; // fraction of each region's planned rows to swap: below 1 if host memory has run out
-  int64_t largest_region_bytes = 0, largest_saved_bytes = 0; // of the saved tensors of one forward, of one tensor
-  int64_t peak_held_bytes = 0; // most bytes of saved tensors on the device, and of those that a frame had to recompute
+  double share = 1; // factor for each region's planned rows to swap: below 1 once host memory has run out
+  // most bytes of one forward's saved tensors, and of one saved tensor
+  int64_t largest_region_bytes = 0, largest_saved_bytes = 0;
+  int64_t peak_held_bytes = 0; // peak of `held_bytes`, plus the bytes that the frame had yet to recompute
   std::optional<int64_t> most_held_bytes; // limit of `held_bytes` that a plan has promised
-  int64_t granted_bytes = 0; // bytes in flight that a plan may have beyond that limit
-  int64_t largest_frame_bytes = 0; // most bytes of swapped tensors that one frame's backward needs, in whole blocks
+  int64_t granted_bytes = 0; // bytes in flight that a plan may have above the limit
+  // most bytes of swapped tensors that one frame's backward needs, each rounded up to whole blocks
+  int64_t largest_frame_bytes = 0;
   int64_t forwards = 0; // number of forwards so far
   std::unordered_set<Frame*> live; // frames in flight
-  int64_t input_bytes = 0, peak_input_bytes = 0; // of swapped inputs of the forwards in flight: now, and at most
-  int64_t expected_bytes = 0; // bytes that the forwards so far were to offload by their plans
+  int64_t input_bytes = 0, peak_input_bytes = 0; // bytes of swapped inputs of the forwards in flight: now, and at most
+  int64_t expected_bytes = 0; // bytes that the forwards so far should have offloaded by their plans
   int64_t unplanned = 0; // number of forwards of regions without `forward_bytes`
-  int64_t strayed = 0; // number of forwards that differed from the one that their plan was made from
+  int64_t strayed = 0; // number of forwards whose tape differed from that of their plan
 
  private:
-  static constexpr size_t kTapes = 4; // most tapes for one kind of region: input shapes alternate, as with a validation
-  static constexpr int64_t kTemporaries = 3; // in backward: gradients of a gated MLP's product and of its two factors
+  // most tapes for one class of regions, since input shapes may alternate (training, validation)
+  static constexpr size_t kTapes = 4;
+  // most large gradients at a time in backward: those of a gated MLP's product and of its two factors
+  static constexpr int64_t kTemporaries = 3;
 
   void release_oldest();
   void release_others(const Frame& frame);
@@ -147,8 +153,9 @@ class Flow {
   int64_t min_offload_bytes_;
   size_t buffers_;
   int64_t over_ = 0; // number of forwards that have ended
-  std::deque<std::weak_ptr<Frame>> resident_; // frames that are not released, the oldest first
-  std::map<std::string, std::vector<std::shared_ptr<const Tape>>> tapes_; // of earlier forwards, by kind of region
+  std::deque<std::weak_ptr<Frame>> resident_; // frames that are not released, oldest first
+  // tapes of earlier forwards, by class of region
+  std::map<std::string, std::vector<std::shared_ptr<const Tape>>> tapes_;
 };
 
 } // namespace memplug

@@ -1,12 +1,12 @@
-// Rounding buffers: device memory, reserved once, into which tensors are prefetched (MEMO, section 4.1).
+// Rounding buffers: device memory, reserved once, into which memplug prefetches tensors (MEMO, section 4.1).
 //
-// The tensors of one frame share a buffer, and the frames take the buffers in turn. Each tensor has a storage of its
-// own within its buffer. A tensor is alive until the last user of that storage, autograd or the script, is done.
-// Another frame takes the buffer only once no tensor in it is alive. Nothing is moved or overwritten.
+// The tensors of one frame share a buffer, and frames take the buffers in turn. Each tensor has a storage of its own
+// within its buffer, and is alive until autograd and the script have dropped that storage. Another frame gets the
+// buffer only when no tensor in it is alive, so nothing is moved or overwritten.
 //
-// All buffers belong to one stream, as memory of the caching allocator does. `record_stream` has no effect on their
-// tensors. `Transfer::order_use` registers a reader on another stream; any other reader has to make the buffers'
-// stream wait for the read.
+// All buffers belong to one stream, as a block of the caching allocator does. `record_stream` has no effect on tensors
+// in them. A reader on another stream has to go through `Transfer::order_use`, or make the buffers' stream wait for the
+// read.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,7 +21,7 @@
 
 namespace memplug {
 
-// Guarded by Python's lock, except that tensors may die on any thread.
+// The rounding buffers of one executor. Guarded by Python's lock, except that tensors may die on any thread.
 class RoundingBuffers {
  public:
   // Throws if the device has no room for `count` buffers of `nbytes`.
@@ -35,11 +35,11 @@ class RoundingBuffers {
   // Returns an uninitialized tensor for the frame; undefined if there is no room.
   at::Tensor take(int64_t frame, const Geometry& geometry, int64_t nbytes);
 
-  // Records `reader` as a user of the buffers: once freed, their memory is reused only after the work that is queued on
-  // `reader` by then.
+  // Records `reader` as a user of the buffers with the allocator: once freed, their memory is reused only after the
+  // work that is queued on `reader` by then.
   void use_on(Streams& streams, const StreamRef& reader) const;
 
-  // Returns the bytes of all buffers.
+  // Returns the bytes of all buffers together.
   int64_t nbytes() const;
 
   const StreamRef stream;
@@ -47,9 +47,9 @@ class RoundingBuffers {
  private:
   struct RoundingBuffer {
     at::Tensor memory;
-    int64_t frame = -1; // number of the frame that uses it
-    int64_t used_bytes = 0; // from the buffer's beginning; 0 again only after the last tensor
-    std::atomic<int64_t> alive{0}; // number of tensors in it
+    int64_t frame = -1; // number of the frame that uses the buffer
+    int64_t used_bytes = 0; // bytes in use from the buffer's start; set back to 0 only after the last tensor has died
+    std::atomic<int64_t> alive{0}; // number of living tensors in the buffer
 
     bool is_in_use() const {
       return alive.load(std::memory_order_acquire) > 0;
@@ -61,7 +61,7 @@ class RoundingBuffers {
 
   std::shared_ptr<RoundingBuffer> find(int64_t frame, int64_t nbytes) const;
 
-  std::vector<std::shared_ptr<RoundingBuffer>> buffers_; // shared with the tensors in them
+  std::vector<std::shared_ptr<RoundingBuffer>> buffers_; // the tensors in a buffer own it too
 };
 
 } // namespace memplug

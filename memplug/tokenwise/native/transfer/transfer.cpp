@@ -88,7 +88,8 @@ void Transfer::send(Swapped& swapped, Slot slot) {
   swapped.offloaded = copies.offload(swapped.device_rows(), slot, swapped.stream);
 }
 
-// Starts a copy out that was put off. Does nothing if the host has no room, or if no operator has read the tensor.
+// Starts a copy out that `offload` has put off. Does nothing if host memory is full, or if no operator has read the
+// tensor.
 void Transfer::send_late(Swapped& swapped) {
   if (!swapped.slot && swapped.ready != Ready::UNREAD) {
     check_version(swapped);
@@ -108,7 +109,7 @@ void Transfer::release(std::vector<std::shared_ptr<Swapped>> group) {
       }
     }
   }
-  // all copies out run on one stream, so each owner waits only for its last one
+  // all copies out run on one stream, so each owner waits only for the last copy of its tensors
   for (size_t i = 0; i < copies.users().size(); ++i) {
     const StreamRef stream = copies.users()[i];
     const Swapped* last = nullptr;
@@ -144,8 +145,8 @@ void Transfer::before_write(Swapped& swapped) {
 }
 
 // Copies the tensor to new device memory, before an operator on the current stream writes to it. The copy runs on the
-// tensor's own stream, which owns the new memory. If that is another stream, it first waits for the work queued on the
-// current stream, and the current stream then waits for the copy.
+// tensor's stream, which owns the new memory. If the two streams differ, the tensor's stream first waits for the work
+// queued on the current stream, and the current stream then waits for the copy.
 void Transfer::copy_on_device(Swapped& swapped) {
   check_version(swapped);
   const at::Tensor original = swapped.tensor;
@@ -216,7 +217,7 @@ bool Transfer::reserve(size_t count, int64_t nbytes) {
     return true;
   }
   const StreamRef current = streams_.current(), stream = copies.users().empty() ? current : copies.users().front();
-  // the current stream is ordered after the last use of free memory, so the buffers' stream waits for it
+  // free memory may last have been used on the current stream, so the buffers' stream waits for that stream
   if (!streams_.same(stream, current)) {
     streams_.wait(stream, streams_.record(current), Wait::PREFETCH_FOR_COMPUTE);
   }
@@ -288,7 +289,7 @@ bool is_dense(const at::Tensor& tensor) {
 }
 
 at::Tensor alias_of(const at::Tensor& tensor) {
-  // without dispatch modes, which would make the alias inside of their transforms
+  // pass by dispatch modes, which would make the alias inside of their transforms
   std::optional<c10::impl::ExcludeDispatchKeyGuard> past_modes;
   if (!tensor.key_set().has(c10::DispatchKey::Python)) {
     past_modes.emplace(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));

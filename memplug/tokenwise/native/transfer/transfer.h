@@ -1,26 +1,26 @@
-// Moves the rows of swapped tensors between device and host: decides which rows, when, and into what device memory.
-// copies.h copies them.
+// Moves the rows of swapped tensors between device and host: decides which rows move, when, and into which device
+// memory. copies.h copies them.
 //
-// A `Swapped` tensor is in one of three states. Its copy out starts at once, or only when its device memory has to be
-// released:
+// A `Swapped` tensor is in one of three states. Its copy out starts when it is captured, or only when its device memory
+// has to be released:
 //
 //     resident ──release()──► away ──prefetch()──► prefetched ──drop()──► away ...
 //        └── acquire() returns the tensor in any of them ──┘
 //
 // The owner of a tensor's memory (copies.h) is the stream on which the tensor's region ran forward. The region's
-// backward runs there too, even if a region on another stream starts the prefetch. If an operator writes to the tensor
-// in place before a copy out has started, the owner first copies the tensor on the device, and the operator's stream
-// waits for that copy.
+// backward runs on that stream too, even if the backward of a region on another stream starts the prefetch. Before an
+// operator writes to the tensor in place, if the copy out has not started, the owner copies the tensor on the device,
+// and the operator's stream waits for that copy.
 //
 // All device memory is used on its owner. So the caching allocator needs no `record_stream`, and a rounding buffer that
-// the host finds free is safe by rule 2 of copies.h. Two exceptions are recorded with the allocator: an input that
-// another stream made, and a tensor that a region's forward reads on another stream. If backward or a recompute pass
-// reads a tensor on another stream, `order_use` orders the read. The reader's stream waits for the owner, and the
-// allocator records the reader. Later, a copy into a rounding buffer starts only after all work that was queued on such
-// readers by then.
+// the host finds free is safe to use by rule 2 of copies.h. memplug records two exceptions with the allocator: an input
+// that another stream made, and a tensor that a region's forward reads on another stream. If backward or a recompute
+// pass reads a tensor on another stream, `order_use` makes this reader wait for the owner, and records it with the
+// allocator. From then on a copy into a rounding buffer starts only after all work that is queued on such readers by
+// then.
 //
-// Guarded by Python's lock, which the caller holds. Another thread may run while the host pool grows, or while a device
-// that is implemented in Python is called.
+// Guarded by Python's lock, which the caller holds. Another thread may run Python while the host pool grows, or while
+// memplug calls a device that is implemented in Python.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@
 
 namespace memplug {
 
-// An error that memplug/tokenwise/engine/core.py puts into words. `what()` is the size of the tensor that it is about.
+// An error that memplug/tokenwise/engine/calls.py puts into words. `what()` is the shape of the tensor concerned.
 struct Failure : std::runtime_error {
   enum FailureKind : uint8_t {
     KEPT_WAS_WRITTEN,
@@ -54,10 +54,10 @@ struct Failure : std::runtime_error {
 
 class Transfer;
 
-// Whether a tensor's values are ready for the streams that regions run on. READ: they are. UNREAD: the tensor is a
-// region's input that may come from another stream, and code inside of the region may have yet to wait for that stream.
-// The first operator that reads the input shows that it has waited. ASSUMED: the forward of an opaque region has ended.
-// That region may have read the input without an operator, so it is assumed to have waited.
+// Whether a region has waited for the stream that made a tensor. UNREAD: perhaps not; the tensor is an input, which may
+// come from another stream. READ: yes, since an operator has read the input, or the region itself made the tensor.
+// ASSUMED: the forward of an opaque region has ended; it may have read the input without an operator, so memplug
+// assumes that it has waited.
 enum class Ready : uint8_t { UNREAD, ASSUMED, READ };
 
 // A captured tensor whose first `rows` rows (of dimension 0) are copied to the host.
@@ -70,8 +70,8 @@ struct Swapped {
   bool whole() const {
     return rows == geometry.size[0];
   }
-  // Returns whether the tensor is on the host alone. False for a tensor that is gone: it never had a copy out, and a
-  // backward that did not keep its graph has used it up.
+  // Returns whether only the host has the tensor. False for a tensor that is gone, since a backward that did not keep
+  // its graph dropped it before any copy out.
   bool is_away() const {
     return !tensor.defined() && slot.has_value();
   }
@@ -79,19 +79,20 @@ struct Swapped {
   at::Tensor device_rows() const;
 
   std::shared_ptr<Transfer> transfer;
-  int64_t order = 0; // position of the copy out among all copies out
+  int64_t order = 0; // number of the copy out, in the order in which copies out start
   at::Tensor tensor; // on the device, undefined while away; dense, covers its storage from offset 0
   Geometry geometry;
   int64_t nbytes, rows; // bytes of all rows; number of rows that are copied to the host
-  std::optional<Slot> slot; // destination of the copy out; none until that starts
-  std::optional<Slot> promised; // likewise, while the tensor is `UNREAD`
+  std::optional<Slot> slot; // place of the rows on the host; none until the copy out starts
+  std::optional<Slot> promised; // place on the host reserved for the rows, while the tensor is `UNREAD`
   Ready ready = Ready::READ;
-  // true: `tensor` is the original, or a copy on the device, with all rows; false: only `[0, rows)`, once prefetched
+  // true: `tensor` is the original, or a copy on the device, with all rows; false: it was released, and once prefetched
+  // has rows `[0, rows)` only
   bool resident = true;
   bool mutated = false; // written in place after it was captured; only a recompute pass can repeat that write
-  EventRef offloaded, prefetched; // ends of copies that its stream has not waited for yet
-  uint32_t version; // the tensor's count of writes when it was captured
-  StreamRef stream; // made the tensor, and owns its device memory
+  EventRef offloaded, prefetched; // ends of copies for which its stream has not waited yet
+  uint32_t version; // the tensor's version when it was captured
+  StreamRef stream; // owner of the tensor's device memory
   int64_t uses = 0, uses_left = 0; // number of reads in one backward: all, and those to come
   int64_t frame = 0; // number of the frame that needs it first; it is prefetched into that frame's rounding buffer
 };
@@ -102,46 +103,46 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   Transfer(std::shared_ptr<Streams> streams, std::shared_ptr<RowStore> store)
       : copies(std::move(streams), std::move(store)), streams_(copies.streams()) {}
 
-  // Starts copying rows `[0, rows)` of a dense device tensor to the host. Returns null if the host has no room for
-  // them. `later`: start only when the tensor's device memory is to be released, which may never happen. `unread`:
-  // start with `note_read` at the earliest.
+  // Starts copying rows `[0, rows)` of a dense device tensor to the host. Returns null if host memory is full. `later`:
+  // start only when the tensor's device memory has to be released, which may never happen. `unread`: start in
+  // `note_read` at the earliest.
   std::shared_ptr<Swapped> offload(const at::Tensor& tensor, int64_t rows, bool later, bool unread = false);
 
-  // Takes note that an operator reads the tensor on the current stream: this stream has waited for the one that made
-  // the tensor. Starts the copy out if it was put off until now.
+  // Notes that an operator reads the tensor on the current stream, which therefore has waited for the stream that made
+  // it. Starts the copy out if `offload` has put it off until now.
   void note_read(Swapped& swapped, Ready ready = Ready::READ);
 
-  // Releases the device memory of resident tensors, ordered after the last of their copies out. A tensor stays if the
-  // host has no room for it. Throws `SWAPPED_WAS_WRITTEN` if a tensor was written to without `before_write`: its copy
-  // may have read the old or the new value.
+  // Releases the device memory of resident tensors, ordered after the last of their copies out. A tensor stays if host
+  // memory is full. Throws `SWAPPED_WAS_WRITTEN` if a tensor was written to without `before_write`, since its copy may
+  // have the old or the new value.
   void release(std::vector<std::shared_ptr<Swapped>> group);
 
   // Prepares a captured tensor for an in-place write. If its copy out has started, makes its stream and the current
-  // stream wait for the copy, and forgets the device memory. Else copies the tensor to device memory of its own.
+  // stream wait for the copy, and gives up the device memory. Otherwise copies the tensor to other device memory.
   void before_write(Swapped& swapped);
 
-  // Starts prefetching a tensor if it is away. Its device memory has the full size, and lies in a rounding buffer, or
-  // is new if no buffer has room. Throws `DETACHED` after `close`, `SWAPPED_IS_GONE` for a tensor without host rows.
+  // Starts prefetching a tensor if it is away, into a rounding buffer, or into new memory if no buffer has room. The
+  // device memory has room for all rows. Throws `DETACHED` after `close`, and `SWAPPED_IS_GONE` for a tensor without
+  // host rows.
   void prefetch(Swapped& swapped);
 
   // Replaces the rounding buffers by `count` buffers of `nbytes` each, or by none if either is 0. Tensors in the former
-  // buffers stay there. If the device has no room, returns false, and there are no rounding buffers.
+  // buffers stay there. Returns false, without any rounding buffers, if the device has no room.
   bool reserve(size_t count, int64_t nbytes);
 
-  // Returns the rounding buffers if they belong to the tensor's stream; else null, and the tensor is prefetched into
-  // new memory.
+  // Returns the rounding buffers if they belong to the tensor's stream; else null (`prefetch` then takes new memory).
   const RoundingBuffers* buffers_of(const Swapped& swapped) const;
 
-  // Returns the tensor on the device, prefetched if necessary, and the number of its first rows that are valid. From
-  // now on the tensor's stream and the current stream may read these.
+  // Returns the tensor on the device, prefetched if necessary, and how many of its first rows are valid. The tensor's
+  // stream and the current stream may read these rows from now on.
   std::pair<at::Tensor, int64_t> acquire(Swapped& swapped);
 
-  // Orders a read of a tensor on the current stream. If `owner`, which owns the memory, is another stream, the current
-  // stream waits for it, and the memory is reused only after the read.
+  // Orders a read of a tensor on the current stream. If `owner`, the owner of its memory, is another stream, the
+  // current stream waits for it, and the memory is reused only after the read.
   void order_use(const at::Tensor& tensor, const StreamRef& owner);
 
-  // Drops the tensor's device memory, after the last use in this backward. Host rows stay for a further backward. A
-  // tensor without host rows is then gone: no graph needs it any more.
+  // Drops the tensor's device memory, after the last use in this backward. Rows on the host stay for a later backward.
+  // A tensor without them is then gone: no graph needs it any more.
   void drop(const std::shared_ptr<Swapped>& swapped);
 
   void close() {
@@ -153,14 +154,14 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
     return streams_;
   }
 
-  // Returns the bytes of all rounding buffers.
+  // Returns the bytes of all rounding buffers together.
   int64_t buffer_bytes() const {
     return rounding_ ? rounding_->nbytes() : 0;
   }
 
   Copies copies; // its `drain` frees the memory of dead tensors
-  int64_t prefetched_bytes = 0; // on the device, in prefetched tensors that were not dropped
-  int64_t resident_bytes = 0; // on the device, in captured tensors that were not released
+  int64_t prefetched_bytes = 0; // bytes on the device of prefetched tensors, until dropped
+  int64_t resident_bytes = 0; // bytes on the device of captured tensors, until released
   int64_t offloads = 0; // number of copies out
   int64_t allocations = 0; // number of requests for device memory, rounding buffers excluded
   int64_t buffer_misses = 0; // number of prefetches for which the rounding buffers had no room

@@ -14,9 +14,9 @@ namespace memplug {
 namespace {
 
 bool (*sees_operators)() = nullptr;
-torch::Library* standing = nullptr; // not freed at the end of the process: operators run until then
+torch::Library* standing = nullptr; // never freed: operators run until the process ends
 
-// The work object of an exchange that has already been waited for.
+// The work object of an exchange that has already ended.
 class Finished final : public c10d::Work {
  public:
   bool isCompleted() override {
@@ -36,11 +36,12 @@ struct KeptGroup final : torch::CustomClassHolder {
   KeptGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& strong, bool was_object)
       : group(strong), is_object(was_object) {}
 
-  const c10::weak_intrusive_ptr<c10d::ProcessGroup> group; // a weak reference: no other group gets this address
-  const bool is_object; // the operator got an object; else it is a functional collective, which got a capsule
+  // a weak reference, which also keeps another group from getting this address
+  const c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+  const bool is_object; // the operator got the group as an object; a functional collective gets a capsule instead
 };
 
-// Returns the contents of a capsule, or of the capsule that an object boxes; null for other objects.
+// Returns the contents of a capsule, or of the capsule in an object; null for an object without one.
 c10::intrusive_ptr<torch::CustomClassHolder> held_in(const c10::IValue& value) {
   if (value.isCapsule()) {
     return value.toCapsule();
@@ -76,7 +77,7 @@ int64_t async_op_of(const c10::OperatorHandle& op) {
   return -1;
 }
 
-// Runs an exchange. On a watched thread, waits for it if its caller would do so at once.
+// Runs an exchange. On a watched thread, waits for it if the caller would wait at once (`async_op=False`).
 void exchange(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const c10::IValue& async_op = (*stack)[stack->size() - schema.arguments().size() + async_op_of(op)];

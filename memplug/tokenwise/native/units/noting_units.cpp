@@ -1,4 +1,4 @@
-// Notes the units (unit.h) of a forward, and finds what code did unobserved.
+// The part of a forward that notes units (unit.h), and finds the effects of unobserved code.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/equal.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -65,7 +65,8 @@ std::vector<Source> Forward::end_unit(
     note(tensor, {true, static_cast<size_t>(save - saved.begin()) - first});
   }
   for (size_t i = 0; i < returned.size(); ++i) {
-    const bool is_parameter = returned[i].is_leaf() && returned[i].requires_grad(); // such as a bias for later code
+    // such as a bias that later code adds
+    const bool is_parameter = returned[i].is_leaf() && returned[i].requires_grad();
     if (storages.find(returned[i]) < 0 && !is_parameter) {
       note(returned[i], {false, i});
     }

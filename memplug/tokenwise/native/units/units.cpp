@@ -38,13 +38,13 @@ const Operator& named(const char* name, const std::string& overload) {
   return *op;
 }
 
-// The input tensors of a unit: those among its arguments that a tape can describe, except parameters.
+// The input tensors of a unit: its tensor arguments that a tape can describe, except parameters.
 struct UnitInputs {
   std::vector<at::Tensor> tensors, written; // all inputs, and those that the unit's operator writes to
-  std::vector<size_t> ordinals; // for each input, its position among the tensors of the call, parameters included
+  std::vector<size_t> ordinals; // for each input, its position among the call's tensor arguments, parameters included
 };
 
-// Returns the input tensors of a call, and describes all of its arguments in `made`.
+// Returns the input tensors of a call, and stores all of its arguments in `made`.
 UnitInputs inputs_of(UnitCall& made, const py::tuple& arguments, const py::dict& keywords) {
   UnitInputs given;
   const auto writes = calls().unit.writes(made.unit);
