@@ -109,7 +109,7 @@ class TokenwiseReport(TechniqueReport):
         )
 
     def closing(self) -> str:
-        """Return the swapped bytes and the time that the plan saves."""
+        """Return, for the last logged line, the swapped bytes and the time that the plan saves."""
         return "; ".join(filter(None, [f"{size(self.offloaded_bytes)} swapped" if self.regions else "", self._saved()]))
 
     def _saved(self) -> str:
