@@ -1,7 +1,7 @@
 """Decides whether a plan may let units that communicate run again (native/units/unit.h).
 
-It may if all ranks that the unit communicates with have the same plan: then all of these ranks run the unit again, or
-none does.
+A plan may do so if all ranks that the unit communicates with have the same plan: then all of these ranks run the unit
+again, or none does.
 """
 
 from __future__ import annotations

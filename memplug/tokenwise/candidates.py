@@ -66,7 +66,7 @@ def agree(
 
 
 def _tightest(ranks: list[tuple[plan.InFlight, ...]]) -> tuple[plan.InFlight, ...]:
-    """Merge the ranks' times: each gets the smallest room that any rank has then.
+    """Merge the in-flight times of all ranks: each merged time has the smallest room of any rank.
 
     If the counts differ between ranks, return one time, with the largest count and no room.
     """

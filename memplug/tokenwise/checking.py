@@ -43,7 +43,7 @@ class AlphaCheck:
 
     Attributes:
         by_link: the largest fraction whose copies fit into each region's forward on every rank; None until the check
-            has compared it.
+            has been made.
         by_host: the largest fraction that fits the host budget of every rank, likewise.
     """
 

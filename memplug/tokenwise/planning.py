@@ -232,7 +232,7 @@ def decisions_of(
         instances = sum(group.instances for group in region_plan.groups)
         sending = _sending(members)
         for region in members:
-            # a region that offloads late is treated like the last ones that do not: their tensors live shortest too
+            # a region that offloads late gets the decisions of the last one that does not: their tensors live shortest
             ordinal = sending.index(region) if region in sending else len(sending)
             group = region_plan.group(ordinal * instances // len(sending))
             tape = observer.tapes[region.name]
@@ -325,7 +325,7 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, observer: StepObs
     capture, is_part = native.capture(index), operators.is_part_of_unit(record.func)
     output_bytes = round(fmean(_output_bytes(tape, index) for tape in tapes))
     view = record.form is Form.VIEW
-    # an operator that writes to an argument runs in every pass, but alone it needs no pass
+    # every recompute pass runs the operators that write to an argument, but they alone do not require a pass
     always_runs = native.always_runs(index) and record.form is not Form.WRITE and index not in tapes[0].spared
     return plan.PlannedOperator(
         name=str(record.func),

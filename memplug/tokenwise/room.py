@@ -16,7 +16,7 @@ from memplug.tokenwise.budgets import DeviceBudget
 from memplug.tokenwise.plan.decisions import Decisions
 from memplug.words import size
 
-SLACK = 0.02  # reserved memory may exceed the budget by this share of it
+SLACK = 0.02  # a step's reserved memory may exceed the budget by this share
 
 log = logging.getLogger("memplug")
 
@@ -49,7 +49,7 @@ class Room:
     def is_short(self, decisions: Decisions | None) -> bool:
         """Return whether some rank's plan keeps more than its device has room for.
 
-        The answer is about the step before the one that ended: ranks agree on it during a step.
+        The answer is one step old, since ranks agree on it while the next step runs.
 
         Args:
             decisions: the decisions of the step that ended; None: no plan was made for it.

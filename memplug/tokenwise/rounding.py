@@ -33,7 +33,7 @@ class Rounding:
     def __init__(self, budget: DeviceBudget, executor: Executor, planned: bool):
         self._budget, self._executor = budget, executor
         self._is_stable = not planned
-        self._frame_bytes = 0  # size of each buffer, also after a reservation of that size failed
+        self._frame_bytes = 0  # size of each buffer, or the size that could not be reserved
         self._most_bytes = 0  # largest total of all buffers so far, which the device's reserved peak includes
         self._told = False
 

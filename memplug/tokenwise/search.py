@@ -236,7 +236,7 @@ class PlanSearch:
         self._trials.append(Trial(seconds, fits, decisions.solution.device_bytes))
 
     def _is_out_of_the_way(self) -> bool:
-        """Return whether the first plan runs all regions as without memplug and fits on all ranks: none is faster."""
+        """Return whether the first plan runs all regions as without memplug and fits: no plan is faster."""
         tried = len(self._trials) == 1 and plain.is_plain(self._candidates[0].solution)
         return tried and all(self._gather(self._trials[0].fits))
 

@@ -61,7 +61,7 @@ class Shortage:
         self._executor.pool.take_peak_bytes()
 
     def _asked(self, share: float) -> float | None:
-        """Return the right share for the step that ended, which had `share`; None if that was right."""
+        """Return the share that would have been right for the step that ended; None if `share` was right."""
         before, self._before = self._before, self._counts()
         taken, refused = (now - then for now, then in zip(self._before, before, strict=True))
         pool = self._executor.pool

@@ -31,9 +31,9 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any] | None:
     only one runs it as without memplug. If only bytes differ, as with another size of micro-batch, it is not changed.
 
     Returns:
-        The differences as plain values; None if neither plan has decisions. The value of "a" (or "b") is None if the
-            first (or second) plan has none. "changed" lists the changed regions; in its entries "a" (or "b") is None if
-            that plan lacks the region.
+        The differences as plain values; None if neither plan has decisions. "a" and "b" are the totals of each plan,
+            None for a plan without decisions. "changed" lists the changed regions; there "a" and "b" are the decisions
+            of each plan, None for a plan that lacks the region.
     """
     plans = {"a": a, "b": b}
     sides = {side: decisions(plan) for side, plan in plans.items()}
