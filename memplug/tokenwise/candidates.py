@@ -68,7 +68,7 @@ def agree(
 def _tightest(ranks: list[tuple[plan.InFlight, ...]]) -> tuple[plan.InFlight, ...]:
     """Merge the in-flight times of all ranks: each merged time has the smallest room of any rank.
 
-    If the counts differ between ranks, return one time, with the largest count and no room.
+    If ranks differ in how many regions are in flight, return one time, with the largest of these counts and no room.
     """
     if len({tuple(at.count for at in times) for times in ranks}) > 1:
         return (plan.InFlight(max(at.count for times in ranks for at in times)),)

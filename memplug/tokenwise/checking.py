@@ -28,7 +28,7 @@ from memplug.tokenwise.plan import solver as plan
 log = logging.getLogger("memplug")
 
 LAST_STEP = 10  # if a rank has run no region up to this step, the check gives up
-SLACK = 0.01  # alpha may exceed a fraction by this much, since the times of one step are no more precise
+SLACK = 0.01  # no warning if alpha exceeds a fraction by less: times of one step are no more precise
 
 
 class AlphaCheck:

@@ -46,7 +46,7 @@ class Rounding:
         """
         flow = self._executor.flow
         if not (stable and self._is_stable):
-            flow.largest_frame_bytes = 0  # measured under another plan, or under none
+            flow.largest_frame_bytes = 0  # this size was measured under another plan, or under none
         self._is_stable = stable
         planned_bytes = decisions.frame_bytes if decisions is not None else 0
         wanted_bytes = max(planned_bytes, flow.largest_frame_bytes) if stable else 0

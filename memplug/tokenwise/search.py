@@ -161,7 +161,7 @@ class PlanSearch:
         """Return how the next step is to be recorded.
 
         The step that plans are made from is recorded in full. A step that tries a plan is recorded for its peak only.
-        None while the planner runs: then the step is not recorded.
+        While the planner runs, the result is None, and no step is recorded.
         """
         if self._task is not None:
             return None

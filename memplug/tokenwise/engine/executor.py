@@ -331,7 +331,7 @@ class Executor(ExecutorCalls):
             if not launches:
                 frame.decide({}, [])  # substitute nothing: the pass recomputes all
                 launches = frame.communicates
-            if launches:  # other ranks would not take part in these collectives
+            if launches:  # a full pass would launch collectives in which other ranks take no part
                 raise RecomputeError(f"region {region.name}: {divergence}", code="MP021") from None
             self.divergences += 1
             if self.divergences == 1:

@@ -44,7 +44,7 @@ EXCHANGES = {
 
 
 _ATTENTION = re.compile("attn|attention", re.IGNORECASE)
-_CHOICES = {torch.bool, torch.int16, torch.int32, torch.int64}  # not 8 bits: quantized tensors have these
+_CHOICES = {torch.bool, torch.int16, torch.int32, torch.int64}  # no 8-bit types: quantized tensors use them
 
 
 class HiddenFunctions:

@@ -77,7 +77,7 @@ class UnknownObject(NamedTuple):
 
 
 class ObjectPart(NamedTuple):
-    """A part of an object, followed by itself: a module's parameters, or the globals that a function names."""
+    """A part of an object that is followed separately: a module's parameters, or the globals that a function names."""
 
     owner: Any
     live: dict[str, Any]

@@ -119,12 +119,12 @@ def run_again(
 
     Args:
         executor: the executor of the region.
-        unit: the unit.
-        region: the region.
+        unit: the unit to run again.
+        region: the region that it ran in.
         call: the function that the unit ran.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        state: the state that its forward returned.
+        args: positional arguments of `call`.
+        kwargs: keyword arguments of `call`.
+        state: the state that the unit's forward yielded.
         surroundings: see `restored`.
         ambient: the further arguments of `restored`; None: this pass already runs in the forward's state.
         sources: (is_saved, index) for each part. Its tensor has this index among the tensors that the forward saved for
@@ -146,7 +146,7 @@ def run_again(
     around = _NOTHING if ambient is None else restored(executor.device, surroundings, *ambient)
     with no_transforms(), executor.rerunning(), around, hooks, unit.again(state):
         out = call(*args, **kwargs)
-    if wanted and len(saved) != count:  # if none is wanted, the model's own hooks may have taken them all
+    if wanted and len(saved) != count:  # else the model's own hooks may have taken all saved tensors
         raise RecomputeError(
             f"region {region.name}: {unit.name} saved {count} tensors for backward, and {len(saved)} when run again",
             code="MP021",

@@ -25,7 +25,7 @@ _OF_A_PLAN = ("step_s", "full_recomputation_s", "peak_bytes", "host_bytes", "dev
 
 
 def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any] | None:
-    """Return the differences between the decisions of two plans, and their cost.
+    """Return the differences between two plans' decisions and predictions.
 
     A region counts as changed if the plans' decisions for its operators differ, if only one plan swaps its input, or if
     only one runs it as without memplug. If only bytes differ, as with another size of micro-batch, it is not changed.
