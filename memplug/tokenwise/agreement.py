@@ -1,6 +1,6 @@
-"""Decides whether units that communicate (native/units/unit.h) may run again by plan.
+"""Decides whether a plan may let units that communicate run again (native/units/unit.h).
 
-Such a unit may run again if all ranks that it communicates with have the same plan: then each of these ranks runs it
+A plan may do so if all ranks that the unit communicates with have the same plan: then all of these ranks run the unit
 again, or none does.
 """
 
@@ -13,15 +13,15 @@ from memplug.tokenwise.engine.region import Region
 
 
 def is_agreed(regions: Sequence[Region], gather: Callable[[Any], list[Any]], members: Sequence[int]) -> bool:
-    """Return whether each region with units that communicate ran the same operators on all ranks that they reach.
+    """Return whether ranks that communicate through a unit ran the same operators in the unit's region.
 
-    A region that ran the same operators on two ranks has the same plan on both. The answer is the same on every rank.
+    Two ranks that ran the same operators in a region have the same plan for it. The answer is the same on every rank.
 
     Args:
         regions: all regions of this rank, each with the key of its operator sequence.
-        gather: returns what each rank passed to it, in rank order (`all_gather_object`); all ranks call it together.
-        members: world rank of each rank that takes part in `gather`, in the same order. If a unit communicates with any
-            other rank, the answer is False.
+        gather: collective that returns the arguments of all ranks, in rank order (`all_gather_object`).
+        members: world ranks of the ranks that call `gather`, in the same order. If a unit communicates with any other
+            rank, the answer is False.
     """
     sharing = [region for region in regions if region.native.shares]
     everyone = dict(zip(members, gather({region.name: region.key for region in sharing}), strict=True))

@@ -16,8 +16,8 @@ from memplug.sizes import GIB, HOST_ROW_BYTES, UNLIMITED_BYTES
 from memplug.tokenwise.plan import solver as plan
 
 HOST_SHARE = 0.8  # share of the available host memory that all processes of this machine may pin together
-# environment variables in which torchrun, DeepSpeed's launcher, Open MPI, MVAPICH and Slurm put this machine's number
-# of processes
+# environment variables with the number of processes on this machine: of torchrun, DeepSpeed's launcher, Open MPI,
+# MVAPICH and Slurm
 LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",
     "LOCAL_SIZE",
@@ -42,8 +42,8 @@ class DeviceBudget:
     Attributes:
         device: the device that trains.
         asked_gib: the block's "device_budget_gib".
-        has_buffers: whether rounding buffers take memory beside a step's tensors: they do if no arena plans addresses
-            for prefetched tensors.
+        has_buffers: whether rounding buffers take memory beside a step's tensors: they do unless an arena plans
+            addresses for prefetched tensors.
     """
 
     device: Device
@@ -52,9 +52,9 @@ class DeviceBudget:
 
     @property
     def nbytes(self) -> int | None:
-        """Return the most bytes that a plan's step may use on the device.
+        """Return the most device bytes that a step under a plan may use.
 
-        None on the CPU if "device_budget_gib" is "auto".
+        None, which means no limit, on the CPU if "device_budget_gib" is "auto".
         """
         return capacity.device_bytes(self.asked_gib, self.device)
 
@@ -65,8 +65,8 @@ class DeviceBudget:
         the reserved peak of the whole run counts instead. The run's peak includes outputs kept under earlier plans, so
         a second plan then keeps less than it could.
 
-        On the CPU, device memory is host memory. There a plan keeps nothing under "auto". If the block sets a budget
-        but no recorder measures the step's peak, plans may keep the whole budget.
+        On the CPU, where device memory is host memory, a plan under "auto" keeps nothing. If the block sets a budget
+        there but no recorder measures the step's peak, plans may keep the whole budget.
 
         Args:
             observed_peak_bytes: largest allocation total in the step at the safest setting; None: unknown.
@@ -109,12 +109,12 @@ class DeviceBudget:
         Args:
             observed_peak_bytes: largest allocation total in the step at the safest setting; None: unknown, so this rank
                 is not checked.
-            gather: returns what each rank passed to it, in rank order.
-            members: world rank of each rank that takes part in `gather`, in the same order.
+            gather: collective that returns the arguments of all ranks, in rank order.
+            members: world ranks of the ranks that call `gather`, in the same order.
 
         Raises:
-            BudgetError: on all ranks, if the step at the safest setting takes more of a rank's device than that rank's
-                block grants. Of several such ranks the error names the one that takes the most.
+            BudgetError: on all ranks, if the step at the safest setting exceeds "device_budget_gib" on some rank. If it
+                does so on several, the error names the one with the largest peak.
         """
         everyone = gather((observed_peak_bytes or 0, self.asked_gib))
         short = [
@@ -126,16 +126,16 @@ class DeviceBudget:
             raise BudgetError(*max(short))
 
     def holds_buffers(self, buffer_bytes: int, more_bytes: int, step_bytes: int | None) -> bool:
-        """Return whether there is room for rounding buffers.
+        """Return whether the device has room for rounding buffers.
 
-        There is room if a step with the buffers keeps to the budget, and if they fit on top of the run's reserved peak,
-        within `DEVICE_SHARE` of the memory that other processes leave. The reserved peak includes tensors that were
-        prefetched without rounding buffers. So the answer may be False although the buffers would fit: training without
-        them is better than running out of memory.
+        A step with the buffers has to stay within the budget. The run's reserved peak and the buffers together have to
+        stay within `DEVICE_SHARE` of the memory that other processes leave. That peak includes tensors that were
+        prefetched without buffers, so the answer may be False although the buffers would fit: training without buffers
+        is better than running out of memory.
 
         Args:
             buffer_bytes: size of all buffers together.
-            more_bytes: how much of `buffer_bytes` exceeds the size of earlier buffers.
+            more_bytes: bytes by which all buffers together exceed earlier ones, which the reserved peak includes.
             step_bytes: predicted bytes of a step without buffers; None: unknown.
         """
         if self.nbytes is not None and step_bytes is not None and step_bytes + buffer_bytes > self.nbytes:

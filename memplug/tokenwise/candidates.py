@@ -1,4 +1,4 @@
-"""Makes the plans to try: as many on every rank, and the same plans on ranks with the same regions."""
+"""Makes the plans to try: the same number on every rank, and the same plans on ranks with the same regions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from memplug.tokenwise.plan import solver as plan
 from memplug.tokenwise.plan.cost import measure
 
 LINK_FACTORS = (1.0, *(way for error in (1.1, 1.25, 1.5, 2.0, 3.0) for way in (1 / error, error)))
-"""Factors of the link rates that give plans around the optimum: the time model errs most in the rate of a busy link. A
-plan for a lower rate swaps less, a plan for a higher rate more."""
+"""Factors that scale the link rates, for plans around the optimum: the time model errs most in the rate of a busy link.
+A plan for a lower rate swaps less, a plan for a higher rate more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,11 @@ class SolveTask:
     """A problem for the planner, shared by all ranks with the same set of regions.
 
     Attributes:
-        regions: the regions as this rank measured them; the planner gets those of the rank that solves.
+        regions: the regions as this rank measured them; only the solver's are used.
         budget: the smallest rates, host bytes and device bytes of these ranks.
         fraction: MEMO's fraction, the smallest of all ranks; None: solve for plans around the optimum.
         most: the largest number of plans.
-        solver: the lowest of these ranks, which solves for all of them.
+        solver: the lowest of these ranks, which solves the problem for all of them.
     """
 
     regions: list[plan.PlannedRegion]
@@ -40,13 +40,13 @@ def agree(
     most: int = 1,
     alpha: Literal["auto", "memo"] = "auto",
 ) -> SolveTask | None:
-    """Return the problem to solve; None, on every rank, while any rank has no regions to plan.
+    """Return this rank's problem to solve; None on every rank if some rank has no regions to plan.
 
     Args:
         own: this rank's regions and budget.
-        gather: returns what each rank passed to it, in rank order (`all_gather_object`); all ranks call it together.
+        gather: collective that returns the arguments of all ranks, in rank order (`all_gather_object`).
         most: the largest number of plans to choose from, at least 1.
-        alpha: "memo" for the one plan of MEMO's fraction.
+        alpha: "auto" for plans around the optimum, "memo" for one plan with MEMO's fraction.
     """
     regions, budget = own
     mine = tuple(region.key for region in regions)
@@ -66,9 +66,9 @@ def agree(
 
 
 def _tightest(ranks: list[tuple[plan.InFlight, ...]]) -> tuple[plan.InFlight, ...]:
-    """Return the times that hold for all ranks, each with the smallest room of a rank.
+    """Merge the in-flight times of all ranks: each merged time has the smallest room of any rank.
 
-    If the counts of the times differ between ranks, return one time with the largest count and without room.
+    If ranks differ in how many regions are in flight, return one time, with the largest of these counts and no room.
     """
     if len({tuple(at.count for at in times) for times in ranks}) > 1:
         return (plan.InFlight(max(at.count for times in ranks for at in times)),)
@@ -78,14 +78,12 @@ def _tightest(ranks: list[tuple[plan.InFlight, ...]]) -> tuple[plan.InFlight, ..
 def solve(task: SolveTask) -> list[plan.TokenwisePlan]:
     """Return the plans for a task; needs no other rank and no device.
 
-    For "auto" they are, in order:
+    With MEMO's fraction, return one plan. Otherwise return, in this order:
 
     * the optimum;
-    * the plan that runs as many regions as without memplug as the device has room for; the optimum again if it has room
-      for none;
+    * the plan with as many plain regions (run as without memplug) as the device has room for; if it has room for none,
+      the optimum again;
     * plans that are solved for a slower or faster link, with their cost at the measured rates.
-
-    For MEMO's fraction there is one plan.
     """
     regions, budget = task.regions, task.budget.with_buffers(task.regions)
     if task.fraction is not None:
@@ -97,25 +95,25 @@ def solve(task: SolveTask) -> list[plan.TokenwisePlan]:
 def choose(
     task: SolveTask, solved: list[plan.TokenwisePlan] | None, gather: Callable[[Any], list[Any]]
 ) -> list[plan.TokenwisePlan]:
-    """Return the plans to try: as many on every rank, and the same plans on ranks with the same regions.
+    """Return the plans to try: the same number on every rank, and the same plans on ranks with the same regions.
 
-    If the device of every rank has room for everything, the first plan runs all regions as without memplug. The optimum
-    and the plan that runs some regions so follow, the one with the shorter predicted step first, and then the plans for
-    other link rates. A plan that equals an earlier one on all ranks is left out.
+    If every rank's device has room for all activations, the first plan runs all regions as without memplug. Next come
+    the optimum and the plan with some plain regions; the one with the shorter predicted step is first. Plans for other
+    link rates follow. A plan that equals an earlier one on all ranks is dropped.
 
     Args:
         task: from `agree`.
-        solved: from `solve`, on the rank that solves; else None.
-        gather: as in `agree`.
+        solved: on the task's solver, the plans from `solve`; on other ranks None.
+        gather: see `agree`.
     """
     by_rank = gather((task.solver, solved))
-    plans = [by_rank[solver][1] for solver, _ in by_rank]  # plans of each rank, from the rank that solved for it
+    plans = [by_rank[solver][1] for solver, _ in by_rank]  # each rank's plans, from its solver
     mine = by_rank[task.solver][1]
     if task.fraction is not None:
         return mine
     slowest_s = [max(of_rank[i].step_s for of_rank in plans) for i in (0, 1)]
     order = [*(sorted((0, 1), key=slowest_s.__getitem__)), *range(2, len(mine))]
-    # of plans that are equal on all ranks, the earliest
+    # among plans that are equal on all ranks, the earliest stays
     distinct = {str([_choices(of_rank[i]) for of_rank in plans]): i for i in reversed(order)}
     found = [mine[i] for i in order if i in distinct.values()]
     everything = plain.solve(task.regions, task.budget)
@@ -125,7 +123,7 @@ def choose(
 
 
 def _solve_around(regions: list[plan.PlannedRegion], budget: plan.Budget, factor: float) -> plan.TokenwisePlan:
-    """Return the plan for a link of `factor` times the rates, with its cost at the measured rates."""
+    """Solve for link rates that are scaled by `factor`; return the plan with its cost at the measured rates."""
     d2h, h2d = budget.d2h_bytes_per_s * factor, budget.h2d_bytes_per_s * factor
     solved = plan.solve(regions, replace(budget, d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d))
     groups = [solved.regions[region.key].groups for region in regions]
@@ -133,7 +131,7 @@ def _solve_around(regions: list[plan.PlannedRegion], budget: plan.Budget, factor
 
 
 def _choices(solution: plan.TokenwisePlan) -> Any:
-    """Return a plan's choices, with fractions rounded to a hundredth: plans that differ by less take the same time."""
+    """Return a plan's choices, to compare plans; fractions are rounded, since smaller differences change no time."""
     return [
         (
             group.instances,

@@ -1,8 +1,8 @@
-"""Checks whether a number for alpha asks for more than the link or the host can do, and if so warns once.
+"""Warns once if a number for alpha swaps more rows than the link can copy in time, or than the host has room for.
 
-The number stays in force, also in the second step, which is timed. The first step says nothing: it loads kernels and
-registers host memory, which takes longer than the times to measure. From the times MEMO's program (section 4.1) gives
-two fractions: the largest that the link hides behind each region's forward, and the largest that the host budget holds.
+The check never changes alpha. It times the second step: the first one loads kernels and registers host memory, which
+takes longer than the forwards. From these times MEMO's program (section 4.1) gives two fractions: the largest that the
+link hides behind each region's forward, and the largest that the host budget holds.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ from memplug.tokenwise.plan import solver as plan
 
 log = logging.getLogger("memplug")
 
-LAST_STEP = 10  # the last step that is timed; if a rank has run no region by then, nothing is checked
-SLACK = 0.01  # alpha may exceed a fitting fraction by this much: times of one step are no more precise
+LAST_STEP = 10  # if a rank has run no region up to this step, the check gives up
+SLACK = 0.01  # no warning if alpha exceeds a fraction by less: times of one step are no more precise
 
 
 class AlphaCheck:
-    """The check of a number for alpha; called at the end of the same steps on all ranks.
-
-    It does nothing unless alpha is a number above 0.
+    """The check of alpha if it is a number above 0; all ranks call it at the end of the same steps.
 
     Args:
         alpha: the number; None: regions run by plans, or there are no regions.
@@ -44,8 +42,8 @@ class AlphaCheck:
         ranks: the ranks that train the model.
 
     Attributes:
-        by_link: the largest fraction whose copies fit into each region's forward on every rank; None before the check,
-            or without one.
+        by_link: the largest fraction whose copies fit into each region's forward on every rank; None until the check
+            has been made.
         by_host: the largest fraction that fits the host budget of every rank, likewise.
     """
 
@@ -61,7 +59,7 @@ class AlphaCheck:
         self._is_over = not self._alpha
 
     def end_step(self) -> None:
-        """Time the next step, or check the number by the step that ended."""
+        """After the first step, start timing; later, compare alpha with the times of the step that ended."""
         if self._is_over:
             return
         self._steps += 1
@@ -79,18 +77,18 @@ class AlphaCheck:
             self._compare(self.by_link, self.by_host)
 
     def stop(self) -> None:
-        """Stop timing forwards."""
+        """End the check, and stop timing forwards."""
         self._is_over = True
         self._executor.time_forwards(None)
         self._observer.clear()
 
     def _fitting(self) -> tuple[float, float] | None:
-        """Return the fractions that fit the link and the host of this rank; None where no region has run."""
+        """Return the largest fractions that fit this rank's link and host; None if no region has run."""
         seconds = self._executor.device.seconds_between
         groups = planning.group_regions(self._regions, self._observer)
         if not groups:
             return None
-        self._observer.settle(is_agreed=True)  # with a number for alpha all ranks run alike
+        self._observer.settle(is_agreed=True)  # with a number for alpha all ranks make the same decisions
         described = planning.describe(groups, self._observer, self._executor)
         tapes = self._observer.tapes
         unhindered = [
@@ -114,8 +112,8 @@ class AlphaCheck:
         if too_much and self._ranks.first:
             text = (
                 "memplug: alpha %g asks for more than fits: the link hides %.2f of the rows behind the forward, the "
-                'host budget holds %.2f. It stays as asked: %s. Set "alpha" to the smaller of the two, or to "memo" or '
-                '"auto", which choose a fraction for you'
+                'host budget holds %.2f. memplug does not change it, so %s. Set "alpha" to the smaller of the two, or '
+                'to "memo" or "auto", which choose a fraction for you'
             )
             log.warning(
                 coded("MP017", text),
@@ -137,13 +135,12 @@ def fitting(regions: Sequence[plan.PlannedRegion], budget: plan.Budget) -> tuple
 
 
 def unhindered_s(tape: Tape, seconds: planning.Seconds) -> float:
-    """Return the seconds of a timed forward as if it never had to wait for copies.
+    """Return the seconds of a timed forward, less the time that it waited for copies.
 
-    Otherwise a link that is too slow would look fast enough: the longer the copies take, the longer the forward that
-    they have to fit into. The forward may wait in three places: after an operator that is captured, since the capture
-    may release an earlier region's memory; before an operator that writes in place; and at the end. Each such gap
-    counts as no longer than the usual gap between two operators. The gap after an exchange with other ranks counts in
-    full: it is a wait for these ranks.
+    With these waits, a slow link would lengthen the forward until its own copies fit into it. The forward may wait in
+    three places: after a captured operator, since the capture may release an earlier region's memory; before an
+    operator that writes in place; and at the end. Gaps in these places are cut to the median of all other gaps between
+    operators. The gap after an exchange with other ranks counts in full, since there the forward waits for these ranks.
     """
     begin, end = tape.span
     gaps = [

@@ -1,8 +1,8 @@
 """Measures the cost of memplug's own work: CPU time per operator and per region, on this machine, once.
 
-A short and a long chain of operators on one number run in three ways: without memplug, as a region, and as a region
-with times taken around its operators, as in the step that plans are made from. The short chain gives the cost of a
-region. The difference between the chains gives the cost of an operator.
+Two chains of operators, a short and a long one, run on a tensor of one element in three ways: without memplug; as a
+region; and as a region whose operators are timed, as in the step that plans are made from. The short chain gives the
+cost of a region. The difference between the chains gives the cost of an operator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memplug.device.host_time import HostTime
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.region import Region
 
-SHORT, LONG = 16, 80  # operators of a chain
+SHORT, LONG = 16, 80  # number of operators in each chain
 REPEATS = 9
 
 
@@ -46,7 +46,7 @@ def measure() -> HostTime:
 
 
 def _chain(executor: Executor, operators: int, mode: str) -> tuple[float, float]:
-    """Return the seconds of a chain's forward and of its backward."""
+    """Return the median seconds of a chain's forward, and of its backward."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
         for _ in range(operators):
@@ -66,7 +66,7 @@ def _chain(executor: Executor, operators: int, mode: str) -> tuple[float, float]
         between = time.perf_counter()
         y.backward()
         taken.append((between - begin, time.perf_counter() - between))
-    forwards, backwards = zip(*taken[2:], strict=True)  # the first two make the tape
+    forwards, backwards = zip(*taken[2:], strict=True)  # not the first two runs: they make the tape
     return median(forwards), median(backwards)
 
 

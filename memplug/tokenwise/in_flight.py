@@ -17,11 +17,11 @@ def times(step: Trace, regions: Sequence[Region], buffers: int) -> tuple[InFligh
     There are two such times:
 
     * Until the last region's forward is over, tensors of `buffers` regions are in flight.
-    * From then on, outside of regions, tensors of one region are in flight. Until backward it is the last region, which
-      offloads late (only if it has to). In backward it is a region that is prefetched.
+    * After that, while no region runs, tensors of one region are in flight. Before backward these are of the last
+      region, which offloads late (only if its memory is needed). In backward they are of the region prefetched next.
 
-    While a region's backward runs, the executor limits what it prefetches (`Flow::limit_bytes`). If no region offloads
-    late, as with other graphs in flight, the time of the peak is unknown: the result is one time, without room.
+    While a region's backward runs, the executor limits prefetching (`Flow::limit_bytes`). If no region offloads late,
+    as with several graphs in flight, the time of the peak is unknown: the result is one time, without room.
 
     Args:
         step: a step recorded in detail, at the safest setting.

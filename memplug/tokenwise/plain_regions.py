@@ -1,8 +1,8 @@
 """Gives the modules of plain regions their own class back, so that they run as if memplug were not there.
 
-A region is plain if its plan lets it run as without memplug. Of the plain regions that share a plan, the first keeps
-memplug's class: it begins the step's program, and sees the size of its arguments. If they are larger than in the step
-that the plan was made from, the other modules get memplug's class again before they run.
+A region is plain if its plan lets it run as without memplug. Among plain regions that share a plan, the first one's
+module keeps memplug's class: its forward begins the step's program, and checks the size of its arguments. If they are
+larger than in the step that the plan was made from, the other modules get memplug's class again before they run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PlainRegions:
         regions: all regions of the session, in forward order.
 
     Attributes:
-        unseen: indices in `regions` of those whose modules had their own class when the step began.
+        unseen: indices, in `regions`, of the regions whose modules had their own class when the step began.
     """
 
     def __init__(self, regions: Sequence[Region]):

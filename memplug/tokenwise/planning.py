@@ -33,14 +33,14 @@ class StepObserver:
 
     Attributes:
         tapes: last tape of each region. In all dictionaries here the keys are names of regions.
-        input_bytes: bytes that one forward swaps under any plan: inputs, and results of collectives and of choices. It
-            is the mean over the region's forwards, since an input may need a gradient in some forwards only.
-        largest_input_bytes: the same bytes, of the forward that has the most.
-        input_tensors: number of tensors that hold these bytes, in the forward that has the most.
-        given_bytes: bytes of the tensors among the arguments of a forward, the largest of all forwards.
-        saved_bytes: bytes that backward of one forward asks for, the largest of all forwards.
+        input_bytes: bytes that one forward swaps under any plan: inputs, and results of collectives and of operators
+            that choose. It is the mean over the region's forwards, since an input may need a gradient in only some.
+        largest_input_bytes: the most such bytes of any forward.
+        input_tensors: the most tensors of this kind in any forward.
+        given_bytes: the most bytes of the tensors among the arguments of any forward.
+        saved_bytes: the most bytes that the backward of any forward asks for.
         is_agreed: see `Setting`.
-        is_large: returns whether a tensor of so many bytes may be offloaded; smaller ones stay on the device.
+        is_large: returns whether a tensor of this many bytes may be offloaded; smaller ones stay on the device.
     """
 
     def __init__(self, is_large: Callable[[int], bool]) -> None:
@@ -65,8 +65,8 @@ class StepObserver:
         self.tapes[name] = tape
         self.given_bytes[name] = max(frame.given_bytes, self.given_bytes.get(name, 0))
         self.saved_bytes[name] = max(frame.saved_bytes, self.saved_bytes.get(name, 0))
-        # like inputs, results of collectives and of choices are always swapped whole; an opaque region swaps only its
-        # input
+        # like inputs, results of collectives and of operators that choose are always swapped whole; an opaque region
+        # swaps only its input
         self._whole[name] = tape.received | _chosen(tape) if not region.opaque else set()
         large = list(filter(self.is_large, (tape.bytes[number] for number in self._whole[name])))
         input_bytes, before = frame.offered_bytes + sum(large), self.input_bytes.get(name, 0.0)
@@ -107,10 +107,7 @@ def group_regions(regions: Sequence[Region], observer: StepObserver) -> dict[str
 
 
 def fingerprint(tape: Tape) -> str:
-    """Return a name for the operator sequence and the storages that backward asked for.
-
-    It is the same in every process.
-    """
+    """Return a name for the operator sequence and the storages that backward asked for, the same in every process."""
     text = ";".join(f"{record.func}{record.inputs}{record.outputs}" for record in tape.records)
     return hashlib.sha256(f"{text}|{sorted(tape.asked)}".encode()).hexdigest()[:12]
 
@@ -172,7 +169,7 @@ def _shared(tape: Tape) -> set[int]:
 def _replayed(
     tapes: list[Tape], seconds: Seconds, observer: StepObserver
 ) -> tuple[tuple[plan.PlannedOperator, ...], frozenset[int], frozenset[int]]:
-    """Return the operators that all these regions ran, and two sets of storages.
+    """Describe the operators of regions that ran the same ones.
 
     Returns:
         The operators, the storages that backward asks for, and the storages that exist before the recompute pass.
@@ -185,10 +182,7 @@ def _replayed(
 
 
 def _small_parts(tape: Tape, observer: StepObserver) -> set[int]:
-    """Return the storages that units made and that are too small to offload.
-
-    These stay on the device, so no unit runs again for them.
-    """
+    """Return the storages of units that are too small to offload: they stay on the device, and no unit runs again."""
     parts = [record for record in tape.records if operators.is_part_of_unit(record.func)]
     return {n for record in parts for n in record.outputs if not observer.is_large(tape.bytes[n])}
 
@@ -202,10 +196,10 @@ def _module(forward_s: float) -> tuple[tuple[plan.PlannedOperator, ...], frozens
 
 
 def _sending(members: Sequence[Region]) -> Sequence[Region]:
-    """Return the regions whose tensors leave the device before backward asks for them.
+    """Return the regions that do not offload late, so that their tensors leave the device before backward.
 
-    If there are none, return all regions. Return all also if units of them communicate: which regions offload late (on
-    release only) differs from rank to rank, but such a unit must run again on all ranks or on none.
+    Return all regions if all offload late, or if they have units that communicate. Such a unit must run again on all
+    ranks or on none, and the regions that offload late differ from rank to rank.
     """
     if any(region.native.shares for region in members):
         return members
@@ -238,7 +232,7 @@ def decisions_of(
         instances = sum(group.instances for group in region_plan.groups)
         sending = _sending(members)
         for region in members:
-            # regions that do not offload are treated like the last ones, whose tensors live shortest too
+            # a region that offloads late gets the decisions of the last one that does not: their tensors live shortest
             ordinal = sending.index(region) if region in sending else len(sending)
             group = region_plan.group(ordinal * instances // len(sending))
             tape = observer.tapes[region.name]
@@ -254,7 +248,7 @@ def decisions_of(
             frame_bytes = max(frame_bytes, _frame_bytes(tape, group, observer, region.name))
             swapped = _swapped_bytes(tape, group, observer)
             recomputed_bytes = saved_bytes  # an opaque region recomputes all that backward asks for
-            if not region.opaque:  # others recompute the outputs of the operators that run
+            if not region.opaque:  # other regions recompute the outputs of the operators that their pass runs
                 recomputed_bytes = sum(_output_bytes(tape, index) - swapped.get(index, 0) for index in group.runs)
             settings[region.name] = Setting(
                 key,
@@ -293,9 +287,9 @@ def _output_bytes(tape: Tape, index: int) -> int:
 
 
 def _swapped_bytes(tape: Tape, group: plan.Group, observer: StepObserver) -> dict[int, int]:
-    """Return how many bytes of each operator's outputs are swapped, by index of the operator.
+    """Return the swapped bytes of each operator's outputs, by index of the operator.
 
-    The region's own tape counts, since the experts of a mixture have more tokens in one layer than in another. Small
+    Sizes are from the region's own tape, since an expert may get more tokens in one layer than in another. Small
     outputs, such as a norm's statistics, stay on the device.
     """
     return {
@@ -307,7 +301,7 @@ def _swapped_bytes(tape: Tape, group: plan.Group, observer: StepObserver) -> dic
 def _frame_bytes(tape: Tape, group: plan.Group, observer: StepObserver, name: str) -> int:
     """Return the device bytes of a region's prefetched tensors.
 
-    A tensor that is swapped in part is prefetched in full size: its other rows are recomputed in place.
+    A tensor that is swapped in part gets memory for all its rows; the other rows are recomputed there.
     """
     outputs = [tape.bytes[number] for index in group.fractions for number in tape.records[index].outputs]
     tensors = observer.input_tensors[name] + len(outputs)
@@ -317,8 +311,7 @@ def _frame_bytes(tape: Tape, group: plan.Group, observer: StepObserver, name: st
 def put(decisions: Decisions | None, regions: Sequence[Region], executor: Executor) -> None:
     """Run regions by decisions from the next forward on.
 
-    Without decisions, or for a region that they do not cover, the safest setting holds: inputs and attention outputs
-    swapped, every matmul recomputed.
+    Regions without a decision run at the safest setting: inputs and attention outputs swapped, every matmul recomputed.
     """
     for region in regions:
         setting = decisions.settings.get(region.name) if decisions is not None else None
@@ -332,7 +325,7 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, observer: StepObs
     capture, is_part = native.capture(index), operators.is_part_of_unit(record.func)
     output_bytes = round(fmean(_output_bytes(tape, index) for tape in tapes))
     view = record.form is Form.VIEW
-    # a write to given memory runs in any pass, but does not make a pass necessary
+    # every recompute pass runs the operators that write to an argument, but they alone do not require a pass
     always_runs = native.always_runs(index) and record.form is not Form.WRITE and index not in tapes[0].spared
     return plan.PlannedOperator(
         name=str(record.func),
@@ -349,14 +342,14 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, observer: StepObs
 
 
 def _unit_of(tape: Tape, index: int) -> int:
-    """Return the index of the operator that stands for the unit that a part belongs to."""
+    """Return the index of a part's unit, among the tape's operators."""
     return next(i for i in range(index, -1, -1) if operators.is_unit(tape.records[i].func))
 
 
 def _mean_fraction(tape: Tape, group: plan.Group) -> float:
     """Return the share of matmul output bytes that the group swaps.
 
-    It is the fraction for forwards that run other operators than the observed one.
+    A forward that runs other operators than the observed one swaps this share.
     """
     matmuls = [i for i, record in enumerate(tape.records) if operators.kind_of(record.func) is CaptureKind.ROWS]
     sizes = {i: _output_bytes(tape, i) for i in matmuls}
@@ -367,8 +360,8 @@ def _mean_fraction(tape: Tape, group: plan.Group) -> float:
 def _backward_seconds(observer: StepObserver, seconds: Seconds) -> dict[str, float]:
     """Return each region's backward time, without its recompute pass.
 
-    It lasts from the region's first request for a saved tensor to the next region's first request. The region whose
-    backward is last has no next one, and gets the median of the others.
+    A region's backward lasts from its first request for a saved tensor to the next region's first request. The region
+    whose backward is last gets the median of the others.
     """
     begun = {name: tape for name, tape in observer.tapes.items() if tape.backward_begin is not None}
     if not begun:

@@ -1,9 +1,9 @@
 """Compares the bytes that a step offloads with the plan's prediction.
 
-The second step under each plan is compared: in the first one, regions find out which results of collectives no backward
-asks for. A plan is made from one observed step. Later steps offload other amounts if the observation was wrong, or if
-captures differ from the plan. Then the times that were predicted from these bytes are wrong too. The steps of a mixture
-of experts differ by themselves: the routing decides how many rows an expert has.
+The second step under each plan is compared, since in the first one memplug learns which results of collectives no
+backward asks for. A plan is made from one observed step. Later steps offload other amounts if the observation was
+wrong, or if captures differ from the plan. Then the times that were predicted from these bytes are wrong too. In a
+mixture of experts the amounts differ from step to step: the routing decides how many rows an expert gets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Predictions:
     """The comparison of steps with their plan; called at the end of every step.
 
     Attributes:
-        expected_bytes: bytes that the plan predicted for the step that was compared last; None before there is one.
+        expected_bytes: predicted bytes of the last compared step; None before a step was compared.
         offloaded_bytes: bytes that this step offloaded, likewise.
     """
 
@@ -39,15 +39,14 @@ class Predictions:
         self.offloaded_bytes: int | None = None
 
     def end_step(self, decisions: Decisions | None, program: Program, planned_from: Program | None) -> None:
-        """Compare a step that ended with its plan.
+        """Compare the step that ended with its plan.
 
-        If a step was short of host memory, ran a region that the plan does not cover, or had inputs of other sizes than
-        the step that the plan was made from, the next step is compared instead. The warning appears only if every
-        region did exactly what it did in the step that the plan was made from, down to the sizes of all tensors.
+        Skip it, and compare the next one, if the step was short of host memory, ran a region that the plan does not
+        cover, or had inputs of other sizes than the step that the plan was made from. Warn only if every region ran
+        exactly as in that step, down to the sizes of all tensors.
 
         Args:
-            decisions: the decisions in force since the step's beginning; None if there were none, or they were only
-                tried.
+            decisions: the decisions in force since the step began; None if there were none, or the step tried a plan.
             program: the program that the step ran.
             planned_from: the program that the plan was made from.
         """

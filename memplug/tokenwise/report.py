@@ -109,14 +109,14 @@ class TokenwiseReport(TechniqueReport):
         )
 
     def closing(self) -> str:
-        """Return the swapped bytes and the time that the plan saves."""
+        """Return, for the last logged line, the swapped bytes and the time that the plan saves."""
         return "; ".join(filter(None, [f"{size(self.offloaded_bytes)} swapped" if self.regions else "", self._saved()]))
 
     def _saved(self) -> str:
         full_s, regions_s = self.predicted_full_recomputation_s, self.predicted_regions_s
         if not full_s:
             return ""
-        saved = f"{full_s - regions_s:.3f} s a step of the {full_s:.3f} s that its regions take recomputed in full"
+        saved = f"{full_s - regions_s:.3f} s a step: its regions would take {full_s:.3f} s recomputed in full"
         return f"by its own estimate the plan saves {saved}"
 
 

@@ -16,7 +16,7 @@ from memplug.tokenwise.budgets import DeviceBudget
 from memplug.tokenwise.plan.decisions import Decisions
 from memplug.words import size
 
-SLACK = 0.02  # share of the budget by which a step may exceed it with reserved memory
+SLACK = 0.02  # a step's reserved memory may exceed the budget by this share
 
 log = logging.getLogger("memplug")
 
@@ -47,7 +47,9 @@ class Room:
         return self._budget.room_bytes(peak_bytes, beside_bytes)
 
     def is_short(self, decisions: Decisions | None) -> bool:
-        """Return whether the plan of some rank kept more than there is room for, as the ranks found one step ago.
+        """Return whether some rank's plan keeps more than its device has room for.
+
+        The answer is one step old, since ranks agree on it while the next step runs.
 
         Args:
             decisions: the decisions of the step that ended; None: no plan was made for it.
@@ -63,9 +65,10 @@ class Room:
         return agreed is not None and agreed() < 1.0
 
     def _measures(self, decisions: Decisions) -> bool:
-        """Return whether the step that ended reserved more than the budget; True only once for the same decisions.
+        """Return whether the step that ended reserved more than the budget.
 
-        Only the first step under them that the arena served as a whole is measured.
+        Only one step under each plan is measured: the first that the arena served from beginning to end. For other
+        steps the answer is False.
         """
         if decisions is self._measured or decisions.peak_bytes is None:
             return False
@@ -85,10 +88,9 @@ class Room:
             return
         self._warned = True
         text = (
-            'memplug: steps reserve %s of the device, "device_budget_gib" is %g, and the plan keeps nothing there that '
-            "it could do without; %s of the reserved memory are holes between long-lived tensors, in segments of "
-            "torch's allocator. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves no holes, or raise "
-            "the budget"
+            'memplug: steps reserve %s of the device, although "device_budget_gib" is %g and the plan keeps no outputs '
+            "there; %s of the reserved memory are holes between long-lived tensors, in segments of torch's allocator. "
+            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves no holes, or raise the budget"
         )
         log.warning(coded("MP012", text), size(reserved_bytes), asked_gib, size(self._device.memory.holes_bytes))
 

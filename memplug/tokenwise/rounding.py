@@ -1,10 +1,10 @@
 """Reserves rounding buffers (MEMO, section 4.1) between two steps, as soon as their size is known.
 
-Rounding buffers are device memory for prefetched tensors. They are for training without the arena, which plans
+Rounding buffers are device memory for prefetched tensors. Training with the arena needs none, since the arena plans
 addresses for these tensors. A plan says how much each region swaps, so the buffers exist before the first step under
-the plan. With a number for alpha there is no plan, and the first step gives the size. If a later step swaps more, the
-buffers are enlarged for the step after it. They do not shrink while the session is stable, whichever program runs.
-Steps that a plan is made from, and steps that try plans, run without buffers.
+the plan. With a number for alpha there is no plan, and memplug takes the size from the first step. If a later step
+swaps more, memplug enlarges the buffers for the step after it. They do not shrink while the session is stable,
+whichever program runs. Steps that a plan is made from, and steps that try plans, run without buffers.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ class Rounding:
     Args:
         budget: the device budget.
         executor: reserves the buffers.
-        planned: whether there will be a plan; then nothing is reserved before there is one.
+        planned: whether the session makes plans; if so, buffers are reserved only once it has one.
     """
 
     def __init__(self, budget: DeviceBudget, executor: Executor, planned: bool):
         self._budget, self._executor = budget, executor
         self._is_stable = not planned
-        self._frame_bytes = 0  # size of each buffer, or the size for which the device had no room
-        self._most_bytes = 0  # most bytes that all buffers together took so far: part of the device's peak
+        self._frame_bytes = 0  # size of each buffer, or the size that could not be reserved
+        self._most_bytes = 0  # largest total of all buffers so far, which the device's reserved peak includes
         self._told = False
 
     def end_step(self, decisions: Decisions | None, stable: bool) -> None:
         """Reserve, enlarge or release the buffers for the next step.
 
         Args:
-            decisions: the decisions of the regions from now on; None: a number for alpha.
-            stable: the program is expected to repeat, and no arena serves it.
+            decisions: the decisions of the regions from now on; None with a number for alpha.
+            stable: whether the program is expected to repeat and no arena serves it.
         """
         flow = self._executor.flow
         if not (stable and self._is_stable):
-            flow.largest_frame_bytes = 0  # that was the size for another plan, or for none
+            flow.largest_frame_bytes = 0  # this size was measured under another plan, or under none
         self._is_stable = stable
         planned_bytes = decisions.frame_bytes if decisions is not None else 0
         wanted_bytes = max(planned_bytes, flow.largest_frame_bytes) if stable else 0
@@ -54,10 +54,7 @@ class Rounding:
             self._reserve(wanted_bytes, decisions.peak_bytes if decisions is not None else None)
 
     def peak_bytes(self, decisions: Decisions | None) -> int | None:
-        """Return the predicted largest allocation total of a step, with the buffers that are reserved now.
-
-        Without the buffers the prediction is `decisions.peak_bytes`. None: unknown.
-        """
+        """Return a step's predicted peak: `decisions.peak_bytes` plus the buffers reserved now; None: unknown."""
         known = decisions is not None and decisions.peak_bytes is not None
         return decisions.peak_bytes + self._executor.transfer.buffer_bytes if known else None
 
@@ -72,7 +69,7 @@ class Rounding:
                 executor.flow.reserve(0)  # releases the former buffers, so that their memory counts as free
                 try:
                     has_room = executor.flow.reserve(frame_bytes)
-                except torch.OutOfMemoryError:  # raised by a device in Python
+                except torch.OutOfMemoryError:  # raised if the device is implemented in Python
                     has_room = False
             self._frame_bytes = frame_bytes
             self._most_bytes = max(self._most_bytes, executor.transfer.buffer_bytes)

@@ -1,10 +1,10 @@
 """Searches for decisions in the stage gen-policy: observes one step, then tries plans around the optimum, one a step.
 
-The search takes the fastest plan that kept to its memory on every rank (Chameleon, section 4). If the first plan ran
-all regions as without memplug, and every rank had the memory for it, no further plan is tried.
+The search chooses the fastest plan that fits the memory of every rank (Chameleon, section 4). If the first plan runs
+all regions as without memplug, and fits every rank's memory, no further plan is tried.
 
-Plans are made in a process beside training, which goes on at the safest setting. Of the ranks that run the same
-regions, the lowest makes the plans for all of them. The first plan is tried once all ranks have their plans.
+A process beside training makes the plans; training goes on at the safest setting. Among ranks that run the same
+regions, the lowest one makes the plans for all. The first plan is tried once all ranks have their plans.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Trial:
 
     seconds: float
     fits: bool
-    """Whether the host had room for all rows to be swapped, and the device's peak kept to the plan's prediction, with
-    `PEAK_SLACK`, and to the budget."""
+    """Whether the host had room for all rows to be swapped, and the device's peak exceeded neither the budget nor the
+    plan's prediction (plus `PEAK_SLACK`)."""
     device_bytes: int
     """Bytes that the plan keeps on the device."""
 
@@ -50,8 +50,8 @@ def choose(trials: Sequence[Sequence[Trial]]) -> tuple[int, bool]:
     """Return the index of the best plan, and whether it fits; the same on every rank.
 
     A plan fits if its trial fits on every rank. Its time is that of its slowest rank. The best plan is the fastest that
-    fits. If no plan fits, the best is the safest: the one that keeps the fewest bytes on the device. Of equal plans the
-    earlier one is taken, which is nearer to the predicted optimum.
+    fits. If no plan fits, the best is the one that keeps the fewest bytes on the device. If two plans are equally good,
+    the earlier one wins: it is nearer to the predicted optimum.
 
     Args:
         trials: for each rank, in rank order, the trial of each plan.
@@ -64,7 +64,7 @@ def choose(trials: Sequence[Sequence[Trial]]) -> tuple[int, bool]:
 
 
 class PlanSearch:
-    """One search for decisions, which begins with the stage gen-policy.
+    """One search for decisions; each stage gen-policy begins a new one.
 
     Args:
         regions: all regions of the session, at the safest setting.
@@ -73,10 +73,10 @@ class PlanSearch:
         ranks: the ranks that train the model.
         budget: device budget.
         beside: runs the planner beside training.
-        tries: how many plans to try; with 0 or 1 the optimum is taken untried.
+        tries: how many plans to try; with 0 or 1 the search chooses the optimum untried.
         alpha: "auto", or "memo" for MEMO's one plan.
-        is_relieved: whether another technique takes over if no plan makes steps fit: it makes them fit, or raises an
-            error.
+        is_relieved: whether another technique takes over if no plan makes steps fit: it then makes them fit, or raises
+            an error.
         step_peak: returns the largest allocation total of the device since its last call, in bytes; None: unknown.
         step_trace: returns the last step that was recorded in detail; None if there is none.
         room: returns the bytes that a plan may keep on the device, given the peak of a step at the safest setting.
@@ -84,7 +84,7 @@ class PlanSearch:
 
     Attributes:
         outcome: the result of the search, in words.
-        fits: False if no plan that was tried kept to its memory on every rank.
+        fits: False if none of the tried plans fits the memory of every rank.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class PlanSearch:
         self._warned = False
         executor.time_forwards(observer)
         for region in self.regions:
-            region.native.peak = 0  # so that it counts forwards in flight of this program only
+            region.native.peak = 0  # restart the count of forwards in flight for this program
         step_peak()
 
     def begin_program(self) -> None:
@@ -161,7 +161,7 @@ class PlanSearch:
         """Return how the next step is to be recorded.
 
         The step that plans are made from is recorded in full. A step that tries a plan is recorded for its peak only.
-        None while the planner runs: then the step is not recorded.
+        While the planner runs, the result is None, and no step is recorded.
         """
         if self._task is not None:
             return None
@@ -187,7 +187,10 @@ class PlanSearch:
         task = candidates.agree(own, self._gather, max(1, self._tries), self._alpha)
         if not (groups or self._warned):
             self._warned = True
-            text = "memplug: no region ran in the step to plan from, for example %s. Name modules that training runs"
+            text = (
+                "memplug: no region ran in the step to plan from (the first region is %s). Name modules that training "
+                'runs in "tokenwise.regions"'
+            )
             log.warning(coded("MP008", text), self.regions[0].name)
         if task is None:
             return False
@@ -209,12 +212,12 @@ class PlanSearch:
         return True
 
     def _is_planned(self) -> bool:
-        """Return whether all ranks have plans to try by now."""
+        """Return whether all ranks have plans to try; take the plans once all planners are done."""
         if not all(self._gather(not self._beside.is_busy or self._beside.is_done)):
             return False
         task, self._task = self._task, None
         solved = self._beside.take() if self._beside.is_busy else None
-        # patient: without a planner process, the other ranks wait while one solves in `take`
+        # patient, since without a planner process other ranks wait here while one solves in `take`
         solutions = candidates.choose(task, solved, functools.partial(self._gather, patient=True))
         self._candidates = [self._decisions_of(one) for one in solutions]
         self.executor.pool.reserve(max(one.host_bytes for one in solutions))
@@ -233,7 +236,7 @@ class PlanSearch:
         self._trials.append(Trial(seconds, fits, decisions.solution.device_bytes))
 
     def _is_out_of_the_way(self) -> bool:
-        """Return whether all ranks ran as without memplug and had the memory for it: no plan is faster."""
+        """Return whether the first plan runs all regions as without memplug and fits: no plan is faster."""
         tried = len(self._trials) == 1 and plain.is_plain(self._candidates[0].solution)
         return tried and all(self._gather(self._trials[0].fits))
 

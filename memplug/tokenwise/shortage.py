@@ -17,9 +17,9 @@ from memplug.tokenwise.engine.executor import Executor
 
 log = logging.getLogger("memplug")
 
-MARGIN = 0.95  # share of the fitting bytes to ask for: only whole rows are swapped, and slabs of the pool keep gaps
-SMALLEST = 0.01  # a smaller share counts as 0: not even inputs and attention outputs fit
-LEAST_RISE = 1.02  # a smaller rise would gain next to nothing
+MARGIN = 0.95  # ask for less than fits, by this factor: only whole rows are swapped, and the pool's slabs have gaps
+SMALLEST = 0.01  # a smaller share counts as 0, since not even inputs and attention outputs fit
+LEAST_RISE = 1.02  # do not raise the share by a smaller factor: it would gain next to nothing
 
 
 class Shortage:
@@ -36,7 +36,7 @@ class Shortage:
         self._lowest = 1.0
 
     def end_step(self) -> None:
-        """Ask for the share that the step that ended should have had.
+        """Ask for the share that would have been right for the step that ended.
 
         The ranks agree on a share while the next step runs, and use it from the step after that.
         """
@@ -61,7 +61,7 @@ class Shortage:
         self._executor.pool.take_peak_bytes()
 
     def _asked(self, share: float) -> float | None:
-        """Return the share that the step should have had; None: `share`, which it had, was right."""
+        """Return the share that would have been right for the step that ended; None if `share` was right."""
         before, self._before = self._before, self._counts()
         taken, refused = (now - then for now, then in zip(self._before, before, strict=True))
         pool = self._executor.pool
@@ -71,7 +71,7 @@ class Shortage:
             return share if share >= SMALLEST else 0.0
         if not 0.0 < share < 1.0 or not peak_bytes:
             return None
-        # never over the budget: of the peak's bytes, those of tensors swapped whole do not grow with the share
+        # the peak stays within the budget: it grows less than the share, as some tensors are always swapped whole
         larger = min(1.0, share * MARGIN * pool.budget_bytes / peak_bytes)
         return larger if larger > share * LEAST_RISE else None
 

@@ -1,6 +1,6 @@
 """Token-wise offloading and recomputation as a technique.
 
-It decides for the operators of a program's regions, and does all that happens to regions between two steps.
+It makes the decisions for a program's regions, and changes their settings between two steps.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         self.check = AlphaCheck(fixed if self._is_on else None, self._budget, self._regions, self.executor, self._ranks)
         self.predictions = Predictions(self.executor)
         self.rounding = Rounding(self._budget, self.executor, planned=self.plans)
-        self._sizes: tuple[tuple[int, ...], ...] = ()  # sizes of each forward's inputs, in the step that ended last
+        self._sizes: tuple[tuple[int, ...], ...] = ()  # sizes of each forward's inputs in the last step
         self._shortage = Shortage(self.executor, self._ranks)
         self._room = Room(self._budget, self._ranks, given.reserved)
         self._search: PlanSearch | None = None
@@ -133,14 +133,14 @@ class TokenWise(AgreedTechnique[Decisions]):
     # -- how it begins -------------------------------------------------------------------------------------------------
 
     def beginning(self) -> str:
-        """Return the number of regions and how they start, in words."""
+        """Return the number of regions and what sets their decisions, in words for the log."""
         if self.plans:
             return f"{len(self._regions)} regions, to be planned once the program repeats"
         return f"{len(self._regions)} regions, alpha {self._alpha}" if self._is_on else "no regions"
 
     @property
     def unwatched_because(self) -> str:
-        """Return why operators of steps need not be compared: see `AgreedTechnique`."""
+        """Return why the operators of steps need not be compared, "" if they must be: see `AgreedTechnique`."""
         if not self._is_on:
             return "the block switches token-wise plans off, and only they need the operators of steps to be compared"
         return (
@@ -149,7 +149,7 @@ class TokenWise(AgreedTechnique[Decisions]):
             else "with a number for alpha there is no plan, so the operators of steps need not be compared"
         )
 
-    # -- questions of the stages ---------------------------------------------------------------------------------------
+    # -- called by the stages ------------------------------------------------------------------------------------------
 
     def begin_program(self) -> None:
         """Start a step's clock, at its first forward with gradients, if the step is observed or tries a plan."""
@@ -170,7 +170,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         return {region.name: region.native.sent_bytes for region in self._regions}
 
     def free_host_bytes(self) -> int:
-        """Return the bytes of the host budget that the pool has not taken."""
+        """Return the bytes of the host budget that the pool has not pinned yet."""
         return self.executor.pool.budget_bytes - self.executor.pool.capacity_bytes
 
     def in_words(self, part: Decisions) -> str:
@@ -205,10 +205,10 @@ class TokenWise(AgreedTechnique[Decisions]):
         return Program(operators, self._sizes, nodes, self.plain.unseen)
 
     def agree(self, program: Program, planned_from: Program | None, is_stable: bool) -> None:
-        """Agree with other ranks, at the end of a step, on changes that are no part of a plan.
+        """Run the checks at the end of a step for which all ranks exchange values.
 
-        This swaps fewer rows if the host memory of a rank ran out, compares the step's offloaded bytes with its plan,
-        and checks a number for alpha against link and host.
+        Swap fewer rows if the host memory of a rank ran out, compare the step's offloaded bytes with its plan, and
+        check a number for alpha against link and host.
         """
         if self._regions and is_stable:
             self._shortage.end_step()
@@ -227,7 +227,7 @@ class TokenWise(AgreedTechnique[Decisions]):
     def turn_away(self) -> None:
         """Run regions at the safest setting in the step that begins: the plan was not made for its inputs.
 
-        Regions whose recompute passes launch collectives keep their setting: all ranks have to agree on a change first.
+        Regions whose recompute passes launch collectives keep their setting: all ranks have to change it together.
         """
         self.plain.enter_all()
         for region in self._regions if not self.executor.regathers else ():
@@ -238,14 +238,14 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     @property
     def may_talk(self) -> bool:
-        """Return whether regions take part in collectives.
+        """Return whether regions may take part in collectives.
 
-        Collectives depend on the settings of the regions, so all ranks have to change settings alike.
+        If so, all ranks have to change settings together, since collectives depend on the settings.
         """
         return self.executor.regathers or any(region.native.may_talk for region in self._regions)
 
     def stay(self) -> None:
-        """Keep regions as they are for good: ranks no longer decide together."""
+        """Keep the regions' settings for good, since ranks no longer agree on changes."""
         self._stop_search()
         self.check.stop()
 
@@ -256,7 +256,7 @@ class TokenWise(AgreedTechnique[Decisions]):
     # -- from run to run -----------------------------------------------------------------------------------------------
 
     def keep(self, part: Decisions, plan: MemoryPlan) -> MemoryPlan:
-        """Return the plan with these decisions, the findings of forwards under them, and the link rates."""
+        """Return the plan with these decisions, the findings of forwards under them, and the link rates added."""
         d2h, h2d = self.executor.device.link_rates()
         settings = {
             region.name: replace(part.settings[region.name], learnt=_learnt(region))
@@ -270,7 +270,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         self.executor.pool.reserve(max(decisions.solution.host_bytes for decisions in parts))
 
     def lacks(self, part: Decisions) -> str:
-        """Return why this machine has no room for a part; "" where it has."""
+        """Return why this machine has no room for a part; "" if it has room."""
         host_bytes, budget_bytes = part.solution.host_bytes, self.executor.pool.budget_bytes
         if host_bytes > budget_bytes:
             return f"it swaps {size(host_bytes)}, and the host budget is {size(budget_bytes)}"

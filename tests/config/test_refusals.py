@@ -196,7 +196,7 @@ def test_weight_memory_freed_before_backward_raises(take: str):
             weight.untyped_storage().resize_(0)
         else:
             weight.data = torch.empty(0)
-        with pytest.raises(RecomputeError, match="was taken away") as raised:
+        with pytest.raises(RecomputeError, match="was freed or replaced") as raised:
             loss.backward()
     assert "until its backward is over" in raised.value.advice
 

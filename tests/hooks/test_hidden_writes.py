@@ -187,5 +187,5 @@ def test_first_write_in_a_later_forward_leaves_no_region_opaque() -> None:
 
 
 def test_first_write_to_region_input_in_a_later_call_raises() -> None:
-    with pytest.raises(InPlaceError, match="from outside of its region, which is not undone"):
+    with pytest.raises(InPlaceError, match="from outside of its region, which memplug cannot undo"):
         train(WritesInputAtTimes, alpha=0.0)

@@ -93,7 +93,7 @@ def test_buffer_is_written_once_per_step(layer: type[nn.Module], alpha: float | 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_parameter_written_by_a_kernel_raises(alpha: float | str) -> None:
-    with pytest.raises(InPlaceError, match="from outside of its region, which is not undone"):
+    with pytest.raises(InPlaceError, match="from outside of its region, which memplug cannot undo"):
         train(KernelUpdatesParameter, alpha=alpha)
 
 

@@ -232,7 +232,7 @@ def test_alpha_above_the_host_limit_warns_with_the_limit(
         assert figures(run.step(times=3)) == (1.0, pytest.approx(0.5, abs=1 / TOKENS))
         assert run.session.report().tokenwise.host_refusals > 0
     (line,) = warnings(caplog)
-    assert "the link hides 1.00 of" in line and "It stays as asked: rows without room on the host are rec" in line
+    assert "the link hides 1.00 of" in line and "memplug does not change it, so rows without room on the host" in line
 
 
 def test_host_holds_the_fraction_that_the_check_reports(monkeypatch: pytest.MonkeyPatch) -> None:

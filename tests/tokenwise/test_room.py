@@ -117,8 +117,8 @@ def test_budget_overrun_that_no_plan_can_avoid_warns_once(
     assert not any(room.is_short(decisions(0, 850)) for _ in range(3))
     room.is_short(decisions(0, 850))
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
-        f'memplug: steps reserve 950 bytes of the device, "device_budget_gib" is {900 / 2**30:g}, and the plan keeps '
-        "nothing there that it could do without"
+        f'memplug: steps reserve 950 bytes of the device, although "device_budget_gib" is {900 / 2**30:g} and the plan '
+        "keeps no outputs there"
     ]
 
 

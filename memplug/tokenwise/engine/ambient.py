@@ -1,8 +1,7 @@
-"""Restores the state around a region's forward for its recompute pass.
+"""Restores, for a recompute pass, the state that the region's forward ran in.
 
-The state is autocast, random generators, attention back ends and the default device. On a GPU the pass runs on
-autograd's own thread, which has none of this state. The native core notes it when a forward starts
-(native/tape/ambient.h).
+The state is autocast, random generators, attention back ends and the default device. The native core notes it when a
+forward starts (native/tape/ambient.h). On a GPU the pass runs on autograd's own thread, which has none of this state.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ def restored(
     attention: Mapping[str, bool],
     default_device: torch.device | None,
 ) -> Iterator[None]:
-    """Enter the state of the forward, for a pass that runs the module again.
+    """Enter the state of the forward, to run a module or a unit again.
 
-    Inside, as in the forward, functions that the model compiles run as they are written, since compiled code shows no
-    operators. Units are the exception.
+    Inside, as in the forward, compiled functions of the model run uncompiled, since compiled code shows no operators.
+    Only units run compiled.
 
     Args:
         device: the device that trains.
-        surroundings: functions; each returns a context that restores a state of the framework. Random operators depend
-            on these states.
-        cpu_rng: state of the CPU's generator; None where nothing draws from it.
-        device_rng: state of the device's generator; None where nothing draws from it, or the device is the CPU.
+        surroundings: functions that return a context; each context restores a state of the framework on which random
+            operators depend.
+        cpu_rng: state of the CPU's generator; None if nothing draws from it.
+        device_rng: state of the device's generator; None if nothing draws from it, or the device is the CPU.
         autocast: (device type, whether autocast is on, dtype) for each device type. As in the forward, autocast runs
-            without its cache. With it, the forward would cast a weight once for two regions, but the recompute pass of
-            each region would cast it again.
+            without its cache. With a cache, a forward would cast a weight once for two regions, but the recompute pass
+            of each region would cast it again.
         attention: whether each back end is enabled, by its name in `torch.backends.cuda`.
         default_device: device of factory functions; None: none was set.
     """
@@ -75,16 +74,13 @@ def restored(
 
 
 def is_transformed() -> bool:
-    """Return whether this thread is inside of a function transform.
-
-    The question itself does not make torch create its stack of transforms.
-    """
+    """Return whether this thread is inside of a function transform, without making torch create its transform stack."""
     return core().has_transform_stack() and peek_interpreter_stack() is not None
 
 
 def no_transforms() -> AbstractContextManager[None]:
-    """Return a context without the function transforms that backward runs in, such as the vmap of batched gradients."""
-    batched = vmapmode_increment_nesting() - 1  # `torch.autograd.grad` has a vmap of its own
+    """Return a context outside of the function transforms around backward, such as the vmap of batched gradients."""
+    batched = vmapmode_increment_nesting() - 1  # the vmap of `torch.autograd.grad` is not on the transform stack
     vmapmode_decrement_nesting()
     if not batched and not is_transformed():
         return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Tells when regions run as without memplug: when a CUDA graph records them, or they are transformed or traced."""
+"""Tells when regions run as without memplug: in CUDA graphs, transforms, traces, or without saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class AsTheyAre:
     def is_so(self) -> bool:
         """Return whether a region's forward has to run as without memplug now.
 
-        Replays of a CUDA graph would write to host rows that belong to other tensors by then. Tensors of function
-        transforms and of forward-mode differentiation have no memory of their own to swap. Without saved-tensor hooks
+        Replays of a CUDA graph would write to host rows that by then belong to other tensors. Tensors in function
+        transforms and in forward-mode differentiation have no memory of their own to swap. Without saved-tensor hooks
         memplug does not learn which tensors backward needs.
         """
         if self._device.is_capturing():

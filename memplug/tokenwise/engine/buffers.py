@@ -1,4 +1,4 @@
-"""Keeps values for the recompute pass: those of memory from outside of a region, before its forward writes there."""
+"""Saves the values of memory from outside of a region before its forward writes there, for the recompute pass."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ IN_PLACE = "one of the variables needed for gradient computation has been modifi
 class Buffers(BuffersCalls):
     """The memory that one forward writes to in place, such as running statistics, and its values before the forward.
 
-    A recompute pass must find these values, and leave no trace.
+    A recompute pass must start from these values, and afterwards memory must have its later values again.
     """
 
     def __init__(self) -> None:
         self._before: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
 
     def note(self, tensor: torch.Tensor) -> None:
-        """Keep the tensor's values: the forward is about to write to it, for the first time."""
+        """Save a tensor's values, just before the forward first writes to it."""
         self._before.append((alias_of(tensor), tensor.untyped_storage().clone()))
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
-        """Enter a context in which every buffer has its former value; writes inside do not advance its version."""
+        """Enter a context in which every buffer has its earlier values; writes inside do not advance its version."""
         now = [(tensor, before, tensor.untyped_storage().clone()) for tensor, before in self._before]
         with unsafe_preserve_version_counter(tuple(tensor for tensor, _ in self._before)):
             try:

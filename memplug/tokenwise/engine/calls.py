@@ -19,15 +19,15 @@ from memplug.torch_private import DeviceContext, get_function_modes, tree_flatte
 
 
 class ExecutorCalls(ABC):
-    """An executor, as the frames of its regions call it.
+    """The methods of an executor that the frames of its regions call.
 
-    In all methods `region` is a `memplug.tokenwise.engine.region.Region`, and `frame` the core's `Frame`.
+    In all of them `region` is a `memplug.tokenwise.engine.region.Region`, and `frame` the core's `Frame`.
     """
 
     @property
     @abstractmethod
     def stands_around(self) -> bool:
-        """Return whether all recompute passes go through `restore`, even those whose frames do not need it."""
+        """Return whether every recompute pass has to go through `restore`, even if its frame does not need it."""
 
     @abstractmethod
     def is_alone(self) -> bool:
@@ -48,8 +48,8 @@ class ExecutorCalls(ABC):
         Args:
             region: the region.
             why: the reason in words, or as bits of `Opaque`.
-            why_it_keeps: why all tensors that it saves stay on the device; "" if they are released, and its module runs
-                again.
+            why_it_keeps: why all tensors that the region saves stay on the device; "" if they are released and its
+                module runs again.
         """
 
     @abstractmethod
@@ -70,7 +70,7 @@ class ExecutorCalls(ABC):
 
     @abstractmethod
     def with_region(self, region: Any, error: RuntimeError) -> RuntimeError:
-        """Return the error for backward to raise: `error` itself, or in its place one that names the region."""
+        """Return the error that backward has to raise: `error` itself, or one that also names the region."""
 
     @abstractmethod
     def run_unit_again(
@@ -90,13 +90,13 @@ class ExecutorCalls(ABC):
 
 
 class UnitCalls(ABC):
-    """A unit (a call whose kernels no operator shows), as the core uses it before and after the call.
+    """The part of a unit (a call whose kernels no operator shows) that the core uses before and after the call.
 
     Attributes:
         writes: indices of the tensors among its arguments that it writes to.
         writes_unsaid: whether it may write, without advancing a version, to arguments that it returns.
         puts_back: whether it may draw random numbers and then restore the generator's state.
-        reads: returns the parameters that it reads and that are not among its arguments; called before the unit runs.
+        reads: returns the parameters that it reads besides its arguments; called before the unit runs.
         lasting: returns tensors that outlive the unit; called after the unit has run.
     """
 
@@ -108,7 +108,7 @@ class UnitCalls(ABC):
 
     @abstractmethod
     def note_writes(self, written: Sequence[int]) -> None:
-        """Note that a call wrote to more of its arguments than `writes` says."""
+        """Note that a call wrote to arguments that `writes` lacks."""
 
 
 class BuffersCalls(ABC):
@@ -116,7 +116,7 @@ class BuffersCalls(ABC):
 
     @abstractmethod
     def note(self, tensor: torch.Tensor) -> None:
-        """Keep the tensor's values: the forward is about to write to it, for the first time."""
+        """Save a tensor's values, just before the forward first writes to it."""
 
     @abstractmethod
     def as_before(self) -> AbstractContextManager[None]:
@@ -141,14 +141,14 @@ class TimesCalls(ABC):
 
     @abstractmethod
     def begin_backward(self) -> None:
-        """Take the time at which backward first asks for a saved tensor; do nothing in later calls."""
+        """Take the time at which backward first asks for a saved tensor; later calls do nothing."""
 
 
 class StateCalls(ABC):
     """The Python state before a forward.
 
     Attributes:
-        unknown: why it cannot be put back; "" where it can be.
+        unknown: why the state cannot be put back; "" if it can be.
     """
 
     unknown: str
@@ -192,15 +192,15 @@ def fail(kind: int, size: str) -> NoReturn:
         )
     if kind == 2:
         raise InPlaceError(
-            f"a function with kernels of its own wrote to a {size} tensor from outside of its region, which is not "
-            "undone",
+            f"a function with kernels of its own wrote to a {size} tensor from outside of its region, which "
+            "memplug cannot undo",
             'Give it a copy to write to, or leave the module out of "tokenwise.regions".',
             code="MP024",
         )
     if kind == 4:
         raise InPlaceError(
             "a sparse, nested or quantized tensor from outside of a region was modified in place inside of it, which "
-            "is not undone",
+            "memplug cannot undo",
             'Modify a clone of it, or leave the module out of "tokenwise.regions".',
             code="MP024",
         )
@@ -213,7 +213,8 @@ def fail(kind: int, size: str) -> NoReturn:
         )
     if kind == 6:
         raise RecomputeError(
-            f"the memory of a {size} tensor that a region reads was taken away between its forward and its backward",
+            f"the memory of a {size} tensor that a region reads was freed or replaced between its forward and its "
+            "backward",
             "Leave parameters and inputs of a region as they are until its backward is over: no `.data = ...`, no "
             "`model.to(...)`, no storage that is resized; a wrapper that frees weights in between has to gather them "
             "again for backward, as FSDP2 does for each layer that it wraps.",

@@ -1,4 +1,4 @@
-"""Loads the native core, and gives it descriptions of operators and the Python names that it calls."""
+"""Loads the native core, and gives it the traits of operators and the Python functions that it calls."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ProcessWatch:
         self._executors += 1
 
     def end(self) -> None:
-        """Count an executor less, and stop watching with the last one.
+        """Count one executor less, and stop watching with the last one.
 
         If the last one ends in the middle of a collection, the callback stays registered. It is removed when a later
         executor is the last one to end.
@@ -69,10 +69,7 @@ watching = functools.cache(ProcessWatch)
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Enter a context whose operators belong to no region (parameter gathering, hooks).
-
-    They are neither noted nor replayed.
-    """
+    """Enter a context whose operators (parameter gathering, hooks) belong to no region: neither noted nor replayed."""
     known = core()
     known.pause()
     try:
@@ -82,8 +79,5 @@ def paused() -> Iterator[None]:
 
 
 def in_framework() -> AbstractContextManager[Any]:
-    """Return a context for operators of a framework (gathering, reducing).
-
-    They do not count when steps are compared.
-    """
+    """Return a context for a framework's operators (gathering, reducing): they do not count when steps are compared."""
     return core().InFramework()

@@ -1,9 +1,9 @@
 """Runs regions: MEMO's token-wise swapping and recomputation (section 4.1), with a decision for each operator.
 
 Any module can be a region. Its forward runs once under an observer that captures expensive outputs and offloads their
-first rows. The second region after it (`buffers` sets this number) waits for these copies and releases the outputs'
-memory. Operators allocate their own outputs, so in forward no tensor lies in a rounding buffer: there MEMO's two
-buffers are this rule of release. In backward, rows are prefetched ahead of their use:
+first rows. When the second region after it starts (`buffers` sets this number), the executor waits for these copies and
+releases the outputs' memory. This rule takes the place of MEMO's two rounding buffers in forward, where operators
+allocate their own outputs. In backward, rows are prefetched ahead of their use:
 
 * into rounding buffers (native/transfer/rounding.h), if any are reserved (`memplug.tokenwise.rounding`), as far ahead
   as the buffers have room;
@@ -58,10 +58,9 @@ class _OfThread(threading.local):
 
 
 class _Rerunning:
-    """The context of a unit or module that runs again.
+    """The context in which a unit or module runs again.
 
-    It is a class because every unit that runs again enters one, and a generator's context manager takes five times as
-    long.
+    Every unit that runs again enters one. A class, since a generator's context manager takes five times as long.
     """
 
     def __init__(self, threads: _OfThread, unit_states: Mapping[Any, collections.deque[Any]]):
@@ -85,8 +84,8 @@ class Executor(ExecutorCalls):
         device: the device that trains.
         host_budget_bytes: limit of the pinned pool.
         min_offload_bytes: smaller tensors stay on the device.
-        regathers: forward gathers parameters (ZeRO 3), so every region recomputes on every rank, however much is
-            swapped.
+        regathers: whether forward gathers parameters (ZeRO 3). Then every region runs its recompute pass on every rank,
+            however much is swapped.
         buffers: how many regions' tensors wait on the device for their release, and how many rounding buffers
             `flow.reserve` makes.
         hooks: functions of the session and of frameworks, for the executor to call.
@@ -126,7 +125,7 @@ class Executor(ExecutorCalls):
         self._warned = False
         self._as_they_are = AsTheyAre(device)
         watching().begin()
-        self._stop_watching = weakref.finalize(self, watching().end)  # also if the session is dropped
+        self._stop_watching = weakref.finalize(self, watching().end)  # also runs if the session is just dropped
         self._stop_watching.atexit = False
 
     def time_forwards(self, listener: Callable[[Region, Any, Tape], None] | None) -> None:
@@ -139,14 +138,14 @@ class Executor(ExecutorCalls):
 
     @property
     def recomputing(self) -> int:
-        """Return how many recompute passes that run a module again are under way on this thread."""
+        """Return the number of nested reruns of modules and units on this thread."""
         return self._threads.recomputing
 
     def rerunning(self, unit_states: Iterable[tuple[Any, Any]] = ()) -> AbstractContextManager[None]:
-        """Return a context for a recompute pass that runs a module again.
+        """Return a context in which a module or a unit runs again.
 
         Args:
-            unit_states: (unit, state) of each unit that the pass runs, in order.
+            unit_states: (unit, state) of each unit inside of the module, in the order in which they run.
         """
         by_unit: dict[Any, collections.deque[Any]] = {}
         for unit, state in unit_states:
@@ -154,7 +153,7 @@ class Executor(ExecutorCalls):
         return _Rerunning(self._threads, by_unit)
 
     def next_state(self, unit: Any) -> Any:
-        """Return the state with which a recompute pass has to run a unit; None if the forward did not run this unit."""
+        """Return the state for the next rerun of this unit; None if the forward did not run the unit."""
         states = self._threads.unit_states.get(unit)
         return states.popleft() if states else None
 
@@ -194,9 +193,9 @@ class Executor(ExecutorCalls):
     def _runs_plain(self, region: Region, given_bytes: int) -> bool:
         """Return whether a plain region runs as without memplug with arguments of this size.
 
-        It does not if its arguments are larger than in the step that the plan was made from, since it would then keep
-        more than planned. But a region whose recompute passes launch collectives runs plain with any arguments, since
-        all ranks must launch the same collectives.
+        If its arguments are larger than in the step that the plan was made from, it would keep more than planned, so it
+        does not. But a region whose recompute passes launch collectives runs plain with any arguments, since all ranks
+        must launch the same collectives.
         """
         return given_bytes <= region.setting.plain_bytes or self.regathers or region.native.communicates
 
@@ -206,16 +205,16 @@ class Executor(ExecutorCalls):
         The native core notes every operator and every tensor that autograd saves (native/tape/forward.h), or verifies
         that they are those of an earlier forward's tape. Captured outputs are offloaded (native/tape/frame.h).
 
-        Autograd gets a small object instead of each tensor. The tensor is restored in one of three ways:
+        Autograd gets a small object instead of each saved tensor. The tensor is restored in one of three ways:
 
         * It was held: it existed before the region, like a parameter or a mask.
-        * It is a view of a capture that has all of its storage.
-        * A recompute pass makes it: the pass runs the operators of the tape that the saved tensors depend on, back to
-          captured outputs.
+        * It is a view of a capture that has its whole storage.
+        * A recompute pass makes it: the pass runs those operators of the tape that the saved tensors depend on,
+          starting from captured outputs.
 
-        The tape of an opaque forward does not show everything that it did. So its input is swapped, and its recompute
-        pass runs the module again. But if the region communicates, it may be opaque on this rank alone, so all tensors
-        that it saves stay on the device.
+        The tape of an opaque forward does not show everything that the forward did. So the region's input is swapped,
+        and its recompute pass runs the module again. But a region that communicates may be opaque on this rank alone,
+        so all tensors that it saves stay on the device.
         """
         times = Times(self.device) if self.on_timed is not None else None
         surroundings = [take() for take in self.hooks.surroundings]
@@ -249,7 +248,7 @@ class Executor(ExecutorCalls):
         return any(holds(tensor) for holds in self.hooks.scratch)
 
     def explain(self, phase: str, region: Region, error: BaseException) -> None:
-        """Pass a memory error on to the session: see `ExecutorCalls.explain`."""
+        """Pass an out-of-memory error on to the session: see `ExecutorCalls.explain`."""
         self.hooks.explain(phase, region, error)
 
     @staticmethod
@@ -276,7 +275,7 @@ class Executor(ExecutorCalls):
         """Note that a region is opaque, and warn once: see `ExecutorCalls.note_opaque`."""
         if not isinstance(why, str):
             if self.functions.found_some():
-                return  # functions that made it opaque are units from the next forward on: it is opaque no longer
+                return  # the functions that made it opaque are units from the next forward on
             why = named(why)
         region.opaque = region.opaque or why
         self.opaque[region.opaque] += 1
@@ -328,11 +327,11 @@ class Executor(ExecutorCalls):
         try:
             replay()
         except self.core.Diverged as divergence:
-            launches = frame.has_launches  # of collectives that captured outputs wait for
+            launches = frame.has_launches  # of collectives whose results are captured
             if not launches:
                 frame.decide({}, [])  # substitute nothing: the pass recomputes all
                 launches = frame.communicates
-            if launches:  # other ranks would not take part in these collectives
+            if launches:  # a full pass would launch collectives in which other ranks take no part
                 raise RecomputeError(f"region {region.name}: {divergence}", code="MP021") from None
             self.divergences += 1
             if self.divergences == 1:

@@ -1,24 +1,23 @@
 """Custom autograd functions that launch kernels past torch's dispatcher, such as those of Triton and of extensions.
 
-The first call of a function's class decides for good whether the class is a unit. It is one from the next call on if no
-operator filled memory that the call returned or saved, if the call took a tensor's address, or if it changed an
-argument without an operator. A call that returns only empty tensors, as for an expert that gets no tokens, decides
-nothing.
+memplug examines the first call of each function, and decides for good whether later calls are units. They are if the
+first call returned or saved memory that no operator filled, took a tensor's address, or changed an argument without an
+operator. A call that returns only empty tensors, as for an expert that gets no tokens, decides nothing.
 
 memplug assumes that every call of such a unit writes to the arguments that the first call changed, and to those whose
-memory the first call returned. Kernels of rotary embeddings do so, and no version counter shows it. If only a later
-call changes an argument, memplug detects the write by the argument's version, or because the call returns the argument;
-otherwise it does not. Likewise it does not detect a write to a parameter that advances no version.
+memory it returned. Kernels of rotary embeddings do so, and no version counter shows it. If only a later call changes an
+argument, memplug detects the write if it advances the argument's version, or if the call returns the argument. memplug
+detects a write to a parameter only if it advances the parameter's version.
 
-A function that returns integers or booleans but got none has chosen by values, as a router's kernel does. Its outputs
-are captured like those of operators that choose (`memplug.tokenwise.engine.operators`). With gradients disabled, only a
-function that writes to its arguments is a unit. The outputs of other functions are then held until backward, like
-tensors that existed before the region.
+If a function returns integers or booleans but got none, it counts as one that chooses by values, as a router's kernel
+does. Its outputs are captured like those of operators that choose (`memplug.tokenwise.engine.operators`). With
+gradients disabled, a function is a unit only if it writes to its arguments. The outputs of other functions are then
+held until backward, like tensors that existed before the region.
 
-To detect changes, memplug copies the arguments before the first call. But that call may be the first to wait for the
-stream that makes an argument. So an argument is not copied if another stream has made it (the stream of its node in
-autograd's graph tells) and no operator of the region has read it. Then a write to it shows only by its version, or if
-the function returns it.
+To detect changes, memplug copies the arguments before the first call. If another stream makes an argument, the function
+may be the first to wait for that stream, so a copy could come too early. memplug knows the stream from the argument's
+node in autograd's graph. It does not copy such an argument, unless an operator of the region has read it. A write to an
+argument without a copy is detected only by its version, or if the function returns it.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ EXCHANGES = {
 
 
 _ATTENTION = re.compile("attn|attention", re.IGNORECASE)
-_CHOICES = {torch.bool, torch.int16, torch.int32, torch.int64}  # not 8 bits: quantized tensors have these
+_CHOICES = {torch.bool, torch.int16, torch.int32, torch.int64}  # no 8-bit types: quantized tensors use them
 
 
 class HiddenFunctions:
@@ -55,7 +54,7 @@ class HiddenFunctions:
         self._executor = executor
         self._units: dict[type, Unit] = {}
         self._visible: set[type] = set()
-        self._writes_nothing: set[type] = set()  # write to no argument when gradients are disabled: outputs are held
+        self._writes_nothing: set[type] = set()  # these write to no argument while gradients are disabled
         self._found = self._told = 0
         self._is_on = True
 
@@ -65,12 +64,12 @@ class HiddenFunctions:
         return sorted(set(map(_name, self._units)))
 
     def found_some(self) -> bool:
-        """Return whether a finding was noted since the last call of this method."""
+        """Return whether `note_found` was called since the last call of this method."""
         before, self._told = self._told, self._found
         return self._told > before
 
     def apply(self, function: type, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `call(*args, **kwargs)`, the `apply` of a function."""
+        """Run `call(*args, **kwargs)`, the `apply` of a function: as a unit, or to find out whether it is one."""
         executor = self._executor
         if not self._is_on:
             return call(*args, **kwargs)
@@ -104,7 +103,7 @@ class HiddenFunctions:
         return out
 
     def note_found(self) -> None:
-        """Note a finding: from the next forward on, the function no longer makes its region opaque."""
+        """Note that a function will no longer make its region opaque, from the next forward on."""
         self._found += 1
 
     def stop(self) -> None:
@@ -112,7 +111,7 @@ class HiddenFunctions:
         self._is_on = False
 
     def _add(self, function: type, communicates: bool, chooses: bool = False) -> Unit:
-        is_new = _name(function) not in self.units  # a class that is made anew for each call has a known name
+        is_new = _name(function) not in self.units  # false for a class that is made anew for each call
         unit = self._units[function] = self._unit(function, communicates, chooses)
         if is_new and not (dist.is_initialized() and dist.get_rank()):
             log.info("memplug: %s launches kernels that no operator shows: from now on it is a unit", _name(function))

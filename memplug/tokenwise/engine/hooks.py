@@ -1,6 +1,6 @@
 """The functions of the session and of frameworks that an executor calls while it runs regions.
 
-The executor is made first. Frameworks then add functions to the lists, which detaching the session empties.
+Frameworks add functions to the lists once the executor exists. Detaching the session empties the lists.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class EngineHooks:
         own: returns a context for operators that the recorder must not count to the program.
         around: functions that return a context for a region's forward (phase "forward") or recompute pass
             ("recompute").
-        gathered: functions that return a context for a recompute pass that runs the tape's operators, not the module;
-            the context gathers the region's parameters.
+        gathered: functions that return a context which gathers the region's parameters. It is for recompute passes that
+            run the tape's operators, not the module.
         surroundings: functions that note a state of the framework on which random operators depend. Each returns a
             function that makes a context with this state, see `memplug.tokenwise.engine.ambient`.
         scratch: functions that return whether a tensor is in a scratch buffer owned by the framework. Such a tensor is

@@ -5,7 +5,7 @@ Expensive operators come in four kinds (memplug/README.md, "Swapping and recompu
 | kind | operators | a fraction of rows? | recomputed? |
 |---|---|---|---|
 | `ROWS` | mm, addmm, bmm, baddbmm, grouped mm | yes | yes |
-| `ATTENTION` | every scaled-dot-product backend, `flash_attn*::*` | whole or none | where budgets leave nothing else |
+| `ATTENTION` | every scaled-dot-product backend, `flash_attn*::*` | whole or none | if budgets leave no other way |
 | `COLLECTIVE` | functional ones, captured at `wait_tensor`; those of `c10d` that fill a tensor | whole | on all ranks |
 | `CHOICE` | topk, sort, argmax, nonzero: the pick must not change | whole | never: rounding could pick differently |
 
@@ -96,7 +96,7 @@ _LIFT = "aten::lift_fresh"  # the last operator of torch.tensor([1, 2]) (native/
 _WAIT = "_c10d_functional::wait_tensor"
 _WITHOUT_COMMUNICATION = {_WAIT, "_c10d_functional::_wrap_tensor_autograd"}
 _FLASH_ATTENTION = (
-    "flash_attn"  # in the namespace: flash_attn, flash_attn_3, and _flash_attn2_588b404 of Hugging Face's hub
+    "flash_attn"  # part of the namespaces flash_attn, flash_attn_3, and _flash_attn2_588b404 of Hugging Face's hub
 )
 PART_OF_UNIT = "memplug::of_unit"
 _UNITS = {"memplug::unit", "memplug::unit_"}  # the latter writes to its arguments
@@ -106,7 +106,7 @@ _KINDS = {
     "exchange": CaptureKind.COLLECTIVE,
     "choice": CaptureKind.CHOICE,
 }
-"""Kinds by the overloads of native/units/units.cpp."""
+"""Kind of a unit's part, by the part's overload (native/units/units.cpp)."""
 
 
 @functools.cache
@@ -153,14 +153,14 @@ def is_unit(func: Any) -> bool:
 
 
 def is_part_of_unit(func: Any) -> bool:
-    """Return whether the operator stands for one memory that a unit made (native/units/unit.h)."""
+    """Return whether the operator stands for one storage that a unit made (native/units/unit.h)."""
     return isinstance(func, OpOverload) and func._schema.name == PART_OF_UNIT
 
 
 def is_shared(func: Any) -> bool:
-    """Return whether the operator stands for memory made by a unit that communicates.
+    """Return whether the operator stands for a storage made by a unit that communicates.
 
-    All ranks must capture the same memory of such a unit.
+    All ranks must capture the same storages of such a unit.
     """
     return is_part_of_unit(func) and func._overloadname.endswith("shared")
 
@@ -199,7 +199,7 @@ def fills_in_part(func: Any) -> bool:
 def is_random(func: Any) -> bool:
     """Return whether the operator may advance a random generator.
 
-    Attention of other libraries draws without torch's tag.
+    Attention of other libraries may draw (dropout) although it lacks torch's tag for that.
     """
     if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
         return True
@@ -244,7 +244,7 @@ def is_mutable(func: Any) -> bool:
 
 @functools.cache
 def named(name: str, overload: str) -> Any:
-    """Return the operator (an `OpOverload`) of a name and an overload.
+    """Return the operator (an `OpOverload`) with this name and overload.
 
     Args:
         name: with its namespace, such as "aten::add".

@@ -34,7 +34,7 @@ def rerun(executor: RegionRunner, frame: Any, region: Region) -> None:
     if frame.talks and not executor.is_alone():
         raise RecomputeError(
             f"region {region.name} communicates, and a forward was opaque ({named(frame.opaque)}) although earlier "
-            "ones were not: run again on this rank alone, it would leave the others waiting",
+            "ones were not: to run it again on this rank alone would leave the others waiting",
             'Leave the module out of "tokenwise.regions".',
             code="MP022",
         )
@@ -62,7 +62,8 @@ def rerun(executor: RegionRunner, frame: Any, region: Region) -> None:
 class _Saves:
     """Gives a frame the tensors that a recompute pass saves.
 
-    The pass's graph holds this object, and may live as long as a tensor that the module wrote to.
+    The pass's own graph holds this object, and may live as long as a tensor that the module wrote to. So the frame is
+    dropped when the pass ends.
 
     Attributes:
         frame: the frame; None once the pass is over.
@@ -97,7 +98,8 @@ class _Saves:
 def _names_as_before(frame: Any, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
     """Enter a context in which every name has the value that the forward found.
 
-    If a forward became opaque unexpectedly these values are unknown: then the module must not change any name.
+    If the forward became opaque unexpectedly, these values are unknown. Then the module must not change any name:
+    otherwise `RecomputeError` is raised.
     """
     if frame.state is not None:
         with frame.state.as_before():
@@ -147,6 +149,6 @@ def _gradients_as_before(leaves: Sequence[tuple[torch.Tensor, bool]]) -> Iterato
 
 
 def held_meanwhile(packed: torch.Tensor | None) -> torch.Tensor:
-    """Return a tensor that a recompute pass saved; it is used only if the module asks for a gradient itself."""
+    """Unpack a tensor that a recompute pass saved; called only if the module asks for a gradient itself."""
     assert packed is not None, "a region that never asked for a gradient does so when it runs again"
     return packed

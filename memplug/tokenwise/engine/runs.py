@@ -1,4 +1,4 @@
-"""The interface of the executor for code that runs a part of a region."""
+"""The interface of the executor for code that runs a region, or a part of it, again."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class RegionRunner(Protocol):
 
     @property
     def recomputing(self) -> int:
-        """Return how many recompute passes are running a module again on this thread."""
+        """Return the number of nested reruns of modules and units on this thread."""
 
     def rerunning(self, unit_states: Iterable[tuple[Any, Any]] = ()) -> AbstractContextManager[None]:
-        """Return a context for a recompute pass that runs a module again."""
+        """Return a context in which a module or a unit runs again."""
 
     def next_state(self, unit: Any) -> Any:
-        """Return the state with which a recompute pass has to run a unit; None if the forward did not run this unit."""
+        """Return the state for the next rerun of this unit; None if the forward did not run the unit."""
 
     def is_alone(self) -> bool:
         """Return whether there is only one rank."""

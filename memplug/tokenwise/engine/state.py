@@ -5,11 +5,11 @@ and leave no trace. Otherwise a layer that rebinds a buffer to a new tensor woul
 script has set since the forward, as `model.eval()` does, would change the pass. Values that the forward writes in place
 are memory, not names: see `memplug.tokenwise.engine.buffers`.
 
-Starting at the function that the region calls and the objects among its arguments, memplug follows: modules, with their
-attributes and classes; containers; objects of the model's own classes; functions, with variables of closures and
-globals that they name; generators of random numbers; and NumPy arrays. It does not follow objects of frameworks. An
-iterator, or an object of an extension, may change without any sign: a region that has one keeps all tensors that it
-saves on the device, and never runs again.
+memplug follows objects (reads their state, and puts it back later), starting at the function that the region calls and
+the objects among its arguments. It follows modules, with their attributes and classes; containers; objects of the
+model's own classes; functions, with variables of closures and globals that they name; generators of random numbers; and
+NumPy arrays. It does not follow objects of frameworks. An iterator, or an object of an extension, may change without
+any sign: a region that has one keeps all tensors that it saves on the device, and never runs again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CallState(StateCalls):
     """The Python state before a call.
 
     Attributes:
-        unknown: why it cannot be put back; "" where it can be.
+        unknown: why the state cannot be put back; "" if it can be.
     """
 
     def __init__(self, unknown: str = "") -> None:
@@ -52,8 +52,8 @@ class CallState(StateCalls):
             call: the function that is about to run.
             args: its arguments.
             kwargs: its keyword arguments.
-            for_backward: keep tensors without their graphs. A graph would keep earlier forwards alive, even those that
-                no backward follows.
+            for_backward: whether the state is for a recompute pass. Then tensors lose their graphs, which would keep
+                earlier forwards alive, even those that no backward follows.
         """
         state = cls()
         with paused():
@@ -67,7 +67,7 @@ class CallState(StateCalls):
         return state
 
     def _follow(self, todo: list[Any]) -> None:
-        seen: dict[tuple[type, int], Any] = {}  # keeps objects alive, so that no other gets the same id
+        seen: dict[tuple[type, int], Any] = {}  # keeps objects alive, so that no other object gets their id
         while todo:
             live = todo.pop()
             kind = CLASS if isinstance(live, type) and is_own(live) else kind_of(type(live))

@@ -38,9 +38,9 @@ _LIBRARIES = {
     *("torch", "memplug", "transformer_engine", "transformer_engine_torch", "accelerate"),
     *("lightning", "pytorch_lightning", "apex", "flash_attn", "triton"),
 }
-"""Packages whose code is not the model's. Objects of their classes are not followed, since they may change between a
-forward and its backward for reasons that are not the model's. Exceptions, which are followed: tensors, modules,
-containers and objects of the other classes in `_KINDS`; and objects of packages in `_MODELS`."""
+"""Packages whose code is not the model's. Objects of their classes are not followed, since other code than the model's
+may change them between a forward and its backward. The exceptions are tensors, modules, containers, objects of the
+other classes in `_KINDS`, and objects of packages in `_MODELS`."""
 _MODELS = {"transformers"}
 _PLUMBING = set(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
 
@@ -60,7 +60,7 @@ class StateKind(NamedTuple):
     Attributes:
         read: returns an object's state, a shallow copy.
         write: puts such a state back; None: the object itself never changes.
-        inside: returns those objects in a state that have to be followed in turn; None: there are none.
+        inside: returns the objects in a state that have to be followed as well; None: there are none.
         is_same: returns whether two states of an object are the same.
     """
 
@@ -77,7 +77,7 @@ class UnknownObject(NamedTuple):
 
 
 class ObjectPart(NamedTuple):
-    """A part that is followed as an object of its own: a module's parameters, or the globals that a function names."""
+    """A part of an object that is followed separately: a module's parameters, or the globals that a function names."""
 
     owner: Any
     live: dict[str, Any]
@@ -92,7 +92,7 @@ class Parameters(ObjectPart):
 
 
 class Globals(ObjectPart):
-    """Those variables of a Python module that a function names."""
+    """The variables of a Python module that a function names."""
 
 
 def _once_for_each_class(function: Callable[[type], Result]) -> Callable[[type], Result]:
@@ -200,7 +200,7 @@ def _write_object(live: Any, state: dict[str, Any]) -> None:
 
 @_once_for_each_class
 def _slots(cls: type) -> frozenset[str]:
-    """Return the names of an object's members that are in no `__dict__`."""
+    """Return the names of members that a class and its bases keep in slots, not in a `__dict__`."""
     return frozenset(
         name for base in cls.__mro__ for name, value in vars(base).items() if type(value) is types.MemberDescriptorType
     )

@@ -48,15 +48,13 @@ def named(reasons: int) -> str:
 
 
 class Record(NamedTuple):
-    """One operator of a tape.
-
-    Storages are numbers.
+    """One operator of a tape; storages are given by their numbers.
 
     Attributes:
         func: the operator.
         form: how it touches memory.
-        root: a recompute pass runs it whether or not its outputs are read.
-        draws: it advances a random generator.
+        root: whether a recompute pass runs it even if nothing reads its outputs.
+        draws: whether it advances a random generator.
         rows: number of rows of the first tensor that it returned.
         inputs: storages that it read.
         outputs: storages that it made.
@@ -78,7 +76,7 @@ class Record(NamedTuple):
 
 
 def records_of(tape: Any) -> list[Record]:
-    """Return all records of a native tape; the first call makes them."""
+    """Return all records of a native tape, which the first call makes."""
     if not hasattr(tape, "records"):
         tape.records = []
         for index in range(len(tape)):
@@ -119,5 +117,5 @@ class Tape:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return the address of the tensor's storage object: valid as a name only while the tensor lives."""
+    """Return the address of the tensor's storage object: it names the storage only while the tensor lives."""
     return tensor.untyped_storage()._cdata

@@ -35,14 +35,14 @@ class Unit(UnitCalls):
             a plan decides so.
         is_row_wise: returns whether each row of the outputs comes from one row of the first argument. Called in each
             call of the unit, with the state that `forward` yields.
-        is_shared: other ranks take part, so that it runs again on all of them or on none.
-        puts_back: it may draw from a generator and then restore its state, as `torch.random.fork_rng` does.
-        writes_unsaid: its kernels may write to arguments that it returns, without advancing a version.
+        is_shared: whether other ranks take part; if so, it runs again on all of them or on none.
+        puts_back: whether it may draw from a generator and then restore its state, as `torch.random.fork_rng` does.
+        writes_unsaid: whether its kernels may write to arguments that it returns, without advancing a version.
         lasting: called after each call; returns tensors that outlive the unit, such as the cast of a weight that its
             module keeps. If the unit saves such a tensor for backward, the tensor is held.
-        reads: returns the parameters that it reads and that are not among its arguments.
-        forward: returns the context of a forward. It yields the state that the unit needs to run again as it ran; the
-            state is complete once the forward is over.
+        reads: returns the parameters that it reads besides its arguments.
+        forward: returns the context of a forward, which yields the state that the unit needs to run again. The state is
+            complete once the forward is over.
         again: returns, for that state, the context in which the unit runs again.
 
     Attributes:
@@ -70,7 +70,7 @@ class Unit(UnitCalls):
         self.writes: set[int] = set()
 
     def note_writes(self, written: Sequence[int]) -> None:
-        """Note further arguments that a call wrote to; from now on every call is expected to write to them."""
+        """Note further arguments that a call wrote to; memplug assumes that every later call writes to them too."""
         if not self.is_shared:  # the region of a shared unit stays opaque
             self.writes.update(written)
             self.executor.functions.note_found()
@@ -78,11 +78,11 @@ class Unit(UnitCalls):
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, as a unit of the region whose forward is under way, if there is one."""
         executor = self.executor
-        if not (torch.is_grad_enabled() or self.writes):  # its outputs are held
+        if not (torch.is_grad_enabled() or self.writes):  # no unit: its outputs are held
             return call(*args, **kwargs)
         if executor.recomputing:
             state = executor.next_state(self)
-            with executor.rerunning(), self.again(state):  # units inside of it are part of it
+            with executor.rerunning(), self.again(state):  # units inside of it run as its code
                 return call(*args, **kwargs)
         if not executor.core.observes():
             return call(*args, **kwargs)
@@ -93,10 +93,7 @@ class Unit(UnitCalls):
 
 
 def _overload(kind: CaptureKind | None, is_shared: bool) -> str:
-    """Return the overload that a unit's operators have on the tape, unless a call works by rows.
-
-    The overloads are those of native/units/units.cpp.
-    """
+    """Return the overload of a unit's operators on the tape (native/units/units.cpp), if calls do not work by rows."""
     if kind is None:
         return "shared" if is_shared else ""
     if kind in (CaptureKind.COLLECTIVE, CaptureKind.CHOICE):
@@ -122,20 +119,20 @@ def run_again(
 
     Args:
         executor: the executor of the region.
-        unit: the unit.
-        region: the region.
+        unit: the unit to run again.
+        region: the region that it ran in.
         call: the function that the unit ran.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        state: the state that its forward returned.
+        args: positional arguments of `call`.
+        kwargs: keyword arguments of `call`.
+        state: the state that the unit's forward yielded.
         surroundings: see `restored`.
-        ambient: the further arguments of `restored`; None: the state around this pass is that of the forward.
-        sources: (is_saved, index) for each part: its tensor has this index among the tensors that the forward saved for
-            backward, or among those that it returned. None: the part is not needed.
+        ambient: the further arguments of `restored`; None: this pass already runs in the forward's state.
+        sources: (is_saved, index) for each part. Its tensor has this index among the tensors that the forward saved for
+            backward if `is_saved`, else among those that it returned. None: the part is not needed.
         count: how many tensors the forward saved.
 
     Raises:
-        RecomputeError: the unit saves another number of tensors.
+        RecomputeError: the unit saves more or fewer tensors than in its forward.
     """
     wanted = {source[1] for source in sources if source is not None and source[0]}
     saved: list[torch.Tensor | None] = []
@@ -149,7 +146,7 @@ def run_again(
     around = _NOTHING if ambient is None else restored(executor.device, surroundings, *ambient)
     with no_transforms(), executor.rerunning(), around, hooks, unit.again(state):
         out = call(*args, **kwargs)
-    if wanted and len(saved) != count:  # without `wanted`, the model's own hooks may have taken all saved tensors
+    if wanted and len(saved) != count:  # else the model's own hooks may have taken all saved tensors
         raise RecomputeError(
             f"region {region.name}: {unit.name} saved {count} tensors for backward, and {len(saved)} when run again",
             code="MP021",

@@ -1,4 +1,4 @@
-"""A mode that notices events that the native core cannot see: the address of a tensor is taken, its values are read."""
+"""A function mode that tells the native core when Python takes a tensor's address or reads its values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The texts and drawings of tokenwise: its part of a plan and its section of the block; knows no torch."""
+"""The texts and drawings of tokenwise, for its part of a plan and its section of the block; imports no torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TokenwisePicture(TechniquePicture):
         return {"decisions": diff.diff(a, b)}
 
     def diff_rows(self, facts: dict[str, Any]) -> Rows:
-        """Return these differences in words: see `TechniquePicture.diff_rows`."""
+        """Return the result of `diff` in words: see `TechniquePicture.diff_rows`."""
         return diff.rows(facts["decisions"]) if facts["decisions"] else []
 
     def block_words(self, config: MemplugConfig, *, served: bool) -> list[str]:

@@ -11,7 +11,7 @@ from memplug.plans.schema import MemoryPlan
 from memplug.tokenwise.picture.decisions import decisions, region_words, short_region_names
 from memplug.words import duration, size
 
-# Colours that the map of addresses does not use. The lighter a colour, the less a byte takes of link and memory.
+# Colours that the map of addresses does not use. Lighter ones are for bytes that take less of link and memory.
 _SWAPPED, _LATE, _KEPT, _PLAIN, _RECOMPUTED = (
     ColourGroup("swapped", "#8e2f6f"),
     ColourGroup("swapped, only if needed", "#8e2f6f", hatched=True),
@@ -19,15 +19,15 @@ _SWAPPED, _LATE, _KEPT, _PLAIN, _RECOMPUTED = (
     ColourGroup("kept, as without memplug", "#f0c9de"),
     ColourGroup("recomputed", "#c9c4bb"),
 )
-_LABELS_AT_MOST = 40  # labels of regions along the axis; more would touch
-_LETTERS_AT_MOST = 18  # letters of a label
-_ROWS_AT_LEAST = 8  # rows of the axis; with fewer, bars would be too thick
-_THICKNESS = 0.8  # thickness of a bar; 1 leaves no gap
-_WIDTH = 0.36  # width as a share of that of the map of addresses
+_LABELS_AT_MOST = 40  # most labels of regions along the axis; more would touch
+_LETTERS_AT_MOST = 18  # most letters of a label
+_ROWS_AT_LEAST = 8  # fewest rows of the axis; with fewer, bars would be too thick
+_THICKNESS = 0.8  # thickness of a bar, in rows of the axis; 1 leaves no gap
+_WIDTH = 0.36  # width of the column, relative to the map of addresses
 
 
 def column(plan: MemoryPlan) -> Column | None:
-    """Return the bars of one forward of each region; None where the plan has no decisions."""
+    """Return the bars, each for one forward of a region; None if the plan has no decisions."""
     facts = decisions(plan)
     if facts is None or not facts["regions"]:
         return None
@@ -51,7 +51,7 @@ def column(plan: MemoryPlan) -> Column | None:
 
 
 def _split(region: dict[str, Any]) -> dict[ColourGroup, int]:
-    """Return the bytes of a region by group, from the left of its bar."""
+    """Return the bytes of a region by group, in the order of its bar from the left."""
     found = dict.fromkeys((_SWAPPED, _LATE, _KEPT, _PLAIN, _RECOMPUTED), 0)
     found[_LATE if region["offloads_late"] else _SWAPPED] = region["swapped_bytes"]
     found[_PLAIN if region["plain"] else _KEPT] = region["kept_bytes"]

@@ -1,4 +1,4 @@
-"""Puts the "tokenwise" section of a DeepSpeed JSON into words, and names settings that compete with it."""
+"""Puts the "tokenwise" section of a DeepSpeed JSON into words, and warns of settings there that compete with it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def words(tokenwise: TokenwiseConfig, *, served: bool) -> list[str]:
 
     Args:
         tokenwise: the section.
-        served: an arena serves requests.
+        served: whether an arena serves requests.
     """
     if not tokenwise.enabled:
-        return ["  row-cached recompute is switched off (tokenwise.enabled): nothing is swapped or recomputed"]
+        return ["  tokenwise is switched off (tokenwise.enabled): regions neither swap nor recompute"]
     regions = "every decoder layer" if tokenwise.regions == "auto" else ", ".join(tokenwise.regions)
     moving = f"{tokenwise.buffers} regions' tensors at a time are in flight; memory to prefetch into is "
     reserved = "planned with the arena" if served else "reserved before the first step under a plan"
@@ -30,7 +30,7 @@ def words(tokenwise: TokenwiseConfig, *, served: bool) -> list[str]:
 
 
 def warnings(config: MemplugConfig, ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each setting of DeepSpeed that conflicts or competes with row-cached recompute."""
+    """Yield a sentence for each setting of DeepSpeed that conflicts or competes with tokenwise."""
     if not config.tokenwise.enabled:
         return
     if "activation_checkpointing" in ds_config:

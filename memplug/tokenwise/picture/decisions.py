@@ -1,4 +1,4 @@
-"""Puts the decisions of a plan into one object of plain values, region by region, and that object into words."""
+"""Turns the decisions of a plan into plain values, region by region, and these values into words."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _ROWS_AT_MOST = 8
 
 
 def decisions(plan: MemoryPlan) -> dict[str, Any] | None:
-    """Return the decisions and predictions of a plan, for `memplug show --json`: stable keys that name their units.
+    """Return the decisions and predictions of a plan, for `memplug show --json`.
 
-    A region's bytes are those of one forward; the totals are sums over all regions. `host_bytes` and `device_bytes` are
-    predicted for a whole step and are no such sums: a step may have several forwards of a region in flight, and a
-    region that `offloads_late` offloads only if its tensors have to be released.
+    Keys are stable and name their units. A region's bytes are those of one forward; the totals are sums over all
+    regions. `host_bytes` and `device_bytes` are predictions for a whole step, not sums over regions: a step may have
+    several forwards of a region in flight, and a region that `offloads_late` offloads only if its memory is needed.
 
     Returns:
         Values that JSON can hold, by key; None if the plan has no decisions.
@@ -95,7 +95,7 @@ def bytes_words(facts: dict[str, Any]) -> str:
 
 
 def region_words(region: dict[str, Any], *, each: bool = False) -> str:
-    """Return the decisions for a region in words; with `each`, they hold for each of several regions."""
+    """Return the decisions for a region in words; with `each`, for each of several regions that are alike."""
     words = bytes_words(region) + (" each" if each else "")
     if region["plain"]:
         return f"{words}, as without memplug"
@@ -113,7 +113,7 @@ def short_region_names(names: Iterable[str]) -> list[str]:
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
-    """Sort names such that those that differ only in numbers stand together, in numeric order."""
+    """Sort names: those that differ only in numbers stand together, in numeric order."""
     stems = {stem: at for at, stem in enumerate(dict.fromkeys(map(_stem, names)))}
     return sorted(names, key=lambda name: (stems[_stem(name)], [int(digits) for digits in re.findall("[0-9]+", name)]))
 
@@ -140,7 +140,7 @@ def _region(name: str, setting: Setting) -> dict[str, Any]:
 
 
 def _region_rows(regions: list[dict[str, Any]]) -> Rows:
-    """Return a line for each stretch of regions that are treated alike; after the first few, one line for the rest."""
+    """Return a line for each of the first stretches of regions with equal decisions, and one line for all others."""
     names = [region["name"] for region in regions]
     short = dict(zip(names, short_region_names(names), strict=True))
 

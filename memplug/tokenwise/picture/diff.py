@@ -1,4 +1,4 @@
-"""Compares the decisions of two plans, in one object of plain values, and puts that object into words."""
+"""Compares the decisions of two plans in plain values, and puts these values into words."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _OF_A_PLAN = ("step_s", "full_recomputation_s", "peak_bytes", "host_bytes", "dev
 
 
 def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any] | None:
-    """Return the differences between the decisions of two plans, and their cost.
+    """Return the differences between two plans' decisions and predictions.
 
-    A region counts as changed if the plans capture different operators of it or different fractions of their rows, or
-    if one plan keeps an output that the other swaps. It also counts if only one plan swaps its input, or if only one
-    runs it as without memplug. Bytes alone may differ without such a change, as with another size of micro-batch.
+    A region counts as changed if the plans' decisions for its operators differ, if only one plan swaps its input, or if
+    only one runs it as without memplug. If only bytes differ, as with another size of micro-batch, it is not changed.
 
     Returns:
-        The differences as plain values; None if neither plan has decisions. `a` or `b` is None if that plan has none.
-            `changed` lists the changed regions; there `a` or `b` is None if that plan lacks the region.
+        The differences as plain values; None if neither plan has decisions. "a" and "b" are the totals of each plan,
+            None for a plan without decisions. "changed" lists the changed regions; there "a" and "b" are the decisions
+            of each plan, None for a plan that lacks the region.
     """
     plans = {"a": a, "b": b}
     sides = {side: decisions(plan) for side, plan in plans.items()}
@@ -77,13 +77,13 @@ def rows(facts: dict[str, Any]) -> Rows:
 
 
 def _chosen(setting: Setting) -> tuple:
-    """Return the choices for a region, without the bytes that follow from them."""
+    """Return a region's choices, to compare them, without the bytes that follow from them."""
     plain = setting.plain_bytes is not None
     return plain, (setting.swaps_input and not plain), setting.plan or {}
 
 
 def _changed_operators(a: Setting | None, b: Setting | None) -> int:
-    """Return for how many operators the settings differ: in the decision, or in whether there is one."""
+    """Return the number of operators whose decision differs, or that have a decision in one setting only."""
     mine, its = ((setting.plan or {}) if setting else {} for setting in (a, b))
     return sum(mine.get(index) != its.get(index) for index in mine.keys() | its.keys())
 
@@ -97,7 +97,7 @@ def _changed_words(facts: dict[str, Any]) -> str:
 
 
 def _changed_rows(changed: list[dict[str, Any]]) -> Rows:
-    """Return a line for each of the first changed regions; neighbours that changed alike share one."""
+    """Return lines for the first changed regions; neighbours with the same change share a line."""
     short = short_region_names(each["name"] for each in changed)
     named = [(layer_words(name), _one(each)) for name, each in zip(short, changed, strict=True)]
     lines = []
@@ -114,5 +114,5 @@ def _one(each: dict[str, Any]) -> str:
     a, b = each["a"], each["b"]
     if a is None or b is None:
         return f"only in {'A' if b is None else 'B'}, {region_words(a or b)}"
-    operators = f"{count(each['changed_operators'], 'operator')} otherwise, " if each["changed_operators"] else ""
+    operators = f"{count(each['changed_operators'], 'operator')} changed, " if each["changed_operators"] else ""
     return f"{operators}{region_words(a)} -> {region_words(b)}"
