@@ -27,8 +27,8 @@ def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
     A block without `enabled` leaves memplug off and logs one warning.
 
     Raises:
-        ConfigError: The block has problems. The error lists them all: each with its path, the given value, and the
-            allowed values or, for an unknown key, the key that was probably meant.
+        ConfigError: The block has problems. The error lists each with its path, the given value and the allowed values.
+            For an unknown key it names the key that was probably meant.
     """
     if not isinstance(block, Mapping):
         raise ConfigError([f'memplug: got {shown(block)}; allowed: an object such as {{"enabled": true}}'])
@@ -52,7 +52,7 @@ def read_ds_config(ds_config: Mapping[str, Any]) -> MemplugConfig:
     of the block at the top level.
 
     Raises:
-        ConfigError: The block has problems, all of them listed.
+        ConfigError: The block has problems; the error lists all of them.
     """
     near = [key for key in ds_config if key != "memplug" and near_memplug(key)]
     if near:
@@ -73,8 +73,8 @@ def load_config(source: Mapping[str, Any] | str | Path | MemplugConfig | None) -
             block, gives a disabled configuration.
 
     Raises:
-        ConfigError: The file cannot be read, is not a JSON object, has a key twice or names no DeepSpeed JSON; or the
-            block has problems, all of them listed.
+        ConfigError: The file cannot be read, is not a JSON object, has a key twice or names no DeepSpeed JSON. Or the
+            block has problems; the error lists all of them.
     """
     if source is None:
         return MemplugConfig()

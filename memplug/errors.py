@@ -200,7 +200,7 @@ class RecorderError(MemplugError):
 
 
 class SwapError(MemplugError):
-    """No swap list keeps a step within its budgets, or none can be applied here."""
+    """No swap list keeps a step within its budgets, or this machine or model cannot be trained with one."""
 
     default_advice = 'Set "swap": {"enabled": false}, which leaves all tensors where they are.'
 
@@ -212,6 +212,6 @@ class TuneError(MemplugError):
 
 
 class ArenaError(MemplugError):
-    """The planned arena cannot serve here, or a write went to arena memory that belongs to another block."""
+    """The planned arena cannot be used on this machine, or a kernel wrote to memory of the arena that is not its own."""
 
     default_advice = 'Set "arena": {"enabled": false}, which leaves all memory to torch\'s own allocator.'

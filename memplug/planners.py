@@ -77,7 +77,7 @@ def names() -> tuple[str, ...]:
 
 
 def named(name: str) -> Planner:
-    """Return the planner of this name; "auto" is not one of them."""
+    """Return the planner of this name, which must not be "auto"."""
     return next(planner for planner in PLANNERS if planner.name == name)
 
 

@@ -61,8 +61,8 @@ def plan(
 ) -> None:
     """Plan one training step: an address for every request, in the smallest arena; no GPU is used.
 
-    Plans all of the history in a snapshot of torch's allocator, and compares the result with the memory that torch
-    reserved.
+    For a memory snapshot of torch's allocator, plans its whole history, and compares the result with the memory that
+    torch reserved.
 
     Exit code 0: planned, and within --capacity if that is given; 1: it does not fit, or a file is not usable.
     """

@@ -68,7 +68,10 @@ class Attachment:
             self._attached.owner, self._attached.steps_are_marked = self, True
 
     def begin_batch(self) -> None:
-        """Tell the session that the model is about to run: a trainer may call another method than its `forward`."""
+        """Tell the session that the model is about to run.
+
+        memplug observes only the model's `forward`, but a trainer may call another method.
+        """
         if self._attached is not None:
             self._attached.begin_forward()
 
