@@ -212,6 +212,6 @@ class TuneError(MemplugError):
 
 
 class ArenaError(MemplugError):
-    """The planned arena cannot be used on this machine, or a kernel wrote to memory of the arena that is not its own."""
+    """The planned arena cannot be used on this machine, or a kernel wrote to arena memory that is not its own."""
 
     default_advice = 'Set "arena": {"enabled": false}, which leaves all memory to torch\'s own allocator.'

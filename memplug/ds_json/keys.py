@@ -36,7 +36,7 @@ _truth = TypeAdapter(bool | None).validate_python
 
 
 def present(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with DeepSpeed's present names for all settings, and converted values.
+    """Return the configuration with DeepSpeed's present names; values of former switches are converted.
 
     DeepSpeed ignores values of "auto". Here they stay under a present name, and are dropped under a former name.
 

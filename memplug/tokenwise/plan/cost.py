@@ -2,7 +2,7 @@
 
 Bytes and compute times (`Amounts`) are linear in the decisions. The time of a pass is the largest of several linear
 expressions of these amounts. `measure` evaluates the formulas with numbers. `solver.py` evaluates them with `Linear`
-expressions; there each `largest` adds one column to the program, and one row for each of its arguments.
+expressions. There, each call of `largest` adds a column to the program, and a row for each argument.
 """
 
 from __future__ import annotations

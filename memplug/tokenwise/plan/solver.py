@@ -53,8 +53,8 @@ __all__ = [
 ]
 
 EFFORT = 200_000
-"""Limit of the whole search: columns times nodes, summed over its programs. It is about five seconds of a core. The
-search then returns the best plan so far. Unlike a time limit, it gives the same plan on every machine."""
+"""Limit of the whole search: columns times nodes, summed over its programs, about five seconds of a core. At the limit
+the search returns the best plan so far. Unlike a time limit, it gives the same plan on every machine."""
 ATTEMPTS = 4
 MARGIN = 4e-6
 """Bytes by which a further attempt tightens the budgets beyond the last plan's excess, in units of `unit_bytes`."""
