@@ -1,8 +1,8 @@
-"""memplug: training memory as cheap as the hardware allows.
+"""memplug: swaps some activations to host memory, and recomputes others, to train with less device memory.
 
-Swap, recompute and keep activations, controlled by one block of a DeepSpeed JSON. The public API is `install`,
-`uninstall`, `attach`, `Session`, `MemplugConfig`, `load_plan`, `estimate`, `record_values`, and the errors in
-`memplug.errors`. Heavy modules are imported on first use.
+One block of a DeepSpeed JSON controls it. The public API is `install`, `uninstall`, `attach`, `Session`,
+`MemplugConfig`, `load_plan`, `estimate`, `record_values`, and the errors in `memplug.errors`. Heavy modules are
+imported on first use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["MemplugConfig", "Session", "attach", "estimate", "install", "load_pl
 
 
 def install() -> None:
-    """Make every later `deepspeed.initialize` read its "memplug" block and attach to the engine.
+    """Make every later call of `deepspeed.initialize` attach to its engine, by the JSON's "memplug" block.
 
     Call it before `deepspeed.initialize` is used or imported by name. A second call changes nothing.
     """

@@ -1,7 +1,6 @@
 """Planning beside training: runs one task in a separate process, so that no training step waits for it.
 
-A thread would not do: planners are partly Python, and a training step of small operators holds Python's lock all the
-time.
+A thread would not do: planners are partly Python, and a training step of small operators holds the GIL all the time.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from typing import Any
 
 log = logging.getLogger("memplug")
 
-NICENESS = 5  # training comes first, but planning has to go on on a busy machine too
+NICENESS = 5  # training comes first, but planning must still advance on a busy machine
 
 
 class Beside:
-    """Runs one task at a time, in a process of its own.
+    """Runs one task at a time, in a separate process.
 
     Args:
-        waits: Whether `take` runs the task in this process, while training waits.
+        waits: Whether to start no process: `take` then runs the task, while training waits.
     """
 
     def __init__(self, waits: bool):
@@ -44,14 +43,14 @@ class Beside:
 
     @property
     def is_done(self) -> bool:
-        """Return whether `take` would return without waiting."""
+        """Return whether `take` would not wait for a process."""
         return self._process is None or self._process.poll() is not None
 
     def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Start a task, and end the former one.
+        """Start a task; kill the former one if it still runs.
 
         Args:
-            function: A function of a module; the other process imports it by name.
+            function: A module-level function, since the process imports it by name.
             *arguments: Its arguments. They and the result must be picklable.
         """
         self.stop()
@@ -66,7 +65,7 @@ class Beside:
     def take(self) -> Any:
         """Wait for the task, and return its result or raise its error.
 
-        If the process failed, the task runs in this one.
+        If the process failed, run the task in the calling process.
         """
         assert self._task is not None, "`begin` comes first"
         function, arguments = self._task
@@ -85,7 +84,7 @@ class Beside:
         return function(*arguments)
 
     def stop(self) -> None:
-        """End the task, if there is one."""
+        """Kill the task, if there is one."""
         self._task = self._process = None
         if self._stop is not None:
             self._stop()

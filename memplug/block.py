@@ -18,7 +18,7 @@ def has_technique(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Allowed:
-    """The values that a field accepts, in words for error messages; the bounds beside it enforce them."""
+    """The values that a field accepts, in words for error messages. Pydantic enforces them by the field's type."""
 
     text: str
 
@@ -72,7 +72,7 @@ class Section(BaseModel):
 
 
 class TechniqueSection(Section):
-    """The section of a technique; its name is the name of the technique's folder."""
+    """The section of a technique. The block's field that holds it has the name of the technique's folder."""
 
     enabled: WhereNeeded
 
@@ -203,11 +203,11 @@ class MemplugConfig(Section):
         return self.enabled and any(self.asks_for(name) for name in TECHNIQUES)
 
     def asks_for(self, technique: str) -> bool:
-        """Return whether a technique is not switched off."""
+        """Return whether a technique is on, or is to be used where it is needed ("auto")."""
         return bool(getattr(self, technique).enabled)
 
     def with_only(self, *techniques: str) -> "MemplugConfig":
-        """Return a copy of the block with all other techniques switched off; the named ones stay as they are."""
+        """Return a copy of the block in which all techniques but these are switched off."""
         others = [name for name in TECHNIQUES if name not in techniques]
         return self.model_copy(
             update={name: getattr(self, name).model_copy(update={"enabled": False}) for name in others}
@@ -230,5 +230,5 @@ TECHNIQUES = tuple(name for name, section in _sections.items() if isinstance(sec
 """Names of the techniques, in the order of the block's fields: each has a section and a folder of that name."""
 
 SECTIONS: dict[str, type[Section]] = {f"{name}.": type(section) for name, section in reversed(_sections.items())}
-"""The section models, by the prefix of their fields' names; the block itself, with prefix "", is last."""
+"""The section models, by the prefix of their fields' names ("arena."). The block itself, with prefix "", is last."""
 SECTIONS[""] = MemplugConfig

@@ -16,8 +16,8 @@ from memplug.errors import ConfigError
 
 _log = logging.getLogger("memplug")
 
-# Keys of the block that are misplaced at the top level of a DeepSpeed JSON. "profiler" and "report" are left out: there
-# they may be another tool's.
+# Keys of the block that draw a warning at the top level of a DeepSpeed JSON. "profiler" and "report" do not: they may
+# belong to another tool there.
 _PARTS = frozenset(MemplugConfig.model_fields) - {"profiler", "report"}
 
 
@@ -27,8 +27,8 @@ def parse_block(block: Mapping[str, Any]) -> MemplugConfig:
     A block without `enabled` leaves memplug off and logs one warning.
 
     Raises:
-        ConfigError: The block has problems. The error lists them all: each with its path, the given value, and the
-            allowed values or, for an unknown key, the key that was probably meant.
+        ConfigError: The block has problems. The error lists each with its path, the given value and the allowed values.
+            For an unknown key it names the key that was probably meant.
     """
     if not isinstance(block, Mapping):
         raise ConfigError([f'memplug: got {shown(block)}; allowed: an object such as {{"enabled": true}}'])
@@ -52,7 +52,7 @@ def read_ds_config(ds_config: Mapping[str, Any]) -> MemplugConfig:
     of the block at the top level.
 
     Raises:
-        ConfigError: The block has problems, all of them listed.
+        ConfigError: The block has problems; the error lists all of them.
     """
     near = [key for key in ds_config if key != "memplug" and near_memplug(key)]
     if near:
@@ -65,7 +65,7 @@ def read_ds_config(ds_config: Mapping[str, Any]) -> MemplugConfig:
 
 
 def load_config(source: Mapping[str, Any] | str | Path | MemplugConfig | None) -> MemplugConfig:
-    """Return the configuration from any of the forms in which a user may give it.
+    """Return the configuration that a user gives in any of several forms.
 
     Args:
         source: The block itself; a configuration, returned as it is; the path of a DeepSpeed JSON with the block under
@@ -73,8 +73,8 @@ def load_config(source: Mapping[str, Any] | str | Path | MemplugConfig | None) -
             block, gives a disabled configuration.
 
     Raises:
-        ConfigError: The file cannot be read, is not a JSON object, has a key twice or names no DeepSpeed JSON; or the
-            block has problems, all of them listed.
+        ConfigError: The file cannot be read, is not a JSON object, has a key twice or names no DeepSpeed JSON. Or the
+            block has problems; the error lists all of them.
     """
     if source is None:
         return MemplugConfig()
@@ -98,11 +98,12 @@ def json_schema() -> dict[str, Any]:
 
 
 def _problem(block: Mapping[str, Any], place: tuple[str | int, ...]) -> str:
-    """Describe the problem at a place of the block.
+    """Return a sentence on the problem at a place of the block.
 
     Args:
         block: The whole block.
-        place: The keys that lead from the block to the problem. Branches of a union or elements of a list may follow.
+        place: Pydantic's place of the problem: keys from the block inwards, perhaps followed by a branch of a union or
+            an index of a list.
     """
     model, value, path = MemplugConfig, block, "memplug"
     for key in place:

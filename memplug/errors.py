@@ -43,7 +43,7 @@ class ConfigError(MemplugError):
     """The "memplug" block, or the file that should hold it, cannot be used; lists all problems at once.
 
     Args:
-        problems: One sentence each, at least one; also an attribute.
+        problems: At least one, each in one sentence; also an attribute.
         advice: See `MemplugError`.
     """
 
@@ -67,11 +67,11 @@ class BudgetError(MemplugError):
 
     Args:
         least_gib: Device memory of a step at the safest setting, in GiB.
-        rank: The rank that needs it.
+        rank: The rank whose step needs this much.
         asked_gib: The budget in that rank's block, in GiB.
 
     Attributes:
-        least_gib: The least possible budget: the argument, rounded up to three digits.
+        least_gib: The smallest possible budget: the argument, rounded up to three significant digits.
     """
 
     def __init__(self, least_gib: float, rank: int, asked_gib: float) -> None:
@@ -96,8 +96,8 @@ class HardwareError(MemplugError):
     """A hardware profile cannot be read, or torch cannot register the virtual device."""
 
     default_advice = (
-        "Start from a profile in configs/hardware, or let `memplug doctor --measure FILE` write one; "
-        "and use a process that imports no other vendor's device."
+        "Start from a profile in configs/hardware, or let `memplug doctor --measure FILE` write one. The virtual "
+        "device needs a process in which no other vendor's device is registered with torch."
     )
 
 
@@ -105,8 +105,8 @@ class EstimateError(MemplugError):
     """A step cannot be estimated: an operator needs values, and the virtual device has none."""
 
     default_advice = (
-        "Estimate a module without that operator; or record a step of a real run: its values, for the estimate "
-        "(`memplug.record_values`), or the whole step (`session.record`), for `memplug show` and `memplug plan`."
+        "Estimate a module without that operator. Or record a step of a real run: for the estimate the values that it "
+        "reads (`memplug.record_values`), for `memplug show` and `memplug plan` the whole step (`session.record`)."
     )
 
 
@@ -121,7 +121,7 @@ class RegionError(MemplugError):
 
 
 class ConflictError(MemplugError):
-    """Another checkpointing or offloading of activations is on, and would handle the same tensors as memplug."""
+    """Another library's checkpointing or offloading is on, and would handle the tensors that memplug handles."""
 
     default_advice = "Switch the other one off, or memplug: they cannot share a layer."
 
@@ -164,10 +164,10 @@ class InPlaceError(MemplugError, RuntimeError):
 
 
 class RanksError(MemplugError):
-    """The ranks that train one model do not attach to it, or do not end their steps, together."""
+    """Some ranks of a model attach to it, or end a step, while others do not."""
 
     default_advice = (
-        "Attach on all ranks that train the model, as often as on the others. Where some ranks of the job do not train "
+        "Attach on every rank that trains the model, the same number of times. If some ranks of the job do not train "
         "it, say which do: `memplug.attach(model, config, group=group)`, with a process group or the list of ranks."
     )
 
@@ -185,7 +185,7 @@ class LayoutError(MemplugError):
 
 
 class NativeError(MemplugError):
-    """The native core cannot be built or loaded on this machine; memplug goes on without what needs it."""
+    """The native core cannot be built or loaded on this machine; memplug goes on without the features that need it."""
 
     default_advice = (
         "Install a C++ compiler (g++ or clang++, C++20) and `pip install ninja`, then run `memplug doctor`, which "
@@ -200,7 +200,7 @@ class RecorderError(MemplugError):
 
 
 class SwapError(MemplugError):
-    """No swap list keeps a step within its budgets, or none can be applied here."""
+    """No swap list keeps a step within its budgets, or this machine or model cannot be trained with one."""
 
     default_advice = 'Set "swap": {"enabled": false}, which leaves all tensors where they are.'
 
@@ -212,6 +212,6 @@ class TuneError(MemplugError):
 
 
 class ArenaError(MemplugError):
-    """The planned arena cannot serve here, or a write went to arena memory that belongs to another block."""
+    """The planned arena cannot be used on this machine, or a kernel wrote to arena memory that is not its own."""
 
     default_advice = 'Set "arena": {"enabled": false}, which leaves all memory to torch\'s own allocator.'

@@ -40,7 +40,7 @@ def write_whole(path: Path, what: str, write: Callable[[BinaryIO], None], error:
 
 
 def path_of(given: object, what: str, error: type[MemplugError]) -> Path:
-    """Return a path that a user gave.
+    """Check and return a path that a user gave.
 
     Args:
         given: The user's value.
@@ -48,7 +48,7 @@ def path_of(given: object, what: str, error: type[MemplugError]) -> Path:
         error: Class of the error to raise.
 
     Raises:
-        MemplugError: `given` is not a path; an instance of `error`.
+        MemplugError: `given` cannot be a path; an instance of `error`.
     """
     if not isinstance(given, (str, os.PathLike)) or not isinstance(os.fspath(given), str) or "\0" in os.fspath(given):
         raise error(f"{given!r} is not the path of a {what}", "Give it as text or as a pathlib.Path.")

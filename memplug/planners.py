@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 AUTO = "auto"
-"""The planners search and exact; if the judge rejects their results, the others (`memplug.arena.plan.auto`)."""
+"""Runs search and exact; if the judge rejects their results, the other planners (`memplug.arena.plan.auto`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class Planner:
         name: The planner's name in `arena.planner` and `--planner`.
         does: The planner's method, as in the table of memplug/arena/README.md.
         suits: The inputs that the planner suits, as in that table.
-        module: Module with `solve(problem, *, deadline_s, enough_bytes)`. It returns a `Solution` named `name` by
-            `deadline_s` on the clock of `time.monotonic`. It may stop at a height of `enough_bytes`; with None, at the
-            lower bound. It need not know about streams.
+        module: Name of the module with `solve(problem, *, deadline_s, enough_bytes)`. This function returns a
+            `Solution` named `name` by `deadline_s` on the clock of `time.monotonic`. It may stop at a height of
+            `enough_bytes`; with None, at the lower bound. It may ignore streams.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Planner:
     module: str
 
     def solve(self, problem: Any, *, deadline_s: float, enough_bytes: int | None) -> Any:
-        """Return offsets as a `Solution`, not yet judged.
+        """Return the requests' offsets as a `Solution`, not yet judged.
 
         Args:
             problem: The requests to place.
@@ -77,11 +77,11 @@ def names() -> tuple[str, ...]:
 
 
 def named(name: str) -> Planner:
-    """Return the planner of that name, other than "auto"."""
+    """Return the planner of this name, which must not be "auto"."""
     return next(planner for planner in PLANNERS if planner.name == name)
 
 
 def listed(mark: str = "") -> str:
-    """Return all choices but "auto" as text, each between marks: "search, exact, bilevel and spatiotemporal"."""
+    """Return the planners' names as text, each between marks: "search, exact, bilevel and spatiotemporal"."""
     *first, last = (f"{mark}{planner.name}{mark}" for planner in PLANNERS)
     return f"{', '.join(first)} and {last}"

@@ -25,14 +25,14 @@ def main(arguments: list[str] | None = None) -> None:
     """Install memplug, then run the script as Python would.
 
     Args:
-        arguments: Options that the launcher puts first (`--local_rank=0`; passed on to the script), the script, and its
-            own arguments. `--memplug-config FILE` is not passed on: FILE is a JSON with the "memplug" block, and
-            memplug attaches to the training loop of Megatron-LM. Without the option, memplug attaches to DeepSpeed
-            engines.
+        arguments: The launcher's options (such as `--local_rank=0`), the script, and the script's arguments; None:
+            those of the command line. The script gets all of them except `--memplug-config FILE`. With this option
+            memplug attaches to the training loop of Megatron-LM, by the "memplug" block of the JSON FILE. Without it,
+            memplug attaches to DeepSpeed engines.
 
     Raises:
         ConfigError: No script was named, the script does not exist, or the block cannot be used.
-        PatchError: `--memplug-config` was given, and there is no training loop of Megatron-LM.
+        PatchError: `--memplug-config` was given, but Megatron-LM is not on the path or lacks a patched function.
     """
     arguments, config = _take_config(sys.argv[1:] if arguments is None else arguments)
     position = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), None)
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _take_config(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return the arguments without memplug's option, and the option's value.
+    """Return the arguments without `--memplug-config`, and the value of that option.
 
     An option after `--` belongs to the script and is left alone.
     """
@@ -71,7 +71,7 @@ class _Fallback(logging.StreamHandler):
     """Shows memplug's log lines on stderr unless the script has set up logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Emit on rank 0 only, like all of memplug's lines."""
+        """Write the line on rank 0, unless the root logger has handlers."""
         if not logging.getLogger().handlers and os.environ.get("RANK", "0") == "0":
             super().emit(record)
 

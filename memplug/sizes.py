@@ -5,14 +5,15 @@ from __future__ import annotations
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 BLOCK_BYTES = 512
-"""Multiple to which torch's CUDA allocator (c10/cuda/CUDACachingAllocator, kMinBlockSize) and the arena round requests
-up. memplug/native/blocks.h has it for C++."""
+"""Torch's CUDA allocator (c10/cuda/CUDACachingAllocator, kMinBlockSize) and the arena round requests up to a multiple
+of this. memplug/native/blocks.h has the constant for C++."""
 
 HOST_ROW_BYTES = 512
-"""Multiple to which rows of pinned host memory are rounded up; memplug/device/native/host_rows.h has it for C++."""
+"""Rows in pinned host memory are rounded up to a multiple of this. memplug/device/native/host_rows.h has the constant
+for C++."""
 
 UNLIMITED_BYTES = 2**62
-"""More bytes than any memory has; adding another size still fits an int64."""
+"""More bytes than any memory has; the sum with another size still fits an int64."""
 
 
 def rounded_up(nbytes: int, multiple_bytes: int) -> int:

@@ -2,7 +2,7 @@
 
 Each name is looked up once, when this module is imported, except the names of torch's compiler. If the installed torch
 lacks a name, `check` and `check_compiler` raise at attach, and calling the name raises the same error. Private
-attributes of objects are used where they are needed: `Tensor._version`, `OpOverload._schema`.
+attributes of objects, such as `Tensor._version`, are not listed here.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def _name(path: str, use: str, *older: str, needed: bool = True) -> Any:
 
     Args:
         path: Dotted name.
-        use: What memplug uses the object for, as a verb phrase: "recomputes outside of function transforms".
+        use: What memplug does with the object, as a verb phrase: "recomputes outside of function transforms".
         older: Names of the object in older versions of torch.
-        needed: Whether `check` requires it.
+        needed: Whether `check` raises if the object is absent.
     """
     for each in (path, *older):
         with contextlib.suppress(AttributeError):
@@ -133,7 +133,8 @@ dump_snapshot = _name("torch.cuda.memory._dump_snapshot", "writes a snapshot whe
 
 def is_fx_tracing() -> bool:
     """Return whether torch.fx is tracing a program."""
-    return bool(_fx_tracing() if callable(_fx_tracing) else torch.fx._symbolic_trace._is_fx_tracing_flag)  # to 2.13
+    # Up to torch 2.13 the name is a flag, not a function.
+    return bool(_fx_tracing() if callable(_fx_tracing) else torch.fx._symbolic_trace._is_fx_tracing_flag)
 
 
 def is_in_forward_ad() -> bool:
@@ -164,7 +165,7 @@ def flex_compiler() -> Any:
 
 
 def check_compiler(as_written: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Check that torch.compile can be kept from running compiled functions, as regions require.
+    """Check that memplug can make torch.compile run functions uncompiled, as regions require.
 
     Args:
         as_written: Makes a context in which no compiled code runs.

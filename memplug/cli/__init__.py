@@ -1,4 +1,4 @@
-"""The `memplug` command: one module for each subcommand, and the modules that they share."""
+"""The `memplug` command: one module for each subcommand, and modules that several of them use."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ from memplug.cli.tune import tune
 from memplug.cli.versions import echo_version
 
 app = typer.Typer(
-    help="Training memory as cheap as the hardware allows: a plugin for DeepSpeed and Megatron-Core.",
+    help="Swap and recompute activations, to train with less GPU memory: a plugin for DeepSpeed and Megatron-Core.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

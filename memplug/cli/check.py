@@ -16,7 +16,7 @@ def check(
     ds_json: Annotated[
         Path | None,
         typer.Argument(
-            metavar="DS_JSON", help='DeepSpeed JSON with a "memplug" block, or Accelerate\'s file naming it.'
+            metavar="DS_JSON", help='DeepSpeed JSON with a "memplug" block, or a file of Accelerate that names it.'
         ),
     ] = None,
     as_json: AsJson = False,
@@ -26,8 +26,8 @@ def check(
 ) -> None:
     """Check the "memplug" block of a DeepSpeed JSON and say what memplug will do; no GPU is used.
 
-    All problems are listed at once. DeepSpeed settings that conflict or compete with memplug are warnings, and so is
-    syntax that DeepSpeed, Trainer or Accelerate cannot read.
+    Lists all problems at once. Warns of DeepSpeed settings that conflict or compete with memplug, and of syntax that
+    DeepSpeed, Trainer or Accelerate cannot read.
     Exit code 0: usable; 1: not usable.
     """
     from memplug.cli import neighbours

@@ -12,15 +12,15 @@ from memplug.cli.output import AsJson, print_facts, progress
 from memplug.cli.rates import measure_into
 from memplug.cli.versions import versions
 
-# Environment settings that break what memplug relies on, and their effects.
+# Environment variables that conflict with memplug (regular expressions), and their effects.
 _CONFLICTS = (
     (
         r"PYTORCH_(CUDA_)?ALLOC_CONF=.*\bbackend\s*:\s*cudaMallocAsync\b",
-        "replaces torch's caching allocator, whose statistics memplug reports and budgets by: remove it",
+        "replaces torch's caching allocator, whose statistics memplug uses for reports and budgets: remove it",
     ),
     (
         r"PYTORCH_(CUDA_)?ALLOC_CONF=.*\bpinned_use_cuda_host_register\s*:\s*True\b",
-        "torch pins host memory of its own this way: leave room for it with host_budget_gib, or remove it",
+        "torch then pins host memory too: leave room for that with host_budget_gib, or remove the setting",
     ),
     (r"PYTORCH_NO_CUDA_MEMORY_CACHING=.*\S", "every free waits for the device, so no copy overlaps compute: unset it"),
     (r"CUDA_LAUNCH_BLOCKING=\s*[1-9]", "every launch waits for the device, so no copy overlaps compute: unset it"),
@@ -118,7 +118,7 @@ def _hardware() -> dict[str, object]:
 
 
 def _memlock(hardware: Mapping[str, object], host_budget_bytes: int) -> str:
-    """Return the limit on locked memory in words, and what it means for pinned host memory."""
+    """Return the limit on locked memory in words, compared with the host budget."""
     limit = hardware["memlock_limit_bytes"]
     if limit is None:
         return "unlimited: no limit on pinned memory"
@@ -145,7 +145,7 @@ def _conflicts(environment: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def _doctor_rows(facts: dict, libraries: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the facts in words; `libraries` has the names of the techniques' libraries by key."""
+    """Return the facts as (name, value) in words; `libraries` has the names of libraries by their keys in `facts`."""
     hardware, core = facts["hardware"], facts["native_core"]
     if core["ready"]:
         built = f"built, in {core['folder']}"
@@ -155,7 +155,7 @@ def _doctor_rows(facts: dict, libraries: Mapping[str, str]) -> list[tuple[str, s
     conflicts = [("conflict", f"{conflict['setting']}: {conflict['effect']}") for conflict in facts["conflicts"]]
     return [
         *((name, _needed_for(name) if version == "absent" else version) for name, version in facts["versions"].items()),
-        ("torch that is known", facts["torch"]["known"] + (": this one is newer" if facts["torch"]["newer"] else "")),
+        ("torch supported", facts["torch"]["known"] + (": this one is newer" if facts["torch"]["newer"] else "")),
         ("C++ compiler", facts["compiler"]),
         ("native core", built),
         ("planned arena", f"available{_lost(core['lost_calls'])}" if core.get("arena") else without),
@@ -190,7 +190,7 @@ def _verdict(facts: dict) -> str:
 
 
 def _unbuilt(facts: dict) -> list[str]:
-    """Return the keys of the parts that are not ready."""
+    """Return the keys of the native core and the libraries that were not built."""
     return [key for key, fact in facts.items() if isinstance(fact, Mapping) and fact.get("ready") is False]
 
 

@@ -23,7 +23,7 @@ _ALL = "all"
 def estimate(
     ds_json: Annotated[
         Path | None,
-        typer.Argument(metavar="DS_JSON", help='DeepSpeed JSON: its "memplug" block, dtype and micro-batch.'),
+        typer.Argument(metavar="DS_JSON", help='DeepSpeed JSON, for its "memplug" block, dtype and micro-batch.'),
     ] = None,
     model: Annotated[
         Path,
@@ -37,63 +37,69 @@ def estimate(
         int | None, typer.Option(help="Tokens of a sequence; by default the model's maximum.", min=1)
     ] = None,
     micro_batch: Annotated[
-        int | None, typer.Option(help="Sequences; by default from the DeepSpeed JSON, else 1.", min=1)
+        int | None, typer.Option(help="Sequences in a micro-batch; by default the DeepSpeed JSON's, else 1.", min=1)
     ] = None,
     head: Annotated[bool, typer.Option(help="Include embedding, head and loss.")] = True,
     tiled_loss: Annotated[
         int,
         typer.Option(
-            metavar="TILES", help="Compute logits and loss in so many parts, like the DeepSpeed recipe.", min=1
+            metavar="TILES", help="Compute logits and loss in this many parts, as the DeepSpeed recipe does.", min=1
         ),
     ] = 1,
     optimizer: Annotated[bool, typer.Option(help="Include AdamW, with its states in the parameters' dtype.")] = True,
     gpus: Annotated[
         int | None,
         typer.Option(
-            help="Ranks. Without the options below: of DeepSpeed's engine, with the JSON's ZeRO stage; by default "
-            "there is no engine. With them: of Megatron-Core, by default as few as they need; more are data parallel.",
+            help="Number of ranks. Without the options below, DeepSpeed trains, with the JSON's ZeRO stage (by default "
+            "one rank trains without DeepSpeed). With them, Megatron-Core trains: by default on as few ranks as they "
+            "need; further ranks are data parallel.",
             min=1,
         ),
     ] = None,
-    tensor: Annotated[int | None, typer.Option(help="Ranks that share each matrix product.", min=1)] = None,
+    tensor: Annotated[int | None, typer.Option(help="Tensor parallel ranks: share each matrix product.", min=1)] = None,
     sequence: Annotated[
-        bool, typer.Option("--sequence", help="These ranks share the rest of a layer too, by tokens.")
+        bool, typer.Option("--sequence", help="The tensor parallel ranks share the rest of a layer too, by tokens.")
     ] = False,
     pipeline: Annotated[
         int | None,
         typer.Option(
-            help="Pipeline stages. A step has twice as many micro-batches, or the JSON's gradient_accumulation_steps.",
+            help="Pipeline stages. A step has the JSON's gradient_accumulation_steps micro-batches, else twice as many "
+            "as stages.",
             min=1,
         ),
     ] = None,
-    expert: Annotated[int | None, typer.Option(help="Ranks that share the experts of a Mixtral.", min=1)] = None,
-    context: Annotated[int | None, typer.Option(help="Ranks that share the tokens of a sequence.", min=1)] = None,
-    mode: Annotated[str, typer.Option(help="keep, full, selective, memplug, or all of them.")] = _ALL,
+    expert: Annotated[
+        int | None, typer.Option(help="Expert parallel ranks: share the experts of a Mixtral.", min=1)
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Context parallel ranks: share the tokens of a sequence.", min=1)
+    ] = None,
+    mode: Annotated[str, typer.Option(help="keep, full, selective, memplug, or all (all four).")] = _ALL,
     attention: Annotated[
-        str | None, typer.Option(help="Back end: cudnn, flash; by default the profile's first.")
+        str | None, typer.Option(help="Attention back end: cudnn or flash; by default the profile's first.")
     ] = None,
     host_gib: Annotated[
-        float | None, typer.Option(help="Host memory for this GPU; by default unlimited.", min=0)
+        float | None, typer.Option(help="Host memory for this GPU, in GiB; by default unlimited.", min=0)
     ] = None,
     limits: Annotated[
         bool,
         typer.Option(
-            help="Find the longest sequence and the largest micro-batch that fit; for one rank, without --trace."
+            help="Find the longest sequence and the largest micro-batch that fit (one rank only, without --trace)."
         ),
     ] = True,
     trace: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Values that a real step of the same model and sizes read (`memplug.record_values`); a Mixtral from "
-            "Hugging Face needs them.",
+            help="The values that a real step of the same model and sizes read, as `memplug.record_values` wrote them. "
+            "A Mixtral from Hugging Face needs them.",
         ),
     ] = None,
     plan_dir: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Write memplug's plan there, for a run of the same job; not for Megatron-Core.",
+            help="Write memplug's plan to this folder, for a run of the same job; not for Megatron-Core.",
         ),
     ] = None,
     html: Annotated[
@@ -103,16 +109,17 @@ def estimate(
         Path | None, typer.Option(metavar="FILE", help="Write each step as a Chrome trace, for ui.perfetto.dev.")
     ] = None,
     as_json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers there, as one JSON object.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers to FILE, as one JSON object.")
     ] = None,
 ) -> None:
     """Predict the time, device memory and host memory of a training step on a GPU; no GPU is used.
 
-    Modes: keep everything; recompute every layer in full; recompute all but attention (selective); or memplug's plan.
+    Modes: keep everything (keep); recompute every layer (full); recompute all but attention (selective); follow
+    memplug's plan (memplug).
     Estimates one rank's step (forward, backward, optimizer) of a Llama or Qwen3 from Hugging Face, or with --trace of a
-    Mixtral. With --tensor, --pipeline, --expert or --context, and for a Mixtral without --trace, the model is
-    Megatron-Core's, with tokens spread evenly over experts. For a pipeline: the slowest stage's step with the bubble,
-    and the memory of the stage that needs most. All figures are predictions.
+    Mixtral. With --tensor, --pipeline, --expert or --context, and for a Mixtral without --trace, estimates the model of
+    Megatron-Core, with tokens spread evenly over experts. For a pipeline, shows the step of the slowest stage, bubble
+    included, and the memory of the stage that needs most. All figures are predictions.
     Exit code 0: done; 1: an input is not usable, or no mode fits.
     """
     with collected_warnings() as warnings, refusing():
@@ -157,13 +164,13 @@ def estimate(
 
 @dataclass(frozen=True)
 class _Asked:
-    """An estimate, as the command line asks for it.
+    """The estimate that the command line asks for.
 
     Attributes:
-        settings: The DeepSpeed JSON; empty: there is none.
-        gpus: Ranks of DeepSpeed's engine; None: there is no engine.
+        settings: The DeepSpeed JSON; empty if there is none.
+        gpus: Number of ranks; None: not given, so that DeepSpeed's engine does not train.
         layout: Layout of Megatron-Core; None: Megatron-Core does not train.
-        micro_batches: Micro-batches of a step of Megatron-Core.
+        micro_batches: Micro-batches in a step of Megatron-Core.
     """
 
     workload: "Workload"
@@ -174,7 +181,7 @@ class _Asked:
     micro_batches: int
 
     def run(self, say: Callable[[str], None]) -> "Estimate":
-        """Return the estimate."""
+        """Run the estimate and return it."""
         from memplug.predict.estimator.estimate import estimate_workload
         from memplug.predict.estimator.ranks import estimate_rank
         from memplug.predict.estimator.stages import estimate_megatron
@@ -206,15 +213,17 @@ def _asked(
     request: dict[str, Any],
     **given: Any,
 ) -> _Asked:
-    """Read the files, and refuse options that do not go together.
+    """Read the files, and return the estimate that they and the options describe.
+
+    Raises a usage error if options contradict each other.
 
     Args:
         ds_json: The DeepSpeed JSON, if any.
         model: The file with the model's shape.
-        split: Options of Megatron-Core's layout; empty: none was given.
-        gpus: Ranks; None: not given.
-        request: Options of `EstimateRequest.of`.
-        given: Fields of `Workload`; None: taken from the files.
+        split: The options of Megatron-Core's layout that were given.
+        gpus: Number of ranks; None: not given.
+        request: Arguments of `EstimateRequest.of`.
+        given: Fields of `Workload`; a field of None gets its value from the files.
     """
     from memplug.config import read_ds_config
     from memplug.ds_json.reading import read_json

@@ -1,4 +1,4 @@
-"""The output of `memplug estimate`: a table, and files."""
+"""The output of `memplug estimate`: a table and files."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,10 @@ def facts_of(
 
     Args:
         found: The estimate.
-        workload: The workload that was estimated.
-        largest: By mode, the longest sequence and the largest micro-batch that fit; empty: unknown.
+        workload: The estimated workload.
+        largest: The longest sequence and the largest micro-batch that fit, by mode; empty if unknown.
         settings: The DeepSpeed JSON.
-        gpus: Ranks of DeepSpeed's engine; None: no engine.
+        gpus: Number of ranks of DeepSpeed's engine; None: DeepSpeed does not train.
     """
     names = ("step_s", "flops", "peak_allocated_bytes", "peak_reserved_bytes", "arena_reserved_bytes")
     more = ("arena_off_because", "host_bytes", "to_host_bytes", "to_device_bytes", "bound", "fits", "bubble_s")
@@ -51,7 +51,7 @@ def facts_of(
 
 
 def table_of(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return headers and rows, a column for each mode."""
+    """Return the headers and rows of a table with one column for each mode."""
     from memplug.words import duration, known, size
 
     def share(value: float | None) -> str:
@@ -73,7 +73,7 @@ def table_of(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     ]
     modes = list(facts["modes"])
     if facts.get("stages"):
-        rows.insert(1, ("of it the bubble", lambda each: duration(each["bubble_s"])))
+        rows.insert(1, ("pipeline bubble in it", lambda each: duration(each["bubble_s"])))
     if not all("longest_seq_len" in each for each in facts["modes"].values()):
         rows = rows[:-2]
     return ["", *modes], [[name, *(words(facts["modes"][mode]) for mode in modes)] for name, words in rows]
@@ -100,11 +100,11 @@ def write(
 
     Args:
         found: The estimate.
-        workload: The workload that was estimated.
+        workload: The estimated workload.
         facts: The result of `facts_of`.
-        html: The page, if asked for.
-        chrome: The Chrome trace, if asked for.
-        as_json: The JSON, if asked for.
+        html: File for the page; None: not requested.
+        chrome: File for the Chrome trace; None: not requested.
+        as_json: File for the JSON; None: not requested.
 
     Raises:
         MemplugError: plotly is missing, or a file cannot be written.

@@ -11,13 +11,16 @@ if TYPE_CHECKING:
 
 
 def layout_of(workload: "Workload", split: dict[str, Any], gpus: int | None) -> "RankLayout | None":
-    """Return Megatron-Core's layout, or None if another framework trains."""
+    """Return Megatron-Core's layout, or None if Megatron-Core does not train.
+
+    `split` has the layout's options that were given.
+    """
     from memplug.predict.estimator.layout import RankLayout
 
     if not split and (gpus is not None or not workload.shape.is_mixture):
         return None
     if not workload.head:
-        raise typer.BadParameter("Megatron-Core trains all of the model", param_hint="--no-head")
+        raise typer.BadParameter("Megatron-Core trains only whole models", param_hint="--no-head")
     layout = RankLayout(gpus=gpus or 0, **split)
     layout.check(workload.shape, workload.layers, workload.seq_len)
     return layout
@@ -30,7 +33,7 @@ def micro_batches_of(layout: "RankLayout | None", settings: dict[str, Any]) -> i
 
 
 def words_of(workload: "Workload", *, optimizer: bool = True, micro_batches: int = 1) -> str:
-    """Return the workload in words, for part of a line."""
+    """Return the workload in words, to follow a rank's description on one line."""
     several = f"{micro_batches} micro-batches of " if micro_batches > 1 else ""
     parts = [
         f"{workload.layers} layers of {workload.shape.fields['hidden_size']:,}",
@@ -44,7 +47,7 @@ def words_of(workload: "Workload", *, optimizer: bool = True, micro_batches: int
 
 
 def facts_of(found: "Estimate", workload: "Workload", layout: "RankLayout", micro_batches: int) -> dict[str, Any]:
-    """Return facts on a training by Megatron-Core: title, layout, and each stage of the pipeline that was estimated."""
+    """Return the facts on an estimate for Megatron-Core: title, layout, and each estimated stage of the pipeline."""
     import dataclasses
 
     several = f"one of {layout.gpus} {found.hardware.name}" if layout.gpus > 1 else f"one {found.hardware.name}"

@@ -1,4 +1,4 @@
-"""Warnings of `memplug check` on a DeepSpeed JSON that other tools read too, and on settings beside the block."""
+"""Warnings of `memplug check`: values that other readers of the JSON refuse, and settings that conflict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger("memplug")
 
 
 def warn(ds_config: Mapping[str, Any], config: MemplugConfig) -> None:
-    """Log one warning on values that other readers of the file would refuse, and one on each conflicting setting.
+    """Log one warning of all values that other readers of the file refuse, and one of each conflicting setting.
 
     Args:
         ds_config: The whole DeepSpeed JSON.

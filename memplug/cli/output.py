@@ -12,23 +12,25 @@ import typer
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 DeviceOfSnapshot = Annotated[
     int | None,
-    typer.Option(help="Device of a snapshot that has several; by default the one with the most events.", min=0),
+    typer.Option(help="Device to read from a snapshot of several; by default the one with the most events.", min=0),
 ]
 
 
 def refuse_step_of_snapshot(step: int | None) -> None:
-    """Raise a usage error if a step of a snapshot is asked for."""
+    """Raise a usage error if --step is given for a snapshot."""
     if step is not None:
-        raise typer.BadParameter("a snapshot has no steps; all of its history is taken", param_hint="--step")
+        raise typer.BadParameter(
+            "a snapshot has no steps; without --step all of its history is used", param_hint="--step"
+        )
 
 
 def print_facts(facts: dict[str, Any], rows: list[tuple[str, str]], *, as_json: bool) -> None:
-    """Print one JSON object, or the same in words: a table on a terminal, otherwise plain lines for pasting.
+    """Print facts as one JSON object, or in words: a table on a terminal, otherwise plain lines for pasting.
 
     Args:
-        facts: The object.
-        rows: The same as (name, value) in words.
-        as_json: Whether to print the object.
+        facts: The JSON object.
+        rows: The same facts in words, as (name, value).
+        as_json: Whether to print `facts` rather than `rows`.
     """
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
@@ -68,7 +70,7 @@ def print_table(headers: list[str], lines: list[list[str]]) -> None:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Print a MemplugError with its advice, and exit with code 1."""
+    """If the `with` block raises a MemplugError, print it with its advice, and exit with code 1."""
     from memplug.errors import MemplugError
 
     try:
@@ -80,14 +82,14 @@ def refusing() -> Iterator[None]:
 
 @contextmanager
 def progress(text: str, limit_s: float | None = None) -> Iterator[Callable[[str], None]]:
-    """Show on stderr what is going on: a spinner or, with a time limit, a bar; outside of a terminal one line.
+    """Show an activity on stderr: a spinner, or a bar if it has a time limit; one line if stderr is no terminal.
 
     Args:
         text: The activity.
         limit_s: Its time limit, if any.
 
     Yields:
-        A function that takes a few words on the current part of the work.
+        A function to call with a few words on the current part of the work.
     """
     if not sys.stderr.isatty():
         typer.echo(f"memplug: {text} ...", err=True)

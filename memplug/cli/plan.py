@@ -1,4 +1,4 @@
-"""`memplug plan`: finds an address for each request of a recorded step, or of a CSV."""
+"""`memplug plan`: finds an address for each request of a recorded step, a memory snapshot or a CSV."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,16 +41,18 @@ def plan(
     ] = planners.AUTO,
     time_limit_s: Annotated[
         float | None,
-        typer.Option("--time-limit", metavar="SECONDS", help="By default 10; with --capacity 50.", min=0.0),
+        typer.Option(
+            "--time-limit", metavar="SECONDS", help="Time for planning; by default 10, or 50 with --capacity.", min=0.0
+        ),
     ] = None,
     capacity_bytes: Annotated[
         int | None,
-        typer.Option("--capacity", metavar="BYTES", help="Stop as soon as the plan fits into so many bytes.", min=1),
+        typer.Option("--capacity", metavar="BYTES", help="Stop as soon as the plan fits into this many bytes.", min=1),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="Write the plan (.json), or the rows with their offsets (.csv)."
+            "--output", "-o", metavar="FILE", help="Write the plan (.json), or the requests with their offsets (.csv)."
         ),
     ] = None,
     step: Annotated[int | None, typer.Option(help="Step of the trace, from 0; by default its last.", min=0)] = None,
@@ -59,7 +61,8 @@ def plan(
 ) -> None:
     """Plan one training step: an address for every request, in the smallest arena; no GPU is used.
 
-    Of a snapshot of torch's allocator all of its history is planned, and compared with what torch reserved for it.
+    For a memory snapshot of torch's allocator, plans its whole history, and compares the result with the memory that
+    torch reserved.
 
     Exit code 0: planned, and within --capacity if that is given; 1: it does not fit, or a file is not usable.
     """
@@ -99,7 +102,7 @@ def _refuse_without_arena() -> None:
 
 
 def _read(source: Path, step: int | None, device: int | None) -> "tuple[Problem, Trace | None, History | None]":
-    """Return the requests to place, and a trace's step or a snapshot's history if the file is one of these."""
+    """Return (requests, step, history); the step only for a trace, the history only for a memory snapshot."""
     from memplug.arena.plan.from_trace import last_step, problem_of, problem_of_all
     from memplug.arena.plan.problem_file import read_csv
     from memplug.profile import allocator_history
@@ -122,7 +125,7 @@ def _planned(
     time_limit_s: float,
     capacity_bytes: int | None,
 ) -> "tuple[AddressPlan, tuple[int, int]]":
-    """Return the plan, and the number and bytes of the dynamic requests that would have found room in the arena.
+    """Return the plan, and (number, bytes) of the dynamic requests that would have found room in the arena.
 
     Dynamic requests are those of experts, whose sizes depend on the data.
     """
@@ -176,7 +179,7 @@ def _rows(made: "AddressPlan", facts: dict[str, Any]) -> list[tuple[str, str]]:
     if made.dynamic:
         groups = f"{facts['dynamic_requests']:,} requests in {len(made.dynamic):,} groups"
         share = facts["dynamic_served_requests"] / facts["dynamic_requests"]
-        most = f"at most {size(facts['dynamic_peak_bytes'])} in use, no part of the height"
+        most = f"at most {size(facts['dynamic_peak_bytes'])} in use, not counted in the height"
         rows.append(("dynamic", f"{groups}, {most}; {share:.0%} would have found room in the arena"))
     if facts["fits"] is not None:
         rows.append(("fits", "yes" if facts["fits"] else "no"))
@@ -184,7 +187,7 @@ def _rows(made: "AddressPlan", facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _why(problem: "Problem", facts: dict[str, Any], capacity_bytes: int) -> list[str]:
-    """Return lines that say why the plan does not fit, with the largest requests at the peak if none can fit."""
+    """Return lines on why the plan does not fit; they list the largest requests at the peak if no plan can."""
     from memplug.words import size
 
     missing = facts["lower_bound_bytes"] - capacity_bytes

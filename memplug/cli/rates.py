@@ -1,4 +1,4 @@
-"""`memplug doctor --measure FILE`: measures this machine's GPU, as a profile for the virtual device."""
+"""`memplug doctor --measure FILE`: measures this machine's GPU, and writes a profile for the virtual device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OWN = {"observe_s": "an operator", "region_s": "a region", "restore_s": "its re
 
 def measure_into(file: Path, *, as_json: bool) -> None:
     """Measure the current CUDA device, or the CPU if there is none, write the profile and print it."""
-    if not file.absolute().parent.is_dir():  # checked before the measurement
+    if not file.absolute().parent.is_dir():  # checked first, because the measurement takes long
         raise typer.BadParameter(f"{file}: its folder does not exist", param_hint="--measure")
     with progress("measuring the device (half a minute)") as say:
         import torch
@@ -47,14 +47,14 @@ def _rows(file: Path, profile: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         *rows,
         ("memory bandwidth", _gigabytes(value("memory_bytes_per_s"))),
-        ("least kernel", f"{value('kernel_s') * 1e6:.1f} us"),
+        ("shortest kernel", f"{value('kernel_s') * 1e6:.1f} us"),
         ("launch, host", f"{value('launch_s') * 1e6:.1f} us an operator"),
         ("memplug, host", ", ".join(f"{value(name) * 1e6:.1f} us {each}" for name, each in _OWN.items())),
         ("device to host", link("to_host")),
         ("host to device", link("to_device")),
         ("device to host, both directions", link("to_host_both")),
         ("host to device, both directions", link("to_device_both")),
-        ("least copy", f"{value('copy_s') * 1e6:.1f} us"),
+        ("shortest copy", f"{value('copy_s') * 1e6:.1f} us"),
         ("other GPUs", "not measured: estimates assume that collectives use the link to the host"),
         ("written to", str(file)),
     ]

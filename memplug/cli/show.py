@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from memplug.profile.trace import Trace
 
-_STRETCHES_OF_A_PICTURE = 1600  # parts of the clock: more than the axes have pixels
+_STRETCHES_OF_A_PICTURE = 1600  # parts into which a PNG divides the clock: more than the axis has pixels
 
 
 def show(
@@ -28,10 +28,10 @@ def show(
         typer.Option(metavar="FILE", help="Write the timeline, or the plan's map, as a page; needs plotly."),
     ] = None,
     png: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it as a picture; needs kaleido and Chrome.")
+        Path | None, typer.Option(metavar="FILE", help="Write the same as a PNG; needs kaleido and Chrome.")
     ] = None,
     snapshot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a trace for pytorch.org/memory_viz.")
+        Path | None, typer.Option(metavar="FILE", help="Write the trace as a snapshot for pytorch.org/memory_viz.")
     ] = None,
     chrome: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace (JSON), for example for ui.perfetto.dev.")
@@ -42,7 +42,7 @@ def show(
 ) -> None:
     """Show a recorded trace (what ran, where memory peaks) or a plan (addresses, decisions). No GPU is used.
 
-    Shows the history of a memory snapshot of torch's allocator (torch.cuda.memory._dump_snapshot), too.
+    Also shows the history in a memory snapshot of torch's allocator (torch.cuda.memory._dump_snapshot).
 
     Prints a summary; pages, pictures and files for other viewers are written only if an option names them.
     Exit code 0: all done; 1: the file cannot be read, or an output file cannot be written.
@@ -55,7 +55,9 @@ def show(
         if is_plan(source):
             for option, value in {"snapshot": snapshot, "chrome": chrome, "step": step}.items():
                 if value is not None:
-                    raise typer.BadParameter("it needs a trace, and this is a plan", param_hint=f"--{option}")
+                    raise typer.BadParameter(
+                        "this option needs a trace, and the file is a plan", param_hint=f"--{option}"
+                    )
             facts, rows, writers = _plan(source)
         elif is_snapshot(source):
             refuse_step_of_snapshot(step)
@@ -63,7 +65,7 @@ def show(
         else:
             facts, rows, writers = _trace(source, step)
     print_facts(facts, rows, as_json=as_json)
-    # A view that fails does not keep the others from being written.
+    # If a view cannot be written, the others are written all the same.
     if not all([_written(view, writers[view], path) for view, path in paths.items() if path is not None]):
         raise typer.Exit(1)
 
@@ -86,7 +88,7 @@ def _trace(source: Path, step: int | None) -> "tuple[dict, list[tuple[str, str]]
 def _snapshot(
     source: Path, device: int | None
 ) -> "tuple[dict, list[tuple[str, str]], dict[str, Callable[[Path], None]]]":
-    """Return the same as `_trace`, for a snapshot of torch's allocator."""
+    """Return the same as `_trace` for a snapshot of torch's allocator."""
     from memplug.profile.allocator_history import load
     from memplug.show.history_summary import rows, summary
 
@@ -112,7 +114,7 @@ def _views(trace: "Trace") -> "dict[str, Callable[[Path], None]]":
 
 
 def _plan(source: Path) -> "tuple[dict, list[tuple[str, str]], dict[str, Callable[[Path], None]]]":
-    """Return the same as `_trace`, for a plan."""
+    """Return the same as `_trace` for a plan."""
     from memplug.plans.plan_file import load
     from memplug.show.page import write_page
     from memplug.show.picture import write_picture

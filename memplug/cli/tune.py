@@ -30,26 +30,30 @@ _HEADINGS = [
 
 def tune(
     ds_json: Annotated[
-        Path, typer.Argument(metavar="DS_JSON", help='DeepSpeed JSON; keys that are "auto" or absent are searched.')
+        Path,
+        typer.Argument(metavar="DS_JSON", help='DeepSpeed JSON; tune finds values for keys that are "auto" or absent.'),
     ],
     model: Annotated[Path, typer.Option(metavar="YAML", help="Fields of LlamaConfig, MixtralConfig or Qwen3Config.")],
     gpu: Annotated[str, typer.Option(metavar="NAME", help="A profile of configs/hardware, such as h100, or its path.")],
     gpus: Annotated[int, typer.Option(help="GPUs of the machine; each is a rank.", min=1)],
-    host_gib: Annotated[float, typer.Option(help="Host memory of the machine that training may use.", min=0.0)],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Write the DeepSpeed JSON there.")],
+    host_gib: Annotated[float, typer.Option(help="Host memory for training on the machine, in GiB.", min=0.0)],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Write the best DeepSpeed JSON to FILE.")
+    ],
     seq_len: Annotated[
         int | None, typer.Option(help="Tokens of a sequence; by default the model's max_position_embeddings.", min=1)
     ] = None,
     micro_batch: Annotated[
-        int | None, typer.Option(help="Sequences of a GPU; by default the JSON's, otherwise searched.", min=1)
+        int | None, typer.Option(help="Sequences in a GPU's micro-batch; by default the JSON's, else searched.", min=1)
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the configurations and counts there.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the best configurations and all counts to FILE."),
     ] = None,
 ) -> None:
     """Find the fastest DeepSpeed configuration that fits; no GPU is used, and all figures are predicted.
 
-    It chooses the ZeRO stage, offloading, the micro-batch, and which blocks swap and which recompute.
+    Chooses the ZeRO stage, offloading, the micro-batch, and the model's blocks that swap and that recompute.
     Exit code 0: found and written; 1: nothing fits, or a file is not usable.
     """
     with collected_warnings() as warnings:

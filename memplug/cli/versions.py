@@ -10,9 +10,9 @@ PACKAGES = ("torch", *(each.name for each in FRAMEWORKS), "transformer-engine", 
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """Return the versions of Python, memplug and others; "absent" for a package that is not installed.
+    """Return the versions of Python, memplug and `packages`; "absent" for a package that is not installed.
 
-    The metadata is read because importing some of these packages takes seconds, prints, or fails without a GPU.
+    Reads metadata, because importing some of these packages takes seconds, prints, or fails without a GPU.
     """
     from importlib.metadata import PackageNotFoundError, version
 

@@ -1,4 +1,4 @@
-"""Names of settings in a DeepSpeed JSON: former names that DeepSpeed still reads, and the present ones."""
+"""Former names of settings in a DeepSpeed JSON, which DeepSpeed still reads, and the present names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from memplug.errors import ConfigError
 FORMER_OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 """Former switches in "zero_optimization", and the sections that replaced them; true means {"device": "cpu"}."""
 RENAMED = {"stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}
-"""Former names in "zero_optimization" that have a new name for the same value."""
+"""Former names in "zero_optimization", and the present names of the same values."""
 WITHOUT_EFFECT = ("cpu_offload_use_pin_memory",)
-"""Keys in "zero_optimization" that DeepSpeed reads and never uses."""
+"""Keys in "zero_optimization" that DeepSpeed accepts but never uses."""
 SHORT = {
     key.removeprefix("stage3_"): key
     for key in (
@@ -36,9 +36,9 @@ _truth = TypeAdapter(bool | None).validate_python
 
 
 def present(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration under DeepSpeed's present names, with former values converted.
+    """Return the configuration with DeepSpeed's present names; values of former switches are converted.
 
-    A value of "auto", which DeepSpeed leaves out, is kept under a present name and dropped under a former one.
+    DeepSpeed ignores values of "auto". Here they stay under a present name, and are dropped under a former name.
 
     Args:
         ds_config: the content of a DeepSpeed JSON.
@@ -114,7 +114,7 @@ def _both(zero: Mapping[str, Any], name: str) -> str:
 
 
 def _device(key: str, value: Any) -> dict[str, str]:
-    """Return the section that DeepSpeed makes from a former switch."""
+    """Return the section that DeepSpeed makes from the former switch `key`."""
     try:
         offloads = _truth(value)
     except ValidationError:

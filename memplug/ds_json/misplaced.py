@@ -1,4 +1,4 @@
-"""Finds a "memplug" block, or a misspelt one, in a place other than the top level of a file."""
+"""Finds a "memplug" block, or a misspelt one, that is not at the top level of a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 
 
 def blocks(value: object, path: str = "") -> Iterator[str]:
-    """Yield the paths of keys that look like the block, anywhere in a JSON value."""
+    """Yield the path of each key of a JSON value that is "memplug", or probably a misspelling of it."""
     children = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, child in children:
         here = f"{path}[{key}]" if isinstance(value, list) else f"{path}.{key}".lstrip(".")

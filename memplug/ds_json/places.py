@@ -1,4 +1,4 @@
-"""Finds the lines of a JSON's keys, also in one with comments and unquoted strings (Hjson, as DeepSpeed reads it)."""
+"""Finds the line of each key of a JSON, or of an Hjson, which DeepSpeed also reads (comments, unquoted strings)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# No more may follow this repetition: backtracking into it would take exponential time.
+# The pattern must end with this repetition: backtracking into it would take exponential time.
 _BLANK = re.compile(r"(?:\s+|#[^\r\n]*|//[^\r\n]*|/\*.*?\*/)+", re.S)
 _QUOTED = r'"(?:[^"\\]|\\.)*"' + "|" + r"'(?:[^'\\]|\\.)*'"
 _KEY = re.compile(rf"{_QUOTED}|[^\s:{{}}\[\],]+", re.S)
@@ -32,12 +32,12 @@ class KeyPlace(NamedTuple):
 
 @dataclass(slots=True)
 class _Open:
-    """An object or an array that has not ended.
+    """An object or an array that the walk has entered and not left.
 
     Attributes:
         path: path from the top.
         is_object: True for an object, False for an array.
-        number: running number of the object or array.
+        number: number of the object or array, in the order of the text.
         count: number of the array's values so far.
     """
 
@@ -56,7 +56,7 @@ def repeated(text: str) -> list[tuple[str, list[int]]]:
 
 
 def line_of(text: str, path: str) -> int | None:
-    """Return the line of the last key with this path, or None."""
+    """Return the line of the last key with this path; None if there is no such key."""
     return next((place.line for _, place in reversed(_Walk(text).keys()) if place.path == path), None)
 
 
@@ -67,7 +67,7 @@ class _Walk:
         self._text, self._at, self._objects = text.removeprefix("\ufeff"), 0, 0
 
     def keys(self) -> list[tuple[int, KeyPlace]]:
-        """Return every key in the order of the text, with the running number of its object."""
+        """Return every key in the order of the text, with the number of its object (`_Open.number`)."""
         found: list[tuple[int, KeyPlace]] = []
         line, counted = 1, 0
         self._skip(_BLANK)
@@ -104,7 +104,7 @@ class _Walk:
         return found
 
     def _value(self, path: str, inside: list[_Open]) -> None:
-        """Enter an object or an array, or skip to the end of another value."""
+        """Enter an object or an array; skip any other value."""
         character = self._text[self._at : self._at + 1]
         if character in ("{", "["):
             self._objects += 1

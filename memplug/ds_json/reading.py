@@ -1,11 +1,11 @@
 """Reads a DeepSpeed JSON, or the file of Accelerate or of training arguments that names it.
 
-It remarks on contents that other readers of the file interpret differently:
+It adds remarks on contents that these readers of the file treat differently:
 
 | reader | comments, trailing commas, missing quotes | a key twice | NaN | byte order mark |
 |---|---|---|---|---|
-| DeepSpeed, of a path (hjson) | reads | refuses | takes for text, or refuses | reads |
-| Trainer, Accelerate (json) | refuse | take the last one | read | refuse |
+| DeepSpeed, given a path (hjson) | reads | refuses | reads as text, or refuses | reads |
+| Trainer, Accelerate (json) | refuse | use the last one | read | refuse |
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ class DsJson:
 
 
 def read_json(source: str | Path) -> dict[str, Any]:
-    """Return the content of a DeepSpeed JSON, as `read` does."""
+    """Read a DeepSpeed JSON as `read` does, and return its content without the remarks."""
     return read(source).content
 
 
 def read(source: str | Path) -> DsJson:
     """Read a whole DeepSpeed JSON; comments and trailing commas are accepted if DeepSpeed's own reader accepts them.
 
-    `source` may also be a file of Accelerate (YAML or JSON) or of training arguments: then the DeepSpeed JSON that its
-    `deepspeed_config_file` or `deepspeed` names is read. A "memplug" block in such a file logs a warning.
+    `source` may also be a file of Accelerate (YAML or JSON) or of training arguments. Then its key
+    `deepspeed_config_file` or `deepspeed` names the DeepSpeed JSON to read. A "memplug" block in such a file is
+    ignored, with a warning.
 
     Args:
         source: path of the file.
@@ -94,10 +95,10 @@ def _text(path: Path) -> str:
 
 
 def _json(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the object in a text, and remarks.
+    """Return the object that a text holds, and remarks on the text.
 
     Raises:
-        ConfigError: the text is no object, or has a key twice.
+        ConfigError: the text holds no object, or has a key twice.
     """
     remarks: list[str] = []
     twice: list[str] = []
@@ -136,7 +137,7 @@ def _json(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _hjson(path: Path, text: str, error: ValueError, objects: Callable[[list], dict]) -> Any:
-    """Return the object that DeepSpeed's reader (hjson) finds in a text that is not JSON.
+    """Return the object that DeepSpeed's reader (hjson) reads from a text that is not JSON.
 
     Raises:
         ConfigError: hjson refuses it too, or is not installed.
@@ -152,16 +153,16 @@ def _hjson(path: Path, text: str, error: ValueError, objects: Callable[[list], d
             return content
     except RecursionError:
         raise
-    except Exception as other:  # hjson raises IndexError besides its own error
+    except Exception as other:  # hjson can also raise IndexError
         line = getattr(other, "lineno", None)
         if line not in (None, getattr(error, "lineno", None)):
-            hint = f"; DeepSpeed's reader, which takes more, stops at line {line}: {other.msg}"
+            hint = f"; DeepSpeed's reader, which accepts more, stops at line {line}: {other.msg}"
     message = f"{error.msg} at {place}" if isinstance(error, json.JSONDecodeError) else str(error)
     raise ConfigError([f"{path}: not JSON: {message}{hint}"], f"Correct the file at {place}.") from None
 
 
 def _spot(text: str, error: ValueError) -> str:
-    """Return the first place that is not JSON, and its line, in words."""
+    """Return the first place that is not JSON in words, with its line's number and text."""
     if not isinstance(error, json.JSONDecodeError):
         return f"not JSON ({error})"
     line = text.splitlines()[error.lineno - 1].strip() if text.splitlines()[error.lineno - 1 :] else ""
@@ -193,7 +194,7 @@ def _yaml(path: Path, text: str) -> tuple[Any, dict[str, int]]:
         ) from None
     try:
         root, content = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
-        json.dumps(content, default=repr, skipkeys=True)  # raises for an anchor inside itself
+        json.dumps(content, default=repr, skipkeys=True)  # raises if an anchor contains itself
     except (yaml.YAMLError, ValueError) as error:
         said = " ".join(str(error).split())
         raise ConfigError([f"{path}: not YAML: {said}"], "Correct the file at that place.") from None
@@ -217,7 +218,7 @@ def _names_another(content: Mapping[str, Any]) -> bool:
 
 
 def _named(path: Path, content: Any, line_of: Callable[[str], int | None]) -> DsJson:
-    """Read the DeepSpeed JSON that a file of Accelerate or of training arguments names or contains.
+    """Return the DeepSpeed JSON that a file of Accelerate or of training arguments names or contains.
 
     Args:
         path: path of the file.
@@ -244,12 +245,12 @@ def _named(path: Path, content: Any, line_of: Callable[[str], int | None]) -> Ds
     if not isinstance(named, str) or named in ("", "none"):
         raise ConfigError(
             [f"{path}: is no DeepSpeed JSON, and names none"],
-            'Give the DeepSpeed JSON, with the "memplug" block in it, or name it: as "deepspeed_config_file" in the '
-            '"deepspeed_config" of a file of Accelerate, as "deepspeed" among training arguments.',
+            'Give the DeepSpeed JSON with the "memplug" block in it, or a file that names it: a file of Accelerate by '
+            '"deepspeed_config_file" in its "deepspeed_config", or training arguments by "deepspeed".',
         )
     key = "deepspeed" if section is None else "deepspeed_config.deepspeed_config_file"
     try:
-        # Trainer and Accelerate take the named file for a DeepSpeed JSON, whatever it is.
+        # Trainer and Accelerate read the named file as a DeepSpeed JSON, whatever it is.
         found, remarks = _json(Path(named), _text(Path(named)))
         return DsJson(path=Path(named), content=found, remarks=tuple(remarks))
     except ConfigError as error:

@@ -1,1 +1,1 @@
-"""Callbacks for the training loops of other libraries: attach, mark steps, detach. Only users import them."""
+"""Callbacks for other libraries' training loops: they attach, mark steps and detach. Only users import them."""

@@ -1,4 +1,4 @@
-"""The base of all callbacks: one session for each training, except under DeepSpeed, whose engine has its own."""
+"""The base class of the callbacks: one session for each training, or the engine's session under DeepSpeed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Attachment:
         config: the block as a dict, or the path of a JSON that has it; None for `{"enabled": true}`.
 
     Attributes:
-        session: session of the present or the last training, for `report()`; under DeepSpeed, the engine's session.
-            None if there is none.
+        session: session of the current or the last training, for `report()`; under DeepSpeed, the engine's session.
+            None if there is no session.
 
     Raises:
         ConfigError: the block is invalid.
@@ -42,18 +42,18 @@ class Attachment:
         self._told = False
 
     def begin(self, model: nn.Module, deepspeed: bool) -> None:
-        """Attach to the model, unless DeepSpeed drives it or it is attached already.
+        """Attach to the model, unless DeepSpeed trains it or it has a session already.
 
         Args:
             model: the model to attach to.
-            deepspeed: True if DeepSpeed drives the model.
+            deepspeed: whether DeepSpeed trains the model.
 
         Raises:
             ConflictError: as in `memplug.attach`.
             RegionError: as in `memplug.attach`.
             UnsupportedVersionError: as in `memplug.attach`.
         """
-        self.end()  # for an earlier training that an error ended
+        self.end()  # an error may have ended the last training
         existing = attached_to(model)
         if existing is not None and existing.owner is not None:  # attached by another callback whose training failed
             existing.owner.end()
@@ -68,7 +68,10 @@ class Attachment:
             self._attached.owner, self._attached.steps_are_marked = self, True
 
     def begin_batch(self) -> None:
-        """Note that the model is about to run: memplug observes only its forward, but a trainer may call others."""
+        """Tell the session that the model is about to run.
+
+        memplug observes only the model's `forward`, but a trainer may call another method.
+        """
         if self._attached is not None:
             self._attached.begin_forward()
 

@@ -14,7 +14,7 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _callback_class() -> type:
-    """Return `Callback` of the package that the script uses: both may be installed, each with classes of its own."""
+    """Return the `Callback` class of the package that the script has imported; both may be installed."""
     errors = []
     for package in sorted(PACKAGES, key=lambda name: name not in sys.modules):
         try:
@@ -41,16 +41,16 @@ class MemplugCallback(Attachment, _callback_class()):
         self._steps = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach: the module is on its device, and the strategy has wrapped it."""
+        """Attach, now that the module is on its device and the strategy has wrapped it."""
         self._steps = trainer.global_step
         self.begin(pl_module, deepspeed=is_engine(trainer.strategy.model))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Note that a batch begins: Lightning calls `training_step`, which may not call the module's forward."""
+        """Tell the session that a batch begins, since `training_step` may not call the module's `forward`."""
         self.begin_batch()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Mark the end of a step if an optimizer has stepped in the batch; one step, even if several have."""
+        """Mark the end of a step if an optimizer has stepped in this batch; several optimizers make one step."""
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step
             self.end_step()

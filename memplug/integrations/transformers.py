@@ -21,8 +21,9 @@ except ImportError as error:
 class MemplugCallback(Attachment, TrainerCallback):
     """Attaches when training begins, marks each optimizer step, and detaches when training ends.
 
-    Trainer has no hook for a training that fails: then the session stays attached until the next training begins, or
-    until `callback.end()`. Under DeepSpeed the callback does nothing, since `memplug.install()` attaches to the engine.
+    Trainer does not tell callbacks when training fails. The session then stays attached until the next training begins,
+    or until `callback.end()`. Under DeepSpeed the callback does nothing, since `memplug.install()` attaches to the
+    engine.
 
     Example:
         >>> trainer.add_callback(MemplugCallback("ds.json"))
@@ -31,11 +32,11 @@ class MemplugCallback(Attachment, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **others: Any
     ) -> None:
-        """Attach: the model is on its device, and all wrappers are in place."""
+        """Attach, now that the model is on its device and all wrappers are in place."""
         self.begin(model, deepspeed=getattr(args, "deepspeed_plugin", None) is not None)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Mark the end of a step: the optimizer has run. Earlier micro-batches end in `on_substep_end`."""
+        """Mark the end of a step, after the optimizer; Trainer ends earlier micro-batches in `on_substep_end`."""
         self.end_step()
 
     def on_train_end(

@@ -98,7 +98,7 @@ def test_file_that_all_readers_accept_has_no_remarks(tmp_path, text):
         ("{ /* x", "not JSON"),
         (
             '{\n// mine\n"a": 1,\n"b": [1,\n}',
-            "at line 2, column 1; DeepSpeed's reader, which takes more, stops at line",
+            "at line 2, column 1; DeepSpeed's reader, which accepts more, stops at line",
         ),
         ('{"a": ' + "1" * 5000 + "}", "not JSON: Exceeds the limit"),
         ('{"a": ' + "[" * 100_000, "nested too deeply"),

@@ -1,1 +1,1 @@
-"""The planner of swapping and recomputing: knows no torch."""
+"""The planner of swapping and recomputing; imports no torch."""

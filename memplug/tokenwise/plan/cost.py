@@ -1,8 +1,8 @@
-"""The cost model of a plan (MEMO, section 4.1), stated once for numbers and for linear programs.
+"""The cost model of a plan (MEMO, section 4.1): the same formulas for numbers and for linear programs.
 
-Amounts are linear in a choice; times are the largest of linear pieces of these amounts. `measure` evaluates the model
-with numbers. The linear program (`solver.py`) evaluates it with `Linear` expressions of its columns, and turns each
-`largest` into a column with one row per piece.
+Bytes and compute times (`Amounts`) are linear in the decisions. The time of a pass is the largest of several linear
+expressions of these amounts. `measure` evaluates the formulas with numbers. `solver.py` evaluates them with `Linear`
+expressions. There, each call of `largest` adds a column to the program, and a row for each argument.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from memplug.tokenwise.plan.model import Bound, Budget, Group, InFlight, Planned
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A constant, and a coefficient for each column of a linear program."""
+    """A linear expression: a constant, and coefficients by column of a linear program."""
 
     constant: float = 0.0
     terms: Mapping[int, float] = field(default_factory=dict)
@@ -49,38 +49,39 @@ Quantity = float | Linear
 
 
 class Amounts(NamedTuple):
-    """Sums of time and memory over regions, as numbers or as `Linear` expressions."""
+    """Time and memory of one or more instances of regions, as numbers or as `Linear` expressions."""
 
     forward_s: Quantity = 0.0
     """Compute time of forward, without waits for the link."""
     backward_s: Quantity = 0.0
-    """Compute time of backward with recompute, without waits for the link."""
+    """Compute time of backward and its recompute passes, without waits for the link."""
     link_bytes: Quantity = 0
-    """Bytes that go to the host in forward, and come back in backward."""
+    """Bytes copied to the host in forward, and back in backward."""
     host_bytes: Quantity = 0
     """Host memory, padding included."""
     kept_bytes: Quantity = 0
-    """Bytes kept on the device."""
+    """Bytes kept on the device from forward to backward."""
 
     def plus(self, other: Amounts, times: int = 1) -> Amounts:
-        """Return the sum of these amounts and `times` times the others."""
+        """Return these amounts plus `times` times `other`."""
         return Amounts(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
 
 def together(one: Amounts, instances: int, staying: int) -> Amounts:
-    """Sum up the amounts of instances that offload, and of others that stay on the device.
+    """Return the amounts of several equal instances.
 
     Args:
         one: amounts of one instance.
-        instances: how many instances offload.
-        staying: how many more stay on the device: these use neither the link nor host memory.
+        instances: number of instances that offload.
+        staying: number of further instances, whose tensors stay on the device. They use neither the link nor host
+            memory.
     """
     stays = one._replace(link_bytes=0, host_bytes=0)
     return Amounts().plus(one, instances).plus(stays, staying)
 
 
 def unchosen(region: PlannedRegion, budget: Budget, inputs_swapped: bool, plain: bool = False) -> Amounts:
-    """Return the amounts that one instance of a region takes before any decision.
+    """Return the amounts of one instance without its decisions: its compute, and its input if inputs are swapped.
 
     A plain instance swaps nothing and has no overhead.
     """
@@ -98,7 +99,7 @@ def unchosen(region: PlannedRegion, budget: Budget, inputs_swapped: bool, plain:
 def chosen(
     budget: Budget, *, recompute_s: Quantity, swapped_bytes: Quantity, swapped_tensors: Quantity, kept_bytes: Quantity
 ) -> Amounts:
-    """Return the amounts that the decisions for one instance add."""
+    """Return the amounts that one instance's decisions add to those of `unchosen`."""
     return Amounts(
         backward_s=recompute_s,
         link_bytes=swapped_bytes,
@@ -110,22 +111,23 @@ def chosen(
 def passes_s(
     first: Amounts, last: Amounts, budget: Budget, largest: Callable[..., Quantity] = max
 ) -> tuple[Quantity, Quantity]:
-    """Return the seconds of forward and of backward: compute or copies, the longer one.
+    """Return the seconds of forward and of backward. Each takes as long as its compute or its copies, the longer one.
 
-    MEMO asks each layer's copies to fit into that layer's forward. Here compute and copies are summed over the whole
-    forward, and over the whole backward: buffers in flight smooth the differences between regions, a copy may lag
-    behind by more than a layer, and backward has its own, longer time. For equal layers this is MEMO's constraint.
+    MEMO requires that each layer's copies fit into that layer's forward. Here all copies of a pass together are
+    compared with all compute of that pass. A copy may lag behind by more than a layer, buffers in flight smooth the
+    differences between regions, and backward takes longer than forward. For equal layers this is MEMO's constraint.
 
-    A region's groups may differ. In forward, copies of the first groups may lag into the forward of the last groups; in
-    backward, they may run ahead, during the backward of the last groups. Such a backlog takes device memory: it is at
-    most the device bytes that the first groups' kept outputs leave free. The copies of the last groups cannot use the
-    time of the first groups.
+    The two groups of a region may differ. In forward, copies of the first groups may lag into the forward of the last
+    groups. In backward, they may run ahead, during the backward of the last groups. This backlog takes device memory:
+    at most the device bytes that the first groups' kept outputs leave free. The copies of the last groups do not
+    overlap with compute of the first groups.
 
     Args:
         first: amounts of the first groups of all regions.
         last: amounts of all other groups.
         budget: link rates and device bytes.
-        largest: returns the largest of its arguments; the times only grow with it.
+        largest: `max`; for expressions `LinearProgram.largest`, which is exact because minimizing the times minimizes
+            its results.
     """
     unhidden_bytes = first.link_bytes + first.kept_bytes - budget.device_bytes
     all_bytes = first.link_bytes + last.link_bytes
@@ -143,7 +145,7 @@ def passes_s(
 def amounts(
     regions: Sequence[PlannedRegion], groups: Sequence[Sequence[Group]], budget: Budget, inputs_swapped: bool
 ) -> tuple[Amounts, Amounts]:
-    """Return the amounts of the first groups of all regions, and those of all other groups."""
+    """Return two sums over all regions: the amounts of each region's first group, and those of all other groups."""
     first, last = Amounts(), Amounts()
     for region, parts in zip(regions, groups, strict=True):
         for at, group in enumerate(parts):
@@ -168,12 +170,12 @@ def measure(
     alpha: float | None = None,
     alpha_cut_by_host: bool = False,
 ) -> TokenwisePlan:
-    """Return the plan of a choice, with predicted times and bytes.
+    """Return the plan that consists of these groups, with its predicted times and bytes.
 
     Args:
         regions: every kind of region of the step, once each.
-        groups: the choice: the groups of each region, in the order of the forward.
-        budget: link rates, host bytes and device bytes; the choice may exceed it.
+        groups: each region's groups, in the order of the forward.
+        budget: link rates, host bytes and device bytes; the plan may exceed the bytes.
         inputs_swapped: see `TokenwisePlan`.
         alpha: see `TokenwisePlan`.
         alpha_cut_by_host: see `TokenwisePlan`.
@@ -224,7 +226,7 @@ def in_flight_bytes(regions: Sequence[PlannedRegion], groups: Sequence[Sequence[
 
 
 def most_in_flight_bytes(regions: Sequence[PlannedRegion], groups: Sequence[Sequence[Group]]) -> int:
-    """Return the largest number of bytes that one instance has in flight beyond those of the safest setting."""
+    """Return the largest `PlannedRegion.in_flight_bytes` of any instance."""
     each = (
         region.in_flight_bytes(group.fractions)
         for region, parts in zip(regions, groups, strict=True)
@@ -235,12 +237,12 @@ def most_in_flight_bytes(regions: Sequence[PlannedRegion], groups: Sequence[Sequ
 
 
 def swapped_tensors(region: PlannedRegion, swapped: Iterable[int]) -> int:
-    """Return how many tensors of one instance these operators put on the host."""
+    """Return the number of tensors that one instance swaps, from the indices of its swapped operators."""
     return sum(len(region.operators[index].outputs) for index in swapped)
 
 
 def _can_spare(regions: Sequence[PlannedRegion], groups: Sequence[Sequence[Group]]) -> bool:
-    """Return whether a recompute pass runs an operator that takes time and that could be captured instead."""
+    """Return whether a recompute pass spends time on an operator whose outputs could be captured instead."""
     return any(
         region.operators[index].time_s > 0.0 and region.operators[index].capturable
         for region, parts in zip(regions, groups, strict=True)

@@ -1,4 +1,4 @@
-"""The tokenwise part of a plan, as it is kept on disk: decisions for each region of a program, by operator."""
+"""Tokenwise's part of a plan, as stored on disk: each region's decisions, by operator."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Decision(NamedTuple):
     """
 
     operator: str
-    """The operator's name with its overload, such as "aten::mm". If a forward runs another operator at this index,
-    that operator's kind decides how much is swapped."""
+    """The operator's name with its overload, such as "aten::mm". If a forward runs another operator at this index, the
+    region does as without a plan: it swaps the fraction `Setting.rows` of a matmul, and other expensive ones whole."""
     fraction: float
-    """Fraction of the rows to swap, in (0, 1]; 1 where the outputs are kept."""
+    """Fraction of the rows to swap, in (0, 1]; 1 if the outputs are kept."""
     keep: bool = False
 
 
@@ -28,11 +28,12 @@ class Learnt:
     """Findings about a region from its forwards under one setting.
 
     Attributes:
-        communicates: its recompute passes launch collectives, which all ranks must launch alike.
-        offloads_late: in its last step, backward ran before any of its tensors had to be released. So it now offloads
-            a tensor only when the tensor has to be released.
-        unneeded: operators whose captured outputs no backward asked for: index to name, as in `Decision.operator`.
-        asks: its forward computes a gradient itself, which needs all that autograd has saved until then.
+        communicates: the region's recompute passes launch collectives, so all ranks must run the same passes.
+        offloads_late: in the last step, the region's backward ran before any of its tensors had to be released. So the
+            region now offloads a tensor only when the tensor has to be released.
+        unneeded: operators whose captured outputs no backward asked for. Maps an operator's index to its name
+            (`Decision.operator`).
+        asks: the region's forward itself computes a gradient, which needs every tensor that autograd has saved so far.
     """
 
     communicates: bool
@@ -45,23 +46,24 @@ class Learnt:
 class Setting:
     """The decisions of one region.
 
-    A setting with default values is the safest: inputs and attention outputs swapped, every matmul recomputed.
+    The default values are the safest setting: inputs and attention outputs swapped, every matmul recomputed.
 
     Attributes:
         key: regions with the same key ran the same operators and share a plan.
-        rows: fraction of the rows of every matmul's output to swap, in [0, 1], where `plan` does not decide.
+        rows: fraction of the rows of a matmul's output to swap, in [0, 1], if `plan` is None or has another operator
+            there.
         plan: decisions by index of the operator in the region's tape; None before there is a plan.
-        swaps_input: the input is offloaded; else it is held on the device.
+        swaps_input: whether the input is offloaded; if not, it stays on the device.
         forward_bytes: predicted bytes that one forward offloads; None without a prediction.
-        planned_from: fingerprint of the tape that the plan was made from; None without such a tape, as for an opaque
-            region.
-        plain_bytes: the region runs as without memplug if the tensors among its arguments have no more bytes than this;
-            None: it never does.
+        planned_from: fingerprint of the tape that the plan was made from; None if there is no such tape, as for an
+            opaque region.
+        plain_bytes: the region runs as without memplug while the tensors among its arguments take at most this many
+            bytes together; None: it never does.
         kept_bytes: planned bytes of outputs that stay on the device from one forward to its backward.
         recomputed_bytes: planned bytes of outputs that one recompute pass makes.
-        is_agreed: True if all ranks that the region's units communicate with run the region by the same setting. Then a
-            recompute pass may run a unit that communicates again. If not, all outputs of these units are swapped.
-        learnt: findings of an earlier run under this setting; None: nothing yet.
+        is_agreed: whether all ranks with which the region's units communicate use this setting too. If so, a recompute
+            pass may run these units a second time. If not, all of their outputs are swapped.
+        learnt: findings of an earlier run under this setting; None if there are none.
     """
 
     key: str
@@ -79,25 +81,25 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions(PlanPart):
-    """The decisions for one program: a plan, and the setting that it gives each region, by name."""
+    """The decisions for one program: the solver's plan, and each region's setting by the region's name."""
 
     name = "tokenwise"
     solution: TokenwisePlan
     settings: dict[str, Setting]
     frame_bytes: int = 0
-    """Largest number of device bytes that one region's tensors take once prefetched."""
+    """Device bytes that the swapped tensors of the largest region take once they are prefetched."""
     peak_bytes: int | None = None
     """Predicted peak of the memory allocated on the device, without rounding buffers; None: unknown."""
     held_bytes: int | None = None
-    """Limit of the device bytes of all regions' saved tensors together; within it the predicted peak holds. None: the
-    limit is that of full recomputation."""
+    """Limit of the device bytes that the saved tensors of all regions take together. `peak_bytes` is predicted for this
+    limit. None: the limit of full recomputation."""
     full_recomputation_s: float | None = None
     """Predicted time of all regions in a step that recomputes everything."""
     d2h_bytes_per_s: float = 0.0
-    """Link rate from device to host when the plan was kept; 0: unknown."""
+    """Link rate from device to host when the plan was stored; 0: unknown."""
     h2d_bytes_per_s: float = 0.0
-    """Link rate from host to device, likewise."""
+    """Link rate from host to device at that time; 0: unknown."""
 
     def does_as(self, other: Decisions) -> bool:
-        """Return whether regions run the same under these decisions and `other`."""
+        """Return whether regions run the same under both decisions."""
         return self.settings == other.settings

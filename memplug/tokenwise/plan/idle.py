@@ -1,6 +1,6 @@
-"""Drops the swaps and keeps of a plan that gain nothing.
+"""Removes swaps and keeps that do not make the step shorter.
 
-The solver may leave some: it stops within a gap of the optimum, and they change the objective by less than this gap.
+The solver may leave some in its plan, because it stops once the plan is within a small gap of the optimum.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from memplug.tokenwise.plan.model import (
 
 
 def without_idle(regions: Sequence[PlannedRegion], plan: TokenwisePlan, budget: Budget) -> TokenwisePlan:
-    """Return the plan with outputs recomputed instead, wherever that makes the step no longer.
+    """Return the plan, but recompute captured outputs if that does not make the step longer.
 
-    The outputs are tried one after the other. A try counts all that it changes, including the time of further operators
-    that then have to run.
+    Outputs are tried one by one. A try includes the time of all further operators that would then have to run.
 
     Args:
         regions: the regions that the plan is for, in any order.
@@ -40,14 +39,14 @@ def without_idle(regions: Sequence[PlannedRegion], plan: TokenwisePlan, budget: 
             available = keep | {index for index, fraction in fractions.items() if fraction >= 1.0}
             for index in (*group.fractions, *sorted(group.keep)):
                 operator, fraction = region.operators[index], fractions.get(index, 0.0)
-                more, _ = passes.asked(region.saved, available - {index})  # `runs`, and operators that then run too
+                more, _ = passes.asked(region.saved, available - {index})  # operators that would then run
                 less = {i: part for i, part in fractions.items() if i != index}
                 change = chosen(
                     budget,
                     recompute_s=recompute_s(region.operators, more, less)
                     - recompute_s(region.operators, runs, fractions),
                     swapped_bytes=-part_bytes(operator.output_bytes, operator.rows, fraction),
-                    swapped_tensors=0,  # padding takes no time
+                    swapped_tensors=0,  # they only add padding, which takes no time
                     kept_bytes=-operator.output_bytes if index in keep else 0,
                 )
                 every = together(change, group.instances, region.staying if at == len(parts) - 1 else 0)

@@ -1,4 +1,4 @@
-"""A mixed integer linear program whose rows and objective are seconds and bytes of a plan."""
+"""A mixed integer linear program (HiGHS) over the seconds and bytes of a plan."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from scipy.sparse import csr_array
 from memplug.tokenwise.plan.cost import Linear
 
 NODE_LIMIT = 100
-"""Nodes of one program: unlike a time limit, it bounds the effort alike on every machine."""
+"""Limit of the search nodes of one program. Unlike a time limit, it stops at the same node on every machine."""
 GAP = 1e-4
-"""Share of the objective within which a solution counts as optimal."""
+"""Relative distance from the optimum at which the solver stops."""
 
 
 @dataclass(slots=True)
@@ -22,8 +22,8 @@ class LinearProgram:
     """A mixed integer linear program that is built column by column and row by row.
 
     Attributes:
-        unit_s: seconds that count as 1 in rows and the objective, so that their numbers are near 1.
-        unit_bytes: bytes that count as 1, likewise.
+        unit_s: seconds that rows and the objective count as 1, so that their numbers are near 1.
+        unit_bytes: bytes that they count as 1, for the same reason.
         cost: coefficient of each column in the objective, which is minimized.
     """
 
@@ -37,11 +37,7 @@ class LinearProgram:
     limits: list[float] = field(default_factory=list)
 
     def column(self, *, lower: float = 0.0, upper: float = 1.0, integer: bool = False) -> int:
-        """Add a column.
-
-        Returns:
-            Its index.
-        """
+        """Add a column, and return its index."""
         self.cost.append(0.0)
         self.lower.append(lower)
         self.upper.append(upper)
@@ -49,16 +45,16 @@ class LinearProgram:
         return len(self.cost) - 1
 
     def row(self, terms: Mapping[int, float], at_least: float = 0.0) -> None:
-        """Add the row: sum of coefficient times column >= `at_least`."""
+        """Add a row: the sum of coefficient times column is at least `at_least`."""
         self.entries += [(len(self.limits), column, value) for column, value in terms.items()]
         self.limits.append(at_least)
 
     def largest(self, *pieces_s: Linear) -> Linear:
-        """Return the largest of these seconds, as a column that the objective has to minimize."""
+        """Return a new column that is at least each of these seconds. Minimized, it is the largest of them."""
         return self._largest(pieces_s, self.unit_s)
 
     def largest_bytes(self, pieces: Sequence[Linear]) -> Linear:
-        """Return the largest of these bytes, likewise; 0 if none is above 0."""
+        """Return a new column that is at least 0 and each of these bytes. Minimized, it is the largest of them."""
         return self._largest(pieces, self.unit_bytes)
 
     def _largest(self, pieces: Sequence[Linear], unit: float) -> Linear:
@@ -69,9 +65,9 @@ class LinearProgram:
         return result
 
     def limit(self, nbytes: Linear, at_most: float, margin: float) -> None:
-        """Add a row that limits bytes to `at_most`, less a margin in units of `unit_bytes`.
+        """Add a row that limits `nbytes` to `at_most`, less a margin in units of `unit_bytes`.
 
-        If constant bytes, which no choice can spare, exceed the limit, the row allows these and no more.
+        If the constant part of `nbytes` alone exceeds the limit, the row allows that part and no more.
         """
         left = (Linear(at_most) - nbytes) / self.unit_bytes
         self.row(left.terms, at_least=min(margin - left.constant, 0.0))
@@ -80,7 +76,7 @@ class LinearProgram:
         """Return the best solution found within `NODE_LIMIT`.
 
         Args:
-            relaxed: ignore that columns have to be integers.
+            relaxed: let integer columns take fractions.
         """
         rows, columns, values = zip(*self.entries, strict=True)
         matrix = csr_array((values, (rows, columns)), shape=(len(self.limits), len(self.cost)))

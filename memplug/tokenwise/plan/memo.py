@@ -1,4 +1,4 @@
-"""MEMO's plans: one fraction of every tensor (MEMO, section 4.1)."""
+"""MEMO's plans: the same fraction of every tensor is swapped (MEMO, section 4.1)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def alpha_of_layer(
 ) -> float:
     """Return MEMO's alpha in closed form (section 4.1).
 
-    It is the largest fraction whose copies fit one layer's forward and whose bytes, over all layers but the last two,
-    fit the host.
+    Alpha is the largest fraction whose copies fit into one layer's forward and whose bytes fit into host memory. The
+    bytes are those of all layers but the last two.
 
     Returns:
-        The fraction, in [0, 1]; 0 where not even input and attention output fit.
+        The fraction, in [0, 1]; 0 if not even input and attention output fit.
     """
     by_link = (d2h_bytes_per_s * layer_forward_s - input_bytes - attention_bytes) / other_bytes
     by_host = (host_bytes / max(layers - 2, 1) - input_bytes - attention_bytes) / other_bytes
@@ -34,7 +34,7 @@ def alpha_of_layer(
 def fraction_of(regions: Sequence[PlannedRegion], budget: Budget) -> float:
     """Return the largest fraction whose copies fit into each region's forward (MEMO, section 4.1).
 
-    Host memory does not count here: `fixed` lowers the fraction to what the host has room for.
+    Host memory does not count here; `fixed` lowers the fraction to fit it.
     """
     fractions = [1.0]
     for region in regions:
@@ -61,15 +61,15 @@ def _parts(region: PlannedRegion) -> tuple[set[int], set[int]]:
 def fixed(
     regions: Sequence[PlannedRegion], budget: Budget, alpha: float, room_bytes: int, inputs_swapped: bool
 ) -> TokenwisePlan:
-    """Return MEMO's plan: one fraction, lowered to fit host memory.
+    """Return MEMO's plan for the fraction `alpha`, which is lowered to fit host memory.
 
-    If the host has no room even for alpha 0, every operator runs again.
+    Alpha 0 still swaps attention outputs. If the host has no room even for these, every operator is recomputed.
 
     Args:
         regions: every kind of region of the step, once each.
         budget: link rates, host bytes and device bytes.
-        alpha: the fraction asked for, in [0, 1].
-        room_bytes: host memory that the regions' inputs leave.
+        alpha: the requested fraction, in [0, 1].
+        room_bytes: host memory that the regions' inputs leave free.
         inputs_swapped: see `TokenwisePlan`.
     """
     whole, rows = map(list, zip(*map(_parts, regions), strict=True)) if regions else ([], [])
@@ -85,7 +85,7 @@ def fixed(
     if left_bytes < 0:
         alpha, whole = 0.0, [set() for _ in regions]
     elif cut:
-        alpha = left_bytes / rows_bytes * (1.0 - 1e-12)  # so that rounding never adds a byte
+        alpha = left_bytes / rows_bytes * (1.0 - 1e-12)  # less, so that rounding never exceeds `left_bytes`
     groups = [
         [group_of(region, region.instances, dict.fromkeys(always, 1.0) | dict.fromkeys(some, float(alpha)), ())]
         for region, always, some in zip(regions, whole, rows, strict=True)

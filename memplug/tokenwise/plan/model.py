@@ -1,4 +1,4 @@
-"""The data of the token-wise planner: regions, budgets and plans, and which operators a recompute pass runs.
+"""The planner's data: regions, budgets and plans. Also finds the operators that a recompute pass runs.
 
 A *region* is a piece of the model that runs forward once and is recomputed before its backward (MEMO, section 4.1: a
 transformer layer). Each output of its operators is swapped to the host, kept on the device or recomputed.
@@ -18,9 +18,9 @@ from memplug.tokenwise.plan.rules import Passes, rows_taken
 class PlannedOperator:
     """One operator of a region's forward; inputs and outputs are ids of storages, not of tensors.
 
-    A view moves no bytes: list it without inputs and outputs, and let its readers name the storage. Otherwise a view
-    with `always_runs` would keep a storage alive that no operator reads. An operator that mutates a storage lists it as
-    input and output.
+    A view has no inputs and outputs here, since it moves no bytes; its readers name the storage. (A view with
+    `always_runs` would otherwise make recompute passes produce a storage that no operator reads.) An operator that
+    mutates a storage lists it as input and output.
     """
 
     name: str
@@ -29,24 +29,24 @@ class PlannedOperator:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     output_bytes: int
-    """Bytes of all outputs: the cost of swapping or keeping them."""
+    """Bytes of all outputs together."""
     capture: Literal["rows", "whole", "never"]
-    """rows: any fraction of the rows may be swapped, and only the other rows are recomputed; whole: all or nothing;
-    never: a view, a random or a mutating operator."""
+    """How the outputs may be captured. "rows": any fraction of the rows is swapped, and the other rows are recomputed.
+    "whole": all rows or none. "never": for views, random operators and mutating operators."""
     rows: int = 0
-    """Number of rows of an output that is swapped by rows: only whole rows are copied. 0: any fraction is possible."""
+    """Rows of an output that is captured by rows: only whole rows are copied. 0: unknown, any fraction is possible."""
     always_runs: bool = False
-    """Every recompute pass runs it, whatever the plan (random operators, collectives): it is never captured."""
+    """Whether every recompute pass runs the operator (random operators, collectives). It is never captured."""
     always_swapped: bool = False
-    """A fixed alpha swaps it whole (MEMO: the attention output). The automatic plan decides by itself."""
+    """Whether a plan with a fixed alpha swaps the outputs whole (MEMO: the attention output)."""
     made_by_rows: int | None = None
-    """Index of the earlier operator (a unit) that makes this output; the unit's time includes making it. A unit may
-    make several outputs: it runs for the rows that the output with the fewest swapped rows lacks. The unit itself is
-    never captured."""
+    """Index of the unit that makes this output; None: the operator makes it itself. The unit is an earlier operator,
+    and its time includes making this output. The unit runs on every row that one of its outputs lacks. The unit
+    itself is never captured."""
 
     @property
     def capturable(self) -> bool:
-        """Return whether its outputs may be swapped or kept, so that it need not run again."""
+        """Return whether the outputs may be captured, so that the operator need not run again."""
         return self.capture != "never" and not self.always_runs
 
 
@@ -56,34 +56,34 @@ class PlannedRegion:
 
     key: str
     instances: int
-    """Forwards alive at once at the peak of a step: layers times graphs in flight."""
+    """Number of forwards alive at once at the peak of a step: layers times graphs in flight."""
     operators: tuple[PlannedOperator, ...]
-    """The operators of its forward, in program order."""
+    """The operators of the region's forward, in program order."""
     saved: frozenset[int]
     """Storages that backward asks for."""
     given: frozenset[int]
-    """Storages that a recompute pass finds at no cost: region inputs, parameters, constants."""
+    """Storages that a recompute pass need not make: region inputs, parameters, constants."""
     input_bytes: int
-    """Input bytes of one instance, swapped whole where the host has room."""
+    """Input bytes of one instance. Inputs are swapped whole if the host has room."""
     input_tensors: int = 1
     forward_s: float
-    """Seconds of one instance, nothing swapped."""
+    """Seconds of one instance's forward without swaps."""
     backward_s: float
-    """Seconds of one instance, nothing recomputed."""
+    """Seconds of one instance's backward without a recompute pass."""
     overhead_forward_s: float = 0.0
-    """Seconds of one forward in which the device waits for memplug's own work; a plain region has none."""
+    """Seconds of one forward in which the device waits for memplug's own work. Does not count for plain instances."""
     overhead_backward_s: float = 0.0
-    """The same for backward."""
+    """Seconds of one backward in which the device waits for memplug's own work."""
     staying: int = 0
-    """Further forwards whose tensors stay on the device, because backward starts before they would leave. They are
-    planned like the last instances."""
+    """Number of further forwards whose tensors stay on the device, because their backward starts before the tensors
+    have to be released. They get the decisions of the last group."""
     saved_bytes: int = 0
-    """Bytes of all tensors that backward of one instance asks for. Of tensors that existed before the region, only a
-    swapped input counts. 0: unknown."""
+    """Bytes of all tensors that the backward of one instance asks for, a swapped input included. Other tensors that
+    existed before the region do not count. 0: unknown."""
 
     @property
     def safest_bytes(self) -> int:
-        """Return the bytes of one instance that the safest setting swaps besides its input: attention outputs."""
+        """Return the bytes of one instance's attention outputs, which the safest setting swaps besides the input."""
         return sum(each.output_bytes for each in self.operators if each.capturable and each.always_swapped)
 
     def buffer_bytes(self, padding_bytes: int) -> int:
@@ -97,7 +97,7 @@ class PlannedRegion:
     def in_flight_bytes(self, swapped: Iterable[int]) -> int:
         """Return by how many device bytes one instance's tensors in flight exceed those of the safest setting.
 
-        A tensor that is swapped in part counts whole: in flight, all of it is on the device.
+        A partly swapped tensor counts whole, since all of it is on the device while its rows are in flight.
 
         Args:
             swapped: indices of the operators whose outputs are swapped.
@@ -109,9 +109,9 @@ class InFlight(NamedTuple):
     """A time within a step at which swapped tensors are in flight on the device."""
 
     count: int
-    """Number of instances whose swapped tensors are being copied to the host or back, or were not offloaded at all."""
+    """Number of instances whose swapped tensors are on the device: being copied, or not offloaded at all."""
     room_bytes: int = 0
-    """Bytes by which the device memory of the observed step lay below that step's peak at this time."""
+    """Bytes by which the observed step's memory at this time is below that step's peak."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,25 +119,26 @@ class Budget:
     """The link rates and the memory that a plan may use."""
 
     d2h_bytes_per_s: float
-    """Device to host, measured with both directions busy."""
+    """Link rate from device to host, measured with both directions busy."""
     h2d_bytes_per_s: float
-    """Host to device, measured with both directions busy."""
+    """Link rate from host to device, measured with both directions busy."""
     host_bytes: int
     """Pinned host memory for swapped rows and inputs."""
     padding_bytes: int = 0
     """Largest padding of one tensor in host memory, where each tensor begins at a multiple of a fixed size."""
     device_bytes: int
-    """Device memory for outputs that are kept, in flight, or waiting for a copy that lags behind."""
+    """Device memory for outputs that are kept, being copied, or waiting for their copy."""
     in_flight: tuple[InFlight, ...] = ()
-    """Times at which a step under a plan may have its peak; empty: bytes in flight do not count."""
+    """Times at which a step under a plan may reach its peak; empty: bytes in flight do not count."""
     buffers: int = 0
-    """Number of rounding buffers that the plan has to leave device memory for, each as large as the swapped tensors of
-    one instance."""
+    """Number of rounding buffers for which the plan leaves device memory. Each is as large as one instance's swapped
+    tensors."""
 
     def with_buffers(self, regions: Sequence[PlannedRegion]) -> Budget:
-        """Return the budget less the rounding buffers of the safest setting, or without buffers if they do not fit.
+        """Return the budget less the bytes of its rounding buffers, sized for the safest setting.
 
-        A plan that swaps more than the safest setting needs larger buffers; the difference is not subtracted.
+        If the buffers do not fit, return a budget with `buffers` 0. A plan that swaps more than the safest setting
+        needs larger buffers; the difference is not subtracted here.
         """
         safest_bytes = max((region.buffer_bytes(self.padding_bytes) for region in regions), default=0)
         left_bytes = self.device_bytes - self.buffers * safest_bytes
@@ -150,13 +151,13 @@ class Group:
 
     instances: int
     fractions: dict[int, float]
-    """Fraction of its rows that is swapped, in (0, 1], by index of the operator."""
+    """Swapped fraction of an operator's rows, in (0, 1], by the operator's index."""
     keep: frozenset[int]
-    """Operators whose outputs stay on the device."""
+    """Indices of the operators whose outputs are kept on the device."""
     runs: frozenset[int]
-    """Operators that the recompute pass runs. An operator in `fractions` runs on its remaining rows only."""
+    """Indices of the operators that the recompute pass runs. Those in `fractions` run only on rows not swapped."""
     swapped_bytes: int
-    """Bytes swapped, without the region's input."""
+    """Bytes swapped, the region's input not included."""
     kept_bytes: int
     recompute_s: float
     plain: bool = False
@@ -165,19 +166,19 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionPlan:
-    """The decisions for one kind of region, and what they should cost."""
+    """The decisions for one kind of region, and their predicted time."""
 
     groups: tuple[Group, ...]
-    """One or two groups, and possibly a plain one, in the order of the forward: the tensors of the last instances
-    live shortest."""
+    """One or two groups in the order of the forward, then possibly a plain one. The plain instances are the last,
+    because their tensors live shortest."""
     forward_s: float
-    """Seconds of all instances, with this region's share of the time that forward waits for the link. The share is in
-    proportion to the bytes that the region swaps."""
+    """Seconds of all instances' forwards, with this region's share of the waits for the link. The share is proportional
+    to the bytes that the region swaps."""
     backward_s: float
-    """The same for backward, with recompute."""
+    """Seconds of all instances' backwards and recompute passes, with this region's share of the waits for the link."""
 
     def group(self, instance: int) -> Group:
-        """Return the group of an instance, counted from 0 in the order of the forward; past the end, the last group."""
+        """Return the group of an instance by its index in the order of the forward; past the end, the last group."""
         for group in self.groups:
             if instance < group.instances:
                 return group
@@ -205,19 +206,19 @@ Bound = Literal["link forward", "link backward", "host", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenwisePlan:
-    """The decision on every operator output of every region (keep, swap or recompute), and the predicted cost."""
+    """The decisions for every region's operators (keep, swap or recompute), and the predicted cost."""
 
     regions: dict[str, RegionPlan]
     alpha: float | None
-    """The one fraction in use (MEMO, section 4.1); None where each operator has its own."""
+    """MEMO's one fraction for all tensors (section 4.1); None if each operator has its own."""
     alpha_cut_by_host: bool
-    """Whether alpha is smaller than asked for because host memory has no room for more."""
+    """Whether `alpha` was lowered to fit host memory."""
     inputs_swapped: bool
-    """False: host memory has no room even for the regions' inputs, which stay on the device."""
+    """Whether the regions' inputs are swapped. If not, they stay on the device."""
     forward_s: float
-    """Seconds of all instances of all regions, with waits for the link."""
+    """Seconds of the forwards of all regions' instances, with waits for the link."""
     backward_s: float
-    """The same for backward, with recompute."""
+    """Seconds of their backwards and recompute passes, with waits for the link."""
     step_s: float
     """Forward and backward together."""
     host_bytes: int
@@ -227,12 +228,12 @@ class TokenwisePlan:
     in_flight_bytes: int
     """Bytes by which swapped outputs in flight raise the step's peak above that of the safest setting."""
     bound: Bound
-    """The budget of which the largest share is used; "none" if nothing waits for the link and swapping more could spare
-    no recompute."""
+    """The limit that the plan comes closest to; "none" if nothing waits for the link and no capture could replace any
+    remaining recomputation."""
 
     @property
     def kept_bytes(self) -> int:
-        """Return the bytes of kept outputs, of all regions."""
+        """Return the bytes of all regions' kept outputs."""
         return self.device_bytes - self.in_flight_bytes
 
 
@@ -247,23 +248,23 @@ def needed(
     Args:
         operators: the region's operators in program order.
         saved: storages that backward asks for.
-        given: storages that exist at no cost.
+        given: storages that no operator has to make.
         available: indices of the operators whose outputs are kept or swapped whole.
     """
     return passes_of(operators, given).asked(saved, available)[0]
 
 
 def passes_of(operators: Sequence[PlannedOperator], given: Collection[int]) -> Passes:
-    """Return the recompute passes of a region with these operators."""
+    """Return the `Passes` of a region with these operators."""
     inputs, outputs = [each.inputs for each in operators], [each.outputs for each in operators]
     return Passes(inputs, outputs, [each.always_runs for each in operators], given)
 
 
 def group_of(region: PlannedRegion, instances: int, fractions: dict[int, float], keep: Collection[int]) -> Group:
-    """Return the group with a choice of fractions and kept outputs.
+    """Return the group with these fractions and kept outputs.
 
-    Its recompute pass runs every operator that backward then still needs, so any choice is valid. Choices for outputs
-    that neither backward nor the pass asks for are dropped.
+    Any choice is valid, since the recompute pass runs every operator that backward still needs. Choices for
+    outputs that neither backward nor the pass asks for are dropped.
     """
     operators = region.operators
     available = {index for index, fraction in fractions.items() if fraction >= 1.0} | set(keep)
@@ -286,8 +287,8 @@ def group_of(region: PlannedRegion, instances: int, fractions: dict[int, float],
 
 
 def recompute_s(operators: Sequence[PlannedOperator], runs: Collection[int], fractions: dict[int, float]) -> float:
-    """Return the seconds of a recompute pass that runs these operators, on the rows that are not swapped."""
-    rest: dict[int, float] = {}  # maker of outputs by rows -> the largest fraction of rows that one output lacks
+    """Return the seconds of a recompute pass that runs these operators on the rows that are not swapped."""
+    rest: dict[int, float] = {}  # unit -> largest fraction of rows that one of its outputs lacks
     for index in runs:
         maker = operators[index].made_by_rows
         if maker is not None:

@@ -1,6 +1,6 @@
-"""Rules that planners share with the native core (native/tape/rules.h).
+"""Rules that the planner shares with the native core (native/tape/rules.h).
 
-They say which operators a recompute pass runs, and how many rows a fraction is.
+They determine which operators a recompute pass runs, and how many rows to capture for a fraction.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 from memplug.native.plain import PlainLibrary, pointer
 
 _NATIVE = Path(__file__).parent.parent / "native"
-_SKIP = 2  # value of `Action`, after RUN and SUBSTITUTE
+_SKIP = 2  # `Action::SKIP` in rules.h; RUN is 0
 
 
 class Passes:
-    """The recompute passes of a region.
+    """Finds the operators that a region's recompute pass runs.
 
     Args:
         inputs: for each operator in program order, the storages that it reads.
         outputs: for each operator, the storages that it makes or writes to.
         always_runs: for each operator, whether every pass runs it.
-        given: storages that exist at no cost.
+        given: storages that no operator has to make.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Passes:
         self._always = np.array(always_runs, np.uint8)
 
     def asked(self, saved: Iterable[int], available: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
-        """Return the operators that a pass runs, and those with an output that the pass or backward asks for.
+        """Return two sets: the operators that a pass runs, and those with an output that backward or the pass asks for.
 
         Args:
             saved: storages that backward asks for.
@@ -57,8 +57,8 @@ class Passes:
         """Return the operators that make or write to storages.
 
         Args:
-            storages: the storages.
-            before: only operators before the one with this index count; None: all.
+            storages: ids of the storages.
+            before: index of the first operator that does not count; None: all count.
         """
         count = len(self._always) if before is None else before
         actions = self._actions(count, storages, np.zeros(count, np.uint8), np.ones(count, np.uint8))
@@ -72,9 +72,9 @@ class Passes:
         return actions
 
     def _flat(self, storages: Sequence[Iterable[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays: the end of each operator's storages in the second, and the storages of all operators.
+        """Return (ends, storages): where each operator's part of `storages` ends, and all operators' storages.
 
-        In the second array storages have new numbers, without gaps.
+        Storages are renumbered without gaps.
         """
         numbers = [[self._numbers.setdefault(each, len(self._numbers)) for each in some] for some in storages]
         return np.array([*accumulate(map(len, numbers))], np.int32), np.array([*sum(numbers, [])], np.int32)
@@ -84,13 +84,13 @@ class Passes:
 
 
 def rows_taken(fraction: float, rows: int) -> int:
-    """Return how many of `rows` rows a fraction is."""
+    """Return how many of `rows` rows to capture for a fraction."""
     return load().memplug_rows_taken(fraction, rows)
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Return the library of rules; it is built on first use.
+    """Return the C library of the rules, built on first use.
 
     Raises:
         NativeError: see `PlainLibrary.load`.

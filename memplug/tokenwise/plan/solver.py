@@ -1,8 +1,7 @@
 """Keep, swap or recompute: one mixed integer linear program over the operators of all regions.
 
 MEMO (section 4.1) swaps one fraction alpha of every tensor. Here every operator has its own fraction. The program
-weighs bytes over the link against time to recompute. Its limits are the link's time in forward and in backward, the
-host bytes, and the device bytes.
+weighs the time of copies against the time of recomputation, within the host bytes and the device bytes.
 """
 
 from __future__ import annotations
@@ -54,29 +53,29 @@ __all__ = [
 ]
 
 EFFORT = 200_000
-"""Limit of the whole search, in columns times nodes of its programs: about five seconds of a core. The best plan
-found by then is used. Unlike a time limit it is the same on every machine, and so is the plan."""
+"""Limit of the whole search: columns times nodes, summed over its programs, about five seconds of a core. At the limit
+the search returns the best plan so far. Unlike a time limit, it gives the same plan on every machine."""
 ATTEMPTS = 4
 MARGIN = 4e-6
-"""Extra margin of a further attempt, so that a plan keeps its budgets to the byte."""
+"""Bytes by which a further attempt tightens the budgets beyond the last plan's excess, in units of `unit_bytes`."""
 TIE_HOST, TIE_DEVICE = 2e-6, 1e-6
-"""Weights of bytes in the objective, where time has weight 1: of plans of equal time the one with fewer host bytes
-wins, then the one with fewer device bytes."""
+"""Weights of bytes in the objective, where time has weight 1. They break ties: of plans of equal time, the one with the
+fewest host bytes wins, then the one with the fewest device bytes."""
 ALL_SHARES_UP_TO = 8
-"""Up to this many instances every cut into two groups is tried, beyond it only those that the relaxation hints at."""
+"""Up to this many instances the search tries every cut into two groups; with more, only cuts from the relaxation."""
 
 
 def solve(regions: Sequence[PlannedRegion], budget: Budget, alpha: float | Literal["auto"] = "auto") -> TokenwisePlan:
-    """Return the plan with the shortest step, or the one of a fixed alpha (MEMO, section 4.1).
+    """Return the plan with the shortest step, or the plan of a fixed alpha (MEMO, section 4.1).
 
-    Inputs are swapped first: they fill the device as sequences grow. With a fixed alpha, `always_swapped` operators
-    follow, then the fraction alpha of every `rows` operator that a recompute pass would run. Alpha is lowered if host
-    memory has no room for it.
+    Inputs are swapped first, since they fill the device as sequences grow. With a fixed alpha, the outputs of
+    `always_swapped` operators come next. Last comes the fraction alpha of outputs that are captured by rows and that a
+    recompute pass would make. Alpha is lowered if host memory has no room for it.
 
     Args:
         regions: every kind of region of the step, once each.
         budget: link rates, host bytes and device bytes.
-        alpha: "auto" for the program, or MEMO's one fraction from 0 to 1.
+        alpha: "auto" for the linear program, or MEMO's one fraction from 0 to 1.
 
     Raises:
         ValueError: alpha is outside [0, 1], a rate is not positive, two regions share a key, or an operator or backward
@@ -93,7 +92,7 @@ def solve(regions: Sequence[PlannedRegion], budget: Budget, alpha: float | Liter
 
 
 def full_recomputation(regions: Sequence[PlannedRegion], budget: Budget) -> TokenwisePlan:
-    """Return the plan to compare other plans with: every operator runs again, and inputs stay on the device."""
+    """Return the baseline plan: every operator is recomputed, and inputs stay on the device."""
     groups = [[group_of(region, region.instances, {}, ())] for region in regions]
     return measure(regions, groups, budget, inputs_swapped=False)
 
@@ -109,29 +108,33 @@ def _check(regions: Sequence[PlannedRegion], budget: Budget, alpha: float | str)
         there = set(region.given)
         for operator in region.operators:
             if missing := set(operator.inputs) - there:
-                raise ValueError(f"{operator.name} of region {region.key!r} reads {sorted(missing)}: not given or made")
+                raise ValueError(
+                    f"{operator.name} of region {region.key!r} reads storages neither given nor made: {sorted(missing)}"
+                )
             there.update(operator.outputs)
         if missing := region.saved - there:
-            raise ValueError(f"backward of region {region.key!r} asks for {sorted(missing)}: not given or made")
+            raise ValueError(
+                f"backward of region {region.key!r} asks for storages neither given nor made: {sorted(missing)}"
+            )
 
 
 _Choice = tuple[int, dict[int, float], Collection[int]]
-"""The instances of a group, the fractions that they swap, and the operators whose outputs they keep."""
+"""Number of instances in a group, swapped fractions by operator index, indices of the operators to keep."""
 
 
 @dataclass(slots=True)
 class _Columns:
-    """The columns of one group; each dictionary has an operator's column by the operator's index."""
+    """The columns of one group. Each dictionary maps an operator's index to its column."""
 
     swap: dict[int, int] = field(default_factory=dict)
     travels: dict[int, int] = field(default_factory=dict)
-    """1 if any row of the output is swapped: while in flight, the output is then on the device whole. Without such a
-    column, only its swapped share counts as in flight."""
+    """1 if any row of the output is swapped: the whole output is on the device while it is in flight. Without this
+    column, only the swapped share counts as in flight."""
     keep: dict[int, int] = field(default_factory=dict)
     run: dict[int, int] = field(default_factory=dict)
     """Fraction of the operator's rows that the recompute pass computes."""
     reads: dict[int, int] = field(default_factory=dict)
-    """1 if the operator runs at all: it then needs its inputs whole."""
+    """1 if the operator runs on any row: it then needs all rows of its inputs."""
 
     def amounts(self, region: PlannedRegion, budget: Budget) -> Amounts:
         """Return the amounts that these columns add to one instance."""
@@ -145,16 +148,16 @@ class _Columns:
         )
 
     def sources(self, index: int) -> dict[int, float]:
-        """Return the ways to make an operator's outputs available, as the left side of a row."""
+        """Return the columns that make an operator's outputs available, as terms of a row."""
         return {columns[index]: 1.0 for columns in (self.swap, self.keep, self.run) if index in columns}
 
 
 class _Search:
-    """The search over all linear programs of one problem.
+    """Searches for the best plan, by several linear programs.
 
-    All instances of a group have the same decisions. The first program has one group for each region. In each further
-    program a region's instances are cut into two groups, at another place. The relaxation of the first program is a
-    lower bound of all programs, because the mean of two groups is a solution of it.
+    All instances of a group have the same decisions. The first program has one group for each region. Each further
+    program cuts a region's instances into two groups, at another place. The relaxation of the first program is a lower
+    bound for all programs, because the mean of two groups' decisions is a solution of it.
     """
 
     def __init__(self, regions: Sequence[PlannedRegion], budget: Budget, inputs_swapped: bool) -> None:
@@ -171,7 +174,7 @@ class _Search:
         return sum(o.output_bytes + len(o.outputs) * padding_bytes for o in region.operators if o.capturable)
 
     def best(self) -> TokenwisePlan:
-        """Return the best plan over all cuts, never worse than recomputing everything."""
+        """Return the best plan of all cuts, never worse than recomputing everything."""
         best = self._plan([[(region.instances, {}, ())] for region in self.regions])
         uncut = [(region.instances,) for region in self.regions]
         program, _ = self._program(uncut)
@@ -194,13 +197,13 @@ class _Search:
         return step_s / self.unit_s + (TIE_HOST * host_bytes + TIE_DEVICE * kept_bytes) / self.unit_bytes
 
     def _cuts(self, hints: list[float]) -> list[list[tuple[int, ...]]]:
-        """Return the cuts to try: for each cut, the sizes of the two groups of each region.
+        """Return the cuts to try. A cut has each region's group sizes: (first, last), or (all,) if it is not cut.
 
         In one cut, the last group is the same share of every region's instances.
 
         Args:
-            hints: fractions that the relaxation gives to columns that have to be 0 or 1: each is the share of instances
-                that want a 1.
+            hints: values of the integer columns in the relaxation. Each is about the share of instances for which the
+                column should be 1.
         """
         most = max((region.instances for region in self.regions), default=1)
         lasts = set(range(1, most))
@@ -221,14 +224,14 @@ class _Search:
         return measure(self.regions, groups, self.budget, inputs_swapped=self.inputs_swapped)
 
     def _solve(self, cut: list[tuple[int, ...]]) -> TokenwisePlan | None:
-        """Solve the program of one cut; solve it again, stricter, if its plan exceeds a budget.
+        """Solve the program of one cut. If its plan exceeds a budget, solve a stricter program.
 
-        A plan has to keep its budgets to the byte. But HiGHS keeps a row only to about 1e-6, and the program counts
-        padding and bytes in flight by the swapped share of a tensor. So further attempts count each tensor in flight
-        whole, which is slower, and add a margin.
+        A plan must not exceed a budget by a single byte. But HiGHS satisfies a row only to about 1e-6, and the program
+        counts padding and bytes in flight in proportion to the swapped share of a tensor. So further attempts count
+        each tensor in flight whole, which is slower, and add a margin.
 
         Returns:
-            The plan; None if no attempt finds one that keeps its budgets.
+            The plan; None if no attempt finds one within the budgets.
         """
         margin, wholly = 0.0, False
         for _ in range(ATTEMPTS):
@@ -277,7 +280,7 @@ class _Search:
         return program, columns
 
     def _in_flight_bytes(self, program: LinearProgram, columns: list[list[_Columns]]) -> list[Linear]:
-        """Return upper bounds of the bytes in flight and in rounding buffers, one for each time within the step."""
+        """Return an upper bound of the bytes in flight and in rounding buffers for each time in `Budget.in_flight`."""
         times, buffers = (*self.budget.in_flight, InFlight(0)), self.budget.buffers
         if len(times) == 1 and not buffers:
             return [Linear()]
@@ -291,7 +294,7 @@ class _Search:
         return [most_bytes * (at.count + buffers) + Linear(-at.room_bytes) for at in times]
 
     def _group(self, program: LinearProgram, region: PlannedRegion, live: list[int], wholly: bool) -> _Columns:
-        """Add columns for a region's operators, and rows by which each output that is asked for is available."""
+        """Add columns for a region's operators, and rows that make each required output available."""
         columns = _Columns()
         passes = passes_of(region.operators, region.given)
         splits = {operator.made_by_rows for operator in region.operators}
@@ -328,9 +331,9 @@ class _Search:
 
 
 def _chosen(x: np.ndarray, columns: _Columns) -> tuple[dict[int, float], list[int]]:
-    """Return the swapped fractions and the kept operators.
+    """Return the swapped fractions and the operators to keep, each by operator index.
 
-    A fraction within the solver's tolerance of 0 or 1 is rounded.
+    Rounds fractions that are within the solver's tolerance of 0 or 1.
     """
     fractions = {index: min(max(float(x[column]), 0.0), 1.0) for index, column in columns.swap.items()}
     snapped = {i: round(y) if min(y, 1.0 - y) < 1e-6 else y for i, y in fractions.items()}
