@@ -32,7 +32,7 @@ class ArenaPicture(TechniquePicture):
         return summary.rows(facts)
 
     def heading(self, plan: MemoryPlan) -> str:
-        """Return the plan's heading, "" without addresses; see `TechniquePicture.heading`."""
+        """Return the plan's heading; "" if it has no addresses; see `TechniquePicture.heading`."""
         planned = AddressPlan.of(plan)
         return summary.heading(planned) if planned is not None else ""
 
@@ -42,7 +42,7 @@ class ArenaPicture(TechniquePicture):
         return address_map.column(planned) if planned is not None else None
 
     def side(self, plan: MemoryPlan) -> dict[str, Any]:
-        """Return the facts of one of two plans; see `TechniquePicture.side`."""
+        """Return the facts of one plan of two; see `TechniquePicture.side`."""
         return diff.side(plan)
 
     def diff(self, a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
