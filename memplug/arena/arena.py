@@ -79,7 +79,7 @@ class Counters(Protocol):
     mismatched: int
 
     def since(self, before: Counters) -> Counters:
-        """Return the counts since `before`; keep values of the present, such as `live_bytes`, as they are."""
+        """Return the counts since `before`; current values, such as `live_bytes`, stay as they are."""
 
 
 class Arena:
@@ -121,7 +121,7 @@ class Arena:
         """
         if self.device.type != "cpu" and not self.serving:
             torch.get_device_module(self.device).empty_cache()
-        if self._leave is None:  # before `load_arena`: what that reserves must not count as in use by training
+        if self._leave is None:  # before `load_arena`, whose memory must not count as in use by training
             try:
                 self._stand_in_front(True)
             except RuntimeError as error:
@@ -191,7 +191,7 @@ class Arena:
     def late(self) -> list[tuple[int, int]]:
         """Return pairs (late, displaced) of planned requests, as indices into `ArenaTables.requests`.
 
-        When the displaced request came, the block of the late request still occupied some of its planned bytes.
+        When the displaced request came, the late request's block still occupied bytes planned for the displaced one.
         """
         return self._native.late_requests() if self.serving else []
 

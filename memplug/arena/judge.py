@@ -246,7 +246,7 @@ def _count(problem: Problem, column: str) -> int:
 
 
 def more(count: int) -> str:
-    """Return words for the findings that a message leaves out, if it shows the first of `count`."""
+    """Return " (and N more)" for a message that shows only the first of `count` findings, else ""."""
     return f" (and {count - 1} more)" if count > 1 else ""
 
 

@@ -71,7 +71,7 @@ class _Waits:
             reached[before] = self._reached[row] = np.minimum(reached.get(before, unreached), through)
 
     def until(self, holder: int, asker: int, freed: np.ndarray) -> np.ndarray:
-        """Return when `asker` has waited for `holder`'s work up to each time in `freed`. int64[n]; never: NEVER."""
+        """Return when `asker` has waited for `holder`'s work up to each time in `freed`, or NEVER. int64[n]."""
         own = np.flatnonzero(self._orderings["before"] == holder)
         following = np.searchsorted(self._orderings["time"][own], freed, "left")
         return np.append(self._reached[own, self._column[asker]], NEVER)[following]
@@ -169,7 +169,7 @@ def _sweep(
 
 
 def _share(offsets: np.ndarray, ends: np.ndarray, mine: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return which rows of `mine` share a byte with a row of `others`, at whatever times. bool[n]."""
+    """Return which rows of `mine` share a byte with a row of `others`, even at different times. bool[n]."""
     order = others[np.argsort(offsets[others])]
     furthest = np.concatenate([[-1], np.maximum.accumulate(ends[order])])
     return furthest[np.searchsorted(offsets[order], ends[mine], "left")] > offsets[mine]

@@ -20,7 +20,7 @@ from memplug.plans import plan_file
 
 FOLDER = "solved"
 POLL_S = 0.02
-GRACE_S = 5.0  # how long a rank waits for the first rank after the time limit
+GRACE_S = 5.0  # after the time limit, a rank waits this much longer for the first rank's file
 LASTS_S = 3600.0  # age at which any rank removes a file, since no rank needs it any more
 
 

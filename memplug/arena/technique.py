@@ -1,4 +1,4 @@
-"""The arena as a technique: plans addresses for a program's requests from a recorded step, and serves requests there.
+"""The arena as a technique: plans a program's addresses from a recorded step, and serves its requests at them.
 
 waiting ──a program lasts──► recording ──► planning, beside training ──► serving
                                  ▲                                         │
@@ -7,7 +7,7 @@ waiting ──a program lasts──► recording ──► planning, beside trai
 The first step of a run allocates memory that lasts: the optimizer's state, and gradients if they stay from step to
 step. Addresses from an earlier run do not cover these requests, since they were planned from a later step. So if such
 addresses serve the first step, the optimizer is withheld in it (backward too if gradients stay): torch's allocator
-serves its requests.
+serves the requests of withheld passes.
 """
 
 from __future__ import annotations
@@ -313,10 +313,10 @@ class PlannedAddresses(Technique[Addresses]):
         return self._made()
 
     def _is_late(self) -> bool:
-        """Return whether the plan should be amended: late blocks displaced requests, which found no reusable space.
+        """Return whether to amend the plan: late blocks displaced requests that found no reusable space.
 
-        A late block is freed later than in the recorded step. The usual cause is another thread that frees it, such as
-        that of a collective's back end.
+        A late block is freed later than in the recorded step, usually by another thread, such as one of a collective's
+        back end.
         """
         step = self.step
         asked = step.from_arena + step.mismatched

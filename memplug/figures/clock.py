@@ -54,7 +54,10 @@ def _strip(clock: str, runs: Stretches, looks: list[tuple[str, str, str]]) -> Ba
 
 
 def runs(values: np.ndarray, at_most: int = 2000) -> Stretches:
-    """Return the stretches of equal values; if there are more than `at_most`, those of `at_most` even samples."""
+    """Return the stretches of equal values.
+
+    If there are more than `at_most`, return those of `at_most` evenly spaced samples.
+    """
     bounds = np.arange(len(values) + 1)
     if len(_edges(values)) > at_most:
         cells = np.linspace(0, len(values), at_most + 1)
@@ -65,7 +68,7 @@ def runs(values: np.ndarray, at_most: int = 2000) -> Stretches:
 
 
 def layer_runs(rows: np.ndarray, at_most: int = 2000) -> Stretches:
-    """Return the stretches of layers in operators or events, see `runs`; a stretch also ends where its phase ends."""
+    """Return the stretches of layers among operators or events, see `runs`; a stretch ends where its phase ends."""
     layers = int(rows["layer"].max(initial=-1)) + 2
     found = runs(rows["phase"].astype(np.int64) * layers + rows["layer"] + 1, at_most)
     return found._replace(value=found.value % layers - 1)

@@ -18,7 +18,7 @@ AT_MOST = 8  # largest number of groups of layers, or of groups of one kind of p
 
 
 class _Kind(NamedTuple):
-    """A kind of phase in words and in letters, and colours between which those of its groups are mixed."""
+    """A kind of phase in words and in letters, and the colours from which its groups' colours are mixed."""
 
     words: str
     letters: str
@@ -87,7 +87,7 @@ def by_layer(layers: Sequence[Layer]) -> Grouping:
 
 
 def sequence(count: int, anchors: Sequence[str] = LAYER_COLOURS) -> list[str]:
-    """Return `count` colours from the first anchor to the last, "#rrggbb" each."""
+    """Return `count` colours, evenly spaced from the first anchor to the last, as "#rrggbb"."""
     rgb = np.array([[*bytes.fromhex(anchor[1:])] for anchor in anchors])
     places = np.linspace(0, len(anchors) - 1, count) if count > 1 else np.zeros(count)
     mixed = [np.interp(places, np.arange(len(anchors)), channel) for channel in rgb.T]
@@ -120,7 +120,11 @@ def range_words(first: str, last: str) -> str:
 
 
 def _shares(count: int, anchors: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Split `count` items in a row into at most AT_MOST shares of equal length; yield (first, last, colour) of each."""
+    """Split `count` items into at most AT_MOST runs of equal length (the last may be shorter) with a colour each.
+
+    Yields:
+        (first, last, colour) of each run.
+    """
     length = max(-(-count // AT_MOST), 1)
     firsts = range(0, count, length)
     for first, colour in zip(firsts, sequence(len(firsts), anchors), strict=True):

@@ -25,7 +25,7 @@ class TechniquePicture:
     other techniques, so each technique uses keys of its own.
 
     Attributes:
-        place: Order among the techniques: smaller values have rows further up, and columns further left.
+        place: Order among the techniques: rows are sorted by it from top to bottom, columns from left to right.
         serves: Whether the technique serves memory requests from memory that it has planned.
     """
 
@@ -49,7 +49,7 @@ class TechniquePicture:
         return None
 
     def side(self, plan: MemoryPlan) -> dict[str, Any]:
-        """Return the facts of one of two plans that the user compares."""
+        """Return the facts of one of two plans in a comparison."""
         return {}
 
     def diff(self, a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
@@ -77,6 +77,6 @@ class TechniquePicture:
         """Return the libraries that the technique's planner builds beside the native core.
 
         Returns:
-            By key, the library's name and a function that loads it, which raises NativeError if it cannot be built.
+            By key: the library's name, and a function that loads it, or raises NativeError if it cannot be built.
         """
         return {}

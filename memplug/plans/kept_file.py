@@ -23,7 +23,7 @@ def keep(
         kinds: the types of its parts.
         file: this rank's file; its folder is created.
         lower: files of the lower ranks; they may be missing.
-        higher: files of higher ranks whose processes do not exist; they become links to this rank's file.
+        higher: files of higher ranks that have no process to write them; they become links to this rank's file.
 
     Raises:
         LayoutError: the file cannot be written.

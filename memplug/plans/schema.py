@@ -96,7 +96,7 @@ class PlanPart:
 
     @classmethod
     def from_file(cls: type[Part], values: dict[str, Any]) -> Part:
-        """Return the part that a file's values describe; raise ValueError, KeyError or the like if they do not."""
+        """Return the part that a file's values describe; raise ValueError, KeyError or the like if they are wrong."""
         return read(cls, values)
 
     @classmethod

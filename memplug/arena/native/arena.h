@@ -118,8 +118,8 @@ struct ArenaCounters {
   int64_t peak_size = 0; // the largest live_size since the last plan
   int64_t peak_bytes = 0; // the largest live_bytes since the last plan
   int64_t leftover_bytes = 0; // now: bytes of leftovers that have been in use for a whole step
-  int64_t wanted_bytes = 0; // now: bytes of the blocks whose free a recording wants to be told
-  int64_t told_bytes = 0; // now: bytes of the blocks whose free is told: all if a plan is in force, else wanted_bytes
+  int64_t wanted_bytes = 0; // now: bytes of blocks that a recording wants to see freed
+  int64_t told_bytes = 0; // now: bytes of blocks that a recording will see freed: all under a plan, else wanted_bytes
 
   int64_t from_arena() const {
     return planned + dynamic + reusable;
@@ -202,7 +202,7 @@ class Arena {
   // Forgets which requests left blocks beyond their step, since another model will train.
   void forget_leftovers();
 
-  // Marks all blocks in use as not wanted: no recording is told when they are freed.
+  // Marks all blocks in use as not wanted, since the recording that wanted to see them freed has ended.
   void forget_wanted();
 
   // Returns memory for a request; null: the native allocator has to serve it.

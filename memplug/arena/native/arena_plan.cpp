@@ -65,7 +65,7 @@ Arena::Reservation* Arena::add_part(int64_t nbytes, Role role) {
   if (checks_) {
     device_.fill(begin, nbytes, FREED, part->stream);
   }
-  device_.synchronize(); // any stream may be the first to use it
+  device_.synchronize(); // any stream may be the first to use the memory
   const std::lock_guard<std::mutex> lock(mutex_);
   parts_.push_back(std::move(part));
   return parts_.back().get();
@@ -124,7 +124,7 @@ void Arena::keep_live_blocks() {
     others_[begin] = {reused_->begin + live.end, live.nbytes, live.stream, reused_, kind_of(live.row), live.wanted};
   }
   for (auto& [begin, block] : kept_blocks_) {
-    block.slot = block.slots_end = 0; // its slots are gone
+    block.slot = block.slots_end = 0; // the slots belonged to the plan
   }
   live_starts_ = LiveStarts();
   offsets_.clear();

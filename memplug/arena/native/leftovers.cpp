@@ -14,7 +14,7 @@
 namespace memplug {
 namespace {
 
-constexpr int32_t MOST_ALIKE = 8; // unplanned blocks of one kind in use at once; the script seems to keep further ones
+constexpr int32_t MOST_ALIKE = 8; // unplanned blocks of one kind in use at once; a script that has more keeps them
 constexpr int32_t MOST_AT_A_PLACE = 16; // leftovers of all sizes
 constexpr uint32_t FIRST_PAUSE = 32; // steps; doubles with each leftover of the kind
 constexpr int32_t MOST_DOUBLINGS = 20;

@@ -113,7 +113,7 @@ def _by_size(sizes: np.ndarray) -> tuple[tuple[ColourGroup, ...], np.ndarray]:
 
 
 def _runs(problem: Problem, what: str, clock: tuple[int, int]) -> Stretches:
-    """Return when each phase or layer ran: from its first malloc or free up to the next one of another."""
+    """Return when each phase or layer ran: from its first event until an event of another phase or layer."""
     # A buffer that outlives the step counts as in use for all of it: its times do not say when its phase ran.
     table = problem.buffers[~problem.buffers["outlives"]]
     if (table[f"lower_{what}"] < 0).all():

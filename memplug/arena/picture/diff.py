@@ -27,7 +27,7 @@ class _Pairs(NamedTuple):
 
 
 def side(plan: MemoryPlan) -> dict[str, Any]:
-    """Return the facts of one plan of two."""
+    """Return the facts of one of two plans in a comparison."""
     planned = addresses_of(plan)
     return {
         "has_addresses": has_addresses(plan),

@@ -155,7 +155,7 @@ class _Attempt:
         return low_enough or (self.best is not None and time.monotonic() >= self.deadline_s)
 
     def until(self, share: float) -> float:
-        """Return the deadline of an attempt that may run until this share of the time limit is over."""
+        """Return the time at which this share of the time limit is over."""
         return self.began_s + share * (self.deadline_s - self.began_s)
 
     def offer(self, found: Solution) -> None:

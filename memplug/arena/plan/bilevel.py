@@ -26,7 +26,7 @@ _SHARE_OF_PATTERNS, _SHARE_OF_PLACES = 0.3, 0.6
 
 
 def solve(problem: Problem, *, deadline_s: float | None = None, enough_bytes: int | None = None) -> Solution:
-    """Return offsets by two levels, or by the second alone if no layers repeat. Streams are ignored: see `streams`.
+    """Place by two levels, or by the second alone if no layers repeat. Ignore streams; see `streams`.
 
     Args:
         problem: of one step.

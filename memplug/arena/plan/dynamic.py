@@ -1,8 +1,8 @@
 """Finds reusable space, by group, for requests whose sizes are known only at run time.
 
 STWeaver, section 5.2: dynamic requests that one layer makes and another frees form a HomoLayer group (Eq. 2). Their
-sizes are unknown, but not their lifetimes: from the beginning of the one layer to the end of the other. The bytes that
-no planned buffer uses in that time are the group's dynamic reusable space (Eq. 3 to 5).
+sizes are unknown, but all of them live between the beginning of the first layer and the end of the second. The bytes
+that no planned buffer uses in that time are the group's dynamic reusable space (Eq. 3 to 5).
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ TRAINING = 0
 
 
 def last_step(trace: Trace, step: int | None = None) -> Trace:
-    """Return the step of a trace that a plan is made from, as a trace of its own; see `cut`.
+    """Return one step of a trace as a trace of its own, to plan from; see `cut`.
 
     Args:
         trace: any trace; one without steps counts as one step.
-        step: running number, from the end if below 0; None: the last one.
+        step: number of the step, counted from the end if below 0; None: the last step.
 
     Raises:
         LayoutError: the trace has no such step.
@@ -44,8 +44,8 @@ def problem_of(
     Sizes are rounded up to the alignment. A buffer that is still in use when the step ends counts as in use for all of
     the step, since the next step repeats the requests and must find the buffer's bytes untouched. The step before left
     such buffers too: if one of them is freed only after its successor in this step is requested, the problem has an
-    extra buffer for it. A buffer that another thread freed counts as in use twice as long, since that thread may be
-    later next time.
+    extra buffer for it. A buffer that another thread freed counts as in use twice as long, since that thread may free
+    it later in other steps.
 
     Dynamic requests are left out, since their sizes are known only at run time. Requests of threads that do not train
     are left out, since they come at any time. Traces hold no orderings of streams, so requests of different streams

@@ -15,8 +15,9 @@ _PAIRS_AT_MOST = 20_000
 def minimise(small: Small, offsets: np.ndarray, deadline_s: float) -> tuple[np.ndarray, bool]:
     """Return the lowest placement by MEMO's mixed integer program (section 4.2), and whether it is proven optimal.
 
-    The program minimises the height M, where buffer i has offset A_i and size S_i. Each has A_i + S_i <= M. Each pair
-    in use at the same time has A_i + S_i <= A_j + z M_cap and A_j + S_j <= A_i + (1 - z) M_cap, with z in {0, 1}.
+    The program minimises the height M, where buffer i has offset A_i and size S_i. Each buffer needs A_i + S_i <= M.
+    Each pair of buffers in use at the same time needs A_i + S_i <= A_j + z M_cap and A_j + S_j <= A_i + (1 - z) M_cap,
+    with z in {0, 1}.
 
     Args:
         small: the problem.

@@ -96,7 +96,7 @@ def _events(table: np.ndarray, by_place: bool) -> _Events:
 
 
 def _with_rows(table: np.ndarray, events: _Events, begins: np.ndarray, ends: np.ndarray) -> list[Stretch]:
-    """Return those of the stretches [begins[i], ends[i]), disjoint and sorted, in which buffers live entirely."""
+    """Return the stretches [begins[i], ends[i]) that contain whole lifetimes; they must be disjoint and sorted."""
     if not len(begins):
         return []
     of_row = np.searchsorted(begins, events.lower, "right") - 1

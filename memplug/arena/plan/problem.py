@@ -85,7 +85,7 @@ class Problem:
         buffers: of dtype BUFFER.
         ids: names of the buffers: int64, running numbers of requests in their trace; or str, as in a CSV. By default
             the rows.
-        orderings: of dtype ORDERING, by time.
+        orderings: of dtype ORDERING, sorted by time.
         phases, layers: the phases and layers that columns of `buffers` index.
         fingerprint: of the trace; empty if the problem does not come from a trace.
 

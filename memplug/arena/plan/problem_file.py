@@ -88,7 +88,7 @@ class _Header:
 
 
 def read_csv(path: str | Path) -> Problem:
-    """Read a problem; its ids are int64 if Python writes all of these numbers the same way, else str.
+    """Read a problem; its ids are int64 if that loses nothing (as it would for "007"), else str.
 
     Args:
         path: a file in UTF-8.

@@ -123,11 +123,10 @@ def _local_plan(table: np.ndarray, first: int, last: int, rows: np.ndarray, orde
 
 
 def fuse(table: np.ndarray, groups: list[_Group], deadline_s: float | None = None) -> list[_Group]:
-    """Fuse pairs of groups if one ends in the phase where the other begins, and the product rises.
+    """Fuse two groups if one ends in the phase where the other begins, and their time-memory product rises.
 
-    The requests of the smaller group are inserted into the placement of the larger: the largest first, at the lowest
-    free offset. A fusion is accepted if its time-memory product exceeds the average of the two products, weighted by
-    the groups' rectangles.
+    Requests of the smaller group are inserted into the placement of the larger: the largest first, at the lowest free
+    offset. The product rises if it exceeds the average of the two products, weighted by the groups' rectangles.
     """
     by_first: dict[int, list[_Group]] = {}
     for each in groups:

@@ -38,7 +38,7 @@ struct Instance {
   int64_t height;
   Clock::time_point deadline;
   std::vector<std::vector<int32_t>> neighbours;  // buffers in use at the same time
-  std::vector<double> width, bytes, load, overlaps, middle;  // features from which orders are mixed: logarithms, except the last
+  std::vector<double> width, bytes, load, overlaps, middle;  // features of orders: logarithms, except the last
 
   bool fits_in_time(int32_t a, int32_t b) const { return upper[a] <= lower[b] || upper[b] <= lower[a]; }
 };
@@ -124,8 +124,8 @@ class PlacementSearch {
     return int64_t{1} << power;
   }
 
-  // Places all of `rows` (sorted by lower) except `skip`. Splits them where no lifetime goes on, and places the parts
-  // one by one.
+  // Places all of `rows` (sorted by lower) except `skip`. Splits them at times that no lifetime crosses, and places the
+  // parts one by one.
   bool place_parts(const std::vector<int32_t>& rows, int32_t skip, int64_t from, int32_t last_rank) {
     std::vector<std::vector<int32_t>> parts;
     int32_t end = -1;
@@ -278,7 +278,7 @@ void describe(Instance& instance) {
   }
 }
 
-// Calls work(0) up to work(threads - 1), each on a thread whose stack has `stack` bytes: the search is recursive.
+// Calls work(0) up to work(threads - 1), each on a thread with a stack of `stack` bytes, since the search is recursive.
 template <typename Work>
 void run_deep(int32_t threads, size_t stack, Work& work) {
   struct DeepTask {
