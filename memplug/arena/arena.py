@@ -241,7 +241,8 @@ def _check_cuda(core: object) -> None:
             )
     if not hasattr(core, "stand_before_cuda"):
         raise ArenaError(
-            f"the native core was built without the arena for CUDA, whose interface torch {torch.__version__} changed",
+            "the native core was built without the arena for CUDA, since memplug does not know the allocator of torch "
+            f"{torch.__version__}",
             'Install another version of torch, or set "arena": {"enabled": false}.',
             code="MP006",
         )

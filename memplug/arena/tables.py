@@ -124,7 +124,7 @@ def _numbered(problem: Problem) -> np.ndarray:
 
 
 def _kinds(table: np.ndarray, stream: np.ndarray) -> np.ndarray:
-    """Return the slot class of each kept buffer (one class per size and stream), -1 for others. int64[n]."""
+    """Return each buffer's slot class (one per size and stream) if it outlives the step, else -1. int64[n]."""
     kinds, kept = np.full(len(table), -1), table["outlives"]
     if kept.any():
         kinds[kept] = np.unique(np.stack([table["size"], stream])[:, kept], axis=1, return_inverse=True)[1].reshape(-1)
@@ -242,7 +242,7 @@ class _Used:
         }
 
     def masks(self, begins: np.ndarray, ends: np.ndarray, own: np.ndarray) -> np.ndarray:
-        """Return for each range of bytes a bitset of the streams, except its own, that use any of it. uint64[n]."""
+        """Return for each range of bytes a bitset of the streams that use any of it, except stream `own`. uint64[n]."""
         masks = np.zeros(len(begins), np.uint64)
         for number, (first, last) in self._merged.items():
             above = np.searchsorted(last, begins, "right")
@@ -251,7 +251,7 @@ class _Used:
         return masks
 
     def by_others(self, spaces: Spaces, own: int) -> int:
-        """Return the bitset of the streams, except `own`, that use any byte of these spaces."""
+        """Return the bitset of the streams that use any byte of these spaces, except stream `own`."""
         begins, ends = (np.array([space[side] for space in spaces], np.int64) for side in (0, 1))
         return int(np.bitwise_or.reduce(self.masks(begins, ends, np.full(len(spaces), own)), initial=0))
 

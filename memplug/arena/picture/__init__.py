@@ -24,7 +24,7 @@ class ArenaPicture(TechniquePicture):
     serves = True
 
     def facts(self, plan: MemoryPlan) -> dict[str, Any]:
-        """Return the arena's facts of a plan; see `TechniquePicture.facts`."""
+        """Return the facts of a plan's addresses; see `TechniquePicture.facts`."""
         return summary.summary(plan)
 
     def rows(self, facts: dict[str, Any]) -> Rows:

@@ -172,7 +172,10 @@ class _Attempt:
         )
         findings = judge(self.problem, solution)
         if findings:
-            text = "memplug: the judge refuses what %s found: %s. The next best is used; please report it, with a trace"
+            text = (
+                "memplug: the judge refuses the solution of %s: %s. memplug uses the next best; please report this, with "
+                "a trace"
+            )
             log.warning(coded("MP016", text), found.planner, findings[0].message)
             return
         self.best, self.plain_offsets = solution, found.offsets

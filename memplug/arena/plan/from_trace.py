@@ -72,7 +72,7 @@ def problem_of(
         requests = requests[~np.isin(requests["malloc_phase"], phases)]
     if (requests["stream"] > np.iinfo(BUFFER["stream"]).max).any():
         raise LayoutError(
-            f"a request is on stream {requests['stream'].max()}: streams have running numbers",
+            f"a request is on stream {requests['stream'].max()}: stream numbers must fit an int32",
             "Record the trace again.",
         )
     live = still_live(requests)

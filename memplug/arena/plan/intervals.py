@@ -57,7 +57,7 @@ def load_bytes(lower: np.ndarray, upper: np.ndarray, size: np.ndarray) -> np.nda
 
 
 def largest_within(values: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> np.ndarray:
-    """Return the largest of values[lower:upper] for each buffer, where lower < upper; in the dtype of the values."""
+    """Return the maximum of values[lower:upper] for each buffer, where lower < upper."""
     # A sparse table has the maxima of all stretches whose length is a power of two; two of them cover any stretch.
     found = np.empty(len(lower), values.dtype)
     power = np.frexp((upper - lower).astype(np.float64))[1] - 1

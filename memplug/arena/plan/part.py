@@ -111,7 +111,7 @@ class AddressPlan(PlanPart):
         head = read(_PartHeader, {name: value for name, value in values.items() if name not in tables})
         buffers, orderings = (values[name] for name in tables)
         if not 0 <= head.height_bytes < _MOST_BYTES:
-            raise ValueError(f"the height is {head.height_bytes} bytes")
+            raise ValueError(f"the height is {head.height_bytes} bytes, not from 0 to 2**62 - 1")
         problem = Problem(
             buffers=_table(buffers, BUFFER, head.requests),
             ids=_ids(buffers["id"], head.requests),

@@ -245,7 +245,7 @@ def _check(problem: Problem) -> None:
     assert len(ids) == len(table), "an id for each buffer"
     problems = (
         ("has {size} bytes: sizes are above 0", table["size"] <= 0),
-        ("has {size} bytes, more than fits", table["size"] >= LARGEST_BYTES),
+        ("has {size} bytes: sizes are below 2**60", table["size"] >= LARGEST_BYTES),
         ("lives from {lower} up to {upper}: no time at all", table["upper"] <= table["lower"]),
         ("has alignment {alignment}, which is not above 0", table["alignment"] <= 0),
     )
@@ -255,6 +255,6 @@ def _check(problem: Problem) -> None:
             values = dict(zip(BUFFER.names, table[row].item(), strict=True))
             raise LayoutError(f"buffer {ids[row]} {problem_of_it.format(**values)}")
     if float(table["size"].sum(dtype=np.float64)) >= LARGEST_BYTES:
-        raise LayoutError("the buffers have more bytes together than fit an int64")
+        raise LayoutError("the buffers have 2**60 bytes or more together")
     if len(orderings) and (np.diff(orderings["time"]) < 0).any():
         raise LayoutError("the orderings of streams are not in the order of time")

@@ -151,7 +151,7 @@ def test_gaps_column_is_refused(path):
 
 
 def test_oversized_buffer_error_names_the_file(path):
-    with pytest.raises(LayoutError, match="problem.csv: buffer 1 has .* more than fits"):
+    with pytest.raises(LayoutError, match="problem.csv: buffer 1 has .* sizes are below 2"):
         read(path, f"id,lower,upper,size\n1,0,3,{2**61}\n")
 
 
