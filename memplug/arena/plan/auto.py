@@ -173,8 +173,8 @@ class _Attempt:
         findings = judge(self.problem, solution)
         if findings:
             text = (
-                "memplug: the judge refuses the solution of %s: %s. memplug uses the next best; please report this, with "
-                "a trace"
+                "memplug: the judge refuses the solution of %s: %s. memplug uses the next best. Please report this "
+                "with a trace"
             )
             log.warning(coded("MP016", text), found.planner, findings[0].message)
             return
