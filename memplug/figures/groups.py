@@ -120,11 +120,7 @@ def range_words(first: str, last: str) -> str:
 
 
 def _shares(count: int, anchors: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Split `count` items into at most AT_MOST runs of equal length (the last may be shorter) with a colour each.
-
-    Yields:
-        (first, last, colour) of each run.
-    """
+    """Yield (first, last, colour) of at most AT_MOST equal runs of `count` items; the last run may be shorter."""
     length = max(-(-count // AT_MOST), 1)
     firsts = range(0, count, length)
     for first, colour in zip(firsts, sequence(len(firsts), anchors), strict=True):
