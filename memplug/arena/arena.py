@@ -36,15 +36,15 @@ class Counters(Protocol):
         dynamic_missed: left to torch's allocator because their group's reusable space had no room.
         without_gradients: left to torch's allocator because a validation made them and no reusable space was large
             enough.
-        fallback_bytes: bytes of the four counts above.
+        fallback_bytes: bytes of the requests in the four counts above.
         lasting, lasting_bytes: left to torch's allocator because their blocks outlive the step.
         elsewhere: left to torch's allocator because they came from a thread that does not train, or in a pass that
             `Arena.begin_step` withholds.
         written_freed: blocks that were written to after they had been freed; counted only by an arena with `checks`.
-        written_beyond: blocks that were written to beyond their end; likewise.
+        written_beyond: blocks that were written to beyond their end; counted only by an arena with `checks`.
         reserved_bytes: memory reserved now, including memory of earlier plans that is still in use.
-        leftover_bytes: bytes that leftovers hold now and have held for a whole step, in the reused part (the arena's
-            memory for a step's blocks) and the annex.
+        leftover_bytes: bytes of leftovers that are in use now and have been for a whole step: in the reused part (the
+            arena's memory for a step's blocks) and in the annex.
         live_bytes, peak_bytes: bytes of blocks in use now, and the most since the last plan was loaded.
         live_size, peak_size: the same, with each block rounded up to the bytes that it occupies.
         from_arena: requests that the arena served.
@@ -79,7 +79,7 @@ class Counters(Protocol):
     mismatched: int
 
     def since(self, before: Counters) -> Counters:
-        """Return the counts made since `before`; amounts that are held now stay as they are."""
+        """Return the counts since `before`; current values, such as `live_bytes`, stay as they are."""
 
 
 class Arena:
@@ -108,7 +108,7 @@ class Arena:
             self._native.open_arena(kind, index, checks)
         except RuntimeError as error:
             raise ArenaError(f"there can be no planned arena: {_first_line(error)}", code="MP006") from None
-        self._leave: weakref.finalize | None = None  # set while it serves; runs even if the session is never detached
+        self._leave: weakref.finalize | None = None  # set while it serves; also runs when this object is collected
 
     def serve(self, tables: ArenaTables) -> None:
         """Serve this plan from the next step on; blocks of earlier plans stay valid.
@@ -121,7 +121,7 @@ class Arena:
         """
         if self.device.type != "cpu" and not self.serving:
             torch.get_device_module(self.device).empty_cache()
-        if self._leave is None:  # first, so that memory that the arena reserves does not count as in use by training
+        if self._leave is None:  # before `load_arena`, whose memory must not count as in use by training
             try:
                 self._stand_in_front(True)
             except RuntimeError as error:
@@ -141,7 +141,7 @@ class Arena:
                 tables.kept_bytes,
                 tables.streams,
             )
-        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is one
+        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             self.close()
             self._native.close_arena()
             needed_gib = (tables.reused_bytes + tables.kept_bytes) / GIB
@@ -166,12 +166,12 @@ class Arena:
             self._native.begin_arena_step(sum(1 << each for each in withheld))
 
     def end_step(self) -> None:
-        """Stop serving until the next step begins: requests between two steps are no part of the program."""
+        """Stop serving until the next step begins, since requests between two steps do not belong to the program."""
         if self.serving:
             self._native.end_arena_step()
 
     def leftovers(self) -> list[tuple[int, int]]:
-        """Return the bytes [begin, end) of the reused part that leftovers have held for a whole step."""
+        """Return ranges [begin, end) of bytes in the reused part that leftovers have occupied for a whole step."""
         return self._native.arena_leftovers() if self.serving else []
 
     def extend(self, nbytes: int) -> bool:
@@ -180,18 +180,18 @@ class Arena:
         The annex serves requests whose planned bytes leftovers hold.
 
         Returns:
-            False if there was too little memory; then there is no annex.
+            True if the annex was replaced; False if there was too little memory, so that there is no annex now.
         """
         try:
             self._native.extend_arena(nbytes)
-        except (RuntimeError, MemoryError):  # torch.OutOfMemoryError is one
+        except (RuntimeError, MemoryError):  # torch.OutOfMemoryError is a RuntimeError
             return False
         return True
 
     def late(self) -> list[tuple[int, int]]:
         """Return pairs (late, displaced) of planned requests, as indices into `ArenaTables.requests`.
 
-        The block of the late request was still in use when the displaced request came, whose planned bytes overlap it.
+        When the displaced request came, the late request's block still occupied bytes planned for the displaced one.
         """
         return self._native.late_requests() if self.serving else []
 
@@ -205,11 +205,11 @@ class Arena:
             self._leave = None
 
     def counters(self) -> Counters:
-        """Return the counts and the memory held; see `Counters`."""
+        """Return the counts of all requests so far, and the memory in use now."""
         return self._native.arena_counters()
 
     def native_bytes(self) -> int | None:
-        """Return the bytes in use now outside of the arena, as CUDA's allocator counts; None on other devices."""
+        """Return the bytes that CUDA's allocator counts as in use outside of the arena; None on other devices."""
         if self.device.type != "cuda":
             return None
         return torch.cuda.memory_allocated(self.device) - self.counters().live_size
@@ -222,7 +222,7 @@ def _leave(core: object, stand_in_front: Callable[[bool], None]) -> None:
 
 
 def _check_cuda(core: object) -> None:
-    torch.cuda.init()  # before it, the allocator has no devices to stand in front of
+    torch.cuda.init()  # until then, torch's allocator has no devices
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         raise ArenaError(
@@ -241,7 +241,8 @@ def _check_cuda(core: object) -> None:
             )
     if not hasattr(core, "stand_before_cuda"):
         raise ArenaError(
-            f"the native core was built without the arena for CUDA, whose interface torch {torch.__version__} changed",
+            "the native core was built without the arena for CUDA, since memplug does not know the allocator of torch "
+            f"{torch.__version__}",
             'Install another version of torch, or set "arena": {"enabled": false}.',
             code="MP006",
         )

@@ -1,7 +1,7 @@
-"""The judge of addresses: checks a solution, and the promises of the arena's part of a plan. Shares no planner code.
+"""The judge of addresses: checks a solution, or the arena's whole part of a plan. Shares no code with the planners.
 
-The judge trusts that a problem is well-formed (positive sizes, lifetimes that end after they begin), and computes all
-else itself.
+The judge trusts that a problem is well-formed (positive sizes, lifetimes that end after they begin), and recomputes
+everything else.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from memplug.arena.judge_sweep import first_clash
 from memplug.arena.plan.part import AddressPlan, DynamicSpace
 from memplug.arena.plan.problem import Problem, Solution
 
-_FURTHEST = 2**62  # an offset up to here plus any size fits int64
+_FURTHEST = 2**62  # largest offset to which any size can be added in int64
 
 
 class Fault(enum.Enum):
     """The kinds of mistakes in a solution or a plan."""
 
-    NO_OFFSETS = "no offsets"  # the offsets are no array of int64
+    NO_OFFSETS = "no offsets"  # the offsets are not a one-dimensional array of int64
     LEFT_OUT = "left out"  # the number of offsets is not the number of buffers
     NEGATIVE = "negative"
     MISALIGNED = "misaligned"
     BEYOND_ARENA = "beyond arena"
     BEYOND_CAPACITY = "beyond capacity"
-    HEIGHT = "height"  # not the end of the highest buffer
+    HEIGHT = "height"  # the height is not the end of the highest buffer
     OVERLAP = "overlap"  # two buffers are in use at once at the same bytes
     UNORDERED = "unordered"  # same bytes on two streams, and no ordering makes one stream wait for the other
     PREDICTION = "prediction"
     PLACE = "place"  # a buffer or a dynamic space has a phase or layer that the problem lacks
-    WINDOW = "window"  # a dynamic space exists at no time
+    WINDOW = "window"  # the lifetime of a dynamic space is empty
     GROUP = "group"  # a dynamic space has no requests
     SPACES = "spaces"  # a stretch of a dynamic space is empty, below 0, or not above the one before
     SPACE_BEYOND_ARENA = "space beyond arena"
@@ -48,7 +48,7 @@ class Finding:
     Attributes:
         code: see `Fault`.
         message: a sentence with the names and values concerned.
-        rows: rows of `Problem.buffers` that show it; if there are many, the first.
+        rows: rows of `Problem.buffers` that show the mistake; only the first if there are many.
     """
 
     code: Fault
@@ -57,16 +57,17 @@ class Finding:
 
 
 def judge(problem: Problem, solution: Solution, capacity_bytes: int | None = None) -> tuple[Finding, ...]:
-    """Return the mistakes of a solution; if there are none, the solution is accepted.
+    """Return the mistakes in a solution; the judge accepts a solution without any.
 
     Every buffer must have an aligned offset inside the arena, and the arena must end where its highest buffer ends. Two
     buffers may share bytes only if one is freed before the other is requested; lifetimes are half-open. If the two are
-    on different streams, an ordering or a chain of orderings must lie in between. The claim `optimal` is not checked.
+    on different streams, an ordering or a chain of orderings must make the second stream wait for the first in between.
+    The claim `optimal` is not checked.
 
     Args:
         problem: any layout problem.
-        solution: claimed to solve it; may be anything.
-        capacity_bytes: the most that the arena may have; None: no limit.
+        solution: the solution to check, however wrong.
+        capacity_bytes: largest height allowed; None: no limit.
     """
     unusable = tuple(_unusable(problem, solution))
     if unusable:
@@ -78,7 +79,7 @@ def judge(problem: Problem, solution: Solution, capacity_bytes: int | None = Non
 
 
 def judge_addresses(plan: AddressPlan) -> tuple[Finding, ...]:
-    """Return the mistakes of a plan's solution, predictions and dynamic spaces; empty: the plan is accepted."""
+    """Return the mistakes in a plan's solution, predictions and dynamic spaces; empty: the plan is accepted."""
     unusable = tuple(_unusable(plan.problem, plan.solution))
     if unusable:
         return unusable
@@ -162,7 +163,10 @@ def _places(plan: AddressPlan) -> Iterator[Finding]:
         rows = np.flatnonzero((values < -1) | (values >= count))
         if len(rows):
             row = int(rows[0])
-            message = f"buffer {plan.problem.ids[row]} has {column} {values[row]}, of {count}{more(len(rows))}"
+            message = (
+                f"buffer {plan.problem.ids[row]} has {column} {values[row]}, where the problem has {count}"
+                f"{more(len(rows))}"
+            )
             yield Finding(code=Fault.PLACE, message=message, rows=(row,))
 
 
@@ -203,22 +207,22 @@ def _group(problem: Problem, name: str, group: DynamicSpace) -> Iterator[Finding
     for column in ("malloc_phase", "malloc_layer", "free_phase", "free_layer"):
         count = _count(problem, column)
         if not -1 <= getattr(group, column) < count:
-            message = f"{name} has {column} {getattr(group, column)}, of {count}"
+            message = f"{name} has {column} {getattr(group, column)}, where the problem has {count}"
             yield Finding(code=Fault.PLACE, message=message)
     if not 0 <= group.lower < group.upper:
         yield Finding(code=Fault.WINDOW, message=f"{name} is there from {group.lower} up to {group.upper}: at no time")
     if min(group.members, default=-1) < 0 or not all(map(lt, group.members, group.members[1:])):
-        message = f"{name} is for the requests {shown(group.members)}: none, below 0, or not rising"
+        message = f"{name} lists the requests {shown(group.members)}: none, below 0, or not rising"
         yield Finding(code=Fault.GROUP, message=message)
     if group.peak_bytes < 0 or group.stream < 0:
-        message = f"{name} is of stream {group.stream} and had {group.peak_bytes} bytes in use"
+        message = f"{name} has stream {group.stream} and a peak of {group.peak_bytes} bytes: neither may be below 0"
         yield Finding(code=Fault.GROUP, message=message)
 
 
 def _in_use(plan: AddressPlan, name: str, first: np.ndarray, end: np.ndarray, rows: np.ndarray) -> Iterator[Finding]:
-    """Yield a mistake if a buffer in `rows` has bytes in one of the spaces from `first` up to `end`."""
+    """Yield a finding if a buffer in `rows` overlaps one of the ranges of bytes [first, end)."""
     table, offsets = plan.problem.buffers, plan.solution.offsets[rows]
-    # A buffer that has bytes in any space has bytes in the lowest space that ends above its offset.
+    # A buffer that overlaps any space overlaps the lowest one that ends above the buffer's offset.
     above = np.searchsorted(end, offsets, "right")
     wrong = np.flatnonzero(np.append(first, _FURTHEST)[above] < offsets + table["size"][rows])
     if len(wrong):
@@ -242,7 +246,7 @@ def _count(problem: Problem, column: str) -> int:
 
 
 def more(count: int) -> str:
-    """Return the words for all but the first of `count` findings, or ""."""
+    """Return " (and N more)" for a message that shows only the first of `count` findings, else ""."""
     return f" (and {count - 1} more)" if count > 1 else ""
 
 

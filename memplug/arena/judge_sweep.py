@@ -1,11 +1,12 @@
 """The judge's sweep through time: finds two buffers that use the same bytes while one of them may still be in use.
 
-It shares no code with the planners. For buffers of the same stream, a buffer holds its bytes until it is freed. For
-buffers of another stream, it holds them until that other stream has waited for the buffer's stream, directly or through
-further streams (see `_Waits`). One sweep checks the requests of one stream against the buffers of one stream. For each
-stretch (range of bytes) the sweep keeps only the last user. That is enough, since a later user holds the stretch longer
-than an earlier one. So each buffer is looked at a constant number of times on average, and n buffers of s streams that
-share bytes take O(s n log n).
+It shares no code with the planners. Against requests of its own stream, a buffer holds its bytes until it is freed.
+Against requests of another stream, it holds them until that stream has waited for the buffer's stream, directly or
+through a chain of streams (see `_Waits`).
+
+One sweep checks the requests of one stream against the buffers of one stream. For each stretch (range of bytes) the
+sweep remembers only the last user, since a later user holds the stretch longer than an earlier one. So a sweep looks at
+each buffer a constant number of times on average. For n buffers on s streams, all sweeps together take O(s n log n).
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ _NOBODY = -1
 
 
 def first_clash(table: np.ndarray, offsets: np.ndarray, orderings: np.ndarray) -> tuple[int, int] | None:
-    """Return two rows at the same bytes, of which the first may still be in use when the second is requested.
+    """Return two buffers that share bytes, where the first may still be in use when the second is requested.
 
     Args:
         table: of dtype BUFFER.
-        offsets: int64[n], bytes; none below 0, and their ends fit int64.
-        orderings: of dtype ORDERING, by time; orderings at the same instant happen in this order.
+        offsets: int64[n], bytes; not below 0, and offset + size fits int64.
+        orderings: of dtype ORDERING, sorted by time; orderings at the same instant happen in their order in the table.
 
     Returns:
-        The row that holds the bytes, and the row that uses them too; None if there are no such rows.
+        The row of the buffer that holds the bytes, and the row of the later buffer; None if no two buffers clash.
     """
     streams = np.unique(table["stream"]).tolist()
     rows = {stream: np.flatnonzero(table["stream"] == stream) for stream in streams}
@@ -52,8 +53,8 @@ def first_clash(table: np.ndarray, offsets: np.ndarray, orderings: np.ndarray) -
 class _Waits:
     """The times at which streams have waited for the work of another stream.
 
-    The constructor goes back through the orderings. At each ordering it notes when each of `streams` has waited for all
-    work that the stream `before` has done so far; for that stream itself, `_LONG_AGO`.
+    The constructor walks backward through the orderings. For each ordering it stores when each of `streams` has waited
+    for all earlier work of the stream `before`. For the stream `before` itself it stores `_LONG_AGO`.
     """
 
     def __init__(self, orderings: np.ndarray, streams: list[int]) -> None:
@@ -70,7 +71,7 @@ class _Waits:
             reached[before] = self._reached[row] = np.minimum(reached.get(before, unreached), through)
 
     def until(self, holder: int, asker: int, freed: np.ndarray) -> np.ndarray:
-        """Return when `asker` has waited for `holder`'s work up to each instant of `freed`: int64[n], or NEVER."""
+        """Return when `asker` has waited for `holder`'s work up to each time in `freed`, or NEVER. int64[n]."""
         own = np.flatnonzero(self._orderings["before"] == holder)
         following = np.searchsorted(self._orderings["time"][own], freed, "left")
         return np.append(self._reached[own, self._column[asker]], NEVER)[following]
@@ -79,9 +80,9 @@ class _Waits:
 class _Arena:
     """The last user of each stretch of the arena.
 
-    A place is the running number of an offset at which a buffer begins or ends. A stretch reaches from one place to
-    another, and is named by the first. The first places form a bitset that has about as many words as a word has bits.
-    So two operations on Python's integers find the stretch that any place is in.
+    In this file a place is the index of an offset at which a buffer begins or ends. A stretch reaches from one place to
+    a later one, and is named by the first. A bitset marks the places at which stretches begin. It has about as many
+    words as a word has bits, so two operations on Python's integers find the stretch around a place.
     """
 
     def __init__(self, places: int, until: list[int]) -> None:
@@ -94,11 +95,11 @@ class _Arena:
         self._within = bits - 1
         self._words = [0] * ((places >> self._shift) + 1)
         self._words[0] = 1
-        self._filled = 1  # bitset of words that have a bit set
+        self._filled = 1  # bitset of the words that are not 0
         self._bit = [1 << i for i in range(max(bits, len(self._words)) + 1)]
 
     def use(self, begin: int, end: int, user: int, now: int) -> int:
-        """Give [begin, end) to `user`, unless another user holds a part of it `now`; return that user, or -1."""
+        """Give [begin, end) to `user`, unless another user still holds bytes of it; return that other user, or -1."""
         ends, users, until = self._end, self._user, self._until
         stretch = first = self._stretch(begin)
         while True:
@@ -120,7 +121,7 @@ class _Arena:
         return _NOBODY
 
     def _stretch(self, place: int) -> int:
-        """Return the stretch that the place is in."""
+        """Return the first place of the stretch around `place`."""
         number = place >> self._shift
         word = self._words[number] & ((self._bit[place & self._within] << 1) - 1)
         if not word:
@@ -143,9 +144,10 @@ class _Arena:
 def _sweep(
     table: np.ndarray, offsets: np.ndarray, ends: np.ndarray, holding: np.ndarray, asking: np.ndarray, until: np.ndarray
 ) -> tuple[int, int] | None:
-    """Return a clash of a row of `holding`, held until `until`, with a later row of `asking`; see `first_clash`.
+    """Return a row of `holding` and a later row of `asking` that clash; see `first_clash`.
 
-    `holding` and `asking` are either the same rows or disjoint.
+    `until` has the time up to which each row of `holding` holds its bytes. `holding` and `asking` are either the same
+    rows or disjoint.
     """
     same = holding is asking
     rows = holding if same else np.concatenate([holding, asking])
@@ -153,7 +155,7 @@ def _sweep(
     now = table["lower"][rows]
     order = np.argsort(now, kind="stable")  # at equal times, holders come first
     if not same:
-        now[: len(holding)] = NEVER  # nothing is held that long: holders always get their bytes
+        now[: len(holding)] = NEVER  # no user holds bytes that long, so rows of `holding` always get theirs
         user[len(holding) :] = _NOBODY
     places, begin_and_end = np.unique(np.concatenate([offsets[rows], ends[rows]]), return_inverse=True)
     begin, end = begin_and_end.reshape(2, -1)
@@ -167,7 +169,7 @@ def _sweep(
 
 
 def _share(offsets: np.ndarray, ends: np.ndarray, mine: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return which rows of `mine` use a byte that a row of `others` uses, at any time: bool[n]."""
+    """Return which rows of `mine` share a byte with a row of `others`, even at different times. bool[n]."""
     order = others[np.argsort(offsets[others])]
     furthest = np.concatenate([[-1], np.maximum.accumulate(ends[order])])
     return furthest[np.searchsorted(offsets[order], ends[mine], "left")] > offsets[mine]

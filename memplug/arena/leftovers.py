@@ -1,9 +1,9 @@
 """The annex: memory for requests whose planned bytes a leftover holds.
 
-A leftover is a block that outlives its step although the plan did not know. From the next step on the native arena
-leaves its request to torch's allocator (native/leftovers.cpp), so leftovers stay few. Yet each holds bytes that the
-plan gives to other requests. As long as there are leftovers, an annex beside the arena serves these other requests. It
-is as large as the most bytes that they have in use at once, and a share to spare.
+A leftover is a block that outlives its step although the plan did not know. From the next step on, the native arena
+leaves the leftover's request to torch's allocator (native/leftovers.cpp), so leftovers stay few. Yet each occupies
+bytes that the plan gives to other requests. The annex, memory beside the arena, serves these displaced requests while
+there are leftovers. It is as large as the most bytes that displaced requests have in use at once, plus `SPARE_SHARE`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from memplug.arena.plan.part import AddressPlan
 from memplug.arena.tables import ArenaTables
 from memplug.sizes import BLOCK_BYTES, rounded_up
 
-SPARE_SHARE = 0.25  # added to the bytes needed, since an annex places requests in the order in which they come
+SPARE_SHARE = 0.25  # of the bytes needed: an annex has no plan, and places requests as they come
 CROWDED_STEPS = 3  # consecutive steps in which the annex was too small, after which it grows
 GROWTH = 1.5
-MOST = 2.0  # largest annex, in multiples of the bytes that the displaced requests have in use at once
+MOST = 2.0  # largest annex, as a multiple of the most bytes that displaced requests have in use at once
 
 
 class LeftoverRoom:
@@ -33,7 +33,7 @@ class LeftoverRoom:
         self.begin()
 
     def begin(self) -> None:
-        """Forget the former annex: a plan was installed, which has no annex yet."""
+        """Start without an annex: a plan was just installed."""
         self._bytes = self._crowded_steps = 0
         self._refused = False
 
@@ -75,7 +75,7 @@ def displaced_bytes(plan: AddressPlan, tables: ArenaTables, held: list[tuple[int
     Args:
         plan: the plan in force.
         tables: the tables of that plan.
-        held: bytes [begin, end) of the reused part that leftovers hold.
+        held: ranges [begin, end) of bytes in the reused part that leftovers hold.
     """
     requests = tables.requests
     begins, ends = requests["offset"], requests["offset"] + requests["size"]

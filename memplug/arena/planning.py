@@ -1,4 +1,4 @@
-"""Turns a recorded step into planned addresses and the tables that the arena serves them by. Imports no torch."""
+"""Plans addresses for a recorded step, and makes the tables that the native arena reads. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from memplug.arena.tables import MARGIN_BYTES, ArenaTables, tables_of
 from memplug.profile.trace import Trace
 
 AMENDING_S = 2.0
-PLANNING_BYTES_PER_S = 64 << 20  # of the arena: a smaller arena can save less, so its plan gets less time
+PLANNING_BYTES_PER_S = 64 << 20  # arena bytes per second of planning: a small arena can save little
 
 
 def planned(trace: Trace, planner: str, checks: bool, folder: Path | None = None) -> tuple[AddressPlan, ArenaTables]:
-    """Plan the last step of a trace.
+    """Plan addresses for the last step of a trace.
 
     Args:
         trace: at least one step, recorded with requests.
         planner: see `memplug.arena.plan.auto.plan`.
         checks: leave `MARGIN_BYTES` after each block.
-        folder: a folder that the ranks share, see `memplug.arena.shared`; None: this process solves.
+        folder: a folder that the ranks share, see `memplug.arena.shared`; None: this process solves by itself.
 
     Raises:
         LayoutError: no planner found a plan that the judge accepts.
     """
     step = last_step(trace)
-    # The next step may have no validation: its requests get reusable space instead of addresses.
+    # A validation's requests get reusable space instead of addresses, since the next step may have no validation.
     problem = problem_of(step, margin_bytes=MARGIN_BYTES if checks else 0, without_gradients=False)
     solution = shared.solve_once(problem, planner, _worth_s(problem, auto.TIME_LIMIT_S), folder)
     plan = plan_with_spaces(step, problem, solution)

@@ -70,10 +70,10 @@ def report_of(counters: Counters, step: Counters, plan: AddressPlan | None, **ot
     """Return the report of an arena from its counters.
 
     Args:
-        counters: since the session began.
-        step: of the step that ended last.
-        plan: the plan that it serves, or served last.
-        others: fields that no counter has.
+        counters: counts since the session began.
+        step: counts of the step that ended last.
+        plan: the plan that the arena serves, or served last.
+        others: the fields that do not come from counters.
     """
     asked = step.from_arena + step.mismatched + step.dynamic_missed
     reserved = counters.reserved_bytes

@@ -1,7 +1,7 @@
 """Solves addresses once for all ranks that have the same problem.
 
-The first rank to begin solves; the others wait for its file in the folder of plans, in their processes beside training.
-Each of the others has the judge check the file.
+The first rank to begin solves the problem and writes a file in the folder of plans. The other ranks wait for this file,
+in their processes beside training, and have the judge check it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from memplug.plans import plan_file
 
 FOLDER = "solved"
 POLL_S = 0.02
-GRACE_S = 5.0  # time beyond the limit for which a rank waits for the first rank
-LASTS_S = 3600.0  # age at which the next rank removes a file: no rank of the job needs it any more
+GRACE_S = 5.0  # after the time limit, a rank waits this much longer for the first rank's file
+LASTS_S = 3600.0  # age at which any rank removes a file, since no rank needs it any more
 
 
 def solve_once(problem: Problem, planner: str, time_limit_s: float, folder: Path | None) -> Solution:
@@ -50,7 +50,7 @@ def solve_once(problem: Problem, planner: str, time_limit_s: float, folder: Path
         if found is not None:
             return found
     solution = auto.plan(problem, planner, time_limit_s=time_limit_s)
-    with contextlib.suppress(LayoutError):  # such as on a full disk
+    with contextlib.suppress(LayoutError):  # if the disk is full, the other ranks solve by themselves
         plan_file.save(address_plan(problem, solution).alone(), file)
     return solution
 
@@ -69,7 +69,7 @@ def _is_first(file: Path) -> bool:
 
 
 def _found(problem: Problem, file: Path, deadline: float) -> Solution | None:
-    """Return the first rank's solution; None if it is late, or the judge refuses it."""
+    """Wait for the first rank's solution, and return it; None if it is late or damaged, or the judge refuses it."""
     while not file.exists():
         if time.monotonic() > deadline:
             return None

@@ -1,7 +1,7 @@
 """The tables that the native arena reads: the requests of each place in program order, with their addresses.
 
-A group is a list of spaces (ranges of bytes) of the arena that are unused in the same window of time. It serves
-requests that have no planned address, or whose planned address is in use.
+In this file a group is a list of spaces (ranges of bytes in the arena) that no planned request uses in a window of
+time. Groups serve requests that have no planned address, or whose planned address is in use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memplug.profile.records import Pass
 from memplug.sizes import BLOCK_BYTES
 
 MARGIN_BYTES = BLOCK_BYTES
-"""Bytes after each block of an arena with checks, which find writes beyond the block."""
+"""Bytes after each block of an arena with `checks`, to detect writes beyond the block."""
 
 PLANNED_REQUEST = np.dtype(  # in program order within each place
     [
@@ -30,15 +30,15 @@ PLANNED_REQUEST = np.dtype(  # in program order within each place
         ("phase", "<i4"),  # (micro-batch + 1) * 8 + pass
         ("layer", "<i4"),
         ("stream", "<i4"),  # 0 is the main stream, on which dynamic requests are served
-        ("kept", "<i4"),  # if its block outlives the step: slot class, of which any free slot serves; else -1
+        ("kept", "<i4"),  # slot class if the block outlives the step (any free slot of the class serves it); else -1
         ("spare", "<i4"),  # group of reusable space to use if these bytes are not free; -1: none
     ]
 )
-KEPT_SLOT = np.dtype([("offset", "<i8"), ("kept", "<i4")])  # offset in the kept part; class: size and stream
-DYNAMIC_REQUEST = np.dtype(  # in program order within each place, whose last row stands for all further requests
+KEPT_SLOT = np.dtype([("offset", "<i8"), ("kept", "<i4")])  # offset in the kept part; slot class
+DYNAMIC_REQUEST = np.dtype(  # in program order within each place; its last row stands for all further requests
     [("phase", "<i4"), ("layer", "<i4"), ("group", "<i4")]  # group -1: not served
 )
-IDLE_SPACE = np.dtype([("begin", "<i8"), ("end", "<i8"), ("group", "<i4")])  # usable by the group; rising within it
+IDLE_SPACE = np.dtype([("begin", "<i8"), ("end", "<i8"), ("group", "<i4")])  # by group, then by address
 
 MOST_STREAMS = 64
 
@@ -50,10 +50,10 @@ class ArenaTables:
     Attributes:
         requests, slots, dynamic, spaces: of the dtypes PLANNED_REQUEST, KEPT_SLOT, DYNAMIC_REQUEST and IDLE_SPACE.
         crosses: for each group, a bitset of the streams other than the main one that use its bytes.
-        reusable: groups that a request outside of the program tries, such as a validation's, in this order.
+        reusable: groups to try, in this order, for a request outside of the program, such as a validation's.
         reused_bytes: size of the reused part, which holds the blocks of one step.
-        kept_bytes: size of the kept part, which holds blocks that outlive steps. It is reserved apart, so that it can
-            stay when the reused part is released.
+        kept_bytes: size of the kept part, which holds blocks that outlive steps. It is reserved separately, so that it
+            can stay when the reused part is released.
         streams: number of streams, at most MOST_STREAMS.
         rows: each request's row in the problem, int64[n].
     """
@@ -70,7 +70,7 @@ class ArenaTables:
     rows: np.ndarray
 
 
-PARTS = 32  # equal spans of a step; reusable space is looked up for runs of them
+PARTS = 32  # equal parts of a step; windows of time begin and end at their borders
 
 Spaces = tuple[tuple[int, int], ...]
 
@@ -78,10 +78,10 @@ Spaces = tuple[tuple[int, int], ...]
 def tables_of(plan: AddressPlan) -> ArenaTables:
     """Return the tables of a plan that the judge has accepted.
 
-    Requests on a 65th stream, for which `crosses` has no bit, are left to torch's allocator.
+    Requests on streams beyond the 64th, for which `crosses` has no bit, are left to torch's allocator.
 
     Raises:
-        LayoutError: buffers that outlive the step do not lie below all others, so they cannot be reserved apart.
+        LayoutError: buffers that outlive the step do not lie below all others, so they cannot be reserved separately.
     """
     table, offsets, kept = plan.problem.buffers, plan.solution.offsets, plan.problem.buffers["outlives"]
     kept_bytes = int((offsets + table["size"])[kept].max(initial=0))
@@ -116,7 +116,7 @@ def tables_of(plan: AddressPlan) -> ArenaTables:
 
 
 def _numbered(problem: Problem) -> np.ndarray:
-    """Return the stream of each buffer, 0 for the main one. int64[n]."""
+    """Return the stream of each buffer, renumbered so that the main stream is 0. int64[n]."""
     streams = problem.buffers["stream"].tolist()
     others = sorted({*streams} - {problem.main_stream})
     number = {stream: at for at, stream in enumerate([problem.main_stream, *others])}
@@ -124,7 +124,7 @@ def _numbered(problem: Problem) -> np.ndarray:
 
 
 def _kinds(table: np.ndarray, stream: np.ndarray) -> np.ndarray:
-    """Return the slot class of each kept buffer (one class per size and stream), -1 for others. int64[n]."""
+    """Return each buffer's slot class (one per size and stream) if it outlives the step, else -1. int64[n]."""
     kinds, kept = np.full(len(table), -1), table["outlives"]
     if kept.any():
         kinds[kept] = np.unique(np.stack([table["size"], stream])[:, kept], axis=1, return_inverse=True)[1].reshape(-1)
@@ -136,7 +136,7 @@ def _requests(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the requests, of dtype PLANNED_REQUEST, and the row of each, int64[n].
 
-    Buffers that the step before left are no requests of this step: they are left out.
+    Leave out buffers that the step before left, since this step does not request them.
     """
     table = problem.buffers
     rows = np.flatnonzero((table["lower_phase"] >= 0) & (stream < MOST_STREAMS))
@@ -172,8 +172,8 @@ def _places(problem: Problem) -> np.ndarray:
 def _dynamic(plan: AddressPlan) -> tuple[np.ndarray, list[Spaces]]:
     """Return the dynamic requests, of dtype DYNAMIC_REQUEST, and the spaces of each group.
 
-    The groups are those of the plan, and one more for each place. The further group serves requests that the recorded
-    step did not make; its spaces are the bytes that all other groups of the place may use.
+    The groups are those of the plan, and an extra group for each place. The extra group serves requests that the
+    recorded step did not make. It may use only the bytes that all other groups of the place may use.
     """
     spaces = [group.spaces for group in plan.dynamic]
     of_place: dict[tuple[int, int], list[int]] = {}
@@ -191,7 +191,7 @@ def _dynamic(plan: AddressPlan) -> tuple[np.ndarray, list[Spaces]]:
 
 
 def _reusable_from_the_beginning(plan: AddressPlan) -> list[Spaces]:
-    """Return groups of spaces that no buffer uses from a step's beginning on, the longest unused group first.
+    """Return groups of spaces that are unused from a step's beginning on, the longest unused first.
 
     Memory that is allocated between two steps, such as a batch, may stay in use for a while in the next step.
     """
@@ -201,9 +201,9 @@ def _reusable_from_the_beginning(plan: AddressPlan) -> list[Spaces]:
 
 
 def _idle_meanwhile(plan: AddressPlan, rows: np.ndarray) -> tuple[list[Spaces], np.ndarray]:
-    """Return groups of spaces, each unused for a run of parts of the step, and the group of each row, int64[n].
+    """Return groups of spaces, and for each row the group that is unused during the row's lifetime, int64[n].
 
-    The run of a row's group covers the row's lifetime. The group serves the request if its planned bytes are not free.
+    The group serves the row's request if the planned bytes are not free.
     """
     table = plan.problem.buffers[rows]
     end = max(1, int(plan.problem.buffers["upper"].max(initial=1)))
@@ -214,7 +214,7 @@ def _idle_meanwhile(plan: AddressPlan, rows: np.ndarray) -> tuple[list[Spaces], 
 
 
 def _common(one: Spaces, other: Spaces) -> Spaces:
-    """Return the spaces that `one` and `other` have in common, rising."""
+    """Return the bytes that `one` and `other` have in common, as spaces sorted by address."""
     both = ((max(a[0], b[0]), min(a[1], b[1])) for a in one for b in other)
     return tuple(sorted(space for space in both if space[0] < space[1]))
 
@@ -227,7 +227,7 @@ def _rows(dtype: np.dtype, **columns: np.ndarray) -> np.ndarray:
 
 
 class _Used:
-    """The bytes of the reused part that each stream ever uses.
+    """The bytes of the reused part that each stream uses at any time.
 
     Args:
         offsets: of each buffer, bytes.
@@ -242,7 +242,7 @@ class _Used:
         }
 
     def masks(self, begins: np.ndarray, ends: np.ndarray, own: np.ndarray) -> np.ndarray:
-        """Return for each stretch of bytes a bitset of the streams, except its own, that use any of it. uint64[n]."""
+        """Return for each range of bytes a bitset of the streams that use any of it, except stream `own`. uint64[n]."""
         masks = np.zeros(len(begins), np.uint64)
         for number, (first, last) in self._merged.items():
             above = np.searchsorted(last, begins, "right")
@@ -251,13 +251,13 @@ class _Used:
         return masks
 
     def by_others(self, spaces: Spaces, own: int) -> int:
-        """Return the bitset of the streams, except `own`, that use any byte of these spaces."""
+        """Return the bitset of the streams that use any byte of these spaces, except stream `own`."""
         begins, ends = (np.array([space[side] for space in spaces], np.int64) for side in (0, 1))
         return int(np.bitwise_or.reduce(self.masks(begins, ends, np.full(len(spaces), own)), initial=0))
 
 
 def _merged(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the union of stretches, as disjoint rising ones."""
+    """Return the union of ranges of bytes as disjoint ranges, sorted by address."""
     order = np.argsort(begins)
     begins, reach = begins[order], np.maximum.accumulate(ends[order])
     fresh = np.concatenate([[True], begins[1:] > reach[:-1]])

@@ -1,12 +1,13 @@
-"""The arena as a technique: plans addresses for one program's requests from a recorded step, and serves by them.
+"""The arena as a technique: plans a program's addresses from a recorded step, and serves its requests at them.
 
 waiting ──a program lasts──► recording ──► planning, beside training ──► serving
                                  ▲                                         │
                                  └──── too many requests not served ───────┘
 
 The first step of a run allocates memory that lasts: the optimizer's state, and gradients if they stay from step to
-step. Addresses that an earlier run kept were planned from a later step, without these requests. So in the first step
-the optimizer, and backward too if gradients stay, are withheld: torch's allocator serves their requests.
+step. Addresses from an earlier run do not cover these requests, since they were planned from a later step. So if such
+addresses serve the first step, the optimizer is withheld in it (backward too if gradients stay): torch's allocator
+serves the requests of withheld passes.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Addresses:
         plan: the arena's part of the plan.
         tables: the same plan, as the native arena reads it.
         amendments: how often the plan was amended.
-        source: origin of the plan, in words for the log; "" once the addresses were installed.
+        source: origin of the plan, in words for the log; "" once the addresses have been installed.
         gradients_stay: see `memplug.plans.schema.TrainingPart`.
     """
 
@@ -79,15 +80,15 @@ class PlannedAddresses(Technique[Addresses]):
 
     Args:
         config: the arena's section of the block.
-        arena: the arena that it serves with.
+        arena: the arena that serves.
         beside: the process beside training that plans.
         tell: logs one line for the user, at a level of `logging`.
         folder: the folder in which ranks with the same requests share addresses; None: each rank plans for itself.
 
     Attributes:
-        plan: the plan that it serves, or served last; None before the first.
-        plans: plans made from a recorded step.
-        amendments: amended plans.
+        plan: the plan in force, or the last one that was; None before the first.
+        plans: number of plans made from a recorded step.
+        amendments: number of amended plans.
         step: counts of the step that ended last.
     """
 
@@ -110,15 +111,15 @@ class PlannedAddresses(Technique[Addresses]):
         self._config, self._arena, self._beside, self._tell, self._folder = config, arena, beside, tell, folder
         self._state = ArenaState.WAITING
         self._serving: Addresses | None = None
-        self._amending = 0  # how often the plan in the making will have been amended; 0: a new plan
+        self._amending = 0  # number of amendments in the plan that is being made; 0: a new plan
         self._recorded: list[Trace] = []
-        self._steps = 0  # since the arena last waited, or remembered addresses were installed
+        self._steps = 0  # steps since the last withdrawal, or since remembered addresses were installed
         self._mismatched_steps = 0
-        self._patience = 1  # `_steps` at which a new plan may be made; then set to twice `_steps`
-        self._beginning = self._before = arena.counters()  # an earlier session may have counted before
+        self._patience = 1  # the next new plan waits until `_steps` reaches this; each new plan sets it to 2 * `_steps`
+        self._beginning = self._before = arena.counters()  # not 0 if an earlier session used the arena
         self.step = self._before.since(self._before)
         self._withheld: tuple[Pass, ...] = ()  # passes of the next step whose requests torch's allocator serves
-        self._is_first = True  # until a step has ended
+        self._is_first = True  # until the first step has ended
         self._was_withheld = False  # whether the step that ended last had withheld passes
         self._room = LeftoverRoom(arena)
 
@@ -146,7 +147,7 @@ class PlannedAddresses(Technique[Addresses]):
 
     @property
     def counters(self) -> Counters:
-        """Return the counts since the session began, and the memory held now."""
+        """Return the counts since the session began, and the memory in use now."""
         return self._arena.counters().since(self._beginning)
 
     @property
@@ -158,12 +159,12 @@ class PlannedAddresses(Technique[Addresses]):
 
     @property
     def detail(self) -> Detail | None:
-        """Return the detail with which to record the next step: requests, if a plan will be made of it; else None."""
+        """Return the detail with which to record the next step: requests if a plan is wanted, else None."""
         return Detail.REQUESTS if self.state is ArenaState.RECORDING else None
 
     @property
     def needs_places(self) -> bool:
-        """Return whether requests must carry their places in the program, by which the arena tells requests apart."""
+        """Return whether requests must carry their places, by which the arena recognises them."""
         return self.state is ArenaState.RECORDING or self._arena.serving
 
     def begin_step(self) -> None:
@@ -171,9 +172,9 @@ class PlannedAddresses(Technique[Addresses]):
         self._arena.begin_step(self._withheld)
 
     def end_step(self) -> None:
-        """Stop serving until the next step begins, and take the counts of the step that ends.
+        """Stop serving until the next step begins, and read the counts of the step that ends.
 
-        Requests until then are memplug's own.
+        Until the next step begins, all requests are memplug's own.
 
         Raises:
             ArenaError: with checks, a stray write was found.
@@ -225,7 +226,7 @@ class PlannedAddresses(Technique[Addresses]):
         return next(mistakes_of(part.plan), "")
 
     def install(self, part: Addresses) -> None:
-        """Serve by these addresses from the next step on.
+        """Serve requests at these addresses from the next step on.
 
         Raises:
             ArenaError: the device has too little memory for the arena.
@@ -268,7 +269,7 @@ class PlannedAddresses(Technique[Addresses]):
     # -- from run to run -----------------------------------------------------------------------------------------------
 
     def kept(self, plan: MemoryPlan) -> Addresses | None:
-        """Return the addresses that a plan on disk has; None if no arena served its program."""
+        """Return the addresses of a plan on disk; None if it has none."""
         own = AddressPlan.of(plan)
         if own is None:
             return None
@@ -295,13 +296,13 @@ class PlannedAddresses(Technique[Addresses]):
     def _departure(self) -> str:
         step = self.step
         return (
-            f"{MISMATCHED_STEPS} steps in a row had requests that the plan has no address for; in the last one, of "
-            f"{step.from_arena + step.mismatched:,} requests the plan did not know {step.unplanned:,}, and the "
-            f"bytes of {step.occupied:,} were in use"
+            f"{MISMATCHED_STEPS} steps in a row had requests that do not fit the plan; of "
+            f"{step.from_arena + step.mismatched:,} requests in the last one, {step.unplanned:,} are not in the plan, "
+            f"and {step.occupied:,} found their planned bytes in use"
         )
 
     def _take(self, trace: Trace) -> Addresses | None:
-        """Plan from the second of two steps that are alike: by then the blocks that outlived the first are known."""
+        """Plan from the second of two steps that are alike, since it shows which blocks outlived the first."""
         self._recorded.append(trace)
         recorded = self._recorded
         if len(recorded) < 2 or not (_alike(*recorded[-2:]) or len(recorded) >= MOST_RECORDED_STEPS):
@@ -312,14 +313,14 @@ class PlannedAddresses(Technique[Addresses]):
         return self._made()
 
     def _is_late(self) -> bool:
-        """Return whether the plan should be amended: late blocks displaced requests, which found no reusable space.
+        """Return whether to amend the plan: late blocks displaced requests that found no reusable space.
 
-        A late block is freed later than in the recorded step. Another thread frees it, as back ends of collectives do,
-        sooner in one step than in another.
+        A late block is freed later than in the recorded step, usually by another thread, such as one of a collective's
+        back end.
         """
         step = self.step
         asked = step.from_arena + step.mismatched
-        unknown = step.unplanned > MISMATCHED_SHARE * asked  # to the plan: the program is another one
+        unknown = step.unplanned > MISMATCHED_SHARE * asked  # so many unplanned requests belong to another program
         is_open = step.occupied and not unknown and self._serving.amendments < MOST_AMENDMENTS
         return bool(is_open and self._arena.late())
 
@@ -346,7 +347,7 @@ class PlannedAddresses(Technique[Addresses]):
 
 
 def _alike(one: Trace, other: Trace) -> bool:
-    """Return whether two steps make the same requests in any order, but for a share of `DIFFERING_SHARE`.
+    """Return whether two steps make the same requests in any order, except for a share of `DIFFERING_SHARE`.
 
     Dynamic requests and requests of validations are not compared.
     """

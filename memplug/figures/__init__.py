@@ -1,1 +1,1 @@
-"""The data of figures and summaries, whichever technique or trace they show; no torch."""
+"""The data of figures and summaries, for any technique or trace. Imports no torch."""

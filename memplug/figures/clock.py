@@ -1,4 +1,4 @@
-"""Phases and layers along a clock: their stretches, the bars that show them, and the places worth a sample."""
+"""Phases and layers along a clock: their stretches, the bars that show them, and the points of a curve to draw."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def strips(
         clock: The clock's unit, such as "operator".
     """
     groups, short = by_phase(phases), short_names(layers)
-    # Of each phase or layer: the colour, the words under the pointer, and the name.
+    # For each phase or layer: its colour, its hover text and its name.
     phase_looks = [
         (groups.groups[group].colour, phase_words(phase), phase_letters(phase))
         for phase, group in zip(phases, groups.of[:-1], strict=True)
@@ -54,9 +54,9 @@ def _strip(clock: str, runs: Stretches, looks: list[tuple[str, str, str]]) -> Ba
 
 
 def runs(values: np.ndarray, at_most: int = 2000) -> Stretches:
-    """Return the stretches of equal values, at most `at_most`.
+    """Return the stretches of equal values.
 
-    If there are more, return those of `at_most` evenly spaced samples.
+    If there are more than `at_most`, return those of `at_most` evenly spaced samples.
     """
     bounds = np.arange(len(values) + 1)
     if len(_edges(values)) > at_most:
@@ -68,7 +68,7 @@ def runs(values: np.ndarray, at_most: int = 2000) -> Stretches:
 
 
 def layer_runs(rows: np.ndarray, at_most: int = 2000) -> Stretches:
-    """Return the stretches of layers in operators or events, as `runs` does; a stretch also ends where a phase ends."""
+    """Return the stretches of layers among operators or events, see `runs`; a stretch ends where its phase ends."""
     layers = int(rows["layer"].max(initial=-1)) + 2
     found = runs(rows["phase"].astype(np.int64) * layers + rows["layer"] + 1, at_most)
     return found._replace(value=found.value % layers - 1)
@@ -80,7 +80,7 @@ def _edges(values: np.ndarray) -> np.ndarray:
 
 
 def m4(in_use: np.ndarray, places: np.ndarray, length: int, bins: int) -> np.ndarray:
-    """Return the indices of each bin's first, smallest, first largest, and last value, sorted.
+    """Return the sorted indices of each bin's first, smallest, largest and last value, enough to draw a curve.
 
     Args:
         in_use: Memory in use after each event.

@@ -1,7 +1,7 @@
 """A figure as data, described once: plotly draws it, in a page or as a picture.
 
-Numbers along an axis with a unit are bytes here and are drawn in that unit. Text is plain; the words under the pointer
-appear in pages only.
+If an axis has a unit, numbers along it are in bytes here, and drawn in that unit. Text is plain. `words` are hover
+texts, which appear in pages only.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class ColourGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """An axis from one end to the other; `low` may be the larger number."""
+    """An axis from `low` to `high`; `low` may be the larger number."""
 
     title: str  # without the unit
     low: float
     high: float
-    unit: tuple[str, int] | None = None  # name, and bytes; None: plain numbers
-    ticks: Mapping[int, str] | None = None  # the only places with a name; None: plotly chooses
+    unit: tuple[str, int] | None = None  # its name, and its size in bytes; None: plain numbers
+    ticks: Mapping[int, str] | None = None  # labels of the only ticks, by position; None: plotly chooses ticks
     grid: bool = False  # lines across the panel
 
     @property
@@ -57,33 +57,33 @@ class Axis:
 
     @property
     def drawn(self) -> tuple[float, float]:
-        """Return both ends, as drawn."""
+        """Return the drawn values of both ends."""
         return self.low / self.scale, self.high / self.scale
 
 
 def bytes_axis(title: str, most_bytes: float, room: float = 1.0, *, grid: bool = True) -> Axis:
-    """Return an axis from 0 to `room` times the largest amount, which may be 0."""
+    """Return an axis from 0 to `room` times `most_bytes`, which may be 0."""
     unit = axis_unit(most_bytes)
     return Axis(title=title, low=0, high=room * most_bytes or unit[1], unit=unit, grid=grid)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Stack:
-    """Stacked areas, from bottom to top; each level holds until the next place."""
+    """Stacked areas, from bottom to top; each level holds until the next x."""
 
     x: np.ndarray
-    levels: np.ndarray  # [groups, places]
+    levels: np.ndarray  # shape [groups, x]
     groups: Sequence[ColourGroup]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Steps:
-    """A line that holds each level until the next place."""
+    """A line that holds each level until the next x."""
 
     x: np.ndarray
     y: np.ndarray
     name: str
-    words: Sequence[str]  # for each place
+    words: Sequence[str]  # for each x
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -97,22 +97,22 @@ class Bars:
     words: Sequence[str]
     names: Sequence[str] = ()  # for each bar, drawn where it fits
     thickness: float = 1.0
-    group: ColourGroup | None = None  # the common group of all bars, if they have a legend
+    group: ColourGroup | None = None  # group of all bars in the legend; None: not in the legend
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Rectangles:
     """Requests drawn as address over time; n is their number."""
 
-    lower: np.ndarray  # int64[n], like the next three: on the clock
+    lower: np.ndarray  # int64[n] (like `upper`, `start` and `stop`), on the clock
     upper: np.ndarray
     start: np.ndarray  # bytes
     stop: np.ndarray
     groups: Sequence[ColourGroup]
-    of: np.ndarray  # int64[n], index of `groups`
+    of: np.ndarray  # int64[n], index into `groups`
     ids: np.ndarray  # int64[n] or text
     clock: str  # unit of `lower` and `upper`, such as "event"
-    words: Sequence[tuple[Sequence[str], np.ndarray]]  # tables of text, each with int64[n], index of it; -1: none
+    words: Sequence[tuple[Sequence[str], np.ndarray]]  # texts, and each rectangle's index into them, int64[n]; -1: none
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -132,7 +132,7 @@ class Spaces:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """A line across the panel: vertical at `x`, or horizontal at `y` and then perhaps with a label at one end."""
+    """A line across the panel: vertical at `x`, or horizontal at `y` with an optional label at one end."""
 
     x: float | None = None
     y: float | None = None
@@ -153,14 +153,14 @@ class Callout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
-    """One pair of axes; the horizontal one belongs to the column."""
+    """One pair of axes; the horizontal axis belongs to the column."""
 
     y: Axis
     height: float  # relative to the other panels
     content: Sequence[Stack | Steps | Bars | Rectangles | Outlines | Spaces | Line | Callout]
-    # Alternatives drawn below the content, by the name of their colouring: a page switches between them.
+    # Alternative drawings below the content, by the name of their colouring; a page switches between them.
     views: Mapping[str, Stack | Rectangles] = field(default_factory=dict)
-    pictured: int = 1  # a picture shows so many of the views, each in a panel of its own
+    pictured: int = 1  # number of views in a picture, each in a panel of its own
     title: Sequence[str] = ()  # lines above the panel
 
 

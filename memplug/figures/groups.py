@@ -1,4 +1,4 @@
-"""The groups that a picture splits memory into: phases and layers in words, under few names, each with a colour."""
+"""Groups phases and layers for pictures of memory: a few groups, each with a name and a colour."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from memplug.profile.trace import Layer, Pass, Phase
 
 BEFORE = "before the recording"
 OUTSIDE = "outside of layers"
-AT_MOST = 8  # groups of layers, or of phases of one kind
+AT_MOST = 8  # largest number of groups of layers, or of groups of one kind of phase
 
 
 class _Kind(NamedTuple):
-    """A kind of phase in words and in letters, and the colours of its groups, from the first to the last."""
+    """A kind of phase in words and in letters, and the colours from which its groups' colours are mixed."""
 
     words: str
     letters: str
@@ -47,7 +47,7 @@ class Grouping:
 
 
 def phase_words(phase: Phase) -> str:
-    """Return for example "backward of micro-batch 1"; for a phase that may be either pass, "forward or backward 3"."""
+    """Return a phase in words, such as "backward of micro-batch 1", or "forward or backward 3" if it may be either."""
     words = PASSES[phase.kind].words
     if phase.micro_batch < 0:
         return words
@@ -55,7 +55,7 @@ def phase_words(phase: Phase) -> str:
 
 
 def phase_letters(phase: Phase) -> str:
-    """Return a phase in few letters: "F0", "B0", "opt"; "P3" for a phase that may be either pass."""
+    """Return a phase in few letters, such as "F0", "B0" or "opt", or "P3" if it may be forward or backward."""
     return PASSES[phase.kind].letters + (str(phase.micro_batch) if phase.micro_batch >= 0 else "")
 
 
@@ -87,7 +87,7 @@ def by_layer(layers: Sequence[Layer]) -> Grouping:
 
 
 def sequence(count: int, anchors: Sequence[str] = LAYER_COLOURS) -> list[str]:
-    """Return `count` colours from the first anchor to the last, "#rrggbb" each."""
+    """Return `count` colours, evenly spaced from the first anchor to the last, as "#rrggbb"."""
     rgb = np.array([[*bytes.fromhex(anchor[1:])] for anchor in anchors])
     places = np.linspace(0, len(anchors) - 1, count) if count > 1 else np.zeros(count)
     mixed = [np.interp(places, np.arange(len(anchors)), channel) for channel in rgb.T]
@@ -108,7 +108,7 @@ def short_names(layers: Sequence[Layer]) -> list[str]:
 
 
 def layer_words(name: str) -> str:
-    """Return a short name as it stands alone: "layer 3"."""
+    """Return a short name in words: "layer 3" for "3"."""
     return f"layer {name}" if name.isdigit() else name
 
 
@@ -120,7 +120,7 @@ def range_words(first: str, last: str) -> str:
 
 
 def _shares(count: int, anchors: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Yield shares (first, last, colour) of `count` items in a row: few, of equal length except the last."""
+    """Yield (first, last, colour) of at most AT_MOST equal runs of `count` items; the last run may be shorter."""
     length = max(-(-count // AT_MOST), 1)
     firsts = range(0, count, length)
     for first, colour in zip(firsts, sequence(len(firsts), anchors), strict=True):

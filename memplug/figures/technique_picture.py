@@ -2,7 +2,7 @@
 
 It shows the technique's part of a plan, the differences between two plans, the technique's section of the block, and
 the libraries that its planner builds. `memplug.<technique>.picture` has an instance named `PICTURE`. The code that
-shows plans asks all techniques that are there, and names none.
+shows plans asks every installed technique, and names none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TechniquePicture:
     other techniques, so each technique uses keys of its own.
 
     Attributes:
-        place: Order among the techniques: those with smaller values have rows further up, and columns further left.
+        place: Order among the techniques: rows are sorted by it from top to bottom, columns from left to right.
         serves: Whether the technique serves memory requests from memory that it has planned.
     """
 
@@ -33,7 +33,7 @@ class TechniquePicture:
     serves: ClassVar[bool] = False
 
     def facts(self, plan: MemoryPlan) -> dict[str, Any]:
-        """Return the technique's facts of a plan, also if the plan has no part for it."""
+        """Return the technique's facts of a plan, even if the plan has no part for it."""
         return {}
 
     def rows(self, facts: dict[str, Any]) -> Rows:
@@ -49,7 +49,7 @@ class TechniquePicture:
         return None
 
     def side(self, plan: MemoryPlan) -> dict[str, Any]:
-        """Return facts of one of two plans that are compared."""
+        """Return the facts of one of two plans in a comparison."""
         return {}
 
     def diff(self, a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class TechniquePicture:
 
         Args:
             config: The block, which is enabled.
-            served: Whether a technique that the block switches on serves requests.
+            served: Whether the block switches on a technique that serves memory requests.
         """
         return []
 
@@ -77,6 +77,6 @@ class TechniquePicture:
         """Return the libraries that the technique's planner builds beside the native core.
 
         Returns:
-            By key, the library's name and a function that loads it, which raises NativeError if it cannot be built.
+            By key: the library's name, and a function that loads it, or raises NativeError if it cannot be built.
         """
         return {}

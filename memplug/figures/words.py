@@ -1,4 +1,4 @@
-"""Rows of a summary: the holders of memory, and two values side by side."""
+"""Makes rows of a summary: shares of memory by holder, and values of two plans side by side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rows = list[tuple[str, str]]
 """(name, value) pairs, in words."""
 
 AT_MOST = 8
-"""Rows of one kind."""
+"""Largest number of rows of one kind."""
 
 
 class RequestTables(Protocol):
@@ -32,12 +32,12 @@ class RequestTables(Protocol):
 
 
 def bytes_by(column: str, tables: RequestTables, of: np.ndarray, nbytes: np.ndarray) -> Counter[str]:
-    """Return sums of bytes by phase or by layer, in words.
+    """Return the sum of bytes for each phase or layer, by its name.
 
     Args:
         column: "phase" or "layer".
         tables: The phases and layers.
-        of: Index of each request's phase or layer; -1: outside.
+        of: Index of each request's phase or layer; -1: outside of layers.
         nbytes: Bytes of each request.
     """
     names = [phase_words(phase) for phase in tables.phases] if column == "phase" else [x.name for x in tables.layers]
@@ -48,7 +48,7 @@ def bytes_by(column: str, tables: RequestTables, of: np.ndarray, nbytes: np.ndar
 
 
 def held_rows(name: str, held: dict[str, int], peak_bytes: int) -> list[tuple[str, str]]:
-    """Return shares of the peak as rows under one name, in the order of `held`.
+    """Return the bytes of each holder and their share of the peak, as rows under one name.
 
     There are at most AT_MOST rows: the last one may sum up all further holders.
     """
@@ -64,7 +64,7 @@ def held_rows(name: str, held: dict[str, int], peak_bytes: int) -> list[tuple[st
 
 
 def both(a: str, b: str) -> str:
-    """Return A's and B's value in words, as one if they are the same."""
+    """Return the values of A and B in words, or a single value if they are the same."""
     return f"{a} in both" if a == b else f"{a} in A, {b} in B"
 
 

@@ -1,7 +1,7 @@
 """Plans as files: one JSON object, written whole or not at all, and refused with a reason if it was changed.
 
-The first line has the format and a digest of everything after it: the fingerprint, the state that a training resumes
-from, and the techniques' parts by name, which `memplug.plans.schema.PlanPart` reads.
+The first line has the format, and a digest of all that follows. After it come the fingerprint, the state that a
+training resumes from, and the techniques' parts by name. `memplug.plans.schema.PlanPart` reads the parts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _PlanHeader:
 def save(plan: MemoryPlan, path: str | Path) -> None:
     """Write a plan; at any moment the file at `path` is either the old one or the whole new one.
 
-    Equal plans make equal files.
+    Equal plans make files with equal bytes.
 
     Args:
         plan: any plan.
@@ -59,13 +59,7 @@ def save(plan: MemoryPlan, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> MemoryPlan:
-    """Read a file that `save` wrote; the judge decides whether the plan is sound and fits this run.
-
-    Args:
-        path: path of the file.
-
-    Returns:
-        The plan, equal to the saved one.
+    """Read a plan that `save` wrote, without judging whether it is sound and fits this run.
 
     Raises:
         LayoutError: the file is missing, is no plan, was changed or cut short, or another version of memplug wrote it.
@@ -78,16 +72,16 @@ def load(path: str | Path) -> MemoryPlan:
             advice = DAMAGED if error.advice == LayoutError.default_advice else error.advice
             raise LayoutError(f"{path}: {error.problem}", advice) from error
         except Exception as error:
-            # The digest matches, but it may have been renewed after a change: the fields may hold anything.
+            # The fields may hold anything although the digest matches: a user may have changed both.
             reason = f"{type(error).__name__}: {error}"
             raise LayoutError(f"{path}: not a plan that memplug has written: {reason}", DAMAGED) from error
 
 
 def is_plan(path: str | Path) -> bool:
-    """Return whether a file begins as a plan does; False also if it cannot be read."""
+    """Return whether a file can be read and begins as a plan does."""
     path = Path(path)
     try:
-        # Skip anything but files: a pipe might never end.
+        # Open only regular files: reading a pipe might never end.
         if not path.is_file():
             return False
         with path.open("rb") as file:

@@ -44,10 +44,10 @@ class TrainingPart:
 
     Attributes:
         run: name of the run that made the plan; names of later runs sort after those of earlier ones.
-        index: index of the program in that run, in the order in which programs came.
+        index: index of the program among that run's programs, in the order in which they first came.
         program: the planned program; None if the plan has no decisions to compare steps for.
         first: the program of the run's first step, if it has the sizes of `program` but is not similar to it; else
-            None. Under ZeRO 3 it differs, since ZeRO 3 learns the order of parameters in that step.
+            None. Under ZeRO 3 the two differ, since ZeRO 3 learns the order of parameters in the first step.
         gradients_stay: True if parameters keep the memory of their gradients from step to step.
     """
 
@@ -76,7 +76,7 @@ class MemoryPlan:
     file: Path | None = None
 
     def with_part(self, part: PlanPart) -> MemoryPlan:
-        """Return the plan with a part added; it replaces an earlier part of the technique."""
+        """Return the plan with this part, instead of any earlier part of the technique."""
         return replace(self, parts={**self.parts, part.name: part})
 
 
@@ -96,15 +96,12 @@ class PlanPart:
 
     @classmethod
     def from_file(cls: type[Part], values: dict[str, Any]) -> Part:
-        """Return the part that a file's values describe; raise ValueError, KeyError or the like if they do not."""
+        """Return the part that a file's values describe; raise ValueError, KeyError or the like if they are wrong."""
         return read(cls, values)
 
     @classmethod
     def of(cls: type[Part], plan: MemoryPlan) -> Part | None:
         """Return the technique's part of a plan; None if it has none.
-
-        Args:
-            plan: the plan.
 
         Raises:
             LayoutError: the plan holds something else under the technique's name.
@@ -115,7 +112,7 @@ class PlanPart:
         try:
             return cls.from_file(part)
         except Exception as error:
-            # The digest matches, but it may have been renewed after a change: the fields may hold anything.
+            # The fields may hold anything although the digest matches: a user may have changed both.
             reason = f"in its part {cls.name}: {type(error).__name__}: {error}"
             raise LayoutError(f"{plan.file}: not a plan that memplug has written: {reason}", DAMAGED) from error
 

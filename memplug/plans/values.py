@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 Value = TypeVar("Value")
 
-_MOST_LINES_DEEP = 4  # depth of nested containers that have one line for each member
+_MOST_LINES_DEEP = 4  # nesting depth from which a container is written on one line
 
 
 class _Read(BaseModel, Generic[Value]):
@@ -20,22 +20,22 @@ class _Read(BaseModel, Generic[Value]):
 
 
 def read(kind: type[Value], values: dict[str, Any]) -> Value:
-    """Return a dataclass made from JSON values, which must contain every field, also those with a default.
+    """Return a dataclass made from JSON values, which must have every field, even those with a default.
 
     Args:
         kind: the dataclass.
-        values: the values by field.
+        values: the values by name of the field.
 
     Raises:
-        ValueError: a field is missing, of another type or not finite, or there is an unknown field.
+        ValueError: a field is missing or unknown, has the wrong type, or is not finite.
     """
     if missing := {field.name for field in fields(kind)} - values.keys():
-        raise ValueError(f"there is no {min(missing)}")
+        raise ValueError(f"the field {min(missing)} is missing")
     return _Read[kind].model_validate_json(_line({"value": values})).value
 
 
 def text_of(value: Any, depth: int = 0) -> str:
-    """Return JSON for programs and people: a container of containers has one line for each member."""
+    """Return JSON that is also easy to read: a container of containers has one line for each member."""
     members = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     if depth == _MOST_LINES_DEEP or not any(isinstance(each, dict | list | tuple) for each in members):
         return _line(value)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main(task: Path, result: Path) -> None:
-    """Run the task in the first file, and write its outcome to the second, whole or not at all."""
+    """Run the task in the file `task`, and write its outcome to the file `result`, whole or not at all."""
     function, arguments = pickle.loads(task.read_bytes())
     try:
         outcome = function(*arguments), None

@@ -46,7 +46,7 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
     if (found != nullptr) {
       return count(found, counters_.planned, counters_.planned_bytes);
     }
-    if (lasting || row->kept >= 0) { // in reusable space it would be in the way of planned blocks
+    if (lasting || row->kept >= 0) { // a block that outlives the step must not occupy reusable space
       return leave_lasting();
     }
     kind = kind_of(static_cast<int32_t>(row - rows_.data()));
@@ -90,9 +90,9 @@ Arena::Spot* Arena::spot_of(int32_t phase, int32_t layer) {
   return &spot;
 }
 
-// Returns the planned request of this size and stream, not served yet in this step, that is nearest to the expected
-// one: at or after it; else before it. So an unplanned request shifts no others, and a planned request that does not
-// come is passed over.
+// Returns the nearest planned request of this size and stream that was not served yet in this step. Looks from the
+// expected request onward first, and then before it. So an unplanned request shifts no others, and a planned request
+// that does not come is passed over.
 Arena::Row* Arena::match(Spot& spot, int64_t size, Stream stream) {
   const auto fits = [&](int32_t at) {
     const Row& row = rows_[at];
@@ -117,8 +117,8 @@ Arena::Row* Arena::match(Spot& spot, int64_t size, Stream stream) {
   return nullptr;
 }
 
-// Returns whether the plan's stream of that number is this one. A number stands for the stream of the first request
-// that is compared with it, unless another number does already.
+// Returns whether `stream` is the plan's stream `number`. A number is bound to the first stream that is compared with
+// it, unless that stream is bound to another number already.
 bool Arena::is_stream(int32_t number, Stream stream) {
   if (streams_[number].first) {
     return streams_[number].second == stream;
@@ -132,7 +132,7 @@ bool Arena::is_stream(int32_t number, Stream stream) {
   return true;
 }
 
-// Returns whether the plan has this stream alone.
+// Returns whether this is the plan's only stream.
 bool Arena::is_only_stream(Stream stream) const {
   return streams_.size() == 1 && streams_[0].first && streams_[0].second == stream;
 }
@@ -164,7 +164,7 @@ void* Arena::take_planned(Row& row, size_t nbytes, Stream stream) {
 }
 
 void* Arena::take_kept(Row& row, size_t nbytes, Stream stream) {
-  if (static_cast<size_t>(row.kept) >= slots_of_.size()) { // earlier blocks hold all slots
+  if (static_cast<size_t>(row.kept) >= slots_of_.size()) {
     return nullptr;
   }
   for (const int32_t slot : slots_of_[row.kept]) {
@@ -186,7 +186,7 @@ void* Arena::take_dynamic(Spot& spot, const RequestKind& kind, size_t nbytes, St
   return group >= 0 ? take_reusable(group, kind, nbytes, stream) : nullptr;
 }
 
-// Serves from the smallest stretch of the group's space that is free now and large enough (Eq. 6).
+// Serves a request from the smallest stretch of the group's space that is free now and large enough (Eq. 6).
 void* Arena::take_reusable(int32_t group, const RequestKind& kind, size_t nbytes, Stream stream) {
   const int64_t size = kind.size;
   Stretch best{0, 0};
@@ -212,8 +212,8 @@ void* Arena::take_other(
   return begin;
 }
 
-// Returns a free stretch of at least `size` bytes in [begin, end): the smallest, or with `highest` the highest; empty:
-// there is none.
+// Returns a free stretch of at least `size` bytes in [begin, end): the smallest, or with `highest` the highest. Returns
+// an empty stretch if there is none.
 Arena::Stretch Arena::fitting(int64_t begin, int64_t end, int64_t size, bool highest) const {
   Stretch best{0, 0};
   while (begin < end) {
@@ -228,7 +228,7 @@ Arena::Stretch Arena::fitting(int64_t begin, int64_t end, int64_t size, bool hig
   return best;
 }
 
-// Returns the first block in use that ends after `from` and begins before `end`; none: an empty stretch at `end`.
+// Returns the first block in use that ends after `from` and begins before `end`, or an empty stretch at `end`.
 Arena::Stretch Arena::next_live(int64_t from, int64_t end) const {
   Stretch found{end, end};
   const auto number = [&](int64_t offset) {
@@ -314,8 +314,8 @@ bool Arena::give_back(void* pointer) {
 }
 
 void Arena::take_in(Reservation& part, char* begin, char* end, int64_t nbytes, Stream stream, bool wanted, bool alone) {
-  // `alone`: the plan orders streams that share these bytes. With checks, the stream waits for the block's other
-  // streams, which must not read the pattern that is written below.
+  // `alone`: the plan orders streams that share these bytes. With checks, `stream` waits for the other streams that use
+  // the block, since they must not read the pattern that is written below.
   pending_.end_block(begin, end, stream, alone, checks_);
   if (checks_) {
     counters_.written_beyond += !device_.is_filled(begin + nbytes, end - begin - nbytes, SURROUNDING, stream);

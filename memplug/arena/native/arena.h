@@ -1,10 +1,10 @@
-// Memory that is reserved once and serves requests at planned addresses (STWeaver, section 6). Includes neither torch
-// nor the kind of device, which `ArenaDevice` hides.
+// Memory that is reserved once and serves requests at planned addresses (STWeaver, section 6). This header includes
+// neither torch nor CUDA: `ArenaDevice` hides the kind of device.
 //
 // A request is matched by its place in the program, its size and its stream. The arena hands out only bytes that are
 // free at that moment, whatever the plan says: a program that departs from its plan loses addresses, never data. Every
-// size and every address is a multiple of BLOCK_BYTES. The native allocator is torch's own, in front of which the arena
-// stands.
+// size and every address is a multiple of BLOCK_BYTES. The arena stands in front of the native allocator, which is
+// torch's own.
 #pragma once
 
 #include <cstddef>
@@ -23,8 +23,8 @@
 
 namespace memplug {
 
-// A device as the arena uses it; it also observes the arena's blocks. The arena is locked during every call, except
-// when it reserves or releases memory, or stops serving.
+// The interface through which the arena uses a device, and tells it of blocks. The arena is locked during every call,
+// except when it reserves or releases memory, or stops serving.
 class ArenaDevice {
  public:
   virtual ~ArenaDevice() = default;
@@ -42,17 +42,19 @@ class ArenaDevice {
   virtual void drop(Event event) = 0;
   virtual void synchronize() = 0;
 
-  // For an arena with checks, in the stream's order: fill memory with a byte, and return whether it is still filled.
+  // Used only with checks, in the order of the stream's work. `fill` fills memory with a byte; `is_filled` returns
+  // whether all of it still has this byte.
   virtual void fill(char* begin, size_t nbytes, int byte, Stream stream) = 0;
   virtual bool is_filled(const char* begin, size_t nbytes, int byte, Stream stream) = 0;
 
-  // Called when a block is handed out: returns whether a recording wants to be told of the block's end. Called when it
-  // is freed: `wanted` is what `handed_out` returned; `open`: a plan is in force.
+  // The arena calls `handed_out` for each block that it hands out. The result says whether a recording wants to be told
+  // when the block is freed. The arena calls `came_back` when it is freed, and passes this result as `wanted`. `open`:
+  // a plan is in force.
   virtual bool handed_out(void* pointer, size_t nbytes, Stream stream) = 0;
   virtual void came_back(void* pointer, size_t nbytes, bool wanted, bool open) = 0;
 };
 
-// Packed as the dtypes of these names in memplug/arena/tables.py.
+// Packed like the dtypes of the same names in memplug/arena/tables.py.
 #pragma pack(push, 1)
 struct PlannedRequest { // in program order within each place
   int64_t size; // rounded up to BLOCK_BYTES; with checks, including the margin
@@ -61,14 +63,14 @@ struct PlannedRequest { // in program order within each place
   int32_t phase;
   int32_t layer;
   int32_t stream;
-  int32_t kept; // if the block outlives the step: its slot class, of which any free slot serves; else -1
+  int32_t kept; // slot class if the block outlives the step (any free slot of the class serves it); else -1
   int32_t spare; // group of reusable space to use if these bytes are not free; -1: none
 };
 struct KeptSlot {
   int64_t offset; // in the kept part
-  int32_t kept; // its slot class: one for each size and stream
+  int32_t kept; // slot class: one for each size and stream
 };
-struct DynamicRequest { // in program order within each place; a place's last row stands for all further requests there
+struct DynamicRequest { // in program order within each place; its last row stands for all further requests
   int32_t phase;
   int32_t layer;
   int32_t group; // -1: not served
@@ -84,30 +86,30 @@ struct ArenaPlan {
   std::vector<PlannedRequest> requests;
   std::vector<KeptSlot> slots;
   std::vector<DynamicRequest> dynamic;
-  std::vector<IdleSpace> spaces; // rising within each group
-  std::vector<uint64_t> crosses; // of each group, as of a request
-  std::vector<int32_t> reusable; // groups for requests outside of the program, to be tried in this order
-  int64_t reused_bytes = 0; // of the reused part, for a step's blocks
-  int64_t kept_bytes = 0; // of the kept part, for blocks that outlive the step
-  int32_t streams = 1; // number of streams; 0 is the main one
+  std::vector<IdleSpace> spaces; // by group, then by address
+  std::vector<uint64_t> crosses; // by group, like `PlannedRequest::crosses`
+  std::vector<int32_t> reusable; // groups to try, in this order, for a request outside of the program
+  int64_t reused_bytes = 0; // size of the reused part, which holds a step's blocks
+  int64_t kept_bytes = 0; // size of the kept part, which holds blocks that outlive the step
+  int32_t streams = 1; // number of streams; stream 0 is the main one
 };
 
 // Counts since the arena was made; fields marked "now" hold current values. Each request is counted once.
 struct ArenaCounters {
-  int64_t planned = 0; // served at their addresses
+  int64_t planned = 0; // served at their planned addresses
   int64_t planned_bytes = 0;
   int64_t dynamic = 0; // served from reusable space of their group
   int64_t dynamic_bytes = 0;
-  int64_t reusable = 0; // served from other reusable space or the annex: no planned request, or its address was in use
+  int64_t reusable = 0; // served from other reusable space or the annex: unplanned, or the planned address was in use
   int64_t reusable_bytes = 0;
   int64_t unplanned = 0; // left to the native allocator: the plan has no such request
-  int64_t occupied = 0; // left to it: the planned address was in use
-  int64_t dynamic_missed = 0; // left to it: no reusable space of the group was large enough
-  int64_t without_gradients = 0; // left to it: of a validation, for which no reusable space was large enough
-  int64_t fallback_bytes = 0; // of these four
-  int64_t lasting = 0; // left to it: their blocks outlive the step
+  int64_t occupied = 0; // left to the native allocator: the planned address was in use
+  int64_t dynamic_missed = 0; // left to the native allocator: no reusable space of the group was large enough
+  int64_t without_gradients = 0; // left to the native allocator: a validation's, and no space was large enough
+  int64_t fallback_bytes = 0; // bytes of the requests in the four counts above
+  int64_t lasting = 0; // left to the native allocator: their blocks outlive the step
   int64_t lasting_bytes = 0;
-  int64_t elsewhere = 0; // left to it: from threads that do not train, or in withheld passes
+  int64_t elsewhere = 0; // left to the native allocator: from threads that do not train, or in withheld passes
   int64_t written_freed = 0; // blocks that were written to after they were freed
   int64_t written_beyond = 0; // blocks that were written to beyond their end
   int64_t reserved_bytes = 0; // now, with memory of earlier plans that is still in use
@@ -115,18 +117,18 @@ struct ArenaCounters {
   int64_t live_size = 0; // now: in use, rounded up
   int64_t peak_size = 0; // the largest live_size since the last plan
   int64_t peak_bytes = 0; // the largest live_bytes since the last plan
-  int64_t leftover_bytes = 0; // now: bytes of the reused part and the annex that leftovers have held for a whole step
-  int64_t wanted_bytes = 0; // now: bytes of blocks that a recording noted: it wants to be told of their end
-  int64_t told_bytes = 0; // now: bytes of blocks whose end a recording is told: of all under a plan, else wanted_bytes
+  int64_t leftover_bytes = 0; // now: bytes of leftovers that have been in use for a whole step
+  int64_t wanted_bytes = 0; // now: bytes of blocks that a recording wants to see freed
+  int64_t told_bytes = 0; // now: bytes of blocks that a recording will see freed: all under a plan, else wanted_bytes
 
   int64_t from_arena() const {
     return planned + dynamic + reusable;
   }
-  // Returns how many requests of training threads the native allocator served.
+  // Returns the number of training threads' requests that the native allocator served.
   int64_t fallback() const {
     return unplanned + occupied + dynamic_missed + without_gradients;
   }
-  // Returns how many requests fell back because the plan does not fit the program.
+  // Returns the number of requests that fell back because the plan does not fit the program.
   int64_t mismatched() const {
     return unplanned + occupied;
   }
@@ -169,18 +171,18 @@ inline constexpr ArenaCounter ARENA_COUNTERS[] = {
 enum class Reuse {
   NOTHING, // no: it is part of a forward or backward with gradients, or of the optimizer
   BETWEEN, // yes: it comes between two passes
-  WITHOUT_GRADIENTS, // yes: it may come in any step, as a validation does
+  WITHOUT_GRADIENTS, // yes: it belongs to a pass without gradients, such as a validation
 };
 
 class Arena {
  public:
-  // `checks`: freed bytes and margins of blocks hold a pattern, to detect stray writes.
+  // `checks`: freed bytes and the margins of blocks hold a pattern, to detect stray writes.
   Arena(ArenaDevice& device, bool checks) : device_(device), checks_(checks), pending_(device) {}
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
   ~Arena(); // all blocks must have been freed
 
-  // Serves this plan from now on; throws what `reserve` throws, and then serves nothing.
+  // Serves this plan from now on. If `reserve` throws, so does this, and the arena then serves nothing.
   void load(ArenaPlan plan);
 
   // Stops serving. Blocks in use stay valid until they are freed.
@@ -190,39 +192,39 @@ class Arena {
   // leftovers: the native allocator serves their requests from now on.
   void begin_step();
 
-  // Reserves an annex of so many bytes, for requests whose bytes leftovers hold; 0: none. Must not be called while
-  // serving. Throws what `reserve` throws, and then there is no annex.
+  // Reserves an annex of `nbytes` for requests whose planned bytes leftovers hold; 0: no annex. Must be called between
+  // two steps. If `reserve` throws, so does this, and there is no annex.
   void extend(int64_t nbytes);
 
-  // Returns the bytes [begin, end) of the reused part that leftovers have held for a whole step.
+  // Returns ranges [begin, end) of bytes in the reused part that leftovers have occupied for a whole step.
   std::vector<std::pair<int64_t, int64_t>> leftovers() const;
 
-  // Forgets which requests outlive their step: another model trains.
+  // Forgets which requests left blocks beyond their step, since another model will train.
   void forget_leftovers();
 
-  // Forgets that a recording wants to be told of the end of blocks in use.
+  // Marks all blocks in use as not wanted, since the recording that wanted to see them freed has ended.
   void forget_wanted();
 
   // Returns memory for a request; null: the native allocator has to serve it.
   void* request(int32_t phase, int32_t layer, size_t nbytes, Stream stream, Reuse reuse);
 
-  // Counts a request that the arena leaves alone: of a thread that does not train, or in a withheld pass.
+  // Counts a request that the arena does not serve: from a thread that does not train, or in a withheld pass.
   void elsewhere(size_t nbytes);
 
   // Returns whether the arena has reserved this address.
   bool owns(const void* pointer) const;
 
-  // Frees a block, on any thread. False: it is not the arena's.
+  // Frees a block, on any thread. Returns false if it is not the arena's.
   bool give_back(void* pointer);
 
-  // Notes that the block is used on this stream too. False: it is not the arena's.
+  // Notes that the block is used on this stream too. Returns false if it is not the arena's.
   bool use_on(void* pointer, Stream stream);
 
-  // Returns the beginning of the reserved memory that the pointer lies in; null: it is not the arena's.
+  // Returns the beginning of the reserved memory around `pointer`, or null if it is not the arena's.
   char* reserved_with(const void* pointer) const;
 
-  // Returns pairs (late, displaced) of planned requests, by index: the block of the late one was still in use when the
-  // displaced one came, whose planned bytes overlap the block.
+  // Returns pairs (late, displaced) of planned requests, by index. When the displaced request came, the block of the
+  // late request still occupied some of its planned bytes.
   std::vector<std::pair<int32_t, int32_t>> late() const;
 
   ArenaCounters counters() const;
@@ -235,20 +237,20 @@ class Arena {
   }
 
  private:
-  enum class Role { REUSED, KEPT, ANNEX }; // of a step's blocks; blocks that outlive it; displaced requests
+  enum class Role { REUSED, KEPT, ANNEX }; // for a step's blocks; blocks that outlive it; displaced requests
   struct Reservation { // memory that was reserved in one piece
     char* begin;
     int64_t nbytes;
-    Stream stream; // the stream that the memory belongs to outside of the arena
+    Stream stream; // the current stream when the memory was reserved; see `ArenaDevice::reserve`
     Role role;
     int64_t live = 0; // blocks in use
     bool retired = false;
   };
-  struct RequestKind { // by which a request is recognised in later steps
+  struct RequestKind { // identifies a request in later steps
     uint64_t place;
     int64_t size;
     int32_t stream;
-    int32_t number; // of a planned request within its place; else NO_ROW
+    int32_t number; // number of a planned request within its place; else NO_ROW or ANY_SIZE
     bool operator==(const RequestKind& other) const {
       return place == other.place && size == other.size && stream == other.stream && number == other.number;
     }
@@ -261,24 +263,24 @@ class Arena {
   };
   struct LeftoverHistory { // leftovers of one kind
     int32_t held = 0; // leftovers in use
-    int32_t live = 0; // unplanned blocks in use in reusable space
-    int32_t strikes = 0; // leftovers that lasted for a step or more before they were freed
-    uint32_t until = 0; // the step from which the arena serves the kind again
+    int32_t live = 0; // blocks of unplanned requests in use in reusable space
+    int32_t strikes = 0; // leftovers that stayed in use for a whole step or longer
+    uint32_t until = 0; // the step from which the arena serves this kind again
   };
   struct Row { // a planned request
     int64_t size;
     int64_t offset;
     uint64_t crosses;
-    int32_t start; // number of its offset among all offsets
-    int32_t end; // number of the first offset that is not below its end
+    int32_t start; // index of its offset in `offsets_`
+    int32_t end; // index in `offsets_` of the first offset that is not below its end
     int32_t stream;
     int32_t kept;
     int32_t spare;
-    uint32_t served_in = 0; // the step that it was last served in
-    const LeftoverHistory* mark = nullptr; // null: none of its blocks outlived a step
+    uint32_t served_in = 0; // the step in which it was last served
+    const LeftoverHistory* mark = nullptr; // null: none of its blocks outlived its step
   };
   struct Spot { // one place of the program
-    int32_t begin = 0, end = 0, next = 0; // rows
+    int32_t begin = 0, end = 0, next = 0; // indices into `rows_`; `next` is the expected one
     int32_t dynamic_begin = 0, dynamic_end = 0, dynamic_next = 0;
     uint32_t step = 0;
   };
@@ -297,32 +299,32 @@ class Arena {
     RequestKind kind;
     bool wanted;
     int32_t steps = 0; // steps that began while it was in use
-    bool counted = false; // whether it counts in its kind's `live`
+    bool counted = false; // whether `LeftoverHistory::live` counts it
   };
   struct KeptBlock { // a block in the kept part
     char* end;
     int64_t nbytes;
     Stream stream;
-    int32_t slot, slots_end; // slots of this plan that it holds
+    int32_t slot, slots_end; // slots [slot, slots_end) of the plan in force that it holds
     bool wanted;
-    uint32_t since; // the step that it was handed out in
+    uint32_t since; // the step in which it was handed out
   };
   struct LoadedSlot {
     int64_t offset;
     int64_t end;
-    int32_t held = 0; // blocks in use that reach into it
+    int32_t held = 0; // blocks in use that overlap it
   };
   using Stretch = std::pair<int64_t, int64_t>;
 
   static constexpr int FREED = 0xFF; // reads as NaN in every floating-point type
-  static constexpr int32_t NO_ROW = -1, ANY_SIZE = -2; // as numbers: unplanned; all unplanned ones of a place
+  static constexpr int32_t NO_ROW = -1, ANY_SIZE = -2; // `number` of an unplanned request; of all those of a place
 
   static uint64_t key_of(int32_t phase, int32_t layer) {
     return static_cast<uint64_t>(static_cast<uint32_t>(phase)) << 32 | static_cast<uint32_t>(layer);
   }
 
   void stop();
-  void retire(); // retires all parts
+  void retire(); // marks all reserved memory as retired: it is released once it is empty
   std::vector<std::unique_ptr<Reservation>> take_empty();
   void release(std::vector<std::unique_ptr<Reservation>> parts);
   void keep_live_blocks();
@@ -379,13 +381,13 @@ class Arena {
   Spot* last_spot_ = nullptr;
   std::vector<std::vector<int32_t>> slots_of_; // by slot class
   std::vector<LoadedSlot> slots_;
-  std::vector<std::pair<int32_t, int32_t>> spaces_of_; // by group: first and end in the plan's spaces
-  std::vector<std::pair<bool, Stream>> streams_; // by number: whether it is known yet, and its handle
+  std::vector<std::pair<int32_t, int32_t>> spaces_of_; // by group: the range [first, end) of `plan_.spaces`
+  std::vector<std::pair<bool, Stream>> streams_; // by the plan's number of the stream: whether it is known, its handle
 
-  std::vector<int64_t> offsets_; // of rows in the reused part: distinct, rising
-  std::vector<int32_t> start_table_; // hash table from an offset to its number; -1: empty
+  std::vector<int64_t> offsets_; // distinct offsets of rows in the reused part, sorted
+  std::vector<int32_t> start_table_; // hash table from an offset to its index in `offsets_`; -1: empty
   LiveStarts live_starts_;
-  std::vector<Live> live_; // by number of the offset
+  std::vector<Live> live_; // by index of the offset in `offsets_`
   std::map<char*, Other> others_;
   std::map<char*, KeptBlock> kept_blocks_;
   std::unordered_map<RequestKind, LeftoverHistory, RequestKindHash> marks_;

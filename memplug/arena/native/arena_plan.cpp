@@ -1,4 +1,4 @@
-// How an arena takes up a plan, and retires the former one.
+// Loads a plan into an arena, and retires the memory of the plan before.
 #include <algorithm>
 #include <utility>
 
@@ -7,7 +7,7 @@
 namespace memplug {
 namespace {
 
-constexpr int64_t LARGEST_PART = 2; // reserved memory is used again if it is at most so many times what a plan needs
+constexpr int64_t LARGEST_PART = 2; // reserved memory is used again if it is at most this many times as large as needed
 
 size_t hash_of(int64_t offset, size_t mask) {
   return static_cast<uint64_t>(offset / BLOCK_BYTES) * 0x9E3779B97F4A7C15ull >> 20 & mask;
@@ -65,14 +65,14 @@ Arena::Reservation* Arena::add_part(int64_t nbytes, Role role) {
   if (checks_) {
     device_.fill(begin, nbytes, FREED, part->stream);
   }
-  device_.synchronize(); // any stream may be the first to use it
+  device_.synchronize(); // any stream may be the first to use the memory
   const std::lock_guard<std::mutex> lock(mutex_);
   parts_.push_back(std::move(part));
   return parts_.back().get();
 }
 
-// Returns reserved memory of that role to use again; null: there is none. Of memory that is large enough, pinned memory
-// (see `is_pinned`) comes first, then memory that is not much larger than needed; of each, the smallest.
+// Returns reserved memory of this role that is large enough to use again, or null. Prefers pinned memory (see
+// `is_pinned`), then the smallest. Memory that is not pinned may have at most LARGEST_PART times the bytes needed.
 Arena::Reservation* Arena::find_part(Role role, int64_t nbytes) const {
   Reservation* best = nullptr;
   const auto rank = [&](const Reservation& part) { return std::make_pair(!is_pinned(part), part.nbytes); };
@@ -116,7 +116,7 @@ void Arena::begin_step() {
   note_leftovers();
 }
 
-// Turns blocks at planned offsets into other blocks (`Other`), since their plan ends.
+// Moves blocks at planned offsets from `live_` to `others_`, since their plan ends.
 void Arena::keep_live_blocks() {
   for (int64_t start = live_starts_.from(0); start >= 0; start = live_starts_.from(start + 1)) {
     const Live& live = live_[start];
@@ -124,7 +124,7 @@ void Arena::keep_live_blocks() {
     others_[begin] = {reused_->begin + live.end, live.nbytes, live.stream, reused_, kind_of(live.row), live.wanted};
   }
   for (auto& [begin, block] : kept_blocks_) {
-    block.slot = block.slots_end = 0; // its slots are gone
+    block.slot = block.slots_end = 0; // the slots belonged to the plan
   }
   live_starts_ = LiveStarts();
   offsets_.clear();
@@ -226,8 +226,8 @@ void Arena::build_spots() {
   }
 }
 
-// Assigns slots one after another in the order of their planned offsets, around blocks that have outlived a whole step:
-// those blocks stay. A slot that finds no room is left out.
+// Places the slots one after another in the order of their planned offsets, around blocks that have outlived a whole
+// step and therefore stay. Drops a slot that finds no room.
 void Arena::build_slots() {
   slots_.clear();
   slots_of_.clear();
@@ -254,7 +254,7 @@ void Arena::build_slots() {
       at += size;
     }
   }
-  for (auto& [begin, held] : kept_blocks_) { // blocks that will be freed soon hold slots until then
+  for (auto& [begin, held] : kept_blocks_) { // blocks in use hold the slots that they overlap
     if (part_of(begin) == kept_) {
       const int64_t offset = begin - kept_->begin, end = held.end - kept_->begin;
       const auto first = std::partition_point(

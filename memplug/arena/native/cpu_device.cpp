@@ -13,7 +13,7 @@ class CpuDevice final : public NativeBlockDevice {
  public:
   CpuDevice() : NativeBlockDevice(c10::Device(c10::DeviceType::CPU)) {}
 
-  // Allocates with torch's CPU allocator, and aligns by hand.
+  // Allocates with torch's CPU allocator, and aligns the memory itself.
   char* reserve(size_t nbytes) override {
     c10::DataPtr memory = native_cpu_allocator().allocate(nbytes + BLOCK_BYTES);
     const auto address = reinterpret_cast<intptr_t>(memory.get());

@@ -99,7 +99,8 @@ class CudaArenaDevice final : public RecordingDevice {
   }
 
  private:
-  // An event that may be recorded late: while a graph is captured, nothing can be recorded outside of it.
+  // An event that is recorded late if its stream is capturing a graph, since it cannot be recorded outside of the graph
+  // until the capture ends.
   struct Queued {
     explicit Queued(cudaStream_t of) : stream(of) {}
     ~Queued() {

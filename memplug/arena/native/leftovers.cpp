@@ -2,10 +2,10 @@
 // hold, and keeps them few.
 //
 // If a request's block is still in use when a later step begins, the native allocator serves that request from then on.
-// The request is recognised by its kind: place, size and stream, and if it was planned, its number there. So a planned
-// request leaves one block at most. The unplanned requests of a place, of all sizes, leave MOST_AT_A_PLACE blocks and
-// those of one step at most. Once the block is freed, the arena serves the request again after a pause, which doubles
-// each time. Requests whose planned bytes a leftover holds are served from the annex.
+// The request is recognised by its kind: place, size and stream, and the number in its place if it was planned. So a
+// planned request leaves at most one block. All unplanned requests of a place together leave at most MOST_AT_A_PLACE
+// blocks, plus those of one step. Once the block is freed, the arena serves the request again after a pause, which
+// doubles each time. The annex serves requests whose planned bytes a leftover holds.
 #include <algorithm>
 #include <utility>
 
@@ -14,7 +14,7 @@
 namespace memplug {
 namespace {
 
-constexpr int32_t MOST_ALIKE = 8; // unplanned blocks of one kind in use: with more, the script seems to keep them
+constexpr int32_t MOST_ALIKE = 8; // unplanned blocks of one kind in use at once; a script that has more keeps them
 constexpr int32_t MOST_AT_A_PLACE = 16; // leftovers of all sizes
 constexpr uint32_t FIRST_PAUSE = 32; // steps; doubles with each leftover of the kind
 constexpr int32_t MOST_DOUBLINGS = 20;
@@ -83,11 +83,11 @@ void Arena::note_leftover(const Other& other) {
   }
 }
 
-// Notes that a block was freed. A block freed within the step after its own predicts nothing: another thread may free
-// it a little late.
+// Notes that a block was freed. A block that is freed in the step after its own causes no pause, since another thread
+// may have freed it a little late.
 void Arena::note_end(const Other& other) {
   const auto found = marks_.find(other.kind);
-  if (found == marks_.end()) { // forgotten
+  if (found == marks_.end()) { // its kind left no block, or was forgotten
     return;
   }
   LeftoverHistory& mark = found->second;
@@ -141,7 +141,7 @@ std::vector<std::pair<int64_t, int64_t>> Arena::leftovers() const {
   return found;
 }
 
-// Returns whether the part cannot be released for a while, since leftovers or blocks that outlive steps are in it.
+// Returns whether leftovers, or blocks that outlive steps, keep this memory from being released soon.
 bool Arena::is_pinned(const Reservation& part) const {
   return part.role == Role::KEPT ? part.live > 0 : std::any_of(others_.begin(), others_.end(), [&](const auto& block) {
     return block.second.part == &part && block.second.steps > 1;
@@ -173,7 +173,7 @@ void Arena::extend(int64_t nbytes) {
   }
 }
 
-// Serves from the smallest free stretch of the annex that is large enough.
+// Serves a request from the smallest free stretch of the annex that is large enough.
 void* Arena::take_annex(const RequestKind& kind, size_t nbytes, Stream stream) {
   char* const end = annex_->begin + annex_->nbytes;
   char* from = annex_->begin;
@@ -194,8 +194,8 @@ void* Arena::take_annex(const RequestKind& kind, size_t nbytes, Stream stream) {
   return best != nullptr ? take_other(*annex_, best - annex_->begin, kind, nbytes, stream, ~uint64_t{0}) : nullptr;
 }
 
-// Serves a request outside of the program, as of a validation, of data or of logging: from bytes that the plan needs
-// last; else from bytes as high as possible.
+// Serves a request outside of the program, such as one of a validation or of data loading. Prefers the bytes that the
+// plan needs last, and then the highest free bytes.
 void* Arena::serve_reusable(const RequestKind& kind, size_t nbytes, Stream stream) {
   if (reused_ == nullptr || !is_stream(0, stream)) {
     return nullptr;
@@ -212,7 +212,7 @@ void* Arena::serve_reusable(const RequestKind& kind, size_t nbytes, Stream strea
   return take_other(*reused_, found.second - kind.size, kind, nbytes, stream, ~uint64_t{0});
 }
 
-// Serves an unplanned request from reusable space or the annex, unless many blocks of its kind are kept.
+// Serves an unplanned request from reusable space or the annex, unless MOST_ALIKE blocks of its kind are in use.
 void* Arena::serve_between(const RequestKind& kind, size_t nbytes, Stream stream) {
   const auto known = marks_.find(kind);
   if (known != marks_.end() && known->second.live >= MOST_ALIKE) {

@@ -1,4 +1,4 @@
-// A bitset with a quick successor and predecessor: three words are read for up to 262,144 integers.
+// A bitset with a fast successor and predecessor: each reads three words for up to 262,144 integers.
 #pragma once
 
 #include <cstddef>
@@ -36,7 +36,7 @@ class LiveStarts {
     }
   }
 
-  // Returns the largest member below `i`, -1 if there is none.
+  // Returns the largest member below `i`, or -1.
   int64_t before(int64_t i) const {
     for (size_t level = 0; level < levels_.size(); ++level, i >>= 6) {
       const uint64_t mask = (i & 63) != 0 ? ~uint64_t{0} >> (64 - (i & 63)) : 0;
@@ -48,7 +48,7 @@ class LiveStarts {
     return -1;
   }
 
-  // Returns the smallest member from `i` on, -1 if there is none.
+  // Returns the smallest member from `i` on, or -1.
   int64_t from(int64_t i) const {
     for (size_t level = 0; level < levels_.size(); ++level) {
       if (i >> 6 >= static_cast<int64_t>(levels_[level].size())) {
@@ -64,7 +64,7 @@ class LiveStarts {
   }
 
  private:
-  // Follows set bits down to a member: each bit of a level says that a word of the level below has a bit set.
+  // Follows set bits down to a member: a bit of one level says that a word of the level below is not 0.
   template <bool last>
   int64_t down(size_t level, int64_t i) const {
     while (level-- > 0) {

@@ -27,7 +27,7 @@ void PendingUses::use_on(char* block, Stream stream) {
 void PendingUses::end_block(char* begin, char* end, Stream stream, bool alone, bool waits) {
   const auto [first, last] = also_used_on_.equal_range(begin);
   for (auto used = first; used != last; ++used) {
-    if (used->second == stream) { // its own work is ordered anyway
+    if (used->second == stream) { // a stream's own work is in order anyway
       continue;
     }
     pending_.push_back({begin, end, used->second, device_.record(used->second)});

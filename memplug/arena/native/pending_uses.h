@@ -1,4 +1,4 @@
-// Keeps the uses of freed blocks' bytes that streams may not have reached yet.
+// Remembers uses of freed bytes that streams may not have completed yet, so that later users wait for them.
 #pragma once
 
 #include <cstddef>
@@ -22,8 +22,8 @@ class PendingUses {
   // Notes that the block at `block` is used on this stream besides its own.
   void use_on(char* block, Stream stream);
 
-  // Notes that a block of `stream` was freed. `alone`: the plan orders the next users of its bytes, so that only uses
-  // by other streams are pending. `waits`: makes `stream` wait now for the other streams that use the block.
+  // Notes that a block of `stream` was freed. `alone`: the plan orders the bytes' next users after `stream`, so only
+  // uses by other streams are pending. `waits`: makes `stream` wait now for the other streams that use the block.
   void end_block(char* begin, char* end, Stream stream, bool alone, bool waits);
 
   // Makes the stream wait for pending uses of these bytes by other streams.
@@ -32,7 +32,7 @@ class PendingUses {
   // Makes the stream wait for all pending uses.
   void order_after_all(Stream stream);
 
-  // Forgets uses that are done.
+  // Forgets uses that have completed.
   void forget_done();
 
  private:

@@ -172,8 +172,8 @@ bool RecordingDevice::handed_out(void* pointer, size_t nbytes, Stream stream) {
   return note_malloc(pointer, nbytes, stream);
 }
 
-// Tells a recording of a block's end, with its size, as torch's allocators do. Of a block that was handed out before
-// the recording, it tells only while a plan is in force, or if the recording counts all memory of the device.
+// Tells a recording that a block was freed, with its size, as torch's allocators do. If the block was handed out before
+// the recording, does so only while a plan is in force, or if the recording counts all memory of the device.
 void RecordingDevice::came_back(void* pointer, size_t nbytes, bool wanted, bool open) {
   profile(pointer, -static_cast<int64_t>(nbytes));
   const bool known = open || base_of_recording() == Base::DEVICE;
@@ -196,7 +196,7 @@ char* NativeBlockDevice::hold(char* begin, c10::DataPtr block) {
 }
 
 void NativeBlockDevice::release(char* begin) {
-  c10::DataPtr block; // declared before the lock, so that it is freed after the lock is released
+  c10::DataPtr block; // declared before the lock, so that it is freed after unlocking
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = blocks_.find(begin);
   block = std::move(found->second);

@@ -1,4 +1,4 @@
-// The process's arena: which requests it is asked to serve, and how the recorder learns of its blocks.
+// The process's arena: chooses the requests that it serves, and reports its blocks to the recorder.
 #pragma once
 
 #include <atomic>
@@ -15,10 +15,11 @@
 
 namespace memplug {
 
-// Makes this device's arena the process's, creating it where needed. `device` must live for ever. `checks`: see Arena.
+// Makes the arena of `device` the process's arena, and returns it; creates it if needed. `device` must never be
+// destroyed. `checks`: see Arena.
 Arena& open_arena(ArenaDevice& device, bool checks);
 
-// Returns the process's arena; null if none was made yet.
+// Returns the process's arena, or null before the first `open_arena`.
 Arena* the_arena();
 
 // Returns the arena that owns the address, or null.
@@ -27,17 +28,17 @@ Arena* arena_of(const void* pointer);
 // Returns the server through which the devices' allocators ask the arena (server.h).
 Server& arena_server();
 
-// Leaves requests of these passes (bit n: pass n) to the native allocator from the next `serve(true)` on (server.h).
+// Leaves requests in these passes (bit n: pass n) to the native allocator, from the next `serve(true)` on (server.h).
 void withhold(int32_t passes);
 
-// Return the bytes that all arenas have reserved now, and the bytes of their blocks in use, as requested.
+// Sums over all arenas of the process: bytes reserved now, and bytes in use now, as requested.
 int64_t reserved_bytes();
 int64_t live_bytes();
 
 void lock_arenas_for_fork();
 void unlock_arenas_after_fork();
 
-// The common part of devices: reports blocks to the recorder and to torch's profiler.
+// Base of all devices: reports blocks to the recorder and to torch's profiler.
 class RecordingDevice : public ArenaDevice {
  public:
   explicit RecordingDevice(c10::Device device) : device_(device) {}
@@ -48,7 +49,7 @@ class RecordingDevice : public ArenaDevice {
   void profile(void* pointer, int64_t change);
 
   const c10::Device device_;
-  std::atomic<int64_t> in_use_bytes_{0}; // in all arenas of the device
+  std::atomic<int64_t> in_use_bytes_{0}; // in use in all arenas of the device
 };
 
 // A device whose arenas lie in blocks of torch's own allocator.
@@ -58,17 +59,16 @@ class NativeBlockDevice : public RecordingDevice {
   void release(char* begin) override;
 
  protected:
-  // Holds the block until `begin`, an address within it, is released.
+  // Keeps `block` until `release(begin)`, and returns `begin`, an address within the block.
   char* hold(char* begin, c10::DataPtr block);
 
  private:
   std::mutex mutex_;
-  std::map<char*, c10::DataPtr> blocks_; // by address of the memory reserved in each
+  std::map<char*, c10::DataPtr> blocks_; // by the address that `reserve` returned
 };
 
-// The CPU's device; all of its streams are one.
-ArenaDevice& cpu_device();
-ArenaDevice& other_device(); // of other vendors' devices, see `install_other`
+ArenaDevice& cpu_device(); // has a single stream
+ArenaDevice& other_device(); // for other vendors' devices, see `install_other`
 #ifdef MEMPLUG_CUDA
 ArenaDevice& cuda_device(int index); // throws if this version of torch has calls that memplug does not know
 #endif

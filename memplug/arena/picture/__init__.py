@@ -24,15 +24,15 @@ class ArenaPicture(TechniquePicture):
     serves = True
 
     def facts(self, plan: MemoryPlan) -> dict[str, Any]:
-        """Return the arena's facts of a plan; see `TechniquePicture.facts`."""
+        """Return the facts of a plan's addresses; see `TechniquePicture.facts`."""
         return summary.summary(plan)
 
     def rows(self, facts: dict[str, Any]) -> Rows:
-        """Return these facts as rows of words; see `TechniquePicture.rows`."""
+        """Return the result of `facts` as rows of words; see `TechniquePicture.rows`."""
         return summary.rows(facts)
 
     def heading(self, plan: MemoryPlan) -> str:
-        """Return the plan's heading, "" without addresses; see `TechniquePicture.heading`."""
+        """Return the plan's heading; "" if it has no addresses; see `TechniquePicture.heading`."""
         planned = AddressPlan.of(plan)
         return summary.heading(planned) if planned is not None else ""
 
@@ -42,7 +42,7 @@ class ArenaPicture(TechniquePicture):
         return address_map.column(planned) if planned is not None else None
 
     def side(self, plan: MemoryPlan) -> dict[str, Any]:
-        """Return the facts of one of two plans; see `TechniquePicture.side`."""
+        """Return the facts of one of two plans in a comparison; see `TechniquePicture.side`."""
         return diff.side(plan)
 
     def diff(self, a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class ArenaPicture(TechniquePicture):
         return diff.diff(a, b)
 
     def diff_rows(self, facts: dict[str, Any]) -> Rows:
-        """Return these differences as rows of words; see `TechniquePicture.diff_rows`."""
+        """Return the result of `diff` as rows of words; see `TechniquePicture.diff_rows`."""
         return diff.rows(facts)
 
     def block_words(self, config: MemplugConfig, *, served: bool) -> list[str]:

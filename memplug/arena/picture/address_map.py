@@ -29,8 +29,8 @@ from memplug.words import size
 _IN_USE = ColourGroup("in use", "#9fb4c7")
 _SIZE_CLASSES = 6
 _CURVE_BINS = 1000
-_CURVE_ROOM = 1.35  # times the arena's height, to leave space for its label
-_REUSABLE_AT_MOST = 12  # groups of dynamic requests drawn; the spaces of more would hide everything
+_CURVE_ROOM = 1.35  # end of the axis, in heights of the arena; leaves space for the arena's label
+_REUSABLE_AT_MOST = 12  # groups whose reusable space is drawn; more would hide everything
 
 
 def column(plan: AddressPlan) -> Column:
@@ -62,14 +62,14 @@ def span(problem: Problem) -> tuple[int, int]:
 
 
 def _curve(plan: AddressPlan, clock: tuple[int, int]) -> Panel:
-    """Draw the bytes in use, with fewer points but every maximum, below a line at the arena's height."""
+    """Draw the bytes in use, thinned out but with every maximum, and a line at the arena's height."""
     times, live = live_bytes(plan.problem.buffers)
     if len(times) > 4 * _CURVE_BINS:
         kept = m4(live, times - clock[0], clock[1] - clock[0], _CURVE_BINS)
         times, live = times[kept], live[kept]
     height, bound = plan.solution.height, plan.problem.lower_bound
     peak = float(times[live.argmax()]) if len(times) else clock[1]
-    # The label goes to the side that the mark of the peak leaves free.
+    # Put the label on the side that the peak's mark leaves free.
     arena = Line(y=height, label=f"arena {size(height)}", label_left=2 * peak > sum(clock))
     mark = [Callout(peak, bound, f"peak in use {size(bound)}")] if len(times) else []
     return Panel(
@@ -113,7 +113,7 @@ def _by_size(sizes: np.ndarray) -> tuple[tuple[ColourGroup, ...], np.ndarray]:
 
 
 def _runs(problem: Problem, what: str, clock: tuple[int, int]) -> Stretches:
-    """Return when each phase or layer ran, as mallocs and frees show; one runs until an event of another."""
+    """Return when each phase or layer ran: from its first event until an event of another phase or layer."""
     # A buffer that outlives the step counts as in use for all of it: its times do not say when its phase ran.
     table = problem.buffers[~problem.buffers["outlives"]]
     if (table[f"lower_{what}"] < 0).all():

@@ -20,14 +20,14 @@ _LARGEST_AT_MOST = 5
 
 
 class _Pairs(NamedTuple):
-    """Rows of the problems of plan A and plan B, int64: pairs, except for requests without a partner."""
+    """Rows of plan A's problem and of plan B's, int64; a[i] and b[i] are a pair, if rows have partners."""
 
     a: np.ndarray
     b: np.ndarray
 
 
 def side(plan: MemoryPlan) -> dict[str, Any]:
-    """Return the facts of one of two plans."""
+    """Return the facts of one of two plans in a comparison."""
     planned = addresses_of(plan)
     return {
         "has_addresses": has_addresses(plan),
@@ -41,9 +41,9 @@ def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
 
     Requests of one phase, layer, stream and size are numbered. Two requests count as the same if they agree in these
     four and in the number, so an additional request shifts only requests of its own size and place. The remaining
-    requests of a phase, layer and stream are paired in their order, and count as resized. Requests without a partner
-    are only in one of the plans. Times are not compared, since they differ between any two recordings. Plans of
-    different programs have few requests in common.
+    requests of a phase, layer and stream are paired in their order, and count as resized. All other requests are only
+    in one of the plans. Times are not compared, since they differ between any two recordings. Plans of different
+    programs have few requests in common.
     """
     mine, its = addresses_of(a), addresses_of(b)
     same, resized, only = _matched(mine.problem, its.problem)
@@ -81,7 +81,7 @@ def rows(facts: dict[str, Any]) -> Rows:
 
 
 def _lacking(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """Say which of two plans has addresses, where not both do."""
+    """Say which of two plans has addresses, if not both do."""
     for name, side in (("A", a), ("B", b)):
         if side["has_addresses"]:
             return f"only in {name}: {count(side['requests'], 'request')} in {size(side['height_bytes'])}"
@@ -137,7 +137,7 @@ def _bytes_of(plan: AddressPlan, rows: np.ndarray) -> int:
 
 
 def _matched(a: Problem, b: Problem) -> tuple[_Pairs, _Pairs, _Pairs]:
-    """Return the pairs of same requests, the pairs of resized ones, and the rows without a partner."""
+    """Return the pairs of same requests, the pairs of resized requests, and the requests without a partner."""
     places, left = (_places(a), _places(b)), tuple(np.argsort(each.buffers["lower"], kind="stable") for each in (a, b))
     sizes = tuple(each.buffers["size"].tolist() for each in (a, b))
     same = _paired(left, tuple(list(zip(*side, strict=True)) for side in zip(places, sizes, strict=True)))
@@ -148,8 +148,8 @@ def _matched(a: Problem, b: Problem) -> tuple[_Pairs, _Pairs, _Pairs]:
 
 
 def _places(problem: Problem) -> list[tuple]:
-    """Return the phase, layer and stream of each request, in a form that compares between plans."""
-    phases, layers = (*problem.phases, None), (*problem.layers, None)  # -1: none
+    """Return the phase, layer and stream of each request, as values that two plans have in common."""
+    phases, layers = (*problem.phases, None), (*problem.layers, None)  # the index -1 gives None
     columns = (problem.buffers[name].tolist() for name in ("lower_phase", "lower_layer", "stream"))
     return [(phases[phase], layers[layer], stream) for phase, layer, stream in zip(*columns, strict=True)]
 
@@ -157,8 +157,8 @@ def _places(problem: Problem) -> list[tuple]:
 def _paired(rows: tuple[np.ndarray, ...], keys: tuple[list[tuple], ...]) -> _Pairs:
     """Pair rows of A and B with equal keys: the first with the first, the second with the second, and so on.
 
-    `rows` has rows of A and rows of B, each in the order in which to pair them. `keys` has a key for every row of A's
-    problem, and for every row of B's.
+    `rows` has rows of A and rows of B, each in the order in which to pair them. `keys` has a key for each row of A's
+    problem and for each row of B's.
     """
     waiting: dict[tuple, deque[int]] = defaultdict(deque)
     for row in rows[1].tolist():

@@ -52,7 +52,7 @@ def summary(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def addresses(plan: AddressPlan) -> dict[str, Any]:
-    """Return the facts of a plan's addresses that every command shows."""
+    """Return those facts of a plan's addresses that all commands show."""
     bound, solution = plan.problem.lower_bound, plan.solution
     return {
         "requests": len(plan.problem),
@@ -100,7 +100,7 @@ def rows(facts: dict[str, Any]) -> Rows:
 
 
 def _held(plan: AddressPlan, column: str) -> dict[str, int]:
-    """Return the bytes in use at the peak by the phase or layer that requested them, most first; {} if unknown."""
+    """Return the bytes in use at the peak, by the phase or layer that requested them, largest first; {}: unknown."""
     problem = plan.problem
     if not (problem.phases if column == "phase" else problem.layers):
         return {}

@@ -21,7 +21,7 @@ log = logging.getLogger("memplug")
 
 TIME_LIMIT_S = 10.0
 ENOUGH = 1e-4
-"""Share above the lower bound at which `auto` ends: the rest is not worth waiting for."""
+"""`auto` ends at a height within this share above the lower bound: less is not worth waiting for."""
 
 Progress = Callable[[str], None]
 
@@ -34,18 +34,19 @@ def plan(
     capacity_bytes: int | None = None,
     progress: Progress = lambda text: None,
 ) -> Solution:
-    """Return offsets that the judge has accepted; buffers in use for the whole step lie at the bottom.
+    """Return a solution that the judge has accepted; buffers that outlive the step lie at the bottom.
 
     Args:
         problem: any layout problem.
-        planner: one of `planners.names`, used alone, or "auto": the best of all. "exact" leaves out its search where
-            there are too many buffers.
-        time_limit_s: seconds. At least one greedy placement is always finished.
-        capacity_bytes: bytes of the device, a height within which is enough; None: the lowest height is sought.
-        progress: called with a word on each attempt.
+        planner: the only planner to use, one of `planners.names`; "auto": the best solution of several planners. If
+            there are too many buffers, "exact" does not search, and returns a greedy placement.
+        time_limit_s: seconds. The planner finishes at least one greedy placement, even if that takes longer.
+        capacity_bytes: bytes of the device: the planner ends at the first height within them. None: it seeks the lowest
+            height.
+        progress: called with the name of each attempt.
 
     Raises:
-        LayoutError: the judge accepts no solution that was found: a mistake in memplug.
+        LayoutError: the judge refuses all solutions, so memplug has a bug.
     """
     began = time.monotonic()
     rest = np.flatnonzero(~_kept(problem))
@@ -77,9 +78,9 @@ def _kept(problem: Problem) -> np.ndarray:
 
 
 def _stack(problem: Problem, rows: np.ndarray) -> tuple[np.ndarray, int]:
-    """Place `rows` side by side at the bottom of the arena; return offsets of all buffers, and the end of these rows.
+    """Place `rows` at the bottom of the arena; return offsets of all buffers, and the end of these rows.
 
-    There these rows never lie between two other buffers, and divide no free stretch (ProTrain, appendix B.2).
+    At the bottom they never lie between two other buffers, so they divide no free stretch (ProTrain, appendix B.2).
     """
     table = problem.buffers
     offsets, end = np.zeros(len(table), np.int64), 0
@@ -154,7 +155,7 @@ class _Attempt:
         return low_enough or (self.best is not None and time.monotonic() >= self.deadline_s)
 
     def until(self, share: float) -> float:
-        """Return the deadline after that share of the time."""
+        """Return the time at which this share of the time limit is over."""
         return self.began_s + share * (self.deadline_s - self.began_s)
 
     def offer(self, found: Solution) -> None:
@@ -165,13 +166,16 @@ class _Attempt:
             self.problem,
             self.blocks.expand(found.offsets),
             found.planner,
-            # With several streams, it is optimal only among the placements that the reduction to one stream allows.
+            # With several streams, a planner proves a solution optimal only among those that `on_one_stream` allows.
             proven=found.optimal and len(np.unique(self.problem.buffers["stream"])) <= 1,
             timed_out=found.timed_out,
         )
         findings = judge(self.problem, solution)
         if findings:
-            text = "memplug: the judge refuses what %s found: %s. The next best is used; please report it, with a trace"
+            text = (
+                "memplug: the judge refuses the solution of %s: %s. memplug uses the next best. Please report this "
+                "with a trace"
+            )
             log.warning(coded("MP016", text), found.planner, findings[0].message)
             return
         self.best, self.plain_offsets = solution, found.offsets

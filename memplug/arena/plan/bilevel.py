@@ -1,13 +1,13 @@
-"""MEMO's planner (section 4.2, Fig. 7): each layer is placed once, as one request of the whole step.
+"""MEMO's planner (section 4.2, Fig. 7): places each kind of layer once, and then the placed layers in the step.
 
 First level: `exact` places the requests that a layer's forward or backward makes and frees again, once for each pattern
 (see `patterns`). Second level: each occurrence of a pattern becomes a pseudo-request as high as the placed pattern,
 from its first malloc to its last free. Pseudo-requests are placed together with requests that outlive a layer (MEMO's
-skeletal activations). Every layer of a pattern has the same addresses inside its block, in every iteration.
+skeletal activations). All layers of a pattern have the same addresses inside their pseudo-requests, in every iteration.
 
-Departures: MEMO solves a mixed integer program on each level, and neither ends in time. Here `exact` and `search` solve
-the same problems. Layers are found twice, by the layers recorded for requests and by the requests alone, and the lower
-solution stays. A pseudo-request is a rectangle: free space inside it is not reused.
+Departures: MEMO solves a mixed integer program on each level, and neither program ends in time. Here `exact` and
+`search` solve the same problems. This planner finds layers in two ways, by the recorded layers and from the requests
+alone, and keeps the lower solution. A pseudo-request is a rectangle: free space inside it is not reused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHARE_OF_PATTERNS, _SHARE_OF_PLACES = 0.3, 0.6
 
 
 def solve(problem: Problem, *, deadline_s: float | None = None, enough_bytes: int | None = None) -> Solution:
-    """Return offsets by two levels, or by the second alone if no layers repeat. Streams are ignored: see `streams`.
+    """Place by two levels, or by the second alone if no layers repeat. Ignore streams; see `streams`.
 
     Args:
         problem: of one step.
@@ -55,7 +55,7 @@ def _by_two_levels(problem: Problem, found: list[Stretch], deadline_s: float, en
 
 
 def _place_patterns(problem: Problem, found: list[Stretch], deadline_s: float) -> dict[bytes, np.ndarray]:
-    """Return the offsets inside the block of each pattern, in the order of a stretch's rows."""
+    """Place one stretch of each pattern; return the offsets of its rows inside the block."""
     examples = {stretch.pattern: stretch for stretch in found}
     placed = {}
     for left, (pattern, stretch) in zip(range(len(examples), 0, -1), examples.items(), strict=True):

@@ -40,7 +40,7 @@ class BlockedProblem:
 
     @staticmethod
     def of(problem: Problem, blocks: list[BufferBlock]) -> BlockedProblem:
-        """Return the problem with these blocks merged; they are disjoint, and each has at least one row."""
+        """Return the problem with these blocks merged; blocks must be disjoint and not empty."""
         table = problem.buffers
         alone = np.ones(len(table), bool)
         merged = np.zeros(len(blocks), BUFFER)
@@ -57,7 +57,7 @@ class BlockedProblem:
         return BlockedProblem(whole, blocks, singles, len(table))
 
     def expand(self, offsets: np.ndarray) -> np.ndarray:
-        """Return the offsets of the original buffers from those of `problem`. int64[n], bytes."""
+        """Return the offsets of the original buffers, given offsets of the buffers of `problem`. int64[n], bytes."""
         found = np.zeros(self._count, np.int64)
         for block, offset in zip(self._blocks, offsets[: len(self._blocks)].tolist(), strict=True):
             found[block.rows] = offset + block.offsets

@@ -1,8 +1,8 @@
 """Finds reusable space, by group, for requests whose sizes are known only at run time.
 
 STWeaver, section 5.2: dynamic requests that one layer makes and another frees form a HomoLayer group (Eq. 2). Their
-sizes are unknown, but not their lifetimes: from the beginning of the one layer to the end of the other. The bytes that
-no planned buffer uses in that time are the group's dynamic reusable space (Eq. 3 to 5).
+sizes are unknown, but all of them live between the beginning of the first layer and the end of the second. The bytes
+that no planned buffer uses in that time are the group's dynamic reusable space (Eq. 3 to 5).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def dynamic_spaces(step: Trace, problem: Problem, solution: Solution) -> tuple[D
 
 
 def renewed_spaces(spaces: Sequence[DynamicSpace], problem: Problem, solution: Solution) -> tuple[DynamicSpace, ...]:
-    """Return these groups with the space that another solution leaves them in the same windows of time.
+    """Return the groups with the spaces that another solution leaves free in the same windows of time.
 
     Args:
         spaces: the groups, on the same clock.
@@ -75,7 +75,7 @@ def dynamic_peak_bytes(step: Trace) -> int:
 
 
 def served(step: Trace, spaces: tuple[DynamicSpace, ...]) -> tuple[int, int]:
-    """Return how many dynamic requests, and bytes, would have found room in the arena in the recorded step.
+    """Return the number and the bytes of a step's dynamic requests that would have found room in the arena.
 
     A request goes to the smallest stretch of its group's space that is large enough and that no other dynamic request
     has in use (Eq. 6). If there is none, torch's allocator serves the request.
@@ -96,7 +96,7 @@ def served(step: Trace, spaces: tuple[DynamicSpace, ...]) -> tuple[int, int]:
             del live[request]
             continue
         at = numbers.pop(request, None)
-        if at is None:  # a free of a request that had found no room
+        if at is None:  # a free: its request found no room
             continue
         row = rows[at]
         size = rounded_up(int(row["nbytes"]), BLOCK_BYTES)
@@ -127,7 +127,7 @@ def _numbers_in_place(rows: np.ndarray) -> np.ndarray:
 
 
 def _spans(step: Trace) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return the first event, and the last one + 1, of each phase and layer."""
+    """Return the range [first, end) of the events of each phase and layer."""
     phase, layer = step.events["phase"].astype(np.int64), step.events["layer"].astype(np.int64)
     width = len(step.layers) + 1
     places, first = np.unique(phase * width + layer + 1, return_index=True)
@@ -141,7 +141,7 @@ def _spans(step: Trace) -> dict[tuple[int, int], tuple[int, int]]:
 def _window(
     key: list[int], members: np.ndarray, spans: dict[tuple[int, int], tuple[int, int]], events: int
 ) -> tuple[int, int]:
-    """Return the window from the malloc layer's beginning to the free layer's end, or longer if recorded so."""
+    """Return the window from the malloc layer's beginning to the free layer's end; it covers all recorded lifetimes."""
     malloc_phase, malloc_layer, free_phase, free_layer, _ = key
     lower = min(spans[malloc_phase, malloc_layer][0], int(members["malloc_event"].min()))
     if free_phase < 0:
@@ -152,14 +152,15 @@ def _window(
 def idle_spaces(
     problem: Problem, solution: Solution, windows: Sequence[tuple[int, int]]
 ) -> list[tuple[tuple[int, int], ...]]:
-    """Return the bytes that no planned buffer uses in each window of the clock: (first byte, end), disjoint, rising."""
+    """Return for each window of the clock the ranges [begin, end) of bytes that no planned buffer uses, sorted."""
     table = problem.buffers
     by_lower = np.argsort(table["lower"], kind="stable")
     lower, upper = table["lower"][by_lower], table["upper"][by_lower]
     starts = solution.offsets[by_lower]
     ends = starts + table["size"][by_lower]
     found: list[tuple[tuple[int, int], ...]] = [()] * len(windows)
-    # Windows are visited by beginning. Buffers in use at it are carried along; all others begin inside the window.
+    # Visit windows in the order of their beginnings. `in_use` has the buffers in use when the window begins; all other
+    # buffers that matter begin inside the window.
     in_use, seen = np.zeros(0, np.int64), 0
     for at in sorted(range(len(windows)), key=windows.__getitem__):
         begin, end = np.searchsorted(lower, windows[at], "left")
@@ -188,7 +189,7 @@ def _peak_bytes(rows: np.ndarray) -> int:
 
 
 def _without(space: tuple[int, int], taken: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the stretches of `space` outside of all `taken` ones, which are disjoint and rising."""
+    """Return the ranges of `space` outside of the `taken` ranges, which are disjoint and sorted."""
     begin, end = space
     free = []
     for start, stop in taken:

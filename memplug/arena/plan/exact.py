@@ -1,12 +1,12 @@
 """A planner for 100 to 1,000 buffers that can be stopped at any time, and knows how far it is from the optimum.
 
-A depth-first search with restarts (`native/packing/decide.cpp`) decides whether the buffers fit below a height,
-beginning at the lower bound. A greedy placement gives the upper bound. The interval in between is bisected; heights
-that are shown to be impossible raise the lower bound. Sizes are divided by their common divisor, and heights are
-multiples of it.
+A depth-first search with restarts (`native/packing/decide.cpp`) decides whether the buffers fit below a height. The
+first height is the lower bound; a greedy placement gives an upper bound. Then the planner bisects the interval between
+the two, and raises the lower bound above heights that are proven to be impossible. Sizes are divided by their common
+divisor, and heights are multiples of it.
 
-MEMO's mixed integer program (`memplug.arena.plan.memo_program`) minimises the height instead. It ends in time for some
-50 buffers, and is the reference that the search is tested against.
+MEMO's mixed integer program (`memplug.arena.plan.memo_program`) minimises the height instead. It ends in time only for
+up to some 50 buffers; tests compare the search with it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ log = logging.getLogger("memplug")
 
 Backend = Literal["native", "milp"]
 LARGEST = 2_000
-"""Buffers; with more, the search hardly ends, and its tables grow with the square of the number."""
+"""Largest number of buffers to search for: with more, the search hardly ends, and its tables grow quadratically."""
 PROMISING = 500
-"""Buffers; with more, `bilevel` places its blocks by `search`, and `auto` gives this planner more of the time."""
+"""Number of buffers above which `bilevel` places its blocks by `search`, and `auto` gives this planner more time."""
 
 
 def solve(
@@ -39,10 +39,10 @@ def solve(
     enough_bytes: int | None = None,
     backend: Backend = "native",
 ) -> Solution:
-    """Return the lowest placement, or the best that was found in time. Streams are ignored: see `streams`.
+    """Return the lowest placement, or the best found in time. Ignore streams; see `streams`.
 
     Args:
-        problem: some 100 to 1,000 buffers. With more than `LARGEST`, the greedy placement is returned.
+        problem: some 100 to 1,000 buffers. With more than `LARGEST`, the result is the greedy placement.
         deadline_s: when to end, on the clock of `time.monotonic`; by default after 10 s.
         enough_bytes: the height to end at, such as a capacity; by default the lower bound.
         backend: "native": the search; "milp": MEMO's program.
@@ -59,7 +59,7 @@ def solve(
     if backend == "milp":
         offsets, proven = memo_program.minimise(Small.of(problem), start.offsets, deadline_s)
     else:
-        # Share of the time for the first height: if that was given, hardly another one is worth trying.
+        # Share of the time for the first height: nearly all if that is `enough_bytes`, since lower ones gain nothing.
         share = 0.5 if enough_bytes is None else 0.95
         offsets, proven = _close_gap(problem, start.offsets, enough, deadline_s, share)
     height = int((offsets + problem.buffers["size"]).max(initial=0))
@@ -85,7 +85,7 @@ def _close_gap(
 ) -> tuple[np.ndarray, bool]:
     """Return the lowest offsets found, and whether they are proven to be optimal."""
     small = Small.of(problem)
-    # Heights in units: none up to `impossible` is possible, `best` is reached, and at `hard` the time ran out.
+    # Heights in units: none up to `impossible` is possible, `best` is reached, and the search at `hard` timed out.
     impossible = -(-problem.lower_bound // small.unit) - 1
     target = max(enough // small.unit, impossible + 1)
     best = -(-int((offsets + problem.buffers["size"]).max()) // small.unit)
@@ -104,6 +104,6 @@ def _close_gap(
             target = max(target, height + 1)
         height, share = (best + hard) // 2, 0.25
         if best - hard <= 1:
-            # No height is left in between: the remaining time goes to the lowest one that is not ruled out.
+            # No height is left in between: spend the remaining time on the lowest one that is not ruled out.
             height, share, hard = max(target, impossible + 1), 1.0, impossible
     return offsets, best == impossible + 1

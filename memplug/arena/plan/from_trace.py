@@ -17,11 +17,11 @@ TRAINING = 0
 
 
 def last_step(trace: Trace, step: int | None = None) -> Trace:
-    """Return the step of a trace that a plan is made from, as a trace of its own; see `cut`.
+    """Return one step of a trace as a trace of its own, to plan from; see `cut`.
 
     Args:
         trace: any trace; one without steps counts as one step.
-        step: running number, from the end if below 0; None: the last one.
+        step: number of the step, counted from the end if below 0; None: the last step.
 
     Raises:
         LayoutError: the trace has no such step.
@@ -43,12 +43,13 @@ def problem_of(
 
     Sizes are rounded up to the alignment. A buffer that is still in use when the step ends counts as in use for all of
     the step, since the next step repeats the requests and must find the buffer's bytes untouched. The step before left
-    such buffers too. If one of them is freed only after its successor is requested, the problem has one more buffer for
-    it. A buffer that another thread freed counts as in use twice as long, since the free may come later next time.
+    such buffers too: if one of them is freed only after its successor in this step is requested, the problem has an
+    extra buffer for it. A buffer that another thread freed counts as in use twice as long, since that thread may free
+    it later in other steps.
 
-    Dynamic requests are left out, since their sizes are known only at run time. So are requests of threads that do not
-    train, since they come at any time. Traces hold no orderings of streams, so requests of different streams share no
-    bytes.
+    Dynamic requests are left out, since their sizes are known only at run time. Requests of threads that do not train
+    are left out, since they come at any time. Traces hold no orderings of streams, so requests of different streams
+    share no bytes.
 
     Args:
         step: one step, see `last_step`.
@@ -71,7 +72,7 @@ def problem_of(
         requests = requests[~np.isin(requests["malloc_phase"], phases)]
     if (requests["stream"] > np.iinfo(BUFFER["stream"]).max).any():
         raise LayoutError(
-            f"a request is on stream {requests['stream'].max()}: streams have running numbers",
+            f"a request is on stream {requests['stream'].max()}: stream numbers must fit an int32",
             "Record the trace again.",
         )
     live = still_live(requests)
@@ -100,11 +101,11 @@ def problem_of(
 def problem_of_all(trace: Trace, alignment_bytes: int = BLOCK_BYTES) -> Problem:
     """Return the layout problem of a whole recording, which need not be one step.
 
-    The problem has a buffer for each request, in use from the malloc up to the free or to the end. It has one more for
-    each block that was in use before the recording.
+    The problem has a buffer for each request, in use from the malloc up to the free or to the end. It also has a buffer
+    for each block that was in use before the recording.
 
     Args:
-        trace: its `base_bytes` count all blocks in use before it; frees of these blocks carry their sizes.
+        trace: its `base_bytes` must count all blocks in use before it; frees of these blocks must carry their sizes.
         alignment_bytes: above 0; sizes are rounded up to it.
 
     Returns:
@@ -144,11 +145,11 @@ def problem_of_all(trace: Trace, alignment_bytes: int = BLOCK_BYTES) -> Problem:
 def _left_by_the_step_before(
     step: Trace, table: np.ndarray, malloc_events: np.ndarray, alignment_bytes: int, margin_bytes: int
 ) -> np.ndarray:
-    """Return the buffers needed besides the rows of `table` that outlive the step, of dtype BUFFER.
+    """Return extra buffers for blocks that the step before left, of dtype BUFFER.
 
     The step before left blocks like those that outlive this step. If one is freed only after its successor is
-    requested, both need memory. Blocks of one size and stream may take each other's memory. So for each size and stream
-    there must be as many buffers as blocks in use at once.
+    requested, both need memory at once. Blocks of one size and stream may use each other's memory, so for each size and
+    stream there must be as many buffers as blocks in use at once.
     """
     frees = earlier_frees(step.events)
     frees = frees[step.events["nbytes"][frees] > 0]

@@ -22,9 +22,9 @@ def instants(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def sections(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the first section of each buffer, and the section at which it ends. int32[n] each.
 
-    A section is the last instant before the first free after a malloc. The buffers in use then are no subset of the
-    buffers in use just before or just after. Two buffers share a section exactly if their lifetimes overlap. There are
-    far fewer sections than instants.
+    A section is the last instant before a free that directly follows a malloc: the buffers in use then are no subset of
+    those in use just before or just after. Two buffers share a section if and only if their lifetimes overlap. There
+    are far fewer sections than instants.
 
     Args:
         table: of dtype BUFFER.
@@ -33,7 +33,7 @@ def sections(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     count = int(upper.max(initial=0))
     begins, ends = np.zeros(count + 1, bool), np.zeros(count + 1, bool)
     begins[lower] = ends[upper] = True
-    # The first free after a malloc closes a section.
+    # The first free after a malloc ends a section.
     last_malloc = np.maximum.accumulate(np.where(begins, np.arange(count + 1), -1))
     closing = np.flatnonzero(ends)
     of_closing = last_malloc[closing - 1]
@@ -57,7 +57,7 @@ def load_bytes(lower: np.ndarray, upper: np.ndarray, size: np.ndarray) -> np.nda
 
 
 def largest_within(values: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> np.ndarray:
-    """Return the largest of values[lower:upper] for each buffer, where lower < upper; in the dtype of the values."""
+    """Return the maximum of values[lower:upper] for each buffer, where lower < upper."""
     # A sparse table has the maxima of all stretches whose length is a power of two; two of them cover any stretch.
     found = np.empty(len(lower), values.dtype)
     power = np.frexp((upper - lower).astype(np.float64))[1] - 1

@@ -15,16 +15,17 @@ _PAIRS_AT_MOST = 20_000
 def minimise(small: Small, offsets: np.ndarray, deadline_s: float) -> tuple[np.ndarray, bool]:
     """Return the lowest placement by MEMO's mixed integer program (section 4.2), and whether it is proven optimal.
 
-    The program minimises the height M, where buffer i has offset A_i and size S_i. Each has A_i + S_i <= M. Each pair
-    in use at the same time has A_i + S_i <= A_j + z M_cap and A_j + S_j <= A_i + (1 - z) M_cap, with z in {0, 1}.
+    The program minimises the height M, where buffer i has offset A_i and size S_i. Each buffer needs A_i + S_i <= M.
+    Each pair of buffers in use at the same time needs A_i + S_i <= A_j + z M_cap and A_j + S_j <= A_i + (1 - z) M_cap,
+    with z in {0, 1}.
 
     Args:
         small: the problem.
-        offsets: of a valid placement, bytes; the height of this placement is M_cap. These offsets are the result if no
-            lower placement is found, or if the program would have too many variables.
+        offsets: offsets of a valid placement, bytes; M_cap is its height. They are also the result if no lower
+            placement is found, or if the program would have too many variables.
         deadline_s: when to end, on the clock of `time.monotonic`.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp  # a second to import, for which training may be waiting
+    from scipy.optimize import Bounds, LinearConstraint, milp  # imported late: it takes a second
     from scipy.sparse import coo_array
 
     count = len(small.size)
@@ -35,7 +36,7 @@ def minimise(small: Small, offsets: np.ndarray, deadline_s: float) -> tuple[np.n
         return offsets, False
     pairs = np.arange(len(first))
     size = small.size.astype(np.float64)
-    multiple = small.alignment.astype(np.float64)  # the variable of an offset counts alignments
+    multiple = small.alignment.astype(np.float64)  # the variables are offsets in multiples of the alignment
     z, height = count + pairs, count + len(pairs)
     upper_rows, lower_rows, top_rows = pairs, len(pairs) + pairs, 2 * len(pairs) + np.arange(count)
     entries = (

@@ -28,10 +28,9 @@ class DynamicSpace:
             phases and layers; -1: outside of layers, or (free_*) not freed in the step.
         stream: the stream of the requests.
         lower, upper: on the problem's clock; all of the group's requests live in [lower, upper).
-        spaces: (first byte, end) of stretches that no planned buffer uses in [lower, upper); disjoint, rising, none
-            empty.
-        members: numbers of the group's requests, rising. All dynamic requests that the recorded step made in the
-            malloc's phase and layer are numbered from 0.
+        spaces: ranges (first byte, end) that no planned buffer uses in [lower, upper); disjoint, sorted, none empty.
+        members: numbers of the group's requests, sorted. A recorded step's dynamic requests are numbered from 0 within
+            the phase and layer of their malloc.
         peak_bytes: the most bytes that the group had in use at once in the recorded step.
     """
 
@@ -74,7 +73,7 @@ class AddressPlan(PlanPart):
     """The arena's part of a plan.
 
     Attributes:
-        problem: the planned requests. If it was loaded from a file, it has no fingerprint: the plan has one.
+        problem: the planned requests. In a loaded part it has no fingerprint: only the plan has one.
         solution: the offsets of these requests.
         dynamic: one space for each group of requests whose sizes are known only at run time.
         predictions: see `PromisedBytes`.
@@ -112,7 +111,7 @@ class AddressPlan(PlanPart):
         head = read(_PartHeader, {name: value for name, value in values.items() if name not in tables})
         buffers, orderings = (values[name] for name in tables)
         if not 0 <= head.height_bytes < _MOST_BYTES:
-            raise ValueError(f"the height is {head.height_bytes} bytes")
+            raise ValueError(f"the height is {head.height_bytes} bytes, not from 0 to 2**62 - 1")
         problem = Problem(
             buffers=_table(buffers, BUFFER, head.requests),
             ids=_ids(buffers["id"], head.requests),
@@ -123,7 +122,7 @@ class AddressPlan(PlanPart):
         for name in _PLACES:
             rows = problem.buffers[name]
             if (rows < -1).any() or (rows >= len(head.phases if name.endswith("phase") else head.layers)).any():
-                raise ValueError(f"{name} has places that there are none of")
+                raise ValueError(f"the column {name} has an index beyond the plan's phases or layers")
         solution = Solution(
             offsets=_column(buffers, "offset", np.dtype(np.int64), head.requests),
             height=head.height_bytes,
@@ -166,7 +165,7 @@ def address_plan(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Phase:
-    """A `Phase` whose kind is given by name."""
+    """A `Phase` in a file, where its kind is a name."""
 
     kind: str
     micro_batch: int

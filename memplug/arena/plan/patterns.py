@@ -1,7 +1,7 @@
 """Finds stretches of a step that repeat, such as layers: by recorded phases and layers, or by the requests alone.
 
-A stretch is a run of events of one phase and layer. If a run does not repeat (a whole backward without layers, a CSV),
-it is searched for periods: stretches of equal length that request and free the same sizes in the same order.
+A stretch is a run of events of one phase and layer. Some runs do not repeat, such as a whole backward without layers,
+or a CSV. Such a run may have periods: stretches of equal length that request and free the same sizes in the same order.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 _GRAM = 8
-"""Consecutive events that must recur before their distance counts as a likely period."""
+"""Number of consecutive events that must recur at a distance, so that it counts as a likely period."""
 
 _PERIODS = 24
-"""How many of the most frequent distances to try."""
+"""Number of likely periods to try."""
 
 _SHORTEST = 16
-"""Events in the shortest period. Shorter repetitions (the optimizer's parameters, a norm in a layer) are no layers."""
+"""Events in the shortest period: shorter repetitions (the optimizer's parameters, a norm in a layer) are no layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Stretch:
 
     Attributes:
         begin, end: on the clock of the events.
-        rows: buffers that are requested and freed inside, int64, by malloc.
+        rows: rows of the buffers that are requested and freed inside, int64, in the order of mallocs.
         pattern: equal for stretches whose rows have the same sizes, alignments and relative lifetimes.
     """
 
@@ -53,11 +53,11 @@ class _Events:
 
 
 def stretches(table: np.ndarray, *, by_place: bool = True) -> list[Stretch]:
-    """Return the stretches whose pattern repeats, by begin; disjoint, each with rows.
+    """Return the stretches whose pattern repeats, sorted and disjoint; each has rows.
 
     Args:
         table: of dtype BUFFER.
-        by_place: use phases and layers where the table has them. If false, periods alone are used; a period may join
+        by_place: use phases and layers where the table has them. If false, use periods alone; a period may join
             stretches that belong together, such as a layer's recompute pass and its backward.
     """
     events = _events(table, by_place)
@@ -96,7 +96,7 @@ def _events(table: np.ndarray, by_place: bool) -> _Events:
 
 
 def _with_rows(table: np.ndarray, events: _Events, begins: np.ndarray, ends: np.ndarray) -> list[Stretch]:
-    """Return the stretches [begins[i], ends[i]), disjoint and rising, that have rows of their own."""
+    """Return the stretches [begins[i], ends[i]) that contain whole lifetimes; they must be disjoint and sorted."""
     if not len(begins):
         return []
     of_row = np.searchsorted(begins, events.lower, "right") - 1
@@ -131,7 +131,7 @@ def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _periodic(events: _Events, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the borders of stretches in [begin, end) that repeat one after another; rising and disjoint."""
+    """Return the begins and ends of stretches in [begin, end) that repeat back to back, sorted and disjoint."""
     token = events.token[begin:end]
     taken = np.zeros(len(token), bool)
     starts: list[int] = []
@@ -162,7 +162,7 @@ def _likely_periods(token: np.ndarray) -> list[int]:
     order = np.argsort(grams, kind="stable")
     follows = grams[order[1:]] == grams[order[:-1]]
     distances, counts = np.unique(np.diff(order)[follows], return_counts=True)
-    # If the distance d is a period, events recur at it at least d times.
+    # If the distance d is a period, at least d events recur at it.
     likely = (counts + _GRAM >= distances) & (distances >= _SHORTEST)
     distances, counts = distances[likely], counts[likely]
     most = np.argsort(-counts * distances, kind="stable")[:_PERIODS]
@@ -170,7 +170,7 @@ def _likely_periods(token: np.ndarray) -> list[int]:
 
 
 def _quiet_cut(events: _Events, begin: int, period: int) -> int:
-    """Return the event of one period, counted from `begin`, at which the fewest short-lived buffers are in use."""
+    """Return the event within a period, counted from `begin`, at which the fewest short-lived buffers are in use."""
     short = (events.upper - events.lower < period) & (events.upper > begin) & (events.lower < begin + 2 * period)
     changes = np.zeros(2 * period + 1, np.int64)
     np.add.at(changes, np.clip(events.lower[short] + 1 - begin, 0, 2 * period), 1)

@@ -1,8 +1,8 @@
 """The layout problem and its solution: buffers with lifetimes and sizes, and an offset for each.
 
-Offline Dynamic Storage Allocation (MEMO, section 4.2): the lifetime and size of every request are known, and its offset
-in one arena is sought such that the arena is as low as possible. Lifetimes are half-open intervals on a clock of
-events. Problems are stored as arrays; a `Buffer` is one row of them, for people and tests.
+Offline Dynamic Storage Allocation (MEMO, section 4.2): given the lifetime and size of every request, find offsets in
+one arena such that the arena is as low as possible. Lifetimes are half-open intervals on a clock of events. A problem
+stores its buffers as a table; a `Buffer` is one row of it, for people and tests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ORDERING = np.dtype(  # at `time`, stream `after` waits for all work of stream `
 )
 
 LARGEST_BYTES = 2**60
-"""Bound of sizes and of their sum: offsets are computed in int64."""
+"""Upper bound of each size and of their sum, since offsets are computed in int64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ def buffers(rows: list[Buffer] | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """Buffers to place. The arrays are read-only; a writeable array is copied.
+    """Buffers to place. The arrays are read-only; the constructor copies writeable ones.
 
     Buffers of different streams may share bytes only if, in this order, one is freed, an ordering makes the other's
     stream wait, and the other is requested.
@@ -85,7 +85,7 @@ class Problem:
         buffers: of dtype BUFFER.
         ids: names of the buffers: int64, running numbers of requests in their trace; or str, as in a CSV. By default
             the rows.
-        orderings: of dtype ORDERING, by time.
+        orderings: of dtype ORDERING, sorted by time.
         phases, layers: the phases and layers that columns of `buffers` index.
         fingerprint: of the trace; empty if the problem does not come from a trace.
 
@@ -137,7 +137,7 @@ class Problem:
 
     @cached_property
     def lower_bound(self) -> int:
-        """Return the most bytes in use at once, below which no solution can be."""
+        """Return the most bytes in use at once: no solution can be lower."""
         return self._peak[1]
 
     @cached_property
@@ -190,7 +190,7 @@ def solved(
     seconds: float = 0.0,
     timed_out: bool = False,
 ) -> Solution:
-    """Return a solution with these offsets: as high as its highest buffer's end, and optimal at the lower bound."""
+    """Return a solution with these offsets; it is optimal if `proven`, or if its height is the lower bound."""
     height = int((offsets + problem.buffers["size"]).max(initial=0))
     return Solution(
         offsets=offsets,
@@ -203,7 +203,7 @@ def solved(
 
 
 def live_bytes(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the instants at which the bytes in use change, rising, and the bytes in use from each on. int64 each.
+    """Return the sorted instants at which bytes in use may change, and the bytes in use from each on. int64 each.
 
     Args:
         table: of dtype BUFFER.
@@ -222,10 +222,10 @@ def fragmentation(lower_bound_bytes: int, height_bytes: int) -> float:
 
 
 def time_memory_product(table: np.ndarray, offsets: np.ndarray) -> float:
-    """Return the share of a block (bytes times duration) that is in use, in (0, 1] (STWeaver, Eq. 1).
+    """Return the share of the rectangle around the buffers that they use, in (0, 1] (STWeaver, Eq. 1).
 
-    The block reaches from the lowest offset to the highest end, and from the first lower to the last upper. Without
-    buffers the share is 1.
+    The rectangle (bytes times duration) reaches from the lowest offset to the highest end, and from the first lower to
+    the last upper. Without buffers the share is 1.
 
     Args:
         table: of dtype BUFFER.
@@ -245,7 +245,7 @@ def _check(problem: Problem) -> None:
     assert len(ids) == len(table), "an id for each buffer"
     problems = (
         ("has {size} bytes: sizes are above 0", table["size"] <= 0),
-        ("has {size} bytes, more than fits", table["size"] >= LARGEST_BYTES),
+        ("has {size} bytes: sizes are below 2**60", table["size"] >= LARGEST_BYTES),
         ("lives from {lower} up to {upper}: no time at all", table["upper"] <= table["lower"]),
         ("has alignment {alignment}, which is not above 0", table["alignment"] <= 0),
     )
@@ -255,6 +255,6 @@ def _check(problem: Problem) -> None:
             values = dict(zip(BUFFER.names, table[row].item(), strict=True))
             raise LayoutError(f"buffer {ids[row]} {problem_of_it.format(**values)}")
     if float(table["size"].sum(dtype=np.float64)) >= LARGEST_BYTES:
-        raise LayoutError("the buffers have more bytes together than fit an int64")
+        raise LayoutError("the buffers have 2**60 bytes or more together")
     if len(orderings) and (np.diff(orderings["time"]) < 0).any():
         raise LayoutError("the orderings of streams are not in the order of time")

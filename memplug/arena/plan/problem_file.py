@@ -1,8 +1,8 @@
 """Reads and writes layout problems as CSV, in the format of google/minimalloc: one row per buffer.
 
 The header names the columns, in any order: `id` (or `buffer`, `buffer_id`), `lower` (or `start`, `begin`), `upper`
-exclusive (or `end`, inclusive), `size`, and optionally `alignment`. `gaps` are not supported, other columns and blank
-lines are ignored. A solved problem has a column `offset` too. A million rows are read in seconds.
+exclusive (or `end`, inclusive), `size`, and optionally `alignment`. A value in the column `gaps` is an error; other
+columns and blank lines are ignored. A solved problem has a column `offset` too. Reading a million rows takes seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Header:
     """The columns of a file.
 
     Args:
-        names: of all columns.
+        names: names of all columns.
 
     Raises:
         ValueError: a column is missing, or named twice.
@@ -88,7 +88,7 @@ class _Header:
 
 
 def read_csv(path: str | Path) -> Problem:
-    """Read a problem; its ids are int64 if all are numbers as Python would write them, else str.
+    """Read a problem; its ids are int64 if that loses nothing (as it would for "007"), else str.
 
     Args:
         path: a file in UTF-8.
@@ -140,7 +140,7 @@ def _read(text: TextIO) -> Problem:
             elif fields:
                 name, row = header.row(fields)
                 if name in seen:
-                    raise ValueError(f"the id {_shown(name)} of line {seen[name]} once more")
+                    raise ValueError(f"the id {_shown(name)} is already on line {seen[name]}")
                 seen[name] = line
                 rows.append(row)
             line = reader.line_num + 1  # where the next row begins: a quoted field may span several lines

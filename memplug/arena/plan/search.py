@@ -1,9 +1,9 @@
 """A planner for problems without structure: greedy placement in many orders, improving the best.
 
-Each order is by a random mix of features (size, duration, load), and is placed first fit or best fit. In the best
-order, buffers that end above the lower bound are moved to the front (squeaky wheel optimisation: Joslin and Clements,
-JAIR 10, 1999). A placement that gets as high as the best so far is abandoned. A solution is proven optimal only at the
-lower bound.
+Each order sorts buffers by a random mix of features (size, duration, load), and places them first fit or best fit. In
+the best order, buffers that end above the target height are then moved to the front (squeaky wheel optimisation: Joslin
+and Clements, JAIR 10, 1999). A placement that gets as high as the best so far is abandoned. A solution is proven
+optimal only at the lower bound.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memplug.arena.plan.intervals import largest_within, load_bytes
 from memplug.arena.plan.problem import Problem, Solution, solved
 
 _PATIENCE = 12
-"""Consecutive moves to the front without a lower height, after which orders are drawn at random again."""
+"""Consecutive moves to the front that lower no height, after which random orders follow again."""
 
 
 def solve(
@@ -31,7 +31,7 @@ def solve(
     improve: bool = True,
     seed: int = 0,
 ) -> Solution:
-    """Return offsets by search, valid whenever it ends. Streams are ignored: see `streams`.
+    """Return the lowest placement found, valid whenever the search ends. Ignore streams; see `streams`.
 
     Args:
         problem: any number of buffers.
@@ -94,7 +94,7 @@ class _BestPlacement:
 
 
 def _fixed_orders(placer: Placer) -> Iterator[tuple[np.ndarray, bool]]:
-    """Yield each order, and whether to place best fit; ties stay in table order, in a trace the order of time."""
+    """Yield each order, and whether to place best fit; ties keep the order of the table."""
     size, duration = placer.size, placer.upper - placer.lower
     features = (
         (size,),
@@ -113,14 +113,14 @@ def _improve(state: _BestPlacement, random: np.random.Generator) -> None:
     while not state.ends():
         if state.try_order(*next(draw)):
             _move_to_front(state)
-        # Now and then, look around the best placement again, with ties broken anew.
+        # Now and then, start again from the best placement, with its order shuffled a little.
         elif random.random() < 0.2:
             _move_to_front(state, random)
 
 
 def _move_to_front(state: _BestPlacement, random: np.random.Generator | None = None) -> None:
-    """Move buffers that rise above the target to the front, again and again, as long as that lowers the height."""
-    # Start from the offsets, not from the order that led to them: lowest first gives no higher placement.
+    """Move buffers that end above the target to the front, again and again, until that stops lowering the height."""
+    # Sort by offset: placing the lowest buffer first gives no higher placement than the order that led to the offsets.
     order = np.argsort(state.offsets, kind="stable")
     if random is not None:
         order = order[np.argsort(np.arange(len(order)) + random.normal(0, 0.01 * len(order), len(order)))]
@@ -129,7 +129,7 @@ def _move_to_front(state: _BestPlacement, random: np.random.Generator | None = N
         above = (offsets + state.size)[order] > state.enough_bytes
         order = np.concatenate([order[above], order[~above]])
         before = state.height
-        # A little higher than the best is allowed, since the way to a lower placement may lead over it.
+        # Allow a placement to be 2 % higher than the best, since the moves after it may lead to a lower one.
         found = state.placer.place(order, tightest=state.tightest, limit_bytes=before + before // 50)
         if found is None:
             return
@@ -143,11 +143,11 @@ def _move_to_front(state: _BestPlacement, random: np.random.Generator | None = N
 
 @dataclass(frozen=True, slots=True)
 class _Features:
-    """Logarithms of the features that orders are mixed from, float64[n] each."""
+    """Logarithms of the features from which orders are mixed, float64[n] each."""
 
     size: np.ndarray
     duration: np.ndarray
-    load: np.ndarray  # load of each buffer's fullest instant, as a share of the lower bound; no logarithm
+    load: np.ndarray  # most bytes in use during each lifetime, as a share of the lower bound; no logarithm
 
 
 def _random_orders(state: _BestPlacement, random: np.random.Generator) -> Iterator[tuple[np.ndarray, bool]]:
@@ -157,6 +157,6 @@ def _random_orders(state: _BestPlacement, random: np.random.Generator) -> Iterat
     while True:
         weight = random.exponential(size=4) * (1, random.integers(2), 10 * random.integers(2), random.integers(2))
         key = weight[0] * features.size + weight[1] * features.duration + weight[2] * features.load
-        # Rounded down to tenths, so that all buffers of the fullest stretches of time come first.
+        # Round down to tenths, so that all buffers that live at the fullest times come first.
         key += weight[3] * np.floor(10 * features.load)
         yield np.argsort(-key, kind="stable"), bool(random.integers(2))

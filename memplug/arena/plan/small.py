@@ -28,7 +28,7 @@ class Small:
 
     @staticmethod
     def of(problem: Problem) -> Small:
-        """Return a problem in this form."""
+        """Return `problem` with times as sections and bytes in units."""
         table = problem.buffers
         lower, upper = sections(table)
         aligned = table["alignment"][table["alignment"] > 1]

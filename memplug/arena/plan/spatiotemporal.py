@@ -1,16 +1,18 @@
 """STWeaver's planner (section 5.1): groups requests by when they live, then by their size.
 
-Persistent requests, which outlive the step, lie at the bottom. The others form HomoPhase groups by the phases that
-request and free them (scoped: two phases; transient: one). Each group is placed by itself. Neighbours are fused where
-that raises the time-memory product (Eq. 1), the share of the rectangle around a group that is in use. A group that is
-dense enough becomes one large request. Then all requests form HomoSize groups, which are placed from the largest size
-down. A memory layer is a range of addresses as high as one size. A request goes into a free interval of an earlier
-memory layer if it fits, else into a new memory layer by Algorithm 1.
+Persistent requests, which outlive the step, lie at the bottom. All other requests form HomoPhase groups by the phases
+that request and free them (scoped: two phases; transient: one). The planner places each group by itself. It fuses
+groups that meet in a phase if that raises their time-memory product (Eq. 1): the share of the rectangle around a group
+that is in use. A dense group becomes one large request.
 
-Departures from the paper: a group becomes one request only if its time-memory product is at least `DENSE`. For
-activations that are freed one by one, the rectangle would be half empty; members of such groups are placed singly. The
-space above a request in a higher memory layer is a free interval too. In the end all requests are lowered as far as
-they go.
+Then all requests form HomoSize groups, which are placed from the largest size down. A memory layer is a range of
+addresses as high as one size. A request goes into a free interval of an earlier memory layer if it fits, else into a
+new memory layer by Algorithm 1.
+
+Departures from the paper: a group becomes one request only if its time-memory product is at least `DENSE`. If
+activations are freed one by one, the rectangle would be half empty, so the members of such a group are placed singly.
+The space above a request in a higher memory layer is a free interval too. At the end, greedy placement from the bottom
+up lowers all requests.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _HEIGHTS_TRIED, _INTERVALS_TRIED = 32, 16
 
 
 def solve(problem: Problem, *, deadline_s: float | None = None, enough_bytes: int | None = None) -> Solution:
-    """Return offsets by phases and sizes; without phases, by sizes alone. Streams are ignored: see `streams`.
+    """Place requests by phases and sizes; without phases, by sizes alone. Ignore streams; see `streams`.
 
     Args:
         problem: of one step.
@@ -46,7 +48,7 @@ def solve(problem: Problem, *, deadline_s: float | None = None, enough_bytes: in
 
 
 def by_groups(problem: Problem, deadline_s: float | None = None) -> np.ndarray:
-    """Return the offsets before all requests are lowered. int64[n], bytes."""
+    """Return the offsets by groups, before `solve` lowers all requests. int64[n], bytes."""
     table = problem.buffers
     offsets = np.zeros(len(problem), np.int64)
     unit = int(np.lcm.reduce(np.unique(table["alignment"]), initial=1))
@@ -66,7 +68,7 @@ def _persistent(problem: Problem) -> np.ndarray:
 
 
 def _stack(table: np.ndarray, rows: np.ndarray, unit: int, offsets: np.ndarray) -> int:
-    """Place rows one upon another; return the offset above them."""
+    """Place rows one above another, and write their `offsets`; return the offset above them."""
     ends = (-(-table["size"][rows] // unit) * unit).cumsum()
     offsets[rows] = np.concatenate([[0], ends])[: len(ends)]
     return int(ends[-1]) if len(ends) else 0
@@ -80,7 +82,7 @@ class _Group:
     """The placement of one HomoPhase group.
 
     Attributes:
-        first_phase, last_phase: phases in which its requests are made, and freed.
+        first_phase, last_phase: the phases that request and free its members.
         rows: its requests, as rows of the problem.
         offsets: int64, aligned with `rows`.
         product: its time-memory product.
@@ -121,11 +123,10 @@ def _local_plan(table: np.ndarray, first: int, last: int, rows: np.ndarray, orde
 
 
 def fuse(table: np.ndarray, groups: list[_Group], deadline_s: float | None = None) -> list[_Group]:
-    """Fuse pairs of groups if one ends in the phase where the other begins, and the product rises.
+    """Fuse two groups if one ends in the phase where the other begins, and their time-memory product rises.
 
-    The requests of the smaller group are inserted into the placement of the larger: the largest first, at the lowest
-    free offset. A fusion is accepted if its time-memory product exceeds the average of the two products, weighted by
-    the groups' rectangles.
+    Requests of the smaller group are inserted into the placement of the larger: the largest first, at the lowest free
+    offset. The product rises if it exceeds the average of the two products, weighted by the groups' rectangles.
     """
     by_first: dict[int, list[_Group]] = {}
     for each in groups:
@@ -195,7 +196,7 @@ class _Free:
 
 
 def _by_sizes(problem: Problem, unit: int) -> np.ndarray:
-    """Return offsets, placing the largest size first."""
+    """Return the offsets of requests, placed from the largest size down."""
     table = problem.buffers
     heights = -(-table["size"] // unit) * unit
     lower, upper = table["lower"].tolist(), table["upper"].tolist()
@@ -228,7 +229,7 @@ def _by_sizes(problem: Problem, unit: int) -> np.ndarray:
 def memory_layers(lifetimes: list[tuple[int, int]]) -> list[list[int]]:
     """Divide lifetimes among memory layers by Algorithm 1, such that those in one layer do not overlap.
 
-    There are as few layers as possible: as many as there are lifetimes at the busiest instant.
+    There are as few layers as possible: the number of lifetimes that overlap at the busiest instant.
 
     Args:
         lifetimes: half-open, sorted by beginning.
@@ -237,13 +238,13 @@ def memory_layers(lifetimes: list[tuple[int, int]]) -> list[list[int]]:
         For each layer, the indices into `lifetimes` of its members, in the order of time.
     """
     layers: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (last free time, layer) of reusable layers, rising
+    free: list[tuple[int, int]] = []  # (end of its last lifetime, layer), for layers not in use; sorted
     busy: list[tuple[int, int]] = []
     for index, (lower, upper) in enumerate(lifetimes):
         while busy and busy[0][0] <= lower:
             free.append(heapq.heappop(busy))
         if free:
-            # Layers were added as they became free: the last one has been free for the shortest time.
+            # The last layer in the list has been free for the shortest time.
             layer = free.pop()[1]
         else:
             layer = len(layers)

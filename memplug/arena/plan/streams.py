@@ -1,11 +1,13 @@
-"""Reduces a problem of several streams to one: buffers may then share bytes wherever their lifetimes do not overlap.
+"""Reduces a problem of several streams to one stream, where buffers may share bytes if their lifetimes do not overlap.
 
-A stream may use bytes that another stream frees only after it has waited for that stream. So a buffer of a side stream
-(any but the main one) is held longer than it is in use. It is held from the last time before its malloc that the side
-stream waited for the main stream, until the first time after its free that the main stream waits for the side stream.
-If the held times of two buffers of different streams do not overlap, the later stream has waited for the earlier one,
-directly or through the main stream. Buffers of one side stream with overlapping held times form one block; inside of it
-the order of their stream is enough. Without orderings, a side stream has bytes of its own for the whole step.
+A stream may use bytes that another stream frees only after it has waited for that stream. So the reduction extends the
+lifetimes of buffers on side streams (all but the main one). The extended lifetime begins when the side stream last
+waited for the main stream before the malloc, and ends when the main stream first waits for the side stream after the
+free. If the extended lifetimes of buffers on two streams do not overlap, the later stream has waited for the earlier
+one, directly or through the main stream.
+
+Buffers of one side stream whose extended lifetimes overlap form one block; inside the block the order of their stream
+is enough. Without orderings, a side stream has bytes of its own for the whole step.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from memplug.arena.plan.problem import Problem
 
 
 def on_one_stream(problem: Problem, place: Callable[[Problem], np.ndarray]) -> BlockedProblem:
-    """Return the problem as one of a single stream, for planners that know nothing of streams.
+    """Return the problem on a single stream, for planners that ignore streams.
 
     Args:
         problem: any number of streams. The one with the most bytes is the main stream.
@@ -33,7 +35,7 @@ def on_one_stream(problem: Problem, place: Callable[[Problem], np.ndarray]) -> B
         lower, upper = _held(problem, rows, stream, main)
         order = np.argsort(lower, kind="stable")
         rows, lower, upper = rows[order], lower[order], upper[order]
-        # A block ends where every earlier buffer is freed.
+        # A block ends where the extended lifetimes of all its buffers have ended.
         begins = np.flatnonzero(np.concatenate([[True], lower[1:] >= np.maximum.accumulate(upper)[:-1]]))
         for begin, end in zip(begins, np.append(begins[1:], len(rows)), strict=True):
             part = rows[begin:end]
@@ -43,12 +45,12 @@ def on_one_stream(problem: Problem, place: Callable[[Problem], np.ndarray]) -> B
 
 
 def _held(problem: Problem, rows: np.ndarray, stream: int, main: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return when a side stream's buffers begin and end to be held, see the top of this file. int64[n] each."""
+    """Return the extended lifetimes of a side stream's buffers: where they begin, and where they end. int64[n] each."""
     table, orderings = problem.buffers, problem.orderings
     begin, end = int(table["lower"].min()), int(table["upper"].max())
     into = orderings["time"][(orderings["before"] == main) & (orderings["after"] == stream)]
     back = orderings["time"][(orderings["before"] == stream) & (orderings["after"] == main)]
-    # One earlier: held times that merely meet would depend on the order of two orderings at that instant.
+    # One instant earlier, so that lifetimes do not merely meet: two orderings at one instant may come in either order.
     lower = np.append(into - 1, begin)[np.searchsorted(into, table["lower"][rows], "right") - 1]
     upper = np.append(back, end)[np.searchsorted(back, table["upper"][rows], "left")]
     return np.maximum(lower, begin), np.maximum(upper, table["upper"][rows])

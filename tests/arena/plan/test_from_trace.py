@@ -195,7 +195,7 @@ def test_stream_that_does_not_fit_32_bits_raises():
 def test_request_too_large_to_place_raises():
     recording = Recording()
     recording.malloc(2**61)
-    with pytest.raises(LayoutError, match="more than fits"):
+    with pytest.raises(LayoutError, match="sizes are below 2"):
         problem_of(recording.trace())
 
 

@@ -114,7 +114,7 @@ def test_auto_logs_a_refused_solution_and_takes_the_next_best(monkeypatch, caplo
     monkeypatch.setattr(auto.search, "solve", lambda problem, **_: flat)
     solution = auto.plan(problem, time_limit_s=0.2)
     assert is_valid(problem, solution) and solution.planner != "search"
-    assert "the judge refuses what search found" in caplog.text
+    assert "the judge refuses the solution of search" in caplog.text
     with pytest.raises(LayoutError, match="accepts no plan"):
         auto.plan(problem, "search", time_limit_s=0.2)
 

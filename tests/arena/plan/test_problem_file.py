@@ -105,7 +105,7 @@ AT_FAULT = {
     "zero alignment": ("2,0,3,4,0", "alignment is 0, not above 0"),
     "empty lifetime": ("2,3,3,4,1", "in use from 3 up to 3: no time at all"),
     "backwards": ("2,3,1,4,1", "in use from 3 up to 1: no time at all"),
-    "duplicate id": ("1,0,3,4,1", "the id '1' of line 2 once more"),
+    "duplicate id": ("1,0,3,4,1", "the id '1' is already on line 2"),
     "missing id": (",0,3,4,1", "no id"),
     "NUL byte": ("2,0,3\x00,4,1", "upper is '3\\x00', not an integer"),
 }
@@ -151,7 +151,7 @@ def test_gaps_column_is_refused(path):
 
 
 def test_oversized_buffer_error_names_the_file(path):
-    with pytest.raises(LayoutError, match="problem.csv: buffer 1 has .* more than fits"):
+    with pytest.raises(LayoutError, match="problem.csv: buffer 1 has .* sizes are below 2"):
         read(path, f"id,lower,upper,size\n1,0,3,{2**61}\n")
 
 

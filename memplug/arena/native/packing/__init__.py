@@ -1,4 +1,4 @@
-"""Bindings of the C++ that places buffers: greedy placement in a given order, and the search below a height.
+"""Bindings of the C++ that places buffers: greedily in a given order, or by a search for offsets below a height.
 
 Imports no torch.
 """
@@ -32,12 +32,12 @@ def place(
         instants: lower and upper of each buffer, int32[n], numbered densely from 0.
         size: int64[n], bytes.
         alignment: int64[n], bytes.
-        order: int32[n], rows.
+        order: int32[n], rows in the order of placement.
         tightest: choose the smallest gap that fits, not the lowest.
-        limit_bytes: give up once the height reaches it.
+        limit_bytes: give up once the height reaches this.
 
     Returns:
-        Offsets, int64[n], bytes; None if it gave up.
+        Offsets, int64[n], bytes; None if the height reached `limit_bytes`.
 
     Raises:
         NativeError: see `load`.
@@ -68,11 +68,11 @@ def decide(
         alignment: int64[n], bytes.
         height_bytes: height of the arena.
         seconds: time limit.
-        threads: threads of the search; with one, each run that ends in time gives the same answer.
+        threads: threads of the search; with one, all runs that end in time give the same answer.
 
     Returns:
-        The verdict (True: the buffers fit at these offsets; False: they do not fit; None: out of time), and offsets,
-        int64[n], bytes. The offsets mean nothing unless the verdict is True.
+        The verdict (True: the buffers fit; False: they do not; None: out of time), and the offsets, int64[n], bytes,
+        which are valid only if the verdict is True.
 
     Raises:
         NativeError: see `load`.

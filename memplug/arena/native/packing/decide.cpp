@@ -1,12 +1,15 @@
 // Decides whether buffers fit below a height: a depth-first search over stable placements, with restarts in other
 // orders.
 //
-// A placement is stable if no buffer can be moved to a lower offset; if any placement fits, a stable one does. Each
-// placement is built in the order of rising offsets, ties in the order of ranks, so that it is visited once (canonical
-// solutions, section inference and dynamic decomposition are M. Moffitt's, "MiniMalloc", ASPLOS 2023). Two things are
-// added here. The order may have passed the offset at which an unplaced buffer would rest: the buffer must then rest on
-// one that is still to be placed, and a shortest path bounds its offset from below. And the search restarts (Luby's
-// sequence) with orders that are drawn at random and guided by where earlier searches failed.
+// A placement is stable if no buffer can be moved to a lower offset; if any placement fits, a stable one does. The
+// search places buffers in the order of rising offsets, and of ranks at the same offset, so that it visits each
+// placement once. (Canonical solutions, section inference and dynamic decomposition: M. Moffitt, "MiniMalloc", ASPLOS
+// 2023.)
+//
+// Two things are added here. First, a bound: once the search has passed the offset at which an unplaced buffer would
+// rest, that buffer must rest on one that is still to be placed, and a shortest path bounds its offset from below.
+// Second, restarts (Luby's sequence), with orders that are drawn at random and favour buffers at which earlier searches
+// failed.
 #include <pthread.h>
 
 #include <algorithm>
@@ -35,7 +38,7 @@ struct Instance {
   int64_t height;
   Clock::time_point deadline;
   std::vector<std::vector<int32_t>> neighbours;  // buffers in use at the same time
-  std::vector<double> width, bytes, load, overlaps, middle;  // features that orders mix: logarithms, except the last
+  std::vector<double> width, bytes, load, overlaps, middle;  // features of orders: logarithms, except the last
 
   bool fits_in_time(int32_t a, int32_t b) const { return upper[a] <= lower[b] || upper[b] <= lower[a]; }
 };
@@ -77,7 +80,7 @@ class PlacementSearch {
     for (double& blame : blame_) blame *= 0.9;
   }
 
-  // Draws ranks for one descent: the first three orders are MiniMalloc's, later ones mix the same features at random.
+  // Draws the ranks of one descent: the first three orders are MiniMalloc's, later ones mix the features at random.
   void order(int64_t turn) {
     std::normal_distribution<double> normal;
     std::exponential_distribution<double> weight;
@@ -121,7 +124,8 @@ class PlacementSearch {
     return int64_t{1} << power;
   }
 
-  // Places all of `rows` (sorted by lower) but `skip`. Stretches of time that no buffer connects come one by one.
+  // Places all of `rows` (sorted by lower) except `skip`. Splits them at times that no lifetime crosses, and places the
+  // parts one by one.
   bool place_parts(const std::vector<int32_t>& rows, int32_t skip, int64_t from, int32_t last_rank) {
     std::vector<std::vector<int32_t>> parts;
     int32_t end = -1;
@@ -131,7 +135,7 @@ class PlacementSearch {
       parts.back().push_back(row);
       end = std::max(end, in_.upper[row]);
     }
-    // The smallest first: if one cannot be placed, it shows soonest.
+    // The smallest part first: it fails fastest.
     std::stable_sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.size() < b.size(); });
     return std::all_of(parts.begin(), parts.end(), [&](const auto& part) { return place(part, from, last_rank); });
   }
@@ -140,7 +144,7 @@ class PlacementSearch {
     return rest_[row] > from || (rest_[row] == from && rank_[row] > last_rank);
   }
 
-  // Places all of `rows` at `from` or above; at `from` itself only buffers of a later rank than `last_rank`.
+  // Places all of `rows` at `from` or above; at `from` itself, only buffers with a later rank than `last_rank`.
   bool place(const std::vector<int32_t>& rows, int64_t from, int32_t last_rank) {
     if (--nodes_left_ < 0 || is_over()) return false;
     int64_t ceiling = kNever;
@@ -178,7 +182,8 @@ class PlacementSearch {
     return false;
   }
 
-  // Places a buffer where it rests. False: it, or what is to be placed above it, does not fit below the height.
+  // Places a buffer at the lowest offset above the placed ones. Returns false if it, or the buffers still to be placed
+  // above it, do not fit below the height.
   bool put(int32_t row) {
     const int64_t end = rest_[row] + in_.size[row];
     placed_[row] = 1;
@@ -194,8 +199,8 @@ class PlacementSearch {
     return fits;
   }
 
-  // Finds the lowest offset that each buffer may still get. A buffer that cannot be the next will rest on one that is
-  // placed later. False: a buffer does not fit below the height.
+  // Bounds from below the offset that each buffer may still get. A buffer that cannot be placed next will rest on one
+  // that is placed later. Returns false if a buffer does not fit below the height.
   bool bound_offsets(const std::vector<int32_t>& rows, int64_t from, int32_t last_rank) {
     std::vector<int32_t> hanging;
     for (int32_t row : rows) {
@@ -223,7 +228,7 @@ class PlacementSearch {
     return true;
   }
 
-  // Returns whether in each section the buffers to be placed fit above the lowest offset that any of them may get.
+  // Returns whether, in each section, the unplaced buffers fit above the lowest offset that any of them may get.
   bool has_room(const std::vector<int32_t>& rows, int32_t begin, int32_t end) {
     std::fill(floor_.begin() + begin, floor_.begin() + end, kNever);
     for (int32_t row : rows)
@@ -245,11 +250,11 @@ class PlacementSearch {
   const Instance& in_;
   std::atomic<bool>& over_;
   std::mt19937_64 random_;
-  std::vector<double> blame_;  // how often each buffer took part in a failure, recently
+  std::vector<double> blame_;  // by buffer: how often it took part in a failure, recently
   std::vector<int32_t> rank_;
   std::vector<int64_t> bound_;
-  std::vector<int64_t> sky_, load_, floor_;  // by section: top of placed ones; bytes to be placed, their lowest bound
-  std::vector<int64_t> rest_, offset_;       // by buffer: lowest offset above placed ones; its offset
+  std::vector<int64_t> sky_, load_, floor_;  // by section: top of the placed; unplaced bytes; their lowest bound
+  std::vector<int64_t> rest_, offset_;       // by buffer: lowest offset above the placed ones; offset once placed
   std::vector<char> placed_;
   int64_t nodes_left_ = 0;
 };
@@ -273,7 +278,7 @@ void describe(Instance& instance) {
   }
 }
 
-// Calls work(0) up to work(threads - 1), each on a thread with a stack for a search as deep as there are buffers.
+// Calls work(0) up to work(threads - 1), each on a thread with a stack of `stack` bytes, since the search is recursive.
 template <typename Work>
 void run_deep(int32_t threads, size_t stack, Work& work) {
   struct DeepTask {

@@ -11,7 +11,7 @@ struct PlacedBuffer {
   int32_t lower, upper;
 };
 
-// Placed buffers by offset, in blocks that are short enough to insert into.
+// Placed buffers sorted by offset, in blocks that are short enough for cheap insertion.
 class Shelf {
  public:
   void insert(const PlacedBuffer& placed) {
@@ -28,7 +28,7 @@ class Shelf {
     }
   }
 
-  // Calls visit(offset, end) for buffers in use in [lower, upper), by offset, until it returns false.
+  // Calls visit(offset, end) for buffers in use in [lower, upper), sorted by offset, until `visit` returns false.
   template <typename Visit>
   void scan(int32_t lower, int32_t upper, Visit visit) const {
     for (const auto& block : blocks_)
@@ -41,7 +41,7 @@ class Shelf {
   std::vector<std::vector<PlacedBuffer>> blocks_;
 };
 
-// All placed buffers, and again by the stretch of time that they are in use in, where short lifetimes are looked up.
+// All placed buffers on one shelf, and again on one shelf for each stretch of time, for lookups of short lifetimes.
 class Shelves {
  public:
   Shelves(int32_t instants, int32_t stretches)
