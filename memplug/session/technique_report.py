@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 
 def keyed(key: str) -> Any:
-    """Return a report's field whose default is None, and whose name in `as_dict` is `key` without the prefix."""
+    """Return a report's field that defaults to None and that `as_dict` calls `key`, without the prefix."""
     return field(default=None, metadata={"key": key})
 
 
@@ -27,7 +27,7 @@ class TechniqueReport:
 
     @classmethod
     def absent(cls, why: str) -> TechniqueReport:
-        """Return the report of a technique that is off because of `why`, or waits to begin if `why` is ""."""
+        """Return the report of a technique that is off because of `why`, or has yet to begin if `why` is ""."""
         return cls()
 
     def as_dict(self) -> dict[str, Any]:
