@@ -246,7 +246,7 @@ class Adjuster:
     def _note_turns(self, seen: Remembered, alike: bool) -> None:
         """Detect plans under which the current program becomes another one.
 
-        Under such a plan the step's operators change, and nothing else does; they change back when it is withdrawn.
+        Under such a plan the step's operators change, and nothing else; they change back when the plan is withdrawn.
         This would repeat forever, so after `MOST_TURNS` such plans the program stays at the safest setting.
 
         Args:
@@ -284,8 +284,8 @@ class Adjuster:
         self._technique.propose(None)
         self._is_proven, self._turned = False, None
         seen = f"{_named(current)} ran {self._similar_steps} times"
-        then = f", then up to {tries} plans are tried" if tries else ""
-        self._note(Stage.WARM_UP, f"{seen}: one step with device times around every operator{then}")
+        then = f", then tries up to {tries} plans" if tries else ""
+        self._note(Stage.WARM_UP, f"{seen}: memplug times every operator of the next step{then}")
         self._similar_steps = 0
 
     def _adopt(self) -> None:

@@ -184,7 +184,7 @@ class AttachedModel:
         """Warn once that training runs, but nothing marks the ends of its steps.
 
         Args:
-            seen: the evidence, for the warning.
+            seen: the sign that training runs, in words for the warning.
         """
         if self._missed_steps or self.steps_are_marked:
             return

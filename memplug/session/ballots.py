@@ -33,13 +33,13 @@ from memplug.errors import RanksError, coded
 
 log = logging.getLogger("memplug")
 
-PATIENCE_S = 30.0  # a rank that has waited for the others this long warns
+PATIENCE_S = 30.0  # a rank warns when it has waited this long for the others
 ANSWER_S = 10.0  # longest time that the store may take to answer
 SHORTEST_POLL_S = 0.0002
 LONGEST_POLL_S = 0.005
 LONGEST_POLL_S_PER_RANK = 20e-6  # added to the longest poll for each rank, since one store serves all
 MEETING_POLL_S = 0.05
-KEPT_BALLOTS = 64  # the latest ballots, which stay in the store: far more than wait for a verdict
+KEPT_BALLOTS = 64  # the store keeps so many of the latest ballots; no rank lags that far behind
 
 Store = dist.Store
 _DECIDED, _ENDED = b"+", b"-"
@@ -78,7 +78,7 @@ class Voters:
         return self.store.add(f"{place}/count", 1) == len(self.members)
 
     def is_first_to_say(self, place: object) -> bool:
-        """Return True to the first rank that calls this for the key `place`: it logs what all ranks see."""
+        """Return True to the first rank that calls this for the key `place`: that rank logs, the others do not."""
         return self.store.add(f"{place}/said", 1) == 1
 
 
@@ -185,7 +185,7 @@ class _Sending:
                 self._read()
                 if self._has_parted:
                     self._look_for_others()
-        with contextlib.suppress(RuntimeError):  # the process that has the store ended
+        with contextlib.suppress(RuntimeError):  # the store's process has ended
             self._end(self._next, f"rank {self._voters.members[self._voters.own]} takes no more steps with the others")
         self._finish("the session is detached")
 
@@ -212,7 +212,7 @@ class _Sending:
     def _lost(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # the process that has the store ended
+        except RuntimeError as error:  # the store's process has ended
             self.torn = self.torn or bool(self._open)
             self._finish(f"torch's store is gone: {str(error).partition(chr(10))[0]}")
 

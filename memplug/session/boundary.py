@@ -140,7 +140,7 @@ class Boundary:
     def watch(self, make: Callable[[], Recording], tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Prepare to claim the recorder; with it, steps are compared by operators and techniques follow the program.
 
-        If another session has the recorder then, one warning names the consequences.
+        If another session has the recorder when this session claims it, one warning names the consequences.
 
         Args:
             make: makes the session's recording, and with it the recorder; called once the model trains, or when a step
@@ -164,7 +164,7 @@ class Boundary:
                 tensors=tensors,
             ),
             unwatched_because=self._unwatched_because,
-            # these techniques wait for planned decisions, which come after a warm-up; without them they need their own
+            # planned decisions come after a warm-up; without them, these techniques wait for as many steps themselves
             warmup_steps=0 if self.agreed.plans else self.adjuster.warmup_steps,
             records=bool(self._timeline_folder),
         )

@@ -32,7 +32,7 @@ MOST_PARTS = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _After:
-    """A lasting program under the part of one technique, for which the next technique plans.
+    """The key that the next technique plans for: a lasting program with one technique's part in force.
 
     Attributes:
         key: the lasting program, or an `_After` that adds the parts of earlier techniques.
@@ -57,7 +57,7 @@ class Follower:
     A key stands for a program under its decisions, and under the parts of the techniques before this one.
 
     Args:
-        technique: the technique.
+        technique: the technique that proposes.
         warmup_steps: number of steps that a program runs before the technique proposes for it.
 
     Attributes:
