@@ -1,4 +1,4 @@
-"""Plans across runs: resumes from the plans that an earlier run of the job kept, and keeps this run's plans on disk."""
+"""Plans across runs: resumes from plans that an earlier run of the job left on disk, and writes this run's plans."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _RanPlan:
 
 
 class KeptPlans:
-    """Resumes from kept plans when a run begins, and keeps new plans at the ends of the run's steps.
+    """Resumes from kept plans when a run begins, and writes new plans to disk at the ends of the run's steps.
 
     Args:
         store: the job's plans on disk.
@@ -116,10 +116,10 @@ class KeptPlans:
         self._is_turned_away = True
 
     def end_step(self, followers: Followers, parts: dict[str, Any] | None, recording: Recording | None) -> None:
-        """Keep the plan in force after one step under it, or an amended plan after `SETTLED_STEPS` steps.
+        """Write the plan in force to disk after one step under it, or an amended plan after `SETTLED_STEPS` steps.
 
-        An amended plan has a new part for decisions that were kept before. Ranks above 0 wait one step longer, so that
-        they find the plans that lower ranks kept.
+        An amended plan has a new part for decisions that are on disk already. Ranks above 0 wait one step longer, so
+        that they find the plans that lower ranks wrote.
 
         Args:
             followers: the techniques that `parts` belong to.
@@ -146,9 +146,9 @@ class KeptPlans:
             self._keep(made, followers, recording)
 
     def close(self, followers: Followers, parts: dict[str, Any] | None, recording: Recording | None) -> None:
-        """Keep the plan in force when the session ends, if it differs from the kept one.
+        """Write the plan in force to disk when the session ends, if it differs from the plan there.
 
-        If a part is missing, or no plan with these decisions was kept before, keep the decisions alone.
+        If a part is missing, or no plan with these decisions is on disk yet, write the decisions alone.
 
         Args:
             followers: the techniques that `parts` belong to.
@@ -186,7 +186,7 @@ class KeptPlans:
         lasting = made.lasting
         index = _index_of(lasting)
         former = self._kept.get(index)
-        # a technique that is off in this run has no part here; another run can use the part that is kept already
+        # the plan on disk has the part of a technique that is off in this run: leave it to runs that can use it
         has_less = former is not None and former.lasting == lasting and len(made.parts) < len(former.parts)
         if former == made or has_less or not (made.parts or lasting.decisions):
             return

@@ -28,7 +28,7 @@ def note(
         phase: "forward", "recompute", "backward" or "step".
         region: qualified name of the module; None outside regions.
         report: the session's report.
-        peak_bytes: largest allocation total of the device so far; None if the device does not count.
+        peak_bytes: most bytes allocated on the device so far; None if the device does not count them.
         asked_gib: `device_budget_gib` of the block.
         is_bound: True if the device has no memory beyond `asked_gib`: the CPU stands in for a device of that size.
     """

@@ -75,10 +75,10 @@ class PlanStore:
         return [own[key] for key in order[:MOST_PLANS]]
 
     def keep(self, plan: MemoryPlan, beside: Beside) -> None:
-        """Keep a plan of this run; it replaces an earlier one for the same inputs.
+        """Write a plan of this run; it replaces an earlier one for the same inputs.
 
-        If a lower rank has kept the same plan, its file serves this rank too. In an estimate the file also stands for
-        the higher ranks, since their processes do not exist.
+        If a lower rank has written the same plan, its file serves this rank too. In an estimate this rank's file also
+        serves the higher ranks, since their processes do not exist.
 
         Args:
             plan: the plan, with its `training` set.

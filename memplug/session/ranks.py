@@ -14,7 +14,7 @@ from memplug.errors import RanksError
 from memplug.session.ballots import Ballots, meet
 from memplug.torch_private import get_default_store
 
-MADE_UP: set[str] = set()  # backends under which only this rank exists, as in an estimate
+MADE_UP: set[str] = set()  # backends of groups whose other ranks do not exist, as in an estimate
 LIMIT_S = 60.0  # how long a rank waits at the end of a step for another rank that has not ended it
 
 
@@ -79,7 +79,7 @@ class Ranks:
 
         Args:
             value: this rank's value.
-            patient: True to wait as long as the default group's timeout, since a rank may have much to do first.
+            patient: True to wait up to the default group's timeout, for ranks that have much to do before.
         """
         return self._cast(value, list, [value] * len(self.members), patient)()
 

@@ -18,7 +18,7 @@ TRACKS = ("host", "prefetch", "offload", "compute")
 COPIES = {"to host": "offload", "to device": "prefetch"}
 KINDS = {"attention": "#c8520f", "matrix product": "#2166a5", "other kernels": "#9cc8e8"}
 COLOURS = {**KINDS, "offload": "#3f8f5b", "prefetch": "#6a4c9c", "host": "#8c8f3f"}
-BARS = 1500  # spans of one kind become one bar if they are closer than this part of the step
+BARS = 1500  # neighbouring spans of one kind become one bar if their gap is at most the step / BARS
 LONG_S = 10.0  # steps at least this long are shown in seconds, others in milliseconds
 QUEUE_S = 20e-6  # the host counts as busy between two kernels that it queues at most this far apart
 

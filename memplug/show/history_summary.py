@@ -57,7 +57,7 @@ def beside(history: History, needed_bytes: int) -> dict[str, Any]:
 
     Args:
         history: The allocator's history, with these requests.
-        needed_bytes: The largest sum of these requests that are in use at a time.
+        needed_bytes: The most bytes that these requests use at a time.
     """
     facts = _of_torch(history)
     reserved = facts["torch_reserved_bytes"]

@@ -60,7 +60,7 @@ class _Writer:
         self.live: dict[int, tuple[int, dict[str, Any]]] = {}  # stream and block, by address
         self.address_of: dict[int, int] = {}  # address, by request
         self.earlier: dict[int, int] = {}  # address of a block from before the recording, by the event that frees it
-        # One dict for each place, so that pickle stores it once.
+        # Equal frames are one dict, so that pickle stores it once.
         self._frame = cache(lambda kind, number, name: {"filename": kind, "line": number, "name": name})
 
     def snapshot(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class _Writer:
 
 
 class _Space:
-    """A range of addresses, parts of which are in use; `size` is the largest extent, from `start`, in use so far."""
+    """A range of addresses, parts of which are in use; `size` spans from `start` to the highest end in use so far."""
 
     def __init__(self, start: int) -> None:
         self.start, self.size = start, 0

@@ -28,7 +28,7 @@ class Timeline:
     bytes_by_layer: np.ndarray  # the same by group of `layers`; either array sums to the memory in use
     phase_runs: Stretches
     layer_runs: Stretches
-    step_starts: tuple[int, ...]  # places on the clock
+    step_starts: tuple[int, ...]  # the place on the clock where each step starts
     peak: int  # index of the first sample with the largest memory in use
 
     @property
