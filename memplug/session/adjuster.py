@@ -72,7 +72,7 @@ class Adjuster:
         ranks: the ranks, which agree on every change.
 
     Attributes:
-        decisions: the part of `technique` in force; None while there is none, and while plans are tried.
+        decisions: the technique's part in force; None while there is none, and while plans are tried.
         history: (step, stage, index of the program, reason) of each change, the latest at the end.
         replans: number of plans made.
         warmup_steps: number of similar steps in a row after which memplug plans for their program.

@@ -128,7 +128,7 @@ class KeptPlans:
         """
         lasting = self._adjuster.lasting
         if self.file is not None and self._is_first and lasting not in self._plans:
-            self._refuse(f"{self.file} is for another program than the first step ran")
+            self._refuse(f"{self.file} is for another program than that of the first step")
         elif self._is_turned_away and lasting.decisions is not None:
             self._agreed.install(lasting.decisions)  # the step ran the plan's program after all
         self._is_first = self._is_turned_away = False

@@ -69,7 +69,7 @@ class PlanStore:
         self.refused = next((why for _, _, why in everyone if why), "")
         common = set.intersection(*(set(keys) for _, keys, _ in everyone))
         if any(keys for _, keys, _ in everyone) and not common and not self.refused:
-            self.refused = "the ranks have no plans of one run"
+            self.refused = "no earlier run has kept a plan for every rank"
         runs = sorted({run for run, _ in common}, reverse=True)
         order = [key for run in runs for key in sorted(common) if key[0] == run]
         return [own[key] for key in order[:MOST_PLANS]]

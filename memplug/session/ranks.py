@@ -1,4 +1,4 @@
-"""How the ranks that train a model agree: they vote and read the result later, or gather objects at once."""
+"""How the ranks that train a model agree: they vote and read the result later, or gather objects and wait for them."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class Recording:
             file.parent.mkdir(parents=True, exist_ok=True)
             save(self.trace, file)
         except (OSError, MemplugError) as error:  # a full disk must not end the training
-            log.warning("memplug: the trace of this step was not saved in %s; choose another folder: %s", file, error)
+            log.warning("memplug: the trace of this step was not saved in %s: %s. Choose another folder", file, error)
         else:
             log.info("memplug: a trace of this step is in %s%s: see `memplug show`", file, replaced)
 
