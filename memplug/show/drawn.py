@@ -125,7 +125,7 @@ class Drawn:
                 self.facts = facts(content, [f"xaxis{at}", f"yaxis{at}"], panel.y.scale)
 
     def _add_switch(self, names: list[str]) -> None:
-        """Add buttons above the panels' left edge that switch between the views."""
+        """Add buttons at the top left that switch between the views."""
         visible = {name: [view in (None, name) for view in self._views] for name in names}
         buttons = [{"label": f"by {name}", "method": "restyle", "args": [{"visible": visible[name]}]} for name in names]
         place = {"x": 0, "xanchor": "left", "y": 1.01, "yanchor": "bottom"}

@@ -1,4 +1,4 @@
-"""The text about the rectangle under the pointer of a page: a script, and the data that it looks up."""
+"""The text that a page shows about the rectangle under the pointer: a script, and the data that it looks up."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _steps_in_words(facts: dict[str, Any]) -> str:
 
 def _operators_in_words(facts: dict[str, Any]) -> str:
     if not facts["operators"]:
-        return "none recorded: the clock is the requests themselves"
+        return "none recorded: the clock counts requests and releases instead"
     of_steps = [f"{operators:,}" for operators in facts["operators_by_step"]]
     return f"{facts['operators']:,}{', by step ' if of_steps else ''}{_first_few(of_steps)}"
 
