@@ -1,4 +1,4 @@
-"""Changes the stage of a session by the program that all ranks ran (Chameleon, section 4: stage adjusting).
+"""Changes a session's stage according to the program that all ranks ran (Chameleon, section 4: stage adjusting).
 
 warm-up ──the same program, often enough──► gen-policy ──the best of some plans──► stable
    ▲                                            │                                    │
@@ -43,16 +43,16 @@ class _StepBallot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lasting:
-    """A program and the decisions that it runs under; equal only to a pair of the very same two objects.
+    """A program and the decisions that it runs under; two are equal only if they refer to the same two objects.
 
-    The program is None if steps are not compared and nothing is planned.
+    The program is None if the technique makes no plans: then steps are not compared.
     """
 
     program: Remembered | None
     decisions: Any
 
     def __eq__(self, other: object) -> bool:
-        """Return whether `other` holds the very same program and decisions."""
+        """Return whether `other` refers to the same program object and the same decisions object."""
         return isinstance(other, Lasting) and self.program is other.program and self.decisions is other.decisions
 
     def __hash__(self) -> int:
@@ -63,7 +63,7 @@ class Lasting:
 class Adjuster:
     """Changes the stage, program and decisions of a session.
 
-    If the technique makes no plans, since alpha is a number, the session never calls `end_step`.
+    The session never calls `end_step` if the technique makes no plans, as with a number for alpha.
 
     Args:
         profiler: the block's "profiler" section.
@@ -72,10 +72,10 @@ class Adjuster:
         ranks: the ranks, which agree on every change.
 
     Attributes:
-        decisions: the part of `technique` in force; None while there is none, and while plans are tried.
+        decisions: the technique's part in force; None while there is none, and while plans are tried.
         history: (step, stage, index of the program, reason) of each change, the latest at the end.
         replans: number of plans made.
-        warmup_steps: number of steps, each like the one before it, after which a program is planned for.
+        warmup_steps: number of similar steps in a row after which memplug plans for their program.
     """
 
     def __init__(
@@ -96,25 +96,25 @@ class Adjuster:
         self._proposed: Any = None
         self._ballot: _StepBallot | None = None
         self._passing: tuple[Remembered, Any] | None = None
-        self._is_proven = False  # a step whose operators were watched ran the program under the settings in force
-        self._turned: tuple[Remembered, Remembered] | None = None  # a program, and the one that a plan turned it into
+        self._is_proven = False  # a watched step has run the program under the settings in force
+        self._turned: tuple[Remembered, Remembered] | None = None  # a program, and the one that it became under a plan
         self._step = 0
-        self._similar_steps = 0  # StableStep of Chameleon's Algorithm 1
-        self._changes = 0  # returns to warm-up since decisions were last put into force
+        self._similar_steps = 0  # called StableStep in Chameleon's Algorithm 1
+        self._changes = 0  # number of returns to warm-up since decisions were last installed
         self._confirmed = True  # False after `resume`, until the first step has shown its program
         self.first: Program | None = None  # the program of the run's first step
 
     def resume(self, known: Sequence[tuple[Program, Any]], source: str, first: Program | None = None) -> list[Lasting]:
         """Resume from the plans of an earlier run, before the first step.
 
-        The session is stable from here on, provided that the first step runs the first of these programs. All ranks
+        The session is stable from now on, and stays so if the first step runs the first of these programs. All ranks
         call this, with the same number of programs.
 
         Args:
             known: programs, each with its decisions.
             source: where the first plan was read from, for messages.
-            first: the program of the earlier run's first step, if it is not similar to the first of `known`; this
-                run's first step may be similar to either.
+            first: the program of the earlier run's first step, if this run's first step may be similar to it instead of
+                to that of `known[0]`; else None.
 
         Returns:
             Each program under its decisions, in the order of `known`.
@@ -131,10 +131,10 @@ class Adjuster:
     def end_step(self, step: int, program: Program) -> None:
         """Vote on the program of the step that ended, and act on the votes of all ranks.
 
-        In the stage stable, the votes on a step are read one step later, so that training does not wait for them; a
-        single process does the same. The votes on the first step of a resumed run are read at once. If votes show
-        another program, the votes on the latest step are read at once too: if that program lasted one step only, no
-        step runs under its settings.
+        While stable, each rank reads the votes on a step one step later, so that training does not wait for them; a
+        single process does so too. It reads the votes on the first step of a resumed run at once. When votes show
+        another program, it also reads the votes on the step that just ended: if that step is back at the former
+        program, no step runs under the other program's settings.
 
         Args:
             step: number of the step that ended, from 1.
@@ -158,10 +158,10 @@ class Adjuster:
 
     @property
     def detail(self) -> Detail | None:
-        """Return the detail in which the next step is to be recorded; None for not at all.
+        """Return the detail in which to record the next step; None to leave it unrecorded.
 
-        The step that plans are made from is recorded in full. Steps that try plans are recorded for their peaks of
-        memory. The step before gen-policy is recorded too, to learn which memory stays alive from step to step.
+        Plans are made from one step, recorded in full. Each step that tries a plan is recorded for its peak of memory.
+        The step before gen-policy is recorded too, to learn which memory outlives a step.
         """
         if self.stage is Stage.GEN_POLICY:
             return self._technique.detail
@@ -170,11 +170,11 @@ class Adjuster:
 
     @property
     def lasting(self) -> Lasting | None:
-        """Return the current program with its decisions in the stage stable, else None."""
+        """Return the current program and its decisions while the session is stable, else None."""
         return self._lasting if self.stage is Stage.STABLE else None
 
     def stay(self, step: int, why: str) -> None:
-        """Stop voting for good: the decisions in force stay.
+        """Stop voting for good, and keep the decisions in force.
 
         Args:
             step: number of the step that ended.
@@ -201,7 +201,7 @@ class Adjuster:
         if self._ranks.first:
             log.log(level, "memplug: %s: %s", self.stage.value, text)
 
-    # -- along the table -----------------------------------------------------------------------------------------------
+    # -- changes of stage ----------------------------------------------------------------------------------------------
 
     def _confirm(self, program: Program) -> None:
         """Check, on all ranks, that the first step of a resumed run ran the program of its plan."""
@@ -210,7 +210,7 @@ class Adjuster:
         if similar(program, self.first, *self.programs.limits):
             mask |= 1 << self.programs.current.index
         if self._follow(_StepBallot(program, self._ranks.vote(mask))) is StepOutcome.CHANGED:
-            self._similar_steps = 1  # as in a first run
+            self._similar_steps = 1  # this step counts, as it does in a run without kept plans
 
     def _call(self, program: Program) -> _StepBallot:
         mask, planned = self.programs.vote(program), self.stage is not Stage.WARM_UP
@@ -219,7 +219,7 @@ class Adjuster:
         return _StepBallot(program, self._ranks.vote(mask))
 
     def _follow(self, ballot: _StepBallot) -> StepOutcome:
-        """Read the votes on a step, and change stage, program and decisions by them."""
+        """Read the votes on a step, and change stage, program and decisions accordingly."""
         mask = ballot.agreed()
         seen = self.programs.agreed(mask)
         if seen is None:
@@ -244,15 +244,14 @@ class Adjuster:
         return event
 
     def _note_turns(self, seen: Remembered, alike: bool) -> None:
-        """Detect that plans for a program turn it into another program.
+        """Detect plans under which the current program becomes another one.
 
-        A plan does so if only the operators of the steps change when it is tried or adopted, and they change back when
-        it is withdrawn. This would repeat forever, so after `MOST_TURNS` such plans the program stays at the safest
-        setting.
+        Under such a plan the step's operators change, and nothing else; they change back when the plan is withdrawn.
+        This would repeat forever, so after `MOST_TURNS` such plans the program stays at the safest setting.
 
         Args:
             seen: the program of the step that ended.
-            alike: True if the step is like the current program in inputs and nodes.
+            alike: True if on all ranks the step has inputs and autograd nodes like those of the current program.
         """
         current, turned = self.programs.current, self._turned
         if turned is not None and seen is turned[0]:
@@ -273,7 +272,7 @@ class Adjuster:
             self._proposed = self._technique.propose(None)
             return StepOutcome.STEADY if self._proposed is None else StepOutcome.SETTLED
         if self.stage is Stage.STABLE:
-            # a plan borrowed from another program is for programs that leave before a plan of their own is made
+            # a program that ran this often under a borrowed plan gets a plan of its own
             stays = self._similar_steps > self.warmup_steps + self._tries
             return StepOutcome.CHANGED if seen.borrowed and stays else StepOutcome.STEADY
         return StepOutcome.SETTLED if self._similar_steps > self.warmup_steps else StepOutcome.STEADY
@@ -285,12 +284,12 @@ class Adjuster:
         self._technique.propose(None)
         self._is_proven, self._turned = False, None
         seen = f"{_named(current)} ran {self._similar_steps} times"
-        then = f", then up to {tries} plans are tried" if tries else ""
-        self._note(Stage.WARM_UP, f"{seen}: one step with device times around every operator{then}")
+        then = f", then tries up to {tries} plans" if tries else ""
+        self._note(Stage.WARM_UP, f"{seen}: memplug times every operator of the next step{then}")
         self._similar_steps = 0
 
     def _adopt(self) -> None:
-        """Enter stable, under the best plan that was found."""
+        """Enter stable, under the best of the plans that were tried."""
         current, decisions = self.programs.current, self._proposed
         if wrong := self._technique.judge(decisions):
             raise LayoutError(f"the judge refuses the plan: {wrong}", "Please report it, with a trace.", code="MP016")
@@ -302,15 +301,15 @@ class Adjuster:
         self._note(Stage.GEN_POLICY, "; ".join(filter(None, [technique.in_words(decisions), technique.outcome])))
 
     def _resume(self, known: Remembered, before: Stage, passing: tuple[Remembered, Any] | None) -> None:
-        """Enter stable, under the plan that the program already has."""
+        """Enter stable for a remembered program: under its plan, or at the safest setting if it gets none."""
         if passing is not None and known.decisions is not None:
-            passed, decisions = passing  # the program came and went under this plan, without harm
+            passed, decisions = passing  # the program in between ran one step under this plan, without harm
             passed.decisions, passed.borrowed = decisions, True
         self._run(known, known.decisions)
         if known.decisions is None:
             self._note(before, f"{_named(known)} again, at the safest setting")
             return
-        plan = "the plan that it came and went under" if known.borrowed else "its plan"
+        plan = "another program's plan, as before" if known.borrowed else "its plan"
         self._note(before, f"{_named(known)} again, under {plan}")
 
     def _plan_anew(self, program: Program) -> None:
@@ -333,7 +332,7 @@ class Adjuster:
     def _change(self, seen: Remembered, program: Program) -> str:
         current = self.programs.current
         if seen is current:
-            return "it stays"
+            return "it lasts, and has only another program's plan"
         if self.programs.vote(program) >> current.index & 1:
             return "another rank's step differs from those before"
         return difference(program, current.baseline)
@@ -354,8 +353,8 @@ class Adjuster:
     def _note(self, before: Stage, reason: str) -> None:
         """Record a change in the history and log it.
 
-        A program's first change from one stage to another is logged at INFO. Repetitions, and changes inside warm-up,
-        are logged at DEBUG. Once more than `MOST_PROGRAMS` programs have come, all changes are logged at DEBUG.
+        A program's first change from one stage to another is logged at INFO. Its repetitions, and changes of program
+        within warm-up, are logged at DEBUG; so is everything after the first `MOST_PROGRAMS` programs.
         """
         current, passage = self.programs.current, (before, self.stage)
         self.history.append((self._step, self.stage, current.index, reason))
@@ -365,7 +364,7 @@ class Adjuster:
         self.tell(f"step {self._step}: {reason}", logging.INFO if news else logging.DEBUG)
 
     def _stop_comparing(self, change: str) -> None:
-        """Treat every step as the same program from now on: sequence lengths or experts keep changing."""
+        """Treat every step as the same program from now on, since sequence lengths or experts keep changing."""
         self.programs.indifferent = True
         if self._ranks.first:
             text = (

@@ -35,7 +35,7 @@ UNMARKED_FORWARDS = 100  # warn after so many forwards of the model without a `s
 
 
 class AttachedModel:
-    """An attached model, as hooks, regions and integrations hold it.
+    """An attached model, as hooks, regions and integrations see it.
 
     Args:
         config: the block.
@@ -49,10 +49,10 @@ class AttachedModel:
         boundary: runs the actions between two steps.
         agreed: the technique that decides how regions run.
         executor: runs the regions.
-        plain: the regions that at present run as without memplug.
+        plain: the regions that currently run as if memplug were absent.
         forwards: number of forwards with gradients, as `begin_forward` counts them.
         steps_are_marked: True if a hook marks the ends of steps, so that the user need not call `Session.step`.
-        owner: the callback that attached and that will detach; None if the user does.
+        owner: the callback that attached the model and will detach it; None if the user does both.
         on_step: callbacks, each called after a step has ended.
     """
 
@@ -69,7 +69,7 @@ class AttachedModel:
         self.regions = list(regions)
         self._unmarked_forwards = UNMARKED_FORWARDS * max(1, len(self.regions))
         self.device = device
-        request_failed = weakref.WeakMethod(self._request_failed)  # weak, since the native core keeps the callback
+        request_failed = weakref.WeakMethod(self._request_failed)  # the native core must not keep the model alive
         self.boundary = Boundary(
             config,
             self.regions,
@@ -154,7 +154,7 @@ class AttachedModel:
 
     @property
     def warmup_steps(self) -> int:
-        """Return after how many similar steps memplug plans for their program."""
+        """Return the number of similar steps in a row after which memplug plans for their program."""
         return self.boundary.adjuster.warmup_steps
 
     # -- for hooks alone -----------------------------------------------------------------------------------------------
@@ -170,13 +170,13 @@ class AttachedModel:
             self.boundary.begin_run(inputs, *forward)
 
     def begin_forward(self) -> None:
-        """Count a forward of a region or the model with gradients; a step's first one begins the step's program."""
+        """Count a forward with gradients, of a region or of the model; the first one of a step begins its program."""
         self.forwards += 1
         if self.forwards == self._unmarked_forwards and not self.steps:
             self.miss_steps(f"{self.forwards:,} forwards with gradients have run")
         if self.boundary.in_program:
             return
-        recomputes = current_graph_task_id() != -1  # inside a backward, perhaps on one of autograd's threads
+        recomputes = current_graph_task_id() != -1  # True inside a backward, perhaps on one of autograd's threads
         if not recomputes and self.stage is not Stage.DETACHED:
             self.boundary.begin_program()
 
@@ -184,7 +184,7 @@ class AttachedModel:
         """Warn once that training runs, but nothing marks the ends of its steps.
 
         Args:
-            seen: the evidence, for the warning.
+            seen: the sign that training runs, in words for the warning.
         """
         if self._missed_steps or self.steps_are_marked:
             return
@@ -193,7 +193,7 @@ class AttachedModel:
         log.warning(coded("MP008", text), seen)
 
     def in_optimizer(self) -> AbstractContextManager[None]:
-        """Return a context in which a recording attributes operators to the optimizer."""
+        """Return a context whose operators a recording attributes to the optimizer."""
         recording = self.boundary.recording
         return contextlib.nullcontext() if recording is None else recording.in_optimizer()
 
@@ -219,7 +219,7 @@ class AttachedModel:
             out_of_memory.add_note(error, self._out_of_memory(phase, region.name if region else None))
 
     def _request_failed(self) -> str:
-        """Return the note for a request for device memory that failed for good; called on the thread that made it."""
+        """Return the note for a request for device memory that failed for good; called on the requesting thread."""
         recording = self.boundary.recording
         phase, layer = recording.here if recording is not None else ("a step", None)
         return self._out_of_memory(phase, layer)

@@ -2,10 +2,10 @@
 
 rank: its value ──► store ──the last rank to vote combines the values──► verdict, which all ranks read
 
-A ballot has one verdict, since the store's compare-and-set keeps the first one that is written. A rank that leaves
-writes the verdict "the log ends here"; so does a rank that has waited too long for another one. If the ballot has
-another verdict already, that one stays. So ranks never act on different verdicts, and no rank enters a collective that
-another rank may miss. A thread beside training sends and reads all ballots.
+The store's compare-and-set keeps the first verdict that is written for a ballot, so each ballot has one verdict. A rank
+that leaves writes the verdict "the log ends here"; so does a rank that has waited too long for another one. Therefore
+ranks never act on different verdicts, and no rank enters a collective that another rank may miss. A thread beside
+training sends and reads all ballots.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from memplug.errors import RanksError, coded
 
 log = logging.getLogger("memplug")
 
-PATIENCE_S = 30.0  # how long a rank waits for others before it warns
-ANSWER_S = 10.0  # how long the store may take to answer
+PATIENCE_S = 30.0  # a rank warns when it has waited this long for the others
+ANSWER_S = 10.0  # longest time that the store may take to answer
 SHORTEST_POLL_S = 0.0002
 LONGEST_POLL_S = 0.005
-LONGEST_POLL_S_PER_RANK = 20e-6  # added for each rank, since one store serves all of them
+LONGEST_POLL_S_PER_RANK = 20e-6  # added to the longest poll for each rank, since one store serves all
 MEETING_POLL_S = 0.05
-KEPT_BALLOTS = 64  # ballots that stay in the store: far more than a rank has open at once
+KEPT_BALLOTS = 64  # the store keeps so many of the latest ballots; no rank lags that far behind
 
 Store = dist.Store
 _DECIDED, _ENDED = b"+", b"-"
@@ -59,7 +59,7 @@ class Voters:
     """Ranks that have met in the store.
 
     Attributes:
-        store: their own section of torch's store.
+        store: the section of torch's store that these ranks alone use.
         members: their ranks in the world.
         own: index of this rank in `members`.
     """
@@ -69,16 +69,16 @@ class Voters:
     own: int
 
     def missing(self, place: object) -> list[int]:
-        """Return the ranks that have left nothing at a place of the store."""
+        """Return the ranks that have stored no value under the key `place`."""
         return [rank for index, rank in enumerate(self.members) if not self.store.check([f"{place}/{index}"])]
 
     def leave(self, place: object, value: bytes | str = "") -> bool:
-        """Leave a value at a place of the store; return whether this rank is the last of all to do so."""
+        """Store this rank's value under the key `place`; return whether all other ranks have already done so."""
         self.store.set(f"{place}/{self.own}", value)
         return self.store.add(f"{place}/count", 1) == len(self.members)
 
     def is_first_to_say(self, place: object) -> bool:
-        """Return whether this rank is the first to ask, so that one rank alone reports what happened at the place."""
+        """Return True to the first rank that calls this for the key `place`: that rank logs, the others do not."""
         return self.store.add(f"{place}/said", 1) == 1
 
 
@@ -96,7 +96,7 @@ class Ballots:
         thread = threading.Thread(target=self._sending.run, name="memplug ballots", daemon=True)
         thread.start()
         self.close = weakref.finalize(self, _close, self._sending.queue, thread)
-        """Ends this rank's ballots: later ballots of other ranks get no verdict."""
+        """Ends the ballots: this rank casts no more, and the other ranks' next ballot gets no verdict."""
 
     @property
     def ended(self) -> str:
@@ -132,7 +132,7 @@ class Ballots:
         return lambda: self._wait(ballot, limit_s)
 
     def is_first_to_say(self) -> bool:
-        """Return whether no other rank has reported yet why the ballots have ended."""
+        """Return True to the first rank that calls this: it reports why the ballots have ended."""
         return self._sending.is_first_to_say()
 
     def _wait(self, ballot: _OpenBallot, limit_s: float) -> Any:
@@ -157,7 +157,7 @@ def _close(asked: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
 
 
 class _Sending:
-    """The work of the thread that sends ballots. It references nothing that holds a session alive."""
+    """The work of the thread that sends ballots; it holds no reference that would keep a session alive."""
 
     def __init__(self, voters: Voters):
         self.queue: queue.SimpleQueue[_OpenBallot | Callable[[], None] | None] = queue.SimpleQueue()
@@ -185,7 +185,7 @@ class _Sending:
                 self._read()
                 if self._has_parted:
                     self._look_for_others()
-        with contextlib.suppress(RuntimeError):  # the store is gone, with the rank that has it
+        with contextlib.suppress(RuntimeError):  # the store's process has ended
             self._end(self._next, f"rank {self._voters.members[self._voters.own]} takes no more steps with the others")
         self._finish("the session is detached")
 
@@ -212,7 +212,7 @@ class _Sending:
     def _lost(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # raised by the store, whose process has ended
+        except RuntimeError as error:  # the store's process has ended
             self.torn = self.torn or bool(self._open)
             self._finish(f"torch's store is gone: {str(error).partition(chr(10))[0]}")
 
@@ -251,7 +251,7 @@ class _Sending:
             if ballot.is_given_up and not self._store.check([place]):
                 if late := self._voters.missing(ballot.number):
                     self._end(ballot.number, f"{named(late)} did not end the step that others had ended")
-                else:  # the last rank to vote ended before it wrote the verdict
+                else:  # all have voted, but the last one ended before it wrote the verdict
                     self._decide(ballot)
             if not self._store.check([place]):
                 return
@@ -278,7 +278,7 @@ class _Sending:
             self._open.popleft().decided.set_exception(RanksError(why))
 
     def is_first_to_say(self) -> bool:
-        """Return whether no other rank has reported yet why the ballots have ended; True if the store is gone."""
+        """Return True to the first rank that calls this, or to every rank if the store is gone."""
         with contextlib.suppress(RuntimeError):
             return self._voters.is_first_to_say("end")
         return True

@@ -1,4 +1,4 @@
-"""Runs the actions between two training steps, where everything that affects a step changes.
+"""Runs the actions between two training steps; everything that affects a step changes there.
 
 When a step ends, every rank does the following, in this order:
 
@@ -8,16 +8,16 @@ When a step ends, every rank does the following, in this order:
 | close the step's forwards; take its sizes, operators, nodes and time | before anything else runs operators |
 | end the recording | the trace covers this step alone |
 | vote on a shortage of host memory | needs the regions' settings of this step, before new decisions replace them |
-| compare the bytes moved with the plan; check the link for a fixed alpha | the same |
+| compare the bytes moved with the plan; check the link for a fixed alpha | needs this step's settings too |
 | vote on the program; change stage and decisions | after the step's program is known, before the next step's settings |
 | let techniques that follow the program propose, install and withdraw | needs the next step's program and decisions |
-| switch the classes of regions that begin or cease to run as without memplug | needs the next step's decisions |
-| reserve rounding buffers | once it is known whether the arena makes them unnecessary |
+| switch the classes of regions that begin or cease to run as if memplug were absent | needs the next step's decisions |
+| reserve rounding buffers | after the arena, which makes them unnecessary if it serves the next step |
 | keep the plan on disk | once its decisions and the parts of all other techniques are in force |
 | call the callbacks | they see the report of a settled session |
 
-Then the next step begins: the recorder and the arena are claimed if no forward did so, the recording begins, and last
-of all the arena starts to serve.
+Then the next step begins: the session claims the recorder and the arena if no forward did so, begins to record, and
+last of all lets the arena serve.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Boundary:
         steps: number of steps that ended.
         planned_steps: number of steps that ran under decisions from their beginning.
         in_program: True once the step's first forward with gradients has begun.
-        apart: why the ranks no longer decide anything together; "" while they do.
+        apart: why the ranks no longer agree on decisions; "" while they do.
     """
 
     def __init__(
@@ -138,9 +138,9 @@ class Boundary:
     # -- before the first step -----------------------------------------------------------------------------------------
 
     def watch(self, make: Callable[[], Recording], tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Compare steps by their operators too, and let the techniques that the block asks for follow the program.
+        """Prepare to claim the recorder; with it, steps are compared by operators and techniques follow the program.
 
-        If another session has the recorder, one warning names the consequences.
+        If another session has the recorder when this session claims it, one warning names the consequences.
 
         Args:
             make: makes the session's recording, and with it the recorder; called once the model trains, or when a step
@@ -164,7 +164,7 @@ class Boundary:
                 tensors=tensors,
             ),
             unwatched_because=self._unwatched_because,
-            # if decisions are planned, they come only after the warm-up, and these techniques propose only under them
+            # planned decisions come after a warm-up; without them, these techniques wait for as many steps themselves
             warmup_steps=0 if self.agreed.plans else self.adjuster.warmup_steps,
             records=bool(self._timeline_folder),
         )
@@ -210,7 +210,7 @@ class Boundary:
     # -- in a step -----------------------------------------------------------------------------------------------------
 
     def begin_program(self) -> None:
-        """Start the step's program: its first forward with gradients begins."""
+        """Start the step's program; called when the step's first forward with gradients begins."""
         self.in_program = True
         if self._take_claim():
             for follower in self.followers:
@@ -251,14 +251,14 @@ class Boundary:
         self._begin_recording()
 
     def _agree(self, program: Program) -> None:
-        """Make all decisions that the ranks share.
+        """Vote with the other ranks, and act on the results.
 
         If a rank is missing, all others stop at the same vote and keep the decisions in force: later decisions could
         differ between ranks.
 
         Raises:
             RanksError: torch's store is gone, and collectives depend on decisions: another rank may have read a
-                decision that this rank cannot read any more.
+                result that this rank can no longer read.
         """
         adjuster, agreed = self.adjuster, self.agreed
         try:
@@ -287,7 +287,7 @@ class Boundary:
                 log.warning(coded("MP010", text), self.steps, self.apart)
 
     def _settle(self) -> None:
-        """Put the next step's decisions into effect, with its buffers and the classes of its regions; keep the plan."""
+        """Prepare decisions, rounding buffers and region classes for the next step; keep the plan on disk."""
         self.agreed.settle(self.adjuster.stage is Stage.STABLE, self._served().wanted)
         if self.steps and self.kept is not None:
             self.kept.end_step(self.followers, self._parts, self.recording)
@@ -326,7 +326,7 @@ class Boundary:
         )
 
     def demand_recording(self) -> Recording:
-        """Claim the recorder if that was not done yet.
+        """Return the session's recording; claim the recorder if this session does not have it yet.
 
         Raises:
             RecorderError: another session of this process has the recorder.

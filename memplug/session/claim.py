@@ -1,8 +1,8 @@
 """Claims the recorder and the arena, of which a process has one each, for one session.
 
 A session claims both when its model first runs forward with gradients, so that a model that never trains (a reference,
-a teacher) takes them from no other model. If another session has them, this session claims again at each step, and gets
-them once the other is detached.
+a teacher) takes them from no other model. If another session has them, this session tries again at each step, until
+that session is detached.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Claim:
         techniques: the techniques that the block asks for.
         given: what the session provides to them.
         unwatched_because: why steps are not compared by their operators; "" if they are.
-        warmup_steps: number of steps of a program before a technique proposes for it.
+        warmup_steps: number of steps that a program runs before a technique proposes for it.
         records: True if a step is to be recorded even if no technique asks for it.
 
     Attributes:
@@ -114,7 +114,7 @@ class Claim:
         self.followers.close(why)
         if self.recording is not None:
             self.recording.stop()
-        self._make_recording = _detached  # the former function references the model
+        self._make_recording = _detached  # drop the given function, which references the model
 
     def _made(self) -> Iterator[Technique[Any]]:
         for technique in self._techniques:

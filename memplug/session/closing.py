@@ -22,7 +22,7 @@ class Attached(Protocol):
 
     @property
     def warmup_steps(self) -> int:
-        """Return after how many similar steps memplug plans for their program."""
+        """Return the number of similar steps in a row after which memplug plans for their program."""
 
     @property
     def history(self) -> list[tuple[int, Any, int, str]]:
@@ -36,7 +36,7 @@ class Attached(Protocol):
 
 
 def line(session: Attached) -> str:
-    """Return the line, such as "after 40 steps; 33 of them planned; 1.21 GiB swapped"."""
+    """Return the last line, such as "after 40 steps; 33 of them planned; 1.21 GiB swapped"."""
     report = session.report()
     parts = [f"after {report.steps:,} steps", _planned(session, report)]
     parts += [each.closing() for each in report.techniques.values()]
@@ -44,7 +44,7 @@ def line(session: Attached) -> str:
 
 
 def at_exit(session: Attached) -> Callable[[], None]:
-    """Log the line when the process ends, unless the session is detached before; return a call that undoes this."""
+    """Have the last line logged when the process ends; return a function that cancels this, for `detach`."""
     reference = weakref.ref(session)
 
     def close() -> None:

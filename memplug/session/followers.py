@@ -1,8 +1,8 @@
 """Techniques that follow the program: each makes a part for a lasting program, in force while the program lasts.
 
-waiting ──a program lasts──► proposing ──accepted──► in force
-   ▲                                                     │
-   └────── another program, or another part before it ───┘
+waiting ──a program lasts long enough──► proposing ──accepted──► in force
+   ▲                                                                 │
+   └───── another program, or a new part of an earlier technique ────┘
 
 Techniques propose in order: each plans for steps that run under the parts of the techniques before it. Each rank does
 this by itself, since no collective depends on these parts.
@@ -27,15 +27,15 @@ log = logging.getLogger("memplug")
 Program = TypeVar("Program", bound=Hashable)
 
 MOST_PARTS = 8
-"""Number of parts remembered of each technique, the latest ones; for example one for each sequence length."""
+"""Number of parts that memplug remembers for each technique, such as one for each sequence length."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _After:
-    """A lasting program under the part of one technique, for which the next technique plans.
+    """The key that the next technique plans for: a lasting program with one technique's part in force.
 
     Attributes:
-        key: the lasting program; it may be under the parts of earlier techniques.
+        key: the lasting program, or an `_After` that adds the parts of earlier techniques.
         part: the part in force. Two parts are equal only if they are one object.
     """
 
@@ -43,7 +43,7 @@ class _After:
     part: Any
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both have equal keys and the very same part."""
+        """Return whether both have equal keys and the same part object."""
         return isinstance(other, _After) and self.key == other.key and self.part is other.part
 
     def __hash__(self) -> int:
@@ -57,8 +57,8 @@ class Follower:
     A key stands for a program under its decisions, and under the parts of the techniques before this one.
 
     Args:
-        technique: the technique to ask.
-        warmup_steps: number of steps of a program before the technique proposes for it.
+        technique: the technique that proposes.
+        warmup_steps: number of steps that a program runs before the technique proposes for it.
 
     Attributes:
         part: the part in force, or None.
@@ -77,17 +77,17 @@ class Follower:
         """Resume from parts that an earlier run kept, from the next step on.
 
         Args:
-            parts: the kept parts by program.
-            key: the program to begin with.
+            parts: the kept parts by key.
+            key: the key to begin with.
         """
         self._parts.update(parts)
         self.enter(key)
 
     def enter(self, key: Hashable) -> None:
-        """Switch to the program of the next step.
+        """Switch to the program of the next step: install its part, or withdraw the present one.
 
         Args:
-            key: the program; None if it is unknown or does not last.
+            key: the program's key; None if it is unknown or does not last.
         """
         if key == self._key or self.technique.off_because:
             return
@@ -106,7 +106,7 @@ class Follower:
         """Let the technique propose, once the program has lasted long enough.
 
         Args:
-            key: the program that the next step is to run.
+            key: the key of the program that the next step is to run.
             trace: the trace of the step that ended; None if it was not recorded.
         """
         if key == self._key:
@@ -146,7 +146,7 @@ class Follower:
         self._parts.clear()
 
     def key_after(self, key: Hashable) -> Hashable:
-        """Return the key that the next technique plans for; None while this one has no part."""
+        """Return the key that the next technique plans for; None while this technique is on but has no part."""
         if self.technique.off_because:
             return key
         return _After(key, self.part) if self.part is not None else None
@@ -168,7 +168,7 @@ class Followers:
     """All techniques of a session that follow the program, in the order in which they take effect.
 
     Args:
-        techniques: each technique with the number of steps of a program before it proposes.
+        techniques: each technique, with the `warmup_steps` of its `Follower`.
     """
 
     def __init__(self, techniques: Iterable[tuple[Technique[Any], int]] = ()):
@@ -232,12 +232,12 @@ class Followers:
 
     @property
     def detail(self) -> Detail | None:
-        """Return the highest detail that a technique needs of the next step's record; None if none needs a record."""
+        """Return the most detail in which a technique needs the next step recorded; None if none needs a record."""
         return max((each.technique.detail for each in self._all if each.technique.detail is not None), default=None)
 
     @property
     def need_places(self) -> bool:
-        """Return whether a technique needs to know where in the program the next step is."""
+        """Return whether a technique needs the places of the next step reported, even if it is not recorded."""
         return any(each.technique.needs_places for each in self._all)
 
     @property

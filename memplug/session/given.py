@@ -26,7 +26,7 @@ class Common:
         config: the block; a technique reads its own section, and fields outside sections.
         device: the device that trains.
         reserved: device memory that memplug holds beside the tensors of a step.
-        beside: makes a `Beside` for work beside training; training waits for it if the block says so.
+        beside: makes a `Beside`, which works in another process; if the block says so, training waits for it.
     """
 
     config: MemplugConfig
@@ -69,7 +69,7 @@ class AgreedGiven(Common):
         regathers: True if forward gathers parameters (ZeRO 3).
         explain: called with (phase, region, error) for a device out-of-memory error in a region's forward or recompute
             pass.
-        own: `with own():` surrounds operators that are no part of the program.
+        own: `with own():` surrounds memplug's own operators, which are no part of the program.
         step_peak: returns the largest memory in use during the last step, in bytes; None if it was not recorded.
         step_trace: returns the last step recorded in detail; None if there is none.
         is_served: True if the block asks for a technique that serves requests for memory.

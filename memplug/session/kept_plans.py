@@ -1,4 +1,4 @@
-"""Plans across runs: resumes from the plans that an earlier run of the job kept, and keeps the plans of this run."""
+"""Plans across runs: resumes from plans that an earlier run of the job left on disk, and writes this run's plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from memplug.session.technique import AgreedTechnique
 
 log = logging.getLogger("memplug")
 
-SETTLED_STEPS = 8  # steps that amended addresses have to serve before they replace the kept addresses
+SETTLED_STEPS = 8  # amended addresses replace the kept ones after so many steps under them
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class _RanPlan:
 
 
 class KeptPlans:
-    """Resumes from kept plans when a run begins, and keeps new ones at the ends of its steps.
+    """Resumes from kept plans when a run begins, and writes new plans to disk at the ends of the run's steps.
 
     Args:
         store: the job's plans on disk.
@@ -62,10 +62,10 @@ class KeptPlans:
         self.refused = ""
         self._store, self._beside, self._job = store, beside, job
         self._agreed, self._adjuster = agreed, adjuster
-        self._plans: dict[Lasting, MemoryPlan] = {}  # the plans that the run began with
-        self._kept: dict[int, _RanPlan] = {}  # by index of the program
-        self._is_first = True  # the next step to end is the run's first
-        self._is_turned_away = False  # the first step had other inputs than the plan was made for
+        self._plans: dict[Lasting, MemoryPlan] = {}  # the plans that the run resumed from
+        self._kept: dict[int, _RanPlan] = {}  # the plans on disk, by index of the program
+        self._is_first = True  # until the run's first step has ended
+        self._is_turned_away = False  # True while the first step runs with other inputs than the plan was made for
         self._made: _RanPlan | None = None
         self._steps = 0  # number of steps that ended with `_made` in force
 
@@ -82,7 +82,7 @@ class KeptPlans:
         self.file = plans[0].file
         decided = [self._agreed.kept(plan) for plan in plans]
         if decided[0] is None:
-            lasting = [Lasting(None, None)]  # programs are not told apart
+            lasting = [Lasting(None, None)]  # a plan without decisions: steps are not compared
             self._adjuster.tell(f"resumes from the plan that an earlier run kept in {self.file}")
         else:
             programs = [_program_of(plan.training.program) for plan in plans]
@@ -101,7 +101,7 @@ class KeptPlans:
                 self._kept[_index_of(lasting)] = _RanPlan(lasting, tuple(parts.items()))
 
     def check(self, inputs: str, followers: Followers) -> None:
-        """Take the plan out of force if the first forward has other inputs than the plan was made for."""
+        """Warn and take the plan out of force if the first forward has other inputs than the plan was made for."""
         plan = self._plans[self._adjuster.lasting]
         expected = plan.fingerprint.inputs[:1] or (inputs,)
         if inputs == expected[0]:
@@ -116,10 +116,10 @@ class KeptPlans:
         self._is_turned_away = True
 
     def end_step(self, followers: Followers, parts: dict[str, Any] | None, recording: Recording | None) -> None:
-        """Keep the plan in force once a step has run under it; an amended plan, once it has served `SETTLED_STEPS`.
+        """Write the plan in force to disk after one step under it, or an amended plan after `SETTLED_STEPS` steps.
 
-        An amended plan has a new part for decisions that were kept before. Ranks above 0 wait one step longer, so that
-        they find the plans that lower ranks kept.
+        An amended plan has a new part for decisions that are on disk already. Ranks above 0 wait one step longer, so
+        that they find the plans that lower ranks wrote.
 
         Args:
             followers: the techniques that `parts` belong to.
@@ -128,9 +128,9 @@ class KeptPlans:
         """
         lasting = self._adjuster.lasting
         if self.file is not None and self._is_first and lasting not in self._plans:
-            self._refuse(f"{self.file} is for another program than the first step ran")
+            self._refuse(f"{self.file} is for another program than that of the first step")
         elif self._is_turned_away and lasting.decisions is not None:
-            self._agreed.install(lasting.decisions)  # the program proved to be the plan's after all
+            self._agreed.install(lasting.decisions)  # the step ran the plan's program after all
         self._is_first = self._is_turned_away = False
         self._finish(waits=False)
         if lasting is None or parts is None or (lasting.program and lasting.program.borrowed):
@@ -146,9 +146,9 @@ class KeptPlans:
             self._keep(made, followers, recording)
 
     def close(self, followers: Followers, parts: dict[str, Any] | None, recording: Recording | None) -> None:
-        """Keep the plan in force if it differs from the kept one, as the session ends.
+        """Write the plan in force to disk when the session ends, if it differs from the plan there.
 
-        If a part is missing, or no plan with these decisions was kept before, the decisions are kept alone.
+        If a part is missing, or no plan with these decisions is on disk yet, write the decisions alone.
 
         Args:
             followers: the techniques that `parts` belong to.
@@ -186,7 +186,7 @@ class KeptPlans:
         lasting = made.lasting
         index = _index_of(lasting)
         former = self._kept.get(index)
-        # a technique that is off in this run has no part here; another run can use the part that is kept already
+        # the plan on disk has the part of a technique that is off in this run: leave it to runs that can use it
         has_less = former is not None and former.lasting == lasting and len(made.parts) < len(former.parts)
         if former == made or has_less or not (made.parts or lasting.decisions):
             return
@@ -201,7 +201,7 @@ class KeptPlans:
         self._finish(waits=False)
 
     def _plan(self, index: int, lasting: Lasting, recording: Recording | None) -> MemoryPlan:
-        """Return the plan that new parts are added to; it has the parts of the plan that the run resumed from."""
+        """Return a plan to add the new parts to; it has the parts of the plan that the run resumed from."""
         resumed, trace = self._plans.get(lasting), recording.trace if recording is not None else None
         made_from = resumed or trace
         return MemoryPlan(
@@ -228,7 +228,7 @@ class KeptPlans:
         return None if alike else _planned(first, recording)
 
     def _unfit(self, plan: MemoryPlan) -> str:
-        """Return why no run can resume from a plan on this machine; "" if it can."""
+        """Return why this machine cannot resume from a plan; "" if it can."""
         decisions = self._agreed.kept(plan)
         if (decisions is None) != (plan.training.program is None):
             return "there are decisions without a program, or a program without decisions"
@@ -251,7 +251,7 @@ def _planned(program: Program, recording: Recording | None) -> PlannedProgram:
 
 
 def _program_of(planned: PlannedProgram) -> Program:
-    """Return a planned program with its operators numbered as in this process."""
+    """Return a planned program with the numbers that this process gives to operators."""
     operators = None
     if planned.operators is not None:
         numbers = np.array(native.load().operator_numbers(list(planned.names)), np.int32)

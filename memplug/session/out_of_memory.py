@@ -28,7 +28,7 @@ def note(
         phase: "forward", "recompute", "backward" or "step".
         region: qualified name of the module; None outside regions.
         report: the session's report.
-        peak_bytes: largest allocation total of the device so far; None if the device does not count.
+        peak_bytes: most bytes allocated on the device so far; None if the device does not count them.
         asked_gib: `device_budget_gib` of the block.
         is_bound: True if the device has no memory beyond `asked_gib`: the CPU stands in for a device of that size.
     """
@@ -48,7 +48,7 @@ def note(
 
 
 def is_told(error: BaseException) -> bool:
-    """Return whether an exception has memplug's note already, by `add_note` or in a message of the native core."""
+    """Return whether an exception has memplug's note already, from `add_note` or from the native core's message."""
     return getattr(error, "_memplug_note", False) or BEGINS in str(error)
 
 
@@ -89,5 +89,5 @@ def _of_budget(asked_gib: float | Literal["auto"], is_bound: bool) -> str:
     if asked_gib == "auto":
         return 'set "device_budget_gib" below the memory of the device, so that the plan keeps less there'
     if is_bound:
-        return f'raise "device_budget_gib", which is {asked_gib:g}: the CPU has no more than that for a step'
+        return f'raise "device_budget_gib", which is {asked_gib:g}: on the CPU a step may use no more than that'
     return f'lower "device_budget_gib", which is {asked_gib:g}, so that the plan keeps less on the device'

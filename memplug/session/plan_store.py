@@ -1,7 +1,7 @@
 """A folder of plans, one for each program of a job; a later run of the job resumes from them at its first step.
 
-A plan belongs to one rank's program. Ranks that run the same program share the file of the lowest of them. Either all
-ranks resume, or none does: one run must have made plans for the same programs on all of them.
+Each plan is for one program of one rank. Ranks that run the same program share the file of the lowest of them. Either
+all ranks resume, or none does: a single run must have made plans for the same programs on all ranks.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from memplug.session.ranks import Ranks
 
 log = logging.getLogger("memplug")
 
-MOST_PLANS = 8  # number of the latest plans of the job that a run resumes from
-MOST_COMPARED = 8  # number of the latest plans of other jobs among which the most similar job is found
+MOST_PLANS = 8  # a run resumes from at most so many plans of its job, the latest ones
+MOST_COMPARED = 8  # the most similar job is sought among so many plans, the latest ones
 
 _Key = tuple[str, int]  # (run, index of the program in that run)
 
 
 class PlanStore:
-    """The plans of one job.
+    """The plans of one job on disk.
 
     Args:
         folder: the folder of the plan files; None to keep no plans.
@@ -69,16 +69,16 @@ class PlanStore:
         self.refused = next((why for _, _, why in everyone if why), "")
         common = set.intersection(*(set(keys) for _, keys, _ in everyone))
         if any(keys for _, keys, _ in everyone) and not common and not self.refused:
-            self.refused = "the ranks have no plans of one run"
+            self.refused = "no earlier run has kept a plan for every rank"
         runs = sorted({run for run, _ in common}, reverse=True)
         order = [key for run in runs for key in sorted(common) if key[0] == run]
         return [own[key] for key in order[:MOST_PLANS]]
 
     def keep(self, plan: MemoryPlan, beside: Beside) -> None:
-        """Keep a plan of this run; it replaces an earlier one for the same inputs.
+        """Write a plan of this run; it replaces an earlier one for the same inputs.
 
-        If a lower rank has kept the same plan, its file serves this rank too. In an estimate the file also stands for
-        the higher ranks, since their processes do not exist.
+        If a lower rank has written the same plan, its file serves this rank too. In an estimate this rank's file also
+        serves the higher ranks, since their processes do not exist.
 
         Args:
             plan: the plan, with its `training` set.
@@ -102,7 +102,7 @@ class PlanStore:
 
     def _own(self, unfit: Callable[[MemoryPlan], str]) -> tuple[dict[_Key, MemoryPlan], str]:
         """Return this rank's plans by run and index of the program, and why there are none ("" if there are some)."""
-        if self._folder is None or not os.path.isdir(self._folder):  # `os.path.isdir` raises nothing
+        if self._folder is None or not os.path.isdir(self._folder):  # unlike `Path.is_dir`, it never raises
             return {}, ""
         refused, own = "", {}
         for file in self._folder.glob(f"{self._job.job.digest()}-*{self._suffix(self._job.rank)}"):
@@ -129,14 +129,14 @@ class PlanStore:
     def _unsound(self, plan: MemoryPlan) -> str:
         """Return why a plan does not belong to this job or is invalid; "" if it can be used."""
         if plan.training is None:
-            return "it was made by `memplug plan`, and says nothing of training"
+            return "it was made by `memplug plan`, and has no state of a training run to resume from"
         if changes := plan.fingerprint.changes(self._job):
             return "; ".join(changes)
         mistake = next(mistakes_of(plan, self._judges), "")
         return f"the judge refuses it: {mistake}" if mistake else ""
 
     def _nearest(self) -> str:
-        """Return how this job differs from the one with the most similar plan; "" if there are no plans."""
+        """Return how this job differs from the most similar job that has a plan; "" if there are no plans."""
         files = [file for file in self._folder.glob("*.json") if plan_file.is_plan(file)]
         latest = sorted(files, key=_modified_s, reverse=True)[:MOST_COMPARED]
         differing = []

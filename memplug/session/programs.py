@@ -1,9 +1,9 @@
-"""The programs that a run has shown so far, with their decisions, and the rank's vote on the program of a step.
+"""The programs that a run's steps ran so far, with their decisions, and this rank's vote on the program of a step.
 
 A vote is a bit mask of the remembered programs that a step is similar to. Each rank compares its own step with its own
 baselines. Programs are remembered and forgotten at the same steps on all ranks, so a bit means the same program
-everywhere. The bitwise AND of all votes has the bits of the programs that every rank's step is similar to. If one rank
-sees a change, no bit is left, and all ranks change together.
+everywhere. The bitwise AND of all votes keeps the bits of those programs that the step resembles on every rank. If one
+rank sees a change, its vote lacks the current program's bit, so all ranks change together.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any
 from memplug.profile.similarity import Program, similar
 
 MOST_PROGRAMS = 32
-"""Number of programs remembered at a time, so that a vote is one number. More lengths are not worth a plan each."""
+"""Number of programs remembered at a time, one bit of a vote each. If there are more, most do not repay a plan."""
 
 ALIKE = 1 << MOST_PROGRAMS
-"""Bit of a vote: in inputs and nodes the step is like the current program, whatever its operators are."""
+"""Bit of a vote: the step's inputs and autograd nodes are like the current program's, whatever its operators are."""
 
 MOST_TURNS = 2
-"""Number of turns after which a program is no longer planned for; in a turn, a plan makes another program of it."""
+"""Number of turns after which memplug makes no more plans for a program; in a turn, it becomes another under a plan."""
 
 
 class Remembered:
-    """A program that a step has shown.
+    """A program that a step ran, with the plan for it.
 
     Attributes:
         index: the program's bit in a vote.
-        baseline: a step of the program on this rank, which later steps are compared with. During warm-up it is the
-            latest step; from planning on it stays, so that a slow drift adds up to a change.
-        decisions: how to run the program; None until it was planned for.
-        borrowed: True if the decisions were made for another program: this one ran for a single step under them.
+        baseline: the step of the program on this rank that later steps are compared with. During warm-up it is the
+            latest step. From planning on it stays the same, so that a slow drift adds up to a change.
+        decisions: the part of the agreed technique to run the program under; None before there is one.
+        borrowed: True if the decisions were made for another program, and this one has run a step under them.
         told: changes of stage that the log has already reported for the program.
         turns: number of plans in a row that turned this program into the same other program until they were
             withdrawn.
@@ -53,7 +53,7 @@ class Remembered:
         return self.decisions is not None or self.turns >= MOST_TURNS
 
     def note_turn(self, other: Remembered) -> bool:
-        """Count that the program became another one under a plan and is back without it.
+        """Count a turn: the program became another one under a plan, and is back now that the plan is withdrawn.
 
         Args:
             other: the program that it became.
@@ -80,7 +80,7 @@ class Programs:
     def __init__(self, length_tolerance: float, cosine_similarity: float):
         self.current: Remembered | None = None
         self.made = 0  # includes forgotten programs
-        self.indifferent = False  # every step counts as the current program
+        self.indifferent = False  # True once every step counts as the current program
         self.limits = (length_tolerance, cosine_similarity)
         self._all: list[Remembered] = []
         self._by_age: list[Remembered] = []  # the least recently current first
@@ -95,7 +95,7 @@ class Programs:
         return len(self._all)
 
     def forget_plans(self) -> None:
-        """Drop the decisions of all programs; the programs stay, to be planned for again."""
+        """Drop the decisions of all programs, but remember the programs: each gets a new plan when it repeats."""
         for one in self._all:
             one.decisions = None
 
@@ -119,9 +119,9 @@ class Programs:
     def agreed(self, mask: int) -> Remembered | None:
         """Return the program of a step by the votes of all ranks; None if it is not remembered.
 
-        Several remembered programs may be left, for example after a step that was not watched. Those that have
-        decisions, or stay at the safest setting, are preferred. Among these the current program is preferred, so that
-        similar programs do not alternate; otherwise the most recently current one.
+        The votes may match several remembered programs, for example after a step that was not watched. Then settled
+        programs come first (see `Remembered.is_settled`). Among these the current program comes first, so that similar
+        programs do not alternate, and after it the one that was current most recently.
         """
         seen = [one for one in self._all if mask >> one.index & 1]
         seen = [one for one in seen if one.is_settled] or seen
@@ -150,7 +150,7 @@ class Programs:
         self._by_age.append(program)
 
     def renew(self, baseline: Program) -> None:
-        """Compare later steps of the current program with its latest step.
+        """Make the latest step the current program's baseline, unless it equals the present one and shows no more.
 
         Args:
             baseline: the latest step.
@@ -163,5 +163,5 @@ class Programs:
 
 
 def _as_well_known(one: Program, other: Program) -> bool:
-    """Return whether two steps were observed equally well."""
+    """Return whether both steps or neither were watched, and the same regions were observed."""
     return (one.operators is None) is (other.operators is None) and one.unseen == other.unseen

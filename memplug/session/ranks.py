@@ -1,4 +1,4 @@
-"""How the ranks that train a model agree: by votes, whose results they read later, and by gathering objects."""
+"""How the ranks that train a model agree: they vote and read the result later, or gather objects and wait for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memplug.errors import RanksError
 from memplug.session.ballots import Ballots, meet
 from memplug.torch_private import get_default_store
 
-MADE_UP: set[str] = set()  # backends under which only this rank exists, as in an estimate
+MADE_UP: set[str] = set()  # backends of groups whose other ranks do not exist, as in an estimate
 LIMIT_S = 60.0  # how long a rank waits at the end of a step for another rank that has not ended it
 
 
@@ -22,8 +22,8 @@ class Ranks:
     """The ranks that train a model.
 
     All ranks call `vote`, `least` and `gather`, in the same order. If a rank has waited too long for another, or
-    another has detached or died, all votes end: the pending ones and all later ones raise `RanksError`. All ranks have
-    the results of the same votes: those before the end.
+    another has detached or died, all votes end: pending and later votes raise `RanksError`. They end at the same vote
+    on all ranks.
 
     Args:
         members: the ranks of the world that train the model; None for all of them.
@@ -33,7 +33,7 @@ class Ranks:
         self._given = members
         self._ballots: Ballots | None = None
         self._is_closed = False
-        self._timeout_s = 0.0  # timeout of the default group, once the ranks have met
+        self._timeout_s = 0.0  # 0 until the ranks have met, then the timeout of the default group
 
     @property
     def members(self) -> Sequence[int]:
@@ -53,7 +53,7 @@ class Ranks:
 
     @property
     def are_known(self) -> bool:
-        """Return whether the ranks are known: False while processes of a launcher have not joined a group yet."""
+        """Return whether the ranks are known: False in a launcher's process that has not joined a group yet."""
         return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1
 
     @property
@@ -79,12 +79,12 @@ class Ranks:
 
         Args:
             value: this rank's value.
-            patient: True if a rank may have much to do before it calls this, but is certain to call it.
+            patient: True to wait up to the default group's timeout, for ranks that have much to do before.
         """
         return self._cast(value, list, [value] * len(self.members), patient)()
 
     def close(self) -> None:
-        """End this rank's part in all votes, for good."""
+        """Stop voting for good; other ranks' later votes end too."""
         self._is_closed = True
         if self._ballots is not None:
             self._ballots.close()
@@ -105,7 +105,7 @@ class Ranks:
         return self._ballots is not None and self._ballots.torn
 
     def is_first_to_say(self) -> bool:
-        """Return whether no other rank has reported yet why there are no more votes."""
+        """Return True to the first rank that calls this: it reports why there are no more votes."""
         return self._ballots is None or self._ballots.is_first_to_say()
 
     def _cast(

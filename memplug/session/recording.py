@@ -51,7 +51,7 @@ class Recording:
         places: the model's places in the program.
 
     Attributes:
-        trace: the last step recorded with `Detail.TENSORS`; None until there is one.
+        trace: trace of the last step recorded with `Detail.TENSORS`; None until there is one.
         step_trace: the trace of the step that ended last, if one was asked for; else None.
         peak_bytes: largest memory in use during the step that ended last; None if it was not recorded.
         placed: True while `places` reports to the recorder.
@@ -86,7 +86,7 @@ class Recording:
         return Pass(which).name.lower().replace("_", " "), name
 
     def begin_forward(self, module: Any, args: Any, kwargs: Any) -> None:
-        """Report the forward in which `places` was installed, since its hooks missed the beginning of that one."""
+        """Report the running forward: `places` was installed during it, so its hooks missed the beginning."""
         if self.placed:
             self._places.begin_forward(module, args, kwargs)
 
@@ -120,9 +120,9 @@ class Recording:
             self._save(file)
 
     def begin_step(self, detail: Detail | None, *, traced: Detail | None = None, placed: bool = False) -> None:
-        """Begin a step, and record it in the highest detail that `want` or an argument asks for.
+        """Begin a step, and record it in the most detail that `want` or an argument asks for.
 
-        If nothing asks for any, the step is not recorded.
+        Without such a demand the step is not recorded.
 
         Args:
             detail: the least detail to record the step in; None if this caller needs no record.
@@ -174,7 +174,7 @@ class Recording:
             file.parent.mkdir(parents=True, exist_ok=True)
             save(self.trace, file)
         except (OSError, MemplugError) as error:  # a full disk must not end the training
-            log.warning("memplug: the trace of this step was not saved in %s; choose another folder: %s", file, error)
+            log.warning("memplug: the trace of this step was not saved in %s: %s. Choose another folder", file, error)
         else:
             log.info("memplug: a trace of this step is in %s%s: see `memplug show`", file, replaced)
 

@@ -1,4 +1,4 @@
-"""The session that `memplug.attach` returns: of an attached model, or one that does nothing if memplug is off."""
+"""The sessions that `memplug.attach` returns: one for an attached model, one that does nothing if memplug is off."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Session:
     def step(self) -> None:
         """Mark the end of a training step; call it on every rank.
 
-        A training step ends with the optimizer's step, not with a micro-batch. Under DeepSpeed's engine, Megatron-LM's
-        scripts and the callbacks, memplug makes this call itself.
+        A training step ends with the optimizer's step, not with a micro-batch. memplug makes this call itself under
+        DeepSpeed's engine, in Megatron-LM's scripts and with the callbacks for Trainer and Lightning.
         """
         self._attached.step()
 

@@ -41,7 +41,7 @@ TABLE = {
 
 
 def after(stage: Stage, event: StepOutcome) -> Stage:
-    """Return the stage that follows `stage` on `event`; sessions that are off or detached have none."""
+    """Return the stage that follows `stage` after a step with the outcome `event`."""
     following = TABLE.get((stage, event))
     assert following is not None, f"a session that is {stage.value} has no steps: {event.value}"
     return following

@@ -106,19 +106,19 @@ class Technique(abc.ABC, Generic[Part]):
 
     @property
     def detail(self) -> Detail | None:
-        """Return the detail in which the next step is to be recorded for the technique; None for not at all."""
+        """Return the detail in which the technique needs the next step recorded; None if it needs no record."""
         return None
 
     @property
     def needs_places(self) -> bool:
-        """Return whether the next step has to report its places in the program, even if it is not recorded."""
+        """Return whether the technique needs the places of the next step reported, even if it is not recorded."""
         return False
 
     def begin_step(self) -> None:
         """Prepare for the next step; called just before it starts."""
 
     def end_step(self) -> None:
-        """Stop serving the step; called first of all when it ends."""
+        """Stop serving the step; called when it ends, before any other action."""
 
     def report(self) -> TechniqueReport:
         """Return what the technique did, holds and predicts.
@@ -148,14 +148,14 @@ class Technique(abc.ABC, Generic[Part]):
 class AgreedTechnique(Technique[Part]):
     """A technique whose parts change which collectives run, so all ranks have to switch together.
 
-    All ranks propose, install and withdraw at the same steps, which `memplug.session.adjuster` has them agree on. A
-    session has one such technique from its beginning, and it decides how regions run.
+    All ranks propose, install and withdraw at the same steps; they agree on these steps in `memplug.session.adjuster`.
+    A session has one such technique from its beginning, and it decides how regions run.
 
     Attributes:
-        plans: True if it proposes; else regions run under fixed decisions, or there are none.
+        plans: True if it proposes; else regions run under fixed decisions, or there are no regions.
         unwatched_because: why it does not need steps compared by their operators; "" if it does.
         executor: runs the regions, as hooks request.
-        plain: the regions that at present run as without memplug.
+        plain: the regions that currently run as if memplug were absent.
         may_keep: True if a part may rely on later steps being no larger than the step that it was made from.
         outcome: how proposing ended, in words for the log.
     """
@@ -192,7 +192,7 @@ class AgreedTechnique(Technique[Part]):
 
     @abc.abstractmethod
     def agree(self, program: Program, planned_from: Program | None, is_stable: bool) -> None:
-        """Make the shared decisions of the ranks that are in no part; all ranks call this before they vote.
+        """Agree on changes that belong to no part; all ranks call this before they vote on the program.
 
         Args:
             program: the program of the step that ended.
@@ -214,7 +214,7 @@ class AgreedTechnique(Technique[Part]):
 
     @abc.abstractmethod
     def turn_away(self) -> None:
-        """Run the step that begins without the part in force, which was made for other inputs."""
+        """Run the step that begins without the part in force, because the part was made for other inputs."""
 
     @property
     @abc.abstractmethod
@@ -248,11 +248,11 @@ class AgreedTechnique(Technique[Part]):
 
     @abc.abstractmethod
     def has_lost_room(self) -> bool:
-        """Return whether the part in force needs more than a rank has room for; all ranks call this after a step."""
+        """Return whether some rank has too little memory for the part in force; all ranks call this after a step."""
 
     @abc.abstractmethod
     def retain(self, parts: Iterable[Part]) -> None:
-        """Release what only other parts need; only `parts` may be installed again."""
+        """Release memory that none of `parts` needs: no other part will be installed again."""
 
     @abc.abstractmethod
     def in_words(self, part: Part) -> str:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 
 def keyed(key: str) -> Any:
-    """Return a report's field whose default is None, and whose name in `as_dict` is `key` without the prefix."""
+    """Return a report's field that defaults to None, and whose name in `as_dict` is `key` instead of a prefixed one."""
     return field(default=None, metadata={"key": key})
 
 
@@ -27,11 +27,11 @@ class TechniqueReport:
 
     @classmethod
     def absent(cls, why: str) -> TechniqueReport:
-        """Return the report of a technique that is off because of `why`, or waits to begin if `why` is ""."""
+        """Return the report of a technique that is off because of `why`, or has yet to begin if `why` is ""."""
         return cls()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields, by names that are unique in the whole report: `arena_state` becomes `arena`."""
+        """Return all fields by names that are unique in the whole report: with the prefix, and without "_state"."""
         return {
             each.metadata.get("key") or (self.prefix + each.name).removesuffix("_state"): getattr(self, each.name)
             for each in fields(self)
@@ -41,7 +41,7 @@ class TechniqueReport:
         """Return the technique's lines for the note on an out-of-memory error.
 
         Args:
-            peak_bytes: largest allocation total of the device so far; None if the device does not count.
+            peak_bytes: most bytes allocated on the device so far; None if the device does not count them.
         """
         return ()
 

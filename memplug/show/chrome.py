@@ -16,8 +16,8 @@ from memplug.show.timeline import layer_runs, runs
 from memplug.show.words import heading
 
 _NOTE = (
-    "Times are when the host dispatched an operator, in microseconds from the beginning of the recording. It has "
-    "no end times: an operator is shown until the next one begins, at most to the measured end of its step. The "
+    "Each time is when the host dispatched an operator, in microseconds from the beginning of the recording. The trace "
+    "has no end times: an operator is shown until the next one begins, at most to the measured end of its step. The "
     "counter is the largest memory in use during an operator."
 )
 
@@ -39,7 +39,7 @@ def write_chrome(trace: Trace, path: str | Path) -> None:
 
 
 def process_of(trace: Trace) -> trace_events.Process:
-    """Return the trace's tracks, and a counter of the memory in use."""
+    """Return the trace as one process: tracks of steps, phases, layers and operators, and a counter of used memory."""
     begin_us, end_us = _times_us(trace)
 
     def slices(spans: Iterable[tuple[str, int, int, dict[str, Any]]]) -> Iterator[trace_events.Slice]:

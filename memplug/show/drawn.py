@@ -15,19 +15,19 @@ from memplug.figures.groups import is_dark
 from memplug.show.page_hover import facts
 from memplug.show.raster import largest, raster
 
-_SPACING = 0.013  # between panels, as a share of the height
-_LEGEND = 0.21  # between columns, as a share of the width
-_BELOW_TITLE = 0.9  # top of the panels, as a share of the height: the legend of bars is above them
+_SPACING = 0.013  # space between panels, as a share of the figure's height
+_LEGEND = 0.21  # space between columns, for legends, as a share of the figure's width
+_BELOW_TITLE = 0.9  # top of the panels under a legend of bars, as a share of the figure's height
 _PIXELS = (600, 1200)  # rows and columns of the raster below the rectangles
-_RECTANGLES = 15_000  # if there are more, only so many are drawn one by one: the largest
+_RECTANGLES = 15_000  # at most so many are drawn one by one, the largest ones
 _FEW = 8  # axes that span at most this get a tick at each whole number
 
 
 class Drawn:
     """A figure as plotly draws it, built panel by panel.
 
-    Legends stand beside their panels, aligned with the panel's top or, if centred, with its middle. A long centred
-    legend takes no more height than its panel when several panels have one.
+    A legend stands beside its panel, aligned with the panel's top or, if centred, with its middle. If several panels
+    have legends, centring keeps a long one within the height of its panel.
 
     Args:
         figure: The figure to translate.
@@ -44,7 +44,7 @@ class Drawn:
         self.facts = ""
         self._views: list[str | None] = []  # name of each trace's view; None: always visible
         self._axes = 0
-        self._asked, self._legends = figure.legend, 0  # title and number of the views' legends
+        self._asked, self._legends = figure.legend, 0  # title of all views' legends; number of them so far
         self._centred = centred
         panels = [panel for column in figure.columns for panel in column.panels]
         stacked = any(isinstance(view, Stack) for panel in panels for view in panel.views.values())
@@ -94,7 +94,7 @@ class Drawn:
             top = bottom - _SPACING
 
     def _add_legend(self, views: list[str], right: float, top: float, bottom: float) -> str:
-        """Add a legend beside a panel with views, and return its name."""
+        """Add a legend beside a panel with views, and return plotly's name for it."""
         self._legends += 1
         name = "legend" if self._legends == 1 else f"legend{self._legends + 1}"  # legend2 is the legend of bars
         asked = f"{self._asked} {views[0]}" if self._asked and len(views) == 1 else self._asked
@@ -125,7 +125,7 @@ class Drawn:
                 self.facts = facts(content, [f"xaxis{at}", f"yaxis{at}"], panel.y.scale)
 
     def _add_switch(self, names: list[str]) -> None:
-        """Add buttons above the left edge that switch between the views."""
+        """Add buttons at the top left that switch between the views."""
         visible = {name: [view in (None, name) for view in self._views] for name in names}
         buttons = [{"label": f"by {name}", "method": "restyle", "args": [{"visible": visible[name]}]} for name in names]
         place = {"x": 0, "xanchor": "left", "y": 1.01, "yanchor": "bottom"}
@@ -139,17 +139,17 @@ def _axis(axis: Axis) -> dict[str, Any]:
     if axis.ticks is not None:
         names = [html.escape(name) for name in axis.ticks.values()]
         made |= {"tickvals": list(axis.ticks), "ticktext": names, "zeroline": False, "automargin": True}
-        return {**made, "fixedrange": len(names) == 1}  # a strip has nothing to zoom into
+        return {**made, "fixedrange": len(names) == 1}  # with one row there is nothing to zoom into
     if axis.unit:
         return made
-    few = {"dtick": 1} if axis.high - axis.low <= _FEW else {}  # no halves: they would be written as whole numbers
+    few = {"dtick": 1} if axis.high - axis.low <= _FEW else {}  # no ticks at halves, which the format would round
     return {**made, "tickformat": ",.0f", "hoverformat": ",.2f", **few}
 
 
 class _PlotlyParts(NamedTuple):
     """Traces, shapes and annotations for one piece of content.
 
-    A key "xwhole" or "ywhole" says that the position of the shape or annotation is a share of the panel.
+    The key "xwhole" or "ywhole" in a shape or annotation says that its position on that axis is a share of the panel.
     """
 
     traces: list[dict[str, Any]] = []
@@ -211,14 +211,14 @@ def _bars(bars: model.Bars, x: Axis, y: Axis) -> _PlotlyParts:
 def _rectangles(drawn: Rectangles, x: Axis, y: Axis) -> _PlotlyParts:
     """Draw rectangles, in one trace for each group.
 
-    If there are too many, only the largest are drawn so, above a raster that shows all of them.
+    If there are more than `_RECTANGLES`, draw a raster of all, and only the largest rectangles on top of it.
     """
     traces = [_raster(drawn, x, y)] if len(drawn.of) > _RECTANGLES else []
     rows = largest(drawn, _RECTANGLES)
     for index in np.unique(drawn.of).tolist():
         mine, group = rows[drawn.of[rows] == index], drawn.groups[index]
         across, up = _corners(np.stack([drawn.lower, drawn.upper, drawn.start, drawn.stop], axis=1)[mine], y)
-        # A rectangle narrower than a pixel gets its colour from the hairline border.
+        # A rectangle narrower than a pixel is visible by its hairline border alone.
         looks = {"fill": "toself", "fillcolor": group.colour, "line": {"width": 0.5, "color": group.colour}}
         name = {"name": html.escape(group.label), "hoverinfo": "skip"}
         traces.append({"x": across, "y": up, "mode": "lines", **looks, **name})
@@ -233,7 +233,7 @@ def _outlines(outlines: model.Outlines, x: Axis, y: Axis) -> _PlotlyParts:
 
 
 def _corners(boxes: np.ndarray, y: Axis) -> tuple[np.ndarray, np.ndarray]:
-    """Return the corners of boxes (lower, upper, start, stop) along both axes, with a gap after each box."""
+    """Return both coordinates of the corners of boxes (lower, upper, start, stop), with NaN after each box: a gap."""
     left, right, low, high = boxes.T
     gap = np.full(len(boxes), np.nan)
     across = np.stack([left, right, right, left, left, gap], axis=1).ravel()

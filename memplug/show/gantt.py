@@ -1,4 +1,4 @@
-"""A chart of a step on the virtual device: when kernels, copies each way and the host are busy, one panel a mode."""
+"""A chart of when kernels, copies each way and the host are busy in a step on the virtual device; a panel per mode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRACKS = ("host", "prefetch", "offload", "compute")
 COPIES = {"to host": "offload", "to device": "prefetch"}
 KINDS = {"attention": "#c8520f", "matrix product": "#2166a5", "other kernels": "#9cc8e8"}
 COLOURS = {**KINDS, "offload": "#3f8f5b", "prefetch": "#6a4c9c", "host": "#8c8f3f"}
-BARS = 1500  # at most so many bars on one track of a step
+BARS = 1500  # neighbouring spans of one kind become one bar if their gap is at most the step / BARS
 LONG_S = 10.0  # steps at least this long are shown in seconds, others in milliseconds
 QUEUE_S = 20e-6  # the host counts as busy between two kernels that it queues at most this far apart
 
@@ -48,7 +48,7 @@ def gantt(title: str, steps: Mapping[str, tuple[float, Sequence[BusySpan]]]) -> 
 
     Args:
         title: Title of the figure.
-        steps: By name, the seconds and the spans of each step.
+        steps: Duration in seconds and busy spans of each step, by the step's name.
     """
     longest_s = max(seconds for seconds, _ in steps.values())
     unit, per_s = ("seconds", 1) if longest_s >= LONG_S else ("milliseconds", 1000)
@@ -59,7 +59,7 @@ def gantt(title: str, steps: Mapping[str, tuple[float, Sequence[BusySpan]]]) -> 
         for kind, colour in COLOURS.items():
             rows = [bar for bar in bars if bar.kind == kind]
             if rows:
-                # the legend names each kind once
+                # the legend has each kind once, from the first panel
                 group = ColourGroup(kind, colour) if kind in KINDS and not panels else None
                 drawn.append(_drawn(rows, colour, group, per_s))
         ticks = {row: f"{track}, {name}" if track == "compute" else track for row, track in enumerate(TRACKS)}
@@ -83,7 +83,7 @@ def _drawn(bars: Sequence[Bar], colour: str, group: ColourGroup | None, per_s: i
 
 
 def bars_of(spans: Iterable[BusySpan], step_s: float) -> Iterator[Bar]:
-    """Yield bars; join neighbouring spans of one kind on a track if the gap is too small to be seen."""
+    """Yield the bars of all tracks; neighbouring spans of one kind become one bar if the gap is too small to see."""
     resolution_s = step_s / BARS
     open_bars: dict[str, Bar] = {}
     for track, kind, begin_s, end_s in sorted(_placed(spans), key=lambda each: each[2]):

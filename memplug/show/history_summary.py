@@ -1,4 +1,4 @@
-"""A snapshot of torch's allocator as plain values and in words, alone or beside a plan of all its requests."""
+"""A snapshot of torch's allocator as plain values and in words, alone or compared with a plan for its requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_TRACES = (
 
 
 def summary(history: History) -> dict[str, Any]:
-    """Return a snapshot's facts for `memplug show --json`: keys of a trace's facts, and keys of its own."""
+    """Return a snapshot's facts for `memplug show --json`: most under the same keys as a trace's, some under others."""
     found = of_trace.summary(history.trace)
     by_code = {_UNKNOWN_CODE if name == OUTSIDE else name: held for name, held in found["peak_bytes_by_layer"].items()}
     return {
@@ -53,11 +53,11 @@ def rows(facts: dict[str, Any]) -> Rows:
 
 
 def beside(history: History, needed_bytes: int) -> dict[str, Any]:
-    """Return what torch's allocator reserved for the requests of a plan, as further keys of `memplug plan --json`.
+    """Return the memory that torch's allocator reserved for the requests of a plan: keys for `memplug plan --json`.
 
     Args:
-        history: The history of these requests.
-        needed_bytes: Bytes of these requests in use at the peak.
+        history: The allocator's history, with these requests.
+        needed_bytes: The most bytes that these requests use at a time.
     """
     facts = _of_torch(history)
     reserved = facts["torch_reserved_bytes"]
@@ -65,7 +65,11 @@ def beside(history: History, needed_bytes: int) -> dict[str, Any]:
 
 
 def rows_beside(facts: dict[str, Any]) -> Rows:
-    """Return the keys of `beside` as (name, value) in words, from the facts of a plan that include these keys."""
+    """Return the result of `beside` as (name, value) in words.
+
+    Args:
+        facts: The facts of the plan, merged with the result of `beside`.
+    """
     return _torch_rows(facts, facts["lower_bound_bytes"], facts["height_bytes"])
 
 

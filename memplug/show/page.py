@@ -15,7 +15,7 @@ _FOLLOW_WINDOW = "addEventListener('resize', () => Plotly.relayout('{plot_id}', 
 
 
 def write_page(figure: Figure, path: str | Path) -> None:
-    """Write the page: 5 to 8 MB, of which plotly's script is 4.8, or 20 MB for 300,000 rectangles.
+    """Write the page: 5 to 8 MB, with 4.8 MB for plotly's script; 20 MB with 300,000 rectangles.
 
     The page fills the window, whatever the window's size, and never scrolls.
 
@@ -37,7 +37,7 @@ def write_page(figure: Figure, path: str | Path) -> None:
         config={"displaylogo": False, "scrollZoom": True},
         post_script=[_FOLLOW_WINDOW, *([SCRIPT] if drawn.facts else [])],
     )
-    # The encoding comes first because browsers look for it only in the first kilobyte. Without the margins that
-    # browsers give a body, its height is the window's.
+    # The encoding comes first because browsers look for it only in the first kilobyte. Browsers give a body margins;
+    # without them the page is exactly as high as the window.
     first = f'<meta charset="utf-8"><title>{html.escape(figure.title)}</title><style>body {{margin: 0}}</style>'
     Path(path).write_text(page.replace("<head>", f"<head>{first}{drawn.facts}", 1), encoding="utf-8")

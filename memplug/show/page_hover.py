@@ -1,4 +1,4 @@
-"""The text about the rectangle under the pointer of a page: a script, and the data that it looks up."""
+"""The text that a page shows about the rectangle under the pointer: a script, and the data that it looks up."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ map.addEventListener('mouseleave', () => { box.style.display = 'none'; });
 
 
 def facts(drawn: Rectangles, axes: list[str], unit_bytes: int) -> str:
-    """Return the data that the script looks up, as a JSON element whose content cannot end the element.
+    """Return the script's data as an HTML element with JSON; "<" is escaped, so no text can end the element.
 
     Args:
         drawn: The rectangles.
@@ -67,7 +67,7 @@ def facts(drawn: Rectangles, axes: list[str], unit_bytes: int) -> str:
 
 
 def _packed(values: np.ndarray) -> tuple[str, str]:
-    """Return the array's type in the page, where whole numbers are exact up to 2**53, and its bytes in base 64."""
+    """Return the JavaScript type of array that holds the values, exact up to 2**53, and its bytes in base 64."""
     small = bool((np.abs(values) < 2**31).all())
     dtype = np.int32 if small else np.float64
     text = base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode()

@@ -1,4 +1,4 @@
-"""A figure as one PNG of 1650 by 1045 pixels: the page's content, drawn by plotly in a Chrome without a window."""
+"""A figure as one PNG of 1650 by 1045 pixels: the page's content, drawn by plotly in headless Chrome."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from memplug.show.drawn import Drawn
 from memplug.show.raster import largest
 
 _WIDTH, _HEIGHT = 1650, 1045
-_SCALE = 1.2  # of letters and lines: plotly sizes them for a window
+_SCALE = 1.2  # enlarges letters and lines, which plotly sizes for a window
 _OUTLINED = 2_000  # at most so many rectangles get an outline
-_OUTLINED_PIXELS = 4  # a rectangle whose shorter side is less gets no outline, which would hide it
+_OUTLINED_PIXELS = 4  # a rectangle with a shorter side gets no outline, which would hide it
 _OR_THE_PAGE = "or write the page (--html), whose camera button saves a PNG without them"
 
 
 def write_picture(figure: Figure, path: str | Path) -> None:
-    """Write the picture; stack the views that a page switches between, as many as each panel says (`pictured`).
+    """Write the picture. It stacks views that a page switches between: the first `Panel.pictured` of each panel.
 
     Raises:
         MemplugError: plotly, kaleido or Chrome is not installed, or Chrome fails.
@@ -50,8 +50,8 @@ def write_picture(figure: Figure, path: str | Path) -> None:
             f"Install one, for example by `plotly_get_chrome`, {_OR_THE_PAGE}.",
         ) from None
     except Exception as error:
-        # The start of Chrome, its pipe or its answer may fail: kaleido and choreographer have no common class for these
-        # errors.
+        # Chrome may fail to start, to be reached or to answer; kaleido and choreographer raise errors without a common
+        # class.
         raise MemplugError(
             f"Chrome did not draw the picture: {type(error).__name__}: {error}",
             f"See whether `chromium --headless --version` runs here, {_OR_THE_PAGE}.",
@@ -60,7 +60,7 @@ def write_picture(figure: Figure, path: str | Path) -> None:
 
 
 def _unfolded(column: Column) -> Column:
-    """Return the column with each view of a panel in a panel of its own."""
+    """Return the column with a panel for each view that the picture shows."""
     return replace(column, panels=[each for panel in column.panels for each in _apart(panel, column.x)])
 
 
@@ -69,7 +69,7 @@ def _apart(panel: Panel, x: Axis) -> Iterator[Panel]:
         yield panel
     for name in [*panel.views][: panel.pictured]:
         view = panel.views[name]
-        # A picture has no pointer that tells neighbours of one colour apart, so it outlines them.
+        # In a page the pointer tells neighbours of one colour apart; in a picture only outlines do.
         more = [_outlines(view, x, panel.y)] if isinstance(view, Rectangles) else []
         height = panel.height / panel.pictured
         yield replace(panel, views={name: view}, content=[*more, *panel.content], height=height)

@@ -11,7 +11,7 @@ from memplug.show.techniques import in_place
 
 
 def diff(a: MemoryPlan, b: MemoryPlan) -> dict[str, Any]:
-    """Return the differences for `memplug diff --json`: stable keys that name their units.
+    """Return the differences for `memplug diff --json`: plain values under stable keys that name their units.
 
     Each technique compares its parts of the two plans.
     """

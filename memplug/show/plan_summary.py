@@ -12,7 +12,7 @@ from memplug.show.techniques import in_place
 
 
 def summary(plan: MemoryPlan) -> dict[str, Any]:
-    """Return a plan's facts for `memplug show --json`: stable keys that name their units."""
+    """Return a plan's facts for `memplug show --json`: plain values under stable keys that name their units."""
     facts = {"fingerprint": {"digest": plan.fingerprint.digest(), **asdict(plan.fingerprint)}}
     for each in in_place():
         facts |= each.facts(plan)

@@ -1,8 +1,8 @@
-"""Rectangles as pixels, and the largest rectangles, for drawings with too many to draw each as a shape.
+"""Paints rectangles as pixels, and finds the largest, for drawings with too many rectangles to draw each as a shape.
 
 A rectangle is a request. Thousands share a pixel, and most live so briefly that they are narrower than a pixel. The
-raster gives each request at least one pixel and paints the longest-lived last, so short ones show only where no long
-one is.
+raster gives each request at least one pixel and paints the longest-lived last: a short-lived request is visible only
+where no longer-lived one is.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from memplug.figures.figure import Rectangles
 
 
 def raster(drawn: Rectangles, span: tuple[float, float], height_bytes: float, shape: tuple[int, int]) -> np.ndarray:
-    """Return the index of the group that is visible in each pixel, plus 1; 0: none. At most 255 groups fit.
+    """Return 1 + the index of the group that is visible in each pixel, or 0 without one; for at most 255 groups.
 
     Args:
         drawn: The rectangles to paint.
         span: Clock values at the left and the right edge.
         height_bytes: Address at the upper edge.
-        shape: Rows, the first one at address 0, and columns.
+        shape: Numbers of pixel rows, from address 0 up, and of pixel columns.
 
     Returns:
         uint8[shape].
@@ -33,7 +33,7 @@ def raster(drawn: Rectangles, span: tuple[float, float], height_bytes: float, sh
     top = np.maximum(bottom + 1, np.round(drawn.stop * up).astype(np.int64))
     order = np.lexsort((drawn.stop - drawn.start, drawn.upper - drawn.lower))
     edges = np.stack([bottom, top, left, right, drawn.of + 1], axis=1)[order]
-    # Of rectangles with the same pixels only the last would be visible.
+    # If rectangles cover the same pixels, paint only the last, which would hide the others.
     _, last = np.unique(edges[::-1, :4], axis=0, return_index=True)
     for low, high, first, end, value in edges[np.sort(len(edges) - 1 - last)].tolist():
         picture[low:high, first:end] = value
@@ -41,10 +41,10 @@ def raster(drawn: Rectangles, span: tuple[float, float], height_bytes: float, sh
 
 
 def largest(drawn: Rectangles, count: int) -> np.ndarray:
-    """Return the rows of the largest rectangles, at most `count`.
+    """Return the indices of the `count` largest rectangles, or of all if there are fewer.
 
     Returns:
-        int64[at most count], rising.
+        int64[at most count], in increasing order.
     """
     area = (drawn.upper - drawn.lower).astype(np.float64) * (drawn.stop - drawn.start)
     return np.sort(np.argsort(-area, kind="stable")[:count])

@@ -1,9 +1,9 @@
 """A trace as a memory snapshot that pytorch.org/memory_viz and `torch/cuda/_memory_viz.py` open; needs no torch.
 
-A trace has sizes but no addresses. So this module places each request in the smallest gap that it fits into, in one
-segment for each stream, with sizes rounded up to 512 bytes as on CUDA. Requests that are live together never overlap.
-But the addresses are not the recorded run's, and gaps between blocks in this file say nothing about that run. Sizes,
-order, and the frames of each block are the recording's.
+A trace has sizes but no addresses. So this module makes them up: it places each request in the smallest gap that it
+fits into, in one segment for each stream, with sizes rounded up to 512 bytes as on CUDA. Requests that are live
+together never overlap. The gaps between blocks say nothing about the recorded run. Sizes, order, and the frames of each
+block are those of the recording.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ROUNDING_BYTES = 512
 # Drivers put device memory at such addresses. The stride leaves room for each stream's segment, and the numbers are
 # exact in JavaScript's doubles.
 _FIRST_ADDRESS, _SEGMENT_STRIDE = 0x7000_0000_0000, 1 << 46
-# memory_viz (November 2026) stops with an error if allocations have categories and none of them is this one.
+# memory_viz (November 2026) fails if allocations have categories and none of the categories is this one.
 _NO_CATEGORY = "unknown"
 
 
@@ -40,9 +40,10 @@ def write_snapshot(trace: Trace, path: str | Path) -> None:
 def snapshot(trace: Trace) -> dict[str, Any]:
     """Return what `torch.cuda.memory._snapshot()` would return for this recording: only dicts, lists, str and int.
 
-    Each allocation has three frames, innermost first: operator, layer and phase, with their running numbers as lines.
-    Its category is the kind of its phase. Memory in use before the recording is in the first segment: one block for
-    each free whose size is known, and one block for the rest.
+    Each allocation has three frames, innermost first: operator, layer and phase. A frame's line number is the running
+    number of its operator, layer or phase. The category of an allocation is the kind of its phase. Memory that was in
+    use before the recording is in the first segment: one block for each later free whose size is known, and one for
+    the rest.
     """
     return _Writer(trace).snapshot()
 
@@ -59,7 +60,7 @@ class _Writer:
         self.live: dict[int, tuple[int, dict[str, Any]]] = {}  # stream and block, by address
         self.address_of: dict[int, int] = {}  # address, by request
         self.earlier: dict[int, int] = {}  # address of a block from before the recording, by the event that frees it
-        # One dict for each place, so that pickle stores it once.
+        # Equal frames are one dict, so that pickle stores it once.
         self._frame = cache(lambda kind, number, name: {"filename": kind, "line": number, "name": name})
 
     def snapshot(self) -> dict[str, Any]:
@@ -101,7 +102,7 @@ class _Writer:
             return [{"action": "alloc", "addr": address, "size": nbytes, "category": category, **entry}]
         address = self.earlier.get(event) if request < 0 else self.address_of.pop(request)
         if address is None:
-            return []  # of a block from before the recording, of unknown size
+            return []  # it frees a block of unknown size from before the recording
         stream, block = self.live.pop(address)
         self.spaces[stream].release(address, block["size"])
         freed = {"addr": address, "size": block["requested_size"], **entry, "stream": stream}
@@ -141,7 +142,7 @@ class _Writer:
 
 
 class _Space:
-    """A range of addresses, parts of which are in use; `size` bytes from the start on have been in use at some time."""
+    """A range of addresses, parts of which are in use; `size` spans from `start` to the highest end in use so far."""
 
     def __init__(self, start: int) -> None:
         self.start, self.size = start, 0
@@ -156,7 +157,7 @@ class _Space:
         return start
 
     def release(self, start: int, size: int) -> None:
-        """Return `size` bytes at `start` to the gaps, joined with their neighbours."""
+        """Make `size` bytes at `start` a gap again, joined with the gaps beside it."""
         end, at = start + size, bisect.bisect(self._gaps, (start,))
         behind = at + (self._gaps[at][0] == end)
         before = at - (at > 0 and self._gaps[at - 1][1] == start)

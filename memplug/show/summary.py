@@ -17,10 +17,10 @@ _OPERATORS_AT_MOST = 10
 
 
 def summary(trace: Trace) -> dict[str, Any]:
-    """Return a trace's facts for `memplug show --json`: stable keys that name their units, None for what is unknown.
+    """Return a trace's facts for `memplug show --json`: plain values under stable keys that name their units.
 
-    Bytes are as requested, unrounded. `peak_bytes` is the largest memory in use, including what was in use before the
-    recording, when the recorded requests are replayed; `allocator_peak_bytes` is the allocator's own counter.
+    Unknown values are None. Bytes are as requested, unrounded. `peak_bytes` is the largest memory in use by the
+    recorded requests and by requests from before; `allocator_peak_bytes` is the allocator's own counter.
     """
     requests = trace.requests
     event, peak_bytes = trace.replayed_peak()
@@ -80,18 +80,22 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _held(trace: Trace, event: int, column: str) -> dict[str, int]:
-    """Return bytes in use after `event` by the phase or layer that requested them, the largest first."""
+    """Return bytes in use after `event`, by the phase or layer that requested them, in decreasing order."""
     requests = trace.requests
     live = requests[(requests["malloc_event"] <= event) & (still_live(requests) | (requests["free_event"] > event))]
     held = bytes_by(column, trace, live[f"malloc_{column}"], live["nbytes"])
     in_use = int(trace.live_bytes[event]) if event >= 0 else trace.base_bytes
-    # The rest is from before the recording. It cannot be summed directly: not every free has its size.
+    # The rest is from before the recording. It has to be a difference, since not every free of such memory has a size.
     held[BEFORE] += in_use - sum(held.values())
     return {name: nbytes for name, nbytes in held.most_common() if nbytes}
 
 
 def recorded_rows(fingerprint: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what was recorded, as (name, value), from the fields of a fingerprint and its digest."""
+    """Return the recorded model, inputs, device and versions as (name, value) in words.
+
+    Args:
+        fingerprint: The fields of a fingerprint, and its digest.
+    """
     parameters = f"{fingerprint['parameters']:,} parameters" if fingerprint["parameters"] else None
     rank = f"rank {fingerprint['rank']} of {fingerprint['world_size']}"
     found = {
@@ -111,7 +115,7 @@ def _steps_in_words(facts: dict[str, Any]) -> str:
 
 def _operators_in_words(facts: dict[str, Any]) -> str:
     if not facts["operators"]:
-        return "none recorded: the clock is the requests themselves"
+        return "none recorded: the clock counts requests and releases instead"
     of_steps = [f"{operators:,}" for operators in facts["operators_by_step"]]
     return f"{facts['operators']:,}{', by step ' if of_steps else ''}{_first_few(of_steps)}"
 

@@ -14,5 +14,5 @@ def pictures() -> dict[str, TechniquePicture]:
 
 
 def in_place() -> list[TechniquePicture]:
-    """Return the pictures in the order of their rows, from the top, and columns, from the left."""
+    """Return the pictures by `place`: the order of their rows from the top, and of their columns from the left."""
     return sorted(pictures().values(), key=lambda each: each.place)

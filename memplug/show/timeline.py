@@ -1,4 +1,4 @@
-"""The numbers of a timeline: memory in use along a trace's clock, split by requester, and what ran meanwhile."""
+"""The numbers of a timeline: memory in use along a trace's clock by phase and by layer, and when each of these ran."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from memplug.profile.trace import Trace, earlier_frees, still_live
 class Timeline:
     """Memory in use at sampled places of the clock."""
 
-    clock: str  # its unit: "operator", or "request event" for a trace without operators
+    clock: str  # unit of the clock: "operator", or "request event" for a trace without operators
     length: int
-    # float64[samples], strictly rising from 0 to `length`; the events of an operator are spread evenly between this
-    # operator and the next.
+    # float64[samples], places on the clock, strictly rising from 0 to `length`. The events of an operator are spread
+    # evenly between the operator's place and the next one's.
     at: np.ndarray
-    event: np.ndarray  # int64[samples], the last event that happened; -1: none yet
+    event: np.ndarray  # int64[samples], row of the latest event; -1: none yet
     phases: Grouping
     layers: Grouping
-    bytes_by_phase: np.ndarray  # int64[groups, samples], in use from that place on, by the groups of `phases`
-    bytes_by_layer: np.ndarray  # the same for `layers`; each of the two arrays adds up to the memory in use
+    bytes_by_phase: np.ndarray  # int64[groups, samples], in use from each sample on, by group of `phases`
+    bytes_by_layer: np.ndarray  # the same by group of `layers`; either array sums to the memory in use
     phase_runs: Stretches
     layer_runs: Stretches
-    step_starts: tuple[int, ...]  # places on the clock
+    step_starts: tuple[int, ...]  # the place on the clock where each step starts
     peak: int  # index of the first sample with the largest memory in use
 
     @property
@@ -75,10 +75,10 @@ def timeline(trace: Trace, bins: int = 800) -> Timeline:
 
 
 def owners(trace: Trace) -> np.ndarray:
-    """Return the malloc of each event's memory: for a free its malloc, for a malloc itself.
+    """Return for each event the malloc event of the same request: for a free its malloc, for a malloc itself.
 
     Returns:
-        int64[events], index of the malloc; -1: it was before the recording.
+        int64[events], row of the malloc event; -1 if it was before the recording.
     """
     owner = np.arange(len(trace.events))
     freed = trace.requests[~still_live(trace.requests)]
@@ -95,7 +95,7 @@ def _clock(trace: Trace) -> tuple[str, int, np.ndarray]:
     """
     count = len(trace.events)
     if len(trace.operators):
-        # An event of another thread may name an earlier operator; the order of the events decides.
+        # An event of another thread may refer to an earlier operator than the event before it: keep the events' order.
         slot = np.maximum.accumulate(np.clip(trace.events["operator"], 0, None))
     else:
         slot = np.arange(count)

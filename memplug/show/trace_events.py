@@ -25,8 +25,9 @@ class Process:
     Attributes:
         number: From 1 on: Perfetto takes process 0 and thread 0 for the kernel's idle task.
         name: The heading.
-        tracks: From top to bottom, each with its bars in order of time.
-        counters: By name, each with its samples in order of time: microseconds, and values by name.
+        tracks: The bars of each track in order of time, by the track's name; tracks from top to bottom.
+        counters: The samples of each counter in order of time, by the counter's name. A sample has a time in
+            microseconds, and values by name.
     """
 
     number: int

@@ -9,8 +9,8 @@ from memplug.show.timeline import timeline
 from memplug.show.words import heading, moment, sampling
 from memplug.words import size
 
-_BOUNDARIES_AT_MOST = 80  # phase boundaries; more would not look like lines
-_ROOM = 1.16  # height of the axis, as a multiple of the peak: leaves space for the peak's label
+_BOUNDARIES_AT_MOST = 80  # draw no phase boundaries if there are more: they would merge
+_ROOM = 1.16  # height of the axis as a multiple of the peak, with space for the peak's label
 
 
 def trace_figure(trace: Trace, bins: int = 800) -> Figure:
@@ -18,7 +18,7 @@ def trace_figure(trace: Trace, bins: int = 800) -> Figure:
 
     Args:
         trace: The trace.
-        bins: Width of the picture in pixels; the clock is sampled in so many parts.
+        bins: Number of equal parts of the clock to sample; one for each pixel across is enough.
     """
     line = timeline(trace, bins)
     peak_bytes = int(line.in_use_bytes[line.peak])

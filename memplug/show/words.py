@@ -16,7 +16,7 @@ from memplug.words import count
 class TraceMoment:
     """The place of an event in a trace; a field is None if unknown. Before the first event all fields are None."""
 
-    step: int | None = None  # running number; also None if there is only one
+    step: int | None = None  # running number; also None if the trace has one step
     event: int | None = None  # row of Trace.events
     operator: int | None = None  # row of Trace.operators
     operator_name: str | None = None  # for example "aten::mm"
@@ -35,7 +35,7 @@ class TraceMoment:
 
 
 def moment(trace: Trace, event: int) -> TraceMoment:
-    """Return what ran when an event happened; `event` -1 stands for the time before the first event."""
+    """Return the place of an event in its trace; `event` -1 stands for the time before the first event."""
     if event < 0:
         return TraceMoment()
     row = trace.events[event]

@@ -68,7 +68,7 @@ def test_rank_replaces_an_estimated_plan_for_itself_alone(tmp_path: Path) -> Non
     [
         ([("estimate", 0)], "", ""),
         ([], "it swaps too much", "it swaps too much"),
-        ([("run", 0)], "", "the ranks have no plans of one run"),
+        ([("run", 0)], "", "no earlier run has kept a plan for every rank"),
     ],
 )
 def test_ranks_resume_from_an_estimated_plan_only_if_all_can(
