@@ -22,7 +22,7 @@ class Candidate(NamedTuple):
     last_use: int
     """The operator that uses it last before the gap; `FROM_THE_BEGINNING` if none does in this step."""
     next_use: int
-    """The operator that uses it next. If none does, the number of operators: it is back after the last of them."""
+    """The operator that uses it next; if none does, the number of operators: the tensor returns after the last."""
 
     @property
     def gap(self) -> slice:
@@ -38,7 +38,7 @@ class Swap(NamedTuple):
     release: int
     """The operator before which its memory is released, and which waits until the copy to the host is done."""
     prefetch: int
-    """The operator before which it gets memory again and its copy to the device begins; its next use waits for that."""
+    """The operator before which it gets memory and its copy to the device begins; its next use waits for the copy."""
 
 
 class LinkDirection:
@@ -60,11 +60,11 @@ class LinkDirection:
         return nbytes / self._bytes_per_s
 
     def finish_s(self, start_s: float, nbytes: int) -> float:
-        """Return when a copy that starts at `start_s` is done; after the step the link is free."""
+        """Return when a copy that starts at `start_s` is done, if the link is free after the step."""
         return _at(self._free_s, self._times_s, self.free_until_s(start_s) + self.seconds(nbytes), bisect_left)
 
     def start_s(self, finish_s: float, nbytes: int) -> float:
-        """Return the latest start of a copy that is done at `finish_s`; below 0: before the step."""
+        """Return the latest time at which a copy that is done at `finish_s` may start; below 0: before the step."""
         return _at(self._free_s, self._times_s, self.free_until_s(finish_s) - self.seconds(nbytes), bisect_right)
 
     def free_until_s(self, time_s: float) -> float:
