@@ -27,8 +27,8 @@ class Device:
     kind = "cpu"
     torch_device = torch.device("cpu")
     memory: DeviceMemory | None = None  # counters of the device's allocator; None on the CPU
-    host_time: HostTime | None = None  # costs of memplug's own work if the clock is simulated; None: measured
-    runs_behind = False  # True: the host queues operators; the device idles only if it is faster than the host
+    host_time: HostTime | None = None  # memplug's own host time, if the clock is simulated; None: it is measured
+    runs_behind = False  # True: operators queue up on the device, which idles only if it is faster than the host
 
     def streams(self, core: Any) -> Any:
         """Return streams, events and copies for transfers (native/streams.h)."""

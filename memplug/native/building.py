@@ -97,7 +97,7 @@ class Extension:
         return root / f"{self.name}_{key.hexdigest()[:16]}"
 
     def library(self) -> Path:
-        """Return the file that `load` builds."""
+        """Return the path of the library that `load` builds."""
         return self.build_folder() / f"{self.name}.so"
 
     def sources(self) -> dict[str, Path]:
@@ -105,7 +105,7 @@ class Extension:
         return _files(self.folders)
 
     def lots(self) -> list[list[str]]:
-        """Return the names of the sources in lots; the sources of a lot are compiled as one.
+        """Return the names of the sources in lots; the sources of a lot are compiled as one file.
 
         Lots save time, since reading torch's headers takes longer than compiling most sources. The sizes of lots are
         similar. C++ names inside a lot must not clash.
@@ -136,7 +136,8 @@ class Extension:
         except RuntimeError:
             if not cuda_headers():
                 raise
-            self._compile(folder, sources, [*flags(), "-DMEMPLUG_WITHOUT_CUDA_ARENA"])  # raises if the cause is another
+            # raises again if the arena is not the cause
+            self._compile(folder, sources, [*flags(), "-DMEMPLUG_WITHOUT_CUDA_ARENA"])
             text = (
                 "memplug: torch %s has a CUDA allocator that memplug does not know: the %s is built without the arena. "
                 "Install another version of torch to have it"

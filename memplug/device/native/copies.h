@@ -26,7 +26,7 @@ namespace memplug {
 
 class Copies {
  public:
-  // Memory that a copy may still use although it is no longer needed. `free()` releases the device memory.
+  // Memory whose data is no longer needed, but which a copy may still use. `free()` releases the device memory.
   struct Abandoned {
     StreamRef owner;
     EventRef prefetched, offloaded; // copies that the owner has not waited for yet
@@ -64,7 +64,7 @@ class Copies {
   // that completes with the copy.
   EventRef prefetch(const at::Tensor& rows, const Slot& slot, const StreamRef& owner);
 
-  // Makes later copies in start after the work queued so far on this stream too.
+  // Makes each later copy in start after the work queued so far on this stream too.
   void prefetch_after(const StreamRef& stream);
 
   // Makes a stream of operators wait for a copy.
@@ -91,8 +91,8 @@ class Copies {
     return closed_;
   }
 
-  StepTimes times; // measured times of waits; on the CPU, where nothing waits, of copies
-  int64_t offloaded_bytes = 0, prefetched_bytes = 0; // of all copies started so far
+  StepTimes times; // measured waits; on the CPU, where nothing waits, measured copies
+  int64_t offloaded_bytes = 0, prefetched_bytes = 0; // sums over all copies started so far
   int64_t refused = 0, refused_bytes = 0; // requests that the store had no space for
 
  private:

@@ -73,8 +73,8 @@ class Streams {
   // Makes work that is queued on the stream from now on wait for the event.
   virtual void wait(const StreamRef& stream, const EventRef& event, Wait why) = 0;
 
-  // Returns whether work is done when the call that queues it returns, as on the CPU. Then the program waits during the
-  // calls that copy, not for events.
+  // Returns whether work is done when the call that queues it returns, as on the CPU. On such a device the program
+  // waits in the calls that copy, not for events.
   virtual bool is_immediate() {
     return false;
   }
