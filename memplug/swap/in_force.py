@@ -135,7 +135,7 @@ class InForce:
         return is_empty
 
     def begin_step(self) -> None:
-        """Begin to swap in the step that begins."""
+        """Begin to swap, as a step begins."""
         if self._swapper is not None:
             self._core.begin_swap_step()
 
@@ -195,7 +195,7 @@ class InForce:
 
     def _catch(self, on: bool) -> None:
         if self._device.kind == "cuda":
-            torch.cuda.init()  # before it, there is no allocator that memplug could stand in front of
+            torch.cuda.init()  # CUDA has no allocator to stand in front of before this call
         try:
             self._core.catch_out_of_memory(on, str(self._device.torch_device), self._explain if on else None)
         except RuntimeError as error:

@@ -34,7 +34,7 @@ from memplug.words import size
 
 MISSED_SHARE = 0.05  # share of a list's tensors; if a step misses more, it counts against the list
 MISSED_STEPS = 3  # after so many such steps in a row, memplug makes a new list
-OTHERS = 3  # recorded steps that may fit before memplug stops planning: they may have shorter batches
+OTHERS = 3  # when planning anew: recorded steps that may fit, with shorter batches, before no list is made
 MEASURED_STEP = 2  # the second step under a list is measured: the first is not seen from its beginning
 
 
@@ -119,7 +119,7 @@ class SwapsWhole(Technique[SwapPart]):
 
     @property
     def detail(self) -> Detail | None:
-        """Return how to record the next step: with tensors, to plan from it; with requests, for its peak; or not."""
+        """Return the detail of the next record: tensors to plan from, or requests for the peak; None: no record."""
         if self.state is SwapState.SWAPPING and self._steps == MEASURED_STEP - 1:
             return Detail.REQUESTS
         return Detail.TENSORS if self.state is SwapState.RECORDING else None

@@ -67,8 +67,8 @@ def ranks(step: Trace) -> dict[int, int]:
 def uses_of(step: Trace) -> Iterator[tuple[int, TensorUse]]:
     """Yield (tensor, use) for every use by the program, in the order in which the observer sees them.
 
-    Inputs come as an operator begins, with the features that they have after this operator has read all of them.
-    Outputs come as the operator ends, after the operators inside of it.
+    An operator's inputs come as it begins; their features count its reads already. Its outputs come as it ends, after
+    the uses by operators inside of it.
     """
     rank_of, now = ranks(step), clock_of(step).now.tolist()
     features: dict[int, Features] = {}

@@ -83,7 +83,7 @@ def swap_problem(
     """Return the swap problem of a step that exceeds a budget.
 
     Args:
-        step: one step with tensors and without a swap list, see `cut`.
+        step: one step (see `memplug.profile.trace.cut`), recorded with tensors and without a swap list.
         link: rates of the link, and its other copies.
         budget_bytes: see `SwapProblem`.
         host_bytes: see `SwapProblem`.
@@ -148,7 +148,7 @@ def gaps(
 ) -> list[Candidate]:
     """Return each gap between two uses of a tensor in which an outermost operator runs, sorted by the two uses.
 
-    Tensors of collectives have no gaps. Nor have tensors that existed before the step (their first use is not an
+    Tensors of collectives have no gaps. Neither have tensors that existed before the step (their first use is not an
     output), unless `states` or `resident` includes them.
 
     Args:
@@ -165,7 +165,8 @@ def gaps(
     order = np.argsort(uses["tensor"], kind="stable")
     tensor, operator, output = (uses[column][order] for column in ("tensor", "operator", "output"))
     begins = np.concatenate(([True], tensor[1:] != tensor[:-1]))[: len(tensor)]
-    # An operator may read what it writes: a tensor was made in the step if its first operator has it only as an output.
+    # An operator may read what it writes: the step made a tensor if its first operator has it as an output, not as an
+    # input.
     first_operator = operator[np.flatnonzero(begins)][np.cumsum(begins) - 1]
     wanted = step.tensors["nbytes"] >= max(min_bytes, 1)
     lasting = np.zeros(len(step.tensors), bool)
@@ -195,14 +196,14 @@ def gaps(
 
 
 def held_bytes(step: Trace) -> int:
-    """Return the bytes of the largest tensor of a collective, whose time of release varies from step to step."""
+    """Return the bytes of the largest tensor that a collective uses; steps free such tensors at different times."""
     collective = np.array([name.startswith(COLLECTIVES) for name in step.names], bool)
     tensors = step.uses["tensor"][collective[step.operators["name"][step.uses["operator"]]]]
     return int(step.tensors["nbytes"][tensors].max(initial=0))
 
 
 class FirstUse(NamedTuple):
-    """The mark that identifies a tensor that lives from step to step: its first use outside of the program."""
+    """Identifies a tensor that lives from step to step, by its first use outside of the program."""
 
     after: int
     """Place of the program's outermost operator that ran last before the use."""
@@ -214,7 +215,7 @@ class FirstUse(NamedTuple):
 
 
 def marks(step: Trace) -> list[FirstUse]:
-    """Return marks of the tensors from before the step that are read outside of the program once it has begun."""
+    """Return the marks of tensors that exist before the step and are read outside of the program once it has begun."""
     clock = clock_of(step)
     begins = clock.outermost[0] if clock.ticks else len(step.operators)
     outside = begins + np.flatnonzero(step.operators["depth"][begins:] == NO_PART)

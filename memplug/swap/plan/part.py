@@ -67,7 +67,7 @@ class SwapPart(PlanPart):
         outside: (place, operators) for each run of operators outside of the program that has anchors: the place of the
             program's operator before the run, and the run up to its last anchor, as indices into `names`.
         ranks: rank of each name by how often it runs.
-        targets: tensors to swap, by last use, rising; empty if the step fits without a list, or no list suffices.
+        targets: tensors to swap, sorted by last use; empty if the step fits without a list, or no list suffices.
         anchors: (place, slot, tensor), see `memplug.swap.plan.features.anchors`. Places beyond the program count the
             operators of `outside` one after the other, see `memplug.swap.plan.from_trace.marks`.
         host_bytes: the host memory that all targets take together.

@@ -102,7 +102,7 @@ def score(candidate: Candidate, reduction_bytes: np.ndarray, largest_bytes: int)
 
 
 def candidate_list(problem: SwapProblem, reduction_bytes: np.ndarray, chosen: Chosen) -> list[int]:
-    """Return the candidate list (5.3): those not yet chosen with an excess in their gap, the highest score first."""
+    """Return the candidate list (5.3): candidates not yet chosen whose gap has an excess, the highest score first."""
     useful = [
         index
         for index, each in enumerate(problem.candidates)
@@ -181,7 +181,7 @@ def _fits_host(problem: SwapProblem, chosen: Chosen) -> bool:
 
 
 def without_redundant(problem: SwapProblem, chosen: Chosen) -> Chosen:
-    """Drop each candidate, the largest first, without which the step keeps to the budget and waits no longer."""
+    """Drop candidates, the largest first, if the step keeps to the budget without them and waits no longer."""
     stall_s = _list(problem, chosen).simulation.stall_s
     for index in sorted(chosen, key=lambda index: (-problem.candidates[index].nbytes, index)):
         fewer = {other: needed for other, needed in chosen.items() if other != index}
