@@ -49,7 +49,8 @@ struct Anchor {
 
 struct SwapListPlan {
   std::vector<int32_t> program; // numbers of the outermost operators, in order
-  std::vector<std::pair<int32_t, std::vector<int32_t>>> outside; // places, and the outside operators after each
+  // (place, numbers of the operators outside of the program that run after it)
+  std::vector<std::pair<int32_t, std::vector<int32_t>>> outside;
   std::vector<uint8_t> ranks; // by operator number: rank, see `Features::read_by`; 255 beyond the end
   std::vector<SwapTarget> targets; // by last use, rising
   std::vector<Anchor> anchors; // by place, rising
@@ -144,11 +145,11 @@ class Finder {
   // Notes that an operator uses a storage; returns whether the storage is new. `made`: if the storage is new, this
   // operator or an enclosing one has made it; otherwise it comes from outside of the program.
   bool see(const void* storage, int64_t nbytes, int32_t dtype, const OperatorMoment& now, bool made = false) {
-    if (nbytes != 0 && nbytes < plan_.min_bytes) { // a storage without memory may still get some
+    if (nbytes != 0 && nbytes < plan_.min_bytes) { // a storage without memory may get some later
       return false;
     }
     const auto [seen, fresh] = seen_.emplace(storage, Seen{{}, nbytes, dtype, now.stream, now.number, made});
-    seen->second.nbytes = std::max(seen->second.nbytes, nbytes); // a storage has no bytes while it is on the host
+    seen->second.nbytes = std::max(seen->second.nbytes, nbytes); // other code may empty a storage for a while
     seen->second.use(now);
     return fresh;
   }

@@ -97,7 +97,7 @@ void SwapStep::take_due() {
 void SwapStep::return_late(int32_t number) {
   const auto is_user = [&](int32_t target) {
     const auto place = static_cast<size_t>(plan_.targets[target].next_use);
-    return place < plan_.program.size() && plan_.program[place] == number; // beyond: after the program
+    return place < plan_.program.size() && plan_.program[place] == number; // beyond: code after the program
   };
   for (const int32_t target : late_) {
     if (is_user(target)) {

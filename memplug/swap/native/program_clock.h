@@ -56,7 +56,7 @@ class ProgramClock {
     off_for_ = 0;
   }
 
-  // Returns the place of `places`, the nearest to now, where the planned step runs that operator; -1: there is none.
+  // Returns the nearest of `places` at which the planned step runs the operator with that number; -1: there is none.
   int32_t nearest(const std::vector<int32_t>& places, int32_t number) const {
     int32_t found = -1;
     for (const int32_t place : places) {

@@ -92,7 +92,7 @@ class RepeatedStep {
     return next_ == 0 ? -1 : former_.requests[next_ - 1].place;
   }
 
-  // Returns the targets whose last use may be by an operator that runs now.
+  // Returns the targets whose last use may happen now.
   const std::vector<int32_t>& open() const {
     return open_;
   }
@@ -160,7 +160,7 @@ class RepeatedStep {
   std::vector<WeakStorage> storages_, former_storages_; // by target; weak, so that no other gets the address
   ska::flat_hash_map<const void*, int32_t> target_of_; // latest target of each storage
   ska::flat_hash_map<const void*, int64_t> requests_; // last request of each memory; when followed, only of targets
-  ska::flat_hash_map<int64_t, int32_t> wanted_; // by request that makes a target's memory: the target
+  ska::flat_hash_map<int64_t, int32_t> wanted_; // targets, by the request that makes their memory
   std::vector<int32_t> by_opening_, open_;
   std::vector<uint8_t> quiet_; // by request: 1 if no action is due at it
   std::atomic<int64_t> next_{0};

@@ -62,7 +62,7 @@ void see(InForce& now, Sight needed) {
   }
 }
 
-// Sees no more than the step needs: boxing tensors for a callback is most of the cost.
+// Sees no more than the step needs: boxing tensors is most of a callback's cost.
 void see_what_is_needed(InForce& now) {
   followed.store(now.step->followed(), std::memory_order_release);
   const auto [needed, number] = now.step->sight();
@@ -211,8 +211,8 @@ void on_end(OperatorCall& call) {
   see_what_is_needed(in_force());
 }
 
-// Frees memory for a failed request. Does nothing if the thread's outermost operator is not seen: which tensors it uses
-// would be unknown.
+// Frees memory for a failed request. Does nothing if the thread's outermost operator is not seen, since its tensors are
+// unknown.
 bool relieve_step(size_t nbytes, int failures) {
   if (silent || !(enclosing > 0 || at::isRecordFunctionEnabled())) {
     return false;

@@ -43,8 +43,7 @@ class SwapStep {
     return is_running_;
   }
 
-  // Returns what must be seen of operators from now on, and of which operators: those with the returned number; ANY:
-  // all.
+  // Returns what must be seen of operators from now on, and the number of the operators to see (ANY: all).
   static constexpr int32_t ANY = -1;
   std::pair<Sight, int32_t> sight() const;
 
