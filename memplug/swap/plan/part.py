@@ -64,12 +64,13 @@ class SwapPart(PlanPart):
     Attributes:
         names: names of operators.
         program: the outermost operators in order, as indices into `names`.
-        outside: (place, operators) for each run of operators outside of the program that has anchors: the place of the
-            program's operator before the run, and the run up to its last anchor, as indices into `names`.
-        ranks: rank of each name by how often it runs.
+        outside: (place, operators) for each sequence of operators outside of the program that has anchors. The place is
+        that of the program's operator before the sequence; the operators, as indices into `names`, end with the last
+        anchor.
+        ranks: frequency rank of each name, see `memplug.swap.plan.features.ranks`; 0: the program does not run it.
         targets: tensors to swap, sorted by last use; empty if the step fits without a list, or no list suffices.
-        anchors: (place, slot, tensor), see `memplug.swap.plan.features.anchors`. Places beyond the program count the
-            operators of `outside` one after the other, see `memplug.swap.plan.from_trace.marks`.
+        anchors: (place, slot, tensor), see `memplug.swap.plan.features.anchors`. Places beyond the program number the
+        operators of `outside` in order, see `memplug.swap.plan.from_trace.marks`.
         host_bytes: the host memory that all targets take together.
         predicted_peak_bytes, predicted_stall_s, predicted_step_s: predictions for a step under the list.
         impossible: why no list keeps to the budgets; "" if one does, or none is needed.
@@ -228,7 +229,7 @@ def _marked(
 
 
 def target_of(step: Trace, candidate: Candidate, look: tuple[TensorUse, int], release: int, prefetch: int) -> Target:
-    """Return the target of a candidate that is away for [release, prefetch); `look`: its entry of `last_uses`."""
+    """Return the target of a candidate that is away for [release, prefetch); `look` is its entry of `last_uses`."""
     use, tolerance = look
     return Target(
         nbytes=candidate.nbytes,

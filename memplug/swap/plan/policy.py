@@ -1,4 +1,4 @@
-"""Chooses the tensors to swap: by Algorithm 2 of Chameleon, then as few bytes as suffice."""
+"""Chooses the tensors to swap: first by Algorithm 2 of Chameleon, then by a search for fewer bytes."""
 
 from __future__ import annotations
 
