@@ -93,7 +93,7 @@ void SwapStep::take_due() {
   }
 }
 
-// Called as an operator of that number begins: restores the late tensors whose planned next use is by such an operator.
+// Called as an operator of that number begins: restores the late tensors that such an operator uses next in the plan.
 void SwapStep::return_late(int32_t number) {
   const auto is_user = [&](int32_t target) {
     const auto place = static_cast<size_t>(plan_.targets[target].next_use);

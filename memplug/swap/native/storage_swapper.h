@@ -120,8 +120,8 @@ class StorageSwapper {
   bool has(const c10::StorageImpl* storage) const;
 
   // Measures from now on how long the program waits for copies (`waits`) and when operators begin (`operators`, see
-  // `mark_operator`), or stops measuring. `waited_s` and `operators_s` return the results in seconds (see
-  // `StepTimes::operators_s`); none: the device is not done.
+  // `mark_operator`), or stops if both are false. `waited_s` and `operators_s` return the results in seconds (see
+  // `StepTimes::operators_s`), or empty if the device is not done.
   void measure(bool waits, bool operators);
   std::optional<double> waited_s();
   std::optional<std::vector<double>> operators_s();

@@ -235,7 +235,7 @@ void SwapStep::use(const at::RecordFunction& function) {
   });
 }
 
-// Finds the targets among an operator's tensors: those of which this is the planned last use.
+// Finds the targets among an operator's tensors: those whose planned last use this is.
 template <typename Values>
 void SwapStep::find(const Values& values, int32_t number, bool output) {
   if (!finder_.expects(number, output)) {
