@@ -51,8 +51,8 @@ class ListRoom:
     def holds(self, was_short: bool) -> bool:
         """Return whether a step fits without a list.
 
-        It fits if no request failed (`was_short`) and, on a GPU, the allocator's peak is within the budget. On the CPU
-        the limit itself makes requests fail.
+        It fits if no request failed (`was_short` is false) and, on a GPU, the allocator's peak is within the budget. On
+        the CPU the limit itself makes requests fail.
         """
         if was_short or self._device.memory is None:
             return not was_short

@@ -36,7 +36,7 @@ class Swap(NamedTuple):
     candidate: int
     """Index into `SwapProblem.candidates`."""
     release: int
-    """The operator before which the tensor's memory is released; it waits until the copy to the host is done."""
+    """The operator before which the tensor's memory is released; the operator waits for the copy to the host."""
     prefetch: int
     """The operator before which the tensor gets memory and is copied to the device; the next use waits for the copy."""
 
