@@ -25,7 +25,7 @@ def device_bytes(asked_gib: float | Literal["auto"], device: Device) -> int | No
 def granted_bytes(asked_gib: float | Literal["auto"], own_bytes: float) -> int:
     """Return the bytes of a device's memory that "device_budget_gib" grants.
 
-    "auto" grants `DEVICE_SHARE` of the memory, and a number that many GiB, up to all of it.
+    "auto" grants `DEVICE_SHARE` of the memory. A number grants that many GiB, at most all of the memory.
 
     Args:
         asked_gib: "device_budget_gib" of the block.

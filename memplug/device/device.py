@@ -26,9 +26,9 @@ class Device:
 
     kind = "cpu"
     torch_device = torch.device("cpu")
-    memory: DeviceMemory | None = None  # counters of its allocator; None if it has none
-    host_time: HostTime | None = None  # memplug's host costs on a device that simulates the clock; None: measure them
-    runs_behind = False  # True: the host queues operators, and the device waits only if it is faster than the host
+    memory: DeviceMemory | None = None  # counters of the device's allocator; None on the CPU
+    host_time: HostTime | None = None  # memplug's own host time, if the clock is simulated; None: it is measured
+    runs_behind = False  # True: operators queue up on the device, which idles only if it is faster than the host
 
     def streams(self, core: Any) -> Any:
         """Return streams, events and copies for transfers (native/streams.h)."""
@@ -39,7 +39,7 @@ class Device:
         return False
 
     def link_rates(self) -> tuple[float, float]:
-        """Return the rates device to host and host to device while both directions run, in bytes per second."""
+        """Return the copy rates (device to host, host to device) in bytes per second, while both directions run."""
         return link_rates(self.torch_device)
 
     def host_available_bytes(self) -> int:
@@ -49,7 +49,7 @@ class Device:
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Return new host memory: whole pages from the system.
 
-        It does not come from torch's allocator: where the CPU trains, that allocator counts as the device's.
+        The memory does not come from torch's allocator, which is the device's allocator if the CPU trains.
 
         Args:
             nbytes: size in bytes.
@@ -58,7 +58,7 @@ class Device:
             uint8[nbytes].
 
         Raises:
-            MemoryError: the system has less.
+            MemoryError: the system has less free memory.
         """
         memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
         begin = -memory.ctypes.data % PAGE_BYTES
@@ -118,7 +118,7 @@ class CudaDevice(Device):
         code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
         if int(code) == 0:
             return True
-        # CUDA keeps the refusal as its last error; the next kernel launch of any code would raise it
+        # CUDA keeps the refusal as its last error, which the next kernel launch raises: launch one here
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.torch_device)
         return False
@@ -155,7 +155,7 @@ def _cuda(device: torch.device) -> Device:
 
 
 KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": lambda _: Device(), "cuda": _cuda}
-"""The implementation for each type of torch device; other modules add theirs."""
+"""Makes the `Device` for a torch device, by its type; other modules add types."""
 
 
 def device_of(tensor_device: torch.device) -> Device:

@@ -1,4 +1,4 @@
-"""Measures this machine: copy bandwidth, pinned allocation, matmul rate, and the room in its memories."""
+"""Measures this machine: rates of copies, of pinned allocation and of a matmul, and free memory."""
 
 import functools
 import logging
@@ -29,8 +29,8 @@ class Hardware:
 
     Attributes:
         device_name: name from the driver, or from the platform for the CPU.
-        d2h_bytes_per_s: rate device to host, pinned, while the other direction runs too.
-        h2d_bytes_per_s: rate host to device, pinned, while the other direction runs too.
+        d2h_bytes_per_s: copy rate from device to pinned host memory, while the other direction runs too.
+        h2d_bytes_per_s: copy rate from pinned host memory to device, while the other direction runs too.
         pinned_alloc_bytes_per_s: rate of allocating, touching and, except on the CPU, registering host memory.
         matmul_flops_per_s: rate of a large square matmul, 2·n³ operations: bf16 on CUDA (fp16 if bf16 is emulated),
             fp32 on the CPU.
@@ -55,7 +55,7 @@ def measure(device: torch.device | str) -> Hardware:
     """Measure a device and its host; each rate is the median of several runs. Takes less than 2 s on the CPU.
 
     The global random state is not touched. On CUDA the measurement waits for work in flight, and needs 1 GiB of device
-    memory and half of that of host memory.
+    memory and 0.5 GiB of host memory.
 
     Args:
         device: "cpu" or a CUDA device.
@@ -72,7 +72,7 @@ def measure(device: torch.device | str) -> Hardware:
         name, link_bytes = torch.cuda.get_device_name(device), 256 * MIB
     else:
         free, total = available, max(available, _meminfo_bytes(Path("/proc/meminfo"), "MemTotal"))
-        # Larger than the caches, and the buffers are still touched in a fraction of a second.
+        # The copies must exceed the CPU's caches; touching 64 MiB still takes only a fraction of a second.
         name, link_bytes = platform.processor() or platform.machine(), 64 * MIB
     pinned = _pinned_alloc_bytes_per_s(device)
     d2h, h2d = measure_links(device, link_bytes)
@@ -94,8 +94,8 @@ def measure_links(
 ) -> tuple[float, float]:
     """Measure the copy bandwidth between device and host, in both directions at once or in each alone.
 
-    On CUDA the host's buffers are pinned, and each direction has its own stream. The CPU has no link: there the rates
-    are those of copies in its memory, two in parallel if `together`.
+    On CUDA the host's buffers are pinned, and each direction has its own stream. The CPU has no link: its rates are
+    those of copies within host memory, two at a time if `together`.
 
     Args:
         device: "cpu" or a CUDA device.
@@ -103,7 +103,7 @@ def measure_links(
         together: True to run both directions at once, False to run one after the other.
 
     Returns:
-        The rates device to host and host to device, in bytes per second, each the median of several copies.
+        The copy rates (device to host, host to device) in bytes per second, each the median of several copies.
 
     Raises:
         ValueError: the device is neither, or the size is below 1.
@@ -121,9 +121,10 @@ def measure_links(
 
 @functools.cache
 def link_rates(device: torch.device) -> tuple[float, float]:
-    """Return the rates device to host and host to device while both directions run, in bytes per second.
+    """Return the copy rates (device to host, host to device) in bytes per second, while both directions run.
 
-    They are measured once, which takes a third of a second on a CPU; the link of a running job stays the same.
+    The rates are measured once, since the link of a running job does not change. This takes a third of a second on a
+    CPU.
 
     Args:
         device: the CPU or a CUDA device.
@@ -132,7 +133,7 @@ def link_rates(device: torch.device) -> tuple[float, float]:
         ValueError: the device is neither.
     """
     size_bytes = 64 * MIB
-    if device.type == "cuda":  # stay below the program's own peak of allocated memory, so as not to change it
+    if device.type == "cuda":  # do not raise the program's own peak of allocated memory
         room_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         size_bytes = min(size_bytes, max(MIB, room_bytes // 2))
     while True:
@@ -147,8 +148,8 @@ def link_rates(device: torch.device) -> tuple[float, float]:
 def host_available_bytes(root: Path = Path("/")) -> int:
     """Return the host memory that new allocations can use without swapping, in bytes.
 
-    This is the kernel's MemAvailable, or the room that the control groups (v1 or v2) of this process leave, if that is
-    less. Inside a container, MemAvailable is the whole machine's. Both include page cache that the kernel can drop.
+    This is the kernel's MemAvailable, or less if this process's control groups (v1 or v2) leave less. Inside a
+    container, MemAvailable is the whole machine's. Page cache that the kernel can drop counts as available.
 
     Args:
         root: the folder where `proc` and `sys` are mounted.
@@ -169,7 +170,7 @@ def _checked(device: torch.device | str) -> torch.device:
 
 @contextmanager
 def _pinned(size_bytes: int, device: torch.device) -> Iterator[torch.Tensor]:
-    """Provide touched host memory that is registered with the driver, if there is one.
+    """Provide touched host memory (uint8), on CUDA registered with the driver.
 
     With `pin_memory=True`, torch would keep the memory pinned, rounded up to a power of two, for the rest of the run.
     """
@@ -182,11 +183,11 @@ def _pinned(size_bytes: int, device: torch.device) -> Iterator[torch.Tensor]:
         registered = int(cudart.cudaHostRegister(block.data_ptr(), size_bytes, 0)) == 0
         if not registered:
             text = (
-                "the driver refused to register host memory: copies are measured without it, and are slow. Raise the "
-                "limit on locked memory (`ulimit -l unlimited`)"
+                "the driver refused to register host memory: copies are measured with unpinned memory, and are slow. "
+                "Raise the limit on locked memory (`ulimit -l unlimited`)"
             )
             _log.warning(coded("MP018", text))
-            # CUDA keeps the refusal as its last error; the next kernel launch of any code would raise it.
+            # CUDA keeps the refusal as its last error, which the next kernel launch raises: launch one here.
             with suppress(RuntimeError):
                 torch.zeros(1, device=device)
         try:
@@ -210,7 +211,7 @@ def _cuda_copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]], device: torch.
         for repeat in range(_REPEATS + 1):
             for stream, (destination, source), events in zip(streams, copies, marks, strict=True):
                 with torch.cuda.stream(stream):
-                    # The first copy is not timed: it may run alone while the other direction's is being launched.
+                    # The first copy is not timed: it may run alone until the other direction's copy is launched.
                     if repeat:
                         events.append(torch.cuda.Event(enable_timing=True))
                         events[-1].record()
@@ -224,7 +225,7 @@ def _cuda_copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]], device: torch.
 
 
 def _cpu_copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """Return the median seconds of a copy for each (destination, source); one thread for each, started together."""
+    """Return the median seconds of a copy for each (destination, source); a thread for each starts at the same time."""
     times: list[list[float]] = [[] for _ in copies]
     together = threading.Barrier(len(copies))
 
@@ -290,7 +291,7 @@ def _meminfo_bytes(path: Path, name: str) -> int:
 
 
 def _cgroup_room_bytes(root: Path) -> list[int]:
-    """Return the room in each control group with a memory limit, of this process or above it, in bytes."""
+    """Return the bytes that each limited control group, of this process or above it, can still allocate."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -305,8 +306,8 @@ def _cgroup_room_bytes(root: Path) -> list[int]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # Any group above may be the one with the limit. In a container the path is often one of the host, which does
-        # not exist here; then the group itself is mounted at `base`.
+        # Any ancestor may have the limit. In a container the path is often the host's, and does not exist here; then
+        # the container's own group is mounted at `base`.
         group = base / path.lstrip("/")
         groups = [group, *(parent for parent in group.parents if parent.is_relative_to(base))]
         rooms += [room for each in groups if (room := _group_room_bytes(each, *names)) is not None]

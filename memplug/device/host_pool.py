@@ -1,7 +1,7 @@
 """Pinned host memory for swapped rows: exact sizes, few slabs, grown on demand up to a budget.
 
-`torch.empty(pin_memory=True)` rounds up to a power of two, and allocates only 1.5 to 2 GB/s. A slab here is plain
-memory that threads touch in parallel before it is registered with the driver. Slots of any size are cut out of a slab
+`torch.empty(pin_memory=True)` rounds up to a power of two, and pins only 1.5 to 2 GB/s. A slab here is plain memory
+that threads touch in parallel before it is registered with the driver. Slots of any size are cut out of a slab
 (memplug/device/native/host_rows.h).
 """
 
@@ -22,8 +22,8 @@ from memplug.sizes import GIB, HOST_ROW_BYTES, MIB, rounded_up
 log = logging.getLogger("memplug")
 
 SMALLEST_SLAB_BYTES = 64 * MIB
-GROWTH = 1 / 2  # share of the pool by which it grows while no plan tells its final size
-GROWTH_BEYOND_PLAN = 1 / 16  # the same, once a plan has told its final size
+GROWTH = 1 / 2  # growth of the pool, as a share of its size, while no plan tells the final size
+GROWTH_BEYOND_PLAN = 1 / 16  # the same share, once a plan has told the final size
 
 
 class HostPool:
@@ -47,7 +47,7 @@ class HostPool:
         self.slabs: list[torch.Tensor] = []
         self._pinned: list[torch.Tensor] = []
         self._warned = False
-        # for a pool that is dropped without `close`: memory that is freed while registered stays mapped
+        # unpins if the pool is dropped without `close`: memory that is freed while registered stays mapped
         self._finalizer = weakref.finalize(self, _give_back, device, self.slabs, self._pinned)
         self._finalizer.atexit = False  # at exit the driver may be gone already, and its registrations with it
 
@@ -69,8 +69,8 @@ class HostPool:
     def reserve(self, nbytes: int) -> None:
         """Make room for a plan that needs `nbytes`.
 
-        Afterwards there is one slab, for the largest need of any plan so far, within the budget. If rows are in use,
-        the existing slabs stay, and one slab with the missing bytes is added.
+        Unless rows are in use, one slab replaces all others: as large as the largest plan so far needs, within the
+        budget. Else the existing slabs stay, and one slab with the missing bytes is added.
         """
         self._planned_bytes = max(self._planned_bytes, nbytes)
         planned = min(
@@ -110,7 +110,7 @@ class HostPool:
         capacity = self.capacity_bytes
         try:
             slab = self.device.host_memory(nbytes)
-        except MemoryError as error:  # the system has less than the budget promised
+        except MemoryError as error:  # the system has less memory than the budget
             text = (
                 "memplug: the host has no memory for another %.2f GiB of swapped rows, so more is recomputed: %s. "
                 'Lower "host_budget_gib", or free host memory'
@@ -145,7 +145,7 @@ def _give_back(device: Device, slabs: list[torch.Tensor], pinned: list[torch.Ten
 
 
 def _touch(slab: torch.Tensor) -> None:
-    """Fault the pages in with many threads; registering touched memory is ten times as fast as untouched memory."""
+    """Fault the pages in with many threads: the driver then registers the slab ten times as fast."""
     workers = min(16, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(torch.Tensor.zero_, slab.chunk(workers)))

@@ -1,4 +1,4 @@
-"""The host's time that memplug's own work takes in a training step."""
+"""The host time that memplug's own work takes in a training step."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """The host's time for parts of a training step, in seconds; all but `launch_s` are added by memplug.
+    """The seconds of host time for parts of a training step; memplug adds all but `launch_s`.
 
     Attributes:
-        launch_s: time for an operator of a forward without memplug.
-        observe_s: added time for an operator of a region.
-        time_s: added time for an operator that is surrounded by device timestamps, beyond `observe_s`.
-        region_s: added time for a region's forward, beyond that of its operators.
-        restore_s: added time for a region's backward with its recompute pass, without the pass's operators.
+        launch_s: time to launch an operator of a forward without memplug.
+        observe_s: added time for each operator of a region.
+        time_s: added time, beyond `observe_s`, for an operator with device timestamps around it.
+        region_s: added time for a region's forward, besides that of its operators.
+        restore_s: added time for a region's backward and recompute pass, besides the pass's operators.
     """
 
     launch_s: float
@@ -24,24 +24,23 @@ class HostTime:
     restore_s: float
 
     def forward_s(self, operators: int, span_s: float, busy_s: float) -> float:
-        """Return the duration of a forward without memplug, in seconds.
+        """Return the seconds that a forward would take without memplug.
 
         Args:
             operators: number of operators in the forward.
-            span_s: time from the first to the last operator, when it ran as a region with timestamps around operators.
-            busy_s: sum of the times between these timestamps.
+            span_s: measured time from the first to the last operator of a region, with timestamps around operators.
+            busy_s: sum of the operators' times between these timestamps.
         """
         return max(busy_s, span_s - operators * (self.observe_s + self.time_s) - self.region_s)
 
     def overhead_s(self, operators: int, forward_s: float, backward_s: float, waits: bool) -> tuple[float, float]:
-        """Return by how much memplug prolongs a region's forward and its backward, in seconds.
+        """Return the seconds by which memplug prolongs a region's forward, and its backward.
 
         Args:
             operators: number of operators in the forward.
             forward_s: duration of the forward without memplug.
             backward_s: duration of the backward without memplug.
-            waits: True if the device computes while the host launches later operators, and waits only if the device is
-                faster than the host.
+            waits: True if the host queues operators, so that the device idles only if it is faster than the host.
         """
         observed_s = operators * self.observe_s + self.region_s
         if not waits:

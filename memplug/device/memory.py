@@ -10,10 +10,10 @@ import torch
 
 
 class DeviceMemory(abc.ABC):
-    """Counters of an allocator, at the moment of the call.
+    """Counters of an allocator, each read at the moment of the call.
 
-    Peaks are those of the process so far. Many programs reset the allocator's own peaks at each step, to log that
-    step's. So peaks that `note` has seen since `begin` count too.
+    Peaks are those of the process so far. Many programs reset the allocator's own peaks in each step, to log the peak
+    of that step. So `note` remembers the largest peaks since `begin`.
     """
 
     def __init__(self) -> None:
@@ -30,13 +30,13 @@ class DeviceMemory(abc.ABC):
 
     @property
     def allocated_peak_bytes(self) -> int:
-        """Return the largest number of bytes that tensors had at a time."""
+        """Return the most bytes that tensors held at once."""
         self.note()
         return self._noted[0]
 
     @property
     def reserved_peak_bytes(self) -> int:
-        """Return the largest number of bytes that the allocator had reserved at a time."""
+        """Return the most bytes that the allocator had reserved at once."""
         self.note()
         return self._noted[1]
 
@@ -62,7 +62,7 @@ class DeviceMemory(abc.ABC):
 
     @abc.abstractmethod
     def _peaks(self) -> tuple[int, int]:
-        """Return the allocator's own peaks: the bytes that tensors had, and the bytes that it reserved."""
+        """Return the allocator's own peaks in bytes: (held by tensors, reserved)."""
 
 
 class CudaMemory(DeviceMemory):
@@ -74,7 +74,7 @@ class CudaMemory(DeviceMemory):
 
     @property
     def own_bytes(self) -> int:
-        """Return the free bytes of the device and those that torch has reserved."""
+        """Return the device's free bytes plus those that torch has reserved."""
         free_bytes, _ = torch.cuda.mem_get_info(self._which)
         return free_bytes + torch.cuda.memory_reserved(self._which)
 
@@ -85,7 +85,7 @@ class CudaMemory(DeviceMemory):
 
     @property
     def holes_bytes(self) -> int:
-        """Return the bytes without tensors in segments that cannot return to the device."""
+        """Return the unused bytes of segments that cannot return to the device."""
         ours = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == self._which.index]
         return sum(each["total_size"] - each["active_size"] for each in ours if _stays(each))
 
@@ -102,7 +102,7 @@ class CudaMemory(DeviceMemory):
 def _stays(segment: Mapping[str, Any]) -> bool:
     """Return whether a segment of torch's snapshot must stay: tensors are in it, or it belongs to a CUDA graph.
 
-    Expandable segments return unused pages by themselves.
+    An expandable segment never has to stay whole: it returns unused pages by itself.
     """
     of_graph = tuple(segment["segment_pool_id"]) != (0, 0)
     return not segment["is_expandable"] and (segment["active_size"] > 0 or of_graph)

@@ -1,10 +1,10 @@
-"""The device memory that a step reserves in addition to its tensors; every plan within a budget counts it.
+"""The device memory that a step reserves in addition to its tensors; plans leave room for it in their budget.
 
-With the arena this memory has two shares. One is the excess of the arena's height over the tensors' peak; it is known
-once the arena serves. The other is the holes in segments of torch's allocator that hold tensors from step to step.
+With the arena this memory has two shares. One is the arena's height beyond the peak of the tensors, which is known once
+the arena serves. The other is the holes in those segments of torch's allocator that hold tensors from step to step.
 
-Without the arena this memory is the cache of torch's allocator. Steps before the arena serves use that allocator too:
-it empties its cache when the device is full, so they take longer, but no more memory than there is.
+Without the arena this memory is the cache of torch's allocator. In steps before the arena serves, the cache is not
+counted: the allocator empties it when the device is full, so these steps take longer, but fit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Served:
 
     Attributes:
         wanted: True if the arena serves steps, or will.
-        whole: True if the arena served all of the step that ended last.
+        whole: True if the arena served the whole of the latest step.
     """
 
     wanted: bool = False
@@ -32,8 +32,8 @@ class Reserved:
     """The device memory that a session's steps reserve in addition to their tensors, measured and predicted.
 
     Args:
-        memory: the device's counters of memory; None if the device has none: then that memory counts as 0.
-        served: returns how the arena served the step that ended last.
+        memory: the device's counters; None if the device has none, and nothing is reserved in addition.
+        served: returns how the arena served the latest step.
     """
 
     def __init__(self, memory: DeviceMemory | None, served: Callable[[], Served] = Served):
@@ -50,7 +50,7 @@ class Reserved:
         return max(0, reserved_bytes - allocated_bytes) * peak_bytes // allocated_bytes
 
     def largest_peak(self, device_bytes: int) -> int:
-        """Return the largest peak of tensors, in bytes, at which a step reserves no more than `device_bytes`."""
+        """Return the most bytes that tensors may take at their peak for a step to reserve at most `device_bytes`."""
         if self._memory is None:
             return device_bytes
         if self._served().wanted:
@@ -59,14 +59,14 @@ class Reserved:
         return device_bytes * allocated_bytes // max(reserved_bytes, allocated_bytes)
 
     def measure(self, peak_bytes: int) -> int | None:
-        """Measure what the step that ended reserved in addition to its tensors, for `beside`.
+        """Measure what the latest step reserved in addition to its tensors, for `beside`.
 
         Args:
             peak_bytes: bytes of the step's tensors at their peak.
 
         Returns:
-            The bytes reserved now; None if the arena did not serve the whole step, which then says nothing about later
-            steps.
+            The bytes reserved now; None if the arena did not serve the whole step: such a step says nothing about later
+            ones.
         """
         if self._memory is None or not self._served().whole:
             return None
@@ -75,5 +75,5 @@ class Reserved:
         return reserved_bytes
 
     def _cached_share(self) -> tuple[int, int]:
-        """Return the largest numbers of bytes in the run so far: reserved by torch's allocator, and in tensors."""
+        """Return the peaks of the run so far, in bytes: (reserved by torch's allocator, held by tensors)."""
         return self._memory.reserved_peak_bytes, max(self._memory.allocated_peak_bytes, 1)

@@ -1,8 +1,8 @@
 """The native core: the C++ of all rooms, built on first use as one library (`memplug.native.building`).
 
-Each folder that exists adds its part of the Python module by itself (registry.h).
+Each folder registers its own part of the Python module (registry.h), so any folder may be absent.
 
-`memplug.predict.virtual.native` is a library of its own. So are the libraries for planners, in plain C++ without torch
+Three libraries are built separately: `memplug.predict.virtual.native`, and two for planners in plain C++ without torch
 (`memplug.native.plain`): `memplug.arena.native.packing` and `memplug.tokenwise.plan.rules`.
 """
 
@@ -26,10 +26,9 @@ _INCLUDES_TORCH = re.compile(r"^#include <(?:torch|ATen|c10)/", re.M).search
 
 
 def _folders() -> tuple[Path, ...]:
-    """Return the folders of the core that exist.
+    """Return the core's folders: `memplug/native`, and in each room `native` and its subfolders.
 
-    They are `native`, and in each room `native` and its subfolders. A folder counts only if one of its files includes
-    torch's headers; other folders are libraries of their own.
+    A folder counts only if one of its files includes torch's headers; the others are separate libraries.
     """
     folders = [path for pattern in ("native", "*/native", "*/native/*") for path in sorted(_PACKAGE.glob(pattern))]
     sources = {folder: [*folder.glob("*.cpp"), *folder.glob("*.h")] for folder in folders}
@@ -45,7 +44,7 @@ def load() -> ModuleType:
 
     Raises:
         NativeError: the core cannot be built here (no compiler, no ninja, no folder to write to) or loaded, or Python
-            runs without its lock.
+            runs without the GIL.
     """
     is_new = not CORE.is_built()
     module = CORE.load()
@@ -55,10 +54,10 @@ def load() -> ModuleType:
             'them, set "arena": {"enabled": false}'
         )
         log.warning(text, "; ".join(calls))
-    # free-threaded Python turns its lock on when it loads the core, unless it was told not to
+    # free-threaded Python turns the GIL on as it loads the core, unless the user forbade that
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         raise NativeError(
-            f"this Python runs without its lock (PYTHON_GIL=0), which guards memplug's {CORE.what}",
-            "Leave out `PYTHON_GIL=0` and `-X gil=0`: Python turns its lock on as it loads the core.",
+            f"this Python runs without the GIL (PYTHON_GIL=0), which guards memplug's {CORE.what}",
+            "Leave out `PYTHON_GIL=0` and `-X gil=0`: Python turns the GIL on as it loads the core.",
         )
     return module

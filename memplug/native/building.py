@@ -1,8 +1,8 @@
-"""C++ libraries that are built on first use against the installed torch, and kept.
+"""Builds C++ libraries against the installed torch on first use, and keeps them on disk.
 
 A build goes into torch's folder for extensions (`TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`), into a
 separate folder for each version of torch, CUDA, Python and the sources. If ranks start at the same time, one of them
-builds.
+builds, and the others wait.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Extension:
         return root / f"{self.name}_{key.hexdigest()[:16]}"
 
     def library(self) -> Path:
-        """Return the file that `load` builds."""
+        """Return the path of the library that `load` builds."""
         return self.build_folder() / f"{self.name}.so"
 
     def sources(self) -> dict[str, Path]:
@@ -105,10 +105,10 @@ class Extension:
         return _files(self.folders)
 
     def lots(self) -> list[list[str]]:
-        """Return the sources in lots, each the names of sources that are compiled together.
+        """Return the names of the sources in lots; the sources of a lot are compiled as one file.
 
-        Reading torch's headers takes longer than compiling most sources, so lots save time. They have similar sizes.
-        C++ names inside a lot must not clash.
+        Lots save time, since reading torch's headers takes longer than compiling most sources. The sizes of lots are
+        similar. C++ names inside a lot must not clash.
         """
         sizes = {path.name: path.stat().st_size for path in self.sources().values() if path.suffix == ".cpp"}
         count = -(-sum(sizes.values()) // LOT_BYTES)
@@ -136,7 +136,8 @@ class Extension:
         except RuntimeError:
             if not cuda_headers():
                 raise
-            self._compile(folder, sources, [*flags(), "-DMEMPLUG_WITHOUT_CUDA_ARENA"])  # fails again for another cause
+            # raises again if the arena is not the cause
+            self._compile(folder, sources, [*flags(), "-DMEMPLUG_WITHOUT_CUDA_ARENA"])
             text = (
                 "memplug: torch %s has a CUDA allocator that memplug does not know: the %s is built without the arena. "
                 "Install another version of torch to have it"
@@ -181,8 +182,9 @@ def flags() -> list[str]:
 def libraries() -> list[str]:
     """Return the linker's flags for libraries that torch does not add itself.
 
-    The C++ runtime is the one that torch has loaded, even if the compiler links its own (`-static-libstdc++`, as
-    wrappers of compilers do): the process ends when a stream of one runtime meets a locale of the other.
+    The C++ runtime is among them: the one that torch has loaded, even if the compiler links its own (as wrappers of
+    compilers do, with `-static-libstdc++`). With two runtimes, the process dies when a stream of one meets a locale of
+    the other.
     """
     runtime = next(iter(sorted(set(_loaded("libstdc++.so")))), None)
     return [*(["-lc10_cuda"] if cuda_headers() else []), *([runtime] if runtime else [])]
@@ -201,9 +203,9 @@ def _loaded(name: str) -> Iterator[str]:
 def cuda_headers() -> tuple[Path, ...]:
     """Return folders that together hold the headers of CUDA's runtime.
 
-    They belong to a toolkit, to NVIDIA's packages, or to Triton's package, which torch's wheels depend on. NVIDIA's
-    runtime package alone is not enough: the folder `crt` is in the compiler's package (CUDA 12), or in a package of its
-    own (CUDA 13).
+    The folders belong to a toolkit, to NVIDIA's packages, or to Triton's package, which torch's wheels depend on.
+    NVIDIA's runtime package alone is not enough: the folder `crt` is in the compiler's package (CUDA 12), or in a
+    package of its own (CUDA 13).
 
     Returns:
         The folders; empty if torch is built without CUDA, or the headers are not installed.
@@ -236,7 +238,7 @@ def _package_folders(name: str) -> list[Path]:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let one process of this machine in at a time; the lock ends with the process, even if the process is killed."""
+    """Let one process of this machine build at a time; if the process is killed, its lock ends too."""
     with open(folder / "build.lock", "w") as file:
         with contextlib.suppress(OSError):  # a file system without locks: torch's own lock has to suffice
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -245,7 +247,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ninja_on_path() -> Iterator[None]:
-    """Put ninja on the path: it is installed beside Python, whose environment may not be activated."""
+    """Put ninja's folder on the path: ninja is beside Python, whose environment may not be activated."""
     before = os.environ.get("PATH", "")
     os.environ["PATH"] = os.pathsep.join([before, str(Path(sys.executable).parent)])
     try:
@@ -255,7 +257,7 @@ def _ninja_on_path() -> Iterator[None]:
 
 
 def _moved(error: BaseException) -> str | None:
-    """Return the compiler's first error in native/torch_private*.h, or None; changes of torch show in these files."""
+    """Return the compiler's first error in native/torch_private*.h, where torch's changes show; None without one."""
     found = re.search(r"torch_private\w*\.h:\d+(?::\d+)?: (?:fatal )?error: (.*)", str(error))
     return found[1].removeprefix("static assertion failed: ") if found else None
 

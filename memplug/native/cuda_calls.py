@@ -1,7 +1,7 @@
-"""Finds calls of torch's CUDA allocator that the arena in front of it does not forward, by reading torch's header.
+"""Finds calls of torch's CUDA allocator that the arena does not forward, by reading torch's headers.
 
-If such a call is pure virtual, the arena cannot be built. Any other such call silently reaches the base class instead
-of torch's allocator.
+The arena stands in front of that allocator. If a call that it does not forward is pure virtual, the arena cannot be
+built. Any other such call silently reaches the base class instead of torch's allocator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FUNCTION = re.compile(
 
 
 def not_handed_on(include: Path | None = None) -> list[str]:
-    """Return the calls that the arena does not forward, as "name, parameters: 2"; none if torch has no CUDA.
+    """Return the calls that the arena does not forward, as "name, parameters: 2"; empty if torch has no CUDA.
 
     Args:
         include: the folder of the headers, by default the installed torch's.
@@ -54,7 +54,7 @@ def _body(source: str, owner: str) -> str:
 
 
 def _functions(source: str) -> list[tuple[str, int, str]]:
-    """Return (name, number of parameters, preceding text) of everything that looks like a function."""
+    """Return (name, number of parameters, preceding text) for each piece of source that looks like a function."""
     code = re.sub(
         r"//[^\n]*|/\*.*?\*/|^\s*#(?:[^\n]*\\\n)*[^\n]*|\b(?:public|private|protected):", "", source, flags=re.M | re.S
     )

@@ -36,7 +36,7 @@ void after_fork_in_child() {
 } // namespace
 
 std::vector<CorePart>& parts() {
-  static auto* instance = new std::vector<CorePart>(); // never destroyed: a process may fork as it ends
+  static auto* instance = new std::vector<CorePart>(); // never destroyed: a process may fork as it exits
   return *instance;
 }
 

@@ -1,6 +1,6 @@
-"""Plain C++ libraries behind a C interface, for planners, which import no torch.
+"""Compiles plain C++ libraries with a C interface, for planners, which import no torch.
 
-They are compiled on first use (some seconds), and kept in the user's cache folder or in `TORCH_EXTENSIONS_DIR`.
+Each is compiled on first use, in some seconds, and kept in the user's cache folder or in `TORCH_EXTENSIONS_DIR`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class PlainLibrary:
 
     def _compile(self, library: Path) -> None:
         library.parent.mkdir(parents=True, exist_ok=True)
-        # Processes that start at the same time may each compile the library, under names of their own; the last stays.
+        # Processes that start at the same time may each compile the library, to files of their own; the last one
+        # remains.
         partial = library.parent / f".{secrets.token_hex(8)}.partial"
         try:
             command = [*_command(), *_FLAGS, *map(str, self.sources), "-o", str(partial)]
@@ -76,7 +77,7 @@ class PlainLibrary:
 
 
 def pointer(array: np.ndarray) -> ctypes.c_void_p:
-    """Return the address of an array's first element, for a call."""
+    """Return the address of an array's first element, to pass to a library."""
     return array.ctypes.data_as(ctypes.c_void_p)
 
 

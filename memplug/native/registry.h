@@ -8,7 +8,7 @@
 
 namespace memplug {
 
-// Order of the folders: a folder may include only folders of lower levels. Around a fork, locks of higher levels are
+// Order of the folders: a folder may include only folders of lower levels. Before a fork, locks of higher levels are
 // taken first, because their holders request memory or record operators.
 enum class Level { DEVICE, PROFILE, SERVING, ASKING };
 
@@ -22,7 +22,7 @@ struct CorePart {
 
 std::vector<CorePart>& parts();
 
-// Registers a part when the library is loaded, as a constant of a source file.
+// Registers a part. Each folder has a constant of this type, which is made when the library is loaded.
 struct Registered {
   explicit Registered(CorePart part) {
     parts().push_back(part);

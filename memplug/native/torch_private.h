@@ -56,8 +56,8 @@ inline LocalKeys local_keys() {
   return c10::impl::tls_local_dispatch_key_set();
 }
 
-// Returns whether the thread has a stack of function transforms, empty or not. Looking at the stack would make one, and
-// torch copies it for every node that autograd makes on the thread afterwards.
+// Returns whether the thread has a stack of function transforms, empty or not. Reading the stack itself would make one,
+// which torch then copies for every node that autograd makes on the thread.
 inline bool has_transform_stack() {
   return at::functorch::functorchTLSAccessor() != nullptr;
 }
@@ -78,13 +78,13 @@ inline const c10::VariableVersion& version_counter_of(const at::Tensor& tensor) 
   return tensor.unsafeGetTensorImpl()->version_counter();
 }
 
-// Torch cannot compare version counters, but each holds only the pointer to its count.
+// Torch cannot compare version counters; but a counter holds only a pointer to its count, which can be compared.
 inline bool is_same_counter(const c10::VariableVersion& one, const c10::VariableVersion& other) {
   static_assert(sizeof(one) == sizeof(void*), "c10::VariableVersion holds more than a pointer, and cannot be compared");
   return std::memcmp(&one, &other, sizeof(one)) == 0;
 }
 
-// Returns another tensor of the same storage; the caller sets its geometry.
+// Returns another tensor of the same storage; the caller sets its sizes and strides.
 inline at::Tensor of_same_storage(const at::Tensor& base, c10::DispatchKeySet keys, c10::ScalarType dtype) {
   return at::detail::make_tensor<c10::TensorImpl>(
       c10::TensorImpl::VIEW, c10::Storage(base.storage()), keys, c10::scalarTypeToTypeMeta(dtype));
@@ -94,7 +94,7 @@ inline void share_versions(const at::Tensor& tensor, const at::Tensor& base) {
   tensor.unsafeGetTensorImpl()->set_version_counter(version_counter_of(base));
 }
 
-// Returns a tensor with the same memory, geometry and version counter, without the graph.
+// Returns a tensor with the same memory, sizes, strides and version counter, but without the graph.
 inline at::Tensor detached(const at::Tensor& tensor) {
   auto alias = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(version_counter_of(tensor), false);
   alias->set_allow_tensor_metadata_change(true);

@@ -22,28 +22,29 @@ from memplug.torch_private import empty_host_cache
 from memplug.words import size
 
 Relief = tuple[str, int]
-"""An action for a request that failed, and bytes: the request "failed"; a tensor on its way out was "released"; an
-idle tensor "left"; a tensor on its way back "turned back"; the request was "served", or "given up" (0 bytes)."""
+"""An event around a request that failed, and its bytes. First the request "failed". Then tensors on their way out were
+"released", idle tensors "left", or tensors on their way back "turned back". In the end the request was "served", or
+"given up" (0 bytes)."""
 
 
 class InForce:
     """The native core's swapping; inactive until `watch` or `swap` is called.
 
-    From then on, a request for device memory that fails inside a step is tried again after tensors have been offloaded:
-    first tensors on their way out, then idle tensors (in the order of memplug/swap/native/short_step.cpp), then tensors
-    on their way back (Chameleon, section 6.3, algorithm 3).
+    From then on, if a request for device memory fails inside a step, memplug frees memory and tries again. It releases
+    tensors on their way out; offloads idle tensors, in the order of memplug/swap/native/short_step.cpp; and leaves
+    tensors on the host that are on their way back (Chameleon, section 6.3, algorithm 3).
 
     Args:
         device: the device that trains.
         core: the native core.
         min_bytes: smallest tensor to offload.
-        host_bytes: returns the bytes of host memory that may be used.
+        host_bytes: returns the bytes of host memory that swapping may use.
         explain: see `memplug.session.given.Given`.
 
     Attributes:
         relief: actions in the last step in which a request failed.
-        relieved_bytes: bytes that were offloaded for requests in the last step.
-        has_failed: whether a request failed for good in the last step; the step may then not have completed.
+        relieved_bytes: bytes that were freed for failed requests in the last step.
+        has_failed: whether a request of the last step was given up; the step may then not have completed.
     """
 
     def __init__(
@@ -62,14 +63,14 @@ class InForce:
         self._pool: HostPool | None = None
         self._swapper: Any = None
         self._catches = False
-        self._loaded: list[Any] = []  # the swapper in force, to drop it if the session is never detached
+        self._loaded: list[Any] = []  # the swapper in force; dropped if the session is deleted without `detach`
         self._finalizer = weakref.finalize(self, _drop, core, self._loaded, str(device.torch_device))
         self._finalizer.atexit = False
-        self._former: dict[str, int] = {}  # counters of former lists
+        self._former: dict[str, int] = {}  # sums of earlier lists' counters
 
     @property
     def counters(self) -> dict[str, int]:
-        """Return how much was swapped, and how often, in all steps of the session: counts and bytes by name."""
+        """Return the native core's counts and bytes of swapping, by name, over all steps of the session."""
         if self._swapper is None:
             return self._former
         counters = {**self._swapper.counters, **self._core.swap_list_counters()}
@@ -77,11 +78,11 @@ class InForce:
 
     @property
     def missed(self) -> int:
-        """Return how many tensors of the list were not found, over all of its steps."""
+        """Return how many tensors of the list were not found, summed over the steps under the list."""
         return self._core.swap_list_counters()["missed"]
 
     def watch(self) -> None:
-        """Offload tensors only when a request fails; there is no list.
+        """Begin to offload tensors when a request fails, without a list.
 
         Raises:
             SwapError: memplug cannot stand in front of the device's allocator.
@@ -90,7 +91,7 @@ class InForce:
         self._load(SwapTables.empty(), self._min_bytes, None, self._host_bytes())
 
     def swap(self, part: SwapPart) -> None:
-        """Offload and prefetch tensors by this list.
+        """Begin to offload and prefetch tensors by this list.
 
         Raises:
             SwapError: the host has too little memory for it.
@@ -104,7 +105,7 @@ class InForce:
         tables = tables_of(part, self._core, dtype_numbers(self._core))
         smallest = min((target.nbytes for target in part.targets), default=0)
         passive_bytes = budget_bytes - self._pool.capacity_bytes
-        with contextlib.suppress(SwapError):  # `watch` has reported it
+        with contextlib.suppress(SwapError):  # `watch` has reported the error
             self._catch(True)
         self._load(tables, max(1, min(smallest, self._min_bytes)), self._pool.slabs[0], passive_bytes)
 
@@ -134,7 +135,7 @@ class InForce:
         return is_empty
 
     def begin_step(self) -> None:
-        """Start swapping in this step."""
+        """Begin to swap, as a step begins."""
         if self._swapper is not None:
             self._core.begin_swap_step()
 
@@ -148,21 +149,27 @@ class InForce:
             self.has_failed = any(kind == "given up" for kind, _ in events)
 
     def measure(self, *, waits: bool = False, operators: bool = False) -> None:
-        """Measure from now on how long operators wait for copies, how long they take without waiting, or neither."""
+        """Measure from now on how long operators wait for copies, and how long they take otherwise (`operators`)."""
         if self._swapper is not None:
             self._swapper.measure(waits, operators)
 
     def waited_s(self) -> float | None:
-        """Return the measured seconds of waiting for copies; None: the device is not done, or nothing is in force.
+        """Return the seconds that operators waited for copies; None if the device is not done, or nothing is in force.
 
         On the CPU, which makes the copies itself, these are the seconds that the copies took.
         """
         return None if self._swapper is None else self._swapper.waited_s()
 
     def operators_s(self, clock: Clock) -> np.ndarray | None:
-        """Return the seconds of each place of a measured step's clock, without waiting for copies; float64[places].
+        """Return the seconds that each place of a clock took in the measured step, without waits for copies.
 
-        The host waits for the device. None: the measured operators are not those of the clock.
+        The host waits until the device is done.
+
+        Args:
+            clock: the clock of the measured step.
+
+        Returns:
+            float64[places]; None if the operators that were measured are not those of the clock.
         """
         self._device.synchronize()
         measured = None if self._swapper is None else self._swapper.operators_s()
@@ -188,13 +195,13 @@ class InForce:
 
     def _catch(self, on: bool) -> None:
         if self._device.kind == "cuda":
-            torch.cuda.init()  # before it, there is no allocator to stand in front of
+            torch.cuda.init()  # CUDA has no allocator to stand in front of before this call
         try:
             self._core.catch_out_of_memory(on, str(self._device.torch_device), self._explain if on else None)
         except RuntimeError as error:
-            text = f"requests that fail cannot be caught: {str(error).splitlines()[0]}"
+            text = f"memplug cannot catch requests for memory that fail: {str(error).splitlines()[0]}"
             raise SwapError(text, code="MP015") from None
-        self._core.take_relief_events()  # discards events of a session that ended within a step
+        self._core.take_relief_events()  # discards the events of a session that ended within a step
         self._catches = on
 
 

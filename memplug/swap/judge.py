@@ -1,4 +1,4 @@
-"""The judge of a swap list: replays it on the step that it was made from, and reports mistakes as sentences.
+"""The judge of a swap list: replays the list on the step that it was made from, and reports mistakes as sentences.
 
 It shares no code with the planner, `swap/plan`, and reads the step from its trace.
 """
@@ -15,11 +15,11 @@ from memplug.profile.trace import EventKind, Trace
 
 
 class JudgedSwap(NamedTuple):
-    """One swap of a tensor. Its times are places: outermost operators of the step.
+    """One swap of a tensor; its times are places, the numbers of the step's outermost operators.
 
     The tensor is offloaded after `last_use`, its memory is free for [release, prefetch), and it is back at `next_use`.
-    If the last use is -1, the tensor exists as the step begins and leaves then. If the next use equals the number of
-    operators, the tensor is used next after the last of them.
+    If `last_use` is -1, the tensor exists as the step begins, and leaves then. If `next_use` equals the number of
+    operators, the next use comes after the last operator.
     """
 
     tensor: int
@@ -60,8 +60,8 @@ class ListLimits(NamedTuple):
         device_bytes, host_bytes: budgets.
         d2h_bytes_per_s, h2d_bytes_per_s: rates of the link.
         stall_s: seconds that the device waits for copies, as the plan predicts.
-        operator_s: float64[n]: duration of each outermost operator without waiting. If anything runs after the program,
-            the last element is the duration of that.
+        operator_s: float64[n]: duration of each outermost operator without waits. If code runs after the program, the
+            last element is the duration of that code.
         d2h_busy_s, h2d_busy_s: float64[n]: link time of other copies while each operator runs.
         others: tensors that another technique decides on.
     """
@@ -80,9 +80,10 @@ class ListLimits(NamedTuple):
 def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: ListLimits) -> Iterator[str]:
     """Yield the mistakes of a swap list; if there are none, the list is accepted.
 
-    Every tensor must be one of the step and have the size in the list. No other technique may decide on it. Each of its
-    swaps must lie between two consecutive uses of it, and its swaps must not overlap. No operator may exceed the device
-    budget, host memory must hold all swapped tensors, and copies must fit the link with no more waiting than predicted.
+    Every tensor must be one of the step and have the size in the list, and no other technique may decide on it. Each
+    swap must lie between two consecutive uses of its tensor, and the swaps of a tensor must not overlap. No operator
+    may exceed the device budget, host memory must hold all swapped tensors, and copies must fit the link with no more
+    waiting than predicted.
 
     Args:
         swaps: the list.
@@ -92,8 +93,9 @@ def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: ListLimi
     is_outermost = step.operators["depth"] == 0
     place_of = np.maximum(np.add.accumulate(is_outermost, dtype=np.int64) - 1, 0)
     count = int(is_outermost.sum())
-    used_at = place_of + (step.operators["depth"] < 0)  # an operator outside of the program comes before the next place
-    behind = (np.cumsum(is_outermost) == count) & (step.operators["depth"] == -1)  # after the program, as the optimizer
+    used_at = place_of + (step.operators["depth"] < 0)  # a use outside of the program counts for the next place
+    # code after the program, such as the optimizer
+    behind = (np.cumsum(is_outermost) == count) & (step.operators["depth"] == -1)
     place_of[int(behind.argmax()) if behind.any() else len(behind) :] = count
     misplaced = [
         sentence
@@ -117,7 +119,7 @@ def mistakes_of_places(part: JudgedPart) -> Iterator[str]:
     keys = {key for place, _, key in part.anchors if place >= operators}
     beyond = [names for _, names in part.outside]
     if any(not 0 <= place < operators + sum(map(len, beyond)) for place, _, _ in part.anchors):
-        yield "an anchor is at no operator"
+        yield "an anchor is at a place without an operator"
     for number, target in enumerate(part.targets):
         if target.nbytes <= 0:
             yield f"swap {number} is of {target.nbytes} bytes"
@@ -138,10 +140,10 @@ def _of_one(
 ) -> Iterator[str]:
     name = f"swap {number}"
     if not 0 <= swap.tensor < len(step.tensors):
-        yield f"{name} is of tensor {swap.tensor}, which the step has not"
+        yield f"{name} is of tensor {swap.tensor}, which the step does not have"
         return
     if swap.nbytes != step.tensors["nbytes"][swap.tensor] or swap.nbytes <= 0:
-        yield f"{name} is of {swap.nbytes} bytes, and its tensor of {step.tensors['nbytes'][swap.tensor]}"
+        yield f"{name} is of {swap.nbytes} bytes, but its tensor of {step.tensors['nbytes'][swap.tensor]}"
     if swap.tensor in others:
         yield f"{name} is of a tensor that another technique decides on"
     if not -1 <= swap.last_use < swap.release < swap.prefetch <= swap.next_use <= count:
@@ -179,7 +181,7 @@ def _above_the_budget(
     for event in step.events.tolist():
         kind, request, nbytes, _, operator = event[:5]
         operator = int(place_of[operator]) if operator >= 0 else -1
-        # While operators without requests run, the bytes that the last request before them left are in use.
+        # An operator without requests has as many bytes in use as the last event before it left.
         for passed in range(at, min(max(operator, 0) + 1, len(away))):
             worst, where = max((worst, where), (in_use - away[passed], passed))
         at = max(at, operator, 0)
@@ -199,9 +201,9 @@ def _late(swaps: Sequence[JudgedSwap], limits: ListLimits) -> Iterator[str]:
     """Yield a mistake if the copies due within some stretch of the step need more time than the link has there.
 
     A copy to the host is due between the end of the last use and the release, a copy to the device between the prefetch
-    and the next use. For each stretch the judge grants the time in which the link is free, and all the waiting that the
-    plan predicts. Since the waiting may come anywhere, the judge accepts slightly more than is possible; it refuses no
-    possible list.
+    and the next use. For each stretch the judge grants the time in which the link is free, plus all the waiting that
+    the plan predicts for the step, since that may come in any stretch. So the judge refuses no possible list, but may
+    accept one that needs slightly more time than there is.
     """
     begin_s = [0.0, *np.cumsum(limits.operator_s).tolist()]
     directions = (

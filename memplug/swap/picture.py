@@ -15,7 +15,7 @@ _LARGEST = 4
 
 
 class SwapPicture(TechniquePicture):
-    """The swap list's picture: words alone."""
+    """Describes the swap list in words; it has no figure."""
 
     place = 2
 
@@ -61,7 +61,7 @@ def rows(facts: dict[str, Any]) -> Rows:
     if facts["impossible"]:
         return [("swap list", f"there is none: {facts['impossible']}")]
     operators = [
-        f"{size(nbytes)} behind {operator or 'the step before'}"
+        f"{size(nbytes)} after {operator or 'the previous step'}"
         for operator, nbytes in facts["bytes_by_last_operator"].items()
     ]
     more = [f"{count(len(operators) - _LARGEST, 'other')}"] if len(operators) > _LARGEST else []

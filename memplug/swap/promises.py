@@ -1,4 +1,4 @@
-"""Compares the predictions of a swap list with a step under it."""
+"""Compares a swap list's predictions with a step that was measured under the list."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memplug.swap.plan.part import SwapPart
 from memplug.words import size
 
 PEAK_SLACK = 0.02  # share by which a step's peak may exceed the prediction
-STALL_SLACK = 0.05  # share of a step that operators may wait beyond the prediction
+STALL_SLACK = 0.05  # share of a step's time that operators may wait beyond the prediction
 
 
 class Promises:
@@ -20,12 +20,13 @@ class Promises:
     Args:
         part: the list.
         tell: logs one line for the user, at a level of `logging`.
-        copies_itself: whether the processor makes the copies. They then occupy no link, and waiting is not judged.
+        copies_itself: whether the CPU is the device, and makes the copies itself; then there is no link, and waiting is
+            not judged.
 
     Attributes:
         peak_bytes: the most device bytes in use in the measured step; None before that step.
-        stall_s: seconds that operators waited for copies in the measured step; if the processor makes the copies, the
-            time that these took. None before that step, or while the device is not done with it.
+        stall_s: seconds that operators waited for copies in the measured step; if `copies_itself`, the time that the
+            copies took. None before that step, or while the device is not done with it.
     """
 
     def __init__(self, part: SwapPart, tell: Callable[[str, int], None], copies_itself: bool):
@@ -43,7 +44,7 @@ class Promises:
             self._tell(coded("MP013", f"{text}. {advice}"), logging.WARNING)
 
     def compare_stall(self, measured_s: float | None) -> None:
-        """Compare the seconds that a step's operators waited for copies; None: not known. Warn if they are too many."""
+        """Compare the seconds that a step waited for copies (None: unknown); warn if they exceed the prediction."""
         self.stall_s = measured_s
         predicted_s = self._part.predicted_stall_s
         allowed_s = predicted_s + STALL_SLACK * self._part.predicted_step_s

@@ -11,15 +11,15 @@ from memplug.profile.trace import Trace
 from memplug.sizes import GIB
 from memplug.swap.plan.from_trace import held_bytes
 
-TIGHTER = 3  # times that a list may be made again for less memory, because a step under it exceeded its prediction
+TIGHTER = 3  # how often a new list may be made for less memory, because a step took more than predicted
 
 
 class ListRoom:
     """The device budget, less the bytes that lists leave free.
 
     A list leaves bytes free for two reasons. Memory that a collective holds is freed a little earlier or later in every
-    step. And a step that is followed by its requests alone may run short too early for tensors to be offloaded in time
-    (memplug/swap/native/repeated_step.h).
+    step. And if a step under a list lacked memory, the next list leaves as much more free: a step that is followed by
+    its requests alone cannot always offload tensors in time (memplug/swap/native/repeated_step.h).
 
     Args:
         asked_gib: the block's "device_budget_gib".
@@ -38,9 +38,9 @@ class ListRoom:
 
     @property
     def budget_bytes(self) -> int | None:
-        """Return the bytes that a step may have allocated at once; None: on the CPU, with no limit set.
+        """Return the most bytes that a step may have allocated at once; None on the CPU if no limit is set.
 
-        A number in the block counts, up to the device's capacity less the memory reserved beside tensors.
+        On a GPU this is at most the device's capacity less the memory that is reserved beside tensors.
         """
         asked_gib = self._asked_gib
         if self._device.memory is None:
@@ -51,20 +51,20 @@ class ListRoom:
     def holds(self, was_short: bool) -> bool:
         """Return whether a step fits without a list.
 
-        It fits if no request failed and the peak that the device's allocator counted is within the budget; on the CPU,
-        whose limit makes requests fail, if no request failed.
+        It fits if no request failed (`was_short` is false) and, on a GPU, the allocator's peak is within the budget. On
+        the CPU the limit itself makes requests fail.
         """
         if was_short or self._device.memory is None:
             return not was_short
         return self._device.memory.allocated_peak_bytes <= self.budget_bytes
 
     def of_list(self, step: Trace) -> int:
-        """Return the bytes that a list for a recorded step must keep to."""
+        """Return the device bytes that a list for a recorded step must keep to."""
         self._left_bytes = held_bytes(step) + self._more_bytes if self._leaves_any else 0
         return self.budget_bytes - self._left_bytes
 
     def tighten(self, nbytes: int) -> bool:
-        """Let the next list leave `nbytes` more free, since a step lacked them; return whether to make one."""
+        """Let the next list leave `nbytes` more free, which a step lacked; return whether to make such a list."""
         if not nbytes or self._tightened == TIGHTER:
             return False
         self._tightened += 1
@@ -72,9 +72,9 @@ class ListRoom:
         return True
 
     def loosen(self) -> bool:
-        """Let the next list leave nothing free, since none can leave this much; return whether that changes anything.
+        """Let the next list leave nothing free, since none could leave so much; return whether this changes the list.
 
-        A list under which a step is slow is better than no list.
+        A slow step under a list is better than no list.
         """
         self._leaves_any, self._tightened = False, TIGHTER
         return self._left_bytes > 0

@@ -1,4 +1,4 @@
-"""The tables that the native core reads a swap list from."""
+"""The tables from which the native core reads a swap list."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ ANCHOR = np.dtype([("place", "<i4"), ("slot", "<i4"), ("key", "<i4")])
 
 @dataclass(frozen=True, slots=True)
 class SwapTables:
-    """The tables of one list; operators and dtypes are given by this process's numbers.
+    """The tables of one list; numbers of operators and dtypes are those of this process.
 
     Attributes:
         program: numbers of the program's outermost operators.
-        outside: places, and numbers of the operators that run outside of the program after each of them.
-        ranks: uint8 by operator number: rank of the operator by how often it runs.
+        outside: (place, numbers of the operators outside of the program that run after it).
+        ranks: uint8 by operator number: frequency rank of the operator, see `memplug.swap.plan.features.ranks`.
         targets, anchors: rows of TARGET and ANCHOR.
     """
 
@@ -55,12 +55,12 @@ class SwapTables:
 
 
 def tables_of(part: SwapPart, core: Any, dtypes: dict[str, int]) -> SwapTables:
-    """Return the tables of a part.
+    """Return the tables of a plan's swap list.
 
     Args:
-        part: the part.
+        part: the list.
         core: the native core, which numbers operators.
-        dtypes: numbers of scalar types, by their names in traces.
+        dtypes: numbers of dtypes, by their names in traces.
     """
     numbers = core.operator_numbers(list(part.names))
     ranks = np.full(max(numbers, default=0) + 1, RARE, np.uint8)

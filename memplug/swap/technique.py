@@ -32,18 +32,18 @@ from memplug.swap.report import SwapReport, report_of
 from memplug.swap.room import ListRoom
 from memplug.words import size
 
-MISSED_SHARE = 0.05  # of a list's tensors: if more are not found, the step counts against the list
-MISSED_STEPS = 3  # consecutive steps against the list, after which a new one is made
-OTHERS = 3  # recorded steps that may fit without a list before none is made: they may be of shorter batches
-MEASURED_STEP = 2  # number of the step under a list that is measured: the first is not seen from its beginning
+MISSED_SHARE = 0.05  # share of a list's tensors; if a step misses more, it counts against the list
+MISSED_STEPS = 3  # after so many such steps in a row, memplug makes a new list
+OTHERS = 3  # when planning anew: recorded steps that may fit, with shorter batches, before no list is made
+MEASURED_STEP = 2  # the second step under a list is measured: the first is not seen from its beginning
 
 
 class SwapState(enum.Enum):
     """The states of the technique."""
 
-    WAITING = "waiting"  # until a program repeats
-    RECORDING = "recording"  # a step to plan from
-    PLANNING = "planning"  # while training goes on
+    WAITING = "waiting"  # no program has repeated yet
+    RECORDING = "recording"  # the next step is recorded, to plan from it
+    PLANNING = "planning"  # beside training
     FITS = "fits"  # the step keeps to its budget without a list
     SHORT = "short"  # no list keeps to the budgets: tensors are offloaded when a request fails
     SWAPPING = "swapping"
@@ -63,7 +63,7 @@ class SwapsWhole(Technique[SwapPart]):
 
     name = SwapPart.name
     part_type = SwapPart
-    mistakes_of = staticmethod(mistakes_of_places)  # planning has judged the list against the recorded step
+    mistakes_of = staticmethod(mistakes_of_places)  # planning has already judged the list on its step
     report_type = SwapReport
     relieves = True
 
@@ -78,14 +78,14 @@ class SwapsWhole(Technique[SwapPart]):
         self._in_force = InForce(device, self._core, self._min_bytes, given.host_bytes, given.explain)
         self.promises: Promises | None = None
         self._missed = self._missing_steps = 0
-        self._steps = 0  # since the part in force was installed
-        self._sizes_vary = False  # whether dynamic layers request other sizes in every step
-        self._resident: tuple[int, ...] = ()  # tensors of the recorded step that belong to the model
-        self._others_left = 0  # recorded steps that may still fit, since they may be of another program
+        self._steps = 0  # steps since the part in force was installed
+        self._sizes_vary = False  # whether the sizes of dynamic layers' requests differ from step to step
+        self._resident: tuple[int, ...] = ()  # numbers of the model's tensors in the recorded step
+        self._others_left = 0  # how many more recorded steps may fit, see `OTHERS`
 
     @classmethod
     def make(cls, given: Given) -> SwapsWhole:
-        """Return the technique of a session; it is off where nothing can be swapped.
+        """Return a session's technique, which is off where nothing can be swapped.
 
         Raises:
             SwapError: nothing can be swapped here, and `swap.enabled` is true.
@@ -119,7 +119,7 @@ class SwapsWhole(Technique[SwapPart]):
 
     @property
     def detail(self) -> Detail | None:
-        """Return the detail to record the next step with: tensors to plan by, requests to measure its peak, or None."""
+        """Return the detail of the next record: tensors to plan from, or requests for the peak; None: no record."""
         if self.state is SwapState.SWAPPING and self._steps == MEASURED_STEP - 1:
             return Detail.REQUESTS
         return Detail.TENSORS if self.state is SwapState.RECORDING else None
@@ -146,13 +146,13 @@ class SwapsWhole(Technique[SwapPart]):
         if self.promises is not None and self._steps >= MEASURED_STEP and self.promises.stall_s is None:
             self.promises.compare_stall(self._in_force.waited_s())
         if self._device.kind == "cpu" and not self.off_because:
-            # Memory that memplug takes between two steps does not count as the device's.
+            # The limit is for steps alone: memory that memplug takes between two steps does not count.
             self._core.limit_cpu(UNLIMITED_BYTES)
 
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
     def propose(self, trace: Trace | None) -> SwapPart | None:
-        """Return a list for the recorded step; an empty part if it needs none, or none suffices; None: nothing new."""
+        """Return a new list, without tensors if a step needs no list or no list suffices; None if nothing is new."""
         if self.part is not None:
             if trace is not None and self._steps == MEASURED_STEP and self.promises is not None:
                 self.promises.compare_peak(trace)
@@ -172,7 +172,7 @@ class SwapsWhole(Technique[SwapPart]):
             return None
         if self._beside.is_busy:
             return self._planned()
-        if self._state is SwapState.WAITING and self.whole_steps:  # else the next step shows whether it fits
+        if self._state is SwapState.WAITING and self.whole_steps:  # only a whole step shows whether it fits
             if self._room.holds(bool(self.relief)):
                 return SwapPart()
             self._state = SwapState.RECORDING
@@ -235,7 +235,7 @@ class SwapsWhole(Technique[SwapPart]):
         return report_of(self.state.value, self.off_because, self.part, self.promises, self.counters)
 
     def _departs(self, missed: int) -> bool:
-        """Return whether too many tensors were missed for some steps, and dynamic layers may be the reason."""
+        """Return whether several steps in a row missed too many tensors, and dynamic layers may be the reason."""
         missing = missed > MISSED_SHARE * len(self.part.targets)
         self._missing_steps = self._missing_steps + 1 if missing else 0
         return self._missing_steps >= MISSED_STEPS and not self._sizes_vary
@@ -269,7 +269,7 @@ class SwapsWhole(Technique[SwapPart]):
         return self._planned()
 
     def _planned(self) -> SwapPart | None:
-        """Return the planned part once planning is done; else None."""
+        """Return the planned part; None while planning goes on."""
         if not self._beside.is_done:
             return None
         try:
@@ -283,12 +283,12 @@ class SwapsWhole(Technique[SwapPart]):
 
 
 def _others(trace: Trace, of_regions: bool, of_dynamic: bool) -> frozenset[int]:
-    """Return the tensors that a list leaves alone: used in regions, or in layers whose sizes depend on the data.
+    """Return the tensors that a list must leave alone: those used in regions or in dynamic layers.
 
     Args:
         trace: the recorded step.
-        of_regions: leave out tensors used in regions, which another technique swaps.
-        of_dynamic: leave out tensors used in layers whose sizes depend on the data.
+        of_regions: include the tensors used in regions, which another technique swaps.
+        of_dynamic: include the tensors used in dynamic layers: their sizes depend on the data.
     """
     taken = np.array([of_regions or (of_dynamic and layer.dynamic) for layer in trace.layers] + [False], bool)
     return frozenset(trace.uses["tensor"][taken[trace.operators["layer"][trace.uses["operator"]]]].tolist())

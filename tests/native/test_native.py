@@ -243,5 +243,5 @@ def test_moved_torch_name_is_reported_with_supported_versions(
 def test_python_without_gil_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     native.load()
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
-    with pytest.raises(NativeError, match="runs without its lock"):
+    with pytest.raises(NativeError, match="runs without the GIL"):
         native.load.__wrapped__()

@@ -29,14 +29,14 @@ def test_summary_groups_swapped_bytes_by_last_operator():
     assert (facts["tensors"], facts["swapped_bytes"], facts["state_bytes"]) == (4, 14 * MIB, MIB)
     assert facts["bytes_by_last_operator"] == {"aten::gelu": 8 * MIB, "aten::mm": 5 * MIB, "": MIB}
     assert words["swap list"] == "4 tensors, 14.00 MiB away between two uses"
-    left = "8.00 MiB behind aten::gelu, 5.00 MiB behind aten::mm, 1.00 MiB behind the step before"
+    left = "8.00 MiB after aten::gelu, 5.00 MiB after aten::mm, 1.00 MiB after the previous step"
     assert words["  they leave"] == left
     assert words["  waiting"].startswith("250") or words["  waiting"].startswith("0.25")
 
 
 def test_summary_names_the_largest_of_many_operators():
     _, words = said(SwapPart(targets=tuple(target(f"aten::op{mib}", mib) for mib in range(1, 8))))
-    assert words["  they leave"].endswith("4.00 MiB behind aten::op4, 3 others")
+    assert words["  they leave"].endswith("4.00 MiB after aten::op4, 3 others")
 
 
 def test_summary_says_why_no_list_exists_and_is_silent_if_the_step_fits():

@@ -1,15 +1,15 @@
-// Copies device memory to a store and back, on two copy streams, with events that order them with the streams that
-// operators run on. All that memplug moves, by rows or whole, moves through this class.
+// Copies device memory to a store and back, on two copy streams. Events order the copies with the streams that
+// operators run on. memplug makes all its copies through this class, of rows and of whole tensors.
 //
 // Device memory belongs to a stream, its owner. Three rules make every reuse of memory safe by the order of events
 // alone (each `Wait` names its case):
 //   1. Device memory is released, or written in place, only after its owner has waited for the copy out that reads it.
 //   2. A copy in starts only after the work queued on the owner so far. So earlier uses of the new device memory are
 //      done, and by rule 1 also the copy out that filled the slot.
-//   3. A slot returns to its store only after the owner has waited for every copy in that reads it, and a copy out
-//      starts only after the work queued so far on all `users()`.
+//   3. A slot returns to its store only after the owner has waited for every copy in that reads it. A copy out, which
+//      may fill that slot, starts only after the work queued so far on all `users()`.
 //
-// An instance is guarded by the lock of the technique that made it: Python's, or `swap_mutex`.
+// The lock of the technique that made an instance guards it: Python's lock (regions), or `swap_mutex` (the swap list).
 #pragma once
 
 #include <deque>
@@ -26,7 +26,7 @@ namespace memplug {
 
 class Copies {
  public:
-  // Memory that a copy may still use although it is no longer needed. `free()` releases the device memory.
+  // Memory whose data is no longer needed, but which a copy may still use. `free()` releases the device memory.
   struct Abandoned {
     StreamRef owner;
     EventRef prefetched, offloaded; // copies that the owner has not waited for yet
@@ -56,15 +56,15 @@ class Copies {
     store_->give(slot);
   }
 
-  // Starts the copy out of rows that belong to `owner`, after the work queued so far on all users. Returns the event of
-  // its end.
+  // Starts a copy out, after the work queued so far on all users; the rows belong to the stream `owner`. Returns an
+  // event that completes with the copy.
   EventRef offload(const at::Tensor& rows, const Slot& slot, const StreamRef& owner);
 
-  // Starts the copy in to rows that belong to `owner`, after the work queued on it so far. Returns the event of its
-  // end.
+  // Starts a copy in, after the work queued so far on `owner`, the stream that the rows belong to. Returns an event
+  // that completes with the copy.
   EventRef prefetch(const at::Tensor& rows, const Slot& slot, const StreamRef& owner);
 
-  // Makes later copies in start after the work queued so far on this stream too.
+  // Makes each later copy in start after the work queued so far on this stream too.
   void prefetch_after(const StreamRef& stream);
 
   // Makes a stream of operators wait for a copy.
@@ -75,8 +75,8 @@ class Copies {
   // Makes the owner wait for a copy, and also the current stream of operators if that is another.
   void wait_on_its_streams(const StreamRef& owner, const EventRef& event, Wait why);
 
-  // Leaves memory whose data is no longer needed to `drain`. A copy may still use the memory, so `drain` makes the
-  // owner wait for its copies before it releases the memory.
+  // Hands over to `drain` memory whose data is no longer needed. A copy may still use the memory, so `drain` makes the
+  // owner wait for that copy before it releases the memory.
   void abandon(Abandoned abandoned) {
     abandoned_.push_back(std::move(abandoned));
   }
@@ -91,8 +91,8 @@ class Copies {
     return closed_;
   }
 
-  StepTimes times; // of waits and, on the CPU, of the copies themselves, while they are measured
-  int64_t offloaded_bytes = 0, prefetched_bytes = 0; // by all copies that were started
+  StepTimes times; // measured waits; on the CPU, where nothing waits, measured copies
+  int64_t offloaded_bytes = 0, prefetched_bytes = 0; // sums over all copies started so far
   int64_t refused = 0, refused_bytes = 0; // requests that the store had no space for
 
  private:

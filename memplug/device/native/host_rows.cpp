@@ -66,7 +66,7 @@ void HostRows::give(const Slot& slot) {
   used_bytes -= slot.size;
 }
 
-// Returns the slot as a tensor of the same shape as `rows`.
+// Returns the slot's memory as a tensor of the same shape as `rows`.
 at::Tensor HostRows::rows_at(const Slot& slot, const at::Tensor& rows) const {
   const auto strides = rows.is_non_overlapping_and_dense() ? rows.strides().vec() : dense_strides(rows.sizes());
   const int64_t offset = slot.offset / static_cast<int64_t>(rows.element_size());

@@ -1,4 +1,4 @@
-// Stores rows in pinned host memory, cut out of a few slabs.
+// Stores rows in slots that are cut out of a few slabs of pinned host memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,11 +13,11 @@
 
 namespace memplug {
 
-constexpr int64_t kRowAlignment = 512; // bytes; memplug/sizes.py has it for Python
+constexpr int64_t kRowAlignment = 512; // bytes; HOST_ROW_BYTES in memplug/sizes.py
 
-// Takes the first hole that fits, in the order of slabs and offsets. Neighbouring holes merge, so that a run with many
-// sequence lengths does not grow without bound (ProTrain, appendix B.2). Guarded by the lock that guards its `Copies`
-// (copies.h).
+// Serves a request from the first hole that fits, in the order of slabs and offsets. Neighbouring holes merge, so that
+// the pool does not grow without bound in a run with many sequence lengths (ProTrain, appendix B.2). The lock of its
+// `Copies` guards it (copies.h).
 class HostRows final : public RowStore {
  public:
   // `grow(nbytes)` adds a slab with space for so many bytes, or returns false.
@@ -27,7 +27,7 @@ class HostRows final : public RowStore {
   std::optional<Slot> take(int64_t nbytes) override;
   void give(const Slot& slot) override;
 
-  // Dense rows are stored in the order of device memory, others in the order of their dimensions.
+  // Dense rows keep their layout in the slot; other rows are stored contiguously.
   void copy_out(Streams& streams, const StreamRef& stream, const Slot& slot, const at::Tensor& rows) override;
   void copy_in(Streams& streams, const StreamRef& stream, const at::Tensor& rows, const Slot& slot) override;
 
@@ -42,7 +42,7 @@ class HostRows final : public RowStore {
   }
 
   int64_t used_bytes = 0;
-  int64_t peak_bytes = 0, recent_peak_bytes = 0; // `recent_peak_bytes`: since Python last set it
+  int64_t peak_bytes = 0, recent_peak_bytes = 0; // `recent_peak_bytes`: since `take_peak_bytes` in Python
 
  private:
   struct Slab {

@@ -1,4 +1,4 @@
-// Measures when the operators of a step began and how long they waited for copies, on the stream that they run on.
+// Measures on a step's streams when its operators began, and how long they waited for copies.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace memplug {
 
 class StepTimes {
  public:
-  // Starts to measure waits, or waits and operators; with neither, stops and keeps the measurements.
+  // Starts to measure waits, and operators too if `operators`. If both are false, stops, and keeps the measurements.
   void measure(bool waits, bool operators) {
     if (waits || operators) {
       waits_.clear();
@@ -62,8 +62,8 @@ class StepTimes {
     return all;
   }
 
-  // Returns the seconds of each operator of the program, from its beginning to the next one's, without waits. The last
-  // entry is the seconds of the work after the last operator. Returns empty if the device is not done.
+  // Returns the seconds of each operator of the program, from its beginning to the next beginning, less waits. One more
+  // entry at the end has the seconds of the work after the last operator. Returns empty if the device is not done.
   std::optional<std::vector<double>> operators_s(Streams& streams) const {
     if (!began_.empty() && ended_ == nullptr) {
       return std::nullopt;

@@ -70,11 +70,11 @@ class Streams {
     return std::nullopt;
   }
 
-  // Holds back work that is queued on the stream from now on until the event has completed.
+  // Makes work that is queued on the stream from now on wait for the event.
   virtual void wait(const StreamRef& stream, const EventRef& event, Wait why) = 0;
 
-  // Returns whether work is done when the call that queues it returns, as on the CPU. Then the program waits during the
-  // calls that copy, not for events.
+  // Returns whether work is done when the call that queues it returns, as on the CPU. On such a device the program
+  // waits in the calls that copy, not for events.
   virtual bool is_immediate() {
     return false;
   }
@@ -91,8 +91,8 @@ class Streams {
   virtual at::Tensor empty(
       const StreamRef& stream, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype) = 0;
 
-  // Notes that this stream uses memory, which may belong to another stream. Once freed, the memory is reused only when
-  // the work queued on this stream until then is done.
+  // Notes that this stream uses memory that may belong to another stream. When the memory is freed, the allocator
+  // reuses it only after the work that is queued on this stream by then.
   virtual void use_on(const StreamRef&, const c10::DataPtr&) {}
   void use_on(const StreamRef& stream, const at::Tensor& tensor) {
     if (tensor.has_storage()) {
@@ -103,11 +103,11 @@ class Streams {
   // Returns uninitialised device memory of so many bytes that belongs to the stream.
   virtual c10::DataPtr allocate(const StreamRef& stream, int64_t nbytes);
 
-  // Returns 1-D uint8 host memory, pinned if the device can pin. It never comes from the allocator that serves
-  // training, which on the CPU is torch's own. Throws if there is none.
+  // Returns 1-D uint8 host memory, pinned if the device can pin. The memory never comes from the allocator that serves
+  // training, which on the CPU is torch's own. Throws if the host has too little.
   virtual at::Tensor host_memory(int64_t nbytes);
 
-  // Advance the host's clock on a device that keeps one (`HostClock`). `spend_forward` is called after a region's
+  // Advance the host's clock on a device that simulates it (`HostClock`). `spend_forward` is called after a region's
   // forward, with the number of its operators; `spend_backward` before a saved tensor is restored for a backward.
   virtual void spend_forward(int64_t) {}
   virtual void spend_backward() {}
@@ -116,10 +116,10 @@ class Streams {
 // Returns streams of the CPU, on which copies run at once.
 std::shared_ptr<Streams> cpu_streams();
 
-// The time that memplug's own work takes on the host's clock.
+// Advances a simulated host clock by the time of memplug's own work.
 struct HostClock {
-  std::function<void(double)> spend; // seconds
-  double observe_s, region_s, restore_s; // seconds for an operator of a forward, for a forward, for a backward
+  std::function<void(double)> spend; // advances the clock by so many seconds
+  double observe_s, region_s, restore_s; // seconds for each operator of a region's forward, each forward, each backward
 };
 
 // Returns streams of an accelerator that torch knows (CUDA): its current streams, and copy streams of high priority.

@@ -13,7 +13,7 @@ inline at::Tensor view_of(
   constexpr c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
   at::Tensor tensor = of_same_storage(base, base.key_set() - lazy, dtype);
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
-  if (!tensor.is_inference() && !base.is_inference()) { // a tensor made in inference mode has no versions
+  if (!tensor.is_inference() && !base.is_inference()) { // a tensor made in inference mode has no version counter
     share_versions(tensor, base);
   }
   set_lazy_bits(tensor, conj, neg);

@@ -17,20 +17,20 @@ struct Own {
 struct StorageSwapper::Absent {
   StorageSwapper* swapper;
   int64_t key;
-  size_t position; // in the swapper's `all_`
-  c10::StorageImpl* storage; // alive: `held` owns it until it is away; from then on, `forget` is called when it dies
+  size_t position; // its index in the swapper's `all_`
+  c10::StorageImpl* storage; // alive: `held` owns it until it is away; after that, `forget` is called if it dies
   c10::intrusive_ptr<c10::StorageImpl> held;
-  const void* memory; // device memory that it leaves
+  const void* memory; // the storage's device memory, which it leaves
   int64_t nbytes;
   Slot slot;
-  StreamRef stream; // stream that its device memory belongs to
+  StreamRef stream; // owner of the device memory
   OffloadState state = OffloadState::LEAVING;
-  EventRef offloaded, prefetched; // ends of copies that its stream has not waited for yet
-  HostMemory* host = nullptr; // the context of its pointer while it is away
-  bool passive = false; // no list names it: it left because a request failed
-  bool written = false; // written to on the host, since the device had no room: it is not prefetched any more
-  c10::DataPtr arriving; // device memory that it returns to
-  int64_t began = 0; // number of its return, in the order in which returns began
+  EventRef offloaded, prefetched; // ends of copies that `stream` has not waited for yet
+  HostMemory* host = nullptr; // the context of the storage's pointer while it is away
+  bool passive = false; // the storage left because a request failed; no list names it
+  bool written = false; // written on the host, for lack of room on the device: not prefetched any more
+  c10::DataPtr arriving; // the device memory to which the storage returns
+  int64_t began = 0; // number of its return among the swapper's returns, from 1
 };
 
 struct StorageSwapper::HostMemory {

@@ -25,20 +25,21 @@ namespace memplug {
 struct SwapTarget {
   int64_t nbytes;
   int32_t dtype; // c10::ScalarType of the first tensor seen in the storage
-  int32_t operator_number; // of the operator that uses the tensor last; given by name in Python
-  uint8_t output; // 1: it is an output of that operator; 0: an input
-  int32_t slot; // its number among the operator's outputs, or inputs
-  uint32_t uses, kinds; // these and `recent`: its Features, with the last use counted
+  int32_t operator_number; // number of the operator that uses the tensor last; Python has its name
+  uint8_t output; // 1: the tensor is an output of that operator; 0: an input
+  int32_t slot; // the tensor's number among the operator's outputs, or inputs
+  uint32_t uses, kinds; // with `recent`: the tensor's Features, including the last use
   uint64_t recent;
-  int32_t tolerance; // places by which the last use may differ
-  // last_use -1: it leaves as the step begins; next_use equal to the number of operators: the program uses it no more
+  int32_t tolerance; // the most places by which the last use may be off
+  // `last_use` -1: the tensor leaves as the step begins; `next_use` equal to the number of operators: the program uses
+  // it no more
   int32_t last_use, release, prefetch, next_use;
-  int32_t key; // of the anchor whose storage leaves as the step begins; -1: it is found at its last use
+  int32_t key; // `last_use` -1: key of the anchor that identifies the tensor; else -1
 };
 #pragma pack(pop)
 
 // Packed as ANCHOR in memplug/swap/tables.py: the outermost operator at `place` reads a tensor that lives from step to
-// step. A place beyond the program is an operator outside of it.
+// step. Places beyond the program number the operators of `SwapListPlan::outside`.
 #pragma pack(push, 1)
 struct Anchor {
   int32_t place, slot; // slot: the tensor's number among the operator's inputs
@@ -47,16 +48,17 @@ struct Anchor {
 #pragma pack(pop)
 
 struct SwapListPlan {
-  std::vector<int32_t> program; // numbers of its operators
-  std::vector<std::pair<int32_t, std::vector<int32_t>>> outside; // places, and non-program operators after each
-  std::vector<uint8_t> ranks; // by operator number, see `Features::read_by`; 255 beyond the end
+  std::vector<int32_t> program; // numbers of the outermost operators, in order
+  // (place, numbers of the operators outside of the program that run after it)
+  std::vector<std::pair<int32_t, std::vector<int32_t>>> outside;
+  std::vector<uint8_t> ranks; // by operator number: rank, see `Features::read_by`; 255 beyond the end
   std::vector<SwapTarget> targets; // by last use, rising
   std::vector<Anchor> anchors; // by place, rising
   int64_t min_bytes = 0; // smaller storages are ignored
   std::vector<std::string> collectives; // prefixes of collectives' names
 };
 
-// The beginning of an outermost operator: its number among the outermost operators of all threads, and its stream.
+// The beginning of an outermost operator: its running number over all threads, and its stream.
 struct OperatorMoment {
   int64_t number = 0, stream = 0;
 };
@@ -70,7 +72,7 @@ class Finder {
     }
   }
 
-  // Begins a step. `lives` is asked whether a storage that an earlier step made still lives.
+  // Begins a step. `lives(storage)` returns whether a storage that an earlier step made is still alive.
   template <typename Lives>
   void begin(const Lives& lives) {
     if (keys_.empty() && clock_.is_true() && clock_.is_at_end()) {
@@ -90,12 +92,12 @@ class Finder {
     next_ = 0;
   }
 
-  // Returns whether the storage was used in this step, or made by an earlier one.
+  // Returns whether this step has used the storage, or an earlier step has made it.
   bool knows(const void* storage) const {
     return seen_.find(storage) != seen_.end();
   }
 
-  // Sets the clock to a known place; notes that a target was found.
+  // `move_to` sets the clock to a known place; `note_found` notes that a target was found.
   void move_to(int32_t place) {
     clock_.move_to(place);
   }
@@ -108,14 +110,14 @@ class Finder {
     clock_.tick(number);
   }
 
-  // Returns the place in the planned step.
+  // Returns the clock's place in the planned step.
   int32_t now() const {
     return clock_.now();
   }
 
-  // Notes that an outermost operator, which begins now, reads a storage in that slot; `number` is the operator's.
-  // Parameters live from step to step. In the first step that runs exactly as planned, the finder learns which operator
-  // reads which parameter; in later steps such a read tells the place. Returns whether the storage was learnt just now.
+  // Notes that the outermost operator that begins now, of that number, reads a storage as its input `slot`. In the
+  // first step that runs exactly as planned, the finder learns the storages of the anchors, such as parameters. In
+  // later steps, a read of such a storage sets the clock. Returns whether the finder learnt the storage in this call.
   bool anchor(const void* storage, int32_t slot, int32_t number) {
     const auto known = keys_.find(storage);
     if (known != keys_.end()) {
@@ -140,19 +142,19 @@ class Finder {
     return false;
   }
 
-  // Notes that an operator uses a storage; returns whether the storage is new. `made`: if it is new, this operator or
-  // one that encloses it has made it; else it came from outside.
+  // Notes that an operator uses a storage; returns whether the storage is new. `made`: if the storage is new, this
+  // operator or an enclosing one has made it; otherwise it comes from outside of the program.
   bool see(const void* storage, int64_t nbytes, int32_t dtype, const OperatorMoment& now, bool made = false) {
-    if (nbytes != 0 && nbytes < plan_.min_bytes) { // a storage without memory may still get some
+    if (nbytes != 0 && nbytes < plan_.min_bytes) { // a storage without memory may get some later
       return false;
     }
     const auto [seen, fresh] = seen_.emplace(storage, Seen{{}, nbytes, dtype, now.stream, now.number, made});
-    seen->second.nbytes = std::max(seen->second.nbytes, nbytes); // a storage has no bytes while it is on the host
+    seen->second.nbytes = std::max(seen->second.nbytes, nbytes); // other code may empty a storage for a while
     seen->second.use(now);
     return fresh;
   }
 
-  // Notes a use by an operator outside of the program, or by a collective.
+  // Notes that an operator outside of the program, or a collective, uses a storage.
   void pass(const void* storage, const OperatorMoment& now, bool collective) {
     const auto seen = seen_.find(storage);
     if (seen != seen_.end()) {
@@ -161,9 +163,9 @@ class Finder {
     }
   }
 
-  // Returns the bytes of an idle storage, and the number of the operator that used it last; 0 bytes: it is not idle.
-  // It is idle if the program has made it (in any step), only the stream of `now` has used it, and its last use came
-  // before `now`.
+  // Returns the bytes of a storage, and the running number of the operator that used it last, if the storage is idle;
+  // else 0 bytes. A storage is idle if the program has made it (in any step), only the stream of `now` has used it, and
+  // its last use came before `now`.
   std::pair<int64_t, int64_t> idle(const void* storage, const OperatorMoment& now) const {
     const auto seen = seen_.find(storage);
     if (seen == seen_.end() || !seen->second.is_made || seen->second.is_shared || seen->second.stream != now.stream ||
@@ -182,7 +184,7 @@ class Finder {
     }
   }
 
-  // Returns whether an output of the operator with that number (`output`), or an input of it, may be a target now.
+  // Returns whether an output (`output`) or an input of the operator with that number may be a target now.
   bool expects(int32_t number, bool output) {
     const auto& targets = plan_.targets;
     const int32_t place = clock_.now();
@@ -197,8 +199,8 @@ class Finder {
     return false;
   }
 
-  // Returns the index of the target that this storage is; -1: it is none. The storage is in that slot of the outputs
-  // (`output`) or inputs of an operator that `expects` has accepted.
+  // Returns the index of the target that this storage is; -1 if it is none. Call it only if `expects` has returned
+  // true; `slot` is the storage's number among the operator's outputs (`output`) or inputs.
   int32_t find(const void* storage, int64_t nbytes, int32_t number, bool output, int32_t slot) {
     const int32_t place = clock_.now();
     const auto& targets = plan_.targets;
@@ -222,9 +224,9 @@ class Finder {
     Features features;
     int64_t nbytes;
     int32_t dtype;
-    int64_t stream; // of its first use
+    int64_t stream; // stream of its first use
     int64_t last_use; // number of the `OperatorMoment` of its last use
-    bool is_made; // by the program
+    bool is_made; // whether the program made it
     bool is_shared = false; // another stream or a collective has used it too, and the end of that use is unknown
 
     void use(const OperatorMoment& now) {
@@ -244,8 +246,8 @@ class Finder {
   std::vector<bool> found_;
   size_t next_ = 0;
   ska::flat_hash_map<const void*, Seen> seen_;
-  ska::flat_hash_map<const void*, int32_t> keys_, learnt_; // by storage: its anchor's key; keys learnt in this step
-  ska::flat_hash_map<int32_t, std::vector<int32_t>> places_; // by key: the places of its anchors
+  ska::flat_hash_map<const void*, int32_t> keys_, learnt_; // keys of anchors by storage: in use; learnt in this step
+  ska::flat_hash_map<int32_t, std::vector<int32_t>> places_; // places of anchors, by key
 };
 
 } // namespace memplug

@@ -1,4 +1,4 @@
-// A step under a swap list that is followed by its requests, see repeated_step.h.
+// Acts in a step under a swap list that is followed by its requests alone, see repeated_step.h.
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -7,16 +7,17 @@
 
 namespace memplug {
 
-// Begins to follow. Releases and prefetches are taken with the first request of the operator that they are planned
-// before. A restore must come before its operator, so it is taken with the last request before that operator. If the
-// prefetch comes no earlier than the operator's first request, the tensor is late: the operator itself must be seen.
+// Begins to follow the step. A release or prefetch happens at the first request of the operator before which it is
+// planned. A restore must come before its operator, so it happens at the last request before that operator. If the
+// tensor's prefetch comes no earlier than that operator's first request, the tensor is late: the list must see the
+// operator itself, and restores the tensor as it begins.
 void SwapStep::follow() {
   if (due_.empty()) {
     lates_.clear();
     const std::vector<int64_t>& after = repeated_.turns();
     std::vector<int64_t> prefetches(plan_.targets.size(), 0);
     for (size_t i = 0; i < turns_.size(); ++i) {
-      if (turns_[i].kind == Turn::PREFETCH) { // at the next use's place, it comes after the restore
+      if (turns_[i].kind == Turn::PREFETCH) { // at the place of the next use, it would come after the restore
         prefetches[turns_[i].target] = after[i] < 0 ? INT64_MAX : after[i];
       }
     }
@@ -25,7 +26,7 @@ void SwapStep::follow() {
       int64_t requests = after[i] < 0 ? INT64_MAX : after[i];
       if (turn.kind == Turn::RESTORE && after[i] >= 0) {
         if (prefetches[turn.target] < requests) {
-          requests = std::max<int64_t>(requests - 1, 0); // what leaves as the step begins does so at 0
+          requests = std::max<int64_t>(requests - 1, 0); // tensors that leave as the step begins leave at 0
         } else {
           lates_.emplace_back(requests - 1, turn.target);
           repeated_.expect(requests - 1);
@@ -55,7 +56,7 @@ std::pair<Sight, int32_t> SwapStep::sight() const {
     await(Sight::TENSORS, plan_.targets[target].operator_number);
   }
   for (const int32_t target : late_) {
-    if (returned_outside_[target]) { // restored by any operator that uses it
+    if (returned_outside_[target]) { // any operator that uses it restores it
       await(Sight::TENSORS, ANY);
     } else {
       await(Sight::NUMBERS, plan_.program[plan_.targets[target].next_use]);
@@ -84,7 +85,7 @@ void SwapStep::take_due() {
   for (; next_turn_ < due_.size() && due_[next_turn_].first <= request; ++next_turn_) {
     take(turns_[due_[next_turn_].second]);
   }
-  late_.clear(); // they are back by now
+  late_.clear(); // the former late tensors are back by now
   for (; next_late_ < lates_.size() && lates_[next_late_].first <= request; ++next_late_) {
     if (lates_[next_late_].first == request) {
       late_.push_back(lates_[next_late_].second);
@@ -92,11 +93,11 @@ void SwapStep::take_due() {
   }
 }
 
-// Called as an operator of that number begins: restores the late tensors that such an operator is planned to use.
+// Called as an operator of that number begins: restores the late tensors that such an operator uses next in the plan.
 void SwapStep::return_late(int32_t number) {
   const auto is_user = [&](int32_t target) {
     const auto place = static_cast<size_t>(plan_.targets[target].next_use);
-    return place < plan_.program.size() && plan_.program[place] == number; // beyond it: the step's end
+    return place < plan_.program.size() && plan_.program[place] == number; // beyond: code after the program
   };
   for (const int32_t target : late_) {
     if (is_user(target)) {
@@ -118,17 +119,17 @@ void SwapStep::return_outside(const at::RecordFunction& function) {
   }
 }
 
-// Stops following: all operators are seen from here on, but features of earlier tensors are unknown.
+// Stops following the step: all operators are seen from here on, but the features of earlier tensors are unknown.
 void SwapStep::depart() {
   has_departed_ = true;
   finder_.move_to(repeated_.place());
   repeated_.depart();
   leaving_.clear();
   late_.clear();
-  next_turn_ = 0; // turns that were taken do nothing when they are repeated
+  next_turn_ = 0; // a turn does nothing if it is taken again
 }
 
-// Finds the targets among an operator's tensors by what was learnt of their last uses.
+// Finds the targets among an operator's tensors, by the last uses that earlier steps have shown.
 void SwapStep::match(c10::ArrayRef<c10::IValue> values, int32_t number, bool output) {
   if (repeated_.open().empty()) {
     return;

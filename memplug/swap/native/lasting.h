@@ -30,10 +30,10 @@ class LastingTensors {
     }
   }
 
-  // Notes that the operator of the program at that place begins; -1: the step begins.
+  // Notes that the program's operator at that place begins; -1: the step begins.
   void begin(int32_t place) {
     run_ = nullptr;
-    for (const OperatorRun& run : runs_) { // there are one or two
+    for (const OperatorRun& run : runs_) { // a list has one or two
       if (run.after == place) {
         run_ = &run;
       }
@@ -51,7 +51,7 @@ class LastingTensors {
     }
   }
 
-  // Notes that the last operator noted by `pass` reads a storage in that slot of its inputs.
+  // Notes that the operator of the last `pass` reads a storage as its input `slot`.
   void read(int32_t slot, const c10::Storage& storage) {
     if (run_ == nullptr) {
       return;
@@ -65,7 +65,7 @@ class LastingTensors {
     }
   }
 
-  // Returns the storage of that key, if the storage is known by now and alive.
+  // Returns the storage with that key, if it has been recognised and is alive.
   std::optional<c10::Storage> find(int32_t key) const {
     const auto known = storages_.find(key);
     auto storage = known == storages_.end() ? nullptr : known->second.lock();
@@ -74,13 +74,13 @@ class LastingTensors {
 
  private:
   struct OperatorRun {
-    int32_t after, first; // place of the program's operator before the run, and of the run's first operator
+    int32_t after, first; // places: of the program's operator before the run, and of the run's first operator
     const std::vector<int32_t>* operators;
   };
   std::vector<OperatorRun> runs_;
   std::vector<Anchor> marks_; // by place and slot, rising
   ska::flat_hash_map<int32_t, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
-  const OperatorRun* run_ = nullptr; // the run that operators since the program's last one match so far; null: none
+  const OperatorRun* run_ = nullptr; // the run that the operators after the program's last one match so far; or null
   int32_t number_ = -1;
   size_t next_ = 0;
 };

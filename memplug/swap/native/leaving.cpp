@@ -1,4 +1,4 @@
-// Offloads storages by a plan; or without a plan, if memory is short (Chameleon, section 6.3).
+// Offloads storages: as a list says, or without a list if memory is short (Chameleon, section 6.3).
 #include <algorithm>
 
 #include "absent.h"
@@ -10,7 +10,7 @@ namespace {
 using Lock = std::lock_guard<std::recursive_mutex>;
 
 constexpr int64_t kHostSlab = 64 << 20; // bytes
-constexpr int64_t kPassive = -1; // stands for a key
+constexpr int64_t kPassive = -1; // in place of a key: no list names the storage
 
 } // namespace
 
@@ -23,7 +23,7 @@ bool StorageSwapper::add_host_memory(int64_t nbytes) {
   const Own own;
   try {
     pool_->add(streams_.host_memory(size));
-  } catch (const std::exception&) { // the system has less memory
+  } catch (const std::exception&) { // the system has too little memory
     passive_room_ = 0;
     return false;
   }
@@ -33,7 +33,7 @@ bool StorageSwapper::add_host_memory(int64_t nbytes) {
 
 #ifdef MEMPLUG_SWAPS_STORAGES
 
-// Starts the copy out; null: the storage stays.
+// Starts the copy out of a storage. Null: the storage stays.
 StorageSwapper::Absent* StorageSwapper::start_leaving(const c10::Storage& storage, int64_t key) {
   copies_.drain();
   auto* const impl = storage.unsafeGetStorageImpl();
@@ -106,13 +106,13 @@ void StorageSwapper::leave(Absent& absent) {
   }
   const Moving moving(absent.passive);
   const c10::DataPtr released = std::exchange(pointer_of(storage), std::move(host));
-  for (size_t i = 0; i < copies_.users().size() && !absent.passive; ++i) { // one stream alone has used a passive one
+  for (size_t i = 0; i < copies_.users().size() && !absent.passive; ++i) { // only one stream has used a passive storage
     streams_.use_on(copies_.users()[i], released);
   }
   const auto held = std::move(absent.held); // if this is the last reference, `forget` is called
 }
 
-// -- without a plan ---------------------------------------------------------------------------------------------------
+// -- without a list ---------------------------------------------------------------------------------------------------
 
 int64_t StorageSwapper::release_leaving() {
   const Lock lock(swap_mutex());

@@ -10,12 +10,12 @@
 
 namespace memplug {
 
-// Counts a step's operators in the numbering of the planned step.
+// Counts a running step's operators, and tells at which place of the planned step they are.
 //
 // If an operator is not the planned one, the clock advances by one for each operator until the last few operators match
 // the plan at some place. From there the clock continues; if several places match, from the nearest. A match takes two
-// operators, and one more for each place by which the clock is off, up to `kAlike` operators. The clock is off by no
-// more places than operators have run since the last match, and searches no further.
+// operators, and one more for each place by which the clock is off, up to `kAlike` operators. The clock can be off by
+// as many places as operators have run since the last match, and searches that far, up to `kReach`.
 class ProgramClock {
  public:
   static constexpr int32_t kAlike = 4, kReach = 64;
@@ -56,7 +56,7 @@ class ProgramClock {
     off_for_ = 0;
   }
 
-  // Returns the one of `places` nearest to now where that operator runs in the planned step; -1: there is none.
+  // Returns the nearest of `places` at which the planned step runs the operator with that number; -1: there is none.
   int32_t nearest(const std::vector<int32_t>& places, int32_t number) const {
     int32_t found = -1;
     for (const int32_t place : places) {
@@ -67,7 +67,7 @@ class ProgramClock {
     return found;
   }
 
-  // Returns whether the last operator was the plan's last.
+  // Returns whether the step's last operator so far was the last of the plan.
   bool is_at_end() const {
     return now_ >= 0 && now_ + 1 == static_cast<int32_t>(program_.size());
   }

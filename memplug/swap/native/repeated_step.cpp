@@ -25,7 +25,7 @@ void RepeatedStep::end(bool is_whole) {
   if (is_spoilt_ || !is_whole) {
     alike_ = 0;
   } else if (!is_followed_) {
-    const bool is_alike = !now_.requests.empty() && now_ == former_; // empty: requests are not watched on this device
+    const bool is_alike = !now_.requests.empty() && now_ == former_; // empty: this device does not report requests
     alike_ = is_alike ? alike_ + 1 : 0;
     former_ = std::move(now_);
     former_storages_ = std::move(storages_);
@@ -36,14 +36,14 @@ void RepeatedStep::end(bool is_whole) {
       if (origin.request >= 0) {
         wanted_[origin.request] = static_cast<int32_t>(target);
         expect(origin.request);
-        expect(origin.request + 1); // before this request, the memory of the one before is reported
+        expect(origin.request + 1); // a request's memory is reported at the next one
       }
       expect(opens - 1);
       expect(closes);
     }
     by_opening_.clear();
     for (size_t target = 0; target < former_.last_uses.size(); ++target) {
-      if (former_.last_uses[target].opens >= 0) { // else it left as the step began
+      if (former_.last_uses[target].opens >= 0) { // else it left as the step began, and has no last use
         by_opening_.push_back(static_cast<int32_t>(target));
       }
     }
@@ -60,8 +60,8 @@ void RepeatedStep::learn_request(int64_t nbytes, const void* stream, int32_t pla
   now_.requests.push_back({nbytes, stream, place});
 }
 
-// If operators run on several streams, an operator on a stream that does not wait for the copy may read a storage that
-// is away. Then every operator must be seen, so the step is spoilt.
+// If operators run on several streams, one of them may read a storage that is away, on a stream that does not wait for
+// its copy. Every operator must be seen to prevent that, so such a step is spoilt.
 void RepeatedStep::learn_operator(int64_t stream) {
   opens_ = made();
   is_spoilt_ |= stream_.value_or(stream) != stream;

@@ -1,12 +1,12 @@
-// Follows a repeating step by its requests for memory: only operators around a target's last use need to be seen.
+// Follows a repeating step by its requests for memory, so that only operators around a target's last use must be seen.
 //
 // Seeing an operator costs the host up to a quarter of the time that a small operator takes. So while all operators are
 // seen (finder.h), this class learns the requests of a step in order. It also learns between which requests each target
-// is used last, and has its turns (release, prefetch, restore). Once enough consecutive steps were alike, the next step
+// has its last use and its turns (release, prefetch, restore). Once enough consecutive steps were alike, the next step
 // is followed by its requests, as long as each equals the learnt one.
 //
 // The price: if a followed step departs after all, its earlier tensors are unknown, and cannot be offloaded if memory
-// runs short then. So after each departure twice as many steps must be alike.
+// is short in the rest of the step. So after each departure twice as many steps must be alike before one is followed.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -21,7 +21,7 @@
 
 namespace memplug {
 
-// Requests are counted from the beginning of the step.
+// Requests are numbered from the beginning of the step.
 class RepeatedStep {
  public:
   // Begins a step with so many targets and turns.
@@ -31,19 +31,19 @@ class RepeatedStep {
     return is_followed_;
   }
 
-  // Marks this step as no example of the next one.
+  // Excludes this step from those that later steps are compared with.
   void spoil() {
     is_spoilt_ = true;
   }
 
-  // Does as `spoil`, and requires more steps that are alike before one is followed.
+  // Spoils the step; from now on twice as many steps must be alike before one is followed.
   void distrust() {
     if (!std::exchange(is_spoilt_, true)) {
       needed_ = std::min(2 * needed_, kMany);
     }
   }
 
-  // Ends the step; `is_whole`: every target was found.
+  // Ends the step. `is_whole`: every target was found in it.
   void end(bool is_whole);
 
   // -- while all operators are seen --
@@ -69,18 +69,19 @@ class RepeatedStep {
 
   // -- while the step is followed --
 
-  // Notes that something must happen at a request: see `pass`.
+  // Notes that an action is due at a request, so that `pass` refuses the request.
   void expect(int64_t request);
 
-  // Called when a request is made: returns whether it is the learnt one, and nothing must happen at it. Takes no lock.
-  // The data that training threads read here changes only at the end of a step that is not followed.
+  // Called at each request, without a lock: returns whether the request is the learnt one and no action is due at it.
+  // The data that training threads read here changes only between steps.
   bool pass(int64_t nbytes, const void* stream) {
     int64_t number = next_.load(std::memory_order_acquire);
     return number < static_cast<int64_t>(quiet_.size()) && quiet_[number] && is_learnt(number, nbytes, stream) &&
         next_.compare_exchange_strong(number, number + 1, std::memory_order_acq_rel);
   }
 
-  // Called when a request is made: returns whether it is the learnt one, and every last use due by now was seen.
+  // Called at a request that `pass` has refused: returns whether the request is the learnt one, and every last use that
+  // is due before it was seen.
   bool follow(int64_t nbytes, const void* stream);
 
   // Return the number of the last request, and the place of the outermost operator that made it; -1: there was none.
@@ -91,7 +92,7 @@ class RepeatedStep {
     return next_ == 0 ? -1 : former_.requests[next_ - 1].place;
   }
 
-  // Returns the targets whose last use is due about now.
+  // Returns the targets whose last use may happen now.
   const std::vector<int32_t>& open() const {
     return open_;
   }
@@ -104,7 +105,8 @@ class RepeatedStep {
 
   // -- at any time --
 
-  // Note which memory served a request: one of the step, or one outside of it.
+  // `served` notes the memory that served the step's last request; `served_other` notes that of a request outside of
+  // the step.
   void served(const void* memory);
   void served_other(const void* memory) {
     requests_.erase(memory);
@@ -152,15 +154,15 @@ class RepeatedStep {
   static constexpr int kFew = 3, kMany = 1 << 10;
 
   bool is_followed_ = false, is_spoilt_ = false;
-  int alike_ = 0, needed_ = kFew; // consecutive steps equal to the one before; how many must be to follow the next
+  int alike_ = 0, needed_ = kFew; // number of alike steps in a row; how many are needed to follow the next step
   int64_t opens_ = 0;
-  std::optional<int64_t> stream_; // of the operators
-  std::vector<WeakStorage> storages_, former_storages_; // by target; weakly held, so that no other gets its address
-  ska::flat_hash_map<const void*, int32_t> target_of_; // by storage: its last target
-  ska::flat_hash_map<const void*, int64_t> requests_; // by memory: its last request; if followed, only targets'
-  ska::flat_hash_map<int64_t, int32_t> wanted_; // requests that make a target's memory
+  std::optional<int64_t> stream_; // stream of the step's last operator
+  std::vector<WeakStorage> storages_, former_storages_; // by target; weak, so that no other gets the address
+  ska::flat_hash_map<const void*, int32_t> target_of_; // latest target of each storage
+  ska::flat_hash_map<const void*, int64_t> requests_; // last request of each memory; when followed, only of targets
+  ska::flat_hash_map<int64_t, int32_t> wanted_; // targets, by the request that makes their memory
   std::vector<int32_t> by_opening_, open_;
-  std::vector<uint8_t> quiet_; // by request: 1 if nothing must happen at it
+  std::vector<uint8_t> quiet_; // by request: 1 if no action is due at it
   std::atomic<int64_t> next_{0};
   size_t next_opening_ = 0;
 };

@@ -19,7 +19,7 @@ void StorageSwapper::prefetch(int64_t key) {
   }
 }
 
-// Starts the copy in. False: the device has no room.
+// Starts the copy in of a storage. False: the device has no room.
 bool StorageSwapper::start_return(Absent& absent) {
   copies_.drain();
   const Own own;
@@ -103,7 +103,7 @@ bool StorageSwapper::order_use() {
 
 void StorageSwapper::use(const c10::StorageImpl* storage) {
   const Lock lock(swap_mutex());
-  // A returned storage has new memory, of whose users on other streams the allocator does not know yet.
+  // A returned storage has new memory; tell the allocator that this stream uses it too.
   if (copies_.users().size() > 1 && returned_.find(storage) != returned_.end()) {
     streams_.use_on(streams_.current(), storage->data_ptr());
   }
@@ -138,7 +138,8 @@ bool StorageSwapper::restore_all() {
   for (Absent* const absent : away) {
     all = bring_back(*absent) && all;
   }
-  for (size_t user = 0; user < copies_.users().size() && last_arrival_ != nullptr; ++user) { // until the next step operators are not seen
+  // every stream waits now, since operators between steps are not seen
+  for (size_t user = 0; user < copies_.users().size() && last_arrival_ != nullptr; ++user) {
     wait_for_return(user, arrived_, last_arrival_);
   }
   returned_.clear();

@@ -9,7 +9,7 @@
 namespace memplug {
 namespace {
 
-constexpr int64_t kSoon = 8; // outermost operators; a tensor used within the last ones is likely to be used again soon
+constexpr int64_t kSoon = 8; // a tensor that the last 8 outermost operators used is likely to be used again soon
 
 } // namespace
 

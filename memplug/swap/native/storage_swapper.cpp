@@ -83,7 +83,7 @@ std::optional<std::vector<double>> StorageSwapper::operators_s() {
   return copies_.times.operators_s(streams_);
 }
 
-// Returns the number of a stream among the users of the copies (see `copies_`).
+// Returns a stream's number among the users of `copies_`.
 size_t StorageSwapper::user_of(const StreamRef& stream) {
   const size_t user = copies_.note_user(stream);
   waited_.resize(copies_.users().size());
@@ -120,7 +120,8 @@ bool StorageSwapper::is_possible() {
 }
 #endif
 
-// Deletes the host pointer of a storage that was away: the storage is back, dies, or has got other memory.
+// Called when torch deletes the host pointer of a storage that was away: the storage is back, has died, or has got
+// other memory.
 void StorageSwapper::forget(void* host_memory) {
   const Lock lock(swap_mutex());
   const std::unique_ptr<HostMemory> host(static_cast<HostMemory*>(host_memory));

@@ -4,8 +4,8 @@
 //        ▲                       │                     │                      │
 //        └── a use of it, or a pointer to write to ────┴──────────────────────┘
 //
-// The storage itself changes: while it is away, its pointer is that of pinned host memory, which the device can read
-// (unified addressing). So every view, alias and version counter of every graph stays valid. Unobserved code (Triton,
+// The storage itself changes: while it is away, it points to pinned host memory, which the device can read (unified
+// addressing). So every view, alias and version counter of every graph stays valid. Unobserved code (Triton,
 // extensions) reads the right values, slowly. A storage that dies frees its host memory through its deleter. Before
 // torch hands out a pointer to write to, it calls memplug (`StorageImpl::set_materializer`), which restores the
 // storage. So whatever a plan says, no value is lost, and no stale value is read.
@@ -13,7 +13,7 @@
 // If a request for memory has failed, storages leave at once (`leave_now`). A recording does not show that they left,
 // so a plan is made for the step as it would be with enough memory.
 //
-// Copies and the rules that order streams are those of copies.h. A storage's device memory belongs to the stream on
+// copies.h makes the copies, and has the rules that order streams. A storage's device memory belongs to the stream on
 // which the storage left; while another stream is current, that storage is neither released nor prefetched. Each stream
 // that operators run on waits for returned storages before its next operator (`order_use`). Released memory is used
 // again only after the work of all these streams so far.
@@ -40,12 +40,13 @@ struct SwapCounters {
   int64_t releases = 0, released_bytes = 0;
   int64_t prefetches = 0, prefetched_bytes = 0; // copies in that were started
   int64_t cancelled = 0; // offloads of storages that were used again before they were released
-  int64_t demanded = 0; // storages that were needed before their plan had them back
+  int64_t demanded = 0; // storages that were used before the list had restored them
   int64_t refused = 0; // copies that failed: the host had no room for a copy out, or the device for a copy in
   int64_t passive = 0, passive_bytes = 0; // storages that left because a request failed; not in the counts above
 };
 
-// Unlocks a mutex that was locked before a fork. In the child its owner is another thread, so it is made anew.
+// Unlocks a mutex that was locked before a fork. In the child, the mutex still names the parent's thread as its owner,
+// so it is made anew.
 inline void unlock(std::recursive_mutex& mutex, bool in_child) {
   if (in_child) {
     new (&mutex) std::recursive_mutex();
@@ -54,13 +55,13 @@ inline void unlock(std::recursive_mutex& mutex, bool in_child) {
   }
 }
 
-// Returns the mutex of all swappers in the process: a storage that is written to does not know its swapper. Recursive,
-// since freeing memory may free other memory.
+// Returns the one mutex of all swappers in the process, since torch reports a write to a storage without its swapper.
+// The mutex is recursive, since freeing memory may free other memory.
 std::recursive_mutex& swap_mutex();
 
 class StorageSwapper {
  public:
-  // `slab`: pinned host memory, 1-D uint8, for all storages that a plan has away at a time; may be undefined.
+  // `slab`: pinned host memory, 1-D uint8, for all storages that a list has away at a time; may be undefined.
   // `passive_bytes`: further host memory for storages that leave because memory is short.
   StorageSwapper(std::shared_ptr<Streams> streams, at::Tensor slab, int64_t passive_bytes);
   ~StorageSwapper();
@@ -80,15 +81,15 @@ class StorageSwapper {
   // Releases all storages that are leaving; returns the bytes freed.
   int64_t release_leaving();
 
-  // Offloads a storage at once, for no plan, until it is used. Returns the bytes freed for later work of the current
-  // stream; 0: it stays.
+  // Offloads a storage that no list names, and releases its device memory at once; the storage returns when it is used.
+  // Returns the bytes freed for later work of the current stream; 0: it stays.
   int64_t leave_now(const c10::Storage& storage);
 
   // Undoes the return that began last: its storage stays on the host. Returns the bytes freed for later work of the
   // current stream.
   int64_t turn_back();
 
-  // Starts the copy in.
+  // Starts the copy in of the storage with that key.
   void prefetch(int64_t key);
 
   // Makes the storage usable on the device by the current stream, wherever it was.
@@ -119,8 +120,8 @@ class StorageSwapper {
   bool has(const c10::StorageImpl* storage) const;
 
   // Measures from now on how long the program waits for copies (`waits`) and when operators begin (`operators`, see
-  // `mark_operator`), or stops measuring. `waited_s` and `operators_s` return the results in seconds (see
-  // `StepTimes::operators_s`); none: the device is not done.
+  // `mark_operator`), or stops if both are false. `waited_s` and `operators_s` return the results in seconds (see
+  // `StepTimes::operators_s`), or empty if the device is not done.
   void measure(bool waits, bool operators);
   std::optional<double> waited_s();
   std::optional<std::vector<double>> operators_s();
@@ -162,16 +163,16 @@ class StorageSwapper {
   const std::shared_ptr<HostRows> pool_;
   Copies copies_; // its users are the streams that operators run on, or that storages have left on
   Streams& streams_;
-  std::vector<int64_t> waited_; // by user: it has waited for all returns up to this number
+  std::vector<int64_t> waited_; // by user: number of the last return that it has waited for
   int64_t newest_stream_ = 0; // number of the last operator's stream
   size_t newest_user_ = 0; // the user of that stream, once there are users
   int64_t arrived_ = 0; // number of the latest return that has arrived
-  EventRef last_arrival_; // the end of that return
-  ska::flat_hash_set<const c10::StorageImpl*> returned_; // in this step, to other memory; may dangle, only compared
+  EventRef last_arrival_; // event at the end of that return
+  ska::flat_hash_set<const c10::StorageImpl*> returned_; // returned in this step; may dangle, only compared
   std::vector<std::unique_ptr<Absent>> all_;
   ska::flat_hash_map<int64_t, Absent*> of_key_;
-  int64_t passive_room_; // bytes of host memory that may still be added
-  int64_t returns_ = 0; // returns that began so far
+  int64_t passive_room_; // bytes of host memory that may still be added for passive storages
+  int64_t returns_ = 0; // number of returns begun so far
   SwapCounters counters_;
 };
 

@@ -17,12 +17,12 @@ namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-// The list in force. Guarded by the recursive `swap_mutex`: under it, memplug's copies run operators that are seen too,
-// and make requests that may fail.
+// The list in force. `swap_mutex` guards it, and is recursive: while it is locked, memplug's copies run operators that
+// are seen too, and make requests that may fail.
 struct InForce {
   std::unique_ptr<SwapStep> step;
   bool watches = false; // whether a step runs
-  Sight seen = Sight::NOTHING; // how much of operators is seen
+  Sight seen = Sight::NOTHING; // what is seen of operators at present
 };
 
 InForce& in_force() {
@@ -33,11 +33,12 @@ InForce& in_force() {
 std::atomic<bool> silent{false};
 
 // State of the calling thread.
-thread_local int32_t enclosing = 0; // seen operators that the thread is inside of
+thread_local int32_t enclosing = 0; // number of seen operators that the thread is inside of
 thread_local OperatorMoment outermost; // number 0: the step does not know of the operator
-thread_local OperatorMoment unseen; // unseen operator that it was inside of when the step departed, if it still is
+thread_local OperatorMoment unseen; // unseen operator that encloses the thread since the step departed, if any
 
-// The followed step. A request at which nothing must happen passes it without a lock. Lives while requests are watched.
+// The followed step, or null. A request at which no action is due passes it without a lock. It lives while requests are
+// watched.
 std::atomic<RepeatedStep*> followed{nullptr};
 
 // Number of the operators that the step waits for; `SwapStep::ANY`: all.
@@ -61,7 +62,7 @@ void see(InForce& now, Sight needed) {
   }
 }
 
-// Sees no more than the step needs: boxing tensors for a callback is most of the cost.
+// Sees no more than the step needs: boxing tensors is most of a callback's cost.
 void see_what_is_needed(InForce& now) {
   followed.store(now.step->followed(), std::memory_order_release);
   const auto [needed, number] = now.step->sight();
@@ -80,7 +81,7 @@ void tell_of_last_served(SwapStep& step) {
   }
 }
 
-// Called before a request for memory is served (without memory), and after it.
+// Called before a request for memory is served (`memory` is null), and afterwards.
 void on_request(size_t nbytes, const void* stream, const void* memory) {
   const bool is_of_step = trains_unsuspended();
   if (is_of_step && memory != nullptr) {
@@ -108,7 +109,7 @@ void on_request(size_t nbytes, const void* stream, const void* memory) {
   }
 }
 
-// Called in a followed step in which numbers of operators suffice.
+// Called as an operator begins, in a followed step that needs only operators' numbers.
 bool on_number(OperatorCall& call) {
   const int32_t number = call.number();
   if (number == NOT_AN_OPERATOR || !is_awaited(number) || !in_program()) {
@@ -128,8 +129,8 @@ bool is_inside_of_a_kernel() {
   return local_keys().excluded_.has(c10::DispatchKey::AutogradFunctionality);
 }
 
-// Notes that an operator begins that is inside of no seen operator. In a step that has departed, the operator may be
-// inside of an unseen one. Its tensors then count as in use until the unseen one is over.
+// Notes that an operator begins outside of all seen operators. In a step that has departed, it may be inside of an
+// unseen operator; its tensors then count as in use until the unseen operator ends.
 OperatorMoment enter(SwapStep& step) {
   if (!step.has_departed()) {
     return step.enter();
@@ -144,7 +145,7 @@ OperatorMoment enter(SwapStep& step) {
   return unseen;
 }
 
-// Reports an operator that begins to the step.
+// Reports to the step that an operator begins.
 void tell(const at::RecordFunction& function, int32_t number, bool is_outermost) {
   const Lock lock(swap_mutex());
   SwapStep* const step = in_force().step.get();
@@ -182,7 +183,7 @@ bool on_begin(OperatorCall& call) {
 }
 
 void on_end(OperatorCall& call) {
-  struct Leaves { // declared first, so that it runs last: a copy that begins below runs inside of the operator
+  struct Leaves { // declared first, so that it runs last: copies that begin below run inside of the operator
     ~Leaves() {
       --enclosing;
     }
@@ -210,8 +211,8 @@ void on_end(OperatorCall& call) {
   see_what_is_needed(in_force());
 }
 
-// Frees memory for a failed request. The thread's outermost operator must be seen: else it is not known which tensors
-// that operator uses.
+// Frees memory for a failed request. Does nothing if the thread's outermost operator is not seen, since its tensors are
+// unknown.
 bool relieve_step(size_t nbytes, int failures) {
   if (silent || !(enclosing > 0 || at::isRecordFunctionEnabled())) {
     return false;

@@ -1,4 +1,4 @@
-// The swap list in force: finds its tensors in a running step (finder.h), and swaps them when the list says so.
+// The swap list in force: finds the listed tensors in a running step (finder.h), and swaps them as the list says.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +18,14 @@ void unload_swap_list();
 // more failed requests. False: another list was loaded since, and stays.
 bool drop_swap_list(const std::shared_ptr<StorageSwapper>& swapper);
 
-// Begin and end a step; its end restores all tensors. False: the device has no room for some.
+// Begin and end a step; `end_swap_step` restores all tensors, and returns false if the device has no room for some.
 void begin_swap_step();
 bool end_swap_step();
 
 SwapListCounters swap_list_counters();
 
-// Switches on or off that memplug tries a failed request again after it has offloaded tensors; for a device, or a CPU
-// with a limit. `explain`: see relief.h. Throws if memplug cannot stand in front of the device's allocator.
+// Switches relief on or off, for a device or for a CPU with a limit: when a request fails, memplug offloads tensors and
+// tries the request again. `explain`: see relief.h. Throws if memplug cannot stand in front of the device's allocator.
 void catch_out_of_memory(bool on, c10::Device device, Explanation explain);
 
 // Called in the child of a fork: stops all swapping.

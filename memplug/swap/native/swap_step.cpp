@@ -19,7 +19,7 @@ SwapStep::SwapStep(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, c
     turns_.push_back({target.prefetch, Turn::PREFETCH, index});
     turns_.push_back({target.next_use, Turn::RESTORE, index});
   }
-  returned_outside_.assign(plan_.targets.size(), 1); // until it is known
+  returned_outside_.assign(plan_.targets.size(), 1); // assumed until it is known
   std::stable_sort(turns_.begin(), turns_.end(), [](const Turn& one, const Turn& other) {
     return std::pair(one.place, one.kind) < std::pair(other.place, other.kind);
   });
@@ -30,7 +30,7 @@ void SwapStep::begin() {
   next_turn_ = next_late_ = 0;
   late_.clear();
   if (repeated_.is_followed()) {
-    alive_.clear(); // their uses are not seen
+    alive_.clear(); // a followed step does not see their uses
     follow();
   } else {
     due_.clear();
@@ -103,7 +103,7 @@ void SwapStep::tick(const at::RecordFunction& function, int32_t number, const Op
 }
 
 // A nested operator may read a tensor that its outermost operator does not read. That tensor counts as made inside of
-// the outermost operator, since not every operator is shown.
+// the outermost operator, by an operator that torch does not show.
 void SwapStep::read(const at::RecordFunction& function, int32_t number, const OperatorMoment& moment, bool outermost) {
   if (repeated_.is_followed()) {
     return_late(number);
@@ -169,7 +169,7 @@ void SwapStep::done() {
 
 // -- tensors of operators ---------------------------------------------------------------------------------------------------
 
-// Offloads targets that leave as the step begins, before the first operator of the program.
+// Offloads the targets that leave as the step begins; called before the first operator of the program.
 void SwapStep::leave_at_the_beginning() {
   if (std::exchange(has_begun_, true)) {
     return;
@@ -224,7 +224,7 @@ void SwapStep::see(const at::Tensor& tensor, const OperatorMoment& moment, bool 
   }
 }
 
-// Restores the operator's tensors; called after all of them were noted as in use.
+// Restores the operator's tensors that are away; called after all of its tensors were noted as in use.
 void SwapStep::use(const at::RecordFunction& function) {
   // memplug's own copies run on streams of their own, which wait for the program's streams
   if (is_suspended() ? swapper_->is_empty() : !swapper_->order_use()) {
@@ -235,7 +235,7 @@ void SwapStep::use(const at::RecordFunction& function) {
   });
 }
 
-// Finds the targets among an operator's tensors, which it is the last to use.
+// Finds the targets among an operator's tensors: those whose planned last use this is.
 template <typename Values>
 void SwapStep::find(const Values& values, int32_t number, bool output) {
   if (!finder_.expects(number, output)) {

@@ -23,7 +23,7 @@ struct SwapListCounters {
   int64_t repeated = 0; // steps that were followed by their requests to the end, see repeated_step.h
 };
 
-// How much of operators must be seen.
+// What must be seen of operators: nothing, their numbers, or also their tensors.
 enum class Sight : uint8_t { NOTHING, NUMBERS, TENSORS };
 
 // Must not be called from several threads at once. With an empty list, the step only knows which tensors may leave if
@@ -43,7 +43,7 @@ class SwapStep {
     return is_running_;
   }
 
-  // Returns how much of operators must be seen from now on, and of which operators: those with this number; ANY: all.
+  // Returns what must be seen of operators from now on, and the number of the operators to see (ANY: all).
   static constexpr int32_t ANY = -1;
   std::pair<Sight, int32_t> sight() const;
 
@@ -57,8 +57,8 @@ class SwapStep {
     return is_running_ && repeated_.is_followed() ? &repeated_ : nullptr;
   }
 
-  // `asked` and `served` are called when the program or other training code makes a request, and when that was served.
-  // `served_other` is called when any other request was served.
+  // `asked` is called when the program or other training code makes a request, `served` when that request was served,
+  // and `served_other` when any other request was served.
   void asked(int64_t nbytes, const void* stream);
   void served(const void* memory) {
     repeated_.served(memory);
@@ -78,7 +78,7 @@ class SwapStep {
     return has_departed_;
   }
 
-  // Called when an operator of the program begins of which only the number is seen.
+  // Called when an operator of the program begins, if only operators' numbers are seen.
   void began(int32_t number) {
     return_late(number);
   }
@@ -149,18 +149,18 @@ class SwapStep {
   const c10::DeviceType device_;
   Finder finder_;
   LastingTensors lasting_;
-  bool has_begun_ = false; // whether the program has begun in this step
+  bool has_begun_ = false; // whether the program's first operator of this step has begun
   std::vector<Turn> turns_;
   std::vector<uint8_t> returned_outside_; // by target: whether an operator outside of the program restored it last time
   size_t next_turn_ = 0;
   RepeatedStep repeated_;
-  std::vector<std::pair<int64_t, int32_t>> due_; // if followed: the request with which to take a turn, and the turn
+  std::vector<std::pair<int64_t, int32_t>> due_; // in a followed step: a request, and the turn to take with it
   std::vector<std::pair<int64_t, int32_t>> lates_; // last request before a late target's next use, and the target
   size_t next_late_ = 0;
   std::vector<int32_t> late_; // late targets of the current request: restored as the operator that uses them begins
   int64_t moments_ = 0;
   std::vector<int64_t> running_; // moments of the outermost operators that run now
-  std::vector<int8_t> collectives_; // by operator number; -1: not known yet
+  std::vector<int8_t> collectives_; // by operator number: whether it is a collective; -1: not known yet
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> alive_, anchors_;
   std::vector<std::pair<int32_t, c10::Storage>> leaving_; // targets to offload when the running operator is done
   bool is_running_ = false, has_departed_ = false;

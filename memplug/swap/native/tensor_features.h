@@ -5,7 +5,7 @@
 
 namespace memplug {
 
-// Exact integers, compared as they are.
+// A tensor's features. Two tensors look the same if all features are equal.
 struct Features {
   uint32_t uses = 0; // operators that have read the tensor
   uint32_t kinds = 0; // a bit for each of the 32 most frequent operators: whether it has read the tensor
@@ -13,7 +13,7 @@ struct Features {
 
   static constexpr int kKinds = 32;
 
-  // Notes a reading operator. `rank`: of the operator by frequency, from 1; 255 stands for all beyond the 254th.
+  // Notes that an operator reads the tensor. `rank`: its rank by frequency, from 1; 255: any beyond the 254th.
   void read_by(uint8_t rank) {
     ++uses;
     kinds |= rank >= 1 && rank <= kKinds ? 1u << (rank - 1) : 0;

@@ -17,13 +17,13 @@ from memplug.profile.trace import Trace
 from memplug.swap.plan.from_trace import clock_of
 
 KINDS = 32
-"""Operators with a bit of their own, the most frequent first."""
+"""Number of the most frequent operators, each with its own bit in `Features.kinds`."""
 RARE = 255
-"""Rank of all operators less frequent than the 254 most frequent."""
+"""Rank of all operators but the 254 most frequent."""
 EDITS = 3
-"""Operators that may be inserted or left out without one tensor being taken for another."""
+"""Number of operators that may be inserted or left out before one tensor can be mistaken for another."""
 REACH = 32
-"""The most places by which a use may differ; half of the distance that the native clock searches."""
+"""The most places by which a use may be off its planned place; half of the distance that the native clock searches."""
 
 
 class Features(NamedTuple):
@@ -34,7 +34,7 @@ class Features(NamedTuple):
     recent: int = 0
 
     def read_by(self, rank: int) -> Features:
-        """Return the features after one more reading operator, of that rank by frequency, from 1."""
+        """Return the features after one more read, by the operator with this frequency rank (1: the most frequent)."""
         bit = 1 << (rank - 1) if 1 <= rank <= KINDS else 0
         return Features(self.uses + 1, self.kinds | bit, (self.recent << 8 | rank) & (1 << 64) - 1)
 
@@ -44,10 +44,10 @@ class TensorUse(NamedTuple):
 
     Attributes:
         place: index of the outermost operator.
-        name: the operator's, as an index into `Trace.names`.
-        output: whether the tensor is an output of the operator, else an input.
-        slot: its number among the operator's outputs, or inputs.
-        features: of the tensor, including this use.
+        name: index of the operator's name in `Trace.names`.
+        output: True if the tensor is an output of the operator, False if it is an input.
+        slot: number of the tensor among the operator's outputs, or among its inputs.
+        features: the tensor's features, including this use.
     """
 
     place: int
@@ -58,17 +58,17 @@ class TensorUse(NamedTuple):
 
 
 def ranks(step: Trace) -> dict[int, int]:
-    """Return each operator name's rank in the program, the most frequent 1; `RARE` beyond the 254th."""
+    """Return the frequency rank of each operator name in the program, from 1; `RARE` beyond the 254th."""
     names, counts = np.unique(step.operators["name"][step.operators["depth"] >= 0], return_counts=True)
     by_count = sorted(zip(counts.tolist(), names.tolist(), strict=True), key=lambda each: (-each[0], each[1]))
     return {name: min(rank, RARE) for rank, (_, name) in enumerate(by_count, 1)}
 
 
 def uses_of(step: Trace) -> Iterator[tuple[int, TensorUse]]:
-    """Yield every use of a tensor by the program, with the tensor, in the order in which the observer sees them.
+    """Yield (tensor, use) for every use by the program, in the order in which the observer sees them.
 
-    Inputs come as an operator begins, with the features that they have after this operator has read all of them.
-    Outputs come as the operator ends, after the operators inside of it.
+    An operator's inputs come as it begins; their features count its reads already. Its outputs come as it ends, after
+    the uses by operators inside of it.
     """
     rank_of, now = ranks(step), clock_of(step).now.tolist()
     features: dict[int, Features] = {}
@@ -95,21 +95,21 @@ def uses_of(step: Trace) -> Iterator[tuple[int, TensorUse]]:
 
 
 def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[TensorUse, int]]:
-    """Return how tensors are told apart from others at the outermost operators that use them.
+    """Return how each wanted tensor is told apart from others at an outermost operator that uses it.
 
-    Two uses look alike if their operators, slots, sizes and dtypes are the same, and the tensors could have the same
-    features after up to `EDITS` operators were left out or inserted: their numbers of uses differ by that at most. An
-    anchor between the two uses tells them apart.
+    Two uses look alike if their operators, slots, sizes and dtypes are the same, and their `Features.uses` differ by at
+    most `EDITS`: the features could become equal if so many operators were left out or inserted. An anchor between the
+    two uses tells them apart.
 
     Args:
         step: one step with tensors.
         wanted: (tensor, place) pairs.
 
     Returns:
-        (use, tolerance) for each pair that can be told apart. Of the uses by the outermost operator and by operators
-        inside of it, the use is the one that is told apart best. The tolerance is the most places by which the use may
-        be off. It is less than half of the distance to the nearest use of another tensor that looks alike. It is also
-        less than the distance to the nearest such use without an anchor in between, minus `EDITS`.
+        (use, tolerance) for each pair that can be told apart. If operators inside of the outermost one use the tensor
+        too, `use` is the one with the largest tolerance. The tolerance is the most places by which the use may be off.
+        It is less than half of the distance to the nearest use of another tensor that looks alike. It is also less than
+        the distance, minus `EDITS`, to the nearest such use without an anchor in between.
     """
     anchored = sorted({place for place, _, _ in anchors(step)})
     found: dict[tuple[int, int], list[TensorUse]] = {}
@@ -122,7 +122,7 @@ def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int]
             found.setdefault((tensor, use.place), []).append(use)
     result = {}
     for (tensor, place), uses in found.items():
-        if made_at[tensor] == place:  # it may have no memory before an inner operator fills it
+        if made_at[tensor] == place:  # the tensor may have no memory until an inner operator fills it
             uses = uses[-1:]
         tolerance, use = max(
             ((_tolerance(tensor, use, alike[_kind(step, tensor, use)], anchored), use) for use in uses),
@@ -137,7 +137,7 @@ def anchors(step: Trace) -> list[tuple[int, int, int]]:
     """Return the anchors: reads of tensors from before the step, such as parameters, that show its progress.
 
     Returns:
-        (place, slot, tensor) of each such read by an outermost operator, in order; the slot is among the inputs.
+        (place, slot, tensor) of each such read by an outermost operator, in order; slots count the operator's inputs.
     """
     first = np.full(len(step.tensors), -1)
     before = set()
@@ -162,7 +162,7 @@ def _kind(step: Trace, tensor: int, use: TensorUse) -> tuple[object, ...]:
 
 
 def _tolerance(tensor: int, use: TensorUse, alike: list[tuple[int, int, int]], anchored: list[int]) -> int:
-    """Return the tolerance of `last_uses`; below 0: the use cannot be told apart."""
+    """Return a use's tolerance, see `last_uses`; below 0 if the use cannot be told apart."""
     nearest = nearest_without_anchor = 2 * REACH + 1
     for place, other, uses in alike:
         distance = abs(place - use.place)

@@ -1,9 +1,9 @@
 """Makes the swap problem of a recorded step: memory in use, and tensors with gaps (Chameleon, 4, 5.1-5.3).
 
-The clock of a swap list counts the program's outermost operators: the number of one is its place. Operators inside of
-an outermost one, and operators without gradients after it, have the same place. All that runs after the program, such
-as the optimizer, has one more place. Operators request memory while they run, but tensors are offloaded and prefetched
-only between two outermost operators.
+The clock of a swap list numbers the program's outermost operators; an operator's number is its place. Operators inside
+of an outermost one, and operators without gradients after it, have the same place. Code after the program, such as the
+optimizer, has one more place. Operators request memory while they run, but tensors are offloaded and prefetched only
+between two outermost operators.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_PART = -1
 class LinkLoad(NamedTuple):
     """Rates of the link in bytes per second while both directions run, and the link time that other copies take.
 
-    Link times are seconds while each outermost operator runs: float64[n], or one number for all.
+    `d2h_busy_s` and `h2d_busy_s` are the seconds during each outermost operator: float64[n], or one number for all.
     """
 
     d2h_bytes_per_s: float
@@ -38,8 +38,8 @@ class Clock(NamedTuple):
 
     Attributes:
         outermost: int64[n]: their indices in `Trace.operators`.
-        now: int64[operators]: for each operator of the trace, the number of the outermost one that runs, or ran last; 0
-            before the first.
+        now: int64[operators]: for each operator of the trace, the place of the outermost operator that is running, or
+            ran last; 0 before the first.
         behind: index in `Trace.operators` of the first operator after the program; the length of that table if there is
             none.
     """
@@ -83,20 +83,19 @@ def swap_problem(
     """Return the swap problem of a step that exceeds a budget.
 
     Args:
-        step: one step with tensors and without a swap list, see `cut`.
-        link: between host and device.
+        step: one step (see `memplug.profile.trace.cut`), recorded with tensors and without a swap list.
+        link: rates of the link, and its other copies.
         budget_bytes: see `SwapProblem`.
         host_bytes: see `SwapProblem`.
         min_bytes: size of the smallest candidate.
-        operator_s: float64[n], duration of each place of the clock; without it, all operators last equally long (Eq.
-            1).
+        operator_s: float64[n]: duration of each place of the clock; None: all operators last equally long (Eq. 1).
         others: tensors, by index, that another technique decides on.
         states: see `gaps`.
         resident: see `gaps`.
 
     Returns:
-        The problem; its operators are the places of the clock, its candidates the gaps with an operator above the
-        budget.
+        The problem. Its operators are the places of the clock; its candidates are the gaps in which an operator exceeds
+        the budget.
     """
     count = clock_of(step).places
     seconds = even_s(step) if operator_s is None else operator_s
@@ -119,7 +118,7 @@ def swap_problem(
 
 
 def even_s(step: Trace) -> np.ndarray:
-    """Return the duration of each place: the same for all operators (Eq. 1), 0 for code after them. float64[n], s."""
+    """Return equal seconds for all operators (Eq. 1), and 0 for code after the program: float64[places]."""
     clock = clock_of(step)
     return np.where(np.arange(clock.places) < clock.ticks, step.steps[0][2] / max(clock.ticks, 1), 0.0)
 
@@ -147,35 +146,37 @@ def in_use_bytes(step: Trace) -> np.ndarray:
 def gaps(
     step: Trace, min_bytes: int, others: Collection[int] = (), states: bool = False, resident: Collection[int] = ()
 ) -> list[Candidate]:
-    """Return the gaps between two uses of a tensor in which an outermost operator runs, sorted by these uses.
+    """Return each gap between two uses of a tensor in which an outermost operator runs, sorted by the two uses.
 
-    Tensors of collectives are left out. So are tensors that existed before the step (whose first use is not an output),
-    unless `states` or `resident` includes them.
+    Tensors of collectives have no gaps. Neither have tensors that existed before the step (their first use is not an
+    output), unless `states` or `resident` includes them.
 
     Args:
         step: one step with tensors.
         min_bytes: size of the smallest tensor.
-        others: tensors, by index, that are left out too.
-        states: include gradients, and tensors that live from step to step if the optimizer uses them; the latter also
-            from the step's beginning to their first use. The second use may then lie outside of the program.
-        resident: with `states`, further tensors, by index, that live from step to step, such as frozen parameters. They
-            count only between two uses: no operator outside of the program identifies them as a step begins.
+        others: indices of further tensors without gaps.
+        states: True to include gradients, and tensors that live from step to step if the optimizer uses them. Each of
+            the latter also has a gap from the step's beginning to its first use. The use after a gap may then lie
+            outside of the program.
+        resident: with `states`, indices of further tensors that live from step to step, such as frozen parameters. They
+            have gaps only between two uses, since no operator outside of the program identifies them as a step begins.
     """
     uses, now = step.uses, clock_of(step).now
     order = np.argsort(uses["tensor"], kind="stable")
     tensor, operator, output = (uses[column][order] for column in ("tensor", "operator", "output"))
     begins = np.concatenate(([True], tensor[1:] != tensor[:-1]))[: len(tensor)]
-    # An operator may read what it writes: a tensor was made in the step if its first operator has it only as an output.
+    # An operator may read what it writes: the step made a tensor if its first operator has it as an output, not as an
+    # input.
     first_operator = operator[np.flatnonzero(begins)][np.cumsum(begins) - 1]
     wanted = step.tensors["nbytes"] >= max(min_bytes, 1)
     lasting = np.zeros(len(step.tensors), bool)
     lasting[tensor[(operator == first_operator) & ~output]] = True
     wanted[list(others)] = False
-    # Other streams may use a collective's tensors until something waits for it: they are never swapped.
+    # Other streams may use a collective's tensors until the program waits for it, so they are never swapped.
     collective = np.array([name.startswith(COLLECTIVES) for name in step.names], bool)
     wanted[tensor[collective[step.operators["name"][operator]]]] = False
     is_program = step.operators["depth"][operator] >= 0
-    time = now[operator] + ~is_program  # an operator outside of the program comes before the next place
+    time = now[operator] + ~is_program  # a use outside of the program counts for the next place
     may_end = np.ones(len(tensor), bool) if states else is_program
     known, there = np.zeros((2, len(step.tensors)), bool)
     if states:
@@ -195,17 +196,17 @@ def gaps(
 
 
 def held_bytes(step: Trace) -> int:
-    """Return the bytes of the largest tensor of a collective: when it is freed varies from step to step."""
+    """Return the bytes of the largest tensor that a collective uses; steps free such tensors at different times."""
     collective = np.array([name.startswith(COLLECTIVES) for name in step.names], bool)
     tensors = step.uses["tensor"][collective[step.operators["name"][step.uses["operator"]]]]
     return int(step.tensors["nbytes"][tensors].max(initial=0))
 
 
 class FirstUse(NamedTuple):
-    """The mark of a tensor that lives from step to step: its first use outside of the program, which identifies it."""
+    """Identifies a tensor that lives from step to step, by its first use outside of the program."""
 
     after: int
-    """The outermost operator that ran last."""
+    """Place of the program's outermost operator that ran last before the use."""
     number: int
     """Number of the operator that uses the tensor, among all operators outside of the program since `after`."""
     slot: int
@@ -214,7 +215,7 @@ class FirstUse(NamedTuple):
 
 
 def marks(step: Trace) -> list[FirstUse]:
-    """Return marks of all tensors from before the step that are read outside of the program after its beginning."""
+    """Return the marks of tensors that exist before the step and are read outside of the program once it has begun."""
     clock = clock_of(step)
     begins = clock.outermost[0] if clock.ticks else len(step.operators)
     outside = begins + np.flatnonzero(step.operators["depth"][begins:] == NO_PART)

@@ -1,9 +1,9 @@
 """Finds the fewest bytes that bring a step within its budget, with an integer program over the candidates.
 
 It is a covering program: at every operator above the budget, the chosen candidates that may be away there must have at
-least as many bytes as the excess. If nothing may wait, the link limits what can be away at an operator o. Of candidates
-last used at or after an operator a, at most as many bytes can be away at o as the link carries from a to o. Of
-candidates next used at or before an operator b, at most as many bytes can be away at o as the link carries from o to b.
+least as many bytes as the excess. If no operator may wait, the link limits the bytes that are away at an operator o.
+Of candidates that are last used at an operator a or later, no more bytes can be away than the link carries from a to o.
+Of candidates that are next used at an operator b or earlier, no more bytes can be away than it carries from o to b.
 Both limits are linear in the choice.
 """
 
@@ -18,13 +18,13 @@ from memplug.swap.plan.problem import SwapProblem
 from memplug.swap.plan.simulator import NOT_FORCED, place
 
 TIME_LIMIT_S = 5.0
-"""Seconds for all choices together; checking the last one may exceed it."""
+"""Time limit for all choices together; the check of the last choice may exceed it."""
 
 GAP = 0.01
-"""Share by which a choice may exceed the fewest bytes: proving a smaller share takes longer than it saves."""
+"""Share by which a choice may exceed the fewest bytes: to prove a smaller share takes longer than it saves."""
 
 ATTEMPTS = 24
-"""Most choices to solve for: each is excluded before the next one is sought."""
+"""The most choices to solve for; each is excluded before the solver seeks the next."""
 
 
 def cover(
@@ -37,11 +37,11 @@ def cover(
 ) -> Iterator[tuple[int, ...]]:
     """Yield choices of candidates that swap fewer bytes than `below_bytes`, the fewest first.
 
-    The caller has to simulate each choice.
+    A choice may still exceed the budget or wait, so the caller has to simulate it.
 
     Args:
         problem: the step.
-        below_bytes: bytes of a known choice.
+        below_bytes: bytes of a choice that the caller already has.
         waits: whether operators may wait for copies.
         among: candidates that every choice includes.
         without: candidates that every choice excludes.
@@ -80,7 +80,7 @@ def cover(
 
 
 def _gaps(problem: SwapProblem, waits: bool) -> list[slice]:
-    """Return the operators at which each candidate can be away if it has the link to itself."""
+    """Return for each candidate the operators at which it can be away, if it has the link to itself."""
     if waits:
         return [each.gap for each in problem.candidates]
     alone = [place(problem, {index: NOT_FORCED})[0] for index in range(len(problem.candidates))]
@@ -88,7 +88,7 @@ def _gaps(problem: SwapProblem, waits: bool) -> list[slice]:
 
 
 def _rows(problem: SwapProblem, gaps: list[slice], usable: list[int], waits: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each constraint which candidates count, bool[r, usable], and the bytes they must have, float64[r]."""
+    """Return for each constraint which candidates count, bool[r, usable], and their least total bytes, float64[r]."""
     need = problem.in_use_bytes - problem.budget_bytes
     first = np.array([gaps[index].start for index in usable])
     end = np.array([gaps[index].stop for index in usable])

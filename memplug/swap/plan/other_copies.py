@@ -1,4 +1,4 @@
-"""Estimates the link time of the token-wise technique's copies, beside which whole tensors are swapped (5.4)."""
+"""Estimates when the token-wise technique's copies occupy the link, on which the list's copies run too (5.4)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def busy_s(
 
 
 def _begins(step: Trace, begin_s: np.ndarray, layer_bytes: Mapping[str, int], which: Pass) -> list[tuple[float, int]]:
-    """Return when each pass of each layer begins, and the layer's bytes."""
+    """Return (beginning in seconds, bytes) of each pass of this kind through each layer."""
     now = clock_of(step).now
     of_phase = np.array([phase.kind is which for phase in step.phases], bool)
     nbytes = [layer_bytes.get(layer.name, 0) for layer in step.layers]
@@ -49,7 +49,7 @@ def _begins(step: Trace, begin_s: np.ndarray, layer_bytes: Mapping[str, int], wh
 
 
 def _one_after_the_other(begins: Iterable[tuple[float, int]], bytes_per_s: float) -> list[tuple[float, float]]:
-    """Return the beginning and end of each copy: at its own time, or after the copy before it."""
+    """Return when each copy begins and ends: it begins at its own time, or when the copy before it ends, if later."""
     until_s, spans = -np.inf, []
     for begin_s, nbytes in sorted(begins):
         start_s = max(begin_s, until_s)
@@ -59,7 +59,7 @@ def _one_after_the_other(begins: Iterable[tuple[float, int]], bytes_per_s: float
 
 
 def _within(spans: Iterable[tuple[float, float]], begin_s: np.ndarray) -> np.ndarray:
-    """Return the seconds of these disjoint spans that fall into each operator."""
+    """Return how many seconds of these disjoint spans fall into each operator."""
     busy = np.zeros(len(begin_s) - 1)
     for start_s, end_s in spans:
         busy += np.clip(np.minimum(begin_s[1:], end_s) - np.maximum(begin_s[:-1], start_s), 0.0, None)

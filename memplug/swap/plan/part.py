@@ -21,7 +21,7 @@ from memplug.swap.plan.policy import swap_list
 from memplug.swap.plan.problem import FROM_THE_BEGINNING, Candidate, OverBudgetError
 
 FROM_BEFORE = (TensorUse(FROM_THE_BEGINNING, 0, False, 0, Features()), 0)
-"""Stands for the last use of a tensor that is offloaded as the step begins."""
+"""Stands for the entry of `last_uses` of a tensor that is offloaded as the step begins."""
 _UNPREDICTED = {"predicted_peak_bytes": 0, "predicted_stall_s": 0.0, "predicted_step_s": 0.0}
 
 
@@ -30,11 +30,11 @@ class Target:
     """A tensor that is swapped between two uses. A place is the running number of an outermost operator.
 
     Attributes:
-        nbytes, dtype: of its storage; the dtype is that of the first tensor seen in the storage.
+        nbytes, dtype: bytes of its storage, and dtype of the first tensor seen in the storage.
         operator: name of the operator that uses it last before it leaves.
         output, slot: whether it is an output or an input of that operator, and its number among these.
         uses, kinds, recent: see `memplug.swap.plan.features`.
-        tolerance: places by which its last use may differ.
+        tolerance: the most places by which its last use may be off.
         last_use, release, prefetch, next_use: places. The tensor is offloaded after `last_use`, its memory is free for
             [release, prefetch), and it is back at `next_use`. See `Candidate` for uses before and after the program.
         key: for a tensor that is offloaded as the step begins, the key of the anchor that identifies it (see
@@ -64,14 +64,15 @@ class SwapPart(PlanPart):
     Attributes:
         names: names of operators.
         program: the outermost operators in order, as indices into `names`.
-        outside: (place, operators) for each run of operators outside of the program that has anchors: the place of the
-            program's operator before the run, and the run up to its last anchor, as indices into `names`.
-        ranks: rank of each name by how often it runs.
-        targets: tensors to swap, by last use, rising; empty if the step fits without a list, or no list suffices.
-        anchors: (place, slot, tensor), see `memplug.swap.plan.features.anchors`. Places beyond the program count the
-            operators of `outside` one after the other, see `memplug.swap.plan.from_trace.marks`.
-        host_bytes: the most host memory that the targets take.
-        predicted_peak_bytes, predicted_stall_s, predicted_step_s: of a step under the list.
+        outside: (place, operators) for each sequence of operators outside of the program that has anchors. The place is
+        that of the program's operator before the sequence; the operators, as indices into `names`, end with the last
+        anchor.
+        ranks: frequency rank of each name, see `memplug.swap.plan.features.ranks`; 0: the program does not run it.
+        targets: tensors to swap, sorted by last use; empty if the step fits without a list, or no list suffices.
+        anchors: (place, slot, tensor), see `memplug.swap.plan.features.anchors`. Places beyond the program number the
+        operators of `outside` in order, see `memplug.swap.plan.from_trace.marks`.
+        host_bytes: the host memory that all targets take together.
+        predicted_peak_bytes, predicted_stall_s, predicted_step_s: predictions for a step under the list.
         impossible: why no list keeps to the budgets; "" if one does, or none is needed.
     """
 
@@ -142,7 +143,7 @@ def plan_part(
         resident: see `swap_problem`.
 
     Raises:
-        SwapError: no list keeps to the budgets; says what is possible, and which operator is the obstacle.
+        SwapError: no list keeps to the budgets; the message says what is possible, and which operator is the obstacle.
         ValueError: the judge refuses the list: a defect of memplug.
     """
     clock, rates = clock_of(step), (budgets.d2h_bytes_per_s, budgets.h2d_bytes_per_s)
@@ -215,7 +216,7 @@ def plan_part(
 def _marked(
     step: Trace, keys: Collection[int]
 ) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], list[tuple[int, int, int]]]:
-    """Return `SwapPart.outside` and its anchors, for the tensors in `keys`: offloaded as the step begins."""
+    """Return `SwapPart.outside` and its anchors, for the tensors in `keys`, which leave as the step begins."""
     place, outside, anchors_there = clock_of(step).ticks, [], []
     for after, group in itertools.groupby(
         (mark for mark in marks(step) if mark.tensor in keys), lambda mark: mark.after
@@ -228,7 +229,7 @@ def _marked(
 
 
 def target_of(step: Trace, candidate: Candidate, look: tuple[TensorUse, int], release: int, prefetch: int) -> Target:
-    """Return the target of a candidate that is away for [release, prefetch); `look`: its entry of `last_uses`."""
+    """Return the target of a candidate that is away for [release, prefetch); `look` is its entry of `last_uses`."""
     use, tolerance = look
     return Target(
         nbytes=candidate.nbytes,
@@ -257,8 +258,8 @@ def _impossible(error: OverBudgetError, step: Trace, budgets: SwapBudgets) -> Sw
     )
     if error.host_limited:
         return SwapError(
-            f"{host_gib} of host memory are too little to keep a step to {device_gib} of the device; with more, it "
-            f"could keep to {least_gib}",
+            f"{host_gib} of host memory are too little to keep a step to {device_gib} of the device; with more of it, "
+            f"a step could keep to {least_gib}",
             'Raise "host_budget_gib", or "device_budget_gib"; or let a step take less.',
             code="MP015",
         )

@@ -1,4 +1,4 @@
-"""Chooses the tensors to swap: by Algorithm 2 of Chameleon, then as few bytes as suffice."""
+"""Chooses the tensors to swap: first by Algorithm 2 of Chameleon, then by a search for fewer bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEGLIGIBLE_S = 1e-9
 
 
 REPLACING_S = 1.0
-"""Seconds for replacing chosen candidates by smaller ones."""
+"""Time limit for replacing chosen candidates by smaller ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +29,8 @@ class SwapList:
     """The chosen swaps, and the step under them.
 
     Attributes:
-        swaps: by candidate, rising.
-        simulation: of the step under the swaps.
+        swaps: the chosen swaps, sorted by candidate.
+        simulation: the step under these swaps.
         swapped_bytes: bytes copied to the host in a step, and back.
     """
 
@@ -44,7 +44,7 @@ Chosen = dict[int, tuple[int, int]]
 
 
 def swap_list(problem: SwapProblem) -> SwapList:
-    """Return a list of few bytes under which no operator exceeds the budget, and without waiting if one is found.
+    """Return a list of few bytes under which no operator exceeds the budget; if possible, one without waits.
 
     Raises:
         OverBudgetError: no list suffices, even if the step waits for every copy.
@@ -64,7 +64,7 @@ def swap_list(problem: SwapProblem) -> SwapList:
 
 
 def _fewest(problem: SwapProblem, below_bytes: int, *, longest_stall_s: float | None) -> SwapList | None:
-    """Return a list of fewer bytes that waits no longer than `longest_stall_s` (None: not at all), or None."""
+    """Return a list of fewer bytes that waits at most `longest_stall_s` (None: not at all); None if none is found."""
     for candidates in cover(problem, below_bytes, waits=longest_stall_s is not None):
         chosen: Chosen | None = dict.fromkeys(candidates, NOT_FORCED)
         if longest_stall_s is not None:
@@ -72,7 +72,7 @@ def _fewest(problem: SwapProblem, below_bytes: int, *, longest_stall_s: float | 
         if chosen is None or reductions(problem, place(problem, chosen)).any():
             continue
         if _list(problem, chosen).simulation.stall_s <= (longest_stall_s or 0.0) + NEGLIGIBLE_S:
-            return _list(problem, without_redundant(problem, chosen))  # the solver ends slightly above the fewest
+            return _list(problem, without_redundant(problem, chosen))  # the solver may end slightly above the fewest
     return None
 
 
@@ -102,7 +102,7 @@ def score(candidate: Candidate, reduction_bytes: np.ndarray, largest_bytes: int)
 
 
 def candidate_list(problem: SwapProblem, reduction_bytes: np.ndarray, chosen: Chosen) -> list[int]:
-    """Return the candidate list (5.3): candidates not chosen, with excess in their gap, the highest score first."""
+    """Return the candidate list (5.3): candidates not yet chosen whose gap has an excess, the highest score first."""
     useful = [
         index
         for index, each in enumerate(problem.candidates)
@@ -115,11 +115,11 @@ def candidate_list(problem: SwapProblem, reduction_bytes: np.ndarray, chosen: Ch
 def algorithm_2(problem: SwapProblem) -> Chosen:
     """Choose candidates until the memory reduction list is empty (5.5).
 
-    A candidate is taken if it lowers the excess (the bytes above the budget) without waiting. If no candidate does, the
-    rest of the excess is removed with waiting, see `forced`.
+    A candidate is chosen if it lowers the excess (the bytes above the budget) without waits, and the host has room for
+    it. If no candidate does, the step must wait, see `forced`.
 
     Raises:
-        OverBudgetError: no candidate is left.
+        OverBudgetError: no candidate is left that could lower the excess.
     """
     chosen: Chosen = {}
     excess = reductions(problem)
@@ -141,10 +141,10 @@ def algorithm_2(problem: SwapProblem) -> Chosen:
 
 
 def forced(problem: SwapProblem, chosen: Chosen, may_add: bool = True) -> Chosen | None:
-    """Return the choice with as much more waiting as the budget requires; None: no waiting is enough.
+    """Return a choice that keeps to the budget by letting the step wait; None if no waiting is enough.
 
-    At the operator with the largest excess, the candidate with the highest score that is not away yet is forced to be
-    away, and the step waits for its copies. This is repeated until there is no excess.
+    At the operator with the largest excess, force the best candidate to be away, and let the step wait for its copies;
+    repeat until there is no excess. The best candidate is the one with the highest score, of those not yet away.
 
     Args:
         problem: the step.
@@ -168,7 +168,7 @@ def forced(problem: SwapProblem, chosen: Chosen, may_add: bool = True) -> Chosen
         if not useful:
             return None
         largest = max(problem.candidates[index].nbytes for index in useful)
-        # Candidates that are swapped anyway come first: their copies cost nothing more.
+        # Candidates that are chosen already come first: their copies cost nothing more.
         best = max(
             useful, key=lambda index: (index in chosen, score(problem.candidates[index], excess, largest), -index)
         )
@@ -181,7 +181,7 @@ def _fits_host(problem: SwapProblem, chosen: Chosen) -> bool:
 
 
 def without_redundant(problem: SwapProblem, chosen: Chosen) -> Chosen:
-    """Drop candidates that are not needed to keep to the budget and to wait no longer, the largest first."""
+    """Drop candidates, the largest first, if the step keeps to the budget without them and waits no longer."""
     stall_s = _list(problem, chosen).simulation.stall_s
     for index in sorted(chosen, key=lambda index: (-problem.candidates[index].nbytes, index)):
         fewer = {other: needed for other, needed in chosen.items() if other != index}
@@ -192,7 +192,7 @@ def without_redundant(problem: SwapProblem, chosen: Chosen) -> Chosen:
 
 
 def with_smaller(problem: SwapProblem, chosen: Chosen) -> Chosen:
-    """Replace chosen candidates, the largest first, by a smaller one, or by several with the fewest bytes.
+    """Replace each chosen candidate, the largest first, by a smaller one, or by several with fewer bytes together.
 
     A replacement stays if no operator exceeds the budget and the step waits no longer.
     """

@@ -22,7 +22,7 @@ class Candidate(NamedTuple):
     last_use: int
     """The operator that uses it last before the gap; `FROM_THE_BEGINNING` if none does in this step."""
     next_use: int
-    """The operator that uses it next. If none does, the number of operators: it is back after the last of them."""
+    """The operator that uses it next; if none does, the number of operators: the tensor returns after the last."""
 
     @property
     def gap(self) -> slice:
@@ -36,16 +36,16 @@ class Swap(NamedTuple):
     candidate: int
     """Index into `SwapProblem.candidates`."""
     release: int
-    """The operator before which its memory is released, and which waits until the copy to the host is done."""
+    """The operator before which the tensor's memory is released; the operator waits for the copy to the host."""
     prefetch: int
-    """The operator before which it gets memory again and its copy to the device begins; its next use waits for that."""
+    """The operator before which the tensor gets memory and is copied to the device; the next use waits for the copy."""
 
 
 class LinkDirection:
     """One direction of the link between device and host, shared with other copies.
 
     Args:
-        begin_s: float64[n + 1], rising: begin of each operator, and end of the last one.
+        begin_s: float64[n + 1], rising: beginning of each operator, and end of the last one.
         busy_s: float64[n]: seconds of other copies while each operator runs.
         bytes_per_s: rate of the link, above 0.
     """
@@ -60,11 +60,11 @@ class LinkDirection:
         return nbytes / self._bytes_per_s
 
     def finish_s(self, start_s: float, nbytes: int) -> float:
-        """Return when a copy that starts at `start_s` is done; after the step the link is free."""
+        """Return when a copy that starts at `start_s` is done; after the step the link counts as free."""
         return _at(self._free_s, self._times_s, self.free_until_s(start_s) + self.seconds(nbytes), bisect_left)
 
     def start_s(self, finish_s: float, nbytes: int) -> float:
-        """Return the latest start of a copy that is done at `finish_s`; below 0: before the step."""
+        """Return the latest start of a copy that must be done at `finish_s`; below 0: before the step."""
         return _at(self._free_s, self._times_s, self.free_until_s(finish_s) - self.seconds(nbytes), bisect_right)
 
     def free_until_s(self, time_s: float) -> float:
@@ -94,7 +94,7 @@ class SwapProblem:
 
     Attributes:
         in_use_bytes: int64[n]: the most device memory in use while each operator runs, without swaps.
-        begin_s: float64[n + 1], rising: begin of each operator, and end of the last one.
+        begin_s: float64[n + 1], rising: beginning of each operator, and end of the last one.
         candidates: gaps in which tensors may be swapped.
         budget_bytes: device memory that no operator may exceed.
         host_bytes: host memory for all swapped tensors.
@@ -147,7 +147,7 @@ class LeastBudget(NamedTuple):
 
     nbytes: int
     operator: int
-    """The operator that needs it."""
+    """The operator that needs so much."""
 
 
 def least_budget(problem: SwapProblem) -> LeastBudget:

@@ -15,7 +15,7 @@ import numpy as np
 from memplug.swap.plan.problem import Swap, SwapProblem
 
 Needed = Mapping[int, tuple[int, int]]
-"""For each candidate the operators [first, end) at which it must be away even if the step waits; none: end <= first."""
+"""Operators [first, end) at which each candidate must be away even if the step waits; none if end <= first."""
 
 NOT_FORCED = (1 << 62, -1)
 """The candidate is away only while no operator waits for it."""
@@ -26,14 +26,14 @@ def place(problem: SwapProblem, needed: Needed) -> tuple[Swap, ...]:
 
     A copy to the host begins after the candidate's last use and after the copy before it (5.4.2). The memory is
     released as soon as no operator has to wait for the copy. Prefetches are placed from the end of the step to its
-    beginning. Each is done at the candidate's next use, or when the prefetch after it begins, if earlier (5.4.1).
+    beginning. Each ends at the candidate's next use, or, if that is earlier, when the prefetch after it begins (5.4.1).
 
     Args:
         problem: the step.
         needed: the candidates to swap, and where they must be away.
 
     Returns:
-        The swaps by candidate, rising. If a candidate would be back before it is away, `prefetch` equals `release`.
+        The swaps, sorted by candidate. If a candidate would return before it has left, `prefetch` equals `release`.
     """
     times_s, candidates = problem.times_s, problem.candidates
     done_s, free_s = {}, 0.0
@@ -87,7 +87,7 @@ def simulate(problem: SwapProblem, swaps: Sequence[Swap]) -> Simulation:
     for number, swap in enumerate(swaps):
         candidate = problem.candidates[swap.candidate]
         if swap.prefetch > swap.release:
-            # Between two operators: offloads after the first one, releases, prefetches by next use, next uses.
+            # Order between two operators: offloads, releases, prefetches (sorted by next use), next uses.
             events.append((candidate.last_use + 1, 0, 0, number))
             events.append((swap.release, 1, 0, number))
             events.append((swap.prefetch, 2, candidate.next_use, number))
