@@ -29,7 +29,7 @@ def job_of(
     config: MemplugConfig | None = None,
     layout: Mapping[str, int] | None = None,
 ) -> Fingerprint:
-    """Return the fingerprint of all steps of a job, without their inputs.
+    """Return the fingerprint of a job, without the inputs of its steps.
 
     Args:
         root: the module that is called.
@@ -45,7 +45,7 @@ def job_of(
     block = None if config is None else config.model_dump(mode="json", exclude=OF_NO_CONSEQUENCE)
     return Fingerprint(
         model=type(root).__name__,
-        # ZeRO 3 leaves empty tensors, whose `ds_numel` is the original number of elements
+        # under ZeRO 3 a parameter is an empty tensor, whose `ds_numel` is the original number of elements
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
         layers=_digest(named),
         rank=dist.get_rank() if distributed else 0,
