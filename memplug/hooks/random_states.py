@@ -11,7 +11,7 @@ import torch
 
 
 def kept(tracker: Any) -> Callable[[], AbstractContextManager[None]]:
-    """Copy the states of a tracker; return a function whose contexts restore them for a while.
+    """Copy the states of a tracker; return a function that makes a context in which the tracker has these states.
 
     Args:
         tracker: Megatron-Core's `CudaRNGStatesTracker`, or Transformer Engine's.

@@ -1,8 +1,8 @@
 """Runs modules as regions: replaces a module's class by a subclass whose forward goes through the executor.
 
-FSDP2's `fully_shard` replaces the class too. Replacing the instance's `forward` would end up in copies and pickles of
-the module. With the class replaced, copies and pickles are plain modules, `isinstance` holds, and restoring the class
-undoes the change.
+Like FSDP2's `fully_shard`, memplug replaces the class and not the instance's `forward`, which copies and pickles of the
+module would contain. So copies and pickles are plain modules, `isinstance` holds, and restoring the class undoes the
+change.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[st
     inner one.
 
     Raises:
-        RegionError: a pattern matches no module, a match lies inside another, or the model never calls a match.
+        RegionError: a pattern matches no module, a match lies inside another, or a match has no forward.
         ConflictError: a match is compiled.
     """
     named = dict(model.named_modules())

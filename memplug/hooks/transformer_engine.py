@@ -8,7 +8,7 @@ tensors that it saves for backward (memplug.tokenwise.engine.units):
 | `Linear`, `LayerNormLinear` | a matmul; in `LayerNormLinear` after a norm of each token's features | by rows |
 | `LayerNormMLP` | a norm of each token's features, two matmuls, an elementwise activation | by rows |
 | `LayerNorm`, `RMSNorm` | a norm of each token's features | by rows |
-| `GroupedLinear` | a matmul for each expert; a list has their numbers of tokens | whole |
+| `GroupedLinear` | a matmul for each expert; a list has each expert's number of tokens | whole |
 | `DotProductAttention` | attention | whole |
 | any other without modules of these classes | any | whole |
 

@@ -24,7 +24,7 @@ class Transformers(Framework):
         return True
 
     def layers(self, model: nn.Module) -> Layers:
-        """Return the outermost modules of transformers' base class of layers with gradient checkpointing."""
+        """Return the outermost modules of transformers' base class for layers that support gradient checkpointing."""
         return outermost(instances(model, LAYER_CLASS))
 
     def is_expert(self, module: nn.Module) -> bool:
@@ -42,7 +42,7 @@ class Transformers(Framework):
 
 
 def layers_around(model: nn.Module, region: str) -> Layers:
-    """Return the layers with gradient checkpointing, on or off, that are the region, lie in it or contain it."""
+    """Return the layers that support gradient checkpointing and are the region, lie in it or contain it."""
     return [
         (name, layer)
         for name, layer in instances(model, LAYER_CLASS)
