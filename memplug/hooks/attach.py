@@ -176,7 +176,7 @@ def find_layers(model: nn.Module, config: MemplugConfig) -> Layers:
         name, lists = type(model).__name__, ", ".join(f'"{pattern}"' for pattern in region_hooks.lists_of_layers(model))
         raise RegionError(
             f"no decoder layers were recognised in {name}",
-            f'Set "tokenwise.regions" to the patterns of its layers, of these lists of modules: [{lists}].'
+            f'Set "tokenwise.regions" to patterns that match its layers; these match its lists of modules: [{lists}].'
             if lists
             else None,
             code="MP001",

@@ -70,7 +70,10 @@ class DeepSpeed(Framework):
     def explain_off(self, target: AttachTarget) -> None:
         """Warn if the engine's configuration has no "memplug" block."""
         if not has_block(target.engine):
-            log.warning('memplug: off: the engine\'s configuration has no "memplug" block; pass {"enabled": true}')
+            log.warning(
+                'memplug: off: the engine\'s configuration has no "memplug" block; add one, or pass {"enabled": True} '
+                "to `memplug.attach`"
+            )
 
     def check_attached(self, target: AttachTarget) -> None:
         """Raise `ConflictError` if the existing session was attached to the model: it misses the engine's steps."""
@@ -97,7 +100,8 @@ class DeepSpeed(Framework):
         if offloads:
             raise ConflictError(
                 f'DeepSpeed offloads itself ({offloads}), and "swap": {{"states": true}} would move the same tensors',
-                "Remove one of the two; only DeepSpeed's helps if device memory runs out in the optimizer.",
+                "Remove one of the two. If device memory runs out in the optimizer, keep DeepSpeed's: memplug's does "
+                "not help there.",
             )
 
     def groups(self, target: AttachTarget) -> Sequence[Any]:

@@ -108,7 +108,7 @@ def _read(arrays: dict[str, np.ndarray]) -> Trace:
     try:
         version = json.loads(meta)["format"]
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise TraceError("not a trace of memplug: its `meta` is something else") from None
+        raise TraceError("not a trace of memplug: its `meta` is not that of a trace") from None
     if version != FORMAT:
         raise TraceError(
             f"a trace of format {version}, and this memplug reads format {FORMAT}",
