@@ -192,10 +192,10 @@ class _Replay:
                     self._lose(_size(entry["addr"]), size)
 
     def end(self, blocks: Iterable[tuple[int, int]], *, known: bool) -> None:
-        """Complete the replay by the blocks that the snapshot says are in use at its end.
+        """Complete the replay with the blocks that were in use at the time of the snapshot.
 
-        A block without events was in use all along. If the snapshot's blocks are `known`, the free of every other block
-        in use is missing, and the replay frees it now.
+        A block without events was in use all along. If the snapshot has `blocks` (`known`), the free of every other
+        block in use is missing, and the replay frees the block now.
         """
         at_end = set()
         for address, size in blocks:

@@ -1,7 +1,7 @@
 """Reads a pickle of plain data: numbers, text, bytes, lists, tuples and dicts; imports nothing and calls nothing.
 
-A `pickle.Unpickler` that refuses every global would not do: numbers in a damaged or hostile file can make it allocate
-any amount of memory. This reader allocates no more than a small multiple of the file's size.
+A `pickle.Unpickler` that refuses every global is not safe enough: numbers in a damaged or hostile file can make it
+allocate any amount of memory. This reader allocates no more than a small multiple of the file's size.
 """
 
 from __future__ import annotations

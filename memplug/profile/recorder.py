@@ -1,10 +1,9 @@
 """Watches the operators of training and records whole steps, through the native core.
 
-See Chameleon, section 4, and STWeaver, section 4. Watching costs a callback for each operator, and yields the
-operator's
+See Chameleon, section 4, and STWeaver, section 4. Watching calls back once for each operator, and yields the operator's
 number: enough to detect that the program changed. Recording yields a `Trace`, which also has each operator's pass,
-micro-batch and layer, the requests for memory and, if asked for, the storages that operators use. A process has one
-recorder, since operators and allocators belong to the process.
+micro-batch and layer, the requests for memory and, with `Detail.TENSORS`, the storages that operators use. A process
+has one recorder, since operators and allocators belong to the process.
 """
 
 from __future__ import annotations
@@ -191,7 +190,7 @@ class Recorder:
 
     @property
     def peak_bytes(self) -> int:
-        """Return the largest memory in use since the program began, or since the recording began if that was later.
+        """Return the most bytes in use since `begin_program`, or since `begin` if that was later.
 
         On the CPU, only memory that was allocated during a recording counts.
         """

@@ -22,7 +22,7 @@ class Pass(enum.IntEnum):
 
 
 class EventKind(enum.IntEnum):
-    """Kind of an event of a request for memory."""
+    """Kind of an event: a request's malloc or its free."""
 
     MALLOC = 0
     FREE = 1

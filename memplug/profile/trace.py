@@ -118,11 +118,11 @@ class Trace:
         return self.replayed_peak()[1] == self.peak_bytes if self.peak_bytes else None
 
     def step_operators(self, step: int) -> slice:
-        """Return the slice of `operators` that a step has; raise IndexError if there is no such step."""
+        """Return a step's slice of `operators`; raise IndexError if there is no such step."""
         return self._of_step(step, 0, len(self.operators))
 
     def step_events(self, step: int) -> slice:
-        """Return the slice of `events` that a step has; raise IndexError if there is no such step."""
+        """Return a step's slice of `events`; raise IndexError if there is no such step."""
         return self._of_step(step, 1, len(self.events))
 
     @cached_property
