@@ -68,7 +68,7 @@ class Framework:
     """
 
     def claim(self, given: Any) -> AttachTarget | None:
-        """Return the target if `given` is an engine or a list of modules of this framework, else None.
+        """Return the attach target if `given` is an engine or a list of modules of this framework, else None.
 
         Args:
             given: the object passed to `memplug.attach`.

@@ -26,9 +26,9 @@ Group = Any
 def members_of(target: AttachTarget, group: Group | None, found: Sequence[Group]) -> list[int] | None:
     """Return the global ranks that train a model together; all of them get the same result.
 
-    Without `group`, this is the largest of the frameworks' groups. If there are none, it is the largest group of the
-    model's wrappers and parameters (DistributedDataParallel, FSDP, device meshes). If the largest group does not
-    contain all the others, all ranks train the model.
+    Without `group`, the result is the largest of the frameworks' groups. If there are none, it is the largest group of
+    the model's wrappers and parameters (DistributedDataParallel, FSDP, device meshes). If the largest group does not
+    contain all the others, the result is all ranks.
 
     Args:
         target: the target of `memplug.attach`.
@@ -105,4 +105,5 @@ def _groups(target: AttachTarget) -> Iterator[Group]:
 def _ranks(group: Group) -> list[int]:
     if isinstance(group, list):
         return group
-    return [] if isinstance(group, int) else dist.get_process_group_ranks(group)  # int: rank not in group
+    # in place of a group without this rank, torch returns an int
+    return [] if isinstance(group, int) else dist.get_process_group_ranks(group)

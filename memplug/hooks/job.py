@@ -1,4 +1,4 @@
-"""The fingerprint of a training job: its model, layers, block, device, packages and split over ranks."""
+"""Makes the fingerprint of a training job, from its model, layers, block, device, packages and split over ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def job_of(
     """Return the fingerprint of a job, without the inputs of its steps.
 
     Args:
-        root: the module that is called.
+        root: the module that the training loop calls.
         model: the whole model.
         layers: names and modules of the layers.
         device: the device that trains.

@@ -108,7 +108,7 @@ class Megatron(Framework):
             )
 
     def layout(self, target: AttachTarget) -> Mapping[str, int]:
-        """Return the sizes of the parallel groups, and the pipeline rank (which sets the micro-batches in flight)."""
+        """Return the sizes of the parallel groups, and the pipeline rank, which determines the forwards in flight."""
         state = _module("megatron.core.parallel_state")
         if not state.model_parallel_is_initialized():
             return {}

@@ -171,7 +171,7 @@ def _legacy_phase(number: int) -> Phase:
 
 
 def _digest(arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the digest of the meta data and all arrays, uint8[32]."""
+    """Return the digest of `meta` and of a trace's arrays, uint8[32]."""
     digest = hashlib.sha256()
     for name in ("meta", *_ARRAYS):
         # with the lengths, the digest changes if bytes move from one array to the next; the format fixes the dtypes
