@@ -36,7 +36,7 @@ struct Told {
 thread_local std::array<std::vector<Told>, NEEDS> told;
 thread_local int pauses = 0;
 
-// Calls `tell`. Returns `failure` if it is an exception, otherwise the exception that `tell` threw, or null.
+// Calls `tell`, and returns the earliest exception: `failure`, or if that is null, the one that `tell` threw, or null.
 template <typename Tell>
 std::exception_ptr caught(std::exception_ptr failure, const Tell& tell) {
   try {
@@ -63,7 +63,7 @@ std::unique_ptr<at::ObserverContext> begin_call(const at::RecordFunction& functi
     if (watcher == nullptr || watcher->need != NEED) {
       continue;
     }
-    now.ends[order] = watcher->end; // stays if `begin` throws
+    now.ends[order] = watcher->end; // set first, so that `end` is called even if `begin` throws
     failure = caught(std::move(failure), [&] {
       if (!watcher->begin(call)) {
         now.ends[order] = nullptr;

@@ -31,10 +31,10 @@ bool trains();
 // backward.
 bool in_program();
 
-// Returns whether the calling thread runs the model's part of the program, by which memplug compares steps. This part
-// has no work of frameworks (`begin_framework`), no gradient accumulation, none of the hooks after it that reduce or
-// partition gradients, and nothing after the last node of a backward. The amount of such work depends on ranks and
-// buckets, and on which parameters are still gathered when backward reaches a module.
+// Returns whether the calling thread runs the model's part of the program, by which memplug compares steps. The part
+// excludes work of frameworks (`begin_framework`), gradient accumulation with the hooks that follow it, and everything
+// after the last node of a backward. The amount of such work varies with ranks, with buckets, and with the parameters
+// that are still gathered when backward reaches a module.
 bool in_model();
 
 // Between these two calls, the calling thread's operators count as a framework's, such as those that gather parameters.
@@ -51,7 +51,7 @@ bool is_suspended();
 int32_t thread_number();
 
 // Returns the calling thread's place. In a backward, this is the micro-batch and layer whose forward made the current
-// node. The node's sequence number tells them, so no hook has to run in backward.
+// node. They are looked up by the node's sequence number, so backward needs no hooks.
 Place here();
 
 // Enter a place on the calling thread: a forward, a forward without gradients, a layer or the optimizer. Return the

@@ -39,8 +39,8 @@ void end_relief_in_child() {
   asked = nullptr;
 }
 
-// Does nothing in memplug's own operators (`Pause`), since memplug can go on without the memory that they request, and
-// may hold a lock.
+// Does nothing while memplug runs its own operators (`Pause`): memplug can go on without the memory that they request,
+// and may hold a lock.
 void explain(c10::OutOfMemoryError& error) {
   std::shared_ptr<const Explanation> explain;
   {

@@ -2,7 +2,7 @@
 //
 //     request ──fails──► release offloaded tensors ──► request ──fails──► offload more ──► request ──► … ──► error
 //
-// Each time before a request fails, torch's allocator has also freed the memory that it caches.
+// Before it fails a request, torch's allocator also frees the memory that it caches.
 #pragma once
 
 #include <c10/util/Exception.h>

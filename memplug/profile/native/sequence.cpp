@@ -39,7 +39,7 @@ struct OpenRecording {
   c10::DeviceType device_type = c10::DeviceType::CPU;
   std::chrono::steady_clock::time_point begin;
   ska::flat_hash_map<const c10::StorageImpl*, int32_t> number_of;
-  // weak references, which keep the addresses of dead `StorageImpl` from being reused, but do not keep tensors' memory
+  // with a weak reference, the address of a dead `StorageImpl` is not reused, but the tensor's memory is freed
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> seen;
 };
 
