@@ -55,7 +55,7 @@ class InFront final : public HandsOn<Base> {
   }
 
   void* raw_alloc(size_t nbytes) override {
-    // not from the server, since a native `raw_delete` may free the block
+    // a native `raw_delete` may free this block, so the server must not serve it
     return with_relief(nbytes, [&] { return this->native_->raw_alloc(nbytes); });
   }
   void* raw_alloc_with_stream(size_t nbytes, cudaStream_t stream) override {

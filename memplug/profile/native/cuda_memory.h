@@ -22,7 +22,7 @@ constexpr size_t AGGREGATE = 0, LARGE_POOL = 2; // indices in torch's StatType
 
 struct DeviceBytes {
   int64_t requested; // as requested
-  int64_t allocated; // rounded up to the allocator's blocks
+  int64_t allocated; // rounded up, as the allocator does
 };
 
 // Starts counting from the allocator's current bytes in use and its peak so far, both without the arena's bytes.
@@ -32,7 +32,7 @@ void begin_device_peak(int device, DeviceBytes in_use, DeviceBytes peak);
 DeviceBytes device_peak();
 void reset_device_peak();
 
-// Tells this count the arena's bytes in use: as requested, and rounded up.
+// Sets the arena's bytes in use: as requested, and rounded up.
 void note_arena_use(int64_t live_bytes, int64_t live_size);
 
 // While an instance lives, requests of the calling thread are neither recorded nor counted.

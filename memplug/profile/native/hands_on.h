@@ -1,9 +1,8 @@
 // A CUDA allocator that hands every call on to another one.
 //
 // Versions of torch differ in the allocator's calls. A call that some versions lack is declared here without
-// `override`, and handed on if the installed version has it. If the installed version has a call that this file does
-// not know, the class stays abstract if the call is pure virtual; otherwise memplug/native/cuda_calls.py finds the
-// call.
+// `override`, and handed on if the installed version has it. If the installed version has a pure virtual call that
+// this file does not know, the class stays abstract. memplug/native/cuda_calls.py finds other unknown calls.
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -31,8 +30,8 @@ namespace memplug {
 
 namespace caching = c10::cuda::CUDACachingAllocator;
 
-// The types of members that the base class may lack: of the first argument of `attachOomRejectionObserver`, and of the
-// result of `getExpandableSegmentSizes`. `Unknown` if the base class lacks the member.
+// Two types from members that the base class may lack: that of `attachOomRejectionObserver`'s first argument, and that
+// of `getExpandableSegmentSizes`'s result. Without the member, the type is `Unknown`.
 template <typename Result, typename Class, typename First, typename... Rest>
 First first_of(Result (Class::*)(First, Rest...));
 struct Unknown {};

@@ -32,7 +32,7 @@ struct Usage {
 
 // Begins a recording. `base_bytes`: bytes in use on the device now, as its allocator counts them, or -1 if the
 // allocator does not count. In that case `base_of_recording` says which bytes the recording begins with. A free is
-// recorded exactly if its malloc was recorded or the recording began with the block's bytes. So bytes in use never
+// recorded if and only if its malloc was recorded or the recording began with the block's bytes. So bytes in use never
 // become negative.
 void begin_requests(int64_t base_bytes);
 void end_requests();
@@ -122,7 +122,8 @@ const void* current_other_stream();
 // that it serves do not count.
 void limit_cpu(int64_t nbytes);
 
-// Makes a block from before the limit count; does nothing if the block counts already or there is no limit.
+// Adds a block from before the limit to the bytes in use; does nothing if the block counts already or there is no
+// limit.
 void count_cpu(c10::DataPtr& block, int64_t nbytes);
 
 struct CpuBytes {
