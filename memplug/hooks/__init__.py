@@ -1,1 +1,1 @@
-"""All changes that memplug makes to frameworks; all patching lives here."""
+"""All patches and hooks that memplug puts into frameworks and models."""

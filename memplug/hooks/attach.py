@@ -1,4 +1,4 @@
-"""`memplug.attach`: attaches to a model or engine, and returns a running session."""
+"""Defines `memplug.attach`, which attaches to a model or engine and returns a session."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ def attach(
 ) -> Session:
     """Swap and recompute a model's layers token-wise, and serve its training from a planned arena.
 
-    In a distributed run, all ranks that train the model attach; a rank that waits for others longer than 30 s warns.
+    In a distributed run, call it on all ranks that train the model. A rank that waits longer than 30 s logs a warning.
 
     Args:
-        target: a DeepSpeed engine, a Megatron-Core model or the list of its chunks, or any `nn.Module`. The model is on
-            one device. memplug finds layers of Hugging Face and Megatron-Core by class; the block names the layers of
-            other models in `tokenwise.regions` (patterns of module names).
-        config: the "memplug" block as a dict, the path of a DeepSpeed JSON, or None for the engine's own. A model
-            without an engine has `{"enabled": true}` by default.
-        group: the ranks that train the model, as a process group or a list. By default the ranks of the group of the
+        target: a DeepSpeed engine, a Megatron-Core model or the list of its chunks, or any `nn.Module`. All parameters
+            must be on one device. memplug finds the layers of Hugging Face and Megatron-Core by class. For other
+            models, name the layers in the block's `tokenwise.regions` (patterns of module names).
+        config: the "memplug" block as a dict, or the path of a DeepSpeed JSON. By default, the block of the engine's
+            configuration; for a model without an engine, `{"enabled": true}`.
+        group: the ranks that train the model, as a process group or a list. By default, the process group of the
             DeepSpeed engine, DistributedDataParallel, FSDP or a device mesh; without such a group, all ranks.
 
     Returns:
         The session. `step()` marks the end of a training step (a DeepSpeed engine calls it itself), `report()` returns
-        counters, `detach()` undoes everything. Attaching to a target again returns the session that it has.
+        counters, `detach()` undoes everything. A second call for the same target returns the existing session.
 
     Raises:
         ConfigError: the block is invalid, or not the same on all ranks of a Megatron-Core model.
-        RegionError: no decoder layers were found, a pattern matches nothing, the chunks are not those of one model, or
-            the model is not on one device.
-        ConflictError: another checkpointing is on, or the model is attached to another session.
-        RanksError: this rank is not in the group, or another rank of it did not attach within the time limit of
+        RegionError: no decoder layers were found, a pattern matches nothing, the chunks belong to several models, or
+            the model is on several devices or on one that memplug does not support.
+        ConflictError: other activation checkpointing is on, or the model is attached to another session.
+        RanksError: this rank is not in the group, or another rank of the group did not attach within the time limit of
             `init_process_group`.
         UnsupportedVersionError: torch is too old or lacks a feature that memplug uses, or Megatron-Core is older than
             0.16.
@@ -98,7 +98,7 @@ def _begin(target: AttachTarget, config: MemplugConfig, ranks: Ranks) -> Session
 
 
 def _tensors_of(model: weakref.ref[nn.Module]) -> Iterator[torch.Tensor]:
-    """Return the parameters and buffers of a model; none if the model is gone."""
+    """Return the parameters and buffers of a model; nothing if the model no longer exists."""
     alive = model()
     return iter(()) if alive is None else itertools.chain(alive.parameters(), alive.buffers())
 
@@ -162,15 +162,11 @@ def _attach(target: AttachTarget, config: MemplugConfig, device: Device, ranks: 
 def find_layers(model: nn.Module, config: MemplugConfig) -> Layers:
     """Return the layers that the block names, or else the layers that a framework recognises.
 
-    Args:
-        model: the model.
-        config: the block.
-
     Returns:
         (name, module) of each layer; empty if none are recognised and "tokenwise" is off.
 
     Raises:
-        RegionError: a pattern matches nothing, or no decoder layers were recognised.
+        RegionError: a pattern matches nothing, or "tokenwise" is on and no decoder layers were recognised.
     """
     patterns = config.tokenwise.regions
     if patterns != "auto":
@@ -180,7 +176,7 @@ def find_layers(model: nn.Module, config: MemplugConfig) -> Layers:
         name, lists = type(model).__name__, ", ".join(f'"{pattern}"' for pattern in region_hooks.lists_of_layers(model))
         raise RegionError(
             f"no decoder layers were recognised in {name}",
-            f'Set "tokenwise.regions" to the patterns of its layers, of these lists of modules: [{lists}].'
+            f'Set "tokenwise.regions" to patterns that match its layers; these match its lists of modules: [{lists}].'
             if lists
             else None,
             code="MP001",

@@ -1,12 +1,12 @@
-"""Key-value caches, and states of other layers, among a region's arguments: in training each run has its own copy.
+"""In training, gives each run of a region its own copy of the caches (key-value or recurrent) in its arguments.
 
-A layer reads its slot of the cache and appends to it. If the region runs again, it must find the cache as its forward
-found it. So each run gets a copy of the cache in that state.
+A layer reads its slot of the cache and appends to it. A region that runs again for backward must see the cache in its
+state before that append. So each run gets a copy of the cache in that state.
 
-A cache lasts as long as the model's output. Keys and values in it would take the memory that the region released. So
-after the forward the cache knows its number of tokens, but memplug withholds the tensors that the forward made. If the
-program uses them all the same, as a recurrence over segments does, memplug makes them again, with their place in the
-graph. From then on regions leave their tensors in the caches.
+The model's output keeps its caches alive. If a cache held the keys and values of the forward, the region could not
+release their memory. So after the forward the cache knows its number of tokens, but memplug withholds the tensors. If
+the program does use them, as a recurrence over segments does, memplug makes them again, connected to the autograd
+graph. From then on, regions leave their tensors in the caches.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from memplug.tokenwise.engine.core import paused
 
 
 def is_cache(value: Any) -> bool:
-    """Return whether an argument is a cache."""
+    """Return whether an argument is a cache: an object with `get_seq_length`."""
     if isinstance(value, (torch.Tensor, nn.Module, type)):
         return False
     return hasattr(value, "get_seq_length") and hasattr(value, "__dict__")
 
 
 class FoundCache:
-    """A cache as one forward of a region found it; stands for the cache among that forward's arguments.
+    """Placeholder for a cache in the arguments of one forward of a region; keeps the cache's state before that forward.
 
     Args:
         cache: the model's cache.
         region: the region's name.
-        uses: the model's uses of caches.
+        uses: how the model's forwards use caches.
 
     Raises:
-        ConflictError: an earlier forward of the region put tensors into the cache itself, not into one of its layers,
-            and they cannot be made again.
+        ConflictError: an earlier forward of the region put tensors into the cache itself (not into one of its layers),
+            and memplug cannot make them again.
     """
 
     def __init__(self, cache: Any, region: str, uses: Uses):
@@ -63,14 +63,13 @@ class FoundCache:
         self._is_first = True
 
     def enter(self) -> Any:
-        """Return a copy of the cache, as the forward found it, for a run that begins."""
+        """Return a copy of the cache in its state before the forward; called when a run begins."""
         return copied(self._cache, _CacheLayers)
 
     def leave(self, used: Any) -> None:
-        """Put the state of the first run's copy into the cache, and keep the state before that run for later runs.
+        """Update the cache from the copy that a run used, and keep the earlier state for later runs.
 
-        Args:
-            used: the copy that a run used; the copies of later runs are dropped.
+        Only the first run updates the cache.
         """
         if self._is_first:
             self._is_first = False
@@ -84,7 +83,8 @@ class FoundCache:
         for name, value in list(vars(used).items()):
             if isinstance(value, _CacheLayers):
                 value.put_into(cache.layers, self._region, self._uses)
-                # keep no other layers: tensors that they get later may lead back here through their graph
+                # keep only layers that the run used: tensors put into the others later may reference this object
+                # through their graph
                 before.layers = [value.found.get(at) for at in range(len(before.layers))]
             elif is_cache(value) and is_cache(getattr(cache, name, None)):
                 self._put(getattr(cache, name), value, getattr(before, name))
@@ -112,11 +112,11 @@ def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _CacheLayers(list):
-    """A cache's layers; each is copied once a run asks for it.
+    """List of a cache's layers that copies each layer on first access.
 
     Attributes:
-        found: copies of the layers as the run found them, by index.
-        leaves: the `id` of each tensor of the copied layers that was no part of a graph.
+        found: by index, a second copy of each accessed layer, which stays in the state before the run.
+        leaves: the `id` of each tensor of the accessed layers that does not require a gradient.
     """
 
     def __init__(self, layers: list[Any]):
@@ -126,7 +126,7 @@ class _CacheLayers(list):
         self._given = tuple(layers)
 
     def __getitem__(self, at: Any) -> Any:
-        """Return the layer at an index, as a copy of the cache's layer."""
+        """Return the copy of the layer at an index, or the copies of the layers in a slice."""
         if isinstance(at, slice):
             return [self[index] for index in range(*at.indices(len(self)))]
         index = range(len(self))[operator.index(at)]
@@ -138,19 +138,13 @@ class _CacheLayers(list):
         return layer
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the layers, each as a copy."""
+        """Iterate over copies of the layers."""
         return (self[index] for index in range(len(self)))
 
     def put_into(self, layers: list[Any], region: str, uses: Uses) -> None:
-        """Put the state of the layers that the run used, added or replaced into the cache's own layers.
-
-        Args:
-            layers: the cache's own layers.
-            region: name of the region that ran.
-            uses: the model's uses of caches.
-        """
+        """Update the cache's own `layers` from the layers that the run used, added or replaced."""
         for at, used in enumerate(super().__iter__()):
-            # the run did not use the layer, or only its sizes
+            # the run did not use the layer, or read only its length
             if (at < len(self._given) and used is self._given[at]) or WITHHELD in vars(used):
                 continue
             found = self.found.get(at)
@@ -163,7 +157,8 @@ class _CacheLayers(list):
             if type(layers[at]) is not type(used):
                 layers[at] = used
             _put_layer(layers[at], used, found, region, uses)
-        for found in self.found.values():  # alias leaves that the run wrote to: their graph references `found`
+        # a leaf that the run wrote to in place now has a graph, which references `found`: keep an alias without it
+        for found in self.found.values():
             for name, value in vars(found).items():
                 vars(found)[name] = mapped(value, lambda x: alias_of(x) if id(x) in self.leaves else x)
 

@@ -1,20 +1,20 @@
-"""DeepSpeed: reads the block, marks steps, keeps ZeRO 3's gathering out of the regions; all patches of DeepSpeed.
+"""Adapts DeepSpeed: reads the block, marks steps, and keeps ZeRO 3's gathering out of the regions.
 
 | patched | on | why |
 |---|---|---|
 | `deepspeed.initialize` | the module, by `install` | to attach to the engine that it returns |
-| `step`, `train_batch` | the engine instance (the latter: a pipeline engine's) | the end of a training step |
-| `allreduce_gradients` | the engine instance | the number of ranks is no part of the program |
+| `step`, `train_batch` | the engine instance (`train_batch`: a pipeline engine) | the end of a training step |
+| `allreduce_gradients` | the engine instance | its operators vary with the number of ranks: no part of the program |
 | `destroy` | the engine instance | the session ends with the engine |
 | `backward` | the engine instance | a note on an out-of-memory error |
 | `pre_` and `post_sub_module_forward_function` | ZeRO 3's `parameter_offload` | gathering is no part of a region |
-| `pre_` and `post_sub_module_backward_function` | the same | a recompute pass must not release parameters of backward |
-| `_all_gather`, `_partition` | `zero.partition_parameters.Init` | gathering external parameters is no part either |
+| `pre_` and `post_sub_module_backward_function` | ZeRO 3's `parameter_offload` | to know what backward has gathered |
+| `_all_gather`, `_partition` | `zero.partition_parameters.Init` | gathering external parameters is no part of regions |
 
-An engine without an optimizer, such as a reference or a teacher, trains nothing: `install` leaves it alone.
+`install` leaves an engine without an optimizer alone: it does not train (a reference or teacher model's, for example).
 
-Known in deepspeed 0.16.5 to 0.19. Each patch is marked, keeps the original, and is undone by `uninstall` or
-`Session.detach`.
+These symbols exist in deepspeed 0.16.5 to 0.19. Each patch carries a mark and the original function; `uninstall` or
+`Session.detach` undoes it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DeepSpeed(Framework):
     """DeepSpeed's engines, their configuration and their steps."""
 
     def claim(self, given: Any) -> AttachTarget | None:
-        """Return the target for a DeepSpeed engine, else None."""
+        """Return the attach target if `given` is a DeepSpeed engine, else None."""
         if not is_engine(given):
             return None
         return AttachTarget(given.module, (given.module,), given, torch.device(given.device))
@@ -64,16 +64,19 @@ class DeepSpeed(Framework):
         return type(module).__name__ == "Experts"
 
     def block(self, target: AttachTarget) -> MemplugConfig:
-        """Return the block of the engine's configuration."""
+        """Return the "memplug" block of the engine's configuration."""
         return read_block(target.engine)
 
     def explain_off(self, target: AttachTarget) -> None:
-        """Warn if the engine's configuration has no block."""
+        """Warn if the engine's configuration has no "memplug" block."""
         if not has_block(target.engine):
-            log.warning('memplug: off: the engine\'s configuration has no "memplug" block; pass {"enabled": true}')
+            log.warning(
+                'memplug: off: the engine\'s configuration has no "memplug" block; add one, or pass {"enabled": True} '
+                "to `memplug.attach`"
+            )
 
     def check_attached(self, target: AttachTarget) -> None:
-        """Raise `ConflictError` if the session was attached to the model alone, and does not see the engine's steps."""
+        """Raise `ConflictError` if the existing session was attached to the model: it misses the engine's steps."""
         if not is_patched(target.engine, "step"):
             raise ConflictError(
                 "a session is attached to the engine's model alone, and does not see the engine's steps",
@@ -97,11 +100,12 @@ class DeepSpeed(Framework):
         if offloads:
             raise ConflictError(
                 f'DeepSpeed offloads itself ({offloads}), and "swap": {{"states": true}} would move the same tensors',
-                "Remove one of the two; only DeepSpeed's helps if device memory runs out in the optimizer.",
+                "Remove one of the two. If device memory runs out in the optimizer, keep DeepSpeed's: memplug's does "
+                "not help there.",
             )
 
     def groups(self, target: AttachTarget) -> Sequence[Any]:
-        """Return the group that shares the engine's parameters; all ranks, if an `mpu` splits layers over ranks too."""
+        """Return the engine's data-parallel group, or all ranks if an `mpu` splits layers over ranks too."""
         engine = target.engine
         group = getattr(engine, "seq_data_parallel_group", None) or getattr(engine, "data_parallel_group", None)
         if getattr(engine, "mpu", None) is None and group is not None:
@@ -125,7 +129,7 @@ class DeepSpeed(Framework):
         engine = target.engine
 
         def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            steps = engine.global_steps  # optimizer steps: only the engine knows where accumulation ends
+            steps = engine.global_steps  # optimizer steps: only the engine knows when accumulation ends
             with attached.explaining("step"), attached.in_optimizer():
                 result = original(*args, **kwargs)
             if engine.global_steps != steps:
@@ -164,14 +168,14 @@ class DeepSpeed(Framework):
 def install(attach: Callable[..., Session]) -> None:
     """Patch `deepspeed.initialize` to attach to the engine that it returns; a second call does nothing.
 
-    An engine without the block, or without an optimizer, is left alone. If a block says `"enabled": false`, the patch
-    is removed again.
+    An engine without the block or without an optimizer is left alone. An engine whose block says `"enabled": false`
+    makes `initialize` remove the patch.
 
     Args:
         attach: called with the engine and its block.
 
     Raises:
-        UnsupportedVersionError: DeepSpeed is not installed.
+        UnsupportedVersionError: DeepSpeed cannot be imported.
         PatchError: this DeepSpeed has no `initialize`.
     """
     try:
@@ -218,16 +222,16 @@ def is_engine(target: Any) -> bool:
 
 
 def read_block(engine: Any) -> MemplugConfig:
-    """Return the "memplug" block of an engine's own configuration.
+    """Return the "memplug" block of an engine's configuration.
 
     Raises:
-        PatchError: the engine read its configuration from a file, and keeps it in an unknown place.
+        PatchError: the engine read its configuration from a file, and has no `_config._param_dict`.
     """
     return read_ds_config(_configuration(engine))
 
 
 def has_block(engine: Any) -> bool:
-    """Return whether an engine's own configuration has the block."""
+    """Return whether an engine's configuration has a "memplug" block."""
     return "memplug" in _configuration(engine)
 
 
@@ -241,7 +245,7 @@ def _configuration(engine: Any) -> Mapping[str, Any]:
 
 
 def trains(engine: Any) -> bool:
-    """Return whether an engine has an optimizer; without one, DeepSpeed may use a placeholder."""
+    """Return whether an engine has an optimizer that is not one of DeepSpeed's placeholders."""
     optimizer = getattr(engine, "basic_optimizer", engine.optimizer)
     return type(optimizer).__name__ not in ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
 
@@ -249,11 +253,12 @@ def trains(engine: Any) -> bool:
 def _hook_gathering(engine: Any, attached: AttachedModel, modules: Mapping[str, nn.Module]) -> None:
     """Adapt regions to ZeRO 3, which gathers parameters around every module.
 
-    Gathering stays out of the regions. A region's parameters are gathered once for its recompute pass. Parameters that
-    backward has gathered stay on the device after the pass: it runs inside the backward of a module, which needs that
-    module's parameters afterwards.
+    Gathering stays out of the regions. A region's parameters are gathered once for its recompute pass. The pass runs
+    inside the backward of a module, which needs the module's parameters afterwards. So the pass does not release
+    parameters that backward has gathered.
     """
-    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)  # the latter if nothing is trained
+    # without trained parameters, `engine.optimizer` is the offload object itself
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     if not hasattr(offload, "pre_sub_module_forward_function"):
         raise PatchError("engine.optimizer.parameter_offload", VERSIONS)
     in_backward: set[int] = set()
@@ -275,7 +280,7 @@ def _hook_gathering(engine: Any, attached: AttachedModel, modules: Mapping[str, 
 
     @contextlib.contextmanager
     def gathered(region: Region) -> Iterator[None]:
-        """Gather as if every module of the region ran, since DeepSpeed has to gather in one order on all ranks."""
+        """Gather the parameters of all modules of the region, in the same order on each rank, as DeepSpeed requires."""
         owners = list(_owners(modules[region.name]))
         for module in owners:
             offload.pre_sub_module_forward_function(module)
@@ -294,7 +299,7 @@ def _hook_gathering(engine: Any, attached: AttachedModel, modules: Mapping[str, 
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules whose own parameters DeepSpeed gathers; it gathers a leaf (`_z3_leaf`) as a whole."""
+    """Yield a module and all modules in it, except inside a leaf (`_z3_leaf`), which DeepSpeed gathers as a whole."""
     yield module
     if not getattr(module, "_z3_leaf", False):
         for child in module.children():
@@ -302,11 +307,11 @@ def _owners(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _hook_external_parameters(attached: AttachedModel, modules: Mapping[str, nn.Module]) -> None:
-    """Adapt regions to external parameters of ZeRO 3: a module reads them from another module, or returns them.
+    """Adapt regions to ZeRO 3's external parameters, which a module reads from another module or returns.
 
-    DeepSpeed finds such parameters when the first forward reads them; from then on it gathers them before the reading
-    module runs. A recompute pass does not enter its region's module, so memplug puts the module on DeepSpeed's stack of
-    running modules.
+    When the first forward reads such a parameter, DeepSpeed assigns it to the module on top of its stack of running
+    modules; from then on, it gathers the parameter before that module runs. A recompute pass does not call the region's
+    module, so memplug puts the module on the stack.
     """
     partitioning = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
     patch(partitioning.Init, "_all_gather", unnoticed, attached, VERSIONS)

@@ -1,4 +1,4 @@
-"""Classes derived from a module's own class: one for each class, for as long as anything references it."""
+"""Caches the subclasses that memplug derives from modules' classes, one for each class."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def once_for_each_class(derive: Callable[[type], type]) -> Callable[[type], type]:
-    """Return `derive` with a cache of weak references, since a class that a function defines may hold a model."""
+    """Cache the results of `derive` by weak references: a class that a function defines may keep a model alive."""
     known: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
 
     @functools.wraps(derive)

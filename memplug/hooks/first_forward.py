@@ -1,4 +1,4 @@
-"""The first forward of a resumed run: the arena serves its step from there on."""
+"""Begins a resumed run at its first forward, from which on the arena serves the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memplug.session.attached import AttachedModel
 
 
 def watch(chunks: Sequence[nn.Module], attached: AttachedModel) -> None:
-    """Make the session begin its run when the first of these chunks is called with gradients."""
+    """Begin the session's run at the first forward with gradients of any of the chunks."""
     removals: list[Callable[[], None]] = []
 
     def begin(chunk: nn.Module, args: Any, kwargs: Any) -> None:

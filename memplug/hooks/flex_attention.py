@@ -1,19 +1,19 @@
-"""FlexAttention that a program has compiled: inside a region, a call of it runs compiled, as a unit.
+"""Lets compiled FlexAttention run compiled inside a region, as a unit.
 
-All other compiled functions inside a region run uncompiled, so that their operators are observed (as_written.h).
-Uncompiled FlexAttention would store a score for each pair of tokens; compiled, it does not. So if a region calls
+All other compiled functions inside a region run uncompiled, so that memplug sees their operators (as_written.h).
+Uncompiled, FlexAttention would store a score for each pair of tokens. So if a region calls
 `torch.compile(flex_attention)`, with any backend, memplug lets torch compile it. Each call of the compiled graph is a
-unit (memplug.tokenwise.engine.units). The graph gets all tensors that it reads as arguments, also those in the closures
-of masks and scores. The unit runs again without the compiler.
+unit (memplug.tokenwise.engine.units). torch passes the graph all tensors that it reads, also those in the closures of
+`mask_mod` and `score_mod`, as arguments. So the unit can call the graph again without entering the compiler.
 
 | patched | on | why |
 |---|---|---|
 | `_callback_from_stance` | `torch._dynamo.eval_frame` | chooses the compiler of a compiled function |
 | `setup_compilation_env` | `torch.nn.attention.flex_attention` | warns, once, if a compiled call runs uncompiled |
 
-Two kinds of compiled functions still run uncompiled: those that call FlexAttention among other things, and those with
-CUDA graphs, since a graph overwrites the tensors that it returned. If neither FlexAttention nor a caller of it was
-compiled, torch itself warns.
+FlexAttention still runs uncompiled in a larger compiled function, and if it is compiled with CUDA graphs, since a CUDA
+graph overwrites its earlier outputs. If the program compiled neither FlexAttention nor a caller of it, torch itself
+warns.
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ def hook(attached: AttachedModel) -> None:
     if attached.executor.device.torch_device.type not in ("cpu", "cuda"):
         return
     compiler = flex_compiler()
-    if compiler is not None:  # without it, calls run uncompiled
+    if compiler is not None:  # if it is None, calls run uncompiled
         patch(compiler, "_callback_from_stance", _Callbacks(compiler).choose, attached, KNOWN)
     module = sys.modules.get(FLEX_ATTENTION)
-    if hasattr(module, "setup_compilation_env"):  # without it, only the warning is lost
+    if hasattr(module, "setup_compilation_env"):  # without this function there is no warning
         patch(module, "setup_compilation_env", _Warning(attached).environment, attached, KNOWN)
 
 
 class _Backend:
-    """A backend that compiles as another one does; each call of its result is a unit of the running region."""
+    """Wraps a compiler backend, so that each call of a compiled graph is a unit of the running region."""
 
     def __init__(self, compile_graph: Callable[..., Any]):
         self.compile_graph = compile_graph
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both compile by the same backend."""
+        """Return whether both wrap the same backend."""
         return isinstance(other, _Backend) and bool(self.compile_graph == other.compile_graph)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __call__(self, graph: Any, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        """Compile a graph with the inner backend; return a function that runs it as a unit inside regions."""
+        """Compile a graph with the wrapped backend; return a function that runs it as a unit inside regions."""
         call = self.compile_graph(graph, inputs, **options)
 
         def run(*args: Any) -> Any:
@@ -84,7 +84,8 @@ class _Backend:
             core().resume()
             try:
                 executor = core().observing_executor()
-                if executor is None or not all(map(_is_plain, args)):  # in a recompute pass, or inside another unit
+                # there is no executor in a recompute pass or inside another unit
+                if executor is None or not all(map(_is_plain, args)):
                     return call(*args)
                 unit = Unit(executor, "flex_attention", CaptureKind.ATTENTION, puts_back=False)
                 return unit.run(call, args, {})
@@ -107,7 +108,7 @@ class _Callbacks:
         self._everywhere: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def choose(self, original: Callable[[Any], Any], callback: Any) -> Any:
-        """Return the compiler callback of a compiled function that is being called."""
+        """Return the compiler callback for the compiled function that the program is calling."""
         if not callable(callback):
             return original(callback)
         before = core().stance_before()
@@ -120,7 +121,7 @@ class _Callbacks:
         if not _is_flex_attention(function) or not isinstance(cleanups, list):
             return original(callback)
         if before is None:
-            return original(self._own[callback])  # a region compiled it, and now runs as without memplug, for example
+            return original(self._own[callback])  # outside of observed code: reuse what a region compiled
         if before != self._compiler.DynamoStance() or self._compiler._stance.stance != "force_eager":
             return original(callback)  # the program has set a stance of its own
         own = self._own_of(callback, function)
@@ -130,7 +131,7 @@ class _Callbacks:
         return own
 
     def _own_of(self, callback: Any, function: Any) -> Any:
-        """Return memplug's callback for a program's callback; None to leave that in place."""
+        """Return memplug's replacement for a program's compiler callback, or None to use the program's."""
         if callback not in self._own:
             backend = self._compiler.innermost_backend(callback)
             if _has_cuda_graphs(backend):
@@ -141,7 +142,7 @@ class _Callbacks:
         return self._own[callback]
 
     def _has_compiled(self, backend: Any, function: Any) -> bool:
-        """Return whether the program's own calls, outside regions, have compiled the function."""
+        """Return whether a call outside regions has compiled the function with this backend."""
         entries = self._compiler._debug_get_cache_entry_list(function.__code__)
         return any(entry.backend == backend for entry in entries)
 
@@ -154,7 +155,7 @@ class _Warning:
         self._told = False
 
     def environment(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Warn once if a compiled call runs uncompiled; wraps the environment that FlexAttention then enters."""
+        """Run the original `setup_compilation_env`, after a warning (once) if a compiled call runs uncompiled."""
         if not self._told and self._is_of_a_region() and _is_compiled_by_a_caller(sys._getframe()):
             self._told = True
             text = (
@@ -166,22 +167,22 @@ class _Warning:
         return original(*args, **kwargs)
 
     def _is_of_a_region(self) -> bool:
-        """Return whether a region is the reason that nothing is compiled."""
+        """Return whether the call runs uncompiled because of the region that it is in."""
         executor = self._executor()
         return executor is not None and executor.core.observes() and core().stance_before().stance == "default"
 
 
 def _leave_region() -> Callable[[], None]:
-    """Leave the region while torch compiles the call, or checks whether compiled code fits it.
+    """Leave the region while torch compiles the call, or checks the guards of compiled code.
 
-    The compiler and its checks then find the same state in all forwards of the region.
+    The guards then find the same state in all forwards of the region.
 
     Returns:
         A function that enters the region again.
     """
     modes = [pop_function_mode() for _ in get_function_modes()]
     for mode in reversed(modes):
-        if not isinstance(mode, AddressMode):  # only the first forwards have this mode
+        if not isinstance(mode, AddressMode):  # only a region's first forwards have this mode
             push_function_mode(mode)
     core().pause()
     token = _unobserved.set(True)
@@ -198,7 +199,7 @@ def _leave_region() -> Callable[[], None]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a plain tensor or no tensor at all; a tape cannot name tensor subclasses."""
+    """Return whether a value is a plain tensor or no tensor at all; tapes do not support tensor subclasses."""
     return not isinstance(value, torch.Tensor) or type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
@@ -218,7 +219,7 @@ def _has_cuda_graphs(backend: Any) -> bool:
 
 
 def _is_compiled_by_a_caller(frame: FrameType | None) -> bool:
-    """Return whether `flex_attention` or one of its callers was compiled; functions that it calls do not count."""
+    """Return whether the program compiled `flex_attention` or one of its callers (not a function that it calls)."""
     is_inside = True
     while frame is not None:
         code = frame.f_code

@@ -1,7 +1,7 @@
 """The interface by which memplug uses a framework.
 
 Each framework is one file of this folder with a subclass of `Framework`, and one entry in `memplug.hooks.frameworks`.
-A target can have several frameworks, such as Hugging Face's layers in a DeepSpeed engine.
+Several frameworks can share a target, such as a DeepSpeed engine with Hugging Face's layers.
 """
 
 from __future__ import annotations
@@ -25,24 +25,19 @@ Layers = Sequence[tuple[str, nn.Module]]
 
 
 def outermost(found: Layers) -> Layers:
-    """Return the modules that lie in no other module of the list."""
+    """Return the modules that are not inside another module of the list."""
     return [(name, module) for name, module in found if not any(lies_in(name, outer) for outer, _ in found)]
 
 
 def instances(model: nn.Module, path: str) -> Layers:
-    """Return a model's modules of a class, in the model's order; none if the class was not imported.
-
-    Args:
-        model: the model.
-        path: dotted path of the class.
-    """
+    """Return a model's modules of the class at a dotted path, in the model's order; none if it was not imported."""
     package, _, name = path.rpartition(".")
-    kind = getattr(sys.modules.get(package), name, ())  # nothing is an instance of the empty tuple
+    kind = getattr(sys.modules.get(package), name, ())  # `isinstance(module, ())` is always False
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
 
 
 def lies_in(name: str, outer: str) -> bool:
-    """Return whether the module called `name` is a part of the one called `outer`; "" is the model itself."""
+    """Return whether the module at the path `name` lies inside the one at `outer`; the path of the model is ""."""
     return name != outer and (not outer or name.startswith(f"{outer}."))
 
 
@@ -52,9 +47,9 @@ class AttachTarget:
 
     Attributes:
         model: the whole model.
-        chunks: the parts of the model that are called.
+        chunks: the modules that the training loop calls: the model, or the chunks of a pipeline stage.
         engine: the framework's object that drives the model; None if the user's own loop does.
-        device: the device that the engine uses; None for the device of the parameters.
+        device: the engine's device; None stands for the device of the parameters.
         cache_uses: how the model's forwards use key-value caches.
     """
 
@@ -66,14 +61,14 @@ class AttachTarget:
 
 
 class Framework:
-    """One framework; by default it requires nothing.
+    """Interface of one framework; by default its methods change and refuse nothing.
 
-    `claim`, `is_in`, `layers` and `is_expert` are called for all frameworks, the other methods only for the frameworks
-    that `is_in` finds in the target.
+    memplug calls `claim`, `is_in`, `layers` and `is_expert` of all frameworks, and the other methods only of those
+    whose `is_in` returned True for the target.
     """
 
     def claim(self, given: Any) -> AttachTarget | None:
-        """Return the target if `given` is an engine or a list of modules of this framework, else None.
+        """Return the attach target if `given` is an engine or a list of modules of this framework, else None.
 
         Args:
             given: the object passed to `memplug.attach`.
@@ -87,25 +82,25 @@ class Framework:
         raise NotImplementedError
 
     def layers(self, model: nn.Module) -> Layers:
-        """Return the model's outermost layers in its order; they are the regions unless the block names others."""
+        """Return the model's outermost layers in its order; they become the regions unless the block names others."""
         return ()
 
     def is_expert(self, module: nn.Module) -> bool:
-        """Return whether a module holds experts of a mixture, whose memory depends on the router's choices."""
+        """Return whether a module contains experts of a mixture, whose memory depends on the router's choices."""
         return False
 
     def block(self, target: AttachTarget) -> MemplugConfig | None:
-        """Return the block of the engine's own configuration; None without an engine of this framework."""
+        """Return the "memplug" block of the engine's configuration; None without an engine of this framework."""
 
     def explain_off(self, target: AttachTarget) -> None:
-        """Log why memplug is off after an attach without a block, if this framework knows."""
+        """Log why memplug is off, if the caller of `attach` passed no block and this framework can tell the reason."""
 
     def groups(self, target: AttachTarget) -> Sequence[Any]:
-        """Return the process groups, or lists of ranks, that train the target together, if this framework knows."""
+        """Return the process groups, or lists of ranks, that train the target together; empty if unknown."""
         return ()
 
     def check_block(self, config: MemplugConfig, ranks: Ranks) -> None:
-        """Raise `ConfigError` if the block cannot be used with this framework; called by all ranks that attach."""
+        """Raise `ConfigError` if this framework does not support the block; all ranks that attach call it."""
 
     def check_attached(self, target: AttachTarget) -> None:
         """Raise `ConflictError` if the model's existing session was not attached to this target."""
@@ -117,7 +112,7 @@ class Framework:
         """Raise `ConflictError` if this framework moves optimizer states or parameters itself."""
 
     def regathers(self, target: AttachTarget) -> bool:
-        """Return whether parameters are gathered in every forward (ZeRO 3)."""
+        """Return whether the framework gathers parameters in every forward, also when a region runs again (ZeRO 3)."""
         return False
 
     def layout(self, target: AttachTarget) -> Mapping[str, int]:
@@ -125,12 +120,12 @@ class Framework:
         return {}
 
     def prepare(self, target: AttachTarget, name: str) -> Prepare | None:
-        """Return a function that changes or checks a region's arguments, or None; memplug uses the first one found."""
+        """Return a function that checks or changes a region's arguments, or None; memplug uses the first one found."""
 
     def hook(self, target: AttachTarget, modules: Layers, attached: AttachedModel) -> None:
         """Mark steps and micro-batches, and keep the framework's own work out of the regions.
 
-        Register each change with `attached.at_detach`, so that detaching undoes it.
+        Register the undoing of each change with `attached.at_detach`.
 
         Args:
             target: the target of `memplug.attach`.

@@ -1,4 +1,4 @@
-"""The frameworks that memplug knows, each with a file beside this one, in the order in which they are asked."""
+"""Lists the frameworks that memplug supports, in the order in which `attach` tries them."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def frameworks_in(target: AttachTarget) -> list[Framework]:
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Return whether a module holds experts of a mixture, according to any framework."""
+    """Return whether a module contains experts of a mixture, according to any framework."""
     return any(framework.is_expert(module) for framework in FRAMEWORKS)

@@ -1,4 +1,4 @@
-"""Finds the ranks of a job that train a model: the named group, the group of the model's wrappers, or all ranks."""
+"""Finds the ranks that train a model: the group passed to `attach`, the group of the model's wrappers, or all ranks."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from memplug.hooks.patching import patch
 from memplug.session.attached import AttachedModel
 from memplug.torch_private import KNOWN
 
-COUNT_OTHERS = "_get_num_nonjoined_procs"  # the method that a rank calls again and again once it has no more batches
+COUNT_OTHERS = "_get_num_nonjoined_procs"  # a rank without more batches calls this method repeatedly
 
 Group = Any
 """A process group, or a list of ranks of the world."""
 
 
 def members_of(target: AttachTarget, group: Group | None, found: Sequence[Group]) -> list[int] | None:
-    """Return the ranks of the world that train a model together, the same list on each of them.
+    """Return the global ranks that train a model together; all of them get the same result.
 
-    If the user named no group, these are the ranks of the largest group that frameworks name. If they name none, it is
-    the largest group of the model's wrappers and parameters (DistributedDataParallel, FSDP, device meshes). If the
-    largest group does not contain all the others, all ranks train the model.
+    Without `group`, the result is the largest of the frameworks' groups. If there are none, it is the largest group of
+    the model's wrappers and parameters (DistributedDataParallel, FSDP, device meshes). If the largest group does not
+    contain all the others, the result is all ranks.
 
     Args:
         target: the target of `memplug.attach`.
-        group: the group that the user named, or None.
-        found: the groups that frameworks name.
+        group: the group that the user passed to `memplug.attach`, or None.
+        found: the groups that the frameworks returned (`Framework.groups`).
 
     Returns:
         The ranks in order; None for all ranks.
 
     Raises:
-        RanksError: the user named a group, and this rank is not in it or torch.distributed is not initialized.
+        RanksError: `group` does not contain this rank, or torch.distributed is not initialized.
     """
     if group is not None:
         return _named(group)
@@ -53,7 +53,7 @@ def members_of(target: AttachTarget, group: Group | None, found: Sequence[Group]
 def watch_joins(attached: AttachedModel) -> None:
     """Tell the session's `Ranks` when this rank, out of batches, waits in torch's `join`, and when that wait is over.
 
-    It does not matter which wrapper of the model joins, or whether it was made before or after attaching.
+    This works for every wrapper of the model, also for one that is made after attaching.
     """
     ranks = weakref.ref(attached.ranks)
 
@@ -64,7 +64,7 @@ def watch_joins(attached: AttachedModel) -> None:
             tell()
         return others
 
-    # if this torch lacks the method, the other ranks are not told, and wait for this one's vote until they give up
+    # if this torch lacks the method, the other ranks wait for this rank's vote until they time out
     if hasattr(Join, COUNT_OTHERS) and not (attached.ranks.are_known and len(attached.ranks.members) == 1):
         patch(Join, COUNT_OTHERS, count_others, attached, KNOWN)
 
@@ -105,4 +105,5 @@ def _groups(target: AttachTarget) -> Iterator[Group]:
 def _ranks(group: Group) -> list[int]:
     if isinstance(group, list):
         return group
-    return [] if isinstance(group, int) else dist.get_process_group_ranks(group)  # an int: this rank is not in it
+    # in place of a group without this rank, torch returns an int
+    return [] if isinstance(group, int) else dist.get_process_group_ranks(group)

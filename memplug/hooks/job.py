@@ -1,4 +1,4 @@
-"""The fingerprint of a training job: its model, layers, block, device, packages and split over ranks."""
+"""Makes the fingerprint of a training job, from its model, layers, block, device, packages and split over ranks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def job_of(
     config: MemplugConfig | None = None,
     layout: Mapping[str, int] | None = None,
 ) -> Fingerprint:
-    """Return the fingerprint of all steps of a job, without their inputs.
+    """Return the fingerprint of a job, without the inputs of its steps.
 
     Args:
-        root: the module that is called.
+        root: the module that the training loop calls.
         model: the whole model.
         layers: names and modules of the layers.
         device: the device that trains.
@@ -45,7 +45,7 @@ def job_of(
     block = None if config is None else config.model_dump(mode="json", exclude=OF_NO_CONSEQUENCE)
     return Fingerprint(
         model=type(root).__name__,
-        # ZeRO 3 leaves empty tensors, whose `ds_numel` is the original number of elements
+        # under ZeRO 3 a parameter is an empty tensor, whose `ds_numel` is the original number of elements
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
         layers=_digest(named),
         rank=dist.get_rank() if distributed else 0,

@@ -1,26 +1,27 @@
-"""Megatron-Core: finds its layers, refuses what conflicts with memplug, keeps gathering and losses out of regions.
+"""Adapts Megatron-Core: finds its layers, refuses conflicting options, keeps gathering and losses out of regions.
 
 | patched | on | why |
 |---|---|---|
 | `forward_step`, `backward_step` | `pipeline_parallel.schedules` | micro-batches; a note on an out-of-memory error |
-| `get_tensor` | the global memory buffer | scratch memory, allocated once and sliced anew: no operators of a region |
+| `get_tensor` | the global memory buffer | slicing scratch memory that layers share is no part of a region |
 | `start_param_sync`, `finish_param_sync` | DDP's class of bucket groups | gathering parameters is no part of a region |
 | `save_to_aux_losses_tracker` | `moe.router`, up to 0.17 | a recompute pass must not log a loss twice |
-| `MoEMetricsTracker.record` | `moe.moe_logging`, from 0.18 | the same |
+| `MoEMetricsTracker.record` | `moe.moe_logging`, from 0.18 | a recompute pass must not log a loss twice |
 
-Known in megatron-core 0.16 to 0.20. Each patch is marked, keeps the original, and is undone by `Session.detach`.
+These symbols exist in megatron-core 0.16 to 0.20. Each patch carries a mark and the original function;
+`Session.detach` undoes it.
 
-The components of a layer decide how memplug can handle it:
+How memplug handles a layer depends on the layer's components:
 
 | component | swapped, recomputed | tested on |
 |---|---|---|
 | Megatron-Core's linear layers, SDPA or unfused attention | row by row | CPU |
 | SequentialMLP, all-gather and all-to-all dispatchers | row by row, in permuted order; collectives captured | CPU |
-| flash-attn 2 by its operators | attention whole, the rest row by row | H200 |
-| flash-attn 3 since November 2025 by its operators | as flash-attn 2 | stand-ins |
+| flash-attn 2 (has operators) | attention whole, the rest row by row | H200 |
+| flash-attn 3 (has operators since November 2025) | attention whole, the rest row by row | stand-ins |
 | grouped matmul (`torch._grouped_mm`) | row by row | CPU, outside of Megatron-Core |
 | modules of Transformer Engine, FP8 or not | each saved tensor by itself (transformer_engine.py) | H200 |
-| fused kernels of other functions, GroupedMLP | the same (memplug/tokenwise/engine/hidden.py) | stand-ins |
+| other fused kernels, GroupedMLP | each saved tensor by itself (memplug/tokenwise/engine/hidden.py) | stand-ins |
 | DeepEP and HybridEP (flex dispatcher) | exchanged tensors are captured, and not exchanged again | stand-ins |
 """
 
@@ -72,7 +73,7 @@ class Megatron(Framework):
     """Megatron-Core's layers, schedules and parallel groups."""
 
     def claim(self, given: Any) -> AttachTarget | None:
-        """Return the target for a list of the chunks of one Megatron-Core model, else None."""
+        """Return the attach target if `given` is a list of modules (one Megatron-Core model's chunks), else None."""
         if not isinstance(given, (list, tuple)) or not given or not all(isinstance(part, nn.Module) for part in given):
             return None
         check_chunks(given)
@@ -95,7 +96,7 @@ class Megatron(Framework):
         return [list(range(dist.get_world_size()))] if dist.is_initialized() else []
 
     def check_block(self, config: MemplugConfig, ranks: Ranks) -> None:
-        """Raise `ConfigError` unless all ranks have the same block: layers would run different collectives."""
+        """Raise `ConfigError` if ranks have different blocks, since their layers would run different collectives."""
         blocks = ranks.gather(config.model_dump(mode="json"), patient=True)
         others = [index for index, block in enumerate(blocks) if block != blocks[0]]
         if others:
@@ -107,7 +108,7 @@ class Megatron(Framework):
             )
 
     def layout(self, target: AttachTarget) -> Mapping[str, int]:
-        """Return the sizes of the parallel groups, and the pipeline rank, which decides the micro-batches in flight."""
+        """Return the sizes of the parallel groups, and the pipeline rank, which determines the forwards in flight."""
         state = _module("megatron.core.parallel_state")
         if not state.model_parallel_is_initialized():
             return {}
@@ -120,7 +121,7 @@ class Megatron(Framework):
         }
 
     def check(self, target: AttachTarget, modules: Layers) -> None:
-        """Raise an error if the model's configuration recomputes, offloads or captures the layers itself."""
+        """Raise an error if Megatron-Core is set to recompute, offload or capture the layers itself."""
         check_version()
         for name, layer in self.layers(target.model):
             config = layer.config
@@ -162,9 +163,6 @@ class Megatron(Framework):
 def check_chunks(chunks: Sequence[nn.Module]) -> None:
     """Check that the modules are the chunks of one Megatron-Core model.
 
-    Args:
-        chunks: the modules in the list that `memplug.attach` was given.
-
     Raises:
         RegionError: a chunk is in the list twice, has no layers, or belongs to another model.
     """
@@ -189,7 +187,7 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
 
 
 def _check_kernels(name: str, config: Any) -> None:
-    """Raise `ConflictError` for kernels that neither operators nor saved tensors describe well enough."""
+    """Raise `ConflictError` if an option selects kernels whose writes or communication memplug cannot observe."""
     if getattr(config, "multi_latent_attention", False) and getattr(config, "apply_rope_fusion", False):
         raise ConflictError(
             f"the rotary embedding of layer {name} writes to queries in place, in a kernel that memplug cannot observe",
@@ -223,14 +221,8 @@ def arguments(
 ) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
     """Return a layer's forward and arguments unchanged, after checking that they are for training.
 
-    Args:
-        module: the layer.
-        call: its forward.
-        args: its arguments.
-        kwargs: its keyword arguments.
-
     Raises:
-        ConflictError: there is an inference context, whose cache a recompute pass would fill again.
+        ConflictError: the arguments have an inference context, whose cache a recompute pass would fill a second time.
     """
     if kwargs.get("inference_context") is not None or kwargs.get("inference_params") is not None:
         raise ConflictError(
@@ -245,7 +237,7 @@ def _hook_schedules(attached: AttachedModel) -> None:
     executor = attached.executor
 
     def forward_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # backward takes micro-batches in the schedule's order: the next one may not be that of the latest forward
+        # backward follows the schedule's order: its next micro-batch may not be that of the latest forward
         executor.flow.begin_micro_batch()
         with attached.explaining("forward of a micro-batch"):
             return original(*args, **kwargs)
@@ -259,7 +251,7 @@ def _hook_schedules(attached: AttachedModel) -> None:
 
 
 def _hook_memory_buffer(attached: AttachedModel) -> None:
-    """Keep scratch memory that layers share out of the regions: gathered sequences, unfused attention's scores."""
+    """Keep scratch memory that layers share (for gathered sequences, unfused attention scores) out of the regions."""
     state = _module("megatron.core.parallel_state")
     if getattr(state, "_GLOBAL_MEMORY_BUFFER", None) is None:
         return  # model parallelism was not initialized, so no layer asks for the buffer
@@ -287,7 +279,7 @@ def _hook_losses(attached: AttachedModel) -> None:
 
 
 def _hook_gathering(attached: AttachedModel) -> None:
-    """Keep the gathering of the distributed optimizer's parameters, by hooks of modules, out of the regions."""
+    """Keep the distributed optimizer's gathering of parameters, which module hooks start, out of the regions."""
     groups = _module("megatron.core.distributed.param_and_grad_buffer")._ParamAndGradBucketGroup
     patch(groups, "start_param_sync", unnoticed, attached, VERSIONS)
     patch(groups, "finish_param_sync", unnoticed, attached, VERSIONS)

@@ -1,9 +1,9 @@
-"""Megatron-LM's own scripts (such as `pretrain_gpt.py`): attaches to the model that they set up, marks their steps.
+"""Patches Megatron-LM's own training loop (as in `pretrain_gpt.py`), to attach to its model and to mark its steps.
 
 | patched | on | why |
 |---|---|---|
 | `setup_model_and_optimizer` | `megatron.training.training` | to attach to the model chunks that it returns |
-| `train_step` | the same | the end of a training step |
+| `train_step` | `megatron.training.training` | the end of a training step |
 
 `megatron.training` comes with Megatron-LM's repository, not with the package megatron-core.
 """
@@ -36,7 +36,7 @@ def install(attach: Callable[..., Session], config: MemplugConfig) -> None:
         config: the "memplug" block; if it is off, nothing is patched.
 
     Raises:
-        PatchError: Megatron-LM's repository is not on the path, or lacks one of the functions.
+        PatchError: `megatron.training` cannot be imported, or lacks one of the functions.
     """
     if not config.active:
         log.info('memplug: off: the "memplug" block says so')

@@ -11,18 +11,14 @@ from torch.optim import optimizer as optimizers
 
 from memplug.session.attached import AttachedModel
 
-UNMARKED_STEPS = 3  # steps of one optimizer after which `session.step()` seems to have been forgotten
+UNMARKED_STEPS = 3  # after so many steps of one optimizer, the loop seems to lack `session.step()`
 
 
 def watch(chunks: Sequence[nn.Module], attached: AttachedModel) -> None:
-    """Make the session warn once if an optimizer of its model steps and `session.step()` is not called.
+    """Make the session warn once if an optimizer of its model steps, but the loop does not call `session.step()`.
 
     torch calls the hook for every optimizer of the process. The hook keeps neither model nor session alive, and is
     removed with the session.
-
-    Args:
-        chunks: the parts of the model.
-        attached: the session.
     """
     parts = [weakref.ref(chunk) for chunk in chunks]
     reference = weakref.ref(attached)

@@ -1,4 +1,4 @@
-"""Replaces a framework's function: the patch is marked, keeps the original, and is undone when the session detaches."""
+"""Patches frameworks' functions; each patch carries a mark and the original, and detaching undoes it."""
 
 from __future__ import annotations
 
@@ -64,25 +64,25 @@ def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callab
 
 
 def unnoticed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function that belongs to no region: its operators are not noted, replayed or compared.
+    """Call the original outside of all regions: memplug does not note, replay or compare its operators.
 
-    This is a wrapper for `patch`.
+    Pass this function to `patch` as `wrapper`.
     """
     with paused(), in_framework():
         return original(*args, **kwargs)
 
 
 def uncompared(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function that a framework runs beside the model: steps are not compared by its operators.
+    """Call the original as a framework's own work: its operators do not count when memplug compares steps.
 
-    This is a wrapper for `patch`.
+    Pass this function to `patch` as `wrapper`.
     """
     with in_framework():
         return original(*args, **kwargs)
 
 
 def put_back(module: Any, *names: str) -> None:
-    """Restore the originals of a module's functions where `wrapped` ones have replaced them."""
+    """Restore those of a module's functions that results of `wrapped` have replaced."""
     for name in names:
         original = getattr(getattr(module, name, None), ORIGINAL, None)
         if original is not None:

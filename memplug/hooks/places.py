@@ -1,7 +1,7 @@
 """Hooks that tell a recorder where training is: in a micro-batch's forward, in a layer, or in the optimizer.
 
-The hooks are installed while steps are recorded or served by the arena; other steps pay nothing. A backward needs no
-hooks: the recorder knows the nodes of its graph from the forward that made them.
+The hooks are installed while steps are recorded or served by the arena; other steps pay nothing. Backward needs no
+hooks, since the recorder knows which forward made each autograd node.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ class Places:
 
     Args:
         model: the whole model.
-        layers: names and modules of the layers that memory is accounted to. If a layer holds a mixture of experts,
-            the experts become layers of their own. These are dynamic: the sizes of their tensors depend on data.
+        layers: (name, module) of the layers to which the recorder attributes memory. If a layer contains a mixture of
+            experts, the experts become layers of their own. These are dynamic: the sizes of their tensors depend on
+            data.
         recorder: the recorder that receives the reports.
-        chunks: the parts of a pipeline stage; each forward of a part counts as one micro-batch. None for the model.
-        job: fingerprint of the job; None to make it from the model and its layers.
+        chunks: the chunks of a pipeline stage, by default the model; each forward of a chunk counts as one micro-batch.
+        job: fingerprint of the job, by default made from the model and its layers.
 
     Attributes:
-        layers: names of the layers, and whether they are dynamic, in the order of the recorder's indices.
+        layers: names of the layers, and whether they are dynamic, by the recorder's index of the layer.
         inputs: shapes and dtypes of the inputs of the model's forwards, one text for each forward.
         gradients_stay: True if parameters had gradients when the last recorded step began.
     """
@@ -63,7 +64,7 @@ class Places:
         self._removals: list[Callable[[], Any]] = []
 
     def install(self) -> None:
-        """Install the hooks at the beginning of a step, whose micro-batches are counted from 0."""
+        """Install the hooks at the beginning of a step, and count its micro-batches from 0."""
         self._micro_batch = 0
         self.inputs.clear()
         self._hooks.clear()
@@ -77,8 +78,8 @@ class Places:
             enter, leave = (outside(hook, nothing) for hook in self._hooks.layer_hooks(index))
             self._removals.append(module.register_forward_pre_hook(enter).remove)
             self._removals.append(module.register_forward_hook(leave, always_call=True).remove)
-        # torch calls these for all optimizers; they keep neither model nor session alive, and are removed with this
-        # object
+        # torch calls these hooks for all optimizers; they keep neither model nor session alive, and are removed with
+        # this object
         for handle in (
             optimizers.register_optimizer_step_pre_hook(_weakly(self._begin_optimizer)),
             optimizers.register_optimizer_step_post_hook(_weakly(self._leave_optimizer)),
@@ -103,7 +104,7 @@ class Places:
             self._hooks.enter_forward(self._micro_batch)
             self._micro_batch += 1
             self.inputs.append(shapes((*args, *kwargs.values())))
-        elif recomputes:  # a checkpoint around the model runs it again: no micro-batch
+        elif recomputes:  # gradient checkpointing around the model runs it again: no new micro-batch
             self._hooks.enter_recompute()
         else:
             self._hooks.enter_no_grad()

@@ -1,4 +1,4 @@
-"""The generator states that Megatron-Core keeps by name; a region runs again with the states of its forward."""
+"""Saves Megatron-Core's named generator states, so that a region runs again with those of its forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def kept(tracker: Any) -> Callable[[], AbstractContextManager[None]]:
-    """Copy the states of a tracker; return a function that makes a context in which the tracker has them again.
+    """Copy the states of a tracker; return a function that makes a context in which the tracker has these states.
 
     Args:
         tracker: Megatron-Core's `CudaRNGStatesTracker`, or Transformer Engine's.

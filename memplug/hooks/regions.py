@@ -1,7 +1,8 @@
 """Runs modules as regions: replaces a module's class by a subclass whose forward goes through the executor.
 
-The class is replaced (as FSDP2's `fully_shard` does), not the instance's `forward`: copies and pickles of the module
-stay plain modules, `isinstance` holds, and restoring the class undoes it.
+Like FSDP2's `fully_shard`, memplug replaces the class and not the instance's `forward`, which copies and pickles of the
+module would contain. So copies and pickles are plain modules, `isinstance` holds, and restoring the class undoes the
+change.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Prepare = Callable[[nn.Module, Call, tuple[Any, ...], dict[str, Any]], tuple[Cal
 
 
 class _Bound:
-    """The binding of a module to its session, under a subclass of the module's own class.
+    """Binds a module to its session, by giving the module a subclass of its own class.
 
     The module is either a region or the root of a model without regions. For a region, `prepare` makes the framework's
     changes to the arguments of its forward.
@@ -57,7 +58,7 @@ class _Bound:
         """Replace the module's class by the subclass.
 
         Returns:
-            False, with nothing changed, if the module is bound again, or its forward was replaced or compiled since.
+            False, with nothing changed, if the module is bound already, or its forward was replaced or compiled.
         """
         if any(name in self._module.__dict__ for name in (_REGION, "forward")) or _is_compiled(self._module):
             return False
@@ -68,8 +69,8 @@ class _Bound:
         """Restore the module's own class.
 
         Returns:
-            False, with nothing changed, if another class was derived from the subclass, or the forward needs its
-            arguments changed.
+            False, with nothing changed, if the module's class was replaced since, or the forward needs the arguments
+            that `prepare` makes.
         """
         if self.changes_arguments or type(self._module) is not self._subclass:
             return False
@@ -77,7 +78,7 @@ class _Bound:
         return True
 
     def undo(self) -> None:
-        """Restore the module's own class for good, as far as possible."""
+        """Unbind the module for good, and restore its own class unless the class was replaced since."""
         module = self._module
         if module.__dict__.get(_REGION) is self:
             if type(module) is self._subclass:
@@ -88,17 +89,17 @@ class _Bound:
 def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """Return the modules whose qualified name matches a glob pattern, in the model's order.
 
-    A `*` stays within one part of a name: "model.layers.*" is every layer, and nothing inside of one. Names are those
-    of the model as it was written: a pattern may leave out the parts that wrappers add (`WRAPPERS`), and a wrapper and
-    its module count as one module, the inner one.
+    A `*` stays within one part of a name: "model.layers.*" matches every layer, and nothing inside a layer. A pattern
+    may leave out the parts of a name that wrappers add (`WRAPPERS`). A wrapper and its module count as one module, the
+    inner one.
 
     Raises:
-        RegionError: a pattern matches no module, or a match lies inside another.
+        RegionError: a pattern matches no module, a match lies inside another, or a match has no forward.
         ConflictError: a match is compiled.
     """
     named = dict(model.named_modules())
     written = {name: as_written(name, named) for name in named}
-    wrapped = {written[name]: name for name in named}  # of several modules with one name, the innermost
+    wrapped = {written[name]: name for name in named}  # if several modules share a name, the innermost
     modules = {name: named[name] for name in wrapped.values() if written[name]}
     for pattern in patterns:
         if not any(_matches(pattern, name, written[name]) for name in modules):
@@ -127,7 +128,7 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[st
 
 
 def lists_of_layers(model: nn.Module) -> list[str]:
-    """Return patterns for the model's lists of callable modules of one class; of nested lists, the outermost."""
+    """Return a pattern for each outermost list of the model whose modules are callable and of one class."""
     found: list[str] = []
     for name, module in model.named_modules():
         kinds = {type(member) for member in module} if isinstance(module, (nn.ModuleList, nn.Sequential)) else set()
@@ -148,7 +149,7 @@ def check_not_nested(names: Sequence[str]) -> None:
 def make_region(
     module: nn.Module, region: Region, attached: AttachedModel, prepare: Prepare | None = None
 ) -> Callable[[], None]:
-    """Make a module's forward run as a region; return how to undo it.
+    """Make a module's forward run as a region; return the function that undoes it.
 
     Args:
         module: the module.
@@ -157,7 +158,7 @@ def make_region(
         prepare: changes or checks the arguments before each forward with gradients; None if there is nothing to do.
 
     Raises:
-        ConflictError: the module is a region of another session already, or its forward was replaced.
+        ConflictError: the module is attached to another session, is compiled, or has a replaced forward.
     """
     if _REGION in module.__dict__:
         raise ConflictError(
@@ -177,7 +178,7 @@ def make_region(
 
 
 def mark(model: nn.Module, attached: AttachedModel) -> Callable[[], None]:
-    """Bind the root of a model without regions to its session; return how to undo it."""
+    """Bind the root of a model without regions to its session; return the function that undoes it."""
     return _Bound(model, attached).undo
 
 
@@ -188,7 +189,7 @@ def attached_to(model: nn.Module) -> AttachedModel | None:
 
 @once_for_each_class
 def _region_class(original: type) -> type:
-    """Return a subclass of `original` that runs as a region."""
+    """Return a subclass of `original` whose forward runs as a region."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound = self.__dict__.get(_REGION)
@@ -208,7 +209,7 @@ def _region_class(original: type) -> type:
 
 @once_for_each_class
 def _marked_class(original: type) -> type:
-    """Return a subclass of `original` that runs unchanged, and reports forwards with gradients to the session."""
+    """Return a subclass of `original` that reports forwards with gradients to the session, and runs them unchanged."""
 
     def begin(self: nn.Module) -> None:
         bound = self.__dict__.get(_REGION)
@@ -226,11 +227,11 @@ def _marked_class(original: type) -> type:
 
 
 def subclass(original: type, **members: Any) -> type:
-    """Return a subclass with the name of the original, whose instances are copied and pickled as the original's."""
+    """Return a subclass with the name of `original`; copies and pickles of its instances have the class `original`."""
 
     def reduce(self: nn.Module, protocol: int) -> Any:
         state = {key: value for key, value in self.__dict__.items() if key not in (_REGION, UNIT)}
-        # pass the state apart from the arguments, so that modules that refer to one another in a circle can be copied
+        # pass the state apart from the arguments, so that modules that reference each other can be copied
         return copyreg._reconstructor, (original, object, None), state
 
     named = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
@@ -267,7 +268,7 @@ def _matches(pattern: str, *names: str) -> bool:
 
 
 def _nearest(pattern: str, modules: Mapping[str, nn.Module], written: Mapping[str, str]) -> str:
-    """Return, in words, the patterns most similar to `pattern` that match callable modules."""
+    """Return, as text, the patterns most similar to `pattern` that match callable modules."""
     called = [name for name, module in modules.items() if type(module).forward is not nn.Module.forward]
     patterns = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", written[name]) for name in called)
     return ", ".join(f'"{each}"' for each in difflib.get_close_matches(pattern, patterns, cutoff=0)) or "none"

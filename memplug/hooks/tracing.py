@@ -31,10 +31,10 @@ _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 
 
 
 def outside(run: Call, traced: Call) -> Call:
-    """Return a function that calls `run`, or `traced` instead while torch traces a program.
+    """Return a function that calls `run`, or `traced` while torch traces a program.
 
-    For a strict export Dynamo traces `traced`; otherwise Dynamo breaks the graph around `run`. If Dynamo is not
-    active, `run` is called without the wrapper that disables Dynamo, since the wrapper would cost more than a hook.
+    In a strict export, Dynamo traces `traced`; otherwise Dynamo breaks the graph around `run`. If Dynamo is not active,
+    the function calls `run` without the wrapper that disables Dynamo, since the wrapper would cost more than a hook.
 
     Args:
         run: the function for ordinary calls.
@@ -52,10 +52,10 @@ def outside(run: Call, traced: Call) -> Call:
             return (traced if is_traced() else run)(*args, **kwargs)
         return traced(*args, **kwargs) if _is_exporting() else around(*args, **kwargs)
 
-    # without this, dynamo would try to compile `choose` for each module anew, and give up after eight
+    # otherwise Dynamo would compile `choose` again for each module, and give up after eight
     skip_code(choose.__code__)
     return functools.update_wrapper(choose, run)
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing; stands in for a function that only counts."""
+    """Do nothing; stands in for a function that only observes, while torch traces."""

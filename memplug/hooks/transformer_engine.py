@@ -1,36 +1,36 @@
-"""Transformer Engine: runs its modules as units of a region, in FP8 with the scales of their forward.
+"""Runs Transformer Engine's modules as units of a region; in FP8 they run again with the scales of their forward.
 
-The modules call kernels that torch's dispatcher does not see. Each module can be run again by itself, and the tensors
-that it saves for backward reach memplug one by one (memplug.tokenwise.engine.units):
+The modules call kernels that torch's dispatcher does not see. memplug can run each module again by itself, and sees the
+tensors that it saves for backward (memplug.tokenwise.engine.units):
 
-| class | made of | by rows |
+| class | operations | runs again |
 |---|---|---|
-| `Linear`, `LayerNormLinear` | a product, and a norm of each token's features in front of it | yes |
-| `LayerNormMLP` | two of these, and an activation element by element | yes |
-| `LayerNorm`, `RMSNorm` | a norm of each token's features | yes |
-| `GroupedLinear` | a product for each expert: its tokens are counted in a list | whole |
+| `Linear`, `LayerNormLinear` | a matmul; in `LayerNormLinear` after a norm of each token's features | by rows |
+| `LayerNormMLP` | a norm of each token's features, two matmuls, an elementwise activation | by rows |
+| `LayerNorm`, `RMSNorm` | a norm of each token's features | by rows |
+| `GroupedLinear` | a matmul for each expert; a list has each expert's number of tokens | whole |
 | `DotProductAttention` | attention | whole |
-| any other | one unit, unless it is made of these | whole |
+| any other without modules of these classes | any | whole |
 
-A module runs by rows only if no other rank takes part and nothing is quantized: a scale belongs to a tensor or a part
-of it, and a transposed copy has no rows. Other ranks take part if the module's tensor-parallel or context-parallel
-group has more than one rank. Then all ranks of the group run the unit again, or none does
+A module runs by rows only if no other rank takes part and nothing is quantized: a scale covers a tensor or a part of
+it, and a transposed copy has no rows. Other ranks take part if the module's tensor-parallel or context-parallel group
+has more than one rank. Then either all ranks of the group run the unit again, or none does
 (memplug/tokenwise/agreement.py).
 
 | patched | on | why |
 |---|---|---|
-| `checkpoint` | `transformer_engine.pytorch`, its `distributed` | refused: memplug recomputes the same |
-| `get_cpu_offload_context` | `transformer_engine.pytorch`, its `cpu_offload` | refused: memplug offloads the same |
+| `checkpoint` | `transformer_engine.pytorch`, its `distributed` | to refuse it: memplug takes its place |
+| `get_cpu_offload_context` | `transformer_engine.pytorch`, its `cpu_offload` | to refuse it: memplug takes its place |
 
-Delayed scaling: in a forward under `activation_recompute_forward`, each module puts a copy of its scales and amax
-histories into a queue. In the recompute phase the module runs with the first copy in the queue. memplug takes the copy
-out when the unit's own forward ends, and puts it in front of the queue when the unit runs again. So the order of runs
-does not matter: micro-batches may be in flight, and some units never run again. memplug sets autocast to the forward's
-state instead of entering it, since leaving it would update the scales once more.
+Delayed scaling: in a forward under `activation_recompute_forward`, each module appends a copy of its scales and amax
+histories to a queue; in the recompute phase, it runs with the first copy in the queue. memplug removes the copy when
+the unit's forward ends, and puts it at the front of the queue before the unit runs again. So micro-batches may run
+again in any order, and a unit need not run again. memplug restores the forward's autocast state without entering an
+autocast, since leaving one would update the scales once more.
 
-Known in transformer-engine 1.13 to 2.20, from their sources. 2.20.2 ran on an H200 in bfloat16 and in FP8 by delayed,
-current and block scaling, with flash-attn's attention and with Transformer Engine's own unfused attention. cuDNN's
-attention could not be loaded there.
+According to their sources, transformer-engine 1.13 to 2.20 have these symbols. 2.20.2 ran on an H200 in bfloat16 and in
+FP8 with delayed, current and block scaling, with flash-attn and with Transformer Engine's own unfused attention.
+cuDNN's attention could not be loaded there.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def parts_of(region: nn.Module) -> list[tuple[str, nn.Module, str]]:
     """Return the modules of Transformer Engine inside a region that become units, in the region's order.
 
     Returns:
-        (name, module, Transformer Engine class that it derives from) for each; the class is "" if it is not known.
+        (name, module, class) for each. The class is the known Transformer Engine class that it derives from, or "".
     """
     found: list[tuple[str, nn.Module, str]] = []
 
@@ -102,7 +102,7 @@ def parts_of(region: nn.Module) -> list[tuple[str, nn.Module, str]]:
 
 
 def hook(regions: Sequence[nn.Module], attached: AttachedModel) -> None:
-    """Run the modules of Transformer Engine in these regions as units, until the session detaches.
+    """Run the modules of Transformer Engine in the session's regions as units, until the session detaches.
 
     Args:
         regions: the modules of the session's regions, in the regions' order.
@@ -175,7 +175,7 @@ class _UnitState:
     """The state that a unit's forward ran with.
 
     Attributes:
-        is_quantized: True if the forward may have used scales; otherwise `autocast` alone is restored.
+        is_quantized: True if the forward may have used scales; otherwise only `autocast` is restored.
         autocast: autocast's state, as Transformer Engine returns and accepts it.
         is_first: for each of the unit's modules, whether it was the first module of the autocast.
         scales: copies of scales and amax histories, each with the number of its queue.
@@ -188,12 +188,12 @@ class _UnitState:
 
 
 class _Passes:
-    """The forward and the repeated runs of one unit.
+    """Makes the contexts for the forward of one unit, and for running it again.
 
     Args:
         module: the unit's module.
-        is_known: True if the module enters an autocast of its own only if `will_execute_quantized` says so, as
-            Megatron-Core's classes do.
+        is_known: True if the module's class is a known one. It then enters an autocast of its own only if
+            `will_execute_quantized` returns True (Megatron-Core's classes).
     """
 
     def __init__(self, module: nn.Module, is_known: bool):
@@ -203,7 +203,7 @@ class _Passes:
         self._asked = [ask for ask in asked if ask is not None]
 
     def forward(self) -> AbstractContextManager[_UnitState]:
-        """Return a context for a forward; its state is complete once the context exits."""
+        """Return a context for a forward, which yields the unit's state; the state is complete once it exits."""
         state = _UnitState(self.is_quantized(), _autocast()[0]())
         return self._noting(state) if state.is_quantized else contextlib.nullcontext(state)
 
@@ -248,20 +248,20 @@ class _Passes:
                 yield
         finally:
             put(now)
-            del firsts[: len(firsts) - before]  # entries that an error has left there
+            del firsts[: len(firsts) - before]  # entries that are left over after an error
             for number, length in lengths.items():
                 for _ in range(len(queues[number]) - length):
                     queues[number].popleft()
 
     def is_quantized(self) -> bool:
-        """Return whether a forward that begins now may quantize tensors, or collects amaxes."""
+        """Return whether a forward that begins now may quantize tensors or collect amaxes."""
         manager = _manager()
         if not self._is_known or manager.is_fp8_enabled() or manager.is_fp8_calibration():
             return True
         return bool(self._asked) and any(ask(False) for ask in self._asked)
 
     def kept_casts(self) -> list[torch.Tensor]:
-        """Return the casts of weights that modules keep for all micro-batches of a step, and the tensors in them."""
+        """Return the casts of weights that modules cache for all micro-batches of a step, and the tensors in them."""
         found = []
         for part in self._modules:
             for cast in getattr(part, "_fp8_workspaces", {}).values():
@@ -269,7 +269,7 @@ class _Passes:
         return found
 
     def _queues(self) -> list[tuple[int, Any]]:
-        """Return (number, queue) for each of the unit's modules that has a queue of copies of scales by now."""
+        """Return (number, queue) for each module of the unit that already has a queue of copied scales."""
         manager = _manager()
         queues = getattr(manager, "quantization_state", manager).fp8_tensors_recompute_buffer
         numbers = [part.fp8_meta[_QUEUE] for part in self._modules if _QUEUE in part.fp8_meta]
@@ -278,7 +278,7 @@ class _Passes:
 
 @contextlib.contextmanager
 def _inside_autocast() -> Iterator[None]:
-    """Make each autocast in this context an inner one: only the outermost autocast updates the scales when it ends."""
+    """Make each autocast in this context a nested one: only the outermost autocast updates the scales when it ends."""
     manager = _manager()
     owner = getattr(manager, "quantization_state", manager)
     name = next(name for name in ("autocast_depth", "AUTOCAST_DEPTH", "FP8_AUTOCAST_DEPTH") if hasattr(owner, name))
@@ -293,7 +293,7 @@ def _inside_autocast() -> Iterator[None]:
 def _autocast() -> tuple[Any, Any]:
     """Return the functions that get and set the state of autocast."""
     manager = _manager()
-    for prefix in ("", "fp8_"):  # before 2.9
+    for prefix in ("", "fp8_"):  # "fp8_" before 2.9
         get = getattr(manager, f"get_{prefix}autocast_state", None)
         put = getattr(manager, f"set_{prefix}autocast_state", None)
         if get is not None and put is not None:
@@ -303,7 +303,7 @@ def _autocast() -> tuple[Any, Any]:
 
 @functools.cache
 def _manager() -> Any:
-    for name in ("quantization", "fp8"):  # before 2.9
+    for name in ("quantization", "fp8"):  # "fp8" before 2.9
         with contextlib.suppress(ImportError, AttributeError):
             return importlib.import_module(f"transformer_engine.pytorch.{name}").FP8GlobalStateManager
     raise PatchError("transformer_engine.pytorch.quantization.FP8GlobalStateManager", VERSIONS)

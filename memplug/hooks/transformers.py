@@ -1,4 +1,4 @@
-"""Hugging Face models: finds their decoder layers, refuses gradient checkpointing, copies their caches."""
+"""Adapts Hugging Face models: finds their decoder layers, refuses gradient checkpointing, copies their caches."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ LAYER_CLASS = "transformers.modeling_layers.GradientCheckpointingLayer"  # trans
 
 
 class Transformers(Framework):
-    """Hugging Face's layers and caches. Counts as part of every target: a user's own class may take a cache too."""
+    """Hugging Face's layers and caches. It handles every target, since a user's own layers may take a cache too."""
 
     def is_in(self, target: AttachTarget) -> bool:
-        """Return True: any model may contain such layers."""
+        """Return True, since any model may contain such layers or take a cache."""
         return True
 
     def layers(self, model: nn.Module) -> Layers:
-        """Return the outermost modules of the class that transformers gives every checkpointable layer."""
+        """Return the outermost modules of transformers' base class for layers that support gradient checkpointing."""
         return outermost(instances(model, LAYER_CLASS))
 
     def is_expert(self, module: nn.Module) -> bool:
-        """Return whether a module's class is named as one with experts."""
+        """Return whether the name of a module's class contains "Experts"."""
         return "Experts" in type(module).__name__
 
     def check(self, target: AttachTarget, modules: Layers) -> None:
-        """Raise `ConflictError` if gradient checkpointing is on in a layer that shares operators with a region."""
+        """Raise `ConflictError` if gradient checkpointing is on in a layer that is, contains or lies in a region."""
         for name, _ in modules:
             check_checkpointing_is_off(layers_around(target.model, name))
 
@@ -42,7 +42,7 @@ class Transformers(Framework):
 
 
 def layers_around(model: nn.Module, region: str) -> Layers:
-    """Return the checkpointable layers that are the region, lie in it or contain it."""
+    """Return the layers that support gradient checkpointing and are the region, lie in it or contain it."""
     return [
         (name, layer)
         for name, layer in instances(model, LAYER_CLASS)
@@ -71,21 +71,12 @@ def arguments(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
-    """Return a region's forward and arguments in training, with copies of the key-value caches.
+    """Return a region's forward and arguments, changed so that each run gets copies of the key-value caches.
 
-    Models make such caches by default, also in training.
-
-    Args:
-        layers: `layers_around` the region.
-        region: the region's name.
-        uses: the model's uses of caches.
-        module: the region's module.
-        call: its forward.
-        args: its arguments.
-        kwargs: its keyword arguments.
+    Models make such caches by default, also in training. `layers` are the result of `layers_around` for the region.
 
     Raises:
-        ConflictError: tensors of a cache are gone, or checkpointing was switched on since attaching.
+        ConflictError: memplug cannot make tensors of a cache again, or checkpointing was switched on since attaching.
     """
     check_checkpointing_is_off(layers)
     if not any(map(caches.is_cache, (*args, *kwargs.values()))):

@@ -20,11 +20,6 @@ from memplug.tokenwise.engine.units import Unit
 def make_unit(module: nn.Module, unit: Unit, attached: AttachedModel) -> None:
     """Make a module's forward run as a unit, until the session detaches.
 
-    Args:
-        module: the module.
-        unit: the unit that its forward runs as.
-        attached: the session.
-
     Raises:
         ConflictError: the forward was replaced on the instance.
     """
@@ -50,7 +45,7 @@ def make_unit(module: nn.Module, unit: Unit, attached: AttachedModel) -> None:
 
 @once_for_each_class
 def _unit_class(original: type) -> type:
-    """Return a subclass of `original` that runs as a unit."""
+    """Return a subclass of `original` whose forward runs as a unit."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         unit = self.__dict__.get(UNIT)
@@ -75,7 +70,7 @@ def watch_functions(functions: HiddenFunctions, attached: AttachedModel) -> None
 
     def undo() -> None:
         if vars(base).get("apply") is patched:
-            base.apply = original  # otherwise other code patched it since, and still calls `apply`
+            base.apply = original  # otherwise other code has patched it since, and still calls `apply`
 
     def detach() -> None:
         stopped = held()

@@ -1,6 +1,6 @@
-"""Withheld tensors: a region put them into a key-value cache, and memplug makes them again once they are used.
+"""Withholds tensors that a region puts into a key-value cache, and makes them again once the program uses them.
 
-Until then they have no memory. They can be made again as long as their graph exists.
+Until then they take no memory. memplug can make them again as long as their autograd graph exists.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ class Uses:
     """Records how the forwards of a model use caches.
 
     Attributes:
-        again: True once a tensor that a region put into a cache was used in another forward; from then on regions
-            leave their tensors in the caches.
+        again: True once the program has used a withheld tensor; from then on regions leave their tensors in the caches.
     """
 
     again: bool = False
 
 
 class Withheld:
-    """The withheld tensors that one run has put into a cache or into a layer of one.
+    """The tensors that memplug withholds from one cache, or one layer of a cache, after one run of a region.
 
     Args:
         region: name of the region that ran.
-        uses: the model's uses of caches.
-        before: the state of the layer before the run; None for a cache itself, or for a layer that had tensors then.
+        uses: how the model's forwards use caches.
+        before: the state of the layer before the run; None for a cache itself, or if the layer already had tensors.
 
     Attributes:
-        look: the layer with meta tensors in place of the withheld ones.
-        state: the attributes that contain withheld tensors, by name.
+        look: a copy of the layer with meta tensors in place of the withheld ones.
+        state: the layer's attributes with withheld tensors, by name, with meta tensors in place of these.
     """
 
     def __init__(self, region: str, uses: Uses, before: dict[str, Any] | None = None):
@@ -52,7 +51,7 @@ class Withheld:
         self._made: dict[int, torch.Tensor] | None = None
 
     def __bool__(self) -> bool:
-        """Return whether a tensor is withheld."""
+        """Return whether any tensor is withheld."""
         return bool(self._places)
 
     def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -62,7 +61,7 @@ class Withheld:
         return place
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor stands for a withheld one."""
+        """Return whether a tensor is a meta tensor that stands for a withheld one."""
         return any(place is tensor for place, _ in self._places)
 
     def filled(self, value: Any) -> Any:
@@ -94,11 +93,11 @@ class Withheld:
 
 
 def withhold(layer: Any, state: dict[str, Any], withheld: Withheld) -> None:
-    """Remove withheld tensors from a layer, and make it ask for them on first use.
+    """Remove withheld tensors from a layer; their first use makes them again.
 
     Args:
-        layer: the layer to change.
-        state: its state, with meta tensors.
+        layer: the cache's layer.
+        state: the layer's new state, with meta tensors in place of the withheld ones.
         withheld: the withheld tensors.
     """
     withheld.look = object.__new__(type(layer))
@@ -111,7 +110,7 @@ def withhold(layer: Any, state: dict[str, Any], withheld: Withheld) -> None:
 
 
 def give_back(layer: Any) -> None:
-    """Restore a layer's withheld tensors, and its own class."""
+    """Make a layer's withheld tensors again, and restore the layer's own class."""
     withheld = vars(layer)[WITHHELD]
     state = {name: withheld.filled(value) for name, value in withheld.state.items()}
     del vars(layer)[WITHHELD]
@@ -121,10 +120,9 @@ def give_back(layer: Any) -> None:
 
 @once_for_each_class
 def _withholding(own: type) -> type:
-    """Return the class of a cache's layer while tensors are withheld: it knows its length, and on use makes them again.
+    """Return the subclass of `own` that a cache's layer has while its tensors are withheld.
 
-    Args:
-        own: the layer's own class.
+    Its `get_...` methods (such as the one for the length) work without the tensors. Other uses make them again.
     """
 
     def ask(self: Any, name: str) -> Any:
@@ -159,7 +157,7 @@ def _withholding(own: type) -> type:
 
 
 def _looking(name: str) -> Callable[..., Any]:
-    """Return a method that answers as the layer would, from the sizes of its tensors."""
+    """Return a method that calls the layer's own method on a copy with meta tensors."""
 
     def look(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(vars(self)[WITHHELD].look, name)(*args, **kwargs)
@@ -168,11 +166,11 @@ def _looking(name: str) -> Callable[..., Any]:
 
 
 def copied(value: Any, layers: type = list) -> Any:
-    """Return a copy of a cache's state that shares the tensors, but can change without changing the original.
+    """Return a copy of a cache's state: changing the copy does not change the original, but both share the tensors.
 
     Args:
         value: the state, or a part of it.
-        layers: the type that a cache's list of layers is copied to; the layers themselves are not copied.
+        layers: the type of the copy of a cache's list of layers; the layers themselves are not copied.
     """
     if type(value) is dict:
         return {key: copied(each) for key, each in value.items()}
@@ -196,7 +194,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the value with each tensor replaced by `change(tensor)`."""
+    """Return the value with each tensor in it replaced by `change(tensor)`."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) is dict:

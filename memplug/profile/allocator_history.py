@@ -1,10 +1,10 @@
 """Reads memory snapshots of torch's CUDA allocator (`torch.cuda.memory._dump_snapshot`).
 
-The result is the history of a device: the requests, the frees, and the memory that torch reserved for them.
+The result is the history of one device: its requests, their frees, and the memory that torch reserved.
 
-A snapshot holds the latest events of each device, and the blocks in use when it was taken (torch/cuda/memory.py,
-`_snapshot`). Older events may be lost. A block without a malloc counts as in use from the first event, and a block
-without a free up to the last event.
+A snapshot contains the latest events of each device, and the blocks that were in use at the time of the snapshot
+(torch/cuda/memory.py, `_snapshot`). Older events may be missing. A block without a malloc counts as in use from the
+first event on, and a block without a free counts as in use to the end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from memplug.profile.trace import (
 ADDRESSES, MADE_UP = "addresses", "made up by memplug"
 """Key and value that mark a snapshot as made by memplug from a trace (`show.snapshot`)."""
 
-_FREED = ("free_completed", "free_requested")  # the first of these actions that a history has ends its blocks' lives
+_FREED = ("free_completed", "free_requested")  # a block's life ends with the first of these that the history has
 _RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _DAMAGED = "Copy it again from where it was written, or write it again with torch.cuda.memory._dump_snapshot."
 _MOST_BYTES = 1 << 56  # largest size or address; no machine has more
@@ -47,11 +47,11 @@ class History:
     """The history of torch's allocator on one device.
 
     Attributes:
-        trace: requests of the device, with the sizes requested; its layers are the places in the code that made them.
+        trace: the device's requests, with the sizes requested; its layers are the lines of code that made the requests.
         device: number of the device.
         devices: numbers of all devices with events in the snapshot.
-        reserved_bytes: most bytes that torch reserved at a time; None if the snapshot does not say, or memplug made it.
-        missing: number of events that must have been lost, because recording was off for a while.
+        reserved_bytes: the most bytes that torch reserved at a time; None if unknown, or if memplug made the snapshot.
+        missing: number of events that must have happened while torch did not record.
         out_of_memory: number of requests that failed.
     """
 
@@ -66,9 +66,6 @@ class History:
 def is_snapshot(path: str | Path) -> bool:
     """Return whether a file is a pickle.
 
-    Args:
-        path: path of the file.
-
     Raises:
         TraceError: the file cannot be read.
     """
@@ -77,11 +74,11 @@ def is_snapshot(path: str | Path) -> bool:
 
 
 def load(path: str | Path, device: int | None = None) -> History:
-    """Read a snapshot as data: nothing in it is run.
+    """Read a snapshot without running code from its pickle.
 
     Args:
         path: path of the pickle.
-        device: number of the device; None for the one with the most events.
+        device: number of the device, by default the one with the most events.
 
     Returns:
         The history of the device.
@@ -138,7 +135,7 @@ def _history(snapshot: Any, device: int | None, file_bytes: int) -> History:
 
 
 def _blocks(segments: Iterable[Mapping[str, Any]], file_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield address and requested size of the blocks in use at the end.
+    """Yield address and requested size of the blocks that were in use at the time of the snapshot.
 
     Raises:
         TraceError: there are more blocks than the file has bytes. A damaged pickle can refer to one block many times.
@@ -174,7 +171,7 @@ class _Replay:
         self._seen: set[int] = set()
         self._streams: dict[Any, int] = {0: 0}
         self._sites: dict[str, int] = {}
-        self._site_of: dict[int, int] = {}  # number of a place in the code, by the `id` of a list of frames
+        self._site_of: dict[int, int] = {}  # index in `_sites`, by the `id` of a list of frames
         self._changes: list[int] = []  # changes of the reserved bytes
         self._requests = 0
         self.base_bytes = 0
@@ -195,10 +192,10 @@ class _Replay:
                     self._lose(_size(entry["addr"]), size)
 
     def end(self, blocks: Iterable[tuple[int, int]], *, known: bool) -> None:
-        """Compare the replay with the blocks in use at the end.
+        """Complete the replay with the blocks that were in use at the time of the snapshot.
 
-        A block without events was in use all along. If the blocks are `known`, every other block that the replay left
-        in use was freed, and its free is missing.
+        A block without events was in use all along. If the snapshot has `blocks` (`known`), the free of every other
+        block in use is missing, and the replay frees the block now.
         """
         at_end = set()
         for address, size in blocks:
@@ -214,7 +211,7 @@ class _Replay:
                 self._drop(address)
 
     def most_reserved(self, at_end: int) -> int:
-        """Return the most bytes that were reserved at a time, given those reserved at the end."""
+        """Return the most bytes that torch reserved at a time, from the bytes that were reserved at the end."""
         most = reserved = at_end
         for change in reversed(self._changes):
             reserved -= change
@@ -257,14 +254,14 @@ class _Replay:
         if address in self._live:
             self._drop(address, missing=0)
         elif address in self._seen:
-            self.missing += 1  # its malloc: the block that the replay last saw at this address was freed
+            self.missing += 1  # the malloc is missing: the block that the replay last saw at this address was freed
         else:
             self._seen.add(address)
             self.base_bytes += size
             self._rows.append((EventKind.FREE, -1, size, self._stream(entry), -1))
 
     def _lose(self, address: int, size: int) -> None:
-        """Free the blocks in use that overlap an address range: their own frees are missing."""
+        """Free the blocks in use that overlap an address range, and count their frees as missing."""
         at = bisect.bisect_right(self._order, address)
         if at and self._order[at - 1] + self._live[self._order[at - 1]][1] > address:
             at -= 1
@@ -281,11 +278,11 @@ class _Replay:
         return self._streams.setdefault(entry.get("stream", 0), len(self._streams))
 
     def _site(self, frames: Sequence[Mapping[str, Any]]) -> int:
-        """Return the number of the place in the code that made a request; -1 if unknown.
+        """Return the index in `_sites` of the code that made a request; -1 if unknown.
 
-        It is the innermost Python frame outside torch, or else the innermost one in torch.
+        The code is the innermost Python frame outside torch, or else the innermost Python frame in torch.
         """
-        # Many events share one list of frames: a pickle holds it once.
+        # many events share one list of frames, which the pickle contains once
         if (known := self._site_of.get(id(frames))) is not None:
             return known
         name = next(map(_named, filter(_is_users, frames)), "") or next(map(_named, filter(_is_python, frames)), "")

@@ -9,7 +9,7 @@ COLLECTIVES = tuple(f"{namespace}::" for namespace in COLLECTIVE_NAMESPACES)
 """Prefixes of the names of the operators in `COLLECTIVE_NAMESPACES`."""
 
 SCALED_MATMULS = ("aten::_scaled_mm",)
-"""Matrix products whose first arguments are the factors, followed by scales."""
+"""Matmuls whose first two arguments are the factors, followed by their scales."""
 
 MATMULS = (
     *("aten::mm", "aten::addmm", "aten::_addmm_activation", "aten::bmm", "aten::baddbmm", "aten::addbmm"),

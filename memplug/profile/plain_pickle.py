@@ -1,7 +1,7 @@
 """Reads a pickle of plain data: numbers, text, bytes, lists, tuples and dicts; imports nothing and calls nothing.
 
-A `pickle.Unpickler` that refuses every global would not do: numbers in a damaged or hostile file can make it allocate
-any amount of memory. This reader allocates no more than a small multiple of the file's size.
+A `pickle.Unpickler` that refuses every global is not safe enough: numbers in a damaged or hostile file can make it
+allocate any amount of memory. This reader allocates no more than a small multiple of the file's size.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ _NEWEST = 5  # the newest pickle protocol
 
 
 class NotPlainError(ValueError):
-    """The pickle tries to import or to call something."""
+    """The pickle would import or call something."""
 
 
 def is_pickle(beginning: bytes) -> bool:
-    """Return whether a file begins as a pickle of protocol 2 or newer."""
+    """Return whether a file's first bytes are those of a pickle of protocol 2 or newer."""
     return len(beginning) >= 2 and beginning[:1] == PROTO and 2 <= beginning[1] <= _NEWEST
 
 
@@ -100,7 +100,7 @@ class _Reader:
         self.at = 0
         self._content = content
         self._stack: list[Any] = []
-        self._outer: list[list[Any]] = []  # the stack below each open mark
+        self._outer: list[list[Any]] = []  # for each MARK without its end yet, the stack below it
         self._memo: dict[int, Any] = {}
 
     def read(self) -> Any:

@@ -1,9 +1,9 @@
-"""Watches the operators of training and records whole steps: the front end of the native core.
+"""Watches the operators of training and records whole steps, through the native core.
 
-See Chameleon, section 4, and STWeaver, section 4. Watching yields one integer for each operator, at the cost of a
-callback: enough to detect that the program changed. Recording yields a `Trace`: it adds each operator's pass,
-micro-batch and layer, the requests for memory and, in full detail, the storages that operators use. A process has one
-recorder, since operators and allocators belong to the process.
+See Chameleon, section 4, and STWeaver, section 4. Watching calls back once for each operator, and yields the operator's
+number: enough to detect that the program changed. Recording yields a `Trace`, which also has each operator's pass,
+micro-batch and layer, the requests for memory and, with `Detail.TENSORS`, the storages that operators use. A process
+has one recorder, since operators and allocators belong to the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memplug.profile.trace import OPERATOR, REQUEST_EVENT, TENSOR, USE, Fingerpr
 
 Place = tuple[int, int, int]  # pass, micro-batch, layer
 
-_DTYPES = {  # dtype names by scalar type, where the two names differ in more than case
+_DTYPES = {  # torch's dtype names, by names of c10::ScalarType that differ from them in more than case
     "Float": "float32",
     "Double": "float64",
     "Half": "float16",
@@ -39,20 +39,20 @@ _DTYPES = {  # dtype names by scalar type, where the two names differ in more th
 
 
 class Detail(enum.IntEnum):
-    """The detail of a recording; each level includes the ones before."""
+    """Level of detail of a recording."""
 
     REQUESTS = 1  # operators with their places, and requests
     TENSORS = 2  # also the storages that each operator reads and writes
 
 
 class Recorder:
-    """Watches operators from its construction until `stop`, on the calling thread and autograd's.
+    """Watches operators from its construction until `stop`, on the constructing thread and autograd's threads.
 
     Args:
-        device: the device whose memory is recorded, the CPU or a CUDA device.
+        device: the device whose memory is recorded.
 
     Attributes:
-        recording: True between `begin` and `end`.
+        recording: True between `begin` and `end` or `drop`.
         suspended: `with recorder.suspended:` surrounds memplug's own operators. Traces contain them; the sequence that
             `take` returns does not.
 
@@ -79,8 +79,8 @@ class Recorder:
     def take(self) -> np.ndarray | None:
         """Return the numbers of the program's operators since the last call, in order; None if they are not watched.
 
-        Operators that run without gradients outside a backward (a validation, the optimizer) are left out. The sequence
-        is cut after 4 million operators.
+        The program does not include operators that run without gradients outside of backward (a validation, the
+        optimizer). The sequence ends after 4 million operators.
 
         Returns:
             int32[operators].
@@ -89,15 +89,15 @@ class Recorder:
         return np.frombuffer(buffer, np.int32) if self._watching or self.recording else None
 
     def take_nodes(self) -> int:
-        """Return the number of autograd nodes that the calling thread's program made since the last call.
+        """Return the number of autograd nodes that the program made on the calling thread since the last call.
 
-        Counting costs nothing, whether operators are watched or not.
+        This costs nothing, and works whether operators are watched or not.
         """
         before, self._nodes = self._nodes, self._native.nodes()
         return self._nodes - before
 
     def begin_program(self) -> None:
-        """Begin a step's program at its first forward with gradients; earlier operators are no part of it."""
+        """Begin a step's program, at its first forward with gradients; drop earlier operators and nodes."""
         self.take()
         self.take_nodes()
         self._native.mark_peak()
@@ -110,7 +110,7 @@ class Recorder:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the operator names by number."""
+        """Return the names of operators, by the operator's number."""
         return tuple(self._native.operator_names())
 
     def stop(self) -> None:
@@ -119,10 +119,11 @@ class Recorder:
         self._release()
 
     def place_hooks(self) -> Any:
-        """Return the hooks by which forwards, layers and the optimizer report where the training thread is.
+        """Return the native functions to call when the training thread enters or leaves a forward, layer or optimizer.
 
-        A backward needs no hook: its graph's nodes identify it. `layer_hooks(index)` returns two module hooks for the
-        layer of that index in the trace. `enter_forward` takes the running number of the micro-batch in the step.
+        Backward needs no hook, since its graph's nodes identify it. `layer_hooks(index)` returns a forward pre-hook and
+        a forward hook for the layer of that index in the trace. `enter_forward` takes the number of the micro-batch in
+        the step, from 0.
         """
         return self._native.PlaceHooks()
 
@@ -138,9 +139,6 @@ class Recorder:
 
     def begin(self, detail: Detail) -> None:
         """Begin to record, at the beginning of a step; `end` or `drop` ends the recording.
-
-        Args:
-            detail: the detail of the recording.
 
         Raises:
             RecorderError: the requests of this device cannot be observed.
@@ -158,7 +156,7 @@ class Recorder:
 
         Args:
             fingerprint: the job and the inputs of the step.
-            layers: the layers by index, as `layer_hooks` counts them.
+            layers: the layers, in the order of the indices passed to `layer_hooks`.
         """
         assert self.recording, "`begin` comes first"
         duration_s = time.perf_counter() - self._begun
@@ -192,7 +190,7 @@ class Recorder:
 
     @property
     def peak_bytes(self) -> int:
-        """Return the largest memory in use since the program began, or since the recording began if that was later.
+        """Return the most bytes in use since `begin_program`, or since `begin` if that was later.
 
         On the CPU, only memory that was allocated during a recording counts.
         """
@@ -220,12 +218,12 @@ class Recorder:
         else:
             index = self._listen_to_cuda()
             stats = torch.cuda.memory_stats(index)
-            # torch counts a freed block as requested while another stream reads it; the recorder has seen its free
+            # torch counts a freed block as requested while another stream uses it, but has already reported its free
             pending = stats["active_bytes.all.current"] - stats["allocated_bytes.all.current"]
             self._native.begin_requests(max(0, stats["requested_bytes.all.current"] - pending))
 
     def _listen_to_cuda(self) -> int:
-        """Install the listener of torch's CUDA allocator; return the index of the device."""
+        """Install the listener in torch's CUDA allocator; return the index of the device."""
         if not hasattr(self._native, "install_cuda"):
             raise RecorderError(
                 "requests for CUDA memory cannot be recorded: CUDA's headers were not there when the native core was "
@@ -233,7 +231,7 @@ class Recorder:
                 _header_advice(torch.version.cuda),
                 code="MP006",
             )
-        torch.cuda.init()  # before this the allocator has no devices, and would attach the listener to none
+        torch.cuda.init()  # until then the allocator has no devices to attach the listener to
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
         try:
             self._native.install_cuda(index)
@@ -254,7 +252,7 @@ class Recorder:
 
 
 def dtype_numbers(core: Any) -> dict[str, int]:
-    """Return torch's numbers of scalar types, by the dtype names in traces."""
+    """Return the numbers of torch's scalar types, by the dtype names that traces use."""
     return {_DTYPES.get(name, name.lower()): number for number, name in enumerate(core.scalar_types())}
 
 
@@ -293,7 +291,7 @@ def _trace(
     events: np.ndarray,
     **rest: object,
 ) -> Trace:
-    """Return a trace with its own numbering of the names, dtypes and phases that occur."""
+    """Return a trace; number the names, dtypes and phases that occur in it from 0."""
     used, name = np.unique(operators["name"], return_inverse=True)
     kinds, dtype = np.unique(tensors["dtype"], return_inverse=True)
     packed, phase = np.unique(np.concatenate([operators["phase"], events["phase"]]), return_inverse=True)
@@ -305,7 +303,8 @@ def _trace(
         dtypes=tuple(_DTYPES.get(scalar_types[kind], scalar_types[kind].lower()) for kind in kinds),
         phases=tuple(Phase(Pass(value % 8), int(value) // 8 - 1) for value in packed),
         operators=operators,
-        uses=uses[np.argsort(uses["operator"], kind="stable")],  # outputs were noted after the uses of inner operators
+        # an operator's outputs were recorded after the uses of the operators inside it
+        uses=uses[np.argsort(uses["operator"], kind="stable")],
         tensors=tensors,
         events=events,
         **rest,

@@ -1,4 +1,4 @@
-"""The rows of a trace, as numpy dtypes and as values: operators, storages, their uses and requests for memory."""
+"""Defines the rows of a trace, as numpy dtypes and dataclasses: operators, storages, uses, requests for memory."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 
 
 class Pass(enum.IntEnum):
-    """The part of a training step that runs."""
+    """Part of a training step."""
 
-    OTHER = 0  # between the others: data loading, logging
+    OTHER = 0  # between the other passes: data loading, logging
     FORWARD = 1
     BACKWARD = 2
     OPTIMIZER = 3
-    EITHER = 4  # a forward or a backward: files of format 0 do not say which
-    NO_GRAD = 5  # a forward without a backward: validation, or a reference model
+    EITHER = 4  # forward or backward: files of format 0 do not say which
+    NO_GRAD = 5  # forward without backward: validation, or a reference model
 
 
 class EventKind(enum.IntEnum):
-    """The kind of a request for memory."""
+    """Kind of an event: a request's malloc or its free."""
 
     MALLOC = 0
     FREE = 1
@@ -33,9 +33,9 @@ OPERATOR = np.dtype(
         ("name", "<i4"),  # index into Trace.names
         ("phase", "<i4"),  # index into Trace.phases
         ("layer", "<i4"),  # index into Trace.layers, -1 outside layers
-        ("time_ns", "<i8"),  # time at which the host dispatched it, since the recording began
-        ("in_use_bytes", "<i8"),  # device memory in use when it began
-        ("depth", "<i2"),  # number of operators that it runs inside; -1: not part of the program; -2: memplug's own
+        ("time_ns", "<i8"),  # when the host dispatched the operator, since the recording began
+        ("in_use_bytes", "<i8"),  # device memory in use when the operator began
+        ("depth", "<i2"),  # number of operators that it runs inside of; -1: not part of the program; -2: memplug's own
     ]
 )
 USE = np.dtype([("operator", "<i4"), ("tensor", "<i4"), ("output", "?")])  # sorted by operator, in program order
@@ -44,15 +44,15 @@ REQUEST_EVENT = np.dtype(
     [
         ("kind", "<i4"),  # EventKind
         ("request", "<i8"),  # running number of the malloc, from 0; -1: allocated before the recording
-        ("nbytes", "<i8"),  # requested size, unrounded; of a free: 0, or with request -1 its size if known
+        ("nbytes", "<i8"),  # requested size, unrounded; of a free: 0, but with request -1 the size if known
         ("stream", "<i8"),  # running number of the stream in this trace; 0 on the CPU
         ("operator", "<i8"),  # the running operator, or the last one that ran; -1: none yet
         ("phase", "<i4"),
         ("layer", "<i4"),
-        ("thread", "<i4"),  # 0: the training thread and autograd's; other threads by running number
+        ("thread", "<i4"),  # 0: the training thread or one of autograd's; other threads are numbered from 1
     ]
 )
-REQUEST = np.dtype(  # a malloc and its free; the free_ columns are -1 if it was live when the recording ended
+REQUEST = np.dtype(  # a malloc and its free; if the recording ended before the free, the free_ columns are -1
     [
         ("number", "<i8"),  # index of the row
         ("nbytes", "<i8"),
@@ -77,8 +77,8 @@ class Phase:
     """One forward or backward of one micro-batch, the optimizer, or an interval between them.
 
     Attributes:
-        kind: the kind of phase.
-        micro_batch: running number in the step (for 1F1B: in the order of the forwards), -1 if it has none.
+        kind: the phase's pass.
+        micro_batch: number of the micro-batch in the step, from 0, in the order of the forwards; -1 without one.
     """
 
     kind: Pass
@@ -87,7 +87,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A module that memory is accounted to.
+    """A module to which the recorder attributes memory.
 
     Attributes:
         name: qualified name of the module.
@@ -130,11 +130,11 @@ class Fingerprint:
 
     @property
     def job(self) -> Fingerprint:
-        """Return the fingerprint without inputs and rank; it is the same for ranks that run the same layers."""
+        """Return the fingerprint without inputs and rank: the same for all ranks that run the same layers."""
         return replace(self, inputs=(), rank=0)
 
     def changes(self, later: Fingerprint) -> list[str]:
-        """Return how a later job differs, in words; ranks and inputs are not compared."""
+        """Return texts on how a later job differs; ranks and inputs are not compared."""
         found = [
             f"{name.replace('_', ' ')} {_shown(before)}, now {_shown(now)}"
             for name, before in asdict(self.job).items()

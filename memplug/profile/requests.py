@@ -1,4 +1,4 @@
-"""Requests for memory, derived from the events of a trace: each malloc with its free, and the bytes in use."""
+"""Derives requests for memory from the events of a trace: each malloc with its free, and the bytes in use."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def requests(events: np.ndarray, layers: Sequence[Layer]) -> np.ndarray:
         layers: the layers that the events refer to.
 
     Returns:
-        REQUEST[requests], read-only, by running number. Frees of memory that was allocated before the recording are not
-        included: see `earlier_frees`.
+        REQUEST[requests], read-only, by running number. `earlier_frees` has the frees of memory that was allocated
+        before the recording.
     """
     mallocs = np.flatnonzero(events["kind"] == EventKind.MALLOC)
     frees = np.flatnonzero((events["kind"] == EventKind.FREE) & (events["request"] >= 0))
@@ -33,31 +33,31 @@ def requests(events: np.ndarray, layers: Sequence[Layer]) -> np.ndarray:
         table[f"malloc_{column}"] = events[column][mallocs]
         table[f"free_{column}"] = -1
         table[f"free_{column}"][freed] = events[column][frees]
-    # The layer -1, outside layers, indexes the last entry.
+    # layer -1 (outside layers) indexes the last entry
     table["dynamic"] = np.array([*(layer.dynamic for layer in layers), False])[table["malloc_layer"]]
     table.flags.writeable = False
     return table
 
 
 def still_live(table: np.ndarray) -> np.ndarray:
-    """Return which rows of a REQUEST array were not freed when the recording ended, bool[requests]."""
+    """Return which requests of a REQUEST array were live when the recording ended, bool[requests]."""
     return table["free_event"] < 0
 
 
 def freed_elsewhere(table: np.ndarray) -> np.ndarray:
-    """Return which rows of a REQUEST array were freed by another thread than the requesting one, bool[requests]."""
+    """Return which requests of a REQUEST array were freed by another thread than their own, bool[requests]."""
     return ~still_live(table) & (table["free_thread"] != table["malloc_thread"])
 
 
 def earlier_frees(events: np.ndarray) -> np.ndarray:
-    """Return the ascending indices into `Trace.events` of frees whose malloc was before the recording, int64[frees]."""
+    """Return the indices into `Trace.events`, ascending, of frees whose malloc preceded the recording, int64[frees]."""
     return np.flatnonzero((events["kind"] == EventKind.FREE) & (events["request"] < 0))
 
 
 def live_bytes(events: np.ndarray, base_bytes: int) -> np.ndarray:
     """Return the bytes in use after each event, including `base_bytes`.
 
-    Frees of memory that was allocated before the recording count with the size in the event; it is 0 if unknown.
+    A free of memory that was allocated before the recording counts with the event's size, which is 0 if unknown.
 
     Args:
         events: REQUEST_EVENT[events]; see `Trace.events`.

@@ -1,14 +1,15 @@
 """Compares the programs of two training steps (Chameleon, section 4, lightweight mode and Algorithm 1).
 
 Each operator name has a number, so a program is a vector of integers. Chameleon takes the cosine of two such vectors.
-memplug takes the cosine of the counts of pairs of neighbouring operators, by quarter of the step:
+memplug instead counts the pairs of neighbouring operators in each quarter of the step, and takes the cosine of these
+counts:
 
-* One inserted operator shifts all later ones. The vectors then differ at every later position, although the program is
-  nearly the same. And a name's number is no magnitude: any two long vectors point in nearly the same direction. Counts
-  of pairs change by as much as the program does.
-* Pairs alone do not show where a block of operators went. Two forwards before two backwards have nearly the same pairs
-  as forward, backward, forward, backward, and need twice the memory. Hence the quarters. A pair counts to the two
-  nearest quarters, the nearer one more, so that a small shift after an insertion changes little.
+* One inserted operator shifts all later ones, so the vectors differ at every later position, although the programs are
+  nearly the same. The numbers of names are not magnitudes either: any two long vectors of them point in nearly the same
+  direction. Counts of pairs change only as much as the program does.
+* Counts over the whole step do not show the order of large parts. Two forwards before two backwards have nearly the
+  same pairs as forward, backward, forward, backward, but need twice the memory. So pairs are counted by quarter. Each
+  pair counts in the two nearest quarters, more in the nearer one, so that a small shift changes little.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from functools import cached_property
 import numpy as np
 
 QUARTERS = 4
-EDGE = -1  # stands before the first operator and after the last, so that a single operator forms pairs too
+EDGE = -1  # added before the first operator and after the last, so that a single operator forms pairs too
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,12 +30,12 @@ class Program:
     """The program of one training step on one rank.
 
     Attributes:
-        operators: numbers of the operators in the order of the step, int32[operators]. None if they were not watched:
-            then steps are compared by the other fields.
-        sizes: for each region, the bytes of the inputs of each of its forwards. Another sequence length or batch runs
-            the same operators, but is another program for a plan that counts bytes.
+        operators: numbers of the operators in the order of the step, int32[operators]. None if they were not watched;
+            then only the other fields are compared.
+        sizes: for each region, the bytes of the inputs of each of its forwards. With another sequence length or batch
+            the same operators run, but a plan, which counts bytes, does not fit.
         nodes: number of autograd nodes that the step's forwards made; 0 if they are not counted.
-        unseen: numbers of the regions that ran as without memplug, so that `sizes` may lack them.
+        unseen: indices in `sizes` of the regions that ran as without memplug; their sizes may be missing.
     """
 
     operators: np.ndarray | None
@@ -43,14 +44,14 @@ class Program:
     unseen: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        """Convert the operators to little-endian int32, so that fingerprints agree everywhere."""
+        """Convert the operators to little-endian int32, so that fingerprints agree on all machines."""
         if self.operators is not None:
             object.__setattr__(self, "operators", np.asarray(self.operators, dtype="<i4"))
 
     def same(self, other: Program) -> bool:
-        """Return whether both steps ran the same program, as far as is known.
+        """Return whether both steps ran the same program, by those fields that both have.
 
-        It takes microseconds, and almost every step is the same as the one before.
+        This takes microseconds; almost every step runs the same program as the one before.
         """
         watched = self.operators is not None and other.operators is not None
         return (
@@ -60,7 +61,7 @@ class Program:
         )
 
     def same_sizes(self, other: Program) -> bool:
-        """Return whether the region forwards that both steps observed had inputs of the same sizes."""
+        """Return whether the inputs of the regions that both steps observed had the same sizes."""
         unseen = self.unseen | other.unseen
         return self.sizes == other.sizes or self.sizes_beside(unseen) == other.sizes_beside(unseen)
 
@@ -71,19 +72,19 @@ class Program:
         return tuple(own for number, own in enumerate(self.sizes) if number not in unseen)
 
     def bytes_beside(self, unseen: frozenset[int]) -> int:
-        """Return the bytes of the inputs of all region forwards, without the regions in `unseen`."""
+        """Return the total bytes in `sizes`, without the regions in `unseen`."""
         return sum(map(sum, self.sizes_beside(unseen)))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return the name of the program; the same in every process that numbers operators alike."""
+        """Return the program's fingerprint: the same in all processes in which operators have the same numbers."""
         operators = b"" if self.operators is None else self.operators.tobytes()
         lengths = np.array([len(operators), self.nodes], "<i8").tobytes()
         return hashlib.sha256(lengths + operators + repr(self.sizes).encode()).hexdigest()[:12]
 
     @cached_property
     def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the distinct pairs of neighbours, sorted, and their weight in each quarter, float64[pairs, 4]."""
+        """Return the distinct pairs of neighbouring operators (sorted), and their counts, float64[pairs, quarters]."""
         padded = np.concatenate(([EDGE], self.operators, [EDGE])).astype(np.int64)
         pairs, which = np.unique((padded[:-1] << 32) + padded[1:], return_inverse=True)
         centres = (np.arange(len(which)) + 0.5) / len(which) * QUARTERS - 0.5  # 0 is the middle of the first quarter
@@ -95,16 +96,16 @@ class Program:
 
 
 def similar(a: Program, b: Program, length_tolerance: float, cosine_similarity: float) -> bool:
-    """Return whether two steps ran programs so similar that the plan of one serves the other.
+    """Return whether two programs are so similar that the plan of one serves the other.
 
-    Both limits are inclusive. With 0 and 1, hardly any program but the same one is similar.
+    Both limits are inclusive. With the limits 0 and 1, hardly any program except the same one is similar.
 
     Args:
         a: a program.
         b: another program.
-        length_tolerance: largest share, in [0, 1], of the longer program by which the two may differ in the number of
-            operators, the number of nodes and the bytes of the regions' inputs.
-        cosine_similarity: least value of `cosine`, in [0, 1].
+        length_tolerance: the largest relative difference, in [0, 1], in the number of operators, the number of nodes
+            and the bytes of the regions' inputs; relative to the larger value.
+        cosine_similarity: the least value of `cosine`, in [0, 1].
     """
     if a.same(b):
         return True
@@ -120,7 +121,7 @@ def similar(a: Program, b: Program, length_tolerance: float, cosine_similarity: 
 
 
 def cosine(a: Program, b: Program) -> float:
-    """Return the cosine similarity of the counts of pairs, by quarter; in [0, 1], 1 for the same operators."""
+    """Return the cosine similarity of two programs' counts of pairs by quarter: in [0, 1], 1 for the same operators."""
     (pairs_a, counts_a), (pairs_b, counts_b) = a._pairs, b._pairs
     _, at_a, at_b = np.intersect1d(pairs_a, pairs_b, assume_unique=True, return_indices=True)
     product = (counts_a[at_a] * counts_b[at_b]).sum()
@@ -128,7 +129,7 @@ def cosine(a: Program, b: Program) -> float:
 
 
 def difference(new: Program, old: Program) -> str:
-    """Return how a program differs from an earlier one, in words."""
+    """Return a text on how a program differs from an earlier one."""
     unseen = new.unseen | old.unseen
     change_bytes = _change(new.bytes_beside(unseen), old.bytes_beside(unseen))
     inputs = f"{sum(map(len, new.sizes_beside(unseen))):,} region inputs ({change_bytes} of bytes)"

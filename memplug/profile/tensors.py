@@ -1,8 +1,8 @@
-"""Features of a tensor at each of its uses, by which the next iteration recognises it.
+"""Computes features of a tensor at each of its uses, by which memplug recognises the tensor in the next step.
 
-See Chameleon, "Detailed mode" in section 4, and appendix A. Addresses change from one iteration to the next, and
-tensors have no names. The number of uses, the operators that used the tensor, its dtype and its size stay the same. All
-of these are integers, and are compared as such.
+See Chameleon, "Detailed mode" in section 4, and appendix A. Addresses change from one step to the next, and tensors
+have no names. The number of uses, the operators that used the tensor, its dtype and its size stay the same. All
+features are integers.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 from memplug.profile.trace import Pass, Trace
 
 TAGGED = 32
-"""Number of operators, the most frequent ones, that have a bit in a tag."""
+"""Number of the most frequent operators, each of which has a bit in a tag."""
 REMEMBERED = 8
-"""Number of uses, the latest ones, that a stack holds, eight bits each."""
+"""Number of the latest uses in a stack, eight bits for each."""
 
 FEATURES = np.dtype(
     [
         ("count", "<i4"),  # number of uses up to and including this one
-        ("tag", "<u4"),  # bit r: an operator of rank r < TAGGED has used it
-        ("stack", "<u8"),  # ranks of the operators of the last uses, the latest in the lowest 8 bits, at most 255
+        ("tag", "<u4"),  # bit r: an operator of rank r < TAGGED (see `ranking`) has used it
+        ("stack", "<u8"),  # ranks, up to 255, of the operators of the latest uses; the last use in the lowest 8 bits
         ("dtype", "<i4"),  # index into Trace.dtypes
         ("nbytes", "<i8"),
     ]
@@ -34,8 +34,8 @@ LIFE = np.dtype(
         ("first_operator", "<i4"),  # first operator that used the tensor, or -1
         ("last_operator", "<i4"),
         ("uses", "<i4"),
-        ("use", "<i8"),  # index into Trace.uses of the use that the next three columns belong to, or -1
-        ("count", "<i4"),  # this column and the next two as in FEATURES
+        ("use", "<i8"),  # index into Trace.uses of the use that the next three columns describe, or -1
+        ("count", "<i4"),  # this column and the next two: as in FEATURES
         ("tag", "<u4"),
         ("stack", "<u8"),
     ]
@@ -43,7 +43,7 @@ LIFE = np.dtype(
 
 
 def ranking(trace: Trace) -> tuple[str, ...]:
-    """Return the names of the operators that ran, the most frequent first; ties in order of the names."""
+    """Return the names of the operators that ran, the most frequent first; equally frequent ones in order of names."""
     counts = np.bincount(trace.operators["name"], minlength=len(trace.names)).tolist()
     ran = sorted((-count, name) for count, name in zip(counts, trace.names, strict=True) if count)
     return tuple(name for _, name in ran)
@@ -57,14 +57,14 @@ def features(trace: Trace, ranks: Sequence[str] | None = None) -> np.ndarray:
 
     Args:
         trace: any trace; without uses the result is empty.
-        ranks: names of operators, the most frequent first; by default `ranking(trace)`. Compare features of two
-            traces only under the same ranks and equal `Trace.dtypes`. An operator without a rank sets no bit in tags
-            and is 255 in stacks.
+        ranks: names of operators, by rank; by default `ranking(trace)`. To compare the features of two traces, pass the
+            same names for both; their `Trace.dtypes` must be equal too. An operator that is not among the names sets no
+            bit in tags, and is 255 in stacks.
 
     Returns:
         FEATURES[uses], aligned with `trace.uses`.
     """
-    # Sorted by tensor, and for each tensor in program order.
+    # sort by tensor, then in program order
     order = np.argsort(trace.uses["tensor"], kind="stable")
     tensor = trace.uses["tensor"][order]
     rank = _rank_of_uses(trace, ranking(trace) if ranks is None else ranks)[order]
@@ -83,16 +83,16 @@ def features(trace: Trace, ranks: Sequence[str] | None = None) -> np.ndarray:
 def lives(trace: Trace, ranks: Sequence[str] | None = None) -> np.ndarray:
     """Return the first and last operator that used each tensor, and its features at its last use in a forward.
 
-    After that use a swap-out begins (Chameleon, 5.3). If no phase of kind `Pass.FORWARD` uses the tensor, the features
-    are those of its last use. If a trace has several steps, `cut` one out first.
+    A swap-out begins after that use (Chameleon, 5.3). If no forward uses the tensor, the features are those of its last
+    use. The trace should have one step (see `cut`).
 
     Args:
         trace: any trace.
         ranks: as in `features`.
 
     Returns:
-        LIFE[tensors], aligned with `trace.tensors`. For a tensor without uses, operators and use are -1, and the
-        features 0.
+        LIFE[tensors], aligned with `trace.tensors`. For a tensor without uses, `first_operator`, `last_operator` and
+        `use` are -1, and the features 0.
     """
     uses, tensors = trace.uses, trace.tensors
     operator, place = uses["operator"], np.arange(len(uses))
@@ -117,7 +117,7 @@ def lives(trace: Trace, ranks: Sequence[str] | None = None) -> np.ndarray:
 
 
 def _rank_of_uses(trace: Trace, ranks: Sequence[str]) -> np.ndarray:
-    """Return the rank of each use's operator, int64[uses]; names without a rank get one behind all others."""
+    """Return the rank of each use's operator, int64[uses]; operators without a rank get one behind all others."""
     rank_of = {name: rank for rank, name in enumerate(ranks)}
     none = max(len(ranks), 255)
     of_name = np.array([rank_of.get(name, none) for name in trace.names], np.int64)
@@ -125,20 +125,23 @@ def _rank_of_uses(trace: Trace, ranks: Sequence[str]) -> np.ndarray:
 
 
 def _tags(tensor: np.ndarray, rank: np.ndarray, past: np.ndarray) -> np.ndarray:
-    """Return the tag of each use, uint64[uses]; uses are sorted by tensor, and `past` counts from 0 for each tensor."""
+    """Return the tag of each use, uint64[uses].
+
+    Uses are sorted by tensor; `past` is the number of earlier uses of the same tensor.
+    """
     tagged = np.flatnonzero(rank < TAGGED)
     _, first = np.unique(tensor[tagged].astype(np.int64) * TAGGED + rank[tagged], return_index=True)
     added = np.zeros(len(rank), np.uint64)
     added[tagged[first]] = np.uint64(1) << rank[tagged[first]].astype(np.uint64)
-    # No bit is added twice for a tensor, so its sum is the bitwise OR. The running sum over all tensors may wrap;
-    # the difference is right all the same.
+    # each bit is added once for a tensor, so the sum is the bitwise OR; the running sum over all tensors may wrap, but
+    # differences of it are still right
     total = np.cumsum(added)
     begin = np.arange(len(rank)) - past
     return total - (total[begin] - added[begin])
 
 
 def _stacks(rank: np.ndarray, past: np.ndarray) -> np.ndarray:
-    """Return the stack of each use, uint64[uses]; arguments as in `_tags`."""
+    """Return the stack of each use, uint64[uses], with the same arguments as `_tags`."""
     index = np.minimum(rank, 255).astype(np.uint64)
     stack = np.zeros(len(rank), np.uint64)
     for back in range(REMEMBERED):

@@ -1,8 +1,8 @@
 """A recorded training step: operators, the tensors that they used, and every request for device memory, on one clock.
 
-See Chameleon, section 4, and STWeaver, section 4. The clock is the running number of operators: an operator is named by
-its index in `Trace.operators`, and a request for memory by the operator that was running. No torch is imported;
-`memplug show` displays a trace file. This module is the whole API; it exports `records` and `requests` too.
+See Chameleon, section 4, and STWeaver, section 4. The clock counts operators: an operator's time is its index in
+`Trace.operators`, and the time of a request for memory is that of the operator that was running. This module imports no
+torch, and exports `records` and `requests` too. `memplug show` displays a trace file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trace:
-    """One or more recorded steps. Arrays are read-only and in program order; a writeable one is copied.
+    """One or more recorded steps. Arrays are read-only and in program order; writeable ones are copied.
 
     Attributes:
         fingerprint: the job and inputs of the recording.
@@ -59,13 +59,13 @@ class Trace:
         phases: the phases that the columns called `phase` refer to.
         layers: the layers that the columns called `layer` refer to.
         operators: OPERATOR[operators].
-        uses: USE[uses]: the storages that each operator read and wrote; empty in a trace of requests alone.
+        uses: USE[uses]: the storages that each operator read and wrote; empty if only requests were recorded.
         tensors: TENSOR[tensors]: the storages.
         events: REQUEST_EVENT[events].
-        steps: (first operator, first event, duration in seconds) of each step; a duration of 0 is unknown.
+        steps: (first operator, first event, duration in seconds) of each step; the duration is 0 if unknown.
         base_bytes: device memory in use when the recording began, as far as the allocator knows.
-        peak_bytes: largest device memory in use, as the allocator itself counted it during the recording, unrounded
-            like the requests; 0 if unknown.
+        peak_bytes: the most device memory in use during the recording, as the allocator itself counted it, in
+            requested (unrounded) bytes; 0 if unknown.
 
     Raises:
         TraceError: the trace is malformed (`memplug.profile.trace_checks.check`).
@@ -118,11 +118,11 @@ class Trace:
         return self.replayed_peak()[1] == self.peak_bytes if self.peak_bytes else None
 
     def step_operators(self, step: int) -> slice:
-        """Return the operators of a step, up to the next step or the end; raise IndexError without such a step."""
+        """Return a step's slice of `operators`; raise IndexError if there is no such step."""
         return self._of_step(step, 0, len(self.operators))
 
     def step_events(self, step: int) -> slice:
-        """Return the events of a step, as `step_operators` does for operators."""
+        """Return a step's slice of `events`; raise IndexError if there is no such step."""
         return self._of_step(step, 1, len(self.events))
 
     @cached_property
@@ -136,14 +136,10 @@ class Trace:
 
 
 def cut(trace: Trace, step: int) -> Trace:
-    """Return one step of a trace as a trace, as if that step alone had been recorded.
+    """Return one step of a trace as a trace, as if only that step had been recorded.
 
-    Requests and tensors are numbered anew. A free of an earlier step's request becomes a free of request -1, with the
-    request's size. Times still count from the beginning of the recording. `peak_bytes` is unknown.
-
-    Args:
-        trace: the whole trace.
-        step: index of the step.
+    Requests and tensors get new numbers, from 0. A free of an earlier step's request becomes a free of request -1, with
+    the request's size. Times still count from the beginning of the recording. `peak_bytes` is unknown.
 
     Raises:
         IndexError: there is no such step.
@@ -153,7 +149,7 @@ def cut(trace: Trace, step: int) -> Trace:
     uses["operator"] -= inside.start
     tensors, uses["tensor"] = np.unique(uses["tensor"], return_inverse=True)
     events = trace.events[during].copy()
-    # Another thread may still have been in an operator of the step before.
+    # another thread's event may still belong to an operator of the step before
     events["operator"] = np.clip(events["operator"] - inside.start, -1, inside.stop - inside.start - 1)
     before = int((trace.events["kind"][: during.start] == EventKind.MALLOC).sum())
     outliving = (events["kind"] == EventKind.FREE) & (events["request"] >= 0) & (events["request"] < before)

@@ -1,4 +1,4 @@
-"""Checks that a trace is well formed: dtypes, indices, and that each request is made once and freed at most once."""
+"""Checks that a trace is well formed: dtypes, indices, sizes, steps, one malloc and at most one free per request."""
 
 from __future__ import annotations
 
@@ -35,13 +35,10 @@ class TraceTables(Protocol):
 def check(trace: TraceTables) -> None:
     """Raise an error unless the trace is well formed.
 
-    Args:
-        trace: the fields of the trace.
-
     Raises:
-        TraceError: names the first array, row and value that is wrong.
+        TraceError: an array, row or value is wrong; the message names the first one.
     """
-    # Each check relies on the checks before it.
+    # each check relies on the checks before it
     for problems in (_types, _indices, _sizes, _requests, _steps):
         for problem in problems(trace):
             raise TraceError(f"not a well-formed trace: {problem}")
@@ -104,7 +101,7 @@ def _sizes(trace: TraceTables) -> Iterator[str]:
         values = getattr(trace, array)[column]
         if (negative := _first(values < 0)) is not None:
             yield f"{array}[{negative}].{column} is {values[negative]}, below 0"
-    # Sums of sizes are taken in int64.
+    # other code sums sizes in int64
     if trace.base_bytes + float(trace.events["nbytes"].sum(dtype=np.float64)) > 2**62:
         yield "the requests ask for more bytes than fit an int64"
 

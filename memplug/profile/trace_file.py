@@ -1,8 +1,8 @@
-"""Traces as files: one .npz without pickle, written whole or not at all, and refused with a reason if damaged.
+"""Saves and loads traces: one .npz without pickle, written whole or not at all, and refused with a reason if damaged.
 
-A file holds the four arrays of a trace, its other fields as JSON in the uint8 array `meta`, and in `sha256` a digest of
-all of them. `numpy.load` opens it too. Files of format 0, which are older than `Trace`, can only be read: see
-`_read_legacy`.
+A file contains the four arrays of a trace, its other fields as JSON in the uint8 array `meta`, and a digest of all
+these in `sha256`. `numpy.load` opens it too. Files of format 0 are older than `Trace`; memplug reads them
+(`_read_legacy`), but does not write them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FORMAT = 2
 
 _ARRAYS = ("operators", "uses", "tensors", "events")
 _MEMBERS = ("meta", *_ARRAYS, "sha256")
-_DEFLATE_RATIO = 1032  # largest compression ratio of deflate (zlib, "technical details")
+_DEFLATE_RATIO = 1032  # the largest compression ratio of deflate (zlib, "technical details")
 _DAMAGED = "Copy it again from where it was recorded, or record it again."
 _LEGACY_COLUMNS = ("kind", "request", "nbytes", "phase", "layer", "stream")
 
@@ -61,7 +61,7 @@ class _Meta(BaseModel):
 
 
 def save(trace: Trace, path: str | Path) -> None:
-    """Write a trace; at any moment the file at `path` is either the old one or the whole new one.
+    """Write a trace; the file at `path` is always either the old one or the whole new one.
 
     Equal traces make equal files.
 
@@ -85,9 +85,6 @@ def load(path: str | Path) -> Trace:
 
     Loading never unpickles, and allocates no more than the file's bytes can decompress to.
 
-    Args:
-        path: path of the file.
-
     Returns:
         The trace, equal to the saved one.
 
@@ -102,7 +99,7 @@ def load(path: str | Path) -> Trace:
         except TraceError as error:
             raise TraceError(f"{path}: {error.problem}", error.advice) from error
         except Exception as error:
-            # Readers of zip, npy and JSON raise a dozen types of errors on arbitrary bytes.
+            # the readers of zip, npy and JSON raise a dozen types of errors on arbitrary bytes
             raise TraceError(f"{path}: damaged: {type(error).__name__}: {error}", _DAMAGED) from error
 
 
@@ -111,7 +108,7 @@ def _read(arrays: dict[str, np.ndarray]) -> Trace:
     try:
         version = json.loads(meta)["format"]
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise TraceError("not a trace of memplug: its `meta` is something else") from None
+        raise TraceError("not a trace of memplug: its `meta` is not that of a trace") from None
     if version != FORMAT:
         raise TraceError(
             f"a trace of format {version}, and this memplug reads format {FORMAT}",
@@ -127,11 +124,11 @@ def _read(arrays: dict[str, np.ndarray]) -> Trace:
 
 
 def _read_legacy(rows: np.ndarray) -> Trace:
-    """Return a trace of requests alone, from int64 rows: kind, running number or -1, bytes, phase, layer or -1, stream.
+    """Return a trace that has only requests, from int64 rows of `_LEGACY_COLUMNS`; request and layer may be -1.
 
-    Phases below 100 number the forwards and backwards of a step. The file does not say which is which: they become
-    `Pass.EITHER` with that number as micro-batch. Phase 100 is the optimizer, phase 200 the time before the first
-    forward. A step begins at the first row, where phase 100 ends and where phase 200 begins. Layers are named
+    Phases below 100 number the forwards and backwards of a step. The file does not say which is which, so each becomes
+    `Pass.EITHER` with its number as the micro-batch. Phase 100 is the optimizer, phase 200 the time before the first
+    forward. Steps begin at the first row, wherever phase 100 ends, and wherever phase 200 begins. Layers get the names
     "layers.NUMBER".
     """
     if rows.dtype != np.int64 or rows.ndim != 2 or rows.shape[1] != len(_LEGACY_COLUMNS):
@@ -145,7 +142,7 @@ def _read_legacy(rows: np.ndarray) -> Trace:
     events["operator"] = -1
     numbers, events["phase"] = np.unique(columns["phase"], return_inverse=True)
     layers, events["layer"] = np.unique(columns["layer"], return_inverse=True)
-    # If -1 occurs, it comes first, and stays -1.
+    # `layers` is sorted, so a -1 comes first; it must stay -1
     outside = int(layers.size > 0 and layers[0] == -1)
     events["layer"] -= outside
     previous = np.concatenate([[100], columns["phase"]])[:-1]
@@ -174,17 +171,17 @@ def _legacy_phase(number: int) -> Phase:
 
 
 def _digest(arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the digest of the meta data and all arrays, uint8[32]."""
+    """Return the digest of `meta` and of a trace's arrays, uint8[32]."""
     digest = hashlib.sha256()
     for name in ("meta", *_ARRAYS):
-        # With the lengths, bytes that move from one array to the next change the digest. The format fixes the dtypes.
+        # with the lengths, the digest changes if bytes move from one array to the next; the format fixes the dtypes
         digest.update(f"{name} {arrays[name].nbytes}\n".encode())
         digest.update(np.ascontiguousarray(arrays[name]).view(np.uint8))
     return np.frombuffer(digest.digest(), np.uint8)
 
 
 def _write_npz(file: BinaryIO, arrays: dict[str, np.ndarray]) -> None:
-    # numpy.savez would add the time of writing, and equal traces would make different files.
+    # numpy.savez would add the time of writing, so that equal traces would make different files
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, array in arrays.items():
             entry = zipfile.ZipInfo(f"{name}.npy")
@@ -194,7 +191,7 @@ def _write_npz(file: BinaryIO, arrays: dict[str, np.ndarray]) -> None:
 
 
 def _read_npz(file: BinaryIO) -> dict[str, np.ndarray]:
-    """Return the known members of an .npz, read-only; do not read other members."""
+    """Return those members of an .npz that a trace has, read-only; do not read other members."""
     size = os.fstat(file.fileno()).st_size
     if not zipfile.is_zipfile(file):
         raise TraceError("not a trace, or cut short: it is no .npz file")
@@ -208,7 +205,7 @@ def _read_npz(file: BinaryIO) -> dict[str, np.ndarray]:
 
 
 def _member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, size: int) -> np.ndarray:
-    # Trust the sizes that the directory declares only as far as the file's bytes allow.
+    # trust the sizes in the archive's directory only as far as the file's bytes allow
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"{entry.filename} is compressed by an unknown method")
     if entry.compress_size > size or entry.file_size > _DEFLATE_RATIO * (entry.compress_size + 1):

@@ -13,10 +13,10 @@ namespace {
 constexpr size_t NEEDS = 3;
 
 struct Bus {
-  std::mutex mutex; // guards all but the atomics; its holder takes no other locks than torch's
+  std::mutex mutex; // guards everything except the atomics; its holder takes no other lock than torch's
   std::array<std::atomic<const Watcher*>, WATCHERS> watchers{};
   std::array<int, WATCHERS> watching{}; // living `Watching` instances that were not silenced
-  std::array<int, WATCHERS> silenced{}; // how often each place was silenced
+  std::array<int, WATCHERS> silenced{}; // calls of `silence` for each place of the order
   std::array<at::CallbackHandle, NEEDS> handles{
       at::INVALID_CALLBACK_HANDLE, at::INVALID_CALLBACK_HANDLE, at::INVALID_CALLBACK_HANDLE};
 };
@@ -36,7 +36,7 @@ struct Told {
 thread_local std::array<std::vector<Told>, NEEDS> told;
 thread_local int pauses = 0;
 
-// Calls `tell`, and returns the first exception: `failure`, or else what `tell` threw.
+// Calls `tell`, and returns the earliest exception: `failure`, or if that is null, the one that `tell` threw, or null.
 template <typename Tell>
 std::exception_ptr caught(std::exception_ptr failure, const Tell& tell) {
   try {
@@ -63,7 +63,7 @@ std::unique_ptr<at::ObserverContext> begin_call(const at::RecordFunction& functi
     if (watcher == nullptr || watcher->need != NEED) {
       continue;
     }
-    now.ends[order] = watcher->end; // also if `begin` throws
+    now.ends[order] = watcher->end; // set first, so that `end` is called even if `begin` throws
     failure = caught(std::move(failure), [&] {
       if (!watcher->begin(call)) {
         now.ends[order] = nullptr;

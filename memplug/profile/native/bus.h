@@ -1,5 +1,4 @@
-// Reports operators on any thread to watchers as they happen: one torch callback serves all watchers with the same
-// need.
+// Notifies watchers of operators on any thread; all watchers with the same need share one torch callback.
 #pragma once
 
 #include <array>
@@ -11,7 +10,7 @@
 
 namespace memplug {
 
-// A watcher is notified of operators' beginnings, also of their ends, or also of their tensors, which cost the most.
+// A watcher sees only the beginnings of operators, also their ends, or also their tensors, which cost the most.
 enum class Need : uint8_t { BEGINNINGS, ENDS, TENSORS };
 
 // An operator of the calling thread, at its beginning or its end.
@@ -22,7 +21,7 @@ class OperatorCall {
   explicit OperatorCall(const at::RecordFunction& function, int32_t number = UNKNOWN)
       : function(function), number_(number) {}
 
-  // Returns the operator's number (operator_names.h), looked up once for all watchers.
+  // Returns the operator's number (operator_names.h), which is looked up once for all watchers.
   int32_t number() {
     return number_ != UNKNOWN ? number_ : number_ = number_of(function);
   }
@@ -36,7 +35,7 @@ class OperatorCall {
   int32_t number_;
 };
 
-// A watcher must never be destroyed. Torch logs what a watcher throws; the other watchers are still notified.
+// A watcher must never be destroyed. If a watcher throws, torch logs it, and the other watchers are still notified.
 struct Watcher {
   Need need;
   // returns whether to call `end` for this operator; `end` is called even if the watcher has been removed meanwhile
@@ -44,17 +43,17 @@ struct Watcher {
   void (*end)(OperatorCall& call) = nullptr;
 };
 
-// Watchers with the same need are called in this order, at beginnings and at ends.
+// Places of watchers. Those with the same need are called in this order, at beginnings and at ends.
 enum Order : size_t { RECORDS, STORAGES, FORWARDS, WATCHERS };
 
-// Sets the watcher at a place of the order, from the next operator on; null removes the one that is there.
+// Sets the watcher at a place, from the next operator on; null removes the watcher that is there.
 void set_watcher(Order order, const Watcher* watcher);
 
-// Removes the watcher in the child of a fork. The child must not take torch's locks, so torch's callback stays; it
-// notifies no watcher.
+// Removes the watcher at a place in the child of a fork. The child must not take torch's locks, so torch's callback
+// stays, without a watcher to notify.
 void silence(Order order);
 
-// Keeps a watcher set while at least one instance for its place of the order lives.
+// Keeps a watcher set while at least one instance for its place lives.
 class Watching {
  public:
   Watching(Order order, const Watcher& watcher);
@@ -64,7 +63,7 @@ class Watching {
 
  private:
   const Order order_;
-  int silenced_; // how often the place had been silenced when this instance was made
+  int silenced_; // calls of `silence` for the place before this instance was made
 };
 
 void lock_bus_for_fork();

@@ -13,7 +13,7 @@
 namespace memplug {
 namespace {
 
-// The place of the nodes that a thread makes from this sequence number on.
+// The micro-batch and layer of the autograd nodes that a thread makes from this sequence number on.
 struct NodeMark {
   uint64_t sequence;
   int32_t micro_batch;
@@ -22,7 +22,7 @@ struct NodeMark {
 
 struct Forwards {
   std::mutex mutex;
-  std::map<uint64_t, std::vector<NodeMark>> of_thread; // by autograd's thread number, in the order of sequence numbers
+  std::map<uint64_t, std::vector<NodeMark>> of_thread; // by autograd's thread number; sorted by sequence number
 };
 
 Forwards& forwards() {
@@ -30,24 +30,24 @@ Forwards& forwards() {
   return *instance;
 }
 
-// State of the calling thread, in one block because each access to thread-local memory is a call.
+// State of the calling thread, in one struct because each access to a thread-local variable is a call.
 struct Thread {
   uint64_t owned = 0; // value of `ownership` when this thread last became the training thread
   int32_t suspensions = 0;
   int32_t frameworks = 0; // calls of `begin_framework` not yet ended
-  uint64_t suspended_nodes = 0; // made while suspended
-  uint64_t suspended_at = 0; // nodes made before the suspension
+  uint64_t suspended_nodes = 0; // nodes made in earlier suspensions
+  uint64_t suspended_at = 0; // nodes made before the latest suspension
   int32_t number = 0;
   Place explicit_place;
   int32_t last_forward = -1;
   Place last_backward;
-  uint64_t last_node[2] = {0, 0}; // thread and sequence number of the node that `last_backward` was found for
-  Place outside_of_backward; // place of nodes that are made outside of backwards
-  bool made_in_backward = false; // whether a backward has set another place for nodes since
+  uint64_t last_node[2] = {0, 0}; // thread and sequence number of the node that `last_backward` belongs to
+  Place outside_of_backward; // place of the nodes that the thread makes outside of backward
+  bool made_in_backward = false; // whether a backward has set another place for new nodes since
 };
 
 thread_local Thread this_thread;
-std::atomic<uint64_t> ownership{0}; // counts calls of `own_thread`: the thread that made the last one trains
+std::atomic<uint64_t> ownership{0}; // calls of `own_thread`; the thread of the last call is the training thread
 std::atomic<int32_t> other_threads{0};
 
 bool in_backward() {
@@ -60,7 +60,7 @@ void mark(Place place) {
   auto& marks = known.of_thread[at::RecordFunction::currentThreadId()];
   const uint64_t sequence = nodes_made();
   if (!marks.empty() && marks.back().sequence == sequence) {
-    marks.pop_back(); // no node was made at the last place
+    marks.pop_back(); // the thread made no node at the last place
   }
   if (!marks.empty() && marks.back().micro_batch == place.micro_batch && marks.back().layer == place.layer) {
     return;
@@ -68,7 +68,7 @@ void mark(Place place) {
   marks.push_back({sequence, place.micro_batch, place.layer});
 }
 
-// Assigns the nodes that the calling thread makes from now on to `place`; in a backward, only until the backward ends.
+// Assigns the nodes that the calling thread makes from now on to `place`; in a backward, only until it ends.
 void mark(Thread& thread, Place place) {
   if (in_backward()) {
     thread.made_in_backward = true;
@@ -94,7 +94,8 @@ Place find(uint64_t thread, uint64_t sequence) {
   return {BACKWARD, (after - 1)->micro_batch, (after - 1)->layer};
 }
 
-// A gradient-accumulating node has the largest sequence number, and runs right after the node that feeds it.
+// Returns whether a node accumulates gradients. Such a node has the largest possible sequence number, and runs right
+// after the node that feeds it.
 bool accumulates(const torch::autograd::Node& node) {
   return node.sequence_nr() == std::numeric_limits<uint64_t>::max();
 }
@@ -109,7 +110,7 @@ Place place_of_backward(Thread& thread) {
     }
   }
   thread.last_backward.pass = BACKWARD;
-  if (c10::GradMode::is_enabled()) { // a recompute pass, or a backward that makes a graph
+  if (c10::GradMode::is_enabled()) { // in a recompute pass, or in a backward with `create_graph`
     mark(thread, thread.last_backward);
   }
   return thread.last_backward;
@@ -223,7 +224,7 @@ void leave(Place former) {
   Thread& thread = this_thread;
   const int32_t micro_batch = thread.explicit_place.micro_batch;
   thread.explicit_place = former;
-  // operators after a forward, such as the loss, belong to its micro-batch until the next forward begins
+  // nodes made after a forward, such as those of the loss, belong to its micro-batch until the next forward begins
   mark(thread, {former.pass, former.micro_batch == -1 ? micro_batch : former.micro_batch, former.layer});
 }
 

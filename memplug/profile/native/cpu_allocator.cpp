@@ -1,5 +1,5 @@
-// The allocator in front of the CPU's. With it a machine without a GPU records and serves requests by the same code as
-// a machine with one.
+// The allocator in front of the CPU's. With it, a machine without a GPU records and serves requests by the same code as
+// a machine with a GPU.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -20,9 +20,9 @@ namespace {
 
 c10::Allocator* native = nullptr;
 c10::DeleterFnPtr native_deleter = nullptr;
-int wanted_by = 0; // a bit for each `User`
+int wanted_by = 0; // a bit for each `User` that wants this allocator
 
-// Counts the bytes in use under a limit.
+// Limits and counts the bytes in use.
 class Limited {
  public:
   bool is_on() const {
@@ -35,7 +35,7 @@ class Limited {
     bytes_.peak = bytes_.in_use;
   }
 
-  // Adds bytes; returns false if they would exceed the limit.
+  // Adds bytes to those in use; returns false, and adds nothing, if they would exceed the limit.
   bool take(int64_t nbytes) {
     const std::lock_guard<std::mutex> lock(mutex);
     if (is_on() && bytes_.in_use + nbytes > limit_) {
@@ -59,7 +59,7 @@ class Limited {
     bytes_.peak = std::max(bytes_.peak, bytes_.in_use);
   }
 
-  // Removes a block and returns its bytes; 0: the block was not counted.
+  // Removes a block and returns its bytes; 0 if the block was not counted.
   int64_t remove(void* block) {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto found = sizes_.find(block);
@@ -96,7 +96,7 @@ void free_noted(void* pointer) {
   native_deleter(pointer);
 }
 
-// Frees a block of any kind that comes without its own deleter.
+// Frees a block of the server or of the native allocator; for `raw_deallocate`, which does not use the block's deleter.
 void free_any(void* pointer) {
   if (!server().give_back(pointer)) {
     free_noted(pointer);
@@ -105,9 +105,8 @@ void free_any(void* pointer) {
 
 class DelegatingAllocator final : public c10::Allocator {
  public:
-  // Returns a block of the server if it serves the request, otherwise a native block. A native block that is recorded,
-  // or counted under a limit, gets a deleter that reports its free, also after the recording. Other native blocks stay
-  // untouched.
+  // Returns a block of the server if it serves the request, otherwise a native block. A native block that is recorded
+  // or counted gets a deleter that reports its free, also after the recording. Other native blocks stay untouched.
   c10::DataPtr allocate(size_t nbytes) override {
     return watched(nbytes, [] { return nullptr; }, [nbytes] { return serve(nbytes); });
   }
@@ -176,13 +175,13 @@ void install_cpu(User user) {
   c10::Allocator* current = c10::GetCPUAllocator();
   if (current == &delegating()) {
     if ((wanted_by & user) != 0) {
-      throw std::runtime_error("the CPU's allocator is delegated to already");
+      throw std::runtime_error("memplug has already put its allocator in front of the CPU's");
     }
     wanted_by |= user;
     return;
   }
   if (current->raw_deleter() == nullptr) {
-    throw std::runtime_error("the CPU's allocator gives out blocks whose frees cannot be seen");
+    throw std::runtime_error("the CPU's allocator has blocks whose frees memplug cannot see");
   }
   native = current;
   native_deleter = current->raw_deleter();

@@ -1,9 +1,9 @@
-// Records the CUDA allocator by its own trace, which reports every malloc and free with the requested bytes.
+// Records the CUDA allocator by a trace tracker of torch's, which sees every malloc and free with the requested bytes.
 //
-// A wrapper would need a deleter of its own on recorded blocks to see their frees, and the native allocator's
-// `recordStream` silently ignores blocks with a foreign deleter. So nothing is wrapped: blocks, statistics, snapshots,
-// streams and pools stay native. torch cannot remove a trace tracker. So memplug's is attached once, and returns at
-// once while requests are neither recorded nor counted.
+// An allocator in front would have to give recorded blocks a deleter of its own to see their frees, but the native
+// allocator's `recordStream` silently ignores blocks with a foreign deleter. With the tracker, blocks, statistics,
+// snapshots, streams and pools stay native. torch cannot remove a tracker. So memplug attaches one tracker, once, which
+// returns immediately while requests are neither recorded nor counted.
 #ifdef MEMPLUG_CUDA
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -25,7 +25,7 @@ std::atomic<int> recorded{-1}; // index of the device whose requests are recorde
 std::atomic<int> counted{-1}; // index of the device whose bytes in use are counted; -1: none
 thread_local int unheard = 0;
 
-// Bytes in use of one kind: the allocator's and the arena's together.
+// Bytes in use, requested or allocated: those of the native allocator, those of the arena, and the peak of their sum.
 struct UsedBytes {
   std::atomic<int64_t> native{0}, arena{0}, peak{0};
 
@@ -51,7 +51,7 @@ void count(int64_t nbytes, int sign) {
   }
 }
 
-// Called under the allocator's lock.
+// The trace tracker. torch calls it while holding the allocator's lock.
 void listen(const TraceEntry& entry) {
   const bool malloc = entry.action_ == TraceEntry::ALLOC;
   if (unheard > 0 || !(malloc || entry.action_ == TraceEntry::FREE_REQUESTED)) {

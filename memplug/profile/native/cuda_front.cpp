@@ -1,6 +1,7 @@
-// The allocator in front of CUDA's: it returns the server's blocks (server.h) if the server serves, otherwise the
-// native allocator's, untouched. It overrides some calls, and hands all others on. If the installed version of torch
-// has a call that hands_on.h does not know, nothing is served, but the recorder still works.
+// The allocator in front of CUDA's. If the server (server.h) serves a request, the allocator returns the server's
+// block, otherwise the native allocator's block, untouched. It overrides some calls, and hands all others on. If the
+// installed version of torch has a call that hands_on.h does not know, this allocator cannot be made; the recorder
+// works all the same.
 #include "cuda_memory.h"
 
 #ifdef MEMPLUG_CUDA_ARENA
@@ -30,8 +31,8 @@ namespace {
 using Native = caching::CUDAAllocator;
 using DeviceStats = decltype(std::declval<Native&>().getDeviceStats(0));
 
-// Counts the bytes of served blocks instead of the reserved memory that they lie in. The peak is that of native and
-// served bytes together.
+// Replaces the server's reserved memory in the statistics by the bytes of its live blocks; `peak` is the peak of native
+// and served bytes together.
 void count_served(DeviceStats& stats, const Server::Bytes& served, const DeviceBytes& peak) {
   const auto count = [&](auto& stat, int64_t live, int64_t most) {
     stat.current += live - served.reserved;
@@ -54,7 +55,7 @@ class InFront final : public HandsOn<Base> {
   }
 
   void* raw_alloc(size_t nbytes) override {
-    // never a block of the server's: a native `raw_delete` may free it
+    // a native `raw_delete` may free this block, so the server must not serve it
     return with_relief(nbytes, [&] { return this->native_->raw_alloc(nbytes); });
   }
   void* raw_alloc_with_stream(size_t nbytes, cudaStream_t stream) override {
@@ -88,7 +89,7 @@ class InFront final : public HandsOn<Base> {
     return shared;
   }
 
-  // Captured graphs and the user's memory pools have memory of their own, so the server does not serve them.
+  // The server does not serve requests to memory pools: CUDA graphs and the user's pools need memory of their own.
   void beginAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool, std::function<bool(cudaStream_t)> filter)
       override {
     this->native_->beginAllocateToPool(device, pool, std::move(filter));
@@ -96,7 +97,7 @@ class InFront final : public HandsOn<Base> {
   }
   void endAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool) override {
     this->native_->endAllocateToPool(device, pool);
-    if (device == device_ && pools_ > 0) { // a pool may have begun before this allocator stood in front
+    if (device == device_ && pools_ > 0) { // a pool may have begun before this allocator was installed
       --pools_;
     }
   }
@@ -138,7 +139,7 @@ class InFront final : public HandsOn<Base> {
 template <typename Base>
 Base* in_front(Base* native, int device) {
   if constexpr (std::is_abstract_v<InFront<Base>>) {
-    throw std::runtime_error("this version of torch has an allocator that memplug does not know all calls of");
+    throw std::runtime_error("the allocator of this version of torch has calls that memplug does not know");
   } else {
     return new InFront<Base>(native, device); // never destroyed: torch may have kept a pointer to it
   }
@@ -146,9 +147,9 @@ Base* in_front(Base* native, int device) {
 
 Native* native_allocator = nullptr;
 Native* standing = nullptr;
-int standing_device = 0, used_by = 0; // a bit for each `User`
+int standing_device = 0, used_by = 0; // `used_by`: a bit for each `User`
 std::atomic<int> reserved_parts{0};
-std::atomic<bool> leaves{false}; // `standing` is removed once the arena has no reserved memory
+std::atomic<bool> leaves{false}; // remove `standing` once the arena has no reserved memory
 
 bool swap(Native* expected, Native* wanted) {
   Native* current = expected;
@@ -188,7 +189,7 @@ void stand_before_cuda(User user, bool wanted) {
 void note_arena_memory(int parts) {
   reserved_parts = parts;
   if (parts == 0 && leaves.exchange(false)) {
-    // does nothing if another library has put an allocator in front of this one since
+    // fails, as it should, if another library has replaced this allocator since
     (void)swap(standing, native_allocator);
   }
 }

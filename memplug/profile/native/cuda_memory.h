@@ -1,4 +1,4 @@
-// Counts the CUDA allocator's bytes in use by the allocator's own trace, and adds the arena's.
+// Counts the CUDA allocator's bytes in use, as a trace tracker sees them, and adds the arena's.
 #pragma once
 
 #ifdef MEMPLUG_CUDA
@@ -22,7 +22,7 @@ constexpr size_t AGGREGATE = 0, LARGE_POOL = 2; // indices in torch's StatType
 
 struct DeviceBytes {
   int64_t requested; // as requested
-  int64_t allocated; // rounded up
+  int64_t allocated; // rounded up, as the allocator does
 };
 
 // Starts counting from the allocator's current bytes in use and its peak so far, both without the arena's bytes.
@@ -32,7 +32,7 @@ void begin_device_peak(int device, DeviceBytes in_use, DeviceBytes peak);
 DeviceBytes device_peak();
 void reset_device_peak();
 
-// Reports the arena's bytes in use, as requested and rounded up.
+// Sets the arena's bytes in use: as requested, and rounded up.
 void note_arena_use(int64_t live_bytes, int64_t live_size);
 
 // While an instance lives, requests of the calling thread are neither recorded nor counted.
@@ -41,13 +41,14 @@ struct Unheard {
   ~Unheard();
 };
 
-// Makes the allocator that stands in front of the device's, without installing it. Throws if this version of torch has
-// calls that hands_on.h does not know.
+// Makes the allocator that stands in front of the device's (cuda_front.cpp), but does not install it. Throws if this
+// version of torch has calls that hands_on.h does not know.
 void prepare_cuda_allocator(int device);
-// Installs that allocator for a user, or ends the user's use. After the last use ends, it stays until the arena has no
-// memory: `record_stream` of an arena's block must not reach the native allocator, which would ignore it.
+// Installs that allocator for a user, or ends the user's use. When the last use has ended, the allocator stays until
+// the arena has no memory: `record_stream` of an arena's block must not reach the native allocator, which would ignore
+// it.
 void stand_before_cuda(User user, bool on);
-void note_arena_memory(int parts); // number of pieces of memory that the arena has reserved now
+void note_arena_memory(int parts); // `parts`: number of pieces of memory that the arena has reserved now
 c10::cuda::CUDACachingAllocator::CUDAAllocator& native_cuda_allocator();
 
 } // namespace memplug

@@ -1,9 +1,8 @@
 // A CUDA allocator that hands every call on to another one.
 //
-// Versions of torch differ in their calls. Calls that some versions lack are declared here without `override`, and
-// handed on if the installed version has them. The installed version may have a call that this file does not know. If
-// the call is pure virtual, the class stays abstract. If the base class answers it, memplug/native/cuda_calls.py finds
-// the call.
+// Versions of torch differ in the allocator's calls. A call that some versions lack is declared here without
+// `override`, and handed on if the installed version has it. If the installed version has a pure virtual call that
+// this file does not know, the class stays abstract. memplug/native/cuda_calls.py finds other unknown calls.
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -19,7 +18,7 @@
 
 namespace memplug {
 
-// Hands `NAME(ARGUMENTS)` on to a native allocator that may not have it.
+// Hands the call `NAME(...)` on to the native allocator; throws if the allocator does not have it.
 #define HAND_ON(NAME, ...)                                                                   \
   [&](auto* native) {                                                                        \
     if constexpr (requires { native->NAME(__VA_ARGS__); }) {                                 \
@@ -31,7 +30,8 @@ namespace memplug {
 
 namespace caching = c10::cuda::CUDACachingAllocator;
 
-// Types of the first argument or the result of members that the base may not have.
+// Two types from members that the base class may lack: that of `attachOomRejectionObserver`'s first argument, and that
+// of `getExpandableSegmentSizes`'s result. Without the member, the type is `Unknown`.
 template <typename Result, typename Class, typename First, typename... Rest>
 First first_of(Result (Class::*)(First, Rest...));
 struct Unknown {};
@@ -54,7 +54,7 @@ struct SegmentSizes<Base, std::void_t<decltype(&Base::getExpandableSegmentSizes)
   using type = decltype(std::declval<Base&>().getExpandableSegmentSizes(0));
 };
 
-// A template, so that members which the base does not know are compiled only if they are called.
+// A template, so that the compiler skips members that override nothing in the base class and are never called.
 template <typename Base>
 class HandsOn : public Base {
  public:

@@ -13,8 +13,8 @@ constexpr size_t NAMES = 1 << 13; // capacity of the table; torch has some 3,000
 
 constexpr int32_t UNNAMED = 0; // number of the operators that do not fit into the table
 
-// Numbers of operators by the address of the name, which the operator's schema owns. A known number is found without
-// locks or allocation.
+// Maps the address of an operator's name, which the operator's schema owns, to the operator's number. Looking up a
+// known name takes no lock and allocates nothing.
 class Names {
  public:
   int32_t number(const at::RecordFunction& function) {

@@ -1,4 +1,4 @@
-// Numbers for operators, the same for as long as the process lives.
+// Gives each operator a number, which stays the same while the process lives.
 #pragma once
 
 #include <cstdint>
@@ -9,15 +9,15 @@
 
 namespace memplug {
 
-// A label instead of an operator, such as autograd's engine puts around a node.
+// Stands for a label that is no operator, such as those that autograd's engine puts around a node.
 constexpr int32_t NOT_AN_OPERATOR = -1;
 // Returns the operator's number, usually without a lock.
 int32_t number_of(const at::RecordFunction& function);
 
-// Returns the names of all numbered operators, by number.
+// Returns the names of all operators that have a number, by number.
 std::vector<std::string> operator_names();
 
-// Returns the numbers of operators with these names; names without a number get one.
+// Returns the numbers of the operators with these names; gives a number to those that have none yet.
 std::vector<int32_t> operator_numbers(const std::vector<std::string>& names);
 
 void lock_names_for_fork();

@@ -1,5 +1,5 @@
-// The allocator in front of the native one of a device that torch knows only by its type (PrivateUse1). Native blocks
-// keep their context and get a deleter that reports their free.
+// The allocator in front of the native one of a device that torch knows only by its type (PrivateUse1), such as the
+// virtual device. Native blocks keep their context, but get a deleter that reports their free.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/flat_hash_map.h>
 
@@ -19,9 +19,9 @@ constexpr auto kOther = c10::DeviceType::PrivateUse1;
 
 c10::Allocator* native_other = nullptr;
 c10::DeleterFnPtr native_other_deleter = nullptr;
-int other_wanted_by = 0; // a bit for each `User`
+int other_wanted_by = 0; // a bit for each `User` that wants this allocator
 
-// Requested bytes of the blocks whose free is reported.
+// Requested bytes of the blocks whose free this allocator reports.
 class Sizes {
  public:
   void add(void* block, int64_t nbytes) {
@@ -92,7 +92,7 @@ void install_other(User user) {
     native_other = c10::GetAllocator(kOther);
     native_other_deleter = native_other->raw_deleter();
     if (native_other_deleter == nullptr) {
-      throw std::runtime_error("the device's allocator gives out blocks whose frees cannot be seen");
+      throw std::runtime_error("the device's allocator has blocks whose frees memplug cannot see");
     }
     c10::SetAllocator(kOther, &front());
   }

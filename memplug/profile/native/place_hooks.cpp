@@ -15,18 +15,18 @@ namespace py = pybind11;
 namespace memplug {
 namespace {
 
-constexpr int32_t IN_MODEL = -1, IN_OPTIMIZER = -2, IN_ENGINE_STEP = -3; // beside the indices of layers
+constexpr int32_t IN_MODEL = -1, IN_OPTIMIZER = -2, IN_ENGINE_STEP = -3; // other values are indices of layers
 
-// The forwards, layers, optimizer and engine step that the training thread is in, outermost first, each with the
-// thread's place before it.
+// Stack of the forwards, layers, optimizer and engine step that the training thread is in, each with the thread's place
+// before it.
 class PlaceHooks {
  public:
   void enter(int32_t what, Place former) {
     entered_.emplace_back(what, former);
   }
 
-  // Leaves `what` and all that was entered inside it, since an error may have skipped their ends. Does nothing if
-  // `what` was not entered, since an error may have skipped the entry.
+  // Leaves `what` and everything entered inside it: after an error, inner ends may be missing. Does nothing if `what`
+  // was not entered: after an error, its beginning may be missing.
   void leave(int32_t what) {
     const auto found =
         std::find_if(entered_.rbegin(), entered_.rend(), [what](const auto& entry) { return entry.first == what; });

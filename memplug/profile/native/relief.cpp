@@ -32,14 +32,14 @@ void ask_for_relief(Reliever reliever, Explanation explain) {
   auto& noted = events();
   std::shared_ptr<const Explanation> next = explain ? std::make_shared<const Explanation>(std::move(explain)) : nullptr;
   const std::lock_guard<std::mutex> lock(noted.mutex);
-  std::swap(noted.explain, next); // the former one is destroyed after the lock is released
+  std::swap(noted.explain, next); // the former explanation is destroyed after the lock is released
 }
 
 void end_relief_in_child() {
   asked = nullptr;
 }
 
-// Does nothing while memplug runs its own operators (`Pause`): memplug goes on without the memory that they request,
+// Does nothing while memplug runs its own operators (`Pause`): memplug can go on without the memory that they request,
 // and may hold a lock.
 void explain(c10::OutOfMemoryError& error) {
   std::shared_ptr<const Explanation> explain;

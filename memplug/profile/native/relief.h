@@ -1,8 +1,8 @@
-// Frees memory before a request fails for lack of it (Chameleon, section 6.3 and algorithm 3).
+// Frees device memory when a request fails for lack of it, and tries again (Chameleon, section 6.3 and algorithm 3).
 //
 //     request ──fails──► release offloaded tensors ──► request ──fails──► offload more ──► request ──► … ──► error
 //
-// Before a request fails, torch's allocator also frees the memory that it caches.
+// Before it fails a request, torch's allocator also frees the memory that it caches.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -15,8 +15,9 @@
 
 namespace memplug {
 
-// One action of relief: the request FAILED; tensors on their way out were RELEASED; others LEFT; tensors on their way
-// back TURNED back; the request was SERVED, or GIVEN_UP.
+// One event of relief. FAILED: the request failed. RELEASED: memory of offloaded tensors was released. LEFT: another
+// tensor was offloaded. TURNED: the prefetch of a tensor was undone. SERVED: the request succeeded.
+// GIVEN_UP: the request failed for good.
 struct ReliefEvent {
   enum ReliefKind : int32_t { FAILED, RELEASED, LEFT, TURNED, SERVED, GIVEN_UP };
   ReliefKind kind;
@@ -24,19 +25,19 @@ struct ReliefEvent {
 };
 
 // Frees memory for a request of the calling thread that has failed `failures` times (from 1). Returns whether to try
-// the request again; false: there is nothing left to free.
+// the request again; false if there is nothing left to free.
 using Reliever = bool (*)(size_t nbytes, int failures);
 
-// Returns the text that is added to the error of a request that fails for good.
+// Returns the text that memplug adds to the error of a request that fails for good.
 using Explanation = std::function<std::string()>;
 
-// Sets the reliever and the explanation; null: none.
+// Sets the reliever and the explanation; null removes them.
 void ask_for_relief(Reliever reliever, Explanation explain);
 void end_relief_in_child(); // after a fork
 
 void note_relief(ReliefEvent event);
 
-// Returns the actions since the last call, at most the first few thousand.
+// Returns the events since the last call, at most the first 4096.
 std::vector<ReliefEvent> take_relief_events();
 
 bool relieve(size_t nbytes, int failures);

@@ -23,7 +23,8 @@ struct LiveBlock {
 };
 
 struct Log {
-  // taken under the allocator's own lock: its holder must not allocate on the device or need Python
+  // taken while the thread holds the allocator's lock, so its holder must not allocate on the device or take Python's
+  // lock
   std::mutex mutex;
   std::vector<RequestEvent> events;
   ska::flat_hash_map<void*, LiveBlock> alive;
@@ -67,7 +68,7 @@ void add(Log& l, int32_t kind, LiveBlock block, int64_t nbytes) {
 } // namespace
 
 void begin_requests(int64_t base_bytes) {
-  // Before taking the lock: the server and the limit report their blocks under locks of their own.
+  // ask the server and the limit before taking the lock: they report their blocks while holding locks of their own
   base = base_bytes >= 0 ? Base::DEVICE : is_cpu_limited() ? Base::LIMIT : Base::TRACKED;
   const int64_t told = server().told_bytes(), wanted = server().wanted_bytes(), counted = cpu_bytes().in_use;
   auto& l = log();

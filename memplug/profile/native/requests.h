@@ -9,12 +9,12 @@
 
 namespace memplug {
 
-// Packed as REQUEST_EVENT in memplug/profile/trace.py; `phase` is still in the form that `pack` returns.
+// Same layout as REQUEST_EVENT in memplug/profile/trace.py, but `phase` is a result of `pack` (sequence.h).
 #pragma pack(push, 1)
 struct RequestEvent {
   int32_t kind; // 0 malloc, 1 free
   int64_t request; // running number; -1: allocated before the recording
-  int64_t nbytes; // as requested; of a free: 0, or the size of a block from before the recording
+  int64_t nbytes; // of a malloc: as requested; of a free: 0, or the size of a block from before the recording
   int64_t stream;
   int64_t operator_index;
   int32_t phase;
@@ -30,28 +30,29 @@ struct Usage {
   int64_t marked_peak_bytes; // since `mark_peak`, or since the recording began
 };
 
-// Begins a recording. `base_bytes`: bytes in use on the device now, as its allocator counts them; -1: its allocator
-// does not count. In that case `base_of_recording` says which bytes the recording begins with. A free is recorded if
-// and only if its malloc was recorded or the recording begins with its bytes, so bytes in use never become negative.
+// Begins a recording. `base_bytes`: bytes in use on the device now, as its allocator counts them, or -1 if the
+// allocator does not count. In that case `base_of_recording` says which bytes the recording begins with. A free is
+// recorded if and only if its malloc was recorded or the recording began with the block's bytes. So bytes in use never
+// become negative.
 void begin_requests(int64_t base_bytes);
 void end_requests();
 bool recording_requests();
 
-// The bytes that a recording begins with. TRACKED: live blocks of earlier recordings, and the arena's. LIMIT: the bytes
-// that a limit of the CPU counts, and the arena's. DEVICE: all that the device's allocator counts. `base_of_recording`
-// is for the running or the last recording.
+// Which bytes a recording begins with. TRACKED: live blocks of earlier recordings, and the arena's. LIMIT: the bytes
+// that the CPU's limit counts, and the arena's. DEVICE: all bytes that the device's allocator counts.
+// `base_of_recording` is about the running or the last recording.
 enum class Base { TRACKED, LIMIT, DEVICE };
 Base base_of_recording();
 
-// Records a malloc. `stream` is any identifier; streams are numbered in order of appearance. Returns whether the
-// block's free must be reported (`note_free`), even after the recording.
+// Records a malloc. `stream` is any identifier of the stream; streams get numbers in order of appearance. Returns
+// whether the caller must report the block's free (`note_free`), even after the recording.
 bool note_malloc(void* pointer, size_t nbytes, const void* stream);
-// Records a free. `nbytes` is used only for a block from before the recording: its size if the recording begins with
-// the block, otherwise 0.
+// Records a free. `nbytes` matters only for a block from before the recording: the block's size if the recording began
+// with its bytes, otherwise 0.
 void note_free(void* pointer, size_t nbytes);
 
-// While an instance with `on` lives, mallocs and frees of the calling thread are not recorded: the recording shows the
-// step as if no block had been moved.
+// While an instance made with `on` lives, mallocs and frees of the calling thread are not recorded, so the recording
+// shows the step as if no block had been moved.
 class Moving {
  public:
   explicit Moving(bool on);
@@ -66,11 +67,11 @@ class Moving {
 // Gives a recorded block a new address.
 void note_moved(void* from, void* to);
 
-// Adds bytes that have left the device; recordings that begin from now on count them as in use.
+// Adds bytes that were moved off the device; recordings that begin later count them as in use.
 void note_moved_out(int64_t nbytes);
 
-// Called on any thread for each request to an allocator that memplug stands in front of (`User`): before the request is
-// served, with null as `memory`, and after, with the memory served. A null watcher: none.
+// Called on any thread for each request to an allocator in front of torch's (`User`): before the request is served,
+// with `memory` null, and afterwards, with the memory served. `watch_requests(nullptr)` removes the watcher.
 using RequestWatcher = void (*)(size_t nbytes, const void* stream, const void* memory);
 void watch_requests(RequestWatcher watcher);
 RequestWatcher request_watcher();
@@ -89,43 +90,44 @@ auto watched(size_t nbytes, const Stream& stream, const Serve& serve) {
   return block;
 }
 
-// Forgets all recorded blocks: their frees will no longer be reported, so it is unknown from here on which are alive.
+// Forgets all recorded blocks: nothing will report their frees, so the recorder no longer knows which blocks live.
 void forget_blocks();
 
-// Returns the bytes of all recorded blocks that are still alive, including those of earlier recordings.
+// Returns the bytes of all live recorded blocks, including those of earlier recordings.
 int64_t tracked_bytes();
 Usage usage();
 void mark_peak();
-int64_t in_use_bytes(); // that of `usage`, without its lock
+int64_t in_use_bytes(); // `usage().in_use_bytes`, without taking the lock
 std::vector<RequestEvent> take_requests();
 
 // Around a fork: the child must not inherit a lock that another thread held.
 void lock_requests_for_fork();
 void unlock_requests_after_fork();
 
-// Install and remove memplug's allocator in front of torch's. It passes requests that no arena serves on to torch's. A
-// second `install_cpu` for the same user throws.
+// Install and remove memplug's allocator in front of torch's CPU allocator, for a user. It passes requests that no
+// arena serves on to torch's. A second `install_cpu` for the same user throws.
 enum User : int { RECORDER = 1, ARENA = 2, RELIEF = 4 };
 void install_cpu(User user);
 void uninstall_cpu(User user);
 c10::Allocator& native_cpu_allocator(); // the allocator behind memplug's
 
-// The same for a device that torch knows only by its type (PrivateUse1), such as the virtual device.
+// Do the same for a device that torch knows only by its type (PrivateUse1), such as the virtual device.
 void install_other(User user);
 void uninstall_other(User user);
 c10::Allocator& native_other_allocator();
 const void* current_other_stream();
 
-// Limits the CPU's memory when the CPU stands in for a device. Requests from now on may hold at most `nbytes` at a
-// time, and a request beyond that fails as on a device; -1: no limit. Memory that an arena reserves and blocks that it
-// serves do not count.
+// Limits the CPU's memory when the CPU stands in for a device; -1: no limit. Blocks requested from now on may take at
+// most `nbytes` at a time, and a request beyond that fails as on a device. Memory that an arena reserves and blocks
+// that it serves do not count.
 void limit_cpu(int64_t nbytes);
 
-// Counts a block from before the limit from now on; does nothing if the block counts already or there is no limit.
+// Adds a block from before the limit to the bytes in use; does nothing if the block counts already or there is no
+// limit.
 void count_cpu(c10::DataPtr& block, int64_t nbytes);
 
 struct CpuBytes {
-  // in use: by requests under the limit, and by blocks that `count_cpu` added; peak: since the limit was set
+  // `in_use`: bytes of requests under the limit, and of blocks passed to `count_cpu`; `peak`: since the limit was set
   int64_t in_use, peak;
 };
 CpuBytes cpu_bytes();

@@ -17,7 +17,7 @@
 namespace memplug {
 namespace {
 
-constexpr int64_t CAPACITY = 1 << 22; // operators of one step; pages that no step reaches are never touched
+constexpr int64_t CAPACITY = 1 << 22; // operators of one step; memory pages that no step reaches are never touched
 
 // The sequence of one step, written without locks.
 struct Sequence {
@@ -30,16 +30,16 @@ Sequence& sequence() {
   return *instance;
 }
 
-// A recording; the mutex guards everything.
+// The current recording; the mutex guards everything in it.
 struct OpenRecording {
   std::mutex mutex;
   int64_t number = 0; // running number of this recording in the process
-  bool open = false; // false: ignore a callback that still runs after it was removed
+  bool open = false; // if false, ignore a callback that still runs after it was removed
   Records records;
   c10::DeviceType device_type = c10::DeviceType::CPU;
   std::chrono::steady_clock::time_point begin;
   ska::flat_hash_map<const c10::StorageImpl*, int32_t> number_of;
-  // weak references keep addresses of dead storages from being reused; the storages' memory is freed all the same
+  // with a weak reference, the address of a dead `StorageImpl` is not reused, but the tensor's memory is freed
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> seen;
 };
 
@@ -48,13 +48,13 @@ OpenRecording& recording() {
   return *instance;
 }
 
-// An operator from its beginning to its end, which may come after the end of the recording.
+// A running operator, which may end after the recording.
 struct RunningOperator {
-  int64_t recording; // number; -1: its tensors are not recorded
+  int64_t recording; // number of the recording; -1: the operator's tensors are not recorded
   int64_t index;
 };
 
-thread_local std::vector<RunningOperator> entered; // operators that the calling thread is inside of, while recording
+thread_local std::vector<RunningOperator> entered; // while recording: the operators that this thread is inside of
 std::atomic<int64_t> running{-1};
 std::atomic<int32_t> detail{SEQUENCE};
 bool claimed = false; // guarded by Python's lock
@@ -72,7 +72,7 @@ void use(OpenRecording& r, int64_t index, const at::Tensor& tensor, bool output)
     r.seen.emplace_back(storage.getWeakStorageImpl());
     r.records.tensors.push_back({nbytes, static_cast<int32_t>(tensor.scalar_type())});
   } else if (nbytes > r.records.tensors[number].nbytes) {
-    r.records.tensors[number].nbytes = nbytes; // the storage was empty, or grew
+    r.records.tensors[number].nbytes = nbytes; // the storage has grown since
   }
   r.records.uses.push_back({static_cast<int32_t>(index), number, output});
 }
@@ -111,7 +111,7 @@ int64_t add_operator(OpenRecording& r, int32_t number) {
   return index;
 }
 
-// Records the beginning of an operator, and its inputs if the recording has tensors.
+// Records the beginning of an operator, and its inputs at detail TENSORS.
 void begin_recorded(OperatorCall& call) {
   if (!trains()) {
     return;
@@ -194,7 +194,7 @@ void claim() {
   }
   claimed = true;
   sequence().count = 0;
-  forget_blocks(); // of an earlier recorder
+  forget_blocks(); // those of an earlier recorder
   own_thread();
 }
 

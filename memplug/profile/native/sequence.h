@@ -1,5 +1,5 @@
-// Records the operators that the training thread and autograd's threads run: as integers, and in detail while
-// recording.
+// Watches the operators that the training thread and autograd's threads run: yields their numbers, and details of each
+// while recording.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,14 +12,14 @@
 
 namespace memplug {
 
-// How much is recorded of each operator; each level includes the ones before.
+// How much is recorded of each operator; each level includes the lower ones.
 enum Detail : int32_t {
-  SEQUENCE = 0, // its number
+  SEQUENCE = 0, // the operator's number
   OPERATORS = 1, // also its phase, layer, time and the memory in use, for a trace
-  TENSORS = 2, // also the storages that it reads and writes
+  TENSORS = 2, // also the storages that the operator reads and writes
 };
 
-// Packed as OPERATOR, USE and TENSOR in memplug/profile/trace.py; `phase` is still in the form that `pack` returns.
+// Same layout as OPERATOR, USE and TENSOR in memplug/profile/trace.py, but `phase` is a result of `pack`.
 #pragma pack(push, 1)
 struct OperatorRecord {
   int32_t name;
@@ -46,8 +46,9 @@ struct Records {
   std::vector<TensorRecord> tensors;
 };
 
-// Acquires the process's recorder for the calling thread and autograd's threads; throws if it is taken. Nothing is
-// watched until `watch(true)`; `release` leaves no callback behind.
+// `claim` acquires the process's recorder for the calling thread and autograd's threads, but watches nothing until
+// `watch(true)`; it throws if the recorder is already claimed. `release` gives the recorder back, and removes
+// callbacks.
 void claim();
 void release();
 
@@ -55,17 +56,17 @@ void release();
 void release_in_child();
 void watch(bool on);
 
-// Returns the operators' numbers since the last call, and their count. The count is larger than the vector if not all
-// operators fitted.
+// Returns the numbers of the operators since the last call, and the count of these operators. The count exceeds the
+// vector's size if there were more operators than fit into the sequence.
 std::pair<std::vector<int32_t>, int64_t> take_sequence();
 
-// Watches in more detail until `end_records`; after that nothing is watched. Storages are recorded only on devices of
-// `device_type` (c10::DeviceType).
+// Records operators at a level of detail until `end_records`, which ends watching too. Records storages only on devices
+// of `device_type` (c10::DeviceType).
 void begin_records(Detail detail, int32_t device_type);
 Records end_records();
 
-// Returns the indices of these tensors' storages in `Records::tensors` of the current recording. Tensors that no
-// operator has used are left out, and so is foreign memory, such as another process's, that torch cannot free.
+// Returns the indices of these tensors' storages in `Records::tensors` of the current recording. The result leaves out
+// tensors that no operator has used, and those whose memory torch cannot free, such as another process's.
 std::vector<int32_t> recorded_numbers(const std::vector<at::Tensor>& tensors);
 
 // Returns the index of the operator that runs now or ran last in the current recording, -1 before the first.

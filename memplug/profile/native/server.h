@@ -1,4 +1,4 @@
-// Interface of a technique that serves requests from its own memory, in front of a device's allocator.
+// Interface of a technique that serves requests for device memory from memory of its own.
 #pragma once
 
 #include <cstddef>
@@ -7,18 +7,18 @@
 
 namespace memplug {
 
-// The base class serves nothing.
+// This base class serves no request.
 class Server {
  public:
   virtual ~Server() = default;
 
-  // Returns memory for a request of the calling thread; null: the native allocator serves it.
+  // Returns memory for a request of the calling thread; null leaves the request to the native allocator.
   virtual void* serve(size_t /*nbytes*/, const void* /*stream*/) {
     return nullptr;
   }
 
-  // Releases a block, or notes that another stream uses it; both on any thread. Return false if the block is not the
-  // server's.
+  // Release a block, or note that another stream uses it; both are called on any thread. Return false if the block is
+  // not the server's.
   virtual bool give_back(void* /*block*/) {
     return false;
   }
@@ -26,25 +26,25 @@ class Server {
     return false;
   }
 
-  // Returns the beginning of the reserved memory that contains the block; null: the block is not the server's.
+  // Returns the beginning of the reserved memory that contains the block; null if the block is not the server's.
   virtual char* reserved_with(const void* /*block*/) {
     return nullptr;
   }
 
-  // Returns the bytes of live blocks whose free is reported to a recording. A recording counts blocks of earlier plans
-  // as from before its beginning, like those of the native allocator.
+  // Returns the bytes of live blocks whose free the server will report to a recording. A recording treats blocks of
+  // earlier plans as allocated before its beginning, like those of the native allocator.
   virtual int64_t told_bytes() {
     return 0;
   }
-  // Returns the bytes of live blocks whose malloc was reported to a recording: it wants their free reported too.
+  // Returns the bytes of live blocks whose malloc the server has reported to a recording, so it must report their free.
   virtual int64_t wanted_bytes() {
     return 0;
   }
 
-  // Tells the server that the recorder has forgotten all blocks, and no longer wants their frees reported.
+  // Tells the server that the recorder has forgotten all blocks, so it need not report their frees.
   virtual void forget_wanted() {}
 
-  // Bytes on the served device: reserved from its allocator; in use, as requested; in use, rounded up.
+  // The server's bytes on its device: reserved from the native allocator; in use, as requested; in use, rounded up.
   struct Bytes {
     int64_t reserved, live, live_size;
   };
@@ -57,7 +57,7 @@ class Server {
 Server& server();
 void set_server(Server& server);
 
-// Returns whether requests go to the server first, by one atomic load.
+// Returns whether requests go to the server first; costs one atomic load.
 bool serving();
 void serve(bool on);
 

@@ -6,7 +6,7 @@
 
 namespace memplug {
 
-// Returns whether a tensor is a Python number that torch has wrapped, and so a value like any other.
+// Returns whether a tensor is a Python number that torch has wrapped in a tensor.
 inline bool is_number(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->is_wrapped_number();
 }
@@ -26,7 +26,7 @@ void each_tensor_or_number(const c10::IValue& value, const Visit& visit) {
   }
 }
 
-// Does the same without wrapped numbers.
+// Calls `visit(tensor)` for each defined tensor of an argument or result, except wrapped numbers.
 template <typename Visit>
 void each_tensor(const c10::IValue& value, const Visit& visit) {
   each_tensor_or_number(value, [&](const at::Tensor& tensor) {
