@@ -1,9 +1,10 @@
-"""Estimates of a training step on a GPU that need not be there: seconds, device memory and host memory, by mode.
+"""Estimates a training step's time, device memory and host memory in each mode; needs no GPU.
 
     estimate = memplug.estimate(make_model, lambda: torch.zeros(1, 4096, dtype=torch.long), gpu="h200")
     print(estimate["memplug"].step_s / estimate["keep"].step_s)
 
-The step runs on the virtual device (memplug/predict/virtual), with executor, planner and arena as in a real run.
+The step runs on the virtual device (memplug/predict/virtual). memplug plans, swaps and serves addresses there as in a
+real run.
 """
 
 from memplug.predict.estimator.estimate import estimate

@@ -1,4 +1,4 @@
-"""Answers a model's reads of values on the virtual device, from a trace of values, and notes the reads without one."""
+"""Answers a model's reads of tensor values on the virtual device, from a trace of values."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ RECORD_ANEW = (
 
 
 class Answers:
-    """The answers of one trace to the reads of several models, which run one after the other.
+    """Answers the reads of tensor values of several models, one model after the other, from one trace.
 
     Args:
-        values: The trace; None: the device makes values up. A number is then 1, and the fraction of a mask's elements
-            that is true is that of `VirtualDevice.assume_true`.
+        values: The trace; None: the device makes values up. Each number is then 1, and the fraction of true elements in
+            a mask is set by `VirtualDevice.assume_true`.
 
     Attributes:
-        made_up: Without a trace: the operators, with their lines, by which forwards read values other than conditions.
+        made_up: Without a trace: each operator, with its source line, that read a made-up value in a forward. Reads of
+            a condition are left out.
     """
 
     def __init__(self, values: Values | None):
@@ -78,23 +79,24 @@ class Answers:
     def _of(
         self, call: ModuleCall, at: tuple[str, str], sizes: tuple[Any, ...], waits: bool
     ) -> Sequence[Output] | None:
-        """Return the recorded outputs of the call's next read by this operator at this line.
+        """Return the outputs that the trace has for the call's next read by this operator at this line.
 
-        Return None if none is recorded and the program does not wait for the result.
+        Return None if the trace has no more reads there, and the program does not wait for the result.
 
         Args:
-            call: The call of a module that reads.
+            call: The module call that reads.
             at: The source line and the operator.
             sizes: The sizes of each input of the operator.
             waits: Whether the program waits for the result.
 
         Raises:
-            EstimateError: The program waits and no output is recorded, or the recorded inputs have other sizes.
+            EstimateError: The trace has no more reads there, and the program waits; or the recorded inputs have other
+                sizes.
         """
         found = self._reads_of(call).get(at, [])
         number = call.asked[at]
         if number >= len(found):
-            if not waits:  # the host may never look at the result
+            if not waits:  # the program may never read the result
                 return None
             raise EstimateError(
                 f"{_where(call)} asks for {at[1]} at {at[0]}, and the trace of values has no more than {len(found)} "
@@ -120,8 +122,8 @@ class Answers:
         calls = self._calls_read.get(call.path, [])
         if len(calls) > 1 and call.recomputes:
             raise EstimateError(
-                f"{_where(call)} reads other values each time that it is called, and the trace of values has no record "
-                "of which call a recompute repeats",
+                f"{_where(call)} reads different values in each call, and the trace of values does not say which call "
+                "a recompute pass repeats",
                 "Estimate the modes keep and memplug.",
                 code="MP028",
             )
@@ -130,15 +132,14 @@ class Answers:
         return calls[call.number] if call.number < len(calls) else {}
 
     def _in_backward(self, call: ModuleCall, at: tuple[str, str], sizes: tuple[Any, ...]) -> Sequence[Output] | None:
-        """Return the recorded outputs of a read in backward; None if the trace does not tell them.
+        """Return the outputs that the trace has for a read in backward; None if it does not determine them.
 
-        If the recorded backward read at this line, return the outputs of that read. Otherwise a recompute pass may be
-        running an operator of the forward again. Then find the forward's reads by this operator with inputs of these
-        sizes; if all of them got the same outputs, return these.
+        If the recorded backward has another read at this line, return its outputs. Otherwise assume that a recompute
+        pass runs an operator of the forward again. The trace does not say which one. So return outputs only if all of
+        the forward's reads by this operator, with inputs of these sizes, got the same outputs.
 
         Raises:
-            EstimateError: The forward's reads got different outputs, and the operator reads neither a number nor a
-                copy.
+            EstimateError: Those reads got different outputs. Reads of a number or a copy return None instead.
         """
         found = self._backward_read.get(at, [])
         if call.asked[at] < len(found):
@@ -155,7 +156,7 @@ class Answers:
         return given[0] if len(given) == 1 else None
 
     def _check(self, call: ModuleCall) -> None:
-        """Raise if a finished call of a module read fewer values at a line than the trace has at this line."""
+        """Raise an EstimateError if a finished module call read fewer values at a line than the trace has there."""
         if self._values is None or call.recomputes:
             return
         for at, asked in call.asked.items():

@@ -8,14 +8,14 @@ from typing import Any
 from memplug.profile.operator_names import COLLECTIVES
 
 COPIES = ("to host", "to device")
-IDLE_SHARE = 0.02  # fraction of the step; if kernels pause for no more than this, the step is bound by compute
+IDLE_SHARE = 0.02  # if no kernel runs for at most this fraction of the step, the step is bound by compute
 
 
 def bound(spans: Iterable[Any], step_s: float) -> str:
     """Return the bottleneck of a step.
 
-    If kernels run nearly all of the time, the bottleneck is "compute". Otherwise it is whatever lasts longest while no
-    kernel runs: "link" (copies), "collectives", or "host" (the device is idle).
+    If kernels run nearly all of the time, the bottleneck is "compute". Otherwise look at the time when no kernel runs:
+    the bottleneck is the activity that takes most of it, "link" (copies), "collectives" or "host" (the device is idle).
 
     Args:
         spans: The step's spans, from `VirtualDevice.take_spans`.

@@ -1,4 +1,4 @@
-"""Follows a model's module calls, to find the one that reads a value, both in a real step and in an estimated one."""
+"""Follows the module calls of a real or an estimated step, to find which call reads a value."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NOT_THE_PROGRAM = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__)
 
 @dataclass(slots=True)
 class ModuleCall:
-    """One forward of one module, or a backward without the forwards that run in it.
+    """One forward of one module, or one backward; forwards that run in a backward are calls of their own.
 
     Attributes:
         path: The module's path; None: this is a backward.
         number: The index of this call among the module's calls in one forward of the model, from 0.
-        recomputes: Whether this forward runs in a backward, for example by `torch.utils.checkpoint`.
+        recomputes: Whether this forward runs in a backward, as forwards of `torch.utils.checkpoint` do.
         asked: The number of values that this call has read, by line and operator.
     """
 
@@ -39,10 +39,10 @@ class ModuleCall:
 
 
 class Calls:
-    """A watcher of modules' forwards, active until `undo`.
+    """Watches the forwards of modules until `undo`.
 
-    It gives each module a subclass of the module's class, as memplug does with regions. So it also sees direct calls of
-    `forward`, which `torch.utils.checkpoint` makes.
+    Each module gets a subclass of its own class, as regions do. So direct calls of `forward`, which
+    `torch.utils.checkpoint` makes, are seen too.
 
     Args:
         modules: The modules by path; the model's path is "".
@@ -66,7 +66,7 @@ class Calls:
         """The number of forwards of the model outside of backwards, including one in progress."""
         follower = functools.cache(self._class)
         for path, module in modules.items():
-            if "forward" in vars(module):  # an attribute of the instance, which a subclass would not override
+            if "forward" in vars(module):  # an instance attribute hides the subclass's `forward`
                 self._replace(module, path)
             elif type(module).forward is not nn.Module.forward and not isinstance(module, torch.jit.ScriptModule):
                 self._swap(module, follower(type(module)))
@@ -79,7 +79,7 @@ class Calls:
         return self._backward if _in_backward() else None
 
     def undo(self) -> None:
-        """Give the modules their own classes and forwards back."""
+        """Restore the modules' own classes and forwards."""
         self._undo.close()
 
     @contextlib.contextmanager
@@ -130,7 +130,7 @@ class Calls:
 
 
 def line() -> str:
-    """Return the innermost source line outside of torch and memplug, such as "model.py:12"; "" if there is none."""
+    """Return the innermost source line outside of torch and memplug, such as "model.py:12", or "" if there is none."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
         frame = frame.f_back

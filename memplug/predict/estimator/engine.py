@@ -49,7 +49,8 @@ def rank_of(gpus: int) -> Iterator[None]:
 def dtype_of(ds_config: Mapping[str, Any]) -> str:
     """Return the dtype that DeepSpeed gives to parameters and activations.
 
-    If the JSON leaves a precision at "auto", or has no key of DeepSpeed's at all, an estimate uses "bf16".
+    If the JSON enables no precision, this is "fp32". It is "bf16" instead if a precision is "auto", or if the JSON has
+    no key except "memplug".
 
     Args:
         ds_config: The contents of the DeepSpeed JSON.
@@ -73,12 +74,12 @@ def _enabled(section: Any) -> Any:
 def micro_batch_of(ds_config: Mapping[str, Any], gpus: int | None) -> int:
     """Return the number of sequences in a rank's micro-batch; 1 if the JSON does not determine it.
 
-    If the JSON has `train_batch_size` and no micro-batch, this is the batch divided by the ranks and the accumulation
-    steps, as in DeepSpeed.
+    If the JSON has `train_batch_size` but no micro-batch, divide that batch by ranks and accumulation steps, as
+    DeepSpeed does.
 
     Args:
         ds_config: The contents of the DeepSpeed JSON.
-        gpus: The number of the engine's ranks; None without an engine: then `train_batch_size` is ignored.
+        gpus: The number of the engine's ranks; None: there is no engine, and `train_batch_size` is ignored.
 
     Raises:
         EstimateError: `train_batch_size` is not a multiple of the ranks times the accumulation steps.
@@ -93,16 +94,16 @@ def micro_batch_of(ds_config: Mapping[str, Any], gpus: int | None) -> int:
     if total % parts:
         raise EstimateError(
             f"train_batch_size is {total}, which cannot be split into {parts} micro-batches",
-            "Give a multiple of --gpus and gradient_accumulation_steps.",
+            "Give a multiple of --gpus times gradient_accumulation_steps.",
         )
     return total // parts
 
 
 def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> dict[str, Any]:
-    """Return the DeepSpeed settings that an estimate uses instead of the user's JSON.
+    """Return the settings that DeepSpeed gets in an estimate, made from the user's JSON.
 
-    torch's fused Adam replaces DeepSpeed's. Both take the same memory, and both are bound by memory bandwidth. "auto"
-    values, memplug's block and settings that only monitor training are removed.
+    torch's fused Adam replaces DeepSpeed's: both take the same memory, and both are bound by memory bandwidth. The
+    settings omit "auto" values, memplug's block, and keys that only monitor training.
 
     Args:
         ds_config: The contents of the DeepSpeed JSON.
@@ -110,12 +111,12 @@ def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> di
         gpus: The number of the engine's ranks.
 
     Raises:
-        ConfigError: A setting appears under its former and its present name.
+        ConfigError: The JSON has a setting under both its deprecated and its current name.
         EstimateError: The JSON offloads optimizer or parameters, so DeepSpeed would compute on the CPU.
     """
     for offload in offloads_of(ds_config):
         raise EstimateError(
-            f"{offload} leaves work to the host, which an estimate does not run",
+            f"{offload} leaves work to the host, which an estimate cannot predict",
             "`memplug tune` predicts a step with offload.",
         )
     known = present(ds_config)
@@ -125,7 +126,7 @@ def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> di
     if str(optimizer.get("type")).lower() in ADAM and not params.get("torch_adam"):  # DeepSpeed's own
         optimizer = {**optimizer, "params": {**params, "torch_adam": True, "fused": True}}
     dtype = dtype_of(ds_config)
-    if dtype in PRECISIONS and _enabled(kept.get(dtype)) is not True:  # "auto", or left out
+    if dtype in PRECISIONS and _enabled(kept.get(dtype)) is not True:  # "auto" or missing in the JSON
         kept[dtype] = {**(kept[dtype] if isinstance(kept.get(dtype), Mapping) else {}), "enabled": True}
     kept = {**_accumulation(kept, micro_batch, gpus), **kept}
     kept.pop("train_batch_size", None)
@@ -135,7 +136,7 @@ def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> di
 def _accumulation(kept: Mapping[str, Any], micro_batch: int, gpus: int) -> dict[str, int]:
     """Return the accumulation that DeepSpeed derives from `train_batch_size`, as settings.
 
-    The result is empty if the JSON has no `train_batch_size`, or if its micro-batch is not the estimate's.
+    They are empty if the JSON has no `train_batch_size`, or if its micro-batch is not `micro_batch`.
     """
     total = kept.get("train_batch_size")
     if not isinstance(total, int) or kept.get("train_micro_batch_size_per_gpu") != micro_batch:
@@ -152,12 +153,12 @@ def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_as_deepspeed(settings: Mapping[str, Any]) -> None:
-    """Raise an EstimateError with DeepSpeed's message if DeepSpeed refuses the settings."""
+    """Raise an EstimateError with DeepSpeed's message if DeepSpeed rejects the settings."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     try:
         DeepSpeedConfig(dict(settings))
-    except Exception as error:  # from pydantic, DeepSpeed, assertions, or code that meets a wrong type
+    except Exception as error:  # pydantic, assertions and mistyped values raise many classes
         said = " ".join(str(error).split()) or type(error).__name__
         raise EstimateError(
             f"DeepSpeed refuses the configuration: {said}", "Correct the DeepSpeed JSON: training would fail too."
@@ -165,7 +166,7 @@ def _refuse_as_deepspeed(settings: Mapping[str, Any]) -> None:
 
 
 class EngineTraining(VirtualTraining):
-    """Training by a DeepSpeed engine, whose `step` tells memplug that a step ends; make and run it inside `rank_of`.
+    """Training by a DeepSpeed engine; make and run it inside `rank_of`.
 
     Args:
         make_model: See `VirtualTraining`.
@@ -199,7 +200,7 @@ class EngineTraining(VirtualTraining):
 
     @property
     def target(self) -> Any:
-        """Return the engine, which memplug attaches to."""
+        """Return the engine: memplug attaches to it, not to the model."""
         return self.engine
 
     def _train(self) -> None:

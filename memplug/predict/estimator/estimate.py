@@ -1,4 +1,4 @@
-"""`memplug.estimate`: runs one step of each mode on the virtual device, one mode after the other."""
+"""`memplug.estimate`: runs a training in each mode on the virtual device, and measures one step of it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from memplug.predict.virtual import GpuProfile, VirtualDevice
 from memplug.session.session import Session
 from memplug.session.table import Stage
 
-MOST_STEPS = 60  # most steps that memplug may take to plan and to place the arena's addresses
-LASTING_STEPS = 1  # steps after which optimizer states and gradients exist
-SERVED_STEPS = 2  # steps of the arena within which its reservation can cause a replan
-KEEPING_STEPS = 4  # more steps under a plan, after which memplug has written it to disk
+MOST_STEPS = 60  # upper limit of the steps in which memplug plans decisions and addresses
+LASTING_STEPS = 1  # steps until optimizer states and gradients exist
+SERVED_STEPS = 2  # after the arena has served for so many steps, its reservation causes no more replans
+KEEPING_STEPS = 4  # further steps until memplug has written the plan to disk
 AnswersTo = Callable[[VirtualDevice, nn.Module], contextlib.AbstractContextManager[Any]]
 
 log = logging.getLogger("memplug")
@@ -55,9 +55,9 @@ def estimate(
     trace: str | Path | None = None,
     tell: Callable[[str], None] = lambda mode: None,
 ) -> Estimate:
-    """Estimate time and memory of a training step of any module, on a GPU that need not be there.
+    """Estimate time and memory of any module's training step on a GPU, without needing that GPU.
 
-    The process must not have run a backward on another device before, because torch lists its devices at the first
+    Call it before the process runs a backward on any other device, because torch lists its devices at the first
     backward. A mode that takes more memory than the GPU has is estimated too (`ModeEstimate.fits`).
 
     Args:
@@ -69,17 +69,18 @@ def estimate(
         modes: Names from `MODES`.
         make_optimizer: Makes the optimizer from the module's parameters; None: the step has no optimizer, and gradients
             stay from step to step.
-        engine: The contents of a DeepSpeed JSON, by which DeepSpeed's engine trains, with the JSON's optimizer and
-            gradient accumulation; `example_inputs` makes one micro-batch. DeepSpeed never frees an engine's memory, so
-            a process can estimate only one mode with an engine (`ranks.py` starts one for each mode). None: no engine.
+        engine: The contents of a DeepSpeed JSON: DeepSpeed's engine trains, with the JSON's optimizer and gradient
+            accumulation, and `example_inputs` makes one micro-batch. None: no engine. DeepSpeed never frees an engine's
+            memory, so a process can estimate only one mode with an engine (`ranks.py` starts a process for each mode).
         gpus: The number of the engine's ranks, all in one machine; rank 0 is estimated.
         attention: The attention back end, such as "flash"; None: the first one in the profile.
         host_bytes: Host memory available to one rank; "host_budget_gib": "auto" takes a share of it.
         plan_dir: The folder for memplug's plan; all ranks of a real run of the same job can use the plan. None: the
             plan is not written.
-        trace: A file that `record_values` wrote in a real step at the same sizes; the model reads values from it. None:
-            values are made up: a number is 1, a condition is true, and so is every element of a mask. One warning names
-            the places at which that may change the step. Most other operators that need values then fail.
+        trace: A file that `record_values` wrote in a real step with the same batch and sequence length; the model reads
+            tensor values from it. None: the device makes values up: a number is 1, a condition is true, and so is every
+            element of a mask. One warning names the source lines where this may change the step. Most other operators
+            that need values fail.
         tell: Called with the name of each mode before the mode runs.
 
     Returns:
@@ -89,7 +90,8 @@ def estimate(
         ConfigError: The block cannot be used.
         EstimateError: A mode's name is unknown; an operator needs values that are not in the trace; the trace belongs
             to another step; the engine offloads; or the arguments contradict each other.
-        HardwareError: The GPU or its attention back end is unknown, or torch has no free place for the virtual device.
+        HardwareError: The GPU or its attention back end is unknown, or the virtual device cannot be made (see
+            `VirtualDevice`).
         RegionError: No decoder layers were found.
     """
     request = EstimateRequest.of(
@@ -110,7 +112,7 @@ def estimate_model(
     gpus: int = 1,
     tell: Callable[[str], None] = lambda mode: None,
 ) -> Estimate:
-    """Estimate a module as `estimate` does, from arguments that `EstimateRequest` has read and checked.
+    """Estimate a module as `estimate` does, with arguments that an `EstimateRequest` has checked.
 
     Args:
         make_model: See `estimate`.
@@ -179,7 +181,7 @@ def estimate_training(
     hardware, attention = request.hardware, request.attention
     blocks = {mode: ways.block_of(mode, request.config, request.plan_dir) for mode in request.modes}
     host_bytes = min(request.host_bytes, UNLIMITED_BYTES)
-    VirtualDevice(hardware, attention=attention)  # `rank()` needs one
+    VirtualDevice(hardware, attention=attention)  # `rank()` needs a virtual device
     found: dict[str, ModeEstimate] = {}
     impossible: dict[str, BudgetError] = {}
     handled = sys.exc_info()[1]
@@ -208,7 +210,7 @@ def _clear_frames(error: BaseException | None, handled: BaseException | None) ->
 
     Args:
         error: The error.
-        handled: The error that the caller of the estimate was already handling; its frames stay as they are.
+        handled: The error that the caller was already handling when the estimate began; its frames stay as they are.
     """
     while error is not None and error is not handled:
         traceback.clear_frames(error.__traceback__)
@@ -266,7 +268,7 @@ def _step(training: VirtualTraining, session: Session) -> None:
 
 
 def _layers(model: nn.Module, block: MemplugConfig, mode: str) -> Sequence[tuple[str, nn.Module]]:
-    """Return the model's decoder layers by name; none for mode "keep" if the model has none that memplug finds."""
+    """Return the decoder layers that memplug finds, by name; empty for mode "keep" if it finds none."""
     tokenwise = block.tokenwise.model_copy(update={"enabled": True})
     try:
         return find_layers(model, block.model_copy(update={"tokenwise": tokenwise}))
@@ -325,7 +327,7 @@ def _measured(
 def _spans(noted: Sequence[Any], began_s: float) -> tuple[Span, ...]:
     """Return the spans of a step, with times relative to the step's beginning, in seconds.
 
-    Streams are renumbered in order, and the default stream is 0. The device's own numbers go on from mode to mode.
+    Streams are numbered from 0, the default stream, because the device's own numbers go on from mode to mode.
     """
     streams = sorted({0, *(each.stream for each in noted)})
     return tuple(

@@ -1,7 +1,7 @@
-"""Makes Megatron-Core's GPTModel of a shape without Transformer Engine: attention and norms are torch's.
+"""Makes a Megatron-Core GPTModel of a given shape without Transformer Engine: attention and norms are torch's.
 
-Megatron-Core's own `DotProductAttention` keeps a score for every pair of tokens. torch's attention keeps O(tokens), as
-Transformer Engine's does. Megatron-Core's other fusions are off: each operator is a kernel of torch's, as in
+Megatron-Core's own `DotProductAttention` saves a score for each pair of tokens; torch's attention saves O(tokens), as
+Transformer Engine's does. Megatron-Core's fused operators are off, so each operator is a kernel of torch's, as in
 examples/megatron_llama2. Call this file's functions inside `rank_of` (megatron.py), which imports Megatron-Core.
 """
 
@@ -51,8 +51,8 @@ class _GatheringAttention(torch.autograd.Function):
     """Attention of this rank's tokens to the tokens of all context-parallel ranks, on the virtual device.
 
     As in Transformer Engine with `cp_comm_type="all_gather"`, keys and values are gathered in forward and again in
-    backward, and the gathered ones are not kept in between. Each rank has one piece near the sequence's beginning and
-    one near its end. So causal attention has equally many pairs of tokens on all ranks.
+    backward; the gathered tensors are not saved. Each rank has one piece near the sequence's beginning and one near its
+    end, so that causal attention costs the same on all ranks.
     """
 
     @staticmethod
@@ -89,7 +89,7 @@ def _tokens_first(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered(part: torch.Tensor) -> torch.Tensor:
-    """Gather a tensor's first dimension, tokens, from all context-parallel ranks."""
+    """All-gather a tensor over the context-parallel ranks along its first dimension, tokens."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()
@@ -99,7 +99,7 @@ def _gathered(part: torch.Tensor) -> torch.Tensor:
 
 
 def _scattered(whole: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor over all context-parallel ranks and return this rank's part of the first dimension, tokens."""
+    """Reduce-scatter a tensor over the context-parallel ranks along its first dimension, tokens."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()
@@ -111,7 +111,7 @@ def _scattered(whole: torch.Tensor) -> torch.Tensor:
 class RMSNorm(nn.RMSNorm):
     """torch's RMSNorm with the constructor that Megatron-Core expects.
 
-    With sequence parallelism it marks its weight, so that Megatron-Core adds up the weight's gradients over ranks.
+    With sequence parallelism it marks its weight, so that Megatron-Core sums the weight's gradients over ranks.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any):
@@ -168,7 +168,7 @@ def config_of(shape: Shape, layers: int, layout: RankLayout, dtype: torch.dtype)
 
 
 def _mixture(shape: Shape) -> dict[str, Any]:
-    """Return the fields of a mixture's `TransformerConfig` that other models do not have.
+    """Return the fields of `TransformerConfig` that only a mixture of experts sets.
 
     Each expert is a module of its own; Transformer Engine or grouped_gemm would compute all experts of a rank at once.
     """

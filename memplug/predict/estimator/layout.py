@@ -1,4 +1,4 @@
-"""The layout of a Megatron-Core model over the GPUs of one machine, and the check whether a model can have it."""
+"""The layout of a Megatron-Core model over the GPUs of one machine, and the check that a model allows it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from memplug.predict.estimator.shapes import Shape
 
 MICRO_BATCHES_PER_STAGE = 2
 LEFT_OUT = ("attention_bias", "mlp_bias", "sliding_window")
-"""Fields of a shape that would change the model's step, and that an estimate of Megatron-Core does not support."""
+"""Fields of a shape that an estimate of Megatron-Core does not support; they would change the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLayout:
-    """The sizes of Megatron-Core's parallel groups; the number of data-parallel ranks (`data`) follows from them.
+    """The sizes of Megatron-Core's parallel groups; `data`, the number of data-parallel ranks, follows from them.
 
     Attributes:
         gpus: The number of all ranks; 0: the smallest number that the other sizes allow.
         tensor: The number of ranks that share each matrix product.
-        sequence: Whether the ranks that share a matrix product also divide the layer's other operators among them,
-            by tokens (sequence parallelism).
+        sequence: Whether tensor-parallel ranks also split the layer's other operators by tokens (sequence parallelism).
         pipeline: The number of pipeline stages.
         expert: The number of ranks that share the experts of a mixture; each expert is whole on its rank.
         context: The number of ranks that share the tokens of a sequence.
@@ -35,7 +34,7 @@ class RankLayout:
     context: int = 1
 
     def __post_init__(self) -> None:
-        """Replace 0 GPUs by the smallest possible number."""
+        """Replace `gpus` 0 by the smallest number that the other sizes allow."""
         if self.gpus == 0:
             least = self.pipeline * math.lcm(self.tensor * self.context, self.expert)
             object.__setattr__(self, "gpus", least)
@@ -52,20 +51,20 @@ class RankLayout:
 
     @property
     def stages(self) -> dict[int, int]:
-        """Return the pipeline stages to estimate, by number, each with the number of stages that it represents.
+        """Return the pipeline stages to estimate: a map from a stage's number to how many stages it represents.
 
-        Stage 1 represents all middle stages: they have equally many layers, and stage 1 has the most micro-batches in
-        flight among them.
+        Stage 1 represents all middle stages. They have the same number of layers, and stage 1 has more micro-batches in
+        flight than the other middle stages.
         """
         middle = {1: self.pipeline - 2} if self.pipeline > 2 else {}
         return {0: 1, **middle, self.pipeline - 1: 1}
 
     def rank(self, stage: int) -> int:
-        """Return the first rank of a stage; in Megatron-Core's order, the ranks of a stage are consecutive."""
+        """Return the lowest rank of a stage; Megatron-Core gives the ranks of a stage consecutive numbers."""
         return stage * self.gpus // self.pipeline
 
     def check(self, shape: Shape, layers: int, seq_len: int) -> None:
-        """Raise if a model cannot have this layout.
+        """Check that a model can have this layout.
 
         Args:
             shape: The model's shape.
@@ -115,16 +114,16 @@ class RankLayout:
 
 
 def divides(option: str, size: int, count: int, what: str) -> None:
-    """Raise if `size` does not divide `count`; the error lists sizes that do.
+    """Check that `size` divides `count`.
 
     Args:
-        option: The option of the command line that gives the size.
-        size: The size.
+        option: The command-line option that sets `size`, for the error.
+        size: The divisor.
         count: The number to be divided.
-        what: The words by which the error names `count`.
+        what: The error's name for `count`.
 
     Raises:
-        EstimateError: `size` does not divide `count`.
+        EstimateError: `size` does not divide `count`; the error lists sizes that do.
     """
     if count % size:
         possible = ", ".join(str(each) for each in range(1, min(count, 64) + 1) if count % each == 0)

@@ -1,8 +1,8 @@
 """The search for the longest sequence and the largest micro-batch that fit a GPU in one mode.
 
-Memory rises nearly linearly with a count: tokens in a sequence, or sequences in a micro-batch. So the search runs steps
-of the whole model at some counts. It chooses the next count by a line through two results, and ends when the largest
-count that fits is close to one that does not fit.
+The search varies one count: tokens in a sequence, or sequences in a micro-batch. For each count it runs a step of the
+whole model. Memory rises nearly linearly with the count, so a line through two results gives the next count to try. The
+search ends when the largest count that fits is close to one that does not fit.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from memplug.sizes import GIB
 SEQ_LEN_STEP = 256  # tokens
 NO_BUDGET_GIB = 1e-3
 PRECISION = 32
-MOST_STEPS = 16  # steps that one search runs at most
-MOST_GROWTH = 4  # factor from one count to the next; a line through small counts can overshoot by far
+MOST_STEPS = 16  # upper limit for one search
+MOST_GROWTH = 4  # largest factor from one count to the next: a line through small counts can overshoot by far
 Say = Callable[[str], None]
 
 
@@ -32,7 +32,7 @@ def _nothing(words: str) -> None:
 
 
 class LimitSearch:
-    """The searches for one mode's limits; a step that both searches need runs only once.
+    """Searches the limits of one mode; a step that both searches need runs only once.
 
     Args:
         workload: The model and batch. The searches begin at its `seq_len` and `micro_batch`.
@@ -95,8 +95,8 @@ class LimitSearch:
 def capacity_bytes(hardware: GpuProfile, config: MemplugConfig, mode: str) -> float:
     """Return the device bytes that a step may use in this mode.
 
-    In mode "memplug" this is the block's budget; if the budget is "auto", some of the device stays free. In other modes
-    it is all of the device's memory.
+    In mode "memplug" this is the block's budget ("auto" leaves some of the device free). In other modes it is all of
+    the device's memory.
     """
     if mode != "memplug":
         return hardware.memory_bytes
@@ -104,10 +104,10 @@ def capacity_bytes(hardware: GpuProfile, config: MemplugConfig, mode: str) -> fl
 
 
 def least_bytes(workload: Workload, request: EstimateRequest, mode: str) -> float:
-    """Return the least device bytes that a step needs in this mode.
+    """Return the smallest number of device bytes in which a step fits in this mode.
 
-    In mode "memplug" all activations inside of layers are then swapped or recomputed, and none outside of them. In
-    other modes this is the memory that torch's allocator reserves.
+    In mode "memplug" this is with all activations inside of layers swapped or recomputed, and none outside of layers.
+    In other modes it is the memory that torch's allocator reserves.
     """
     if mode == "memplug":
         config = request.config.with_only("tokenwise", "arena").model_copy(update={"device_budget_gib": NO_BUDGET_GIB})
@@ -121,15 +121,15 @@ def least_bytes(workload: Workload, request: EstimateRequest, mode: str) -> floa
 
 
 def precise(count: int) -> int:
-    """Return the resolution of the search at this count: the distance at which the search ends."""
+    """Return the search's resolution: it ends when a count that fails is at most this much above one that fits."""
     return max(1, count // PRECISION)
 
 
 def largest(bytes_of: Callable[[int], float], begin: int, step: int, limit_bytes: float) -> int:
     """Return the largest count found whose step stays within the limit; 0 if no such count was found.
 
-    The search ends when a count that is at most `precise` above the result exceeds the limit, or after `MOST_STEPS`
-    steps.
+    The search ends after `MOST_STEPS` steps, or when it has found a count beyond the limit that is at most `precise`
+    above the result.
 
     Args:
         bytes_of: Returns the device bytes that a step needs at a count.
@@ -137,7 +137,7 @@ def largest(bytes_of: Callable[[int], float], begin: int, step: int, limit_bytes
         step: The distance from the first count to the second.
         limit_bytes: The device bytes that a step may use.
     """
-    over: dict[int, float] = {}  # bytes beyond the limit, by count
+    over: dict[int, float] = {}  # bytes beyond the limit (negative: below it), by count
     count, fits = begin, 0
     for _ in range(MOST_STEPS):
         over[count] = bytes_of(count) - limit_bytes
@@ -157,8 +157,8 @@ def largest(bytes_of: Callable[[int], float], begin: int, step: int, limit_bytes
 def _between(over: dict[int, float], fits: int, fails: int) -> int:
     """Return the next count to try between a count that fits and a count that fails.
 
-    The next count is where a line through both results meets the limit. After every third step it is the midpoint,
-    because such lines converge slowly where memory has a kink.
+    This is the count at which a line through both results meets the limit. After every third step it is the midpoint
+    instead, because lines converge slowly where memory has a kink.
     """
     nearest = precise(fits)
     if len(over) % 3 == 0 or fails - fits <= 2 * nearest:

@@ -42,7 +42,7 @@ def rank_of(layout: RankLayout, stage: int, workload: Workload) -> Iterator[None
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # the virtual device has no compiler
         stack.enter_context(as_cuda())
         stack.enter_context(joined(layout.rank(stage), layout.gpus))
-        # memplug takes all ranks to be copies of this one, and rank 0 plans for ranks that are alike
+        # memplug treats all ranks as copies of this one, and only rank 0 plans for ranks that run the same regions
         stack.enter_context(replaced(Ranks, "rank", property(lambda self: 0), "this version"))
         _import()
         stack.enter_context(_without_reading())
@@ -60,14 +60,14 @@ def _import() -> None:
             f"Megatron-Core cannot be imported: {error}", "Run `pip install 'memplug[megatron]'`."
         ) from None
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # without Transformer Engine, 0.16 reads this name but does not define it
+        moe_utils.te_general_gemm = None  # Megatron-Core 0.16 defines it only with Transformer Engine
 
 
 @contextlib.contextmanager
 def _without_reading() -> Iterator[None]:
-    """Let Megatron-Core find no infinite gradient in fp16 inside the context.
+    """Make Megatron-Core's check for infinite fp16 gradients pass inside the context.
 
-    The virtual device has no values from which the check could tell.
+    The virtual device has no values for the check to read.
     """
     from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
@@ -78,7 +78,7 @@ def _without_reading() -> Iterator[None]:
 
 
 class MegatronTraining(VirtualTraining):
-    """Training of this rank's part of a model by Megatron-Core's own schedule; make and run it inside `rank_of`.
+    """Training of this rank's part of a model by Megatron-Core's schedule; make and run it inside `rank_of`.
 
     As in Megatron-LM, gradients are reduced in float32 and clipped, Adam's states are float32, and parameters in bf16
     or fp16 have float32 copies. The optimizer's states are sharded over data-parallel and context-parallel ranks (the
@@ -113,12 +113,9 @@ class MegatronTraining(VirtualTraining):
 
     @property
     def schedule_s(self) -> float:
-        """Return how long forward and backward of all micro-batches took in the last step.
+        """Return how long forward and backward of all micro-batches took in the last step, in seconds.
 
-        Synchronize the device before.
-
-        Returns:
-            Seconds.
+        Synchronize the device first.
         """
         assert self._schedule is not None, "there was a step"
         return VirtualDevice.current().seconds_between(*self._schedule)
@@ -126,8 +123,8 @@ class MegatronTraining(VirtualTraining):
     def close(self) -> None:
         """Release the state of Megatron-Core that would keep the model's memory alive.
 
-        This state is the process groups, the buffer that layers share, the cache of rotary angles, and the experts'
-        token dispatchers, which hold the last autograd graph.
+        This state is the process groups, Megatron-Core's global memory buffer, the cache of rotary angles, and the
+        experts' token dispatchers, which hold the last autograd graph.
         """
         from megatron.core import parallel_state
         from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -167,7 +164,7 @@ class MegatronTraining(VirtualTraining):
         return {"input_ids": ids, "position_ids": torch.zeros_like(ids), "labels": ids}
 
     def _make_adam(self) -> Any:
-        """Make an Adam that updates parameters in place by fused kernels, as Apex's and Transformer Engine's do."""
+        """Make an Adam with fused kernels that update parameters in place, as Apex's and Transformer Engine's do."""
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         config = OptimizerConfig(
@@ -206,5 +203,5 @@ class MegatronTraining(VirtualTraining):
             self._adam.step()
 
     def _forward_step(self, batches: Any, model: nn.Module) -> Any:
-        """Run forward for one micro-batch, when the schedule asks for it; return the output and its loss function."""
+        """Run one micro-batch's forward for Megatron-Core's schedule; return the output and the loss function."""
         return model(attention_mask=None, **self._kwargs), lambda output: (output.float().mean(), {})

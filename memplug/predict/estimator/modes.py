@@ -1,4 +1,4 @@
-"""The modes of training that an estimate compares, and the changes that make a model train in each mode."""
+"""The modes of training that an estimate compares, and how a model is made to train in each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memplug.config import MemplugConfig
 from memplug.tokenwise.engine import operators
 
 MODES = ("keep", "full", "selective", "memplug")
-"""In this order: keep all activations; recompute every layer; recompute every layer except attention; memplug plans."""
+"""Respectively: keep all activations; recompute each layer; recompute each layer except attention; memplug plans."""
 
 
 def block_of(mode: str, config: MemplugConfig, plan_dir: Path | None) -> MemplugConfig:
@@ -37,7 +37,7 @@ def block_of(mode: str, config: MemplugConfig, plan_dir: Path | None) -> Memplug
 
 
 def recompute(layers: Iterable[nn.Module], mode: str) -> None:
-    """Make layers recompute in backward by `torch.utils.checkpoint` in modes "full" and "selective"."""
+    """Make layers recompute in backward, by `torch.utils.checkpoint`, in modes "full" and "selective"."""
     if mode not in ("full", "selective"):
         return
     options: dict[str, Any] = {"use_reentrant": False}

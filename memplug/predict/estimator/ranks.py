@@ -1,4 +1,4 @@
-"""Estimates of a DeepSpeed rank: each mode has its own process, because DeepSpeed never frees an engine's memory."""
+"""Estimates a DeepSpeed rank, each mode in its own process, because DeepSpeed never frees an engine's memory."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def estimate_rank(
 ) -> Estimate:
     """Estimate rank 0 of a DeepSpeed training, as `estimate` does, with the JSON's optimizer.
 
-    With ZeRO 3, mode "selective" is left out if the request has other modes too. torch's selective recomputation fails
-    with ZeRO 3: it counts operators, and a recompute pass gathers parameters by a different number of operators than
-    the forward.
+    With ZeRO 3, mode "selective" is left out if the request has other modes too. torch's selective recomputation
+    identifies operators by their count; with ZeRO 3 it fails, because gathering parameters takes another number of
+    operators in a recompute pass than in the forward.
 
     Args:
         workload: The model and batch of one rank.
-        request: The block, the GPU and the modes. If it has a folder for plans, rank 0's plan is written as a file, and
+        request: The block, the GPU and the modes. If it has a folder for plans, rank 0's plan is written there, and
             each other rank gets a link to that file.
         ds_config: The contents of the DeepSpeed JSON.
         gpus: The number of ranks, all in one machine.
@@ -57,7 +57,7 @@ def estimate_rank(
 
 
 def _estimated(workload: Workload, request: EstimateRequest, settings: Mapping[str, Any], gpus: int) -> Estimate:
-    """Estimate one mode, in a process of its own."""
+    """Estimate one mode; runs in a process of its own."""
     logging.getLogger("memplug").setLevel(logging.ERROR)
     name = workload.shape.family.lower()
     needed(f"transformers.models.{name}.modeling_{name}")  # imported before ZeRO 3 patches torch's tensor factories

@@ -21,7 +21,7 @@ from memplug.torch_private import TorchDispatchMode, tree_leaves
 _COPIES = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
 """Position of the copied argument, by operator."""
 _READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
-"""Functions that copy a tensor of a GPU to the host; for a tensor of the CPU they run no operator."""
+"""Functions that copy a GPU tensor to the host; for a CPU tensor they run no operator."""
 
 
 @contextlib.contextmanager
@@ -34,14 +34,15 @@ def record_values(model: nn.Module, file: str | Path) -> Iterator[None]:
             model(**batch).loss.backward()
         memplug.estimate(make_model, inputs, trace="values.json")
 
-    The file has an entry for each read, by module and source line: a number (`.item()`, `if x > 0`), a small tensor
-    that the host reads (`.tolist()`, `.cpu()`), or the sizes of an output of an operator such as `nonzero`. The virtual
-    device has no values, and answers such reads from the file. The step must not be compiled, and must have the batch
-    and sequence length that are to be estimated. Only the first micro-batch is recorded, and only reads in the model's
-    forward and backward.
+    For each read the file has an entry, by module and source line: a number (`.item()`, `if x > 0`), a small tensor
+    that is copied to the host (`.tolist()`, `.cpu()`), or the sizes of an output whose sizes depend on values
+    (`nonzero`). The virtual device has no values, and answers such reads from the file. The step must not be compiled,
+    and must have the estimate's batch and sequence length. Only reads in the first micro-batch's forward and backward
+    are recorded.
 
     Args:
-        model: The model that trains, or a wrapper of it; inside the context its modules have other classes.
+        model: The model that trains, or a wrapper of it. Inside the context its modules have subclasses of their own
+            classes.
         file: The JSON file, written when the context ends.
 
     Raises:
@@ -67,7 +68,7 @@ class _Recorder:
         self._on_the_host = WeakTensorKeyDictionary()
 
     def values(self) -> Values:
-        """Return all recorded reads; if all calls of a module read the same, only those of its first call."""
+        """Return all recorded reads. If all calls of a module read the same values, keep only its first call."""
         if not self.calls.forwards:
             raise EstimateError(
                 "no forward of the model ran while its values were recorded",
@@ -82,8 +83,8 @@ class _Recorder:
     def operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record an operator that ran, if its result depends on values."""
         if torch.Tag.data_dependent_output in func.tags:
-            # allclose is an operator only under a dispatch mode, such as this recorder; on the virtual device the
-            # program reads a number instead
+            # a dispatch mode, such as this recorder, sees allclose as one operator; the virtual device sees it read a
+            # number
             name = NUMBER if func is torch.ops.aten.allclose.default else func._schema.name
             self._add(name, (args, kwargs), (_whole(torch.tensor(result)),))
         elif torch.Tag.dynamic_output_shape in func.tags and _has_a_mask(func, args):
@@ -94,16 +95,16 @@ class _Recorder:
             self._copy(args[_COPIES[func]])
 
     def function(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Record a copy to the host that a function would make on a GPU, if the model is on the CPU.
+        """Record the copy to the host that a function would make on a GPU, if the model is on the CPU.
 
-        On the CPU such a function runs no operator, so `operator` does not see the copy.
+        On the CPU such a function runs no operator, so `operator` is not called for it.
         """
         if self._device != "cpu":
             return
         copies = func is torch.Tensor.to and any(each == "cpu" for each in args[1:] if isinstance(each, str))
         if func is torch.Tensor.cpu or copies:
             self._copy(args[0])
-            self._on_the_host[args[0]] = True  # on a GPU this would be a host tensor, and reading it would copy nothing
+            self._on_the_host[args[0]] = True  # on a GPU this is a host tensor, and reading it copies nothing
         elif func in _READS and args[0] not in self._on_the_host:
             self._copy(args[0])
 
@@ -147,9 +148,9 @@ class _Functions(TorchFunctionMode):
 
 
 def _has_a_mask(func: Any, args: Any) -> bool:
-    """Return whether the sizes of an operator's outputs depend on values.
+    """Return whether the output sizes of an operator with torch's tag `dynamic_output_shape` depend on values.
 
-    With `index` they do only if an index is a mask; with all other operators that have the tag they do.
+    Those of `index` do only if an index is a mask; those of all other such operators do.
     """
     masks = (torch.bool, torch.uint8)
     return func is not torch.ops.aten.index.Tensor or any(each is not None and each.dtype in masks for each in args[1])

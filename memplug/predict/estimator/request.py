@@ -1,4 +1,4 @@
-"""The arguments of an estimate: `memplug.estimate` and the command line read and check them once."""
+"""The arguments of an estimate, which `memplug.estimate` and the command line read and check once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EstimateRequest:
         attention: The attention back end; None: the GPU's first one.
         host_bytes: Host memory available to one rank.
         plan_dir: The folder for memplug's plan; None: the plan is not written.
-        trace: The trace of values of a real step, as a file of `record_values`; None: no file.
+        trace: The file of a trace of values, which `record_values` wrote; None: no trace.
 
     Raises:
         EstimateError: A mode's name is unknown, a folder for plans is given without mode "memplug", or host memory is

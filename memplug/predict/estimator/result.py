@@ -15,9 +15,9 @@ class Span:
 
     Attributes:
         stream: The stream's number; 0 is the default stream.
-        begin_s: When the kernel or copy begins, in seconds from the beginning of the step.
-        end_s: When it ends, likewise.
-        queued_s: When the host queued it, likewise.
+        begin_s: Seconds from the step's beginning until the kernel or copy begins.
+        end_s: Seconds from the step's beginning until the kernel or copy ends.
+        queued_s: Seconds from the step's beginning until the host queued the kernel or copy.
         name: The name of the operator or collective, or the direction of the copy.
     """
 
@@ -75,8 +75,8 @@ class Estimate(Mapping[str, ModeEstimate]):
 
     Attributes:
         hardware: The GPU's profile.
-        modes: The estimates, by mode, of the modes that could be estimated.
-        impossible: The errors, by mode, of the modes for which no plan fits the budget.
+        modes: The estimate of each mode that could be estimated.
+        impossible: The error of each mode for which no plan fits the budget.
         stages: For a pipeline, the estimate of each stage that ran, by stage number (`stages.py`); otherwise empty.
     """
 

@@ -1,4 +1,4 @@
-"""Reads the shape of a Llama, Mixtral or Qwen3 of Hugging Face from a YAML file."""
+"""Reads the shape of a Hugging Face Llama, Mixtral or Qwen3 from a YAML file."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _BY_DEFAULT = {
     "Mixtral": ("num_experts_per_tok", "num_key_value_heads"),
     "Qwen3": ("num_key_value_heads", "head_dim"),
 }
-"""Fields, by family, that other code reads; if a file omits one, it gets the default of the family's configuration."""
+"""Fields, by family, that other code reads; a field that the file omits gets the configuration class's default."""
 _TAKEN = ("rope_theta", "rope_scaling")
-"""Fields that a configuration class of transformers accepts, but does not list under these names."""
+"""Fields that configuration classes of transformers accept, but whose names `to_dict` does not list."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,8 @@ class Shape:
             file: The YAML file.
 
         Raises:
-            EstimateError: The file cannot be read; `model_type` is none of those known here; a field is unknown to the
-                configuration class; a size is missing or not a whole number above 0; a number is not finite; the number
-                of heads does not divide the hidden size; a token goes to more experts than a layer has; transformers
-                cannot make the model; or transformers or PyYAML is missing.
+            EstimateError: The file cannot be read; it does not describe a model that can be estimated; or transformers
+                or PyYAML is missing.
         """
         yaml = needed("yaml", "PyYAML")
         try:
@@ -104,7 +102,7 @@ class Shape:
         return shape
 
     def _filled(self) -> Shape:
-        """Return the shape with transformers' defaults for the fields of `_BY_DEFAULT`.
+        """Return the shape with transformers' defaults for missing fields of `_BY_DEFAULT`.
 
         If `num_key_value_heads` is null, it becomes the number of heads. If `head_dim` is null, it is removed.
         """
@@ -162,16 +160,16 @@ class Shape:
             )
 
     def _check_by_making(self, file: Path) -> None:
-        """Make a model of one layer on the meta device, and raise if transformers fails.
+        """Make a model of one layer on the meta device, to find values that transformers does not accept.
 
-        transformers knows best which values its fields accept, such as names of activations.
+        Only transformers knows, for example, the names of its activations.
         """
         transformers = needed("transformers")
         try:
             config = getattr(transformers, f"{self.family}Config")(**{**self.fields, "num_hidden_layers": 1})
             with torch.device("meta"):
                 getattr(transformers, f"{self.family}Model")(config)
-        except Exception as error:  # a model's code fails in any way on values that it does not expect
+        except Exception as error:  # the class of the error depends on the bad value
             problem = " ".join(f"{type(error).__name__}: {error}".split())
             raise EstimateError(
                 f"{file}: transformers cannot make a {self.family} from it: {problem}",

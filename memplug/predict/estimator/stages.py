@@ -1,4 +1,4 @@
-"""Estimates of Megatron-Core: runs each pipeline stage that differs in its own process, and combines the results."""
+"""Estimates Megatron-Core: runs each distinct pipeline stage in its own process, and combines the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memplug.predict.estimator.result import Estimate, ModeEstimate
 from memplug.predict.estimator.workload import Workload
 
 LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "to_host_bytes", "to_device_bytes")
-"""Fields of `ModeEstimate`; for a pipeline each has the largest value of all stages."""
+"""Fields of `ModeEstimate` whose value for a pipeline is the largest of all stages."""
 
 
 def estimate_megatron(
@@ -31,15 +31,16 @@ def estimate_megatron(
 ) -> Estimate:
     """Estimate a rank of a Megatron-Core training as `estimate` does.
 
-    In a pipeline one rank of each stage that differs is estimated (`RankLayout.stages`). Each stage plans by itself, as
-    if all other stages made the same plan.
+    In a pipeline, one rank of each distinct stage is estimated (`RankLayout.stages`). Each stage plans by itself, as if
+    all other stages made the same plan.
 
     Args:
         workload: The whole model, with its head.
         request: The block, the GPU and the modes.
         layout: How the model is split over the ranks.
         micro_batches: Micro-batches of a step on each data-parallel rank.
-        say: Called before each stage runs, with the stage's number; without a pipeline, with the names of the modes.
+        say: Called before each stage runs, with words such as "stage 1"; without a pipeline, with the names of the
+            modes.
 
     Raises:
         EstimateError: The model cannot be split over the ranks as the layout says, or the request has a folder for
@@ -62,7 +63,7 @@ def estimate_megatron(
 
 
 def _quietly() -> None:
-    """Silence warnings in this process, and all of memplug's log except errors."""
+    """Silence warnings in this process, and memplug's log messages below errors."""
     logging.getLogger("memplug").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")  # Megatron-Core warns of kernels that are not installed
 
@@ -70,13 +71,13 @@ def _quietly() -> None:
 def of_all(stages: Mapping[int, Estimate], layout: RankLayout, micro_batches: int) -> Estimate:
     """Combine the stages' estimates into the pipeline's estimate.
 
-    The step's time is that of the slowest stage plus the bubble. Each amount of memory is the largest of all stages. A
-    stage on the virtual device never waits for another stage, so this function adds the bubble. In 1F1B all
-    micro-batches pass through the slowest stage; the bubble is the time in which one micro-batch passes forward and
-    backward through each other stage. With p equal stages and m micro-batches the bubble is (p - 1) / m of the
-    schedule's time (Narayanan et al., "Efficient large-scale language model training on GPU clusters using
-    Megatron-LM", 2021, section 2.2.1). The sum is also exact if the last stage, with head and loss, is the slowest. If
-    an earlier stage is the slowest, the step takes a little less than the sum.
+    Each amount of memory is the largest of all stages. The step's time is the slowest stage's time plus the bubble,
+    which this function adds because a stage on the virtual device never waits for another. In 1F1B the bubble is the
+    time in which one micro-batch passes forward and backward through all stages but the slowest. With p equal stages
+    and m micro-batches it is (p - 1) / m of the schedule's time (Narayanan et al., "Efficient large-scale language
+    model training on GPU clusters using Megatron-LM", 2021, section 2.2.1). The step's time is exact for equal stages,
+    and if the last stage, with head and loss, is the slowest. If an earlier stage is the slowest, the step takes a
+    little less.
 
     Args:
         stages: The estimates of the stages in `layout.stages`, by stage number.
@@ -97,7 +98,7 @@ def of_all(stages: Mapping[int, Estimate], layout: RankLayout, micro_batches: in
 
 
 def _of_stages(stages: Mapping[int, ModeEstimate], layout: RankLayout, micro_batches: int) -> ModeEstimate:
-    """Combine the stages' estimates of one mode; the result's `flops` is the mean over all stages of the pipeline."""
+    """Combine the stages' estimates of one mode; `flops` becomes the mean over all stages of the pipeline."""
     slowest = max(stages.values(), key=lambda stage: stage.step_s)
     passed_s = sum(layout.stages[number] * stage.schedule_s for number, stage in stages.items())
     bubble_s = (passed_s - slowest.schedule_s) / micro_batches

@@ -1,7 +1,7 @@
-"""Computes logits and loss for a part of the tokens at a time, as `--tiled-loss` of the DeepSpeed recipe does.
+"""Computes logits and loss for one tile of the tokens at a time, as `--tiled-loss` of the DeepSpeed recipe does.
 
-The logits of a long sequence can take more memory than the layers. Each part of the tokens, a tile, runs under
-`torch.utils.checkpoint`; backward recomputes it.
+The logits of a long sequence can take more memory than the layers. Each tile runs under `torch.utils.checkpoint`, so
+backward recomputes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def tile_loss(model: nn.Module, tiles: int) -> nn.Module:
 
 
 def _forward(model: nn.Module, tiles: int, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of the next tokens; tokens whose label is -100 do not count.
+    """Return the mean cross entropy of predicting each next token; labels of -100 do not count.
 
     Args:
         model: The model whose forward this replaces.

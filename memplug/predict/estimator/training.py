@@ -1,4 +1,4 @@
-"""Runs training steps of a module on the virtual device, and says which operators cannot run there."""
+"""Runs training steps of a module on the virtual device; an error names what cannot run there."""
 
 from __future__ import annotations
 
@@ -59,27 +59,24 @@ class VirtualTraining:
 
     @property
     def schedule_s(self) -> float | None:
-        """Return how long forward and backward of all micro-batches took in the last step.
+        """Return how long forward and backward of all micro-batches took in the last step, in seconds.
 
-        Synchronize the device before.
-
-        Returns:
-            Seconds; None from a class that does not measure this time, such as this one.
+        Synchronize the device first. Classes that do not measure this time, such as this one, return None.
         """
         return None
 
     def close(self) -> None:
-        """Release global state that would keep the model alive; a plain module has none."""
+        """Release global state that would keep the model alive; subclasses override this."""
 
     def step(self) -> None:
         """Run forward, backward and the optimizer.
 
-        Backward starts from the outputs that `differentiable` returns. A single scalar gets torch's gradient of 1;
-        otherwise each of these outputs gets an uninitialised gradient of its own shape.
+        Backward starts from the outputs that `differentiable` returns. If that is a single scalar, torch makes its
+        gradient of 1. Otherwise each output gets an uninitialised gradient of its own shape.
 
         Raises:
-            EstimateError: An operator cannot run on the virtual device, such as one that needs values; or no output
-                needs a gradient.
+            EstimateError: An operator cannot run on the virtual device (for example because it needs values), or no
+                output needs a gradient.
             torch.OutOfMemoryError: The virtual device's memory is used up.
         """
         try:
@@ -104,7 +101,7 @@ class VirtualTraining:
         return torch.empty_like(value, device=self._device, requires_grad=value.requires_grad)
 
     def _moved(self, model: nn.Module) -> nn.Module:
-        """Move a model to the virtual device; parameters that modules share stay shared."""
+        """Move a model to the virtual device; shared parameters stay shared."""
         made: dict[torch.Tensor, Any] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -122,8 +119,7 @@ class VirtualTraining:
 def differentiable(given: Any) -> list[torch.Tensor]:
     """Return the tensors from which backward starts.
 
-    They are the tensors that need a gradient: those in the output's `loss` if it has one, otherwise those in the whole
-    output.
+    These are the tensors that need a gradient in the output's `loss`, or in the whole output if it has no `loss`.
 
     Args:
         given: The output of the module's forward.
@@ -143,7 +139,7 @@ def differentiable(given: Any) -> list[torch.Tensor]:
 
 
 def unable(what: str, error: Exception) -> EstimateError:
-    """Return an error that says what cannot run on the virtual device, with the first line of `error`."""
+    """Return an EstimateError: `what` cannot run on the virtual device, because of the first line of `error`."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return EstimateError(
         f"{what} cannot run on the virtual device: {first}",

@@ -1,4 +1,4 @@
-"""A trace of values: the tensor values that one real step read, as JSON."""
+"""The file of a trace of values: the tensor values that one real step read, as JSON."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Values(Plain):
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return a model's modules by their paths in the unwrapped model.
 
-    A wrapper and the module that it wraps have the same path; the wrapped module is returned for it.
+    A wrapper has the path of the module that it wraps; the result has the wrapped module.
     """
     named = dict(model.named_modules())
     return {as_written(name, named): module for name, module in named.items()}

@@ -29,10 +29,10 @@ class Workload:
         micro_batch: Sequences in a micro-batch.
         dtype: A key of `DTYPES`; the dtype of parameters and activations.
         head: Whether the model has an embedding, a head and a loss; otherwise only decoder layers train.
-        optimizer: Whether AdamW trains the model, with states in the parameters' dtype; otherwise gradients stay from
+        optimizer: Whether AdamW updates the model, with states in the parameters' dtype; without it gradients stay from
             step to step.
-        values: The trace of values of a real step, which a Mixtral of Hugging Face needs; None: no trace.
-        loss_tiles: The number of parts in which a Hugging Face model computes logits and loss, one part after another.
+        values: The trace of values of a real step, which a Hugging Face Mixtral needs; None: no trace.
+        loss_tiles: The number of tiles in which a Hugging Face model computes logits and loss (`tile_loss`).
     """
 
     shape: Shape
@@ -67,7 +67,7 @@ class Workload:
         with by_default(DTYPES[self.dtype]):
             model = getattr(transformers, f"{name}ForCausalLM" if self.head else f"{name}Model")(config)
         if is_mixture and any(path.endswith(".experts") for path in values.calls):
-            model.set_experts_implementation("eager")  # the recorded step ran one expert after the other
+            model.set_experts_implementation("eager")  # as in the recorded step: one expert after the other
         return tile_loss(model.train(), self.loss_tiles) if self.head else _DecoderStack(model.train())
 
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -79,7 +79,7 @@ class Workload:
         return {"hidden": torch.empty(size, dtype=DTYPES[self.dtype], requires_grad=True)}
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Make an AdamW that updates parameters in place by fused kernels, as DeepSpeed's and Megatron-Core's do.
+        """Make an AdamW with fused kernels that update parameters in place, as DeepSpeed's and Megatron-Core's do.
 
         Args:
             parameters: The model's parameters.
@@ -88,7 +88,10 @@ class Workload:
 
 
 class _DecoderStack(nn.Module):
-    """The decoder layers of a model; their input is no leaf of autograd, as an embedding's output is none."""
+    """The decoder layers of a model, without embedding and head.
+
+    Their input is not an autograd leaf, just as an embedding's output is not.
+    """
 
     def __init__(self, model: Any):
         super().__init__()

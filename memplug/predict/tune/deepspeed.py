@@ -4,18 +4,18 @@ The settings of DeepSpeed and memplug express ProTrain's four numbers only in pa
 
 * `n_persist` becomes `offload_optimizer.ratio`. DeepSpeed splits parameters into sub-groups of `sub_group_size`
   elements; the CPU updates this fraction of the sub-groups. As in ProTrain, the first parameters are updated on the
-  device. Different from ProTrain: all gradients pass through the host; either all parameters are offloaded or none; a
-  sub-group may cut a block in two, so the number is rounded down.
+  device. Unlike in ProTrain, all gradients pass through the host, and either all parameters are offloaded or none. A
+  sub-group may end inside a block, so the number of sub-groups on the device is rounded down.
 * `n_buffer` becomes `stage3_max_reuse_distance`, which is twice the elements of the last `n_buffer` chunks. Parameters
   that backward uses again within this distance stay gathered. `stage3_max_live_parameters` has room for these chunks,
-  the chunk that computes and the next one. Different from ProTrain: DeepSpeed prefetches parameters in the order in
-  which the first step used them, not by chunks.
+  the chunk that computes and the next one. Unlike ProTrain, DeepSpeed prefetches no chunks, but parameters, in the
+  order in which the first step used them.
 * `n_swap` and `n_checkpoint` become memplug's `device_budget_gib` and `host_budget_gib`, the memory limits under which
   the search found the numbers. The numbers themselves are lost: memplug decides for each operator from measured rates
   (`tokenwise.alpha` is "auto" by default).
 
 `stage3_prefetch_bucket_size` and `reduce_bucket_size` are the elements of the largest chunk.
-`stage3_param_persistence_threshold` keeps the weights of norms whole on all ranks.
+`stage3_param_persistence_threshold` keeps the weights of norms unsharded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from memplug.predict.tune.search import Configuration
 from memplug.sizes import GIB
 
 PERSISTED_HIDDEN = 10
-"""Multiples of the hidden size; parameters with fewer elements stay whole, as in Hugging Face's integration."""
+"""In multiples of the hidden size: smaller parameters stay unsharded, as in Hugging Face's integration."""
 
 
 def deepspeed_json(
@@ -46,7 +46,7 @@ def deepspeed_json(
     device_budget_bytes: float,
     host_budget_bytes: float,
 ) -> dict[str, Any]:
-    """Return the user's JSON with the settings of a configuration, under DeepSpeed's present names.
+    """Return the user's JSON with the settings of a configuration, under DeepSpeed's current names.
 
     Only absent and "auto" values are set; all others stay as the user wrote them.
 
@@ -111,7 +111,7 @@ def _set_stage_3(zero: dict[str, Any], at: Configuration, chunks: Sequence[Chunk
 
 
 def buffered_within(counts: Sequence[int], distance: float) -> int:
-    """Return how many of the last chunks stay gathered at a given reuse distance; the inverse of `reuse_distance`.
+    """Return how many of the last chunks stay gathered at a reuse distance; the inverse of `reuse_distance`.
 
     Args:
         counts: Elements of each chunk, in forward order.
@@ -124,8 +124,8 @@ def buffered_within(counts: Sequence[int], distance: float) -> int:
 def reuse_distance(counts: Sequence[int], n_buffer: int) -> int:
     """Return a reuse distance at which exactly the last `n_buffer` chunks stay gathered.
 
-    DeepSpeed's distance of a module is the number of parameter elements used between the module's forward and its
-    backward. For modules in the last `n_buffer` chunks the distance is less than the result; for all others it is not.
+    DeepSpeed's reuse distance of a module is the number of parameter elements that are used between the module's
+    forward and its backward. It is less than the result exactly for modules in the last `n_buffer` chunks.
 
     Args:
         counts: Elements of each chunk, in forward order.
@@ -155,9 +155,9 @@ def sub_groups(parameters: Sequence[int], size: int) -> list[int]:
 def ratio(groups: Sequence[int], persisted: float) -> float:
     """Return the `offload_optimizer.ratio`: the fraction of the optimizer's states that is on the host.
 
-    The states of the first sub-groups stay on the device: as many sub-groups as have at most `persisted` elements
-    together. DeepSpeed gets their number by rounding `(1 - ratio) * len(groups)` down. The result makes this product
-    half a sub-group too large, so that floating-point errors do not change the number.
+    The states of the first sub-groups stay on the device, as many as have at most `persisted` elements together.
+    DeepSpeed computes their number by rounding `(1 - ratio) * len(groups)` down. The result makes this product half a
+    sub-group too large, so that floating-point errors cannot change the number.
 
     Args:
         groups: Elements of each sub-group.
@@ -189,14 +189,14 @@ def _offload(zero: dict[str, Any], key: str, used: bool) -> None:
 
 
 def _part(config: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return a section of the JSON, and make it first if it does not exist."""
+    """Return a section of the JSON; add it if it is missing."""
     if not isinstance(config.get(key), dict):
         config[key] = {}
     return config[key]
 
 
 def _set(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set a key unless the user has given it a value other than "auto"."""
+    """Set a key unless the user has set it to a value other than "auto"."""
     if config.get(key, "auto") == "auto":
         config[key] = value
 

@@ -1,4 +1,4 @@
-"""Predictions of configurations: ProTrain's equations (memplug.predict.tune.protrain), adapted to DeepSpeed.
+"""Predicts a configuration's time and memory by ProTrain's equations (protrain.py), adapted to DeepSpeed.
 
 * Equation 2 lets the CPU update its chunks while backward runs. DeepSpeed updates after backward, on the device and on
   the CPU at the same time. So a step predicted here is never shorter than by Equation 2.
@@ -6,12 +6,12 @@
   once, after the update.
 * In Equation 7 persistent chunks and the last `n_buffer` chunks stay gathered. DeepSpeed keeps only the last
   `n_buffer` gathered.
-* In the paper swapping takes no time of its own, but its copies share the link: uploads in backward wait for the
+* As in the paper, swapping takes no time of its own, but its copies share the link: uploads in backward wait for the
   prefetches of swapped blocks. `space.py` excludes configurations whose copies to the host outlast the forward.
 * The paper swaps all saved activations of a block. memplug swaps the outputs of matmuls and attention, and recomputes
   the other activations; recomputing them moves three times their bytes in device memory.
-* Equations 8 and 9 go over the model's parts instead of operators. Equation 10 is not used: it adds a recomputed block
-  to the peak, even if the peak lies elsewhere, such as at the loss.
+* Equations 8 and 9 are applied to the model's parts instead of operators. Equation 10 is not used: it adds a recomputed
+  block to the peak, even if the peak is elsewhere, such as at the loss.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MASTER_BYTES = 4
 STATE_BYTES = 12
 """Bytes of one element's optimizer states: the master weight and Adam's two states."""
 IN_FLIGHT = 2
-"""Chunks that are gathered at a time, beside the last `n_buffer`: the chunk that computes and the next one."""
+"""Chunks that are gathered at a time in addition to the last `n_buffer`: the chunk that computes and the next one."""
 FEWEST_CHUNKS = 8
 REDUCE_BUCKETS = 2
-"""One bucket is filled while the other one is reduced."""
+"""Gradient buckets on the device: one is filled while the other is reduced."""
 SWAPPING = 3
 """Device buffers, each as large as the swapped bytes of one block. Two are memplug's `tokenwise.buffers`, which are
 reserved before the first step. One is for a block whose copies are in progress when the loss is computed.
@@ -42,7 +42,7 @@ reserved before the first step. One is for a block whose copies are in progress 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Parameters that move together.
+    """Parameters that are gathered and offloaded together.
 
     Attributes:
         parts: The model's parts in the chunk, in forward order.
@@ -59,10 +59,10 @@ class Chunk:
 
 
 def chunks_of(profile: ModelProfile) -> list[Chunk]:
-    """Return the model's chunks, of the chunk size that wastes the fewest bytes (appendix B.1).
+    """Return the model's chunks for the chunk size that wastes the fewest bytes (appendix B.1).
 
-    Candidates are the size of the largest part, and two and four times that size. The latter two are candidates only if
-    they are at most an eighth of the model, because two chunks are gathered at a time.
+    Candidates are the size of the largest part, and two and four times that size. These two must be at most an eighth
+    of the model, because two chunks are gathered at a time.
 
     Args:
         profile: The model's profile.
@@ -82,7 +82,7 @@ def chunks_of(profile: ModelProfile) -> list[Chunk]:
 
 
 class StepEstimator:
-    """A predictor of time and memory of one model's steps on one machine.
+    """Predicts time and memory of one model's steps on one machine.
 
     Args:
         machine: The machine to tune for.
@@ -120,9 +120,9 @@ class StepEstimator:
     def least(self, box: Box) -> Prediction:
         """Return a lower bound for all configurations of a box, as `search.Estimator` requires.
 
-        The time of forward and backward is the larger of two bounds. One applies the equations to the blocks that all
-        configurations of the box recompute. The other counts kernels alone, with the fewest blocks that swap and
-        checkpoint. Buffers for swapping are counted only if all configurations swap.
+        The time of forward and backward is the larger of two bounds. The first applies the equations, with only those
+        blocks recomputed that all configurations of the box recompute. The second counts only kernels, with the fewest
+        blocks that swap and checkpoint. Buffers for swapping count only if all configurations swap.
 
         Args:
             box: The configurations.
@@ -143,13 +143,13 @@ class StepEstimator:
 
 
 class _Laid:
-    """One layout of a model on a machine, with the values that all configurations of the layout share."""
+    """Predicts all configurations of one layout, and holds the values that they share."""
 
     def __init__(self, machine: Machine, profile: ModelProfile, layout: StepLayout):
         self.machine, self.profile, self.layout = machine, profile, layout
         self.chunks = chunks_of(profile)
         self.tokens = profile.tokens * layout.accumulation * machine.gpus
-        self.ranks = machine.gpus if layout.stage > 0 else 1  # ranks that share optimizer states
+        self.ranks = machine.gpus if layout.stage > 0 else 1  # ranks that optimizer states are sharded over
         self.total = profile.parameters
         self.before = [0]  # elements of all earlier chunks
         for chunk in self.chunks:
@@ -164,7 +164,7 @@ class _Laid:
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def _times(self, chunk: Chunk) -> ChunkTimes:
-        """Return a chunk's times in a micro-batch whose backward reduces gradients."""
+        """Return a chunk's times in a micro-batch that reduces gradients."""
         machine, layout = self.machine, self.layout
         nbytes, shard = ELEMENT_BYTES * chunk.count, chunk.count / machine.gpus
         return ChunkTimes(
@@ -209,15 +209,15 @@ class _Laid:
     def update_s(self, least_persist: int, most_persist: int) -> float:
         """Return the time of the optimizer with its copies and gathers, in seconds.
 
-        Device and CPU update at the same time. For the `n_persist` of a configuration, pass it as both arguments. For a
-        range of `n_persist`, pass the ends of the range; the result is then a lower bound.
+        Device and CPU update at the same time. For a configuration, pass its `n_persist` as both arguments. For a lower
+        bound over a range of `n_persist`, pass the ends of the range.
         """
         machine, layout = self.machine, self.layout
         on_device, on_host = self.before[least_persist], self.total - self.before[most_persist]
         seconds = max(machine.gpu_adam_s(on_device / self.ranks), machine.cpu_adam_s(on_host))
         if layout.stage in (1, 2):
             seconds += machine.gather_s(ELEMENT_BYTES * self.total)
-        # All gradients pass through the host. After the update, parameters are copied to where they live.
+        # With offload all gradients pass through the host. After the update, parameters are copied to where they stay.
         if layout.offload != "none":
             seconds += machine.upload_s(MASTER_BYTES * on_device / machine.gpus)
         if layout.offload == "optimizer":
@@ -245,7 +245,7 @@ class _Laid:
 
         Device memory holds parameters and optimizer states. Forward and backward add gradients, gathered chunks,
         reduction buckets, buffers for swapping (if `swaps`) and the peak of activations. The update adds gradients and,
-        except with ZeRO 3, copies of them in 4 bytes. The result counts the larger of these two additions.
+        except with ZeRO 3, copies of them in 4 bytes. Only the larger of these two additions counts.
         """
         layout = self.layout
         parameters = ELEMENT_BYTES * self.total
@@ -274,8 +274,8 @@ class _Laid:
         """Return the peak bytes of activations and gradients in a step, by Equations 8 and 9 over the model's parts.
 
         A block that checkpoints or swaps keeps only its output on the device from forward to backward. While its
-        backward runs, all its saved activations are on the device again. Those that a swapping block prefetches are in
-        a buffer; `device_bytes` counts the buffers.
+        backward runs, all its saved activations are on the device again. A swapping block prefetches into a buffer,
+        which `device_bytes` counts.
         """
         profile = self.profile
         keeps = profile.layers - n_swap - n_checkpoint

@@ -1,4 +1,4 @@
-"""The values that a DeepSpeed JSON and the command line fix for the search; "auto" and absent keys are free."""
+"""The values that a DeepSpeed JSON and the command line fix; the search chooses "auto" and absent values."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Fixed:
         train_batch: Sequences that all ranks together train in a step.
         micro_batch: Sequences in a micro-batch of one rank.
         accumulation: Micro-batches in a step.
-        swaps: Whether memplug's block lets blocks swap.
-        checkpoints: Whether memplug's block lets blocks checkpoint.
-        swapped_gib: Host memory in which a rank may hold swapped activations, from memplug's block, in GiB.
+        swaps: Whether memplug's configuration lets blocks (decoder layers) swap.
+        checkpoints: Whether memplug's configuration lets blocks checkpoint.
+        swapped_gib: Host memory, in GiB, in which memplug's configuration lets a rank hold swapped activations.
     """
 
     stage: int | None = None
@@ -63,7 +63,7 @@ class Fixed:
             micro_batch: The command line's micro-batch; None: the command line has none.
 
         Raises:
-            ConfigError: A setting appears under its former and its present name.
+            ConfigError: The JSON has a setting under both its deprecated and its current name.
             TuneError: The JSON trains in a precision other than 16 bits or offloads to NVMe, or DeepSpeed does not
                 accept a value.
         """
@@ -83,7 +83,7 @@ class Fixed:
                 "Leave one of them out.",
             )
         tokenwise, on = block.tokenwise, block.enabled or "memplug" not in ds_config
-        stays = _has_torch_adam(ds_config) or (on and block.swap.states)  # neither can be combined with offloading
+        stays = _has_torch_adam(ds_config) or (on and block.swap.states)  # both rule out offloading
         acts = tokenwise.enabled and on
         stage = _number(zero, "stage", 0)
         if stage is not None and stage not in _OFFLOADS:
@@ -112,7 +112,7 @@ class Fixed:
         return (1, 2, 3) if self.stage is None else (self.stage,)
 
     def offloads(self, stage: int) -> list[Offload]:
-        """Return the offloads to search at a stage: DeepSpeed supports them, and no fixed value excludes them.
+        """Return the offloads that DeepSpeed supports at a stage and that no fixed value excludes.
 
         Parameters are offloaded only together with the optimizer.
 
@@ -145,7 +145,7 @@ class Fixed:
     def batches(self, gpus: int) -> list[tuple[int, int]]:
         """Return the pairs of micro-batch and accumulation to search.
 
-        The product of micro-batch, accumulation and ranks is the training batch. If the training batch is free, the
+        The product of micro-batch, accumulation and ranks is the training batch. If no training batch is fixed, the
         accumulation is the fixed one, or else 1; the micro-batch is the fixed one, or else each of `micro_batches()`.
 
         Args:
@@ -216,6 +216,6 @@ def _on_host(zero: Mapping[str, Any], key: str) -> bool | None:
 
 
 def _has_torch_adam(ds_config: Mapping[str, Any]) -> bool:
-    """Return whether the JSON asks for torch's Adam, which DeepSpeed refuses to offload by default."""
+    """Return whether the JSON uses torch's Adam, which DeepSpeed does not offload unless the JSON allows it."""
     forced = ds_config.get("zero_force_ds_cpu_optimizer", True)
     return bool(forced and _section(_section(ds_config, "optimizer"), "params").get("torch_adam"))

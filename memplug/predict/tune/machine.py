@@ -46,7 +46,7 @@ class Machine:
         return self.hardware.collective_s + seconds
 
     def upload_s(self, nbytes: float) -> float:
-        """Return the time of copies from the host on all ranks at once, in seconds, while copies to the host run.
+        """Return the seconds in which all ranks at once copy from the host, while they also copy to the host.
 
         Args:
             nbytes: Bytes that each rank copies.
@@ -54,7 +54,7 @@ class Machine:
         return self._copy_s(nbytes, self.hardware.to_device_both_bytes_per_s.at(nbytes))
 
     def offload_s(self, nbytes: float) -> float:
-        """Return the time of copies to the host on all ranks at once, in seconds, while copies from the host run.
+        """Return the seconds in which all ranks at once copy to the host, while they also copy from the host.
 
         Args:
             nbytes: Bytes that each rank copies.
@@ -73,7 +73,7 @@ class Machine:
         return parameters * GPU_ADAM_BYTES / self.hardware.memory_bytes_per_s
 
     def cpu_adam_s(self, parameters: float) -> float:
-        """Return the time of all ranks' Adam update on the CPU, in seconds.
+        """Return the time of the Adam update of all ranks together on the CPU, in seconds.
 
         Args:
             parameters: Elements that all ranks update together.

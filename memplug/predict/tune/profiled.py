@@ -1,4 +1,4 @@
-"""The measurements that ProTrain's estimators need: a model's parts run one by one on the virtual device."""
+"""Measures a model's parts one by one on the virtual device, for ProTrain's estimators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ProfiledPart:
     Attributes:
         forward_s: Seconds that the part's forward takes: the kernels' time, or the host's if the host is slower.
         backward_s: Seconds that the part's backward takes, counted like `forward_s`.
-        saved_bytes: Device memory that the part's forward leaves in use, with the part's output, without its input.
+        saved_bytes: Device memory that the part's forward leaves in use, including the part's output.
         forward_peak_bytes: Peak device memory of the forward, above the memory in use when the forward begins.
         backward_peak_bytes: Peak device memory of the backward, above the memory in use when the backward begins. That
             memory includes the gradient of the part's output; the peak includes the gradients of its parameters.
@@ -130,9 +130,9 @@ def profile(hardware: GpuProfile, shape: Shape, micro_batch: int, seq_len: int) 
 
 
 def _run(device: VirtualDevice, part: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> ProfiledPart:
-    """Run one part forward and backward, and return its times and bytes, without `parameters`.
+    """Run one part forward and backward, and return its times and bytes; `parameters` stays empty.
 
-    No parameter of the part may have a gradient before.
+    The part's parameters must not have gradients yet.
     """
     device.reset_peaks()
     before, began_s = device.usage().allocated, device.synchronize()
@@ -144,7 +144,7 @@ def _run(device: VirtualDevice, part: Callable[[torch.Tensor], torch.Tensor], x:
     began_s = device.synchronize()
     out.backward(gradient)
     backward_s = device.synchronize() - began_s
-    # This function still holds the output. In a real backward the next part has released it already, so the measured
+    # This function still holds the output, which the next part of a real backward has already released. So the measured
     # peak is too high by the output's size, which is also the size of `gradient`.
     return ProfiledPart(
         forward_s=forward_s,
@@ -187,10 +187,9 @@ def _swapped_bytes(config: Any) -> int:
 
 
 def _parameters(shape: Shape) -> tuple[tuple[int, ...], ...]:
-    """Return the elements of each parameter, in three tuples: the embedding, a layer, and the final norm with the head.
+    """Return each parameter's number of elements, in three tuples: embedding, one layer, and final norm with head.
 
-    A model on the meta device supplies the parameters. A parameter that two of the three share counts only in the
-    first.
+    A parameter that two of these share counts only in the first.
     """
     transformers = needed("transformers")
     config = getattr(transformers, f"{shape.family}Config")(**{**shape.fields, "num_hidden_layers": 1})
@@ -214,10 +213,10 @@ def _with_experts(found: ModelProfile, shape: Shape) -> ModelProfile:
     """Correct the profile of a mixture, whose experts were run as one dense MLP.
 
     Routing depends on data, which the virtual device does not have. The dense MLP is as wide as all experts of one
-    token together. If tokens are spread evenly, it takes as many operations as the experts. It saves as many bytes,
-    except for the copies that routing makes: each token's input and output, once for each expert of the token. This
-    function adds these copies, and the gradients of the experts beyond those of one token. It does not add the time of
-    the router, nor the time to read and write the weights of more experts.
+    token together. So it takes as many operations as the experts do if tokens are spread evenly over them. It saves as
+    many bytes, except for the copies that routing makes: each token's input and output, once for each expert of the
+    token. This function adds these copies, and the gradients of all further experts. The times of the router, and of
+    reading and writing the weights of further experts, are neglected.
     """
     if not shape.is_mixture:
         return found

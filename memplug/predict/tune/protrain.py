@@ -1,8 +1,9 @@
 """ProTrain's estimators (appendices A and B.1): time and device memory of a ZeRO 3 step with offload.
 
-Parameters lie in chunks, numbered in forward order. The first `persistent` chunks stay on the device, sharded over the
-ranks. The other chunks are on the host. The last `buffered` chunks are still gathered on the device when backward
-begins. A block is a decoder layer. It keeps, swaps or recomputes ("checkpoints") the activations that it saves.
+Parameters are divided into chunks, numbered in forward order. The first `persistent` chunks stay on the device, sharded
+over the ranks; the other chunks are on the host. The last `buffered` chunks are still gathered on the device when
+backward begins. A block is a decoder layer. It keeps, swaps or recomputes ("checkpoints") the activations that it
+saves.
 
 All functions are pure. Times are in seconds, sizes in bytes. Sequences have one entry per chunk in forward order, or
 per operator in the order of backward.
@@ -39,7 +40,7 @@ class ChunkTimes:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The location of chunks on device and host.
+    """How many chunks stay on the device, and how many stay gathered.
 
     Attributes:
         persistent: The number of chunks, from the first, that stay on the device.
@@ -104,7 +105,7 @@ def backward_s(chunks: Sequence[ChunkTimes], placement: Placement) -> float:
     """Return the time of the backward, from the last chunk to the first (Equation 5).
 
     While chunk i computes, chunk i - 1 is prefetched and the gradients of chunk i + 1 are reduced. As in the paper,
-    reducing the gradients of chunk 1 takes no time, although no computation hides it.
+    reducing the gradients of chunk 1 counts no time, although no computation hides it.
 
     Args:
         chunks: The chunks' times.
@@ -163,13 +164,13 @@ def backward_prefetch_s(chunks: Sequence[ChunkTimes], placement: Placement, i: i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorMemory:
-    """The effect of one backward operator on the device memory in use, as a profiler saw it, in bytes.
+    """The effect of one backward operator on the device memory in use, as a profiler measures it, in bytes.
 
     Attributes:
         before_bytes: Net change from the end of the previous operator to the start of this one.
-        before_peak_bytes: Largest change in the same interval.
+        before_peak_bytes: Largest increase within that interval.
         during_bytes: Net change while this operator runs.
-        during_peak_bytes: Largest change while this operator runs.
+        during_peak_bytes: Largest increase while this operator runs.
         activation_bytes: Activations saved in forward for this operator; they are freed when it ends.
     """
 
@@ -271,7 +272,7 @@ def chunks_of(block_bytes: Sequence[int], chunk_bytes: int) -> list[int]:
 
 
 def wasted_bytes(block_bytes: Sequence[int], chunk_bytes: int) -> int:
-    """Return the bytes that stay unused in all chunks together.
+    """Return the total of unused bytes in all chunks.
 
     Args:
         block_bytes: Bytes of each block's parameters.
@@ -287,7 +288,7 @@ def wasted_bytes(block_bytes: Sequence[int], chunk_bytes: int) -> int:
 def chunk_size(block_bytes: Sequence[int], sizes: Iterable[int]) -> int:
     """Return the chunk size that wastes the fewest bytes (appendix B.1).
 
-    If several sizes waste equally few, return the smallest of them.
+    Of several sizes that waste equally few bytes, return the smallest.
 
     Args:
         block_bytes: Bytes of each block's parameters, in forward order; shared parameters count only in the first

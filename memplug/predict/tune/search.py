@@ -11,11 +11,11 @@ from typing import Literal, Protocol
 
 Offload = Literal["none", "optimizer", "parameters"]
 EXHAUSTIVE = 10_000
-"""Largest number of configurations that are searched one by one."""
+"""Up to this many configurations are predicted one by one; more are searched by branch and bound."""
 AXES = ("n_persist", "n_buffer", "n_swap", "n_checkpoint")
 """ProTrain's four numbers."""
 DEVICE, HOST = "more device memory than available", "more host memory than available"
-SLOWER = "slower than the configurations found, by a bound"
+SLOWER = "slower than the best configurations, by a lower bound of their time"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -84,7 +84,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """A set of configurations of one layout: all whose four numbers lie in four ranges.
+    """The configurations of one layout whose four numbers lie in the box's ranges.
 
     Attributes:
         layout: The layout.
@@ -117,7 +117,7 @@ class Box:
                 yield Configuration(layout=self.layout, **dict(zip(AXES, numbers, strict=True)))
 
     def halves(self) -> tuple[Box, Box]:
-        """Split the box at the middle of its longest range; that range must have at least two numbers."""
+        """Split the box at the middle of its longest range, which must have at least two numbers."""
         axis = max(AXES, key=lambda name: len(getattr(self, name)))
         numbers = getattr(self, axis)
         middle = len(numbers) // 2
@@ -137,14 +137,14 @@ class MemoryLimits:
     host_bytes: float
 
     def exceeded(self, prediction: Prediction) -> str | None:
-        """Return in words the limit that a prediction exceeds: `DEVICE` before `HOST`; None if it exceeds neither."""
+        """Return the limit that a prediction exceeds, in words: `DEVICE` if it exceeds both, None if neither."""
         if prediction.device_bytes > self.device_bytes:
             return DEVICE
         return HOST if prediction.host_bytes > self.host_bytes else None
 
 
 class Estimator(Protocol):
-    """An object that predicts time and memory of steps."""
+    """Predicts time and memory of configurations."""
 
     def predict(self, configuration: Configuration) -> Prediction:
         """Predict one configuration."""
@@ -153,8 +153,8 @@ class Estimator(Protocol):
     def least(self, box: Box) -> Prediction:
         """Return a lower bound for all configurations of a box.
 
-        No configuration of the box takes fewer seconds, device bytes or host bytes than the bound. The bound itself
-        need not be any configuration's prediction. All configurations of a box have the same number of tokens.
+        No configuration of the box takes fewer seconds, device bytes or host bytes than the bound; perhaps none reaches
+        it. All configurations of a box have the same number of tokens.
         """
         ...
 
@@ -188,18 +188,18 @@ def search(
     exhaustive: int = EXHAUSTIVE,
     order: Order = lambda prediction: prediction.order,
 ) -> SearchResult:
-    """Return the best configurations that fit; of equally good ones, those with the smaller numbers.
+    """Return the best configurations that fit; of equally good ones, those with smaller numbers.
 
     Up to `exhaustive` configurations are predicted one by one. A larger space is searched by branch and bound. A box
-    whose bound exceeds a memory limit is ruled out, because no configuration of it fits. The other boxes are taken in
-    the order of their bounds, and halved down to single configurations. The search ends when it has found `count`
-    configurations; no configuration of a remaining box is better. Ruling out boxes and ending the search are both
-    safe as long as `Estimator.least` returns a lower bound.
+    whose bound exceeds a memory limit is ruled out, because none of its configurations fits. Of the other boxes, the
+    one with the best bound is halved next, down to single configurations. The search ends when it has found `count`
+    configurations: no configuration of a remaining box is better. The result is exact as long as `Estimator.least`
+    returns a lower bound.
 
-    An estimator can take its bounds from a box's corners. Device memory never shrinks as more chunks persist or are
-    buffered; apart from the buffers for swapping, it never grows as more blocks swap or checkpoint. Host memory never
-    grows as more chunks persist, and never shrinks as more blocks swap. The step's time never grows as more chunks are
-    buffered, and never shrinks as more blocks checkpoint.
+    An estimator can compute its bounds at a box's corners, because time and memory are monotonic. Device memory rises
+    with the chunks that persist or are buffered, and falls with the blocks that swap or checkpoint, apart from the
+    buffers for swapping. Host memory falls with the chunks that persist, and rises with the blocks that swap. Time
+    falls with the chunks that are buffered, and rises with the blocks that checkpoint.
 
     Args:
         boxes: The search space.
@@ -237,9 +237,8 @@ def _by_bounds(
 ) -> SearchResult:
     """Search by branch and bound.
 
-    The heap holds boxes, ordered by their bounds, and single configurations, ordered by their predictions. Of equal
-    keys, a box comes before a configuration. So a configuration that is popped is at least as good as all that the heap
-    still holds.
+    The heap orders boxes by their bounds and single configurations by their predictions, boxes first if equal. So a
+    configuration that is popped is at least as good as all that the heap still holds.
     """
     heap: list[tuple[tuple[float, ...], tuple[int, Configuration | int], Box | Prediction]] = []
     ruled_out: Counter[str] = Counter()
@@ -282,9 +281,9 @@ def _by_bounds(
 def least_memory(
     boxes: Sequence[Box], estimator: Estimator, limits: MemoryLimits, *, exhaustive: int = EXHAUSTIVE
 ) -> tuple[Configuration, Prediction]:
-    """Return the configuration that takes the least device memory within the limit of host memory.
+    """Return the configuration with the least device memory within the limit of host memory.
 
-    If every configuration exceeds the limit of host memory, return the one that takes the least host memory.
+    If every configuration exceeds the limit of host memory, return the one with the least host memory.
 
     Args:
         boxes: The search space; at least one configuration.

@@ -25,7 +25,7 @@ class Space:
 
     Attributes:
         boxes: Boxes of configurations to search.
-        ruled_out: The number of configurations outside of all boxes, by the reason why they are outside.
+        ruled_out: The number of configurations outside of all boxes, by reason.
     """
 
     boxes: tuple[Box, ...]
@@ -98,7 +98,7 @@ def most_swaps(machine: Machine, profile: ModelProfile) -> int:
 
 
 def _narrowed(box: Box, fixed: Fixed, profile: ModelProfile) -> Box:
-    """Return the part of a box that agrees with the fixed values."""
+    """Return the sub-box that agrees with the fixed values."""
     counts = [chunk.count for chunk in chunks_of(profile)]
     if fixed.ratio is not None and box.layout.stage == 3 and box.layout.offload != "none":
         persist = min(int((1 - fixed.ratio) * len(counts) + 1e-9), len(counts) - 1)
@@ -117,9 +117,9 @@ def _narrowed(box: Box, fixed: Fixed, profile: ModelProfile) -> Box:
 
 
 def _size_of_all(profile: ModelProfile) -> int:
-    """Return the number of configurations in a search in which nothing is fixed.
+    """Return the number of configurations of a search in which nothing is fixed.
 
-    A layout has equally many configurations at each micro-batch.
+    The number is the same for each micro-batch, so it is computed for one.
     """
 
     def size(stage: int, offload: Offload) -> int:

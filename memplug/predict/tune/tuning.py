@@ -1,4 +1,4 @@
-"""`memplug tune` from end to end: takes a DeepSpeed JSON, a model and a machine; returns configurations and a JSON."""
+"""Runs `memplug tune`: from a DeepSpeed JSON, a model and a machine to the best configurations and a new JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tuned:
     Attributes:
         best: Pairs of configuration and prediction: the fastest configurations that fit, best first.
         fits: The number of predicted configurations that fit but are not among `best`.
-        ruled_out: The number of all other configurations, by the reason why they were ruled out.
+        ruled_out: The number of all other configurations, by the reason that ruled them out.
         limits: The memory limits of the search.
         ds_config: The user's DeepSpeed JSON with the settings of the best configuration.
     """
@@ -74,7 +74,7 @@ def tune(
     if not 0 <= host_bytes < math.inf:
         raise TuneError(f"host memory is {host_bytes} bytes", "Give the machine's memory: 0 or a positive number.")
     tokens = seq_len or shape.fields.get("max_position_embeddings", SEQ_LEN)
-    fixed.layouts()  # raises on contradictory settings before a model is run
+    fixed.layouts()  # raises for contradictory settings before a model runs
     sizes = {size for size, _ in fixed.batches(machine.gpus)}
     profiles = {size: profile(machine.hardware, shape, size, tokens) for size in sorted(sizes)}
     space = space_of(fixed, machine, profiles)
@@ -101,12 +101,12 @@ def tune(
 
 
 def configuration_words(at: Configuration) -> str:
-    """Return a description of a configuration, for a message."""
+    """Describe a configuration in words, for an error."""
     layout = at.layout
     offload = {"none": "nothing", "optimizer": "the optimizer", "parameters": "optimizer and parameters"}
     return (
-        f"ZeRO {layout.stage} with {offload[layout.offload]} offloaded, a micro-batch of {layout.micro_batch} in "
-        f"{layout.accumulation}, n_persist {at.n_persist}, n_buffer {at.n_buffer}, n_swap {at.n_swap}, "
+        f"ZeRO {layout.stage} with {offload[layout.offload]} offloaded, micro-batch {layout.micro_batch}, "
+        f"accumulation {layout.accumulation}, n_persist {at.n_persist}, n_buffer {at.n_buffer}, n_swap {at.n_swap}, "
         f"n_checkpoint {at.n_checkpoint}"
     )
 
@@ -122,12 +122,12 @@ def _nothing_fits(boxes: tuple[Box, ...], estimator: StepEstimator, limits: Memo
     if unlimited[0] != ways[0][0]:
         ways.append(unlimited)
     least = "; or ".join(
-        f"{made.device_bytes / GIB:.1f} GiB of the device and {made.host_bytes / GIB:.0f} GiB of the host, by "
+        f"{made.device_bytes / GIB:.1f} GiB of the device and {made.host_bytes / GIB:.0f} GiB of the host, with "
         f"{configuration_words(at)}"
         for at, made in ways
     )
     return TuneError(
         f"no configuration fits {limits.device_bytes / GIB:.1f} GiB of a GPU and {limits.host_bytes / GIB:.0f} GiB of "
         f"the host: the least is {least}",
-        "Use more GPUs, more host memory or a shorter sequence; or leave more of the DeepSpeed JSON free.",
+        "Use more GPUs, more host memory or a shorter sequence; or fix fewer values in the DeepSpeed JSON.",
     )

@@ -8,12 +8,12 @@
     print(device.synchronize() - began_s, "s", device.usage().allocated_peak, "bytes")
 
 The virtual GPU is a torch device named "virtual". Programs, autograd and memplug run on it as on any other device. It
-has streams and events, simulates torch's caching allocator of CUDA (memplug/predict/virtual/native/memory.h), and
-raises torch's own `OutOfMemoryError` if its memory is used up.
+has streams and events, simulates torch's caching allocator of CUDA (native/memory.h), and raises torch's own
+`OutOfMemoryError` if its memory is used up.
 
-torch's meta kernels determine the sizes of an operator's outputs. An operator fails if its meta kernel would need
-values; `nonzero` and `masked_select` are exceptions (`assume_true`). A number that the program reads, such as
-`loss.item()`, is 1. A callback can supply the results of all these operators (`answer_by`).
+torch's meta kernels determine the sizes of an operator's outputs. An operator fails if its meta kernel needs values,
+except `nonzero` and `masked_select` (`assume_true`). A number that the program reads, such as `loss.item()`, is 1. A
+callback can supply the results instead (`answer_by`).
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from memplug.torch_private import PRIVATE_DEVICE_TYPE, get_private_device_name, 
 NAME = "virtual"
 _UNBOUNDED = 2**63 - 1  # bytes
 LINK_RATES_BYTES = 64 << 20
-"""Size of the copies by which memplug measures a link, and at which `link_rates` reads the profile."""
+"""Size of a copy for which `link_rates` gives the profile's rates; memplug measures real links with such copies."""
 __all__ = ["GpuProfile", "Rate", "VirtualDevice"]
 
 
 class VirtualDevice(Device):
     """The virtual device of this process; a new instance replaces the settings of earlier ones.
 
-    Tensors made before stay valid.
+    Tensors that exist already stay valid.
 
     Args:
         hardware: The profile with the GPU's rates and memory.
-        expandable_segments: Whether the allocator uses expandable segments, as by `PYTORCH_CUDA_ALLOC_CONF`.
+        expandable_segments: Whether the allocator uses expandable segments, as with `PYTORCH_CUDA_ALLOC_CONF`.
         attention: The attention back end, such as "flash"; None: the profile's first one.
         bounded: Whether requests fail if the device's memory is used up. Otherwise all requests are served, and `usage`
-            reports how much memory they needed. Plans keep to the device's memory in both cases.
+            reports how much memory they took. In both cases plans keep to the profile's memory.
         host_bytes: Host memory next to the device; None: this machine's.
 
     Raises:
         HardwareError: The profile has no such attention back end; another vendor's device has the virtual device's slot
-            in torch; or the process has run a backward before. Autograd starts threads only for devices that exist at
-            the first backward.
+            in torch; or the process has already run a backward (autograd starts threads only for devices that exist at
+            the first backward).
         NativeError: The native code cannot be built.
     """
 
@@ -91,8 +91,8 @@ class VirtualDevice(Device):
 
     @classmethod
     def current(cls) -> VirtualDevice:
-        """Return the instance that was made last; there must be one."""
-        assert cls._current is not None, "tensors are on it"
+        """Return the last instance; there must be one."""
+        assert cls._current is not None, "a VirtualDevice was made"
         return cls._current
 
     @staticmethod
@@ -102,9 +102,9 @@ class VirtualDevice(Device):
         return torch.Stream(stream_id=0, device_index=0, device_type=kind)
 
     def streams(self, core: Any) -> Any:
-        """Return the native object by which memplug's core uses streams, events and copies of this device.
+        """Return the native object through which memplug's core uses streams, events and copies of this device.
 
-        The object lets the host's clock advance by the profile's times for memplug's own work.
+        For memplug's own work, the object advances the host's clock by the profile's times.
         """
         own = self.hardware
         return core.other_streams(self._core.spend, own.observe_s, own.region_s, own.restore_s)
@@ -119,7 +119,7 @@ class VirtualDevice(Device):
         return both[0].at(LINK_RATES_BYTES), both[1].at(LINK_RATES_BYTES)
 
     def host_available_bytes(self) -> int:
-        """Return the host memory that processes can still get."""
+        """Return the host memory that processes can still allocate, in bytes."""
         return super().host_available_bytes() if self.host_bytes is None else int(self.host_bytes)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
@@ -158,8 +158,8 @@ class VirtualDevice(Device):
     def usage(self) -> Any:
         """Return the allocator's counters, as an object with these attributes.
 
-        * `requested`, `allocated` (requests rounded up) and `reserved`: bytes at present.
-        * `requested_peak`, `allocated_peak` and `reserved_peak`: the peaks of these since `reset_peaks`.
+        * `requested`, `allocated` (requests rounded up) and `reserved`: current bytes.
+        * `requested_peak`, `allocated_peak` and `reserved_peak`: their peaks since `reset_peaks`.
         * `retries`: the number of requests for which the allocator released segments.
         * `holes`: the free bytes that the allocator cannot release now.
 
@@ -168,7 +168,7 @@ class VirtualDevice(Device):
         return self._core.memory()
 
     def reset_peaks(self) -> None:
-        """Set the peaks to the present usage."""
+        """Set the peaks to the current usage."""
         self._core.reset_peaks()
 
     def empty_cache(self) -> None:
@@ -178,7 +178,7 @@ class VirtualDevice(Device):
     def restart(self) -> None:
         """Set the clocks and counters to zero, and release free segments.
 
-        If no tensor is alive, new tensors get the same addresses as the first tensors of the process got.
+        If no tensor is alive, addresses begin anew too: new tensors get those of the process's first tensors.
         """
         self._core.settle()
         if self.usage().allocated:  # reference cycles may keep tensors alive
@@ -186,13 +186,13 @@ class VirtualDevice(Device):
         self._core.restart()
 
     def flops(self) -> float:
-        """Return the floating-point operations of all products, convolutions and attention since the last restart."""
+        """Return the floating-point operations of matmuls, convolutions and attention since the last restart."""
         return self._core.flops()
 
     def assume_true(self, share: float) -> None:
-        """Set the fraction of a mask's elements that operators such as `nonzero` take to be true.
+        """Set the fraction of a mask's elements that operators such as `nonzero` treat as true; 1 by default.
 
-        At first it is 1. For tokens spread evenly over experts, pass the fraction of experts that each token goes to.
+        For tokens spread evenly over experts, pass the fraction of experts that each token goes to.
 
         Args:
             share: The fraction, from 0 to 1.
@@ -204,13 +204,13 @@ class VirtualDevice(Device):
 
         Args:
             answers: Called with the operator's work (`name` and `inputs`), and with whether the program waits for the
-                result. It returns the result's tensors: on the CPU, or on the meta device if only their sizes matter.
-                If it returns None, the device makes the result up, as it does without a callback.
+                result. Returns the result's tensors: on the CPU, or on the meta device if only their sizes matter. If
+                it returns None, the device makes the result up, as it does without a callback.
         """
         self._core.answer_by(answers)
 
     def keep_spans(self, on: bool) -> None:
-        """Start or stop noting the spans in which streams are busy.
+        """Start or stop recording the spans in which streams are busy.
 
         Args:
             on: True starts, False stops.
@@ -218,7 +218,7 @@ class VirtualDevice(Device):
         self._core.keep_spans(on)
 
     def take_spans(self) -> list[Any]:
-        """Return the noted spans in the order in which the host queued them, and forget them.
+        """Return the recorded spans in the order in which the host queued them, and forget them.
 
         Returns:
             Spans with `stream`, `begin_s`, `end_s`, `queued_s` (when the host queued the work) and `name`.
@@ -316,7 +316,7 @@ def _started() -> Any:
     except RuntimeError as error:
         raise HardwareError(str(error)) from error
     torch.utils.rename_privateuse1_backend(NAME)
-    if not hasattr(torch, NAME):  # an earlier attempt, after a backward, has registered it
+    if not hasattr(torch, NAME):  # a failed attempt after a backward has registered it already
         register_device_module(NAME, _Module)
     try:
         torch.ones(1, device=NAME, requires_grad=True).backward()
@@ -332,11 +332,11 @@ def _started() -> Any:
 def _settle(core: Any, process: int) -> None:
     """Wait for autograd's thread before the process ends.
 
-    Otherwise the thread may ask for Python's lock after Python has ended.
+    Otherwise the thread may wait for Python's lock after Python has shut down.
 
     Args:
         core: The native module.
-        process: The id of the process that started the device; a fork of the process has no such thread.
+        process: The id of the process that started the device; a forked process has no such thread and does not wait.
     """
     if os.getpid() == process:
         core.settle()

@@ -25,7 +25,7 @@ DEEPSPEED = "deepspeed 0.19"
 
 @contextlib.contextmanager
 def accelerated() -> Iterator[None]:
-    """Let DeepSpeed run on the virtual device inside the context.
+    """Make DeepSpeed run on the virtual device inside the context.
 
     The virtual device must exist and torch.distributed must be initialized.
 
@@ -42,29 +42,29 @@ def accelerated() -> Iterator[None]:
         with _without_reading():
             yield
     finally:
-        deepspeed.comm.comm.cdb = None  # DeepSpeed's communication backend, whose groups may be destroyed by now
+        deepspeed.comm.comm.cdb = None  # DeepSpeed's communication backend: its groups may no longer exist
         real_accelerator.ds_accelerator = before
 
 
 @contextlib.contextmanager
 def _without_reading() -> Iterator[None]:
-    """Replace DeepSpeed's reads of numbers from the device inside the context.
+    """Replace DeepSpeed's functions that read numbers from the device inside the context.
 
-    The device has no values. So DeepSpeed's checks find no infinite gradient, and rank 0 seems to have this rank's
-    numbers.
+    The device has no values. So checks for infinite gradients find none, and comparisons with rank 0 find no
+    difference.
     """
 
     def never(original: Any) -> Any:
         return lambda *args, **kwargs: bool(original(*args, **kwargs)) and False
 
     def own(original: Any) -> Any:
-        """Wrap a function that compares this rank's numbers with rank 0's; the wrapper returns this rank's numbers.
+        """Wrap a function that compares this rank's numbers with rank 0's, to return this rank's numbers.
 
         The function still runs, because its collectives are part of the program.
         """
 
         def answer(numbers: Any) -> Any:
-            with contextlib.suppress(RuntimeError):  # raised if the answer differs from this rank's numbers
+            with contextlib.suppress(RuntimeError):  # raised if rank 0's numbers seem to differ
                 original(numbers)
             return numbers
 
@@ -95,7 +95,7 @@ def _accelerator() -> Any:
 
 
 class _Virtual:
-    """The methods that differ from DeepSpeed's CPU accelerator, which uses torch's operators."""
+    """Overrides for DeepSpeed's CPU accelerator, which uses only torch's operators."""
 
     def __init__(self) -> None:
         super().__init__()

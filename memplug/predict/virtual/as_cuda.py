@@ -1,11 +1,11 @@
-"""Lets programs written for CUDA run on the virtual device, by replacing functions of `torch.cuda`.
+"""Makes programs written for CUDA run on the virtual device, by replacing functions of `torch.cuda`.
 
     with as_cuda():
         import megatron.core  # names CUDA explicitly: `device="cuda"`, `torch.cuda.current_device()`
 
-Tensors requested on CUDA are made on the virtual device. Their `is_cuda` and `type()` are those of CUDA tensors, but
-their `device` is the virtual one. Streams, events and memory numbers are the virtual device's. The result of
-`torch.cuda.is_available()` does not change, because CUDA's kernels cannot run.
+Tensors that are requested on CUDA are made on the virtual device. They have the `is_cuda` and `type()` of CUDA tensors,
+but their `device` is the virtual one. Streams, events and memory numbers are the virtual device's.
+`torch.cuda.is_available()` is not replaced, because CUDA's kernels cannot run.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class _OnVirtual(TorchFunctionMode):
             return args[0].to(NAME, non_blocking=kwargs.get("non_blocking", False))
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace(f"torch.{NAME}.", "torch.cuda.")
-        if func == torch.Tensor.is_cuda.__get__:  # `==`: each access makes a new object
+        if func == torch.Tensor.is_cuda.__get__:  # not `is`: each access makes a new object
             return args[0].device.type == NAME
         return func(*(_there(value) for value in args), **kwargs)
 
 
 class _Generators:
-    """Random generators by device index; all are the CPU's, because the virtual device draws no random numbers."""
+    """Random generators by device index: always the CPU's, because the virtual device draws no random numbers."""
 
     def __getitem__(self, index: Any) -> torch.Generator:
         return torch.default_generator
@@ -109,7 +109,7 @@ def _replaced() -> dict[str, Any]:
 
 
 def _there(value: Any) -> Any:
-    """Return the virtual device if a value names CUDA, otherwise the value itself."""
+    """Return the virtual device for a value that names CUDA; return any other value unchanged."""
     if isinstance(value, torch.device):
         return torch.device(NAME) if value.type == "cuda" else value
     return NAME if isinstance(value, str) and value.partition(":")[0] == "cuda" else value

@@ -12,9 +12,9 @@ from memplug.profile.operator_names import CONVOLUTION, MATMULS, SCALED_MATMULS
 DTYPES = {1: "float8", 2: "bfloat16", 4: "float32", 8: "float64"}
 """Dtypes of matrix products by bytes per element; float16 is as fast as bfloat16."""
 WITHOUT_READING = ("aten::fill_", "aten::zero_", "aten::zeros", "aten::ones", "aten::arange")
-"""Operators that only write: the bytes of their inputs do not count."""
+"""Operators that only write; their inputs' bytes are not counted as traffic."""
 WHOLE = ("broadcast_", "reduce_", "send", "recv_", "recv_any_source_")
-"""Collectives that move all of their bytes; in all other collectives a rank's own share does not move."""
+"""Collectives that move all their bytes; in other collectives a rank's own share does not move."""
 REDUCED_AND_GATHERED = ("allreduce_", "allreduce_coalesced_")
 """Collectives that move their bytes twice."""
 
@@ -72,7 +72,7 @@ def _products_s(hardware: GpuProfile, work: Any, flops: float) -> float:
     rate = hardware.matmul_flops.get(DTYPES.get(element_bytes, ""))
     if rate is None:
         raise HardwareError(
-            f"the profile of {hardware.name} has no rate for products of {element_bytes} bytes an element"
+            f"the profile of {hardware.name} has no rate for matrix products with elements of {element_bytes} bytes"
         )
     return flops / rate.at(flops)
 
@@ -97,12 +97,12 @@ def copy_s(hardware: GpuProfile, to_host: bool, nbytes: int) -> tuple[float, flo
 
 
 def collective_s(hardware: GpuProfile, name: str, nbytes: int, ranks: int) -> float:
-    """Return the duration of one collective in a ring, from the bus bandwidth of nccl-tests.
+    """Return the duration of one ring collective, from the bus bandwidth that nccl-tests defines.
 
     Args:
         hardware: The GPU's rates.
         name: The operator's name in torch's library c10d.
-        nbytes: The bytes of this rank's inputs or of its outputs, whichever are more.
+        nbytes: The bytes of this rank's inputs or outputs, whichever are more.
         ranks: The number of ranks in the group; a single rank moves nothing.
 
     Returns:
@@ -114,9 +114,9 @@ def collective_s(hardware: GpuProfile, name: str, nbytes: int, ranks: int) -> fl
 
 
 def matmul_flops(work: Any) -> float:
-    """Return the floating-point operations of a matrix product: two for each pair of elements that it multiplies."""
+    """Return the floating-point operations of a matrix product: two for each multiplication."""
     left, right = _factors(work)
-    in_groups = len(right.sizes) < len(left.sizes)  # each matrix of left multiplies its own group of right's columns
+    in_groups = len(right.sizes) < len(left.sizes)  # each matrix of `left` has its own columns of `right`
     return 2.0 * math.prod(left.sizes[1:] if in_groups else left.sizes) * right.sizes[-1]
 
 
@@ -125,7 +125,7 @@ def _factors(work: Any) -> Any:
 
 
 def convolution_flops(work: Any) -> float:
-    """Return the floating-point operations of a convolution: two for each output element and element of its filter."""
+    """Return the floating-point operations of a convolution: two for each output element and filter element."""
     _, weight = work.inputs
     return 2.0 * math.prod(work.outputs[0].sizes) * math.prod(weight.sizes[1:])
 
@@ -133,8 +133,8 @@ def convolution_flops(work: Any) -> float:
 def attention_flops(work: Any, *, backward: bool) -> float:
     """Return the floating-point operations of attention.
 
-    Forward has two matrix products over all pairs of query and key, backward five. Causal attention needs half of the
-    pairs.
+    Forward has two matrix products over all pairs of query and key; backward has five. Causal attention counts half of
+    the pairs.
 
     Args:
         work: The kernel, see `kernel_s`.

@@ -1,13 +1,13 @@
 """Spreads tokens evenly over experts on the virtual device, as a balanced router does.
 
-A router's choice depends on values, which the virtual device does not have. Only this file assumes a choice:
+A router's choice depends on values, which the virtual device does not have. Only this file assumes a choice of experts:
 
     with evenly(chosen=2, experts=8):
         train()
 
-Each expert then gets `tokens * chosen / experts` of the tokens of every rank. Megatron-Core's all-to-all dispatcher
-gets these numbers instead of the counts that it reads from the device. For operators that choose by a mask, the
-fraction `chosen / experts` of the mask is true.
+Each expert then gets `tokens * chosen / experts` of each rank's tokens. Megatron-Core's all-to-all dispatcher gets
+these numbers instead of the counts that it reads from the device. Operators that choose by a mask treat the fraction
+`chosen / experts` of the mask as true.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 def evenly(chosen: int, experts: int) -> Iterator[None]:
     """Spread tokens evenly over experts inside the context.
 
-    If Megatron-Core trains, import it before. The virtual device must exist.
+    If Megatron-Core trains, import it before entering the context. The virtual device must exist.
 
     Args:
         chosen: The number of experts that each token goes to.
@@ -48,12 +48,15 @@ def evenly(chosen: int, experts: int) -> Iterator[None]:
 
 
 def _counted(preprocess: Any) -> Any:
-    """Wrap the dispatcher's `preprocess`: it still counts each expert's tokens, but even numbers replace the counts."""
+    """Wrap the dispatcher's `preprocess` to replace its counts of each expert's tokens by an even distribution.
+
+    `preprocess` still runs, because its operators are part of the step.
+    """
 
     def run(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
         counts = preprocess(self, routing_map)
         if self.drop_and_pad:
-            return counts  # each expert gets its capacity
+            return counts  # each expert gets as many tokens as its capacity
         given = _shared(routing_map.shape[0] * self.config.moe_router_topk, self.num_experts)
         mine = given[self.local_expert_indices[0] : self.local_expert_indices[-1] + 1]
         ranks = self.ep_size * self.tp_size
@@ -69,10 +72,10 @@ def _counted(preprocess: Any) -> Any:
 
 
 def _shared(tokens: int, experts: int) -> torch.Tensor:
-    """Return the number of tokens of each expert; if the division has a remainder, the first experts get one more.
+    """Return each expert's number of tokens; if the division leaves a remainder, the first experts get one more.
 
     Args:
-        tokens: The number of all tokens, counting a token once for each of its experts.
+        tokens: The number of all tokens, each counted once for each of its experts.
         experts: The number of experts.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The rates of a GPU, by which the virtual device predicts durations, and the profile files that hold them."""
+"""The profile of a GPU: rates by which the virtual device predicts durations, read from a JSON file."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from memplug.files import path_of
 
 SOURCES = ("measured", "fitted", "published", "scaled", "assumed")
 LINK_RATES = tuple(f"{to}{both}_bytes_per_s" for both in ("", "_both") for to in ("to_host", "to_device"))
-"""Entries of a profile with one `Rate`, whose sizes are the bytes of a copy."""
+"""Entries of a profile that are a single `Rate`, by the bytes of a copy."""
 RATES = ("matmul_flops", "attention_forward_flops", "attention_backward_flops")
-"""Entries of a profile with several `Rate`s by name."""
+"""Entries of a profile that are several `Rate`s by name."""
 PROFILES = Path(__file__).with_name("profiles")
 """Folder of the profiles that memplug ships; in the repository, a link to configs/hardware."""
 
@@ -58,18 +58,18 @@ class GpuProfile:
     """The rates and sizes of one kind of GPU, of its host and of the link between them.
 
     Attributes:
-        name: The GPU's name as torch reports it; so a real GPU of this kind can use a plan made for the profile.
+        name: The GPU's name as torch reports it, so that a real GPU of this kind accepts a plan made for the profile.
         memory_bytes: Device memory that a process can use.
         peak_flops: Peak rate of matrix products in bfloat16, in floating-point operations per second: the vendor's, or
-            the highest measured. Model FLOP/s utilization is a fraction of this rate.
+            the highest measured. Model FLOP/s utilization is relative to this rate.
         matmul_flops: Rates of matrix products, in floating-point operations per second, by dtype such as "bfloat16". A
             rate's sizes are the floating-point operations of a product.
         attention_forward_flops: Rates of attention's forward, in floating-point operations per second, by back end such
-            as "flash"; the first back end is the default. A rate's sizes are the keys in a sequence. As usual, causal
-            attention counts 2 operations for each pair of tokens and channel of the output, other attention 4.
-        attention_backward_flops: Rates of attention's backward, likewise; causal attention counts 5 operations, other
-            attention 10.
-        memory_bytes_per_s: Bandwidth of device memory; limits the operators that read and write more than they compute.
+            as "flash"; the first back end is the default. A rate's sizes are the keys in a sequence. Per pair of tokens
+            and output channel, causal attention counts 2 operations, other attention 4.
+        attention_backward_flops: Rates of attention's backward, by the same sizes; causal attention counts 5
+            operations, other attention 10.
+        memory_bytes_per_s: Bandwidth of device memory, which bounds operators that compute little.
         kernel_s: The shortest time that a kernel takes, in seconds.
         to_host_bytes_per_s: Rate of copies from device to pinned host memory while the other direction is idle. The
             sizes of this rate and of the next three are the bytes of a copy.
@@ -77,7 +77,7 @@ class GpuProfile:
         to_host_both_bytes_per_s: Rate of copies from device to pinned host memory while both directions are busy.
         to_device_both_bytes_per_s: Rate of copies from pinned host memory to device while both directions are busy.
         copy_s: Fixed time of a copy, in seconds.
-        launch_s: Host time of each operator, in seconds.
+        launch_s: Host time to launch one operator, in seconds.
         observe_s: Host time of memplug's own work for each operator of a region, in seconds
             (memplug/device/host_time.py).
         region_s: Host time of memplug's own work for a region's forward, in seconds.
@@ -109,15 +109,15 @@ class GpuProfile:
 
     @classmethod
     def named(cls, name: str | Path, folder: Path = PROFILES) -> GpuProfile:
-        """Read a GPU's profile by its name, such as "h200" in any case, or by a file's path.
+        """Read a GPU's profile by its name, such as "h200" (in upper or lower case), or by a file's path.
 
         Args:
             name: The name or the path.
             folder: The folder with the named profiles.
 
         Raises:
-            HardwareError: Neither a profile in the folder nor a file has that name, or the file is not a profile. In
-                the first case the error lists the folder's profiles.
+            HardwareError: Neither a profile in the folder nor a file has that name (the error lists the folder's
+                profiles), or the file is not a profile.
         """
         known = {file.stem: file for file in sorted(folder.glob("*.json"))}
         file = known.get(str(name).lower()) or path_of(name, "hardware profile (.json)", HardwareError)
@@ -182,7 +182,9 @@ class GpuProfile:
         """
         known = tuple(self.attention_forward_flops)
         if backend is not None and backend not in known:
-            raise HardwareError(f"{self.name} has no attention {backend!r}: {', '.join(known)}", "Name one of those.")
+            raise HardwareError(
+                f"{self.name} has no attention back end {backend!r}: it has {', '.join(known)}", "Name one of those."
+            )
         return backend or known[0]
 
 

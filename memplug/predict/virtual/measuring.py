@@ -24,18 +24,18 @@ from memplug.sizes import MIB
 from memplug.torch_private import fused_sdp_choice
 
 _REPEATS = 3
-_WORTH_TIMING_S = 1e-3  # of runs shorter than this, several are timed together
+_WORTH_TIMING_S = 1e-3  # shorter runs are timed several at once
 _MOST_AT_ONCE = 100
 # Sizes rise until one run takes longer than `_LONGEST_S`, or all runs together longer than `_SERIES_S`. So a slow
 # device is measured at small sizes.
 _LONGEST_S, _SERIES_S = 0.05, 3.0
-_LEAST_S = 1e-9  # a clock's resolution may make a duration 0
+_LEAST_S = 1e-9  # a measured duration is at least this: a coarse clock may report 0
 _OWN = ("observe_s", "region_s", "restore_s")
 _SIDES = tuple(256 << each for each in range(6))  # sides of square matrices
 _LENGTHS = tuple(128 << each for each in range(11))
 _COPIES_BYTES = {"cuda": (1 * MIB, 16 * MIB, 128 * MIB), "cpu": (1 * MIB, 8 * MIB, 64 * MIB)}
 _SMALL_COPY_BYTES = 4096
-_HEADS = {"cuda": (16, 128), "cpu": (4, 64)}  # attention's heads, and channels of each
+_HEADS = {"cuda": (16, 128), "cpu": (4, 64)}  # attention's number of heads, and channels of a head
 _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -50,19 +50,19 @@ Points = list[list[float]]
 def measure_profile(
     device: torch.device | str, host_time: HostTime, doing: Doing = lambda words: None
 ) -> dict[str, Any]:
-    """Measure a hardware profile; each time is a median of several.
+    """Measure a hardware profile; each time is the median of several runs.
 
     The measurements take half a minute at most, or less than a minute on two slow CPU cores.
 
     * Matrix products multiply square matrices. If the GPU emulates bfloat16, float16's rates stand for bfloat16's.
     * Attention is causal, of one sequence with 16 heads of 128 channels in bfloat16; on the CPU 4 heads of 64 channels
-      in float32. Forward and backward run under each back end that works here; torch's own choice is the first in the
+      in float32. Each back end that works here runs forward and backward; torch's own choice is the first in the
       profile.
     * Memory bandwidth is that of an elementwise operator with two inputs.
-    * The CPU has no link, so copies in memory stand for copies over it.
+    * The CPU has no link, so copies within its memory stand for copies over a link.
 
-    The device should be otherwise idle. The global random state does not change. This process cannot make a virtual
-    device afterwards, because backward has run.
+    The device should be otherwise idle. The global random state does not change. Afterwards this process cannot make a
+    virtual device, because a backward has run.
 
     Args:
         device: "cpu" or a CUDA device with 2 GiB of free memory.
@@ -70,8 +70,8 @@ def measure_profile(
         doing: Called before each group of measurements, with a few words that name it.
 
     Returns:
-        The contents of a file for `GpuProfile.read`. Each rate is `{"value": ..., "from": "measured"}`; those of
-        collectives are "assumed", as if the other GPUs were at the host's end of the link.
+        The contents of a file for `GpuProfile.read`. Each rate is `{"value": ..., "from": "measured"}`. The rates of
+        collectives are "assumed": those of the link to the host.
 
     Raises:
         ValueError: The device is neither a CPU nor a CUDA device.
@@ -105,7 +105,7 @@ def measure_profile(
             **{name: max(getattr(host_time, name), _LEAST_S) for name in _OWN},
         }
     profile = {each: _marked(value) for each, value in rates.items()}
-    # One GPU cannot measure collectives; the profile assumes that they go over the link to the host.
+    # One GPU cannot measure collectives. The profile assumes that they go over the link to the host.
     (_, rate), least_s = link["to_host_both_bytes_per_s"][-1], link["copy_s"]
     for each, value in (("collective_bytes_per_s", rate), ("collective_s", least_s)):
         profile[each] = {"value": _rounded(value), "from": "assumed"}
@@ -140,15 +140,15 @@ class _Watch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._numbers = torch.Generator(device).manual_seed(0)
-        # Keeps a GPU busy while the host queues the timed runs; otherwise the host's time would be measured.
+        # Zeroed repeatedly to keep a GPU busy while the host queues the timed runs; otherwise their queueing is timed.
         self._before = torch.empty(128 * MIB, dtype=torch.uint8, device=device) if device.type == "cuda" else None
 
     def random(self, *sizes: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return normally distributed numbers, because a GPU multiplies constants faster."""
+        """Return normally distributed numbers: a GPU multiplies constants faster."""
         return torch.randn(*sizes, dtype=dtype, device=self.device, generator=self._numbers)
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Run a function once untimed, then some times more, and return the median duration of a run, in seconds."""
+        """Run a function once untimed, then several times, and return the median duration of a run, in seconds."""
         run()
         once_s = max(self._together_s(run, 1), _LEAST_S)
         count = max(1, min(_MOST_AT_ONCE, int(_WORTH_TIMING_S / once_s)))
@@ -172,7 +172,7 @@ class _Watch:
 
 
 def _until_slow(sizes: Iterable[int], measure: Callable[[int], float]) -> Iterator[tuple[int, float]]:
-    """Yield pairs of size and measured seconds, until the runs take too long or device memory is used up."""
+    """Yield pairs of size and measured seconds until the runs take too long, or device memory runs out."""
     began_s = time.perf_counter()
     for turn, size in enumerate(sizes):
         try:
@@ -187,7 +187,7 @@ def _until_slow(sizes: Iterable[int], measure: Callable[[int], float]) -> Iterat
 
 
 def _dtypes(device: torch.device) -> dict[str, torch.dtype]:
-    # Below compute capability 8.0, bfloat16 is emulated.
+    # GPUs below compute capability 8.0 emulate bfloat16.
     emulated = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     half = torch.float16 if emulated else torch.bfloat16
     return {"bfloat16": half, "float32": torch.float32, "float64": torch.float64}
@@ -211,7 +211,7 @@ def _products(watch: _Watch, dtype: torch.dtype) -> Points:
 def _backends(device: torch.device) -> list[str]:
     """Return the attention back ends that run here, torch's own choice first.
 
-    "math", which has no fused kernel, is returned only if no other back end runs.
+    "math", which has no fused kernel, is left out unless no other back end runs.
     """
     query, *others = _attention_inputs(_Watch(device), _LENGTHS[0])
     found = []
@@ -239,10 +239,10 @@ def _attention_inputs(watch: _Watch, tokens: int) -> list[torch.Tensor]:
 def _attention(watch: _Watch, backend: SDPBackend) -> tuple[Points, Points]:
     """Measure the rates of attention's forward and backward.
 
-    Forward counts 2 floating-point operations for each pair of tokens and channel, backward 5 (`GpuProfile`).
+    Forward counts 2 floating-point operations for each pair of tokens and each channel, backward 5 (`GpuProfile`).
 
     Returns:
-        For forward and for backward, pairs of the tokens in a sequence and the operations per second.
+        For forward and for backward: pairs of tokens in a sequence and operations per second.
     """
     backward_s: dict[int, float] = {}
 
@@ -281,7 +281,7 @@ def _kernel_s(watch: _Watch) -> float:
 def _launch_s(device: torch.device) -> float:
     """Return the host time of one operator that allocates its output, in seconds.
 
-    On the CPU this is the whole time of a small operator.
+    On the CPU, which queues nothing, this is the whole time of a small operator.
     """
     one = torch.ones(1, device=device)
 
@@ -299,7 +299,7 @@ def _launch_s(device: torch.device) -> float:
 def _link(device: torch.device) -> dict[str, Any]:
     """Measure the rates of copies in each direction, by the bytes of a copy, and the fixed time of a copy.
 
-    The fixed time is that of a copy of `_SMALL_COPY_BYTES`; the rates do not count it.
+    The fixed time is that of a copy of `_SMALL_COPY_BYTES`; it is subtracted before rates are computed.
 
     Returns:
         The profile's entries by name.
@@ -325,5 +325,5 @@ def _marked(value: Any) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float:
-    """Round to four digits; two measurements agree in fewer."""
+    """Round to four digits; repeated measurements agree in fewer."""
     return float(f"{value:.4g}")

@@ -3,12 +3,12 @@
     with joined(rank=0, world_size=8):
         train()  # as it would under torchrun
 
-Every process group is torch's fake one. A collective of virtual tensors moves nothing, and takes time on a stream for
-collectives, which first waits for the current stream. A collective of CPU tensors runs as if every other rank had this
-rank's values; object collectives and votes need that.
+Each process group is torch's fake one. A collective of virtual tensors moves nothing, but takes time on a stream for
+collectives, which first waits for the current stream. A collective of CPU tensors returns as if all other ranks had
+this rank's values, as object collectives and votes require.
 
-As with NCCL, a collective holds its tensors until `Work.wait()`, by which the current stream waits for the collective.
-The other ranks are never late, so the time that a pipeline stage waits for another stage is not counted.
+As with NCCL, a collective holds its tensors until `Work.wait()` makes the current stream wait for the collective. The
+other ranks are never late, so time in which a pipeline stage waits for another stage is not counted.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ WORK = """allreduce_coalesced_ reduce_ allgather_coalesced_ allgather_into_tenso
 recv_any_source_ reduce_scatter_tensor_coalesced_ alltoall_base_ barrier""".split()
 OUTPUTS_AND_WORK = """allreduce_ broadcast_ allgather_ _allgather_base_ reduce_scatter_ _reduce_scatter_base_ scatter_
 alltoall_""".split()
-"""Operators of torch's library c10d: those of `WORK` return their work, those of `OUTPUTS_AND_WORK` outputs too."""
+"""Operators of torch's library c10d: those in `WORK` return a `Work`, those in `OUTPUTS_AND_WORK` also outputs."""
 
 
 @contextlib.contextmanager
 def joined(rank: int, world_size: int) -> Iterator[None]:
     """Make this process rank `rank` of `world_size` and initialize torch.distributed inside the context.
 
-    Groups that are made inside the context are fake, whichever backend is requested. The virtual device must exist.
+    All groups that are made inside the context are fake, whichever backend is requested. The virtual device must exist.
 
     Args:
         rank: This process's rank.
@@ -63,7 +63,7 @@ def joined(rank: int, world_size: int) -> Iterator[None]:
 
     @functools.wraps(make)
     def make_fake(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs["backend_options"] = None  # the given options are for the requested backend
+        kwargs["backend_options"] = None  # they belong to the requested backend
         return make(size, rank, ranks, dist.Backend(NAME), *args, **kwargs)
 
     with replaced(distributed_c10d, "_new_process_group_helper", make_fake, KNOWN), links.coalescing():
@@ -76,7 +76,7 @@ def joined(rank: int, world_size: int) -> Iterator[None]:
 
 
 class _Pending:
-    """A collective that no stream has waited for; it keeps its tensors until one waits."""
+    """A collective that no stream has waited for yet; it holds its tensors until a stream waits."""
 
     def __init__(self, stream: torch.Stream, tensors: Sequence[torch.Tensor]):
         self.stream, self.event, self.tensors = stream, stream.record_event(), tensors
@@ -105,10 +105,10 @@ class _Links:
 
         Args:
             name: The operator's name.
-            *arguments: The operator's arguments: tensors, then the group, then the rest.
+            *arguments: The operator's arguments: tensors, then the group, then any others.
 
         Returns:
-            The collective's work; for operators of `OUTPUTS_AND_WORK`, a pair of the first argument and the work.
+            The collective's `Work`; for operators in `OUTPUTS_AND_WORK`, a pair of the first argument and the `Work`.
         """
         at = next(index for index, each in enumerate(arguments) if isinstance(each, torch.ScriptObject))
         lists = [tree_leaves(each) for each in arguments[:at]]
@@ -126,7 +126,7 @@ class _Links:
 
     @contextlib.contextmanager
     def coalescing(self) -> Iterator[None]:
-        """Replace torch's coalescing inside the context, so that one work waits for all coalesced collectives."""
+        """Replace torch's coalescing inside the context: one `Work` then waits for all coalesced collectives."""
 
         def begin(group: dist.ProcessGroup, device: torch.device) -> None:
             self._coalesced = []
@@ -144,12 +144,12 @@ class _Links:
 
 @functools.cache
 def _registered() -> _Links:
-    """Return the links of this process, and register them as c10d's operators on the virtual device."""
+    """Register c10d's operators and the fake backend for the virtual device, and return the process's links."""
     VirtualDevice.current()
     links = _Links()
-    links.library = torch.library.Library("c10d", "IMPL")  # kernels stay registered while it lives
+    links.library = torch.library.Library("c10d", "IMPL")  # the operators stay registered as long as it lives
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*registered kernel")  # torch's kernels dispatch to a backend
+        warnings.filterwarnings("ignore", "(?s).*registered kernel")  # replaces torch's kernels, which call a backend
         for name in WORK + OUTPUTS_AND_WORK:
             links.library.impl(name, functools.partial(links.run, name), "PrivateUse1")
     MADE_UP.add(NAME)

@@ -1,4 +1,4 @@
-"""Replaces attributes of torch, DeepSpeed and Megatron-Core for a time by versions for the virtual device."""
+"""Temporarily replaces attributes of torch, DeepSpeed and Megatron-Core by versions for the virtual device."""
 
 from __future__ import annotations
 

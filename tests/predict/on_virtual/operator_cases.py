@@ -103,7 +103,7 @@ def test_product_time_is_the_slower_of_compute_and_memory_for_its_dtype() -> Non
         assert costs.matmul_flops(work) == flops
         assert costs.kernel_s(hardware, "flash", work) == pytest.approx(expected_s)
     matrix.nbytes *= 2
-    with pytest.raises(HardwareError, match="8 bytes an element"):
+    with pytest.raises(HardwareError, match="elements of 8 bytes"):
         costs.kernel_s(hardware, "flash", work)
 
 
@@ -138,7 +138,7 @@ def test_attention_time_depends_on_back_end_and_length() -> None:
         attention_backward_flops={"cudnn": Rate.always(1e6), "flash": Rate.always(1e6)},
     )
     assert (hardware.attention(None), hardware.attention("flash")) == ("cudnn", "flash")
-    with pytest.raises(HardwareError, match="simple has no attention 'math': cudnn, flash"):
+    with pytest.raises(HardwareError, match="simple has no attention back end 'math': it has cudnn, flash"):
         VirtualDevice(hardware, attention="math")
     for tokens, backend, rate in ((16, "cudnn", 1e6), (32, "cudnn", 1.5e6), (64, "cudnn", 2e6), (32, "flash", 4e6)):
         work = _work("attention", *[(1, 1, tokens, 8)] * 3)

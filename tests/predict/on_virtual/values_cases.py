@@ -157,7 +157,7 @@ def test_calls_of_one_module_have_their_own_values(tmp_path: Path) -> None:
             lambda: Reads(_twice, Reads(_chosen)),
             lambda: Reads(_recomputed, Reads(_chosen)),
             _ones(),
-            "module inner reads other values each time",
+            "module inner reads different values in each call",
         ),
     ],
 )

@@ -1,6 +1,6 @@
 """The C++ of the virtual device, built on first use.
 
-Like CUDA, this C++ depends on nothing else in memplug. Use it through `memplug.predict.virtual`.
+It depends on no other C++ of memplug, just as CUDA does not. Use it through `memplug.predict.virtual`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ bool is_chosen(AttentionBackend backend, const at::Tensor& query, const at::Tens
   return VirtualDevice::get().attention == backend && is_for_kernels(query, value);
 }
 
-// Returns the back end that torch is to use. For devices of PrivateUse1 torch considers only cuDNN and the generic operator.
+// Tells torch which back end to use. On devices of PrivateUse1 torch knows only cuDNN and the generic operator.
 int64_t choose(
     const at::Tensor& query, const at::Tensor&, const at::Tensor& value, const Optional&, double, bool, Scale, bool) {
   const bool is_cudnn = is_chosen(AttentionBackend::CUDNN, query, value);
@@ -63,7 +63,7 @@ struct Attended {
   at::Tensor output, sums;
 };
 
-// Runs the forward kernel. If `last`, the log-sum-exps get a last dimension of 1, as cuDNN's have.
+// Runs the forward kernel. If `last`, the log-sum-exps get a last dimension of size 1, as cuDNN's have.
 Attended run_forward(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& bias, bool causal, bool last) {
   const at::DisableRecordFunctionGuard one;

@@ -1,4 +1,4 @@
-// Registers autocast on the virtual device, by torch's own lists of operators.
+// Registers autocast on the virtual device, for the operators in torch's own lists.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>

@@ -1,5 +1,5 @@
-// Operators that choose elements by a mask. An answer (`VirtualDevice::answer`) gives the number of chosen elements. Without an
-// answer it is `VirtualDevice::true_share` of the mask's elements.
+// Operators that choose elements by a mask. The number of chosen elements comes from `VirtualDevice::answer`; without
+// an answer it is the fraction `VirtualDevice::true_share` of the mask's elements.
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/empty.h>
 
@@ -10,7 +10,7 @@
 namespace memplug {
 namespace {
 
-// Returns the number of chosen elements, for which the host waits, as on CUDA.
+// Returns the number of chosen elements. As on CUDA, the host waits for it.
 int64_t chosen(const Work& work, int64_t elements) {
   VirtualDevice& device = VirtualDevice::get();
   device.copy(CopyDirection::TO_HOST, static_cast<int64_t>(sizeof(int64_t)), true);

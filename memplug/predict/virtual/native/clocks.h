@@ -1,7 +1,7 @@
 // Simulated clocks of the host, of each stream, and of each direction of the link.
 //
-// Work begins when its stream is free, but not before the host has queued it. A copy over the link also waits until its direction
-// of the link is free (link.h). All times are in seconds since the last start or restart.
+// Work begins when its stream is free, but not before the host has queued it. A copy over the link also waits until its
+// direction of the link is free (link.h). Times are in seconds since the device was started or restarted.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ class Clocks {
     return static_cast<int64_t>(free_s_.size()) - 1;
   }
 
-  // Lets the host work for some time.
+  // Advances the host's clock.
   void spend(double seconds) {
     const std::lock_guard<std::mutex> lock(mutex_);
     host_s_ += seconds;
@@ -42,7 +42,7 @@ class Clocks {
     run(stream, begin_s, begin_s + seconds, name);
   }
 
-  // Queues a copy and returns the time at which it is over.
+  // Queues a copy and returns the time at which it ends.
   double copy(int64_t stream, CopyDirection direction, CopySeconds seconds) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const double begin_s = std::max({free_s_[stream], link_.free_s(direction), host_s_});
@@ -51,12 +51,12 @@ class Clocks {
     return over_s;
   }
 
-  // Returns the time at which the work queued so far on a stream is over; the host's time, if that is later.
+  // Returns the time at which the work queued so far on a stream ends, or the host's time if that is later.
   double over_s(int64_t stream) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return std::max(free_s_[stream], host_s_);
   }
-  // Returns the same for all streams.
+  // Returns the time at which the work queued so far on all streams ends, or the host's time if that is later.
   double all_over_s() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return std::max(host_s_, *std::max_element(free_s_.begin(), free_s_.end()));
@@ -66,7 +66,7 @@ class Clocks {
     return host_s_;
   }
 
-  // Lets a stream, or the host, wait until `at_s`.
+  // Makes a stream, or the host, wait until `at_s`.
   void wait(int64_t stream, double at_s) {
     const std::lock_guard<std::mutex> lock(mutex_);
     free_s_[stream] = std::max(free_s_[stream], at_s);
@@ -76,7 +76,7 @@ class Clocks {
     host_s_ = std::max(host_s_, at_s);
   }
 
-  // Sets all clocks to zero, forgets all queued work and spans, and stops noting spans. Streams stay.
+  // Sets all clocks to zero, forgets all queued work and spans, and stops recording spans. Streams stay valid.
   void restart() {
     const std::lock_guard<std::mutex> lock(mutex_);
     host_s_ = 0;
@@ -92,12 +92,12 @@ class Clocks {
     return era_;
   }
 
-  // Starts or stops noting spans.
+  // Starts or stops recording spans.
   void keep_spans(bool on) {
     const std::lock_guard<std::mutex> lock(mutex_);
     keeps_spans_ = on;
   }
-  // Returns the noted spans and forgets them.
+  // Returns the recorded spans and forgets them.
   std::vector<Span> take_spans() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return std::exchange(spans_, {});

@@ -27,7 +27,7 @@ struct VirtualEvent {
   double at_s = 0;
   int64_t era = 0;
 
-  // Returns the time at which the event is over; zero if the clocks were restarted after it was recorded.
+  // Returns the time at which the event completes; zero if the clocks were restarted after it was recorded.
   double over_s() const {
     return era == clocks().era() ? at_s : 0;
   }
@@ -133,7 +133,7 @@ class VirtualAllocator final : public c10::Allocator {
   }
 };
 
-// Allocates pinned host memory that is never written to, so its pages take no physical memory.
+// Allocates pinned host memory. Nothing writes to it, so its pages take no physical memory.
 class HostAddresses final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
@@ -254,7 +254,7 @@ void VirtualDevice::answer_by(Answers answers) {
 }
 
 std::optional<std::vector<at::Tensor>> VirtualDevice::answer(const Work& work, bool waits) {
-  const at::DisableRecordFunctionGuard apart; // observers must not see the operators by which Python makes an answer
+  const at::DisableRecordFunctionGuard apart; // observers must not see the operators that Python runs to make an answer
   Answers answers;
   {
     const std::lock_guard<std::mutex> lock(mutex_);

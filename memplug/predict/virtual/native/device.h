@@ -22,7 +22,7 @@ namespace memplug {
 
 constexpr auto kVirtual = c10::DeviceType::PrivateUse1;
 
-// The properties of an operator's tensor that the operator's duration depends on.
+// The properties of an input or output on which a kernel's duration depends.
 struct TensorShape {
   std::vector<int64_t> sizes;
   std::string dtype;
@@ -45,14 +45,14 @@ struct Cost {
 
 // The costs of work on the device.
 struct Costs {
-  std::function<Cost(const Work&)> kernel; // called once for each kernel that differs in name, shapes or layout
+  std::function<Cost(const Work&)> kernel; // called once for each combination of name, shapes and layouts
   std::function<CopySeconds(CopyDirection, int64_t)> copy; // the duration of a copy over the link, by its bytes
   double launch_s = 0; // the host's time to queue one kernel or copy
 };
 
-// Returns the results of an operator by which a program reads values, or whose output shapes depend on them: CPU tensors, or
-// meta tensors if only their shape matters. If it returns none, the device makes results up, or the operator fails. `waits`:
-// the program waits for the result; otherwise it may never look at the result.
+// Returns the results of an operator that reads values, or whose output shapes depend on values: CPU tensors, or meta
+// tensors if only shapes matter. If it returns none, the device makes the results up, or the operator fails. `waits`:
+// whether the program waits for the result; otherwise it may never read it.
 using Answers = std::function<std::optional<std::vector<at::Tensor>>(const Work&, bool waits)>;
 
 // The back end whose operators run attention; OTHER: torch's generic operators for other vendors' devices.
@@ -67,13 +67,13 @@ class VirtualDevice {
 
   void set_costs(Costs costs);
 
-  // These queue work on the calling thread's current stream: `run` a kernel with the cost that `Costs` gives; `launch` one
-  // that takes `seconds`; `copy` a copy over the link, which the host waits for if `blocks`.
+  // Queue work on the calling thread's current stream. `run` queues a kernel and takes its cost from `Costs`; `launch`
+  // queues a kernel of `seconds`; `copy` queues a copy over the link, and makes the host wait for it if `blocks`.
   void run(const Work& work);
   void launch(const std::string& name, double seconds);
   void copy(CopyDirection direction, int64_t nbytes, bool blocks);
 
-  // Sets the function that `answer` calls. It runs on the thread that reads a value; the device holds no lock meanwhile.
+  // Sets the function that `answer` calls, on the thread that reads a value. The device holds no lock during the call.
   void answer_by(Answers answers);
   std::optional<std::vector<at::Tensor>> answer(const Work& work, bool waits = true);
 

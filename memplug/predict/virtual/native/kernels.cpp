@@ -26,7 +26,7 @@ at::Tensor rms_norm(
 at::Tensor embed_backward(
     const at::Tensor& gradient, const at::Tensor& indices, c10::SymInt count, c10::SymInt, bool) {
   const at::DisableRecordFunctionGuard one;
-  const at::Tensor dense = gradient.contiguous(); // the kernels of CUDA and of the CPU call this too
+  const at::Tensor dense = gradient.contiguous(); // as in the kernels of CUDA and the CPU
   at::Tensor output = at::empty({count.guard_int(__FILE__, __LINE__), dense.size(-1)}, dense.options());
   VirtualDevice::get().run({"aten::embedding_dense_backward", {shape_of(dense), shape_of(indices)}, {shape_of(output)}});
   return output;
@@ -34,8 +34,8 @@ at::Tensor embed_backward(
 
 // -- products of groups -----------------------------------------------------------------------------------------------------
 
-// Runs one kernel, whose duration does not depend on how the rows are split into groups. CUDA has such a kernel only for
-// bfloat16; for other dtypes torch loops over the groups on CUDA.
+// Runs one kernel, whose duration does not depend on how the rows are split into groups. CUDA has such a kernel only
+// for bfloat16; for other dtypes torch's CUDA code loops over the groups.
 at::Tensor grouped_mm(
     const at::Tensor& left,
     const at::Tensor& right,
@@ -93,7 +93,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolve_backward(
   at::Tensor gradients[3];
   const auto make = [&](size_t which, at::Tensor made) {
     gradients[which] = std::move(made);
-    // the same number of products as in forward: for each element of `gradient`, one for each element of its filter
+    // as many operations as in forward: elements of `gradient` times elements of a filter
     VirtualDevice::get().run({"convolution", {shape_of(gradients[which]), shape_of(weight)}, {shape_of(gradient)}});
   };
   if (wanted[0]) {

@@ -11,7 +11,7 @@ namespace memplug {
 bool is_virtual(const at::Tensor& tensor);
 TensorShape shape_of(const at::Tensor& tensor);
 
-// Returns a meta tensor with the layout of a virtual tensor; returns any other tensor itself.
+// Returns a meta tensor with the layout of a virtual tensor; returns any other tensor unchanged.
 at::Tensor on_meta(const at::Tensor& tensor);
 // Returns a new virtual tensor with the layout of a meta tensor.
 at::Tensor like(const at::Tensor& meta);

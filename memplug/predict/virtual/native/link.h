@@ -1,11 +1,12 @@
 // The clock of the link between host and device. Each direction carries one copy at a time, and the two directions slow each
 // other down.
 //
-// A copy runs at one rate while the other direction is idle, and at another rate while the other direction is busy. Events and
-// streams need the end of a copy as soon as it is queued. So the end is computed then, from the copies queued so far. A copy that
-// is queued later in the other direction should slow the earlier copy down, but does not move its end. Instead the direction of
-// the earlier copy becomes free later, by the time that the earlier copy should have lost. So a queue of copies in both directions
-// takes the right time in total; only the last copy in a direction's queue may end too early.
+// A copy runs at one rate while the other direction is idle, and at another rate while the other direction is busy.
+// Events and streams need a copy's end as soon as the copy is queued, so the end is computed then, from the copies
+// queued so far. A copy that is queued later in the other direction should slow the first copy down, but the first
+// copy's end is fixed. Instead the first copy's direction becomes free later, by the time that the copy should have
+// lost. So queues of copies in both directions take the right time in total; only the last copy of a queue may end too
+// early.
 #pragma once
 
 #include <algorithm>
@@ -35,15 +36,15 @@ class LinkClock {
     return of(direction).free_s;
   }
 
-  // Queues a copy that begins at `begin_s`, when its direction is free, and returns the time at which it is over. No copy queued
-  // later begins before `host_s`, so copies that end before `host_s` are forgotten.
+  // Queues a copy that begins at `begin_s`, when its direction is free, and returns the time at which it ends. No later
+  // copy begins before `host_s`, so copies that end before `host_s` are forgotten.
   double copy(CopyDirection direction, double begin_s, double host_s, CopySeconds seconds) {
     Direction& own = directions_[static_cast<size_t>(direction)];
     Direction& other = directions_[1 - static_cast<size_t>(direction)];
     own.forget(host_s);
     other.forget(begin_s);
     RunningCopy run{begin_s, seconds.alone, seconds.speed()};
-    double owed_s = 0; // delay of the other direction's copies that no end counts yet, in seconds of a copy alone
+    double owed_s = 0; // delay of the other direction's copies not yet added to an `end_s`, in seconds at full speed
     for (size_t at = 0; at < other.copies.size() && (run.left_s > 0 || owed_s > 0); ++at) {
       Copy& copy = other.copies[at];
       run.go(std::max(copy.begin_s - run.now_s, 0.0), 1);
@@ -65,7 +66,7 @@ class LinkClock {
  private:
   static constexpr double kForever = std::numeric_limits<double>::infinity();
 
-  // A queued copy, with the interval in which its direction is busy; the interval includes the time that the copy should have
+  // A queued copy. Its direction is busy from `begin_s` to `end_s`, which includes the time that the copy should have
   // lost.
   struct Copy {
     double begin_s, end_s, speed;
@@ -84,7 +85,7 @@ class LinkClock {
 
   // A copy whose end is being computed.
   struct RunningCopy {
-    double now_s, left_s, speed; // left_s: seconds that the rest takes while the other direction is idle
+    double now_s, left_s, speed; // left_s: seconds that the rest of the copy takes at full speed
 
     // Runs the copy at a speed for at most `limit_s`, and returns the seconds that this took.
     double go(double limit_s, double at_speed) {

@@ -96,7 +96,7 @@ void CachingMemory::restart() {
   release_free();
   unused_.clear();
   if (usage_.allocated == 0) {
-    blocks_.clear(); // the blocks that are left are unmapped ranges
+    blocks_.clear(); // the remaining blocks are unmapped ranges
     pools_.clear();
     next_ = begin_;
   }

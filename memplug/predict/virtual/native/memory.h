@@ -1,10 +1,11 @@
 // A simulation of torch's caching allocator of CUDA: it serves addresses without memory.
 //
-// It follows c10/cuda/CUDACachingAllocator.cpp. Sizes are rounded up to 512 bytes. Each stream has a pool for small requests and
-// a pool for large ones. A request gets the smallest free block that holds it; of equally large blocks, the one with the lowest
-// address. Blocks are split, and merged with free neighbours. If the device has no more memory, free segments are released to the
-// device. If another stream uses a block, the block becomes free only when that stream's work up to then is done. With expandable
-// segments, a pool has ranges of addresses instead of segments, and maps pages of the ranges to memory.
+// It follows c10/cuda/CUDACachingAllocator.cpp. Sizes are rounded up to 512 bytes. Each stream has a pool for small
+// requests and a pool for large ones. A request gets the smallest free block that holds it; of equally large blocks,
+// the one with the lowest address. Blocks are split, and merged with free neighbours. If the device has no more memory,
+// free segments are released to the device. If other streams use a block when it is freed, it can be reused only after
+// the work that is then queued on these streams. With expandable segments, a pool has ranges of addresses instead of
+// segments, and maps pages of the ranges to memory.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -23,9 +24,9 @@
 namespace memplug {
 
 struct VirtualMemory {
-  int64_t requested = 0, allocated = 0, reserved = 0; // bytes of requests; of their blocks; of all segments and mapped pages
+  int64_t requested = 0, allocated = 0, reserved = 0; // in bytes: requests; their blocks; all segments and mapped pages
   int64_t requested_peak = 0, allocated_peak = 0, reserved_peak = 0;
-  int64_t retries = 0; // requests for which segments were released
+  int64_t retries = 0; // requests for which free segments had to be released
   int64_t holes = 0; // free bytes that cannot be released, because blocks in use share their segment or page
 };
 
@@ -37,14 +38,14 @@ class CachingMemory {
   void* malloc(int64_t nbytes, int64_t stream);
   void free(void* address);
 
-  // Notes that work queued on `stream` so far may use the block too.
+  // Notes that work on `stream` uses the block too.
   void use_on(void* address, int64_t stream);
 
   // Releases free segments to the device.
   void empty_cache();
 
-  // Releases free segments and resets peaks and retries. If no block is in use, addresses begin anew, so the next requests get
-  // the addresses that the first requests of the process got.
+  // Releases free segments and resets peaks and retries. If no block is in use, addresses begin anew: the next requests
+  // get the addresses of the process's first requests.
   void restart();
 
   void limit(int64_t nbytes); // sets the device's capacity
@@ -69,7 +70,7 @@ class CachingMemory {
     PoolBlock *before, *after; // neighbours in the same segment or range
     std::set<int64_t> streams; // other streams that use the block
   };
-  // A block that its owner has freed, but that other streams use until `over_s`.
+  // A freed block that other streams still use until `over_s`.
   struct PendingFree {
     void* address;
     double over_s;
@@ -82,7 +83,7 @@ class CachingMemory {
   void take(PoolBlock* block);
   void process_pending();
 
-  // segments.cpp
+  // defined in segments.cpp
   char* addresses(int64_t nbytes);
   PoolBlock* more(Pool& pool, int64_t size);
   PoolBlock* add_segment(Pool& pool, int64_t nbytes);
@@ -104,7 +105,7 @@ class CachingMemory {
   std::map<char*, std::unique_ptr<PoolBlock>> blocks_;
   std::vector<PendingFree> pending_;
   std::multimap<int64_t, char*> unused_; // addresses of released segments, by size
-  char *begin_ = nullptr, *next_ = nullptr, *end_ = nullptr; // the reserved addresses; next_: the first that was never used
+  char *begin_ = nullptr, *next_ = nullptr, *end_ = nullptr; // the reserved addresses; next_: the first one never used
 };
 
 } // namespace memplug

@@ -20,7 +20,7 @@ using memplug::VirtualDevice;
 
 namespace {
 
-// Returns a shared pointer to a Python function; the pointer takes Python's lock before it destroys the function.
+// Returns a shared pointer to a Python function; its deleter acquires Python's lock.
 template <typename Function>
 std::shared_ptr<py::function> kept(Function function) {
   return {new py::function(std::move(function)), [](py::function* each) {
@@ -29,9 +29,9 @@ std::shared_ptr<py::function> kept(Function function) {
           }};
 }
 
-// Waits until autograd's thread has destroyed the objects of its last task, Python objects among them. To this end it runs one
-// more backward on autograd's thread, from a thread without Python objects. The tensor is empty, because the device may have no
-// memory left.
+// Waits until autograd's thread has destroyed the objects of its last task, which may be Python objects. To do so it
+// runs one more backward on autograd's thread, from a new thread without Python objects. The tensor is empty, because
+// the device's memory may be used up.
 void settle() {
   std::thread([] {
     try {

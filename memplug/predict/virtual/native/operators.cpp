@@ -1,7 +1,7 @@
-// Operators of the virtual device: torch's meta kernels determine the outputs, and the device's costs the duration.
+// Operators of the virtual device: torch's meta kernels determine the outputs, and `Costs` the duration.
 //
-// An operator is one kernel if it has a CPU kernel, if it is a `_foreach_` operator, or if it is in `kFused`; CUDA has kernels
-// for the latter two. Other operators run as the operators that they are composed of.
+// An operator counts as one kernel if it has a CPU kernel, if it is a `_foreach_` operator, or if it is in `kFused`
+// (CUDA has kernels for the latter two). Other operators are decomposed.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/enum_tag.h>
@@ -57,7 +57,8 @@ bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
-// Returns whether an operator's outputs or their sizes depend on values; `index` depends on values only if an index is a mask.
+// Returns whether an operator's outputs or their sizes depend on values. Those of `index` do only if an index is a
+// mask.
 bool depends_on_values(const c10::OperatorHandle& op, const std::vector<TensorShape>& inputs) {
   if (op.schema().name() == "aten::index") {
     return std::any_of(inputs.begin() + 1, inputs.end(), [](const TensorShape& each) {
@@ -67,8 +68,8 @@ bool depends_on_values(const c10::OperatorHandle& op, const std::vector<TensorSh
   return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
 }
 
-// Runs an operator with the results of an answer instead of its meta kernel. Returns false, and runs nothing, if the operator does
-// not depend on values or there is no answer.
+// Replaces an operator's meta kernel by an answer, if the operator depends on values and there is an answer. Otherwise
+// does nothing and returns false.
 bool run_as_answered(const c10::OperatorHandle& op, const Work& work, torch::jit::Stack* stack) {
   if (work.inputs.empty() || !depends_on_values(op, work.inputs)) {
     return false;
@@ -86,7 +87,7 @@ bool run_as_answered(const c10::OperatorHandle& op, const Work& work, torch::jit
   return true;
 }
 
-// Runs any operator by its meta kernel. If an output is one of the arguments that the operator writes to, the caller gets that
+// Runs any operator by its meta kernel. If the operator returns an argument that it writes to, the caller gets that
 // argument back; all other outputs are new tensors.
 void run_as_on_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const at::DisableRecordFunctionGuard one; // observers see one kernel, not the operators of its meta kernel
@@ -213,8 +214,8 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 
 // -- copies -----------------------------------------------------------------------------------------------------------------
 
-// A program may read a copy to the host. So without an answer, copies of up to these sizes are filled with ones: `kAwaitedBytes`
-// if the program waits for the copy, otherwise `kReadBytes`. Larger copies stay uninitialised.
+// A program may read a copy to the host. So without an answer, copies are filled with ones: up to `kAwaitedBytes` if
+// the program waits for the copy, otherwise up to `kReadBytes`. Larger copies stay uninitialised.
 constexpr int64_t kReadBytes = 1 << 16, kAwaitedBytes = 1 << 26;
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
@@ -236,7 +237,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
   return destination;
 }
 
-// Replaces torch's `copy_`, which would call `_copy_from` as a second operator.
+// Replaces torch's `copy_`, which would run `_copy_from` as a second operator.
 at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   if (!self.is_same(source)) {
     copy_from(source, self, non_blocking);
@@ -244,7 +245,7 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
   return self;
 }
 
-// Returns a number that the host reads and waits for. The device has not computed it, so without an answer it is 1.
+// Returns a number that the host waits for and reads; without an answer it is 1.
 at::Scalar local_scalar(const at::Tensor& self) {
   VirtualDevice& device = VirtualDevice::get();
   device.copy(CopyDirection::TO_HOST, static_cast<int64_t>(self.element_size()), true);

@@ -1,4 +1,4 @@
-// The part of the simulated allocator that takes memory from the device: as segments, or by mapping pages of address ranges.
+// How the simulated allocator takes memory from the device: as segments, or by mapping pages of address ranges.
 #include <algorithm>
 #include <new>
 
@@ -33,7 +33,7 @@ char* CachingMemory::addresses(int64_t nbytes) {
   return begin;
 }
 
-// Returns a free block of at least `size` bytes that has memory, some or all of it new; null if the device has no more memory.
+// Reserves more memory and returns a free block of at least `size` bytes; null if the device has no more memory.
 CachingMemory::PoolBlock* CachingMemory::more(Pool& pool, int64_t size) {
   if (pool.expandable) {
     return expanded(pool, size);
@@ -81,8 +81,8 @@ CachingMemory::PoolBlock* CachingMemory::expanded(Pool& pool, int64_t size) {
   return put(block);
 }
 
-// Finds adjacent free blocks that have at least `size` bytes together, one of them unmapped, at the lowest address; returns the
-// first of them. If there are none, returns a new range.
+// Finds adjacent free blocks with at least `size` bytes together, at least one of them unmapped, and returns the first
+// block; prefers low addresses. If there are none, returns a new range.
 CachingMemory::PoolBlock* CachingMemory::place_in_range(Pool& pool, int64_t size) {
   for (char* const address : pool.unmapped) {
     PoolBlock* first = blocks_.at(address).get();
@@ -100,8 +100,8 @@ CachingMemory::PoolBlock* CachingMemory::place_in_range(Pool& pool, int64_t size
   return put(add({addresses(kRange), kRange, 0, &pool, true, false, nullptr, nullptr, {}}));
 }
 
-// Maps as many of a block's first pages as `nbytes` need, and cuts off the rest of the block. The block must not be in the free
-// lists. Returns false if the device has no more memory.
+// Maps as many of a block's first pages as `nbytes` need, and cuts off the rest of the block. The block must not be in
+// the free lists. Returns false, and changes nothing, if the device has no more memory.
 bool CachingMemory::map(PoolBlock* block, int64_t nbytes) {
   nbytes = std::min(block->nbytes, rounded(nbytes, page(block->pool->small)));
   if (nbytes > capacity_ - usage_.reserved) {
@@ -154,8 +154,8 @@ int64_t CachingMemory::holes() const {
   return nbytes;
 }
 
-// Releases all free segments and free pages to the device. First the host waits for the streams that still use freed blocks.
-// Returns false if nothing was released.
+// Makes the host wait for the streams that still use freed blocks, then releases all free segments and pages to the
+// device. Returns false if there were none.
 bool CachingMemory::release_free() {
   for (const PendingFree& each : pending_) {
     clocks_.wait(each.over_s);
