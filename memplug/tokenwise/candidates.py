@@ -39,20 +39,23 @@ def agree(
     gather: Callable[[Any], list[Any]],
     most: int = 1,
     alpha: Literal["auto", "memo"] = "auto",
+    *,
+    is_ready: bool = True,
 ) -> SolveTask | None:
-    """Return the problem to solve; None, on every rank, while any rank has no regions to plan.
+    """Return the problem to solve; None, on every rank, while a rank is not ready.
 
     Args:
         own: this rank's regions and budget.
         gather: returns what each rank passed to it, in rank order (`all_gather_object`); all ranks call it together.
         most: the largest number of plans to choose from, at least 1.
         alpha: "memo" for the one plan of MEMO's fraction.
+        is_ready: False if this rank has regions, and none of them ran in the step to plan from.
     """
     regions, budget = own
     mine = tuple(region.key for region in regions)
-    everyone: list[tuple[tuple[str, ...], plan.Budget]] = gather((mine, budget))
-    if not all(keys for keys, _ in everyone):
+    if not all(gather(is_ready)):
         return None
+    everyone: list[tuple[tuple[str, ...], plan.Budget]] = gather((mine, budget))
     budgets = [other for keys, other in everyone if keys == mine]
     shared = ("d2h_bytes_per_s", "h2d_bytes_per_s", "host_bytes", "device_bytes")
     smallest = replace(
