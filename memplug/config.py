@@ -85,6 +85,22 @@ def load_config(source: Mapping[str, Any] | str | Path | MemplugConfig | None) -
     return parse_block(source)
 
 
+def block_in(file: str | Path) -> MemplugConfig:
+    """Return the configuration in a file that is a block, or that `load_config` finds a block in.
+
+    Raises:
+        ConfigError: As `load_config` does; also if the file has no block.
+    """
+    content = read_json(file)
+    if "memplug" in content:
+        return read_ds_config(content)
+    if "enabled" in content:
+        return parse_block(content)
+    raise ConfigError(
+        [f"{file}: holds no block"], 'Give a JSON with "memplug": {"enabled": true}, or with {"enabled": true} alone.'
+    )
+
+
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of a DeepSpeed JSON; it describes "memplug" and no other key."""
     _, definitions = models_json_schema([(MemplugConfig, "validation")])

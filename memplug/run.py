@@ -1,70 +1,177 @@
-"""Runs an unchanged training script with memplug installed.
+"""Runs an unchanged training script with memplug installed, in this process.
 
-`deepspeed --module memplug.run train.py ...` or `torchrun --module memplug.run train.py ...`; for Megatron-LM's
-scripts, `torchrun --module memplug.run pretrain_gpt.py ... --memplug-config ds.json`.
+`python -m memplug.run [--config FILE] train.py ...`, or `-m package.train ...` for a module; with a launcher,
+`torchrun --module memplug.run train.py ...`. `memplug run COMMAND` instead puts memplug into each process of a command.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
+import json
 import logging
 import os
 import runpy
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import memplug
-from memplug.config import load_config
+from memplug.config import MemplugConfig, block_in
 from memplug.errors import ConfigError
+from memplug.startup.outcome import Outcome
+from memplug.startup.sitecustomize import MODULES, Imports
 
 OPTION = "--memplug-config"
+_USAGE = "Usage: python -m memplug.run [--config FILE] train.py [its arguments], or -m package.train for a module."
+
+log = logging.getLogger("memplug")
+
+
+class _Line(NamedTuple):
+    """A parsed command line.
+
+    Attributes:
+        config: the file of `--config` or `--memplug-config`; None without one.
+        is_module: True after `-m`.
+        target: the script, or the module's name.
+        arguments: the script's arguments: those that the launcher put first, then its own.
+    """
+
+    config: str | None
+    is_module: bool
+    target: str
+    arguments: list[str]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Install memplug, then run the script as Python would.
+    """Install memplug, then run the script or module as Python would.
+
+    memplug attaches to each DeepSpeed engine whose configuration has a "memplug" block, and with `--config FILE` also
+    to engines without one and to the models of Megatron-LM's training loop.
 
     Args:
-        arguments: The launcher's options (such as `--local_rank=0`), the script, and the script's arguments; None:
-            those of the command line. The script gets all of them except `--memplug-config FILE`. With this option
-            memplug attaches to the training loop of Megatron-LM, by the "memplug" block of the JSON FILE. Without it,
-            memplug attaches to DeepSpeed engines.
+        arguments: memplug's options, options that the launcher puts first (`--local_rank=0`; passed on to the script),
+            the script or `-m` and a module, and its own arguments. FILE is a block, or a JSON that holds one.
+            `--memplug-config FILE` means the same and may also stand among the script's own arguments, which then do
+            not contain it; after `--` it is left to the script. None for the arguments of this process.
 
     Raises:
-        ConfigError: No script was named, the script does not exist, or the block cannot be used.
-        PatchError: `--memplug-config` was given, but Megatron-LM is not on the path or lacks a patched function.
+        ConfigError: no script was named, the script or module does not exist, or the block cannot be used.
     """
-    arguments, config = _take_config(sys.argv[1:] if arguments is None else arguments)
-    position = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), None)
-    if position is None:
-        raise ConfigError(["no script was named"], "Usage: deepspeed --module memplug.run train.py [its arguments]")
-    script = Path(arguments[position])
-    if not script.is_file():
-        raise ConfigError([f"there is no script {script}"], "Name the training script after `memplug.run`.")
-    logging.getLogger("memplug").addHandler(_Fallback())
-    logging.getLogger("memplug").setLevel(logging.INFO)
-    sys.argv = [str(script), *arguments[:position], *arguments[position + 1 :]]
-    sys.path[0] = str(script.resolve().parent)
-    if config is None:
-        memplug.install()
-    else:
-        from memplug.hooks import megatron_training
+    line = _parse(sys.argv[1:] if arguments is None else arguments)
+    config = None if line.config is None else block_in(line.config)
+    if line.is_module:
+        if not _is_module(line.target):
+            raise ConfigError([f"there is no module {line.target}"], "Name a module that Python can import after `-m`.")
+    elif not Path(line.target).is_file():
+        raise ConfigError([f"there is no script {line.target}"], "Name the training script after `memplug.run`.")
+    outcome = Outcome()
+    install = functools.partial(_install, config=config, outcome=outcome)
+    sys.meta_path.insert(0, Imports(install))
+    for name in MODULES:
+        if name in sys.modules:
+            install(name)
+    sys.argv = [line.target, *line.arguments]
+    try:
+        if line.is_module:
+            runpy.run_module(line.target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(line.target).resolve().parent)
+            runpy.run_path(line.target, run_name="__main__")
+    except SystemExit as exit_:
+        if not exit_.code:
+            _explain(outcome)
+        raise
+    _explain(outcome)
 
-        megatron_training.install(memplug.attach, load_config(config))
-    runpy.run_path(str(script), run_name="__main__")
 
+def imported(name: str, settings: str) -> None:
+    """Patch a framework in a process of `memplug run`.
 
-def _take_config(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return the arguments without `--memplug-config`, and the value of that option.
-
-    An option after `--` belongs to the script and is left alone.
+    Args:
+        name: the module that was imported, one of `MODULES`.
+        settings: the settings that `settings_of` returned.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(OPTION, dest="config", nargs="?", const="")
-    known, rest = parser.parse_known_args(arguments)
-    if known.config == "":
-        raise ConfigError([f"{OPTION} names no file"], f"Usage: {OPTION} ds.json, a JSON with the block.")
-    return rest, known.config
+    found = json.loads(settings)
+    outcome = Outcome(Path(found["notes"]))
+    _install(name, config=None if found["config"] is None else block_in(found["config"]), outcome=outcome)
+
+
+def settings_of(config: Path | None, notes: Path) -> str:
+    """Return the settings of a run for the environment of its processes.
+
+    Args:
+        config: the file that has the block for engines and models without one.
+        notes: the folder for the processes' notes.
+    """
+    return json.dumps({"config": None if config is None else str(config.resolve()), "notes": str(notes)})
+
+
+def _install(name: str, config: MemplugConfig | None, outcome: Outcome) -> None:
+    from memplug.hooks import launched
+    from memplug.hooks.attach import attach
+
+    outcome.note("imported", name)
+    _show_log()
+
+    @functools.wraps(attach)
+    def attached(*args: Any, **kwargs: Any) -> Any:
+        session = attach(*args, **kwargs)
+        outcome.note("settled")
+        return session
+
+    def off(reason: str) -> None:
+        outcome.note("off" if reason else "settled", reason)
+
+    launched.install(name, attached, config, off)
+
+
+def _explain(outcome: Outcome) -> None:
+    why = outcome.explain()
+    if why is not None:
+        _show_log()
+        log.warning(why)
+
+
+def _show_log() -> None:
+    if not any(isinstance(handler, _Fallback) for handler in log.handlers):
+        log.addHandler(_Fallback())
+        log.setLevel(logging.INFO)
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+
+
+def _parse(arguments: list[str]) -> _Line:
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    options.add_argument(OPTION, dest="config", nargs="?", const="")
+    found, rest = options.parse_known_args(arguments)
+    config, first = found.config, []
+    while rest and rest[0].startswith("-"):
+        option, *rest = rest
+        name, is_joined, value = option.partition("=")
+        if name == "--config":
+            config = value if is_joined else rest.pop(0) if rest else ""
+        elif name == "-m":
+            if not rest:
+                raise ConfigError(["no module was named after `-m`"], _USAGE)
+            return _Line(_named(config), True, rest[0], [*first, *rest[1:]])
+        else:
+            first.append(option)
+    if not rest:
+        raise ConfigError(["no script was named"], _USAGE)
+    return _Line(_named(config), False, rest[0], [*first, *rest[1:]])
+
+
+def _named(config: str | None) -> str | None:
+    if config == "":
+        raise ConfigError(["--config names no file"], "Usage: --config FILE, a block or a JSON that holds one.")
+    return config
 
 
 class _Fallback(logging.StreamHandler):

@@ -9,6 +9,7 @@ from memplug.cli.diff import diff
 from memplug.cli.doctor import doctor
 from memplug.cli.estimate import estimate
 from memplug.cli.plan import plan
+from memplug.cli.run import run
 from memplug.cli.show import show
 from memplug.cli.tune import tune
 from memplug.cli.versions import echo_version
@@ -34,6 +35,10 @@ def options(
 app.command(epilog="Example: memplug check ds_config.json")(check)
 app.command(epilog="Example: memplug doctor > doctor.txt, to paste into a bug report")(doctor)
 app.command(epilog="Example: memplug estimate --model configs/models/7b.yaml --gpu h200 --seq-len 32768")(estimate)
+app.command(
+    epilog="Example: memplug run deepspeed train.py --deepspeed ds.json",
+    context_settings={"allow_interspersed_args": False},  # options after COMMAND are its own
+)(run)
 app.command(epilog="Example: memplug show trace.npz --html memory.html")(show)
 app.command(epilog="Example: memplug plan trace.npz -o plan.json")(plan)
 app.command(epilog="Example: memplug diff plan_of_rank0.json plan_of_rank1.json")(diff)

@@ -18,9 +18,10 @@ from memplug.device.device import KINDS, Device, device_of
 from memplug.errors import ConflictError, RegionError
 from memplug.hooks import first_forward, flex_attention, frameworks, groups, optimizers, transformer_engine, units
 from memplug.hooks import regions as region_hooks
-from memplug.hooks.framework import AttachTarget, Layers
+from memplug.hooks.framework import AttachTarget
 from memplug.hooks.groups import Group
 from memplug.hooks.job import job_of
+from memplug.hooks.layers import find_layers
 from memplug.hooks.places import Places
 from memplug.profile.recorder import Recorder
 from memplug.session.attached import AttachedModel
@@ -41,8 +42,9 @@ def attach(
 
     Args:
         target: a DeepSpeed engine, a Megatron-Core model or the list of its chunks, or any `nn.Module`. All parameters
-            must be on one device. memplug finds the layers of Hugging Face and Megatron-Core by class. For other
-            models, name the layers in the block's `tokenwise.regions` (patterns of module names).
+            must be on one device. memplug finds the layers of Hugging Face and Megatron-Core by class, and in other
+            models the blocks that repeat. To name other layers, give patterns of module names in the block's
+            `tokenwise.regions`.
         config: the "memplug" block as a dict, or the path of a DeepSpeed JSON. By default, the block of the engine's
             configuration; for a model without an engine, `{"enabled": true}`.
         group: the ranks that train the model, as a process group or a list. By default, the process group of the
@@ -54,8 +56,8 @@ def attach(
 
     Raises:
         ConfigError: the block is invalid, or not the same on all ranks of a Megatron-Core model.
-        RegionError: no decoder layers were found, a pattern matches nothing, the chunks belong to several models, or
-            the model is on several devices or on one that memplug does not support.
+        RegionError: a pattern matches nothing on any rank, the chunks belong to several models, or the model is on
+            several devices or on one that memplug does not support.
         ConflictError: other activation checkpointing is on, or the model is attached to another session.
         RanksError: this rank is not in the group, or another rank of the group did not attach within the time limit of
             `init_process_group`.
@@ -118,7 +120,7 @@ def _target_of(given: Any) -> AttachTarget:
 
 def _attach(target: AttachTarget, config: MemplugConfig, device: Device, ranks: Ranks) -> Session:
     used = frameworks.frameworks_in(target)
-    found = find_layers(target.model, config)
+    found, has_layers = find_layers(target.model, config, ranks)
     modules = found if config.tokenwise.enabled else []
     for framework in used if modules else ():
         framework.check(target, modules)
@@ -126,7 +128,7 @@ def _attach(target: AttachTarget, config: MemplugConfig, device: Device, ranks: 
         framework.check_states(target)
     regions = [Region(name, type(module).__name__) for name, module in modules]
     regathers = any(framework.regathers(target) for framework in used)
-    attached = AttachedModel(config, regions, device, regathers, ranks)
+    attached = AttachedModel(config, regions, device, regathers, ranks, has_regions=has_layers)
     try:
         if modules:
             torch_private.check_compiler(core().AsWritten)
@@ -157,31 +159,6 @@ def _attach(target: AttachTarget, config: MemplugConfig, device: Device, ranks: 
         attached.detach()
         raise
     return Session(attached)
-
-
-def find_layers(model: nn.Module, config: MemplugConfig) -> Layers:
-    """Return the layers that the block names, or else the layers that a framework recognises.
-
-    Returns:
-        (name, module) of each layer; empty if none are recognised and "tokenwise" is off.
-
-    Raises:
-        RegionError: a pattern matches nothing, or "tokenwise" is on and no decoder layers were recognised.
-    """
-    patterns = config.tokenwise.regions
-    if patterns != "auto":
-        return region_hooks.matching_modules(model, patterns)
-    layers = next(filter(None, (framework.layers(model) for framework in frameworks.FRAMEWORKS)), ())
-    if not layers and config.tokenwise.enabled:
-        name, lists = type(model).__name__, ", ".join(f'"{pattern}"' for pattern in region_hooks.lists_of_layers(model))
-        raise RegionError(
-            f"no decoder layers were recognised in {name}",
-            f'Set "tokenwise.regions" to patterns that match its layers; these match its lists of modules: [{lists}].'
-            if lists
-            else None,
-            code="MP001",
-        )
-    return layers
 
 
 def _device_of(target: AttachTarget) -> torch.device:

@@ -165,14 +165,20 @@ class DeepSpeed(Framework):
             )
 
 
-def install(attach: Callable[..., Session]) -> None:
+def install(
+    attach: Callable[..., Session],
+    config: MemplugConfig | None = None,
+    off: Callable[[str], None] = lambda reason: None,
+) -> None:
     """Patch `deepspeed.initialize` to attach to the engine that it returns; a second call does nothing.
 
-    An engine without the block or without an optimizer is left alone. An engine whose block says `"enabled": false`
-    makes `initialize` remove the patch.
+    An engine without an optimizer is left alone. So is an engine without the block, unless `config` is given. An engine
+    whose block says `"enabled": false` makes `initialize` remove the patch.
 
     Args:
         attach: called with the engine and its block.
+        config: the block for engines whose configuration has none; None to leave them alone.
+        off: called with the reason if an engine is left alone; "" if a block says `"enabled": false`.
 
     Raises:
         UnsupportedVersionError: DeepSpeed cannot be imported.
@@ -184,7 +190,7 @@ def install(attach: Callable[..., Session]) -> None:
         raise UnsupportedVersionError(
             f"memplug attaches to DeepSpeed's engines, and DeepSpeed cannot be imported: {error}",
             "Run `pip install 'memplug[deepspeed]'`. Trainer and Lightning have callbacks (memplug.integrations), "
-            "Megatron-LM's scripts the option `--memplug-config`, and other loops `memplug.attach(model)`.",
+            "Megatron-LM's scripts start with `memplug run`, and other loops call `memplug.attach(model)`.",
         ) from None
 
     original = getattr(deepspeed, "initialize", None)
@@ -193,18 +199,27 @@ def install(attach: Callable[..., Session]) -> None:
     if hasattr(original, ORIGINAL):
         return
 
+    tell = functools.cache(log.info)
+
     def initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        config = read_block(result[0])
-        if config.active and not trains(result[0]):
-            log.info("memplug: off for this engine, which has no optimizer: nothing is trained with it")
-        elif config.active:
-            attach(result[0], config)
-        elif has_block(result[0]):
+        block = read_block(result[0])  # also warns of a misspelt block
+        if not has_block(result[0]):
+            block = config
+        elif config is not None and config != block:
+            tell('memplug: the engine\'s own "memplug" block is in force, not that of --config')
+        if block is None:
+            log.info('memplug: off for this engine, whose configuration has no "memplug" block')
+            off('the engine\'s configuration has no "memplug" block, and no --config was given')
+        elif not block.active:
             uninstall()
             log.info('memplug: off: the "memplug" block says so')
+            off("")
+        elif not trains(result[0]):
+            log.info("memplug: off for this engine, which has no optimizer: nothing is trained with it")
+            off("the engine has no optimizer")
         else:
-            log.info('memplug: off for this engine, whose configuration has no "memplug" block')
+            attach(result[0], block)
         return result
 
     deepspeed.initialize = wrapped(original, initialize)

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import sys
 from collections.abc import Callable
@@ -28,28 +27,26 @@ MODULE = "megatron.training.training"
 _NAMES = ("setup_model_and_optimizer", "train_step")
 
 
-def install(attach: Callable[..., Session], config: MemplugConfig) -> None:
-    """Patch the training loop to attach to its model and to mark its steps; a second call does nothing.
+def install(
+    attach: Callable[..., Session],
+    config: MemplugConfig | None,
+    off: Callable[[str], None] = lambda reason: None,
+) -> None:
+    """Patch the imported training loop to attach to its model and to mark its steps; a second call does nothing.
 
     Args:
         attach: called with the model chunks and the block.
-        config: the "memplug" block; if it is off, nothing is patched.
+        config: the "memplug" block; if it is off, nothing is patched. None to leave the model alone.
+        off: called with the reason if the model is left alone; "" if the block says `"enabled": false`.
 
     Raises:
-        PatchError: `megatron.training` cannot be imported, or lacks one of the functions.
+        PatchError: the module lacks one of the functions.
     """
-    if not config.active:
+    if config is not None and not config.active:
         log.info('memplug: off: the "memplug" block says so')
+        off("")
         return
-    try:
-        training = importlib.import_module(MODULE)
-    except ImportError as error:
-        raise PatchError(
-            MODULE,
-            f"Megatron-LM's repository, {VERSIONS}",
-            f"Start the script from Megatron-LM's repository, or put that on PYTHONPATH ({error}). In a loop of your "
-            "own, call `memplug.attach(chunks, config)`.",
-        ) from error
+    training = sys.modules[MODULE]
     missing = [name for name in _NAMES if not hasattr(training, name)]
     if missing:
         raise PatchError(f"{MODULE}.{missing[0]}", f"Megatron-LM's repository, {VERSIONS}")
@@ -59,7 +56,11 @@ def install(attach: Callable[..., Session], config: MemplugConfig) -> None:
 
     def set_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        sessions.append(attach(result[0], config))
+        if config is None:
+            log.info("memplug: off for this model of Megatron-LM, which has no block: give one by `--config FILE`")
+            off("Megatron-LM's model has no block: give one by `--config FILE`")
+        else:
+            sessions.append(attach(result[0], config))
         return result
 
     def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

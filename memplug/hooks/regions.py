@@ -86,56 +86,69 @@ class _Bound:
             del module.__dict__[_REGION]
 
 
-def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Return the modules whose qualified name matches a glob pattern, in the model's order.
+def matching_modules(model: nn.Module, patterns: Sequence[str]) -> tuple[list[tuple[str, nn.Module]], list[str]]:
+    """Return the modules whose name matches a glob pattern, in the model's order, and the patterns without a match.
 
     A `*` stays within one part of a name: "model.layers.*" matches every layer, and nothing inside a layer. A pattern
     may leave out the parts of a name that wrappers add (`WRAPPERS`). A wrapper and its module count as one module, the
-    inner one.
+    inner one. If a pattern matches both modules with a forward and lists of modules, the lists are left out.
 
     Raises:
-        RegionError: a pattern matches no module, a match lies inside another, or a match has no forward.
+        RegionError: a pattern matches only modules that are never called, or a match lies inside another.
         ConflictError: a match is compiled.
     """
-    named = dict(model.named_modules())
-    written = {name: as_written(name, named) for name in named}
-    wrapped = {written[name]: name for name in named}  # if several modules share a name, the innermost
-    modules = {name: named[name] for name in wrapped.values() if written[name]}
+    modules, written = modules_as_written(model)
+    names: set[str] = set()
+    missing = []
     for pattern in patterns:
-        if not any(_matches(pattern, name, written[name]) for name in modules):
+        matches = [name for name in modules if _matches(pattern, name, written[name])]
+        called = [name for name in matches if is_called(modules[name])]
+        if matches and not called:
+            name = matches[0]
             raise RegionError(
-                f'the pattern "{pattern}" in "tokenwise.regions" matches no module of {type(model).__name__}; '
-                f"patterns that match, the nearest first: {_nearest(pattern, modules, written)}",
-                "Patterns are globs, not regular expressions, for whole names in `model.named_modules()`; "
-                '`*`, `?` and `[0-3]` stay within one part, between dots: "model.layers.*" is every layer, '
-                '"model.layers.*.mlp" the MLP of each.',
-                code="MP001",
-            )
-    found = [
-        (name, module) for name, module in modules.items() if any(_matches(p, name, written[name]) for p in patterns)
-    ]
-    check_not_nested([name for name, _ in found])
-    for name, module in found:
-        if name.endswith("._orig_mod"):
-            _refuse_compiled(written[name])
-        if type(module).forward is nn.Module.forward:
-            raise RegionError(
-                f"module {name}, a {type(module).__name__}, is never called itself",
+                f"module {name}, a {type(modules[name]).__name__}, is never called itself",
                 f'Name the modules in it, for example ["{name}.*"] in "tokenwise.regions".',
                 code="MP001",
             )
-    return found
+        names.update(called)
+        if not matches:
+            missing.append(pattern)
+    found = [(name, module) for name, module in modules.items() if name in names]
+    check_not_nested([name for name, _ in found])
+    for name, _ in found:
+        if name.endswith("._orig_mod"):
+            _refuse_compiled(written[name])
+    return found, missing
 
 
-def lists_of_layers(model: nn.Module) -> list[str]:
-    """Return a pattern for each outermost list of the model whose modules are callable and of one class."""
-    found: list[str] = []
-    for name, module in model.named_modules():
-        kinds = {type(member) for member in module} if isinstance(module, (nn.ModuleList, nn.Sequential)) else set()
-        is_called = len(kinds) == 1 and kinds.pop().forward is not nn.Module.forward
-        if is_called and not any(name.startswith(outer.removesuffix("*")) for outer in found):
-            found.append(f"{name}.*" if name else "*")
-    return found
+def refuse_missing(pattern: str, model: nn.Module) -> NoReturn:
+    """Raise `RegionError` for a pattern that matches no module of the model."""
+    raise RegionError(
+        f'the pattern "{pattern}" in "tokenwise.regions" matches no module of {type(model).__name__}; '
+        f"patterns that match, the nearest first: {_nearest(pattern, *modules_as_written(model))}",
+        "Patterns are globs, not regular expressions, for whole names in `model.named_modules()`; "
+        '`*`, `?` and `[0-3]` stay within one part, between dots: "model.layers.*" is every layer, '
+        '"model.layers.*.mlp" the MLP of each.',
+        code="MP001",
+    )
+
+
+def modules_as_written(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Return a model's modules without their wrappers by name, and each module's name without the wrappers' parts."""
+    named = dict(model.named_modules())
+    written = {name: as_written(name, named) for name in named}
+    innermost = {written[name]: name for name in named}  # if several modules share a name, the innermost
+    return {name: named[name] for name in innermost.values() if written[name]}, written
+
+
+def is_called(module: nn.Module) -> bool:
+    """Return whether a module has a forward; a list of modules has none."""
+    return type(module).forward is not nn.Module.forward
+
+
+def may_run_as_region(module: nn.Module) -> bool:
+    """Return whether `make_region` takes the module: its forward is a method of its class, and is not compiled."""
+    return is_called(module) and "forward" not in module.__dict__ and not _is_compiled(module)
 
 
 def check_not_nested(names: Sequence[str]) -> None:
@@ -269,7 +282,7 @@ def _matches(pattern: str, *names: str) -> bool:
 
 def _nearest(pattern: str, modules: Mapping[str, nn.Module], written: Mapping[str, str]) -> str:
     """Return, as text, the patterns most similar to `pattern` that match callable modules."""
-    called = [name for name, module in modules.items() if type(module).forward is not nn.Module.forward]
+    called = [name for name, module in modules.items() if is_called(module)]
     patterns = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", written[name]) for name in called)
     return ", ".join(f'"{each}"' for each in difflib.get_close_matches(pattern, patterns, cutoff=0)) or "none"
 

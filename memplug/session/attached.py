@@ -43,6 +43,7 @@ class AttachedModel:
         device: the device that they run on.
         regathers: True if forward gathers parameters (ZeRO 3).
         ranks: the ranks that train the model; by default all.
+        has_regions: True if this or another rank has regions; by default whether this one has.
 
     Attributes:
         session: the user's `Session`; None while attaching.
@@ -63,6 +64,7 @@ class AttachedModel:
         device: Device,
         regathers: bool = False,
         ranks: Ranks | None = None,
+        has_regions: bool | None = None,
     ):
         self.config = config
         self.ranks = Ranks() if ranks is None else ranks
@@ -78,6 +80,7 @@ class AttachedModel:
             self.ranks,
             self._explain,
             lambda: "" if (explain := request_failed()) is None else explain(),
+            bool(self.regions) if has_regions is None else has_regions,
         )
         self.agreed = self.boundary.agreed
         self.executor, self.plain = self.agreed.executor, self.agreed.plain

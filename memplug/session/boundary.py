@@ -73,6 +73,7 @@ class Boundary:
         explain: called with (phase, region, error) for a device out-of-memory error in a region's forward or recompute
             pass.
         request_failed: returns the note for a request for device memory that failed for good; called on any thread.
+        has_regions: True if this or another rank has regions.
 
     Attributes:
         agreed: the technique that decides how regions run.
@@ -95,6 +96,7 @@ class Boundary:
         ranks: Ranks,
         explain: Callable[[str, Any, BaseException], None],
         request_failed: Callable[[], str],
+        has_regions: bool,
     ):
         self._config, self._device, self._ranks = config, device, ranks
         self._request_failed = request_failed
@@ -110,6 +112,7 @@ class Boundary:
                 reserved=self._reserved,
                 beside=self._beside,
                 regions=regions,
+                has_regions=has_regions,
                 ranks=ranks,
                 regathers=regathers,
                 explain=explain,

@@ -64,7 +64,8 @@ class AgreedGiven(Common):
     """The values and functions that a session provides to the technique whose decisions all ranks agree on.
 
     Attributes:
-        regions: the regions of the model, in forward order.
+        regions: the regions of this rank's model, in forward order.
+        has_regions: True if this or another rank has regions.
         ranks: the ranks that train the model.
         regathers: True if forward gathers parameters (ZeRO 3).
         explain: called with (phase, region, error) for a device out-of-memory error in a region's forward or recompute
@@ -77,6 +78,7 @@ class AgreedGiven(Common):
     """
 
     regions: Sequence[Any]
+    has_regions: bool
     ranks: Ranks
     regathers: bool
     explain: Callable[[str, Any, BaseException], None]

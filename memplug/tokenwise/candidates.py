@@ -39,20 +39,23 @@ def agree(
     gather: Callable[[Any], list[Any]],
     most: int = 1,
     alpha: Literal["auto", "memo"] = "auto",
+    *,
+    is_ready: bool = True,
 ) -> SolveTask | None:
-    """Return this rank's problem to solve; None on every rank if some rank has no regions to plan.
+    """Return this rank's problem to solve; None on every rank while a rank is not ready.
 
     Args:
         own: this rank's regions and budget.
         gather: collective that returns the arguments of all ranks, in rank order (`all_gather_object`).
         most: the largest number of plans to choose from, at least 1.
         alpha: "auto" for plans around the optimum, "memo" for one plan with MEMO's fraction.
+        is_ready: False if this rank has regions, but none of them ran in the observed step.
     """
     regions, budget = own
     mine = tuple(region.key for region in regions)
-    everyone: list[tuple[tuple[str, ...], plan.Budget]] = gather((mine, budget))
-    if not all(keys for keys, _ in everyone):
+    if not all(gather(is_ready)):
         return None
+    everyone: list[tuple[tuple[str, ...], plan.Budget]] = gather((mine, budget))
     budgets = [other for keys, other in everyone if keys == mine]
     shared = ("d2h_bytes_per_s", "h2d_bytes_per_s", "host_bytes", "device_bytes")
     smallest = replace(

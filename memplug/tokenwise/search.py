@@ -184,8 +184,9 @@ class PlanSearch:
         room_bytes = self._room(peak_bytes) if self.keeps else 0
         host_bytes = self.executor.pool.budget_bytes
         own = described, self._budget.of_plan(host_bytes, room_bytes, self.executor.buffers, times)
-        task = candidates.agree(own, self._gather, max(1, self._tries), self._alpha)
-        if not (groups or self._warned):
+        is_ready = bool(groups) or not self.regions
+        task = candidates.agree(own, self._gather, max(1, self._tries), self._alpha, is_ready=is_ready)
+        if not (is_ready or self._warned):
             self._warned = True
             text = (
                 "memplug: no region ran in the step to plan from (the first region is %s). Name modules that training "

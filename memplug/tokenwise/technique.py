@@ -60,7 +60,8 @@ class TokenWise(AgreedTechnique[Decisions]):
     def __init__(self, given: AgreedGiven):
         config, tokenwise, device = given.config, given.config.tokenwise, given.device
         self._given, self._regions, self._ranks = given, given.regions, given.ranks
-        self._alpha, self._is_on, self._tries = tokenwise.alpha, tokenwise.enabled, config.profiler.policy_steps
+        self._alpha, self._tries = tokenwise.alpha, config.profiler.policy_steps
+        self._is_on = tokenwise.enabled and given.has_regions
         self.plans = self._is_on and isinstance(self._alpha, str)
         self._budget = DeviceBudget(device, config.device_budget_gib, has_buffers=not given.is_served)
         self.plain = PlainRegions(self._regions)
@@ -142,7 +143,7 @@ class TokenWise(AgreedTechnique[Decisions]):
     def unwatched_because(self) -> str:
         """Return why the operators of steps need not be compared, "" if they must be: see `AgreedTechnique`."""
         if not self._is_on:
-            return "the block switches token-wise plans off, and only they need the operators of steps to be compared"
+            return "there are no token-wise plans, and only they need the operators of steps to be compared"
         return (
             ""
             if self.plans
@@ -210,7 +211,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         Swap fewer rows if the host memory of a rank ran out, compare the step's offloaded bytes with its plan, and
         check a number for alpha against link and host.
         """
-        if self._regions and is_stable:
+        if self._given.has_regions and is_stable:
             self._shortage.end_step()
         else:
             self._shortage.skip_step()

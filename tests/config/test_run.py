@@ -35,8 +35,8 @@ json.dump([losses, weights, layers], open(sys.argv[2], "w"))
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("argv", "path", "meta_path"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
     monkeypatch.chdir(tmp_path)
     yield
     memplug.uninstall()
@@ -61,16 +61,36 @@ def test_arguments_default_to_the_command_line(monkeypatch: pytest.MonkeyPatch) 
     assert json.loads(Path("probe.json").read_text())[1] == ["train.py", "x"]
 
 
+def test_module_runs_as_under_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "trainer"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "sft.py").write_text(PROBE)
+    monkeypatch.syspath_prepend(tmp_path)
+    run.main(["--local_rank=1", "-m", "trainer.sft", "--steps", "5"])
+    name, argv, path = json.loads(Path("probe.json").read_text())
+    assert name == "__main__"
+    assert argv == [str(package / "sft.py"), "--local_rank=1", "--steps", "5"]
+    assert path == str(tmp_path)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "problem"), [([], "no script"), (["--local_rank=0"], "no script"), (["a.py"], "a.py")]
+    ("arguments", "problem"),
+    [
+        ([], "no script"),
+        (["--local_rank=0"], "no script"),
+        (["a.py"], r"no script a\.py"),
+        (["-m"], "no module was named"),
+        (["-m", "nowhere.train"], r"no module nowhere\.train"),
+    ],
 )
-def test_missing_script_is_an_error_with_advice(arguments: list[str], problem: str) -> None:
+def test_missing_script_or_module_is_an_error_with_advice(arguments: list[str], problem: str) -> None:
     import deepspeed
 
     original = deepspeed.initialize
     with pytest.raises(ConfigError, match=problem) as error:
         run.main(arguments)
-    assert "script" in error.value.advice or "memplug.run" in error.value.advice
+    assert "script" in error.value.advice or "memplug.run" in error.value.advice or "-m" in error.value.advice
     assert deepspeed.initialize is original
 
 
@@ -114,3 +134,19 @@ def test_enabled_run_attaches_every_layer_and_trains_to_the_same_weights(tmp_pat
         losses, weights, _ = trained(tmp_path, "plain", ds_config(1), by_memplug=False)
         measured = trained(tmp_path, "on", ds_config(1, block(alpha=1)), by_memplug=True)
         assert measured == [losses, weights, ["_memplug_region"] * 3]
+
+
+def test_engine_without_a_block_runs_by_the_given_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "mp.json").write_text(json.dumps(block(alpha=1)))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with process_group(tmp_path):
+        losses, weights, _ = trained(tmp_path, "plain", ds_config(1), by_memplug=False)
+        for own, said in ((None, 0), (block(alpha=0), 1)):
+            memplug.uninstall()
+            caplog.clear()
+            (tmp_path / "ds.json").write_text(json.dumps(ds_config(1, own)))
+            with caplog.at_level("INFO", logger="memplug"):
+                run.main(["--config", "mp.json", "train.py", "ds.json", "out.json"])
+            assert json.loads(Path("out.json").read_text()) == [losses, weights, ["_memplug_region"] * 3]
+            assert caplog.text.count('the engine\'s own "memplug" block is in force, not that of --config') == said
+            assert f"3 regions, alpha {0.0 if said else 1.0}" in caplog.text

@@ -1,4 +1,4 @@
-"""`memplug.run` around a script of Megatron-LM: its model is attached, and its steps are counted.
+"""`memplug.run` around a script of Megatron-LM: it attaches to the model and counts its steps.
 
 Megatron-LM's `megatron.training` is not on PyPI: the tests have their own version of the two functions, with the same
 signatures.
@@ -65,12 +65,13 @@ def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path
     (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
     block = {"enabled": True, "arena": {"enabled": False}, "tokenwise": {"alpha": 1.0, "min_offload_bytes": 1}}
     (tmp_path / "ds.json").write_text(json.dumps({"memplug": block}))
+    (tmp_path / "block.json").write_text(json.dumps(block))
     (tmp_path / "off.json").write_text(json.dumps({"memplug": {"enabled": False}}))
     saved = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron"}
     for name in saved:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("argv", "path", "meta_path"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     megatron_training.uninstall()
@@ -83,13 +84,23 @@ def result() -> tuple[list[float], list[str]]:
     return tuple(json.loads(Path("result.json").read_text()))
 
 
-@pytest.mark.parametrize("option", [["--memplug-config", "ds.json"], ["--memplug-config=ds.json"]])
-def test_option_is_removed_and_training_is_unchanged(repository, option, caplog):
-    run.main(["pretrain_gpt.py", "--lr", "1", "--memplug-config=off.json"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["pretrain_gpt.py", "--lr", "--memplug-config", "ds.json", "1"],
+        ["pretrain_gpt.py", "--lr", "--memplug-config=ds.json", "1"],
+        ["--config", "ds.json", "pretrain_gpt.py", "--lr", "1"],
+        ["--config=block.json", "-m", "pretrain_gpt", "--lr", "1"],
+    ],
+)
+def test_option_is_removed_and_training_is_unchanged(repository, command, caplog):
+    with caplog.at_level("INFO", logger="memplug"):
+        run.main(["pretrain_gpt.py", "--lr", "1", "--memplug-config=off.json"])
     losses, arguments = result()
     assert arguments == ["--lr", "1"] and not hasattr(sys.modules[megatron_training.MODULE].train_step, "__wrapped__")
+    assert "off" in caplog.text and "nothing was attached" not in caplog.text
     with caplog.at_level("INFO", logger="memplug"):
-        run.main(["pretrain_gpt.py", "--lr", *option, "1"])
+        run.main(command)
     assert result() == (losses, ["--lr", "1"])
     assert "3 regions, alpha 1.0" in caplog.text
     assert hasattr(sys.modules[megatron_training.MODULE].train_step, "__memplug_original__")
@@ -111,17 +122,26 @@ def test_every_step_is_counted(repository, monkeypatch):
     assert sessions[0].report().tokenwise.offloaded_bytes > 0
 
 
-def test_option_without_file_is_an_error(repository):
-    for arguments in (["pretrain_gpt.py", "--memplug-config"], ["pretrain_gpt.py", "--memplug-config="]):
-        with pytest.raises(ConfigError, match="names no file"):
-            run.main(arguments)
+@pytest.mark.parametrize(
+    "arguments",
+    [["pretrain_gpt.py", "--memplug-config"], ["pretrain_gpt.py", "--memplug-config="], ["--config"], ["--config="]],
+)
+def test_option_without_file_is_an_error(repository, arguments):
+    with pytest.raises(ConfigError, match="names no file|no script"):
+        run.main(arguments)
 
 
-def test_missing_megatron_lm_error_names_pythonpath(repository):
-    (repository / "megatron" / "training" / "training.py").unlink()
-    with pytest.raises(PatchError, match=r"megatron\.training\.training") as caught:
-        run.main(["pretrain_gpt.py", "--memplug-config", "ds.json"])
-    assert "PYTHONPATH" in caught.value.advice
+def test_file_without_a_block_is_an_error(repository):
+    (repository / "train.json").write_text(json.dumps({"train_batch_size": 8}))
+    with pytest.raises(ConfigError, match=r"train\.json: holds no block"):
+        run.main(["--config", "train.json", "pretrain_gpt.py"])
+
+
+def test_model_without_a_block_is_left_alone_and_named_at_the_end(repository, caplog):
+    with caplog.at_level("INFO", logger="memplug"):
+        run.main(["pretrain_gpt.py"])
+    assert "off for this model of Megatron-LM, which has no block" in caplog.text
+    assert "nothing was attached: Megatron-LM's model has no block: give one by `--config FILE`" in caplog.text
 
 
 def test_missing_train_step_function_is_named(repository):

@@ -16,7 +16,8 @@ from torch import nn
 
 from memplug.config import MemplugConfig
 from memplug.errors import BudgetError, EstimateError, RegionError, coded
-from memplug.hooks.attach import attach, find_layers
+from memplug.hooks.attach import attach
+from memplug.hooks.layers import find_layers
 from memplug.predict.estimator import engine as engines
 from memplug.predict.estimator import modes as ways
 from memplug.predict.estimator.answers import Answers
@@ -268,14 +269,16 @@ def _step(training: VirtualTraining, session: Session) -> None:
 
 
 def _layers(model: nn.Module, block: MemplugConfig, mode: str) -> Sequence[tuple[str, nn.Module]]:
-    """Return the decoder layers that memplug finds, by name; empty for mode "keep" if it finds none."""
-    tokenwise = block.tokenwise.model_copy(update={"enabled": True})
-    try:
-        return find_layers(model, block.model_copy(update={"tokenwise": tokenwise}))
-    except RegionError:
-        if mode == "keep":
-            return ()
-        raise
+    """Return the layers that memplug finds, by name; empty for mode "keep" if it finds none."""
+    silent = block.model_copy(update={"tokenwise": block.tokenwise.model_copy(update={"enabled": False})})
+    layers, _ = find_layers(model, silent)
+    if not layers and mode != "keep":
+        raise RegionError(
+            f"no layers were recognised in {type(model).__name__}, and no blocks repeat in it",
+            'Name its layers in "tokenwise.regions".',
+            code="MP001",
+        )
+    return layers
 
 
 def _measured(

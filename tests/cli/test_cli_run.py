@@ -1,0 +1,159 @@
+"""`memplug run`: memplug is in each Python process that a command starts, and other processes are left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from memplug.hooks import megatron_training
+from memplug.startup import sitecustomize
+from tests.config.test_run_megatron import SCRIPT, TRAINING
+from tests.support.folders import ROOT
+
+STARTUP = Path(sitecustomize.__file__).parent
+STARTS = """
+import subprocess, sys
+print("modules of the parent", sorted({"torch", "memplug"} & set(sys.modules)))
+sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)
+"""
+RUN = [sys.executable, "-c", "from memplug.cli import main; main()", "run"]
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a folder that looks like Megatron-LM's repository, with a script that a starter starts; the current one."""
+    package = tmp_path / "megatron" / "training"
+    package.mkdir(parents=True)
+    (tmp_path / "megatron" / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "training.py").write_text(TRAINING)
+    (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
+    (tmp_path / "starter.py").write_text(STARTS)
+    block = {"enabled": True, "arena": {"enabled": False}, "tokenwise": {"alpha": 1.0, "min_offload_bytes": 1}}
+    (tmp_path / "block.json").write_text(json.dumps(block))
+    (tmp_path / "off.json").write_text(json.dumps({"enabled": False}))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def started(*arguments: str, path: str = "", code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run `memplug run` with the arguments to its end."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)])), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*RUN, *arguments], capture_output=True, text=True, env=env, timeout=600)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def test_process_that_a_command_starts_trains_with_memplug(repository: Path) -> None:
+    plain = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", "--lr", "1"], env={**os.environ, "PYTHONPATH": f".:{ROOT}"}, timeout=600
+    )
+    assert plain.returncode == 0
+    expected = json.loads(Path("result.json").read_text())
+    Path("result.json").unlink()
+    done = started("--config", "block.json", "python", "starter.py", "pretrain_gpt.py", "--lr", "1", path=".")
+    assert json.loads(Path("result.json").read_text()) == expected
+    assert "modules of the parent []" in done.stdout
+    assert "3 regions, alpha 1.0" in done.stderr and "nothing was attached" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["true"], "no process imported DeepSpeed or Megatron-LM's training loop"),
+        (["pretrain_gpt.py"], "Megatron-LM's model has no block: give one by `--config FILE`"),
+        (
+            ["--config", "block.json", "python", "-c", "import megatron.training.training"],
+            "no process called Megatron-LM's training loop",
+        ),
+        (["--config", "off.json", "pretrain_gpt.py"], None),
+        (["python", "-c", "raise SystemExit(7)"], None),
+    ],
+)
+def test_end_says_why_nothing_was_attached(repository: Path, arguments: list[str], reason: str | None) -> None:
+    done = started(*arguments, path=".", code=7 if "SystemExit" in arguments[-1] else 0)
+    if reason is None:
+        assert "nothing was attached" not in done.stderr
+    else:
+        assert done.stderr.splitlines()[-1].startswith(f"memplug: nothing was attached: {reason}")
+
+
+def test_other_processes_import_nothing_and_keep_their_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("probe.py").write_text("import json, sys; print(json.dumps([sorted(sys.modules), sys.path, sys.argv]))")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    plain = subprocess.run([sys.executable, "probe.py", "--config", "x"], capture_output=True, text=True, env=env)
+    measured = json.loads(started("probe.py", "--config", "x").stdout)
+    modules, *rest = json.loads(plain.stdout)
+    assert rest == measured[1:]
+    assert sorted({"sitecustomize", *modules}) == measured[0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_other_sitecustomize_runs_as_before(tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "sitecustomize.py").write_text(f"ran = __file__\n{'import nowhere' if fails else ''}\n")
+    Path("probe.py").write_text("import sys; print(getattr(sys.modules.get('sitecustomize'), 'ran', None))")
+    env = {**os.environ, "PYTHONPATH": f"{other}:{ROOT}"}
+    plain = subprocess.run([sys.executable, "probe.py"], capture_output=True, text=True, env=env)
+    assert plain.stdout == f"{None if fails else other / 'sitecustomize.py'}\n"
+    done = started("probe.py", path=str(other))
+    assert done.stdout == plain.stdout
+    assert ("No module named 'nowhere'" in plain.stderr) == ("No module named 'nowhere'" in done.stderr) == fails
+
+
+def test_python_without_memplug_trains_without_it(repository: Path) -> None:
+    (repository / "train.py").write_text("import sys; sys.modules['memplug'] = None; import megatron.training.training")
+    done = started("--config", "block.json", "train.py", path=".")
+    assert "has no memplug, and trains without it" in done.stderr
+
+
+def test_command_ended_by_a_signal_is_reported_like_by_a_shell() -> None:
+    started("python", "-c", "import os; os.kill(os.getpid(), 9)", code=128 + signal.SIGKILL)
+
+
+def test_signals_reach_the_command(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
+        f"open({str(tmp_path / 'ready')!r}, 'w').close()\n"
+        "time.sleep(600)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([*RUN, str(script)], env=env, start_new_session=True)
+    try:
+        while not (tmp_path / "ready").exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 9
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["nowhere-to-be-found"], 127, "there is no command nowhere-to-be-found"),
+        (["--config", "nowhere.json", "true"], 1, "nowhere.json: no such file"),
+        (["--confg", "x.json", "true"], 2, "--confg"),
+        ([], 2, "COMMAND"),
+    ],
+)
+def test_unusable_command_line_is_refused(arguments: list[str], code: int, text: str) -> None:
+    assert text in started(*arguments, code=code).stderr
+
+
+def test_modules_are_those_of_the_frameworks() -> None:
+    assert sitecustomize.MODULES == ("deepspeed", megatron_training.MODULE)
+    assert sitecustomize.VARIABLE.startswith("PYTHON"), "DeepSpeed's launcher exports such names to other nodes"
+    assert [file.name for file in sorted(STARTUP.glob("sitecustomize*"))] == ["sitecustomize.py"]
