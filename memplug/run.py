@@ -9,16 +9,15 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-import json
 import logging
-import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from memplug.config import MemplugConfig, block_in
+from memplug.config import block_in
 from memplug.errors import ConfigError
+from memplug.hooks import launched
 from memplug.startup.outcome import Outcome
 from memplug.startup.sitecustomize import MODULES, Imports
 
@@ -67,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     elif not Path(line.target).is_file():
         raise ConfigError([f"there is no script {line.target}"], "Name the training script after `memplug.run`.")
     outcome = Outcome()
-    install = functools.partial(_install, config=config, outcome=outcome)
+    install = functools.partial(launched.install, config=config, outcome=outcome)
     sys.meta_path.insert(0, Imports(install))
     for name in MODULES:
         if name in sys.modules:
@@ -86,58 +85,11 @@ def main(arguments: list[str] | None = None) -> None:
     _explain(outcome)
 
 
-def imported(name: str, settings: str) -> None:
-    """Patch a framework in a process of `memplug run`.
-
-    Args:
-        name: the module that was imported, one of `MODULES`.
-        settings: the settings that `settings_of` returned.
-    """
-    found = json.loads(settings)
-    outcome = Outcome(Path(found["notes"]))
-    _install(name, config=None if found["config"] is None else block_in(found["config"]), outcome=outcome)
-
-
-def settings_of(config: Path | None, notes: Path) -> str:
-    """Return the settings of a run for the environment of its processes.
-
-    Args:
-        config: the file that has the block for engines and models without one.
-        notes: the folder for the processes' notes.
-    """
-    return json.dumps({"config": None if config is None else str(config.resolve()), "notes": str(notes)})
-
-
-def _install(name: str, config: MemplugConfig | None, outcome: Outcome) -> None:
-    from memplug.hooks import launched
-    from memplug.hooks.attach import attach
-
-    outcome.note("imported", name)
-    _show_log()
-
-    @functools.wraps(attach)
-    def attached(*args: Any, **kwargs: Any) -> Any:
-        session = attach(*args, **kwargs)
-        outcome.note("settled")
-        return session
-
-    def off(reason: str) -> None:
-        outcome.note("off" if reason else "settled", reason)
-
-    launched.install(name, attached, config, off)
-
-
 def _explain(outcome: Outcome) -> None:
     why = outcome.explain()
     if why is not None:
-        _show_log()
+        launched.show_log()
         log.warning(why)
-
-
-def _show_log() -> None:
-    if not any(isinstance(handler, _Fallback) for handler in log.handlers):
-        log.addHandler(_Fallback())
-        log.setLevel(logging.INFO)
 
 
 def _is_module(name: str) -> bool:
@@ -172,15 +124,6 @@ def _named(config: str | None) -> str | None:
     if config == "":
         raise ConfigError(["--config names no file"], "Usage: --config FILE, a block or a JSON that holds one.")
     return config
-
-
-class _Fallback(logging.StreamHandler):
-    """Shows memplug's log lines on stderr unless the script has set up logging."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write the line on rank 0, unless the root logger has handlers."""
-        if not logging.getLogger().handlers and os.environ.get("RANK", "0") == "0":
-            super().emit(record)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ def run(
     usable.
     """
     from memplug.config import block_in
-    from memplug.run import settings_of
     from memplug.startup import sitecustomize
     from memplug.startup.outcome import Outcome
+    from memplug.startup.settings import RunSettings
 
     with refusing():
         if config is not None:
@@ -45,8 +45,8 @@ def run(
         folder = str(Path(sitecustomize.__file__).parent)
         before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         path = [folder, *(each for each in before if each and each != folder)]
-        settings = settings_of(config, Path(notes))
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), sitecustomize.VARIABLE: settings}
+        settings = RunSettings(None if config is None else config.resolve(), Path(notes))
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), sitecustomize.VARIABLE: settings.text()}
         status = _wait(program, env)
         outcome = Outcome(Path(notes))
         outcome.read()

@@ -2,26 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import logging
+import os
+from typing import Any
 
-from memplug.config import MemplugConfig
+from memplug.config import MemplugConfig, block_in
 from memplug.hooks import deepspeed, megatron_training
-from memplug.session.session import Session
+from memplug.hooks.attach import attach
+from memplug.startup.outcome import Outcome
+from memplug.startup.settings import RunSettings
+
+log = logging.getLogger("memplug")
+
+ENTRIES = {"deepspeed": deepspeed.install, megatron_training.MODULE: megatron_training.install}
+"""By the name of a framework's module, the function that patches it once it is imported."""
 
 
-def install(
-    module: str, attach: Callable[..., Session], config: MemplugConfig | None, off: Callable[[str], None]
-) -> None:
-    """Patch a framework's entry, so that memplug attaches to each engine or model that the script makes with it.
+def imported(module: str, settings: str) -> None:
+    """Patch a framework in a process of `memplug run`.
 
     Args:
-        module: the framework's imported module: "deepspeed" or "megatron.training.training".
-        attach: called with an engine or a list of model chunks, and its block.
-        config: the block for engines and models that bring none; None to leave them alone.
-        off: called with the reason if an engine or a model is left alone; "" if a block says `"enabled": false`.
+        module: the module that was imported, a key of `ENTRIES`.
+        settings: the text of the run's `RunSettings`.
 
     Raises:
-        PatchError: the module lacks the entry.
+        ConfigError: the block cannot be used.
+        PatchError: the module lacks a function that memplug patches.
     """
-    entries = {"deepspeed": deepspeed.install, megatron_training.MODULE: megatron_training.install}
-    entries[module](attach, config, off)
+    run = RunSettings.read(settings)
+    install(module, None if run.config is None else block_in(run.config), Outcome(run.notes))
+
+
+def install(module: str, config: MemplugConfig | None, outcome: Outcome) -> None:
+    """Patch an imported framework: memplug attaches to each engine or model that the script makes with it.
+
+    Args:
+        module: the framework's module, a key of `ENTRIES`.
+        config: the block for engines and models that bring none; None to leave them alone.
+        outcome: gets a note of the import, and of each engine or model.
+
+    Raises:
+        PatchError: the module lacks a function that memplug patches.
+    """
+    outcome.note("imported", module)
+    show_log()
+
+    @functools.wraps(attach)
+    def attached(*args: Any, **kwargs: Any) -> Any:
+        session = attach(*args, **kwargs)
+        outcome.note("settled")
+        return session
+
+    def off(reason: str) -> None:
+        outcome.note("off" if reason else "settled", reason)
+
+    ENTRIES[module](attached, config, off)
+
+
+def show_log() -> None:
+    """Show memplug's log lines on stderr unless the script sets up logging; a second call does nothing."""
+    if not any(isinstance(handler, _Fallback) for handler in log.handlers):
+        log.addHandler(_Fallback())
+        log.setLevel(logging.INFO)
+
+
+class _Fallback(logging.StreamHandler):
+    """Shows memplug's log lines on stderr unless the script has set up logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Emit on rank 0 only, like all of memplug's lines."""
+        if not logging.getLogger().handlers and os.environ.get("RANK", "0") == "0":
+            super().emit(record)

@@ -1,1 +1,1 @@
-"""What `memplug run` puts into each Python process of a command. No file here imports torch when a process starts."""
+"""The parts of `memplug run` inside each Python process of a command; none of them imports torch."""

@@ -12,7 +12,7 @@ _LOOPS = {"deepspeed": "deepspeed.initialize", "megatron.training.training": "Me
 
 @dataclass
 class Outcome:
-    """What memplug did in the processes of a run.
+    """The notes of a run's processes on what memplug did in them.
 
     Attributes:
         folder: folder that the processes share; None if there is only this process.

@@ -47,7 +47,7 @@ class Imports:
 
 def _imported(name):
     try:
-        from memplug.run import imported
+        from memplug.hooks.launched import imported
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "memplug":
             raise

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from memplug.hooks import megatron_training
+from memplug.hooks import launched
 from memplug.startup import sitecustomize
-from tests.config.test_run_megatron import SCRIPT, TRAINING
 from tests.support.folders import ROOT
+from tests.support.megatron_lm import write_repository
 
 STARTUP = Path(sitecustomize.__file__).parent
 STARTS = """
@@ -29,16 +29,8 @@ RUN = [sys.executable, "-c", "from memplug.cli import main; main()", "run"]
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make a folder that looks like Megatron-LM's repository, with a script that a starter starts; the current one."""
-    package = tmp_path / "megatron" / "training"
-    package.mkdir(parents=True)
-    (tmp_path / "megatron" / "__init__.py").touch()
-    (package / "__init__.py").touch()
-    (package / "training.py").write_text(TRAINING)
-    (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
+    write_repository(tmp_path)
     (tmp_path / "starter.py").write_text(STARTS)
-    block = {"enabled": True, "arena": {"enabled": False}, "tokenwise": {"alpha": 1.0, "min_offload_bytes": 1}}
-    (tmp_path / "block.json").write_text(json.dumps(block))
-    (tmp_path / "off.json").write_text(json.dumps({"enabled": False}))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -154,6 +146,6 @@ def test_unusable_command_line_is_refused(arguments: list[str], code: int, text:
 
 
 def test_modules_are_those_of_the_frameworks() -> None:
-    assert sitecustomize.MODULES == ("deepspeed", megatron_training.MODULE)
+    assert sitecustomize.MODULES == tuple(launched.ENTRIES)
     assert sitecustomize.VARIABLE.startswith("PYTHON"), "DeepSpeed's launcher exports such names to other nodes"
     assert [file.name for file in sorted(STARTUP.glob("sitecustomize*"))] == ["sitecustomize.py"]

@@ -16,57 +16,13 @@ import pytest
 from memplug import run
 from memplug.errors import ConfigError, PatchError
 from memplug.hooks import megatron_training
-
-TRAINING = """
-import torch
-from torch import nn
-
-
-def setup_model_and_optimizer(model_type, model_provider_func=None, checkpointing_context=None, **kwargs):
-    torch.manual_seed(0)
-    model = model_provider_func()
-    return [model], torch.optim.SGD(model.parameters(), lr=0.1), None
-
-
-def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs):
-    optimizer.zero_grad()
-    loss = forward_step_func(data_iterator, model[0])
-    loss.backward()
-    optimizer.step()
-    return {"lm loss": loss.item()}, 0
-
-
-def pretrain(model_provider, forward_step_func, steps):
-    model, optimizer, scheduler = setup_model_and_optimizer(None, model_provider)
-    return [train_step(forward_step_func, None, model, optimizer, scheduler, None)[0]["lm loss"] for _ in range(steps)]
-"""
-
-SCRIPT = """
-import json, sys
-from megatron.training import training
-from tests.support.hosts import tiny_llama, tokens
-
-def forward_step(data_iterator, model):
-    return model(input_ids=tokens(), labels=tokens()).loss
-
-losses = training.pretrain(tiny_llama, forward_step, 4)
-json.dump([losses, sys.argv[1:]], open("result.json", "w"))
-"""
+from tests.support.megatron_lm import write_repository
 
 
 @pytest.fixture
 def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Make a folder that looks like Megatron-LM's repository, with a script, the current one."""
-    package = tmp_path / "megatron" / "training"
-    package.mkdir(parents=True)
-    (tmp_path / "megatron" / "__init__.py").touch()
-    (package / "__init__.py").touch()
-    (package / "training.py").write_text(TRAINING)
-    (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
-    block = {"enabled": True, "arena": {"enabled": False}, "tokenwise": {"alpha": 1.0, "min_offload_bytes": 1}}
-    (tmp_path / "ds.json").write_text(json.dumps({"memplug": block}))
-    (tmp_path / "block.json").write_text(json.dumps(block))
-    (tmp_path / "off.json").write_text(json.dumps({"memplug": {"enabled": False}}))
+    write_repository(tmp_path)
     saved = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron"}
     for name in saved:
         monkeypatch.delitem(sys.modules, name)
@@ -116,7 +72,7 @@ def test_every_step_is_counted(repository, monkeypatch):
         return sessions[-1]
 
     original = memplug.attach
-    monkeypatch.setattr("memplug.hooks.attach.attach", attach)
+    monkeypatch.setattr("memplug.hooks.launched.attach", attach)
     run.main(["pretrain_gpt.py", "--memplug-config", "ds.json"])
     assert [session.steps for session in sessions] == [4]
     assert sessions[0].report().tokenwise.offloaded_bytes > 0

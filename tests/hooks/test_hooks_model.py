@@ -124,7 +124,6 @@ def bad_targets() -> dict[str, tuple[Any, dict[str, Any], type[MemplugError], st
     checkpointed.gradient_checkpointing_enable()
     on_meta = Stack().to("meta")
     return {
-        "no layers": (Stack(), block(), RegionError, "no decoder layers", "tokenwise.regions"),
         "no match": (Stack(), block(regions=["layer.*"]), RegionError, '"layer.*" .* no module', "named_modules"),
         "nested": (
             Stack(),

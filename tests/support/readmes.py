@@ -105,6 +105,9 @@ def check(command: Command) -> str:
         return _check_launcher(command, first, rest)
     if first in ("python", "python3"):
         return _check_python(command, rest)
+    if first == "memplug" and rest[0] == "run" and rest[1:]:  # in prose, the name alone
+        parsed = _MEMPLUG["run"].make_context("run", list(rest[1:])).params
+        return check(Command(words=tuple(parsed["command"]), environment={}, comment=command.comment))
     if first == "memplug":
         _check_memplug(rest)
     elif first == "accelerate":
@@ -150,9 +153,10 @@ def _check_launcher(command: Command, launcher: str, arguments: list[str]) -> st
         script, rest, ranks = parsed.user_script, parsed.user_args, max(parsed.num_gpus, 1)
     if parsed.module:
         assert script == "memplug.run", f"a module of unknown kind: {script}"
-        from memplug.run import _take_config
+        from memplug.run import _parse
 
-        (script, *rest), _ = _take_config(rest)
+        line = _parse(rest)
+        script, rest = line.target, line.arguments
     if script in FOREIGN:
         return ""
     return _check_recipe(command, script, list(rest), int(ranks))
@@ -207,6 +211,8 @@ def _check_memplug(arguments: list[str]) -> None:
     from memplug.config import load_config
 
     name, *rest = arguments
+    if arguments == ["run"]:
+        return
     assert name in _MEMPLUG, f"memplug has no {name}"
     _MEMPLUG[name].make_parser(click.Context(_MEMPLUG[name])).parse_args(list(rest))
     if name == "check" and rest and (ROOT / rest[0]).is_file():
@@ -218,8 +224,9 @@ def _check_accelerate(arguments: list[str]) -> None:
 
     assert arguments[0] == "launch", f"accelerate {arguments[0]}"
     parsed = launch_command_parser().parse_args(arguments[1:])
-    assert (parsed.module, parsed.training_script) == (True, "memplug.run"), f"accelerate starts {parsed}"
-    assert parsed.training_script_args[0] in FOREIGN, f"of unknown kind: {parsed.training_script_args}"
+    script, *_ = [parsed.training_script, *parsed.training_script_args][parsed.module :]
+    assert not parsed.module or parsed.training_script == "memplug.run", f"accelerate starts {parsed}"
+    assert script in FOREIGN, f"of unknown kind: {script}"
 
 
 def _check_pip(arguments: list[str]) -> None:
