@@ -1,4 +1,5 @@
-// Acts in a step under a swap list that is followed by its requests alone, see repeated_step.h.
+// Acts on a swap list's tensors in a followed step: memplug follows the step by its requests for memory, and sees only
+// a few of its operators (repeated_step.h).
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -7,17 +8,17 @@
 
 namespace memplug {
 
-// Begins to follow the step. A release or prefetch happens at the first request of the operator before which it is
-// planned. A restore must come before its operator, so it happens at the last request before that operator. If the
-// tensor's prefetch comes no earlier than that operator's first request, the tensor is late: the list must see the
-// operator itself, and restores the tensor as it begins.
+// Begins to follow the step. A release or prefetch is planned before an operator, and happens at the first request
+// after that operator has begun. A restore must come before its operator, so it happens at the last request before that
+// operator. A tensor is late if its prefetch comes no earlier than that operator's first request. Then memplug must see
+// the operator itself, and restores the tensor as the operator begins.
 void SwapStep::follow() {
   if (due_.empty()) {
     lates_.clear();
     const std::vector<int64_t>& after = repeated_.turns();
     std::vector<int64_t> prefetches(plan_.targets.size(), 0);
     for (size_t i = 0; i < turns_.size(); ++i) {
-      if (turns_[i].kind == Turn::PREFETCH) { // at the place of the next use, it would come after the restore
+      if (turns_[i].kind == Turn::PREFETCH) { // one planned at the next use itself comes after the restore
         prefetches[turns_[i].target] = after[i] < 0 ? INT64_MAX : after[i];
       }
     }
@@ -26,7 +27,8 @@ void SwapStep::follow() {
       int64_t requests = after[i] < 0 ? INT64_MAX : after[i];
       if (turn.kind == Turn::RESTORE && after[i] >= 0) {
         if (prefetches[turn.target] < requests) {
-          requests = std::max<int64_t>(requests - 1, 0); // tensors that leave as the step begins leave at 0
+          // no earlier than request 0, at which `leave_at_the_beginning` runs
+          requests = std::max<int64_t>(requests - 1, 0);
         } else {
           lates_.emplace_back(requests - 1, turn.target);
           repeated_.expect(requests - 1);
@@ -93,7 +95,7 @@ void SwapStep::take_due() {
   }
 }
 
-// Called as an operator of that number begins: restores the late tensors that such an operator uses next in the plan.
+// Called as an operator begins: restores the late tensors whose next use in the plan is by an operator of this number.
 void SwapStep::return_late(int32_t number) {
   const auto is_user = [&](int32_t target) {
     const auto place = static_cast<size_t>(plan_.targets[target].next_use);
@@ -119,7 +121,8 @@ void SwapStep::return_outside(const at::RecordFunction& function) {
   }
 }
 
-// Stops following the step: all operators are seen from here on, but the features of earlier tensors are unknown.
+// Stops following the step. From here on memplug sees all operators, but it does not know the features
+// (tensor_features.h) of earlier tensors.
 void SwapStep::depart() {
   has_departed_ = true;
   finder_.move_to(repeated_.place());

@@ -1,4 +1,4 @@
-// Operators for which torch chooses kernels by device. As on CUDA, an RMS norm is one kernel.
+// Operators that torch runs by different kernels on different devices. An RMS norm is one kernel, as on CUDA.
 #include "kernels.h"
 
 #include <ATen/ops/_fused_rms_norm.h>
@@ -32,10 +32,10 @@ at::Tensor embed_backward(
   return output;
 }
 
-// -- products of groups -----------------------------------------------------------------------------------------------------
+// -- grouped matmuls --------------------------------------------------------------------------------------------------------
 
 // Runs one kernel, whose duration does not depend on how the rows are split into groups. CUDA has such a kernel only
-// for bfloat16; for other dtypes torch's CUDA code loops over the groups.
+// for bfloat16. For other dtypes torch's CUDA code loops over the groups; here they are one kernel too.
 at::Tensor grouped_mm(
     const at::Tensor& left,
     const at::Tensor& right,
@@ -45,7 +45,8 @@ at::Tensor grouped_mm(
   const at::DisableRecordFunctionGuard one;
   at::Tensor output;
   Work work{"aten::_grouped_mm", {shape_of(left), shape_of(right)}, {}};
-  if (left.scalar_type() == at::kBFloat16) { // the meta kernel also aligns the output's rows
+  // torch's meta kernel is for bfloat16; in CUDA builds it also aligns the output's rows, as CUDA's kernel does
+  if (left.scalar_type() == at::kBFloat16) {
     const std::optional<at::Tensor> meta_ends = ends ? std::optional<at::Tensor>(on_meta(*ends)) : std::nullopt;
     output = like(at::_grouped_mm(on_meta(left), on_meta(right), meta_ends, bias, dtype));
   } else {
@@ -93,7 +94,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolve_backward(
   at::Tensor gradients[3];
   const auto make = [&](size_t which, at::Tensor made) {
     gradients[which] = std::move(made);
-    // as many operations as in forward: elements of `gradient` times elements of a filter
+    // `gradient` counts as the output, so there are as many operations as in forward: elements of `gradient` times
+    // elements of a filter
     VirtualDevice::get().run({"convolution", {shape_of(gradients[which]), shape_of(weight)}, {shape_of(gradient)}});
   };
   if (wanted[0]) {

@@ -1,5 +1,5 @@
-// The rules of recompute passes. The core and the planner share them; the planner has no torch, so they are plain C++
-// (memplug/tokenwise/plan/rules.py).
+// The rules of recompute passes. The native core and the planner (memplug/tokenwise/plan/rules.py) share them. They are
+// plain C++, since the planner has no torch.
 #pragma once
 
 #include <cmath>
@@ -35,7 +35,8 @@ inline int64_t rows_taken(double fraction, int64_t rows, bool splits) {
 //   taken(i)              returns how many rows of its outputs are captured
 //   each_read(i, f)       calls `f(storage)` for each storage that it reads
 //   each_changed(i, f)    calls `f(storage)` for each storage that it makes or writes to
-//   each_made(i, f)       calls `f(storage)` for each storage that needs no earlier operator once all rows are captured
+//   each_made(i, f)       calls `f(storage)` for each storage that it makes or fills whole: if all rows are captured, a
+//                         pass needs no earlier operator for this storage
 //
 // `needed`: for each storage, whether backward asks for it.
 template <typename Operators>

@@ -1,23 +1,23 @@
 // Moves the rows of swapped tensors between device and host: decides which rows move, when, and into which device
 // memory. copies.h copies them.
 //
-// A `Swapped` tensor is in one of three states. Its copy out starts when it is captured, or only when its device memory
-// has to be released:
+// A `Swapped` tensor is in one of three states until it is gone (`drop`). Its copy out starts when memplug captures it
+// (an input's: when an operator first reads it), or only when its device memory has to be released.
 //
 //     resident ──release()──► away ──prefetch()──► prefetched ──drop()──► away ...
 //        └── acquire() returns the tensor in any of them ──┘
 //
 // The owner of a tensor's memory (copies.h) is the stream on which the tensor's region ran forward. The region's
-// backward runs on that stream too, even if the backward of a region on another stream starts the prefetch. Before an
-// operator writes to the tensor in place, if the copy out has not started, the owner copies the tensor on the device,
-// and the operator's stream waits for that copy.
+// backward runs on that stream too. A prefetch takes memory of that stream even if the backward of a region on another
+// stream starts it. If an operator is about to write to the tensor in place before the copy out has started, memplug
+// first copies the tensor on the device, on the owner, and makes the operator's stream wait for that copy.
 //
-// All device memory is used on its owner. So the caching allocator needs no `record_stream`, and a rounding buffer that
-// the host finds free is safe to use by rule 2 of copies.h. memplug records two exceptions with the allocator: an input
-// that another stream made, and a tensor that a region's forward reads on another stream. If backward or a recompute
-// pass reads a tensor on another stream, `order_use` makes this reader wait for the owner, and records it with the
-// allocator. From then on a copy into a rounding buffer starts only after all work that is queued on such readers by
-// then.
+// All device memory is used on its owner. So the caching allocator needs no `record_stream`, and memplug may use a
+// rounding buffer again as soon as no tensor in it is alive (rule 2 of copies.h). There are three exceptions, which
+// memplug records with the allocator: an input that another stream made; a tensor that a region's forward reads on
+// another stream; and a tensor that backward or a recompute pass reads on another stream. In the last case `order_use`
+// also makes this reader wait for the owner; each later copy into a rounding buffer first waits for all work that such
+// readers have queued so far.
 //
 // Guarded by Python's lock, which the caller holds. Another thread may run Python while the host pool grows, or while
 // memplug calls a device that is implemented in Python.
@@ -70,7 +70,7 @@ struct Swapped {
   bool whole() const {
     return rows == geometry.size[0];
   }
-  // Returns whether only the host has the tensor. False for a tensor that is gone, since a backward that did not keep
+  // Returns whether only the host has the tensor. False also for a tensor that is gone: a backward that did not keep
   // its graph dropped it before any copy out.
   bool is_away() const {
     return !tensor.defined() && slot.has_value();
@@ -89,7 +89,9 @@ struct Swapped {
   // true: `tensor` is the original, or a copy on the device, with all rows; false: it was released, and once prefetched
   // has rows `[0, rows)` only
   bool resident = true;
-  bool mutated = false; // written in place after it was captured; only a recompute pass can repeat that write
+  // written in place after it was captured; the capture has the value from before, and only a recompute pass can repeat
+  // the write
+  bool mutated = false;
   EventRef offloaded, prefetched; // ends of copies for which its stream has not waited yet
   uint32_t version; // the tensor's version when it was captured
   StreamRef stream; // owner of the tensor's device memory
@@ -109,12 +111,12 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   std::shared_ptr<Swapped> offload(const at::Tensor& tensor, int64_t rows, bool later, bool unread = false);
 
   // Notes that an operator reads the tensor on the current stream, which therefore has waited for the stream that made
-  // it. Starts the copy out if `offload` has put it off until now.
+  // it. Starts the copy out if `offload` put it off for `unread` alone.
   void note_read(Swapped& swapped, Ready ready = Ready::READ);
 
   // Releases the device memory of resident tensors, ordered after the last of their copies out. A tensor stays if host
-  // memory is full. Throws `SWAPPED_WAS_WRITTEN` if a tensor was written to without `before_write`, since its copy may
-  // have the old or the new value.
+  // memory is full, or if it is `UNREAD`. Throws `SWAPPED_WAS_WRITTEN` if a tensor was written to without
+  // `before_write`, since its copy may have the old or the new value.
   void release(std::vector<std::shared_ptr<Swapped>> group);
 
   // Prepares a captured tensor for an in-place write. If its copy out has started, makes its stream and the current
@@ -122,8 +124,8 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   void before_write(Swapped& swapped);
 
   // Starts prefetching a tensor if it is away, into a rounding buffer, or into new memory if no buffer has room. The
-  // device memory has room for all rows. Throws `DETACHED` after `close`, and `SWAPPED_IS_GONE` for a tensor without
-  // host rows.
+  // memory it takes is that of all rows, not only of those on the host. Throws `DETACHED` after `close`, and
+  // `SWAPPED_IS_GONE` for a tensor without host rows.
   void prefetch(Swapped& swapped);
 
   // Replaces the rounding buffers by `count` buffers of `nbytes` each, or by none if either is 0. Tensors in the former
@@ -164,7 +166,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   int64_t resident_bytes = 0; // bytes on the device of captured tensors, until released
   int64_t offloads = 0; // number of copies out
   int64_t allocations = 0; // number of requests for device memory, rounding buffers excluded
-  int64_t buffer_misses = 0; // number of prefetches for which the rounding buffers had no room
+  int64_t buffer_misses = 0; // number of prefetches that took new memory although there were rounding buffers
 
  private:
   void discard_buffers();
