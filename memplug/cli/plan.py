@@ -1,4 +1,4 @@
-"""`memplug plan`: finds an address for each request of a recorded step, a memory snapshot or a CSV."""
+"""`memplug plan`: finds addresses for the requests of a recorded step, a memory snapshot or a CSV."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,7 +59,7 @@ def plan(
     device: DeviceOfSnapshot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plan one training step: an address for every request, in the smallest arena; no GPU is used.
+    """Plan addresses for the requests of one training step, in the smallest arena; no GPU is used.
 
     For a memory snapshot of torch's allocator, plans its whole history, and compares the result with the memory that
     torch reserved.
@@ -187,7 +187,7 @@ def _rows(made: "AddressPlan", facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _why(problem: "Problem", facts: dict[str, Any], capacity_bytes: int) -> list[str]:
-    """Return lines on why the plan does not fit; they list the largest requests at the peak if no plan can."""
+    """Return lines on why the plan does not fit; if no plan can, they list the largest requests at the peak."""
     from memplug.words import size
 
     missing = facts["lower_bound_bytes"] - capacity_bytes

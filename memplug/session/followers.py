@@ -1,4 +1,4 @@
-"""Techniques that follow the program: each makes a part for a lasting program, in force while the program lasts.
+"""Drives techniques that follow the program: once a program lasts, each makes a part for it, in force while it lasts.
 
 waiting ──a program lasts long enough──► proposing ──accepted──► in force
    ▲                                                                 │
@@ -70,11 +70,11 @@ class Follower:
         self._warmup_steps = warmup_steps
         self._parts: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
         self._key: Hashable = None
-        self._steps = 0  # number of steps of the program so far
+        self._steps = 0  # calls of `end_step` with the present key
         self._begun = False
 
     def resume(self, parts: Mapping[Hashable, Any], key: Hashable) -> None:
-        """Resume from parts that an earlier run kept, from the next step on.
+        """Resume with parts that an earlier run kept: the one for `key` is in force from the next step on.
 
         Args:
             parts: the kept parts by key.
@@ -184,7 +184,7 @@ class Followers:
         return self._techniques.get(name)
 
     def resume(self, plans: Mapping[Program, MemoryPlan], program: Program) -> dict[Program, dict[str, Any]]:
-        """Resume from the plans that an earlier run kept for each program, beginning with `program`.
+        """Resume with an earlier run's plan of each program: that of `program` is in force from the next step on.
 
         Returns:
             The parts to resume from, by program and by technique.
@@ -218,7 +218,7 @@ class Followers:
         """Let each technique propose for the lasting program.
 
         Args:
-            key: the program that lasts under its decisions; None if nothing lasts yet.
+            key: the lasting program with its decisions; None if no program lasts yet.
             trace: the trace of the step that ended; None if it was not recorded.
         """
         for follower in self._all:
@@ -237,7 +237,7 @@ class Followers:
 
     @property
     def need_places(self) -> bool:
-        """Return whether a technique needs the places of the next step reported, even if it is not recorded."""
+        """Return whether a technique needs the places of the next step's requests, even if the step is not recorded."""
         return any(each.technique.needs_places for each in self._all)
 
     @property

@@ -21,9 +21,9 @@ LIMIT_S = 60.0  # how long a rank waits at the end of a step for another rank th
 class Ranks:
     """The ranks that train a model.
 
-    All ranks call `vote`, `least` and `gather`, in the same order. If a rank has waited too long for another, or
-    another has detached or died, all votes end: pending and later votes raise `RanksError`. They end at the same vote
-    on all ranks.
+    All ranks call `vote`, `least` and `gather`, in the same order. Voting ends if a rank has waited too long for
+    another, or another has detached or died: pending and later votes raise `RanksError`. It ends at the same vote on
+    all ranks, unless torch's store is gone (see `may_differ`).
 
     Args:
         members: the ranks of the world that train the model; None for all of them.
@@ -53,7 +53,7 @@ class Ranks:
 
     @property
     def are_known(self) -> bool:
-        """Return whether the ranks are known: False in a launcher's process that has not joined a group yet."""
+        """Return whether the ranks are known: False if a launcher started several, until this one joins a group."""
         return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1
 
     @property
@@ -67,11 +67,11 @@ class Ranks:
         return dist.is_initialized() and dist.get_backend() in MADE_UP
 
     def vote(self, mask: int) -> Callable[[], int]:
-        """Start the bitwise AND of a non-negative number over all ranks; return a function that waits for it."""
+        """Cast a non-negative number; return a function that waits for the bitwise AND of all ranks' numbers."""
         return self._cast(mask, functools.partial(functools.reduce, operator.and_), mask)
 
     def least(self, value: float) -> Callable[[], float]:
-        """Start the minimum of a number over all ranks; return a function that waits for it."""
+        """Cast a number; return a function that waits for the smallest of all ranks' numbers."""
         return self._cast(value, min, value)
 
     def gather(self, value: Any, patient: bool = False) -> list[Any]:
@@ -79,7 +79,7 @@ class Ranks:
 
         Args:
             value: this rank's value.
-            patient: True to wait up to the default group's timeout, for ranks that have much to do before.
+            patient: True to wait up to the default group's timeout, as other ranks may call this much later.
         """
         return self._cast(value, list, [value] * len(self.members), patient)()
 
@@ -90,7 +90,7 @@ class Ranks:
             self._ballots.close()
 
     def part(self) -> None:
-        """Announce that this rank ends no steps until `rejoin`; if another rank ends one, all votes end at once."""
+        """Announce that this rank is out of batches: if another ends a step before `rejoin`, voting ends at once."""
         if self._ballots is not None:
             self._ballots.part()
 
@@ -105,7 +105,10 @@ class Ranks:
         return self._ballots is not None and self._ballots.torn
 
     def is_first_to_say(self) -> bool:
-        """Return True to the first rank that calls this: it reports why there are no more votes."""
+        """Return whether this rank is to report why voting ended: True on the first rank that calls this.
+
+        True on every rank if the ranks never met, or if torch's store is gone.
+        """
         return self._ballots is None or self._ballots.is_first_to_say()
 
     def _cast(

@@ -1,6 +1,6 @@
 """Computes how many device bytes a plan may keep, and notices when a plan keeps more than the device has room for.
 
-Both depend on the memory that the device's allocator or the arena reserves beside a step's tensors.
+Both depend on the memory that the device's allocator or the arena reserves in addition to a step's tensors.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ log = logging.getLogger("memplug")
 
 
 class Room:
-    """The device memory that plans may keep; called at the end of the same steps on all ranks.
+    """The device memory that outputs kept by plans may take; all ranks call `is_short` at the end of the same steps.
 
     Args:
         budget: the device budget.
         ranks: the ranks that train the model.
-        reserved: measures the memory that is reserved beside a step's tensors.
+        reserved: measures the memory that steps reserve in addition to their tensors.
     """
 
     def __init__(self, budget: DeviceBudget, ranks: Ranks, reserved: Reserved):
@@ -38,7 +38,7 @@ class Room:
         self._agreed: Callable[[], float] | None = None
 
     def of_step(self, peak_bytes: int | None) -> int:
-        """Return the bytes that a plan may keep on the device, beside a step at the safest setting.
+        """Return the device bytes that a plan may keep in addition to those of a step at the safest setting.
 
         Args:
             peak_bytes: largest allocation total in that step; None: unknown.
@@ -82,7 +82,7 @@ class Room:
         return is_over
 
     def _warn(self, reserved_bytes: int) -> None:
-        """Warn, once, that no other plan would reserve less."""
+        """Warn, once, that no other plan would reserve less; say nothing if the budget is "auto"."""
         asked_gib = self._budget.asked_gib
         if self._warned or asked_gib == "auto":
             return

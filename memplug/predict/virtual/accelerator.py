@@ -48,7 +48,7 @@ def accelerated() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_reading() -> Iterator[None]:
-    """Replace DeepSpeed's functions that read numbers from the device inside the context.
+    """Replace, inside the context, DeepSpeed's functions that read numbers from the device.
 
     The device has no values. So checks for infinite gradients find none, and comparisons with rank 0 find no
     difference.
@@ -60,7 +60,7 @@ def _without_reading() -> Iterator[None]:
     def own(original: Any) -> Any:
         """Wrap a function that compares this rank's numbers with rank 0's, to return this rank's numbers.
 
-        The function still runs, because its collectives are part of the program.
+        The function still runs, because its collectives are part of the predicted step.
         """
 
         def answer(numbers: Any) -> Any:
@@ -95,7 +95,10 @@ def _accelerator() -> Any:
 
 
 class _Virtual:
-    """Overrides for DeepSpeed's CPU accelerator, which uses only torch's operators."""
+    """Overrides that turn DeepSpeed's CPU accelerator into the virtual device's.
+
+    The CPU accelerator uses only torch's operators, except through op builders.
+    """
 
     def __init__(self) -> None:
         super().__init__()
