@@ -22,8 +22,8 @@ from memplug.sizes import GIB, HOST_ROW_BYTES, MIB, rounded_up
 log = logging.getLogger("memplug")
 
 SMALLEST_SLAB_BYTES = 64 * MIB
-GROWTH = 1 / 2  # growth of the pool, as a share of its size, while no plan tells the final size
-GROWTH_BEYOND_PLAN = 1 / 16  # the same share, once a plan has told the final size
+GROWTH = 1 / 2  # growth of the pool, as a share of its size, while no plan says how much it needs
+GROWTH_BEYOND_PLAN = 1 / 16  # the same share, if a step needs more than the plan says
 
 
 class HostPool:
@@ -47,7 +47,7 @@ class HostPool:
         self.slabs: list[torch.Tensor] = []
         self._pinned: list[torch.Tensor] = []
         self._warned = False
-        # unpins if the pool is dropped without `close`: memory that is freed while registered stays mapped
+        # unpins if the pool is dropped without `close`: a slab freed while registered stays mapped in the driver
         self._finalizer = weakref.finalize(self, _give_back, device, self.slabs, self._pinned)
         self._finalizer.atexit = False  # at exit the driver may be gone already, and its registrations with it
 
@@ -69,8 +69,8 @@ class HostPool:
     def reserve(self, nbytes: int) -> None:
         """Make room for a plan that needs `nbytes`.
 
-        Unless rows are in use, one slab replaces all others: as large as the largest plan so far needs, within the
-        budget. Else the existing slabs stay, and one slab with the missing bytes is added.
+        The pool needs as many bytes as the largest plan since `give_back`, within the budget. If no rows are in use,
+        one slab of this size replaces all others. Otherwise the slabs stay, and a slab with the missing bytes is added.
         """
         self._planned_bytes = max(self._planned_bytes, nbytes)
         planned = min(

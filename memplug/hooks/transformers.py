@@ -24,7 +24,7 @@ class Transformers(Framework):
         return True
 
     def layers(self, model: nn.Module) -> Layers:
-        """Return the outermost modules of transformers' base class for layers that support gradient checkpointing."""
+        """Return the outermost of the layers that support gradient checkpointing (`LAYER_CLASS`)."""
         return outermost(instances(model, LAYER_CLASS))
 
     def is_expert(self, module: nn.Module) -> bool:
@@ -51,7 +51,7 @@ def layers_around(model: nn.Module, region: str) -> Layers:
 
 
 def check_checkpointing_is_off(layers: Layers) -> None:
-    """Raise `ConflictError` if gradient checkpointing is on in a layer: both would recompute it."""
+    """Raise `ConflictError` if gradient checkpointing is on in a layer, which memplug recomputes as well."""
     for name, layer in layers:
         if getattr(layer, "gradient_checkpointing", False):
             raise ConflictError(
@@ -71,12 +71,14 @@ def arguments(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
-    """Return a region's forward and arguments, changed so that each run gets copies of the key-value caches.
+    """Return a region's forward and arguments, changed so that each run gets its own copies of the key-value caches.
 
+    A region that runs again in backward needs the caches as they were before its forward (`memplug.hooks.caches`).
     Models make such caches by default, also in training. `layers` are the result of `layers_around` for the region.
 
     Raises:
-        ConflictError: memplug cannot make tensors of a cache again, or checkpointing was switched on since attaching.
+        ConflictError: memplug withheld tensors of a cache and cannot make them again, or checkpointing was switched on
+            after attaching.
     """
     check_checkpointing_is_off(layers)
     if not any(map(caches.is_cache, (*args, *kwargs.values()))):

@@ -26,7 +26,7 @@ class Common:
         config: the block; a technique reads its own section, and fields outside sections.
         device: the device that trains.
         reserved: device memory that memplug holds beside the tensors of a step.
-        beside: makes a `Beside`, which works in another process; if the block says so, training waits for it.
+        beside: makes a `Beside`, which runs tasks in another process, or, if the block says so, while training waits.
     """
 
     config: MemplugConfig
@@ -42,9 +42,9 @@ class Given(Common):
     Attributes:
         tell: logs one line for the user, at a level of `logging`.
         folder: the folder of kept plans; None if none are kept.
-        host_bytes: returns the bytes of the host budget that nothing else of the session holds.
-        explain: returns memplug's note for a request for device memory that failed for good; any thread may call it.
-        has_regions: True if layers are regions: then another technique swaps the tensors of layers.
+        host_bytes: returns the bytes of the host budget that the technique of `AgreedGiven` does not hold.
+        explain: returns memplug's note for the out-of-memory error of a device memory request; any thread may call it.
+        has_regions: True if the block asks for the technique of `AgreedGiven`: then that one swaps the layers' tensors.
         layer_bytes: returns for each layer the bytes that the layer's last forward offloaded; its backward prefetched
             as many.
         tensors: returns the parameters and buffers of the model.
@@ -68,13 +68,13 @@ class AgreedGiven(Common):
         has_regions: True if this or another rank has regions.
         ranks: the ranks that train the model.
         regathers: True if forward gathers parameters (ZeRO 3).
-        explain: called with (phase, region, error) for a device out-of-memory error in a region's forward or recompute
-            pass.
+        explain: adds memplug's note to a device out-of-memory error of a region's forward or recompute pass; called
+            with (phase, region, error).
         own: `with own():` surrounds memplug's own operators, which are no part of the program.
         step_peak: returns the largest memory in use during the last step, in bytes; None if it was not recorded.
         step_trace: returns the last step recorded in detail; None if there is none.
         is_served: True if the block asks for a technique that serves requests for memory.
-        is_relieved: True if the block asks for a technique that makes a step fit if no plan for the regions does.
+        is_relieved: True if the block asks for a technique that makes a step fit where no plan for the regions can.
     """
 
     regions: Sequence[Any]

@@ -67,7 +67,7 @@ def facts(drawn: Rectangles, axes: list[str], unit_bytes: int) -> str:
 
 
 def _packed(values: np.ndarray) -> tuple[str, str]:
-    """Return the JavaScript type of array that holds the values, exact up to 2**53, and its bytes in base 64."""
+    """Return a JavaScript array type that holds the values exactly (up to 2**53), and the array's bytes in base 64."""
     small = bool((np.abs(values) < 2**31).all())
     dtype = np.int32 if small else np.float64
     text = base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode()

@@ -8,12 +8,12 @@
     print(device.synchronize() - began_s, "s", device.usage().allocated_peak, "bytes")
 
 The virtual GPU is a torch device named "virtual". Programs, autograd and memplug run on it as on any other device. It
-has streams and events, simulates torch's caching allocator of CUDA (native/memory.h), and raises torch's own
+has streams and events, simulates torch's CUDA caching allocator (native/memory.h), and raises torch's own
 `OutOfMemoryError` if its memory is used up.
 
-torch's meta kernels determine the sizes of an operator's outputs. An operator fails if its meta kernel needs values,
-except `nonzero` and `masked_select` (`assume_true`). A number that the program reads, such as `loss.item()`, is 1. A
-callback can supply the results instead (`answer_by`).
+torch's meta kernels determine the sizes of an operator's outputs. `nonzero` and `masked_select` assume how many
+elements are true (`assume_true`); any other operator whose meta kernel needs values fails. A number that the program
+reads, such as `loss.item()`, is 1. A callback can supply all these results instead (`answer_by`).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class VirtualDevice(Device):
     def streams(self, core: Any) -> Any:
         """Return the native object through which memplug's core uses streams, events and copies of this device.
 
-        For memplug's own work, the object advances the host's clock by the profile's times.
+        The object advances the host's clock by the times that the profile has for memplug's own work.
         """
         own = self.hardware
         return core.other_streams(self._core.spend, own.observe_s, own.region_s, own.restore_s)
@@ -178,7 +178,7 @@ class VirtualDevice(Device):
     def restart(self) -> None:
         """Set the clocks and counters to zero, and release free segments.
 
-        If no tensor is alive, addresses begin anew too: new tensors get those of the process's first tensors.
+        If no tensor is alive, addresses begin anew too: the next tensors get the addresses of the process's first ones.
         """
         self._core.settle()
         if self.usage().allocated:  # reference cycles may keep tensors alive
@@ -203,9 +203,9 @@ class VirtualDevice(Device):
         """Set the callback that supplies the results of operators whose results depend on values.
 
         Args:
-            answers: Called with the operator's work (`name` and `inputs`), and with whether the program waits for the
-                result. Returns the result's tensors: on the CPU, or on the meta device if only their sizes matter. If
-                it returns None, the device makes the result up, as it does without a callback.
+            answers: Called with the operator (`name` and `inputs`), and with whether the program waits for the result.
+                Returns the result's tensors: on the CPU, or on the meta device if only their sizes matter. If it
+                returns None, the device does as without a callback: it makes the result up, or the operator fails.
         """
         self._core.answer_by(answers)
 
@@ -316,7 +316,7 @@ def _started() -> Any:
     except RuntimeError as error:
         raise HardwareError(str(error)) from error
     torch.utils.rename_privateuse1_backend(NAME)
-    if not hasattr(torch, NAME):  # a failed attempt after a backward has registered it already
+    if not hasattr(torch, NAME):  # else an earlier attempt registered it, and then failed
         register_device_module(NAME, _Module)
     try:
         torch.ones(1, device=NAME, requires_grad=True).backward()
