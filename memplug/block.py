@@ -42,6 +42,7 @@ Patterns = Annotated[
     Literal["auto"] | Annotated[tuple[Text, ...], Field(min_length=1)],
     Allowed('"auto" or a non-empty list of non-empty module-name patterns'),
 ]
+Checkpointing = Annotated[Literal["replace", "refuse"], Allowed('"replace" or "refuse"')]
 Bytes = Annotated[int, Field(strict=True, ge=0), Integral, Allowed("a whole number of bytes, 0 or more")]
 Buffers = Annotated[int, Field(strict=True, ge=2), Integral, Allowed("a whole number, 2 or more")]
 Steps = Annotated[int, Field(strict=True, ge=0), Integral, Allowed("a whole number of steps, 0 or more")]
@@ -87,6 +88,9 @@ class TokenwiseConfig(TechniqueSection):
     number from 0 (recompute all) to 1 (swap all), without unit; or "auto": chosen for each tensor from measured link
     and compute rates and the budgets; or "memo": the largest single fraction whose copies fit into each region's
     forward and into host memory (MEMO, section 4.1)."""
+    checkpointing: Checkpointing = "replace"
+    """What happens to activation checkpointing that the script asks for around a region. "replace": memplug takes it
+    over, and gives it back when it detaches. "refuse": attaching, or the first such forward, is an error."""
     regions: Patterns = "auto"
     """The modules that run as regions. A non-empty list of glob patterns over whole names of modules, for example
     ["model.layers.*.self_attn", "model.layers.*.mlp"]: *, ? and [0-3] stay within one part of a name, and parts that

@@ -16,7 +16,16 @@ from memplug import torch_private
 from memplug.config import MemplugConfig, load_config
 from memplug.device.device import KINDS, Device, device_of
 from memplug.errors import ConflictError, RegionError
-from memplug.hooks import first_forward, flex_attention, frameworks, groups, optimizers, transformer_engine, units
+from memplug.hooks import (
+    checkpointing,
+    first_forward,
+    flex_attention,
+    frameworks,
+    groups,
+    optimizers,
+    transformer_engine,
+    units,
+)
 from memplug.hooks import regions as region_hooks
 from memplug.hooks.framework import AttachTarget
 from memplug.hooks.groups import Group
@@ -123,7 +132,7 @@ def _attach(target: AttachTarget, config: MemplugConfig, device: Device, ranks: 
     found, has_layers = find_layers(target.model, config, ranks)
     modules = found if config.tokenwise.enabled else []
     for framework in used if modules else ():
-        framework.check(target, modules)
+        framework.check(target, modules, config)
     for framework in used if config.swap.enabled and config.swap.states else ():
         framework.check_states(target)
     regions = [Region(name, type(module).__name__) for name, module in modules]
@@ -135,7 +144,7 @@ def _attach(target: AttachTarget, config: MemplugConfig, device: Device, ranks: 
         else:
             attached.at_detach(region_hooks.mark(target.chunks[0], attached))
         for (name, module), region in zip(modules, regions, strict=True):
-            prepare = next(filter(None, (framework.prepare(target, name) for framework in used)), None)
+            prepare = next(filter(None, (framework.prepare(target, name, config) for framework in used)), None)
             attached.at_detach(region_hooks.make_region(module, region, attached, prepare))
         optimizers.watch(target.chunks, attached)
         groups.watch_joins(attached)
@@ -143,6 +152,7 @@ def _attach(target: AttachTarget, config: MemplugConfig, device: Device, ranks: 
             framework.hook(target, modules, attached)
         transformer_engine.hook([module for _, module in modules], attached)
         if modules:
+            checkpointing.take_over(modules, target.model, attached)
             flex_attention.hook(attached)
             units.watch_functions(attached.executor.functions, attached)
         layout = dict(pair for framework in used for pair in framework.layout(target).items())

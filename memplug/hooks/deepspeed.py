@@ -83,8 +83,10 @@ class DeepSpeed(Framework):
                 "Detach that session and attach to the engine, or leave it to `memplug.install()`.",
             )
 
-    def check(self, target: AttachTarget, modules: Layers) -> None:
-        """Raise `ConflictError` if DeepSpeed's activation checkpointing is configured."""
+    def check(self, target: AttachTarget, modules: Layers, config: MemplugConfig) -> None:
+        """Raise `ConflictError` if DeepSpeed's activation checkpointing is configured, and the block refuses it."""
+        if config.tokenwise.checkpointing == "replace":
+            return
         checkpointing = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
         if checkpointing is not None and checkpointing.is_configured():
             raise ConflictError(

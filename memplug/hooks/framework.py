@@ -105,7 +105,7 @@ class Framework:
     def check_attached(self, target: AttachTarget) -> None:
         """Raise `ConflictError` if the model's existing session was not attached to this target."""
 
-    def check(self, target: AttachTarget, modules: Layers) -> None:
+    def check(self, target: AttachTarget, modules: Layers, config: MemplugConfig) -> None:
         """Raise `ConflictError`, `RegionError` or `UnsupportedVersionError` if the modules cannot run as regions."""
 
     def check_states(self, target: AttachTarget) -> None:
@@ -119,7 +119,7 @@ class Framework:
         """Return how the job is split over its ranks, such as {"zero_stage": 2}; a plan is valid for one layout."""
         return {}
 
-    def prepare(self, target: AttachTarget, name: str) -> Prepare | None:
+    def prepare(self, target: AttachTarget, name: str, config: MemplugConfig) -> Prepare | None:
         """Return a function that checks or changes a region's arguments, or None; memplug uses the first one found."""
 
     def hook(self, target: AttachTarget, modules: Layers, attached: AttachedModel) -> None:

@@ -40,7 +40,7 @@ from torch import nn
 
 from memplug.config import MemplugConfig
 from memplug.errors import ConfigError, ConflictError, PatchError, RegionError, UnsupportedVersionError
-from memplug.hooks import random_states
+from memplug.hooks import checkpointing, random_states
 from memplug.hooks.framework import AttachTarget, Framework, Layers, instances, outermost
 from memplug.hooks.patching import patch, unnoticed
 from memplug.hooks.regions import Call, Prepare
@@ -54,8 +54,10 @@ VERSIONS = "megatron-core 0.16 to 0.20"
 OLDEST, NEWEST = (0, 16), (0, 20)
 LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
 
+_RECOMPUTES = "recompute_granularity"
+
 _CONFLICTS = {
-    "recompute_granularity": "memplug recomputes the same layers: leave out --recompute-granularity",
+    _RECOMPUTES: "memplug recomputes the same layers: leave out --recompute-granularity",
     "cpu_offloading": "memplug takes its place: leave out --cpu-offloading-num-layers",
     "fine_grained_activation_offloading": "memplug takes its place: leave out --fine-grained-activation-offloading",
     "enable_cuda_graph": "memplug cannot observe operators in a captured graph: leave out --enable-cuda-graph",
@@ -120,15 +122,18 @@ class Megatron(Framework):
             "tensor_parallel": state.get_tensor_model_parallel_world_size(),
         }
 
-    def check(self, target: AttachTarget, modules: Layers) -> None:
-        """Raise an error if Megatron-Core is set to recompute, offload or capture the layers itself."""
+    def check(self, target: AttachTarget, modules: Layers, config: MemplugConfig) -> None:
+        """Raise an error if Megatron-Core is set to offload or capture the layers itself, or to recompute them.
+
+        If the block lets memplug replace recomputation, `hook` switches that off.
+        """
         check_version()
+        replaced = {_RECOMPUTES} if config.tokenwise.checkpointing == "replace" else set()
         for name, layer in self.layers(target.model):
-            config = layer.config
             reasons = [
                 f"{key}={value!r}: {why}"
                 for key, why in _CONFLICTS.items()
-                if (value := getattr(config, key, None)) not in (None, False, "none")
+                if key not in replaced and (value := getattr(layer.config, key, None)) not in (None, False, "none")
             ]
             if reasons:
                 raise ConflictError(
@@ -136,7 +141,7 @@ class Megatron(Framework):
                     "Leave these options out: memplug takes their place.",
                     code="MP002",
                 )
-            _check_kernels(name, config)
+            _check_kernels(name, layer.config)
             if not inspect.isfunction(inspect.unwrap(type(layer).forward)) or hasattr(layer, "cudagraph_manager"):
                 raise RegionError(
                     f"the forward of layer {name}, a {type(layer).__name__}, is no plain method: memplug cannot run it "
@@ -145,7 +150,7 @@ class Megatron(Framework):
                     code="MP003",
                 )
 
-    def prepare(self, target: AttachTarget, name: str) -> Prepare:
+    def prepare(self, target: AttachTarget, name: str, config: MemplugConfig) -> Prepare:
         """Return the function that checks a layer's arguments."""
         return arguments
 
@@ -155,6 +160,8 @@ class Megatron(Framework):
         _hook_memory_buffer(attached)
         _hook_losses(attached)
         _hook_gathering(attached)
+        if modules and checkpointing.replaces(attached):
+            _replace_recomputation(target.model, attached)
         attached.executor.hooks.surroundings.append(
             lambda: random_states.kept(_module("megatron.core.tensor_parallel.random").get_cuda_rng_tracker())
         )
@@ -230,6 +237,36 @@ def arguments(
             "Run inference under `torch.no_grad()`.",
         )
     return call, args, kwargs
+
+
+def _replace_recomputation(model: nn.Module, attached: AttachedModel) -> None:
+    """Switch Megatron-Core's own recomputation off until the session detaches.
+
+    Modules read the configuration in each forward ("full"), or have set a flag when they were made ("selective").
+    """
+    changed: list[tuple[Any, str, Any]] = []
+    configs = {id(layer.config): layer.config for _, layer in instances(model, LAYER_CLASS)}
+    asked = {getattr(config, _RECOMPUTES, None) for config in configs.values()} - {None}
+    if not asked:
+        return
+    for config in configs.values():
+        changed.append((config, _RECOMPUTES, getattr(config, _RECOMPUTES, None)))
+    for module in model.modules():
+        flags = [name for name, value in vars(module).items() if value is True and _is_recompute_flag(name)]
+        changed += [(module, name, True) for name in flags]
+    for owner, name, value in changed:
+        object.__setattr__(owner, name, None if value is not True else False)
+
+    def undo() -> None:
+        for owner, name, value in changed:
+            object.__setattr__(owner, name, value)
+
+    attached.at_detach(undo)
+    checkpointing.tell(attached, f"--recompute-granularity {', '.join(sorted(asked))}")
+
+
+def _is_recompute_flag(name: str) -> bool:
+    return "recompute" in name or name == "checkpoint_core_attention"
 
 
 def _hook_schedules(attached: AttachedModel) -> None:

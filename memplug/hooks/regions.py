@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from memplug.errors import ConflictError, RegionError
+from memplug.hooks import checkpointing
 from memplug.hooks.derived import once_for_each_class
 from memplug.hooks.tracing import nothing, outside
 from memplug.session.attached import AttachedModel
@@ -69,10 +70,12 @@ class _Bound:
         """Restore the module's own class.
 
         Returns:
-            False, with nothing changed, if the module's class was replaced since, or the forward needs the arguments
-            that `prepare` makes.
+            False, with nothing changed, if the module's class was replaced since, the forward needs the arguments that
+            `prepare` makes, or the module asks for checkpointing, which the region replaces.
         """
         if self.changes_arguments or type(self._module) is not self._subclass:
+            return False
+        if getattr(self._module, checkpointing.FLAG, False):  # the module's own class would checkpoint again
             return False
         self.undo()
         return True
@@ -207,7 +210,10 @@ def _region_class(original: type) -> type:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound = self.__dict__.get(_REGION)
         call = functools.partial(original.forward, self)
-        if bound is None or not torch.is_grad_enabled():
+        if bound is None:
+            return call(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            checkpointing.reentrant_checkpoints().see(bound.region.name, bound.attached)
             return call(*args, **kwargs)
         bound.attached.begin_forward()
         if bound.prepare is not None:
@@ -217,7 +223,17 @@ def _region_class(original: type) -> type:
         return bound.attached.executor.run(bound.region, call, args, kwargs)
 
     forward = functools.update_wrapper(outside(forward, original.forward), original.forward)
-    return subclass(original, forward=forward, __prepare_scriptable__=_refuse_script)
+    members = (
+        {checkpointing.FUNCTION: checkpointing.LayersFunction(_session_of)}
+        if hasattr(original, checkpointing.FLAG)
+        else {}
+    )
+    return subclass(original, forward=forward, __prepare_scriptable__=_refuse_script, **members)
+
+
+def _session_of(module: nn.Module) -> AttachedModel | None:
+    bound = module.__dict__.get(_REGION)
+    return bound.attached if bound is not None else None
 
 
 @once_for_each_class

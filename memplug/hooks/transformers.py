@@ -1,4 +1,7 @@
-"""Adapts Hugging Face models: finds their decoder layers, refuses gradient checkpointing, copies their caches."""
+"""Adapts Hugging Face models: finds their decoder layers, and copies their caches.
+
+`memplug.hooks.checkpointing` replaces gradient checkpointing; this file refuses it where the block says so.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from memplug.config import MemplugConfig
 from memplug.errors import ConflictError
 from memplug.hooks import caches
 from memplug.hooks.framework import AttachTarget, Framework, Layers, instances, lies_in, outermost
@@ -31,14 +35,15 @@ class Transformers(Framework):
         """Return whether the name of a module's class contains "Experts"."""
         return "Experts" in type(module).__name__
 
-    def check(self, target: AttachTarget, modules: Layers) -> None:
-        """Raise `ConflictError` if gradient checkpointing is on in a layer that is, contains or lies in a region."""
-        for name, _ in modules:
+    def check(self, target: AttachTarget, modules: Layers, config: MemplugConfig) -> None:
+        """Raise `ConflictError` if the block refuses gradient checkpointing, but a layer around a region has it on."""
+        for name, _ in modules if config.tokenwise.checkpointing == "refuse" else ():
             check_checkpointing_is_off(layers_around(target.model, name))
 
-    def prepare(self, target: AttachTarget, name: str) -> Prepare:
+    def prepare(self, target: AttachTarget, name: str, config: MemplugConfig) -> Prepare:
         """Return the function that gives a region copies of its caches."""
-        return functools.partial(arguments, layers_around(target.model, name), name, target.cache_uses)
+        refused = layers_around(target.model, name) if config.tokenwise.checkpointing == "refuse" else ()
+        return functools.partial(arguments, refused, name, target.cache_uses)
 
 
 def layers_around(model: nn.Module, region: str) -> Layers:
@@ -56,14 +61,15 @@ def check_checkpointing_is_off(layers: Layers) -> None:
         if getattr(layer, "gradient_checkpointing", False):
             raise ConflictError(
                 f"gradient checkpointing of {name or type(layer).__name__} is on, and memplug recomputes it too",
-                "Set `gradient_checkpointing=False` in the trainer's arguments (TRL's default is True), or call "
-                "`model.gradient_checkpointing_disable()`: memplug takes its place.",
+                "Set `gradient_checkpointing=False` in the trainer's arguments (TRL's default is True), call "
+                "`model.gradient_checkpointing_disable()`, or let memplug replace it: "
+                '"tokenwise": {"checkpointing": "replace"}.',
                 code="MP002",
             )
 
 
 def arguments(
-    layers: Layers,
+    refused: Layers,
     region: str,
     uses: Uses,
     module: nn.Module,
@@ -74,13 +80,13 @@ def arguments(
     """Return a region's forward and arguments, changed so that each run gets its own copies of the key-value caches.
 
     A region that runs again in backward needs the caches as they were before its forward (`memplug.hooks.caches`).
-    Models make such caches by default, also in training. `layers` are the result of `layers_around` for the region.
+    Models make such caches by default, also in training. `refused` are layers that may not checkpoint themselves.
 
     Raises:
         ConflictError: memplug withheld tensors of a cache and cannot make them again, or checkpointing was switched on
             after attaching.
     """
-    check_checkpointing_is_off(layers)
+    check_checkpointing_is_off(refused)
     if not any(map(caches.is_cache, (*args, *kwargs.values()))):
         return call, args, kwargs
 

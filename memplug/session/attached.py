@@ -88,6 +88,7 @@ class AttachedModel:
         self.owner: Any = None
         self.forwards = 0
         self.steps_are_marked = self._missed_steps = False
+        self._told: set[str] = set()
         self.on_step: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
         self.at_detach(closing.at_exit(self))
@@ -236,3 +237,9 @@ class AttachedModel:
     def tell(self, text: str) -> None:
         """Log one line, on rank 0 only."""
         self.boundary.adjuster.tell(text)
+
+    def tell_once(self, text: str) -> None:
+        """Log one line as `tell` does, unless the session has logged it before."""
+        if text not in self._told:
+            self._told.add(text)
+            self.tell(text)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import memplug
+from memplug.config import MemplugConfig
 from memplug.errors import ConflictError, RegionError
 from memplug.hooks import frameworks
 from memplug.hooks.framework import AttachTarget, Framework, Layers
@@ -59,14 +60,14 @@ class Toy(Framework):
     def layers(self, model: nn.Module) -> Layers:
         return [(name, module) for name, module in model.named_modules() if isinstance(module, Block)]
 
-    def check(self, target: AttachTarget, modules: Layers) -> None:
+    def check(self, target: AttachTarget, modules: Layers, config: MemplugConfig) -> None:
         if getattr(target.engine, "recomputes", False):
             raise ConflictError("the trainer recomputes", "Switch that off.")
 
     def regathers(self, target: AttachTarget) -> bool:
         return target.engine.shards
 
-    def prepare(self, target: AttachTarget, name: str) -> Callable[..., Any]:
+    def prepare(self, target: AttachTarget, name: str, config: MemplugConfig) -> Callable[..., Any]:
         def note(module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
             self.prepared.append(name)
             return call, args, kwargs

@@ -1,0 +1,230 @@
+"""Takes over the activation checkpointing that a script asks for around its regions.
+
+| asked for by | while the session is attached |
+|---|---|
+| Hugging Face's flag `gradient_checkpointing`, however and whenever set | the layer calls its function directly |
+| `CheckpointWrapper` of torch, FSDP or torchtitan around a region | the same |
+| a reentrant `torch.utils.checkpoint`, or DeepSpeed's `checkpoint` | runs as torch's with `use_reentrant=False` |
+| `torch.utils.checkpoint` with `use_reentrant=False` | runs as before: regions inside are regions already |
+
+A reentrant checkpoint runs its function without gradients, and memplug cannot run a region without them. The first call
+of a function shows whether it has regions in it. Code outside of the regions is recomputed as the script asked, so a step
+holds no more than under the script's own checkpointing. `memplug.hooks.megatron` replaces Megatron-Core's recomputation.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+
+from memplug.errors import ConflictError
+from memplug.session.attached import AttachedModel
+
+FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+_CLASS = "CheckpointFunction"
+_DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
+
+Apply = Callable[..., Any]
+
+
+def replaces(attached: AttachedModel) -> bool:
+    """Return whether the block lets memplug take over a script's checkpointing."""
+    return attached.config.tokenwise.checkpointing == "replace"
+
+
+def take_over(modules: Sequence[tuple[str, nn.Module]], model: nn.Module, attached: AttachedModel) -> None:
+    """Take over checkpoints around the regions until the session detaches.
+
+    Args:
+        modules: the modules of the session's regions, with their names.
+        model: the whole model.
+        attached: the session.
+    """
+    reentrant = reentrant_checkpoints()
+    reentrant.begin()
+    end = weakref.finalize(attached, reentrant.end)  # also if the session is just dropped
+    attached.at_detach(end)
+    if not replaces(attached):
+        return
+    if any(getattr(module, FLAG, False) for _, module in modules):
+        tell(attached, FLAG)
+    regions = {id(module) for _, module in modules}
+    wrapper_class = getattr(sys.modules.get(_WRAPPERS), "CheckpointWrapper", ())  # nothing is an instance of ()
+    for wrapper in model.modules():
+        if isinstance(wrapper, wrapper_class) and id(wrapper._checkpoint_wrapped_module) in regions:
+            _call_directly(wrapper, attached)
+
+
+def tell(attached: AttachedModel, what: str) -> None:
+    """Log once which of the script's checkpoints memplug replaces."""
+    attached.tell_once(f"replaces the script's checkpointing of regions ({what}): a plan decides what is recomputed")
+
+
+def _call_directly(wrapper: Any, attached: AttachedModel) -> None:
+    own = wrapper.checkpoint_fn
+    wrapper.checkpoint_fn = _direct
+    tell(attached, "CheckpointWrapper")
+
+    def undo() -> None:
+        if wrapper.checkpoint_fn is _direct:
+            wrapper.checkpoint_fn = own
+
+    attached.at_detach(undo)
+
+
+def _direct(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the function; stands in for a checkpoint whose options are bound already."""
+    return function(*args, **kwargs)
+
+
+# -- Hugging Face's flag -----------------------------------------------------------------------------------------------
+
+
+class LayersFunction:
+    """The attribute of a region's class by which a Hugging Face layer checkpoints itself.
+
+    Args:
+        session_of: returns the session of a layer, or None if the layer is no region at present.
+    """
+
+    def __init__(self, session_of: Callable[[nn.Module], AttachedModel | None]):
+        self._session_of = session_of
+
+    def __get__(self, layer: nn.Module | None, owner: type) -> Any:
+        """Return a function that calls its argument directly, or the layer's own if memplug does not replace it."""
+        if layer is None:
+            return self
+        own = layer.__dict__.get(FUNCTION)
+        attached = self._session_of(layer)
+        if own is None:
+            raise AttributeError(FUNCTION)
+        if attached is None or not replaces(attached):
+            return own
+        tell(attached, FLAG)
+        return _direct
+
+    def __set__(self, layer: nn.Module, function: Any) -> None:
+        """Set the layer's own function."""
+        layer.__dict__[FUNCTION] = function
+
+
+# -- reentrant checkpoints ---------------------------------------------------------------------------------------------
+
+
+class _Running(threading.local):
+    """The reentrant checkpoint whose forward runs on this thread: the key of its function, or None."""
+
+    key: Any = None
+
+
+class ReentrantCheckpoints:
+    """Follows the process's reentrant checkpoints while a session is attached, and converts those around regions."""
+
+    def __init__(self) -> None:
+        self._sessions = 0
+        self._with_regions: set[Any] = set()
+        self._replaced: list[tuple[Any, Any, Any]] = []  # module, its own class, and the class in its place
+        self._running = _Running()
+
+    def begin(self) -> None:
+        """Count a session, and begin to follow with the first one."""
+        self._sessions += 1
+        known = [module for module, _, _ in self._replaced]
+        for module, convert in self._places():
+            own = getattr(module, _CLASS, None)
+            if own is not None and module not in known:
+                self._replaced.append((module, own, self._following(own, convert)))
+                setattr(module, _CLASS, self._replaced[-1][-1])
+
+    def end(self) -> None:
+        """Count one session less, and stop following with the last one."""
+        self._sessions -= 1
+        if self._sessions:
+            return
+        self._with_regions.clear()
+        while self._replaced:
+            module, own, following = self._replaced.pop()
+            if getattr(module, _CLASS) is following:  # else other code has patched it since, and calls an inert class
+                setattr(module, _CLASS, own)
+
+    def see(self, name: str, attached: AttachedModel) -> None:
+        """Note that a region runs without gradients on this thread, perhaps inside of a reentrant checkpoint.
+
+        Args:
+            name: name of the region.
+            attached: its session.
+
+        Raises:
+            ConflictError: the block refuses the script's own checkpointing.
+        """
+        key = self._running.key
+        if key is None:
+            return
+        if not replaces(attached):
+            raise ConflictError(
+                f"region {name} runs inside of a reentrant checkpoint, and memplug recomputes it too",
+                'Leave out the checkpoint, or let memplug replace it: "tokenwise": {"checkpointing": "replace"}.',
+                code="MP002",
+            )
+        self._with_regions.add(key)
+        tell(attached, "reentrant checkpoint")
+
+    @staticmethod
+    def _places() -> list[tuple[Any, Apply]]:
+        """Return the modules that have a class of reentrant checkpoints, with the function that runs one otherwise."""
+        places: list[tuple[Any, Apply]] = [(torch_checkpoint, _as_torchs)]
+        if _DEEPSPEED in sys.modules:
+            places.append((sys.modules[_DEEPSPEED], _as_deepspeeds))
+        return places
+
+    def _following(self, own: Any, convert: Apply) -> Any:
+        def apply(cls: type, function: Any, *args: Any) -> Any:
+            key = _key(function)
+            if key in self._with_regions and torch.is_grad_enabled() and any(map(_takes_gradients, args)):
+                return convert(function, *args)
+            outer, self._running.key = self._running.key, key
+            try:
+                return own.apply(function, *args)
+            finally:
+                self._running.key = outer
+
+        members = {"__module__": own.__module__, "apply": classmethod(apply)}
+        return type(own)(own.__name__, (own,), members)
+
+
+reentrant_checkpoints = functools.cache(ReentrantCheckpoints)
+
+
+def _as_torchs(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+    # a reentrant checkpoint compares nothing between forward and recomputation
+    options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state, "determinism_check": "none"}
+    return torch_checkpoint.checkpoint(function, *args, **options)
+
+
+def _as_deepspeeds(function: Any, outputs: list[Any], *args: Any) -> None:
+    if sys.modules[_DEEPSPEED].get_cuda_rng_tracker().get_states():
+        found = sys.modules[_DEEPSPEED].non_reentrant_checkpoint(function, *args)  # restores the tracker's states too
+    else:
+        found = _as_torchs(function, True, *args)
+    outputs += [found] if isinstance(found, torch.Tensor) else found
+
+
+def _takes_gradients(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _key(function: Any) -> Any:
+    """Return a key that calls of one piece of code share: scripts make a new closure for each call."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__code__", type(function))
