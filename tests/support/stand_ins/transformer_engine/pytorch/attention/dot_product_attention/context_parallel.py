@@ -155,7 +155,7 @@ class AttnFuncWithCPAndKVP2P(torch.autograd.Function):
             with second(i):
                 steps.append((step, *_forward(step.args, step.rows(q), *map(step.tokens, held))))
             if i + 1 < size:
-                held = coming  # the work keeps the tensor that it sends
+                held = coming  # the pending send still holds the old tensor
         _join(q, cp)
         lse = steps[0][2].double()
         for step, _, its, _ in steps[1:]:
