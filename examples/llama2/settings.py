@@ -182,7 +182,7 @@ def _check_saves(inputs: Inputs, args: argparse.Namespace, ranks: int) -> None:
     if args.save_dir.exists() and not args.save_dir.is_dir():
         inputs.problems.append(f"--save-dir {args.save_dir} is a file")
         return
-    import checkpoint  # not above: it imports DeepSpeed, which takes seconds
+    import checkpoint  # imported only here, since it imports DeepSpeed, which takes seconds
 
     tag = checkpoint.latest(args.save_dir)
     if tag is None:

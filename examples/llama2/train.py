@@ -106,7 +106,7 @@ def start(args: argparse.Namespace) -> tuple[deepspeed.DeepSpeedEngine, Any, tup
     agree(inputs, args, log)  # nothing has been built yet
     model = build_model(args, inputs, device)
     if args.memplug != "none":
-        import memplug  # not above: with `--memplug none` this is a plain DeepSpeed script
+        import memplug  # only here: with `--memplug none` this is a plain DeepSpeed script
     if args.memplug == "install":
         memplug.install()
     groups = context.share_attention(model, args.context, inputs.config["train_micro_batch_size_per_gpu"])

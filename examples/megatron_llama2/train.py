@@ -234,7 +234,7 @@ def main() -> None:
     optimizer = megatron_model.build_optimizer(chunks, dtype, args.learning_rate, args.distributed_optimizer)
     session = None
     if args.memplug:
-        import memplug  # not above: with --no-memplug this is a plain Megatron-Core script
+        import memplug  # only here: with --no-memplug this is a plain Megatron-Core script
 
         session = memplug.attach(chunks, args.memplug_config)
     train_set, validation_set = load_data(args, inputs.tokens)
