@@ -27,7 +27,7 @@ class Failing:
         cls.calls, cls.fails_at, cls.error = 0, fails_at, error
 
 
-Failing.__module__ = torch.__name__  # memplug then takes it for torch's, and does not put its state back
+Failing.__module__ = torch.__name__  # memplug then takes the class for one of torch's, and does not restore its state
 
 
 def _call(x: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ def started(
     Yields:
         The launcher's process, and a function that returns the output so far.
     """
-    # Output goes to a file: an unread pipe would block the processes, and a pipe held open by an orphan the test.
+    # Output goes to a file: an unread pipe blocks the processes, and the test if an orphan keeps the pipe open.
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             _command(arguments, launcher, processes, module),

@@ -132,7 +132,7 @@ def is_over_before(problem: Problem, first: Buffer, second: Buffer) -> bool:
     if first.stream == second.stream:
         return first.upper <= second.lower
     reached = {first.stream}  # streams that are ordered after the free
-    for time, before, after in problem.orderings.tolist():  # in their order, also within one instant
+    for time, before, after in problem.orderings.tolist():  # in the order of the rows, also within one instant
         if first.upper <= time <= second.lower and before in reached:
             reached.add(after)
     return second.stream in reached
@@ -222,7 +222,7 @@ def _row(draw, named, *, streams, latest, largest, alignments) -> tuple:
 
 
 def _orderings(streams: int, latest: int) -> st.SearchStrategy:
-    stream = st.integers(0, streams)  # one stream more than buffers are on
+    stream = st.integers(0, streams)  # includes one stream without buffers
     rows = st.lists(st.tuples(st.integers(0, latest), stream, stream), max_size=3 * streams)
     return rows.map(lambda drawn: sorted(drawn, key=lambda row: row[0]))
 

@@ -1,9 +1,9 @@
 """Trains small models whose layers launch kernels of their own, with memplug and without, for `FOLDER/results.pt`.
 
 `python -m tests.support.opaque_layers_worker FOLDER CASES [--installed]` uses the stand-ins of Transformer Engine and
-flash-attn, or with `--installed` these packages themselves on a GPU, in bfloat16. `CASES` is a JSON object. Its names
-"refusals" and "errors" have a block, for the functions of these names, which describe their results. Any other name has
-a case:
+flash-attn, or with `--installed` these packages themselves on a GPU, in bfloat16. `CASES` is a JSON object: name ->
+case. For "refusals" and "errors" the case is a block, passed to the function of that name, whose docstring describes
+the result. Any other case has these fields:
 
 * "layer": a class of this module; "steps": how many; "memplug": a block, or null;
 * "recipe": FP8's recipe, or null; "around_backward": a recipe that is on around backward alone;
@@ -16,8 +16,8 @@ a case:
 The results of each case: {"losses": of each micro-batch, "gradients": a digest of each step's gradients, "scales":
 FP8's at the end, "report": memplug's, "functions": counts of each Function's forwards in the last step (for the
 packages themselves, see tests/support/attention_kernels.py), "flops": by kernel, in the last step, "violations": how
-often simulated CUDA saw a wrong order, "queued": FP8 states that are left over at the end, "histories": those of the
-last step, see `TwiceLinear`}.
+often simulated CUDA saw a wrong order, "queued": FP8 states that are left over at the end, "histories": the amax
+histories of the last step (see `TwiceLinear`)}.
 """
 
 from __future__ import annotations

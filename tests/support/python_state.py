@@ -221,7 +221,7 @@ class OfClass(Stateful):
 
 
 class Shared:
-    """A class of the model's own that has no object."""
+    """A class of the model's own, without instances."""
 
     calls = 0
 

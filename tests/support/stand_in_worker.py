@@ -233,7 +233,7 @@ class _Seen(TorchDispatchMode):
 
 
 def dispatcher() -> dict[str, Any]:
-    """Return the operators that torch sees in a layer's forward, saved tensors' shapes, and how many backward frees."""
+    """Return a layer's operators as torch sees them in forward, the saved tensors' shapes, and how many are freed."""
     module, x = te.LayerNormMLP(32, 64, activation="swiglu"), torch.randn(4, 32)
     given: list[torch.Tensor] = []
 
