@@ -1,4 +1,4 @@
-"""An operator that raises on demand: a recompute pass runs operators alone, so no module's code can raise in it."""
+"""An operator that raises on demand: a recompute pass runs only operators, so no module's code can raise in it."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ def started(
     Yields:
         The launcher's process, and a function that returns the output so far.
     """
-    # Output goes to a file: an unread pipe blocks the processes, and the test if an orphan keeps the pipe open.
+    # Output goes to a file: processes block on a pipe that is not read, and the test would wait as long as an orphan
+    # keeps a pipe open.
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             _command(arguments, launcher, processes, module),

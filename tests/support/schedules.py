@@ -81,7 +81,7 @@ SCHEDULES = {
 
 
 class Action(NamedTuple):
-    """One row of a script: a malloc of `nbytes`, or the free of a malloc of this layer's or another layer's script.
+    """One row of a script: a malloc of `nbytes`, or the free of a malloc, which may be in another layer's script.
 
     Attributes:
         script: the malloc's script: "forward", "saving" or "backward".

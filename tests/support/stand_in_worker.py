@@ -206,7 +206,7 @@ def sixteen_bits() -> float:
 
 
 def repeats() -> dict[str, Any]:
-    """Return whether two runs of a layer are equal, and whether a linear layer computes some of its rows alike."""
+    """Return whether two runs of a layer are equal, and whether rows keep their bits in a product of fewer rows."""
     module, x = layer(), torch.randn(16, 2, 32)
     results = []
     for _ in range(2):

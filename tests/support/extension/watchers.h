@@ -13,8 +13,8 @@ namespace memplug {
 
 // Behaviour of the watcher of each order.
 struct Noting {
-  bool throws = false; // when an operator begins
-  bool declines = false; // does not ask for the operator's end
+  bool throws = false; // throws when an operator begins
+  bool declines = false; // does not ask to see the operator's end
 };
 
 inline std::array<Noting, WATCHERS> noting;

@@ -27,7 +27,7 @@ from transformer_engine.pytorch.utils import (
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Saves each expert's rows (views of the input, or in eight bits), weights as multiplied, weights, biases.
+    """Saves each expert's rows (views of the input, or in eight bits), weights in the product's type, weights, biases.
 
     `args` has lists of quantizers.
     """
