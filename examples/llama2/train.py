@@ -34,7 +34,7 @@ from transformers import (
 )
 
 log = logging.getLogger("llama2")
-ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2"}  # Hugging Face's names
+ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2"}  # the command line's names -> Hugging Face's
 
 
 def init_process_group(local_rank: int) -> torch.device:

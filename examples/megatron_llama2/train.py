@@ -165,7 +165,7 @@ def count_parameters(chunks: list[Any]) -> float:
     """Return this rank's part of the number of parameters; a parameter that n ranks have counts as 1 / n on each."""
     total = 0.0
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
-        if not getattr(parameter, "allreduce", True):  # an expert's
+        if not getattr(parameter, "allreduce", True):  # the parameter of an expert
             copies = parallel_state.get_expert_data_parallel_world_size()
         else:
             split = getattr(parameter, "tensor_model_parallel", False)

@@ -158,7 +158,7 @@ def join(case: Case) -> Case:
 
 
 def uneven(case: Case) -> Case:
-    """Train a model of its own on each rank, with more batches than the rank before, and meet at the end."""
+    """Train a separate model on each rank, with more batches than the rank before; all ranks wait at the end."""
 
     def train(training: Training) -> None:
         for _ in range(BATCHES + MORE * dist.get_rank()):

@@ -180,7 +180,7 @@ def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str,
 
 
 class Recording(TorchDispatchMode):
-    """Records the operators that run inside."""
+    """Records the operators that run inside the `with`."""
 
     def __init__(self) -> None:
         super().__init__()

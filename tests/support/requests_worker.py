@@ -156,7 +156,7 @@ def _one_by_one(optimizer: Any) -> None:
 
 def _compose(recipe: Any) -> None:
     """Build attention and norms from common operators, since their device kernels save other tensors than the CPU's."""
-    import layers  # the recipe's
+    import layers  # the recipe's module
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight

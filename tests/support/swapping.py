@@ -1,4 +1,4 @@
-"""Swap problems made by hand or at random, and the best swap list of a problem, found by trying all."""
+"""Swap problems made by hand or at random, and the best swap list of a problem, found by trying all swap lists."""
 
 import numpy as np
 from hypothesis import strategies as st

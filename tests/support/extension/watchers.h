@@ -11,7 +11,7 @@
 
 namespace memplug {
 
-// Behaviour of the watcher of each order.
+// The behaviour of one watcher.
 struct Noting {
   bool throws = false; // throws when an operator begins
   bool declines = false; // does not ask to see the operator's end

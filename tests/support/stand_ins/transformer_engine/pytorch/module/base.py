@@ -163,7 +163,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
         @contextlib.contextmanager
         def prepare_forward(self, *args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
-            """Prepare and end a forward."""
+            """Prepare a forward on entry, and end it on exit."""
             yield self._before_forward(*args, **kwargs)
             self.end_forward()
 
