@@ -43,7 +43,7 @@ _LIBRARY.impl("may_fail", _call, "CompositeExplicitAutograd")
 
 
 class MayFail(torch.autograd.Function):
-    """Copies a tensor by that operator, and saves the operator's result for backward."""
+    """Copies a tensor by the operator that may fail, and saves the operator's result for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

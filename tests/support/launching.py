@@ -66,7 +66,7 @@ def started(
     module: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[subprocess.Popen, Callable[[], str]]]:
-    """Start a script under a launcher; at the end of the block, kill the processes that still run.
+    """Start a script under a launcher; at the end of the `with`, kill the processes that still run.
 
     The arguments are those of `launch`.
 

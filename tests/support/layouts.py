@@ -139,7 +139,7 @@ def is_over_before(problem: Problem, first: Buffer, second: Buffer) -> bool:
 
 
 def is_valid_plan(plan: AddressPlan) -> bool:
-    """Return whether everything in a plan is valid, by the definitions, as slow as `is_valid`."""
+    """Return whether everything in a plan is valid, by the definitions and as slowly as `is_valid`."""
     problem, solution, promised = plan.problem, plan.solution, plan.predictions
     placed = [problem.buffer(row) for row in range(len(problem))]
     peak = max((sum(b.size for b in placed if b.lower <= a.lower < b.upper) for a in placed), default=0)

@@ -114,7 +114,7 @@ class QuantizedLinear(te.Linear):
 
 
 class Mixed(Parts):
-    """A layer of which one module is quantized by itself."""
+    """A layer in which one module is quantized by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class TwiceLinear(te.Linear):
 
 
 class Twice(Parts):
-    """A layer of which one module runs twice per call."""
+    """A layer in which one module runs twice per call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,10 +298,10 @@ def errors(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusals(block: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the errors of Transformer Engine's own recomputation and offloading, "during" a session and "behind" it.
+    """Return the errors of Transformer Engine's own recomputation and offloading, during a session and after it.
 
     Returns:
-        For both, by call: class and message of its error, "" if it raised none.
+        For "during" and "behind" (after the session), by call: class and message of its error, "" if it raised none.
     """
     model, x = Model(Parts), torch.randn(TOKENS, SEQUENCES, WIDTH, requires_grad=True)
     calls_by_name: dict[str, Callable[[], Any]] = {

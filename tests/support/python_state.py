@@ -284,7 +284,7 @@ class Draws(Stateful):
 
 
 class Renames(Stateful):
-    """Adds and drops names, and swaps a module for another."""
+    """Adds and removes attributes, and exchanges two modules."""
 
     def begin(self) -> None:
         self.old: float = 2.0

@@ -1,4 +1,4 @@
-"""The recipes' modules that import no Megatron-Core, of both folders of examples, for tests."""
+"""The modules of both recipes that tests can import without Megatron-Core."""
 
 from __future__ import annotations
 

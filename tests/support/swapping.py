@@ -55,7 +55,7 @@ def steps(draw, most=20):
 
 
 def fewest_bytes(problem, *, longest_stall_s):
-    """Return the fewest bytes of candidates that meet the budget and stall at most `longest_stall_s`; None: no choice.
+    """Return the fewest bytes of candidates that meet the budget and stall at most `longest_stall_s`, or None.
 
     All subsets of the candidates are tried, except those that exceed the budget however long they stall.
     """

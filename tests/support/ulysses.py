@@ -82,7 +82,7 @@ def groups(sequence: int) -> Any:
 
 
 def llama() -> nn.Module:
-    """Return a Llama whose attention ALST's replaces."""
+    """Return a Llama whose attention is replaced by ALST's."""
     return tiny_llama(attn_implementation="sdpa")
 
 

@@ -81,7 +81,7 @@ _autocast_of = operator.attrgetter(*_OF_AUTOCAST)
 
 
 class FP8GlobalStateManager(metaclass=Holder):
-    """Reads and moves the state that all modules share.
+    """Reads and updates the state that all modules share.
 
     Attributes:
         quantization_state: the state, since 2.15; before, its fields are attributes of this class.
