@@ -98,7 +98,7 @@ class Estimate:
 
 
 def logits_bytes(vocab_size: int, tokens: int, tiles: int = 1) -> int:
-    """Return the memory of the logits and the loss of so many tokens, computed in `tiles` parts."""
+    """Return the bytes that the logits and the loss of `tokens` tokens take, computed in `tiles` parts."""
     return -(-tokens // tiles) * vocab_size * LOGIT_BYTES
 
 
@@ -132,7 +132,7 @@ def deepspeed_estimate(
     else:
         host, states = estimate_zero2_model_states_mem_needs(parameters.total, **where)
     if stage < 2:
-        # bytes a parameter: 2 + 2 for weights and gradients; 4 · 4 for gradients, weights and two moments in float32,
+        # bytes per parameter: 2 + 2 for weights and gradients; 4 · 4 for gradients, weights and two moments in float32,
         # which ZeRO 1 splits or offloads
         own = f"the numbers of {own}"
         states = 4 * parameters.total + (0 if optimizer else 16 * parameters.total // (ranks if stage else 1))

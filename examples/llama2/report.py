@@ -41,7 +41,7 @@ def peak_flop_per_s(device: torch.device, dtype: torch.dtype) -> tuple[float, st
         for part, rate in PEAK_BF16_FLOP_PER_S.items():
             if part in name:
                 return rate, f"data sheet of {part}"
-    # small in bfloat16: a CPU without instructions for it is a hundred times slower than in float32
+    # a small matmul for bfloat16, since a CPU without bfloat16 instructions is a hundred times slower than in float32
     side = 8192 if device.type == "cuda" else 1024 if dtype is torch.float32 else 256
     matrix = torch.randn(side, side, device=device, dtype=dtype)
     seconds = []

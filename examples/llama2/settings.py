@@ -76,7 +76,7 @@ def read(args: argparse.Namespace, ranks: Ranks) -> Inputs:
         _check_context(inputs, args, ranks.count)
     if inputs.problems:
         return inputs  # further checks would only repeat them
-    # if ranks share sequences, DeepSpeed's number of data-parallel ranks is a float: it must not derive sizes from that
+    # if ranks share sequences, DeepSpeed's number of data-parallel ranks is a float, so no size may be derived from it
     inputs.config.pop("train_batch_size", None)
     inputs.config |= {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": micro_batches}
     checks.read_text(inputs, args, args.seq_len * micro_batch * data_parallel)
@@ -182,7 +182,7 @@ def _check_saves(inputs: Inputs, args: argparse.Namespace, ranks: int) -> None:
     if args.save_dir.exists() and not args.save_dir.is_dir():
         inputs.problems.append(f"--save-dir {args.save_dir} is a file")
         return
-    import checkpoint  # not above: it imports DeepSpeed, which takes seconds
+    import checkpoint  # imported only here, since it imports DeepSpeed, which takes seconds
 
     tag = checkpoint.latest(args.save_dir)
     if tag is None:

@@ -57,7 +57,7 @@ class FolderTokenizer:
     """
 
     def __init__(self, folder: Path):
-        from transformers import AutoTokenizer  # not above: bytes do not need it
+        from transformers import AutoTokenizer  # imported only here, since bytes do not need it
 
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder")

@@ -34,7 +34,7 @@ from transformers import (
 )
 
 log = logging.getLogger("llama2")
-ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2"}  # Hugging Face's names
+ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2"}  # the command line's names -> Hugging Face's
 
 
 def init_process_group(local_rank: int) -> torch.device:
@@ -106,7 +106,7 @@ def start(args: argparse.Namespace) -> tuple[deepspeed.DeepSpeedEngine, Any, tup
     agree(inputs, args, log)  # nothing has been built yet
     model = build_model(args, inputs, device)
     if args.memplug != "none":
-        import memplug  # not above: with `--memplug none` this is a plain DeepSpeed script
+        import memplug  # only here: with `--memplug none` this is a plain DeepSpeed script
     if args.memplug == "install":
         memplug.install()
     groups = context.share_attention(model, args.context, inputs.config["train_micro_batch_size_per_gpu"])

@@ -56,7 +56,7 @@ def pretend() -> None:
         "current_device": lambda: CPU,
         "set_device": lambda device: None,
         "device_count": lambda: 1,
-        "is_available": lambda: False,  # by `device_count` torch would return true
+        "is_available": lambda: False,  # torch would derive True from `device_count`
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "manual_seed": torch.manual_seed,

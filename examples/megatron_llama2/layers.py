@@ -124,7 +124,7 @@ class RMSNorm(nn.RMSNorm):
 def block_spec(
     config: TransformerConfig, vp_stage: int | None = None, attention: str = "sdpa"
 ) -> TransformerBlockSubmodules:
-    """Return the layers of this pipeline stage and chunk; they have experts where the configuration has.
+    """Return the layers of this pipeline stage and chunk, with experts if the configuration has any.
 
     Args:
         config: configuration of the model.

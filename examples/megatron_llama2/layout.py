@@ -146,7 +146,7 @@ def parameters_of_rank(args: argparse.Namespace, shape: Mapping[str, Any], stage
     """Return how many parameters each rank of a pipeline stage has: of experts, and of everything else."""
     whole, experts = count(shape), shape.get("num_local_experts", 0)
     layers = whole.layers // args.pipeline
-    # with expert parallelism, tensor parallelism does not split experts: model.py
+    # with expert parallelism, tensor parallelism does not split experts (see model.py)
     share = (args.expert if args.expert > 1 else args.tensor) if experts else args.tensor
     feed_forward = layers * whole.feed_forward // share
     rest = layers * (whole.attention // args.tensor + whole.head_norms + whole.router + 2 * whole.norm)

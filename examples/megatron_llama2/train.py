@@ -165,7 +165,7 @@ def count_parameters(chunks: list[Any]) -> float:
     """Return this rank's part of the number of parameters; a parameter that n ranks have counts as 1 / n on each."""
     total = 0.0
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
-        if not getattr(parameter, "allreduce", True):  # an expert's
+        if not getattr(parameter, "allreduce", True):  # the parameter of an expert
             copies = parallel_state.get_expert_data_parallel_world_size()
         else:
             split = getattr(parameter, "tensor_model_parallel", False)
@@ -234,7 +234,7 @@ def main() -> None:
     optimizer = megatron_model.build_optimizer(chunks, dtype, args.learning_rate, args.distributed_optimizer)
     session = None
     if args.memplug:
-        import memplug  # not above: with --no-memplug this is a plain Megatron-Core script
+        import memplug  # only here: with --no-memplug this is a plain Megatron-Core script
 
         session = memplug.attach(chunks, args.memplug_config)
     train_set, validation_set = load_data(args, inputs.tokens)

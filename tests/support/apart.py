@@ -1,4 +1,4 @@
-"""Run ranks of which some do not train or take fewer steps, and compare their results."""
+"""Run ranks, some of which do not train or take fewer steps, and compare their results."""
 
 from __future__ import annotations
 

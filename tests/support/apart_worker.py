@@ -1,4 +1,4 @@
-"""Train a model, with memplug and without, on ranks of which some do not train or take fewer steps.
+"""Train a model, with memplug and without, on ranks, some of which do not train or take fewer steps.
 
 Started by a launcher: `torchrun --nproc-per-node 3 -m tests.support.apart_worker FOLDER CASE`. `CASE` is a JSON object:
 
@@ -36,8 +36,8 @@ from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 Case = dict[str, Any]
-BATCHES = 9  # of rank 0 in an epoch
-MORE = 3  # each rank has so many batches more than the rank before it
+BATCHES = 9  # batches of rank 0 in an epoch
+MORE = 3  # additional batches of each rank, compared with the rank before it
 
 
 def device(case: Case) -> torch.device:
@@ -77,7 +77,7 @@ class Training:
         import memplug
 
         self.model, self.losses, self.device = model, [], device(case)
-        self.longest_s = 0.0  # the longest that the end of a step took
+        self.longest_s = 0.0  # the longest end of a step so far
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         config = {"enabled": False} if block is None else {"enabled": True, "plan_dir": False, **block}
         if block is not None:
@@ -158,7 +158,7 @@ def join(case: Case) -> Case:
 
 
 def uneven(case: Case) -> Case:
-    """Train a model of its own on each rank, with more batches than the rank before, and meet at the end."""
+    """Train a separate model on each rank, with more batches than the rank before; all ranks wait at the end."""
 
     def train(training: Training) -> None:
         for _ in range(BATCHES + MORE * dist.get_rank()):
@@ -241,7 +241,7 @@ def storeless(case: Case) -> Case:
 
 
 def host_store() -> int | None:
-    """Start the process that holds torch's store, as torchrun does, and return its number on the first rank."""
+    """Start the process that holds torch's store, as torchrun does, and return its process id on the first rank."""
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     if os.environ["RANK"] != "0":
         return None
@@ -310,7 +310,7 @@ def outsider(case: Case) -> Case:
 
 @contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
-    """Collect memplug's warnings within."""
+    """Collect memplug's warnings inside the `with`."""
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())

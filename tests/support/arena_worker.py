@@ -2,7 +2,7 @@
 
 Started by a launcher: `torchrun --nproc-per-node 2 -m tests.support.arena_worker FOLDER CASES`. `CASES` is a JSON
 object: name -> {"stage": ZeRO's stage, "model": "llama" or "mixtral", "memplug": the block, "steps": how many,
-"validate": a validation follows each so many steps}.
+"validate": steps between validations}.
 
 `FOLDER/RANK.json` gets name -> {"without", "with": losses of all steps and validations, "report": of memplug}.
 """
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BUCKET = 50_000  # elements; DeepSpeed's default is for models larger than this machine
+BUCKET = 50_000  # elements; DeepSpeed's default suits models that this machine cannot hold
 
 
 def run(case: dict[str, Any], block: dict[str, Any] | None, rank: int) -> tuple[list[float], dict[str, Any]]:

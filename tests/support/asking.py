@@ -164,7 +164,7 @@ class Forks(Sometimes):
 
 
 class Tells(Sometimes):
-    """A layer that takes an address, so that operators do not show all that it does."""
+    """A layer that takes a tensor's address, so that the region is opaque."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x.data_ptr()

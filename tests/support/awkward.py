@@ -30,7 +30,7 @@ class Fails(Block):
 
 
 def awkward_steps(model: Stack) -> Iterator[None]:
-    """Run one step after another, without end; each kind of step meets each sequence length."""
+    """Run one step after another, without end; each kind of step runs at each sequence length."""
     for number in itertools.count():
         step = STEPS[number % len(STEPS)]
         length = LENGTHS[number // len(STEPS) % len(LENGTHS)]

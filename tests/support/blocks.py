@@ -153,7 +153,7 @@ def assert_clean(executor: Executor) -> None:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection within, so that reference counts alone free memory."""
+    """Disable garbage collection inside the `with`, so that reference counts alone free memory."""
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Whether what memplug relies on in other packages (tests.support.symbols) is in the sources of some version of them.
+"""Checks that a package's sources have the names that memplug relies on (tests.support.symbols).
 
     python -m tests.support.check_symbols                                    # the newest of each on the package index
     python -m tests.support.check_symbols transformer-engine==2.9.0 megatron-core
@@ -15,8 +15,8 @@ has a line for each symbol:
 | gone | is nowhere in the package, or without a parameter that memplug passes |
 
 Keys of dictionaries, registered operators and decorators are looked for as text. Exit status 1: a symbol moved or is
-gone. A package whose sources cannot be had is not checked, and its line says so. The last line names all packages that
-were not checked, including the packages that were not given.
+gone. If the sources of a package cannot be downloaded, its line says so. The last line names all packages that were not
+checked, including those that the command line did not name.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def check(root: Path, package: Package, *, stand_ins: bool = False) -> list[tupl
 
 
 def root_of(folder: Path, package: Package) -> Path | None:
-    """Return the folder itself or the subfolder that contains the package's folder, or None."""
+    """Return `folder` or its subfolder, whichever contains the package's folder; None if neither does."""
     below = sorted(path for path in folder.iterdir() if path.is_dir())
     return next((each for each in (folder, *below) if (each / package.folder).is_dir()), None)
 

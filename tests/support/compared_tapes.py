@@ -41,7 +41,7 @@ def compare(tape: Any, reference: Tape) -> None:
     """
     found, at = records_of(tape), 0
     called: dict[int, int] = {}
-    copied: dict[int, int] = {}  # by torch itself: the storage that each copy stands for
+    copied: dict[int, int] = {}  # storage of a copy that torch itself made -> the storage that it stands for
     theirs = _without_back_ends_own(reference.records)
     for record in theirs:
         name = record.func._schema.name

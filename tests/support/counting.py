@@ -11,7 +11,7 @@ from torch.autograd import profiler
 
 
 class Operators:
-    """Counts the operators that run within, by name without namespace."""
+    """Counts the operators that run inside the `with`, by name without namespace."""
 
     def __init__(self) -> None:
         self.calls: collections.Counter[str] = collections.Counter()

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 @contextlib.contextmanager
 def cuda_by_default() -> Iterator[None]:
-    """Make CUDA torch's default device within; draw tensors on the CPU, then move them, if their generator is there."""
+    """Make CUDA torch's default device inside the `with`; draws from a CPU generator are made on the CPU and moved."""
     torch.cuda.init()
     with torch.device("cuda"), SeededOnTheHost():
         yield
@@ -28,7 +28,7 @@ def skip_those_of_the_cpu(items: list[pytest.Item]) -> None:
 
 
 class SeededOnTheHost(TorchFunctionMode):
-    """Draws a test's random tensors on the CPU if their generator is there, and moves them to the default device."""
+    """Draws random tensors on the CPU if their generator is the CPU's, and moves them to the default device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

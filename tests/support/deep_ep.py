@@ -1,7 +1,7 @@
 """A stand-in for DeepEP that runs on the CPU by gloo, for Megatron-Core's own functions (`fused_a2a`).
 
-The stand-in's kernels talk to other ranks, and fill memory of torch's allocator past torch's dispatcher. They were
-written from the calls in `megatron.core.transformer.moe.fused_a2a`, without DeepEP's code.
+The stand-in's kernels talk to other ranks, and fill memory of torch's allocator, unseen by torch's dispatcher. They
+were written from the calls in `megatron.core.transformer.moe.fused_a2a`, without DeepEP's code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An operator that raises on demand: a recompute pass runs operators alone, so no module's code can raise in it."""
+"""An operator that raises on demand: a recompute pass runs only operators, so no module's code can raise in it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Failing:
         cls.calls, cls.fails_at, cls.error = 0, fails_at, error
 
 
-Failing.__module__ = torch.__name__  # memplug then takes it for torch's, and does not put its state back
+Failing.__module__ = torch.__name__  # memplug then takes the class for one of torch's, and does not restore its state
 
 
 def _call(x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ _LIBRARY.impl("may_fail", _call, "CompositeExplicitAutograd")
 
 
 class MayFail(torch.autograd.Function):
-    """Copies a tensor by that operator, and saves the operator's result for backward."""
+    """Copies a tensor by the operator that may fail, and saves the operator's result for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

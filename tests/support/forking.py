@@ -161,13 +161,13 @@ def serve(libraries: str) -> int | None:
     """
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # libraries print to stdout, which is for answers
+    os.dup2(2, 1)  # stdout is for answers, but libraries print to it
     if libraries == "transformer_engine":
         stand_in.use()
     (import_deepspeed if libraries == "deepspeed" else import_megatron)()
     importlib.import_module("memplug.native").load()
     gc.collect()
-    gc.freeze()  # DeepSpeed collects garbage for every engine of ZeRO 3; ranks then do not search imported modules
+    gc.freeze()  # DeepSpeed collects garbage for every engine of ZeRO 3: spare ranks the search of imported modules
     for line in requests:
         request, ranks = json.loads(line), set()
         for rank in range(request["processes"]):

@@ -1,4 +1,4 @@
-"""Measures how much the times of operator groups vary, and differ from Eq. 1 (Chameleon, section 5.1, Fig. 4)."""
+"""Measures how much the times of operator groups vary, and how wrong Eq. 1 is (Chameleon, section 5.1, Fig. 4)."""
 
 from __future__ import annotations
 

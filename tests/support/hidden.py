@@ -21,7 +21,7 @@ from memplug.tokenwise.engine.units import Unit
 
 @contextlib.contextmanager
 def hidden() -> Iterator[None]:
-    """Hide the operators inside from every observer."""
+    """Hide the operators inside the `with` from every observer."""
     torch.autograd._enable_record_function(False)
     try:
         yield

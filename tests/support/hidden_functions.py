@@ -58,7 +58,7 @@ def launch(*tensors: torch.Tensor) -> None:
 
 
 def over(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Overwrite a tensor as a kernel does that gets the tensor's address."""
+    """Overwrite a tensor through its address, as a kernel does."""
     launch(tensor)
     with hidden():
         tensor.data.copy_(values)
@@ -87,7 +87,7 @@ class Gated(torch.autograd.Function):
 
 
 def written(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
-    """Multiply a tensor's memory as a kernel does that gets its address: the tensor's version stays the same."""
+    """Multiply a tensor in place through its address, as a kernel does: the tensor's version stays the same."""
     ran.append("written")
     x.data_ptr()
     with hidden():
@@ -96,7 +96,7 @@ def written(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
 
 
 class Unsaid(torch.autograd.Function):
-    """A function that writes to its input without marking it."""
+    """A function that writes to its input without calling `mark_dirty`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,7 @@ def _exchanged(x: torch.Tensor, given: list[int], sent: list[int]) -> torch.Tens
 
 
 class Squared(torch.autograd.Function):
-    """Squares a tensor into new memory, past the dispatcher."""
+    """Squares a tensor into new memory, unseen by the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ def _squared(x: torch.Tensor) -> torch.Tensor:
 
 
 class HidingExchange(Exchange):
-    """An exchange whose result is filled past the dispatcher."""
+    """An exchange that fills its result unseen by the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, given: list[int], sent: list[int]) -> torch.Tensor:

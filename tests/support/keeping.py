@@ -105,7 +105,7 @@ def activation_at_times(t: Training) -> None:
 
 
 def activation_view(t: Training) -> None:
-    """Keep a view of an activation of every step, which holds all of the activation."""
+    """Keep a view of an activation of every step; the view keeps the activation's whole memory."""
     t.kept.append(t.inside[0][0, 0])
 
 

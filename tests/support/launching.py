@@ -66,14 +66,15 @@ def started(
     module: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[subprocess.Popen, Callable[[], str]]]:
-    """Start a script under a launcher; at the end of the block, kill the processes that still run.
+    """Start a script under a launcher; at the end of the `with`, kill the processes that still run.
 
     The arguments are those of `launch`.
 
     Yields:
         The launcher's process, and a function that returns the output so far.
     """
-    # Output goes to a file: an unread pipe would block the processes, and a pipe held open by an orphan the test.
+    # Output goes to a file: processes block on a pipe that is not read, and the test would wait as long as an orphan
+    # keeps a pipe open.
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             _command(arguments, launcher, processes, module),

@@ -132,14 +132,14 @@ def is_over_before(problem: Problem, first: Buffer, second: Buffer) -> bool:
     if first.stream == second.stream:
         return first.upper <= second.lower
     reached = {first.stream}  # streams that are ordered after the free
-    for time, before, after in problem.orderings.tolist():  # in their order, also within one instant
+    for time, before, after in problem.orderings.tolist():  # in the order of the rows, also within one instant
         if first.upper <= time <= second.lower and before in reached:
             reached.add(after)
     return second.stream in reached
 
 
 def is_valid_plan(plan: AddressPlan) -> bool:
-    """Return whether everything in a plan is valid, by the definitions, as slow as `is_valid`."""
+    """Return whether everything in a plan is valid, by the definitions and as slowly as `is_valid`."""
     problem, solution, promised = plan.problem, plan.solution, plan.predictions
     placed = [problem.buffer(row) for row in range(len(problem))]
     peak = max((sum(b.size for b in placed if b.lower <= a.lower < b.upper) for a in placed), default=0)
@@ -222,7 +222,7 @@ def _row(draw, named, *, streams, latest, largest, alignments) -> tuple:
 
 
 def _orderings(streams: int, latest: int) -> st.SearchStrategy:
-    stream = st.integers(0, streams)  # one stream more than buffers are on
+    stream = st.integers(0, streams)  # includes one stream without buffers
     rows = st.lists(st.tuples(st.integers(0, latest), stream, stream), max_size=3 * streams)
     return rows.map(lambda drawn: sorted(drawn, key=lambda row: row[0]))
 

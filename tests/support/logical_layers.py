@@ -1,4 +1,4 @@
-"""Groups of operators that take about the same time, without timing a single one (Chameleon, 5.1).
+"""Groups operators so that each group takes about the same time, without timing any operator (Chameleon, section 5.1).
 
 A model is layers that repeat. So if its operators are divided evenly in execution order, the groups' times vary little,
 as long as a group is a layer or more. The time of a group then is the time of the step times the group's share of the

@@ -32,7 +32,7 @@ class Run:
         packed = self.forward.pack()
         self.objects: list[Any] = []
 
-        this = weakref.ref(self)  # the work of a collective also holds the hook, and Gloo's thread may drop it last
+        this = weakref.ref(self)  # a collective's `Work` holds the hook too, and gloo's thread may drop it last
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             run = this()

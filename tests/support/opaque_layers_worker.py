@@ -1,9 +1,9 @@
 """Trains small models whose layers launch kernels of their own, with memplug and without, for `FOLDER/results.pt`.
 
 `python -m tests.support.opaque_layers_worker FOLDER CASES [--installed]` uses the stand-ins of Transformer Engine and
-flash-attn, or with `--installed` these packages themselves on a GPU, in bfloat16. `CASES` is a JSON object. Its names
-"refusals" and "errors" have a block, for the functions of these names, which describe their results. Any other name has
-a case:
+flash-attn, or with `--installed` these packages themselves on a GPU, in bfloat16. `CASES` is a JSON object: name ->
+case. For "refusals" and "errors" the case is a block, passed to the function of that name, whose docstring describes
+the result. Any other case has these fields:
 
 * "layer": a class of this module; "steps": how many; "memplug": a block, or null;
 * "recipe": FP8's recipe, or null; "around_backward": a recipe that is on around backward alone;
@@ -16,8 +16,8 @@ a case:
 The results of each case: {"losses": of each micro-batch, "gradients": a digest of each step's gradients, "scales":
 FP8's at the end, "report": memplug's, "functions": counts of each Function's forwards in the last step (for the
 packages themselves, see tests/support/attention_kernels.py), "flops": by kernel, in the last step, "violations": how
-often simulated CUDA saw a wrong order, "queued": FP8 states that are left over at the end, "histories": those of the
-last step, see `TwiceLinear`}.
+often simulated CUDA saw a wrong order, "queued": FP8 states that are left over at the end, "histories": the amax
+histories of the last step (see `TwiceLinear`)}.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class QuantizedLinear(te.Linear):
 
 
 class Mixed(Parts):
-    """A layer of which one module is quantized by itself."""
+    """A layer in which one module is quantized by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class TwiceLinear(te.Linear):
 
 
 class Twice(Parts):
-    """A layer of which one module runs twice per call."""
+    """A layer in which one module runs twice per call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,10 +298,10 @@ def errors(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusals(block: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the errors of Transformer Engine's own recomputation and offloading, "during" a session and "behind" it.
+    """Return the errors of Transformer Engine's own recomputation and offloading, during a session and after it.
 
     Returns:
-        For both, by call: class and message of its error, "" if it raised none.
+        For "during" and "behind" (after the session), by call: class and message of its error, "" if it raised none.
     """
     model, x = Model(Parts), torch.randn(TOKENS, SEQUENCES, WIDTH, requires_grad=True)
     calls_by_name: dict[str, Callable[[], Any]] = {

@@ -14,7 +14,7 @@ from typing import Any
 
 
 class NoSources(Exception):
-    """An error that says why the sources could not be had."""
+    """An error that says why the sources could not be downloaded."""
 
 
 def unpacked(name: str, version: str | None, into: Path) -> Path:
@@ -40,7 +40,7 @@ def unpacked(name: str, version: str | None, into: Path) -> Path:
                 source.extractall(folder, filter="data")
     except NoSources:
         raise
-    except Exception as error:  # of pip, the network or the archive
+    except Exception as error:  # pip, the network and the archive can fail in any way
         raise NoSources(f"{type(error).__name__}: {error}") from error
     return folder
 
@@ -50,7 +50,7 @@ def _download(name: str, version: str | None, into: Path) -> tuple[Path, str]:
     from pip._internal.commands import create_command
     from pip._vendor.packaging.specifiers import SpecifierSet
 
-    logging.getLogger("pip").addHandler(logging.NullHandler())  # drops the index's remarks
+    logging.getLogger("pip").addHandler(logging.NullHandler())  # silences pip's messages about the index
     command: Any = create_command("download")
     with command.main_context():
         options, _ = command.parse_args([name, "--no-deps", "--retries", "1", "--timeout", "10"])

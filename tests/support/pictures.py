@@ -16,7 +16,7 @@ from memplug.show.picture import write_picture
 def chrome() -> Iterator[None]:
     """Start one Chrome for all pictures of a test process, and skip the test if there is none.
 
-    Without it each picture would start its own.
+    Without this fixture each picture would start a Chrome of its own.
     """
     kaleido = pytest.importorskip("kaleido", reason="pictures need kaleido, which is not installed")
     from choreographer.browsers.chromium import Chromium

@@ -36,7 +36,7 @@ def budget(d2h=1e12, h2d=1e12, host=AMPLE, device=0):
     return Budget(d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d, host_bytes=host, device_bytes=device)
 
 
-MIB = 2**20  # sizes in units of about a real tensor's: a plan counts whole bytes, so tiny sizes would round
+MIB = 2**20  # unit of all sizes: a plan counts whole bytes, so a few bytes would be rounded noticeably
 
 
 @st.composite

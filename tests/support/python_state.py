@@ -221,7 +221,7 @@ class OfClass(Stateful):
 
 
 class Shared:
-    """A class of the model's own that has no object."""
+    """A class of the model's own, without instances."""
 
     calls = 0
 
@@ -284,7 +284,7 @@ class Draws(Stateful):
 
 
 class Renames(Stateful):
-    """Adds and drops names, and swaps a module for another."""
+    """Adds and removes attributes, and exchanges two modules."""
 
     def begin(self) -> None:
         self.old: float = 2.0

@@ -277,7 +277,7 @@ def _schedules(draw: st.DrawFn, most_steps: int) -> tuple[str, ...]:
 
 
 def _is_stateful(layers: tuple[tuple[str, ...], ...], given: str) -> bool:
-    """Return whether torch's own checkpoint would run the layers again from another state, with wrong gradients."""
+    """Return whether torch's own checkpoint would rerun the layers from another state, and get wrong gradients."""
     words = {name for layer in layers for step in layer for name in (step, step.partition(" ")[2])}
     return not words.isdisjoint(STATEFUL) or given in ("list that grows", "written to")
 

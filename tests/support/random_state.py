@@ -75,7 +75,7 @@ def moves_in_place(layer: Layer, y: torch.Tensor) -> torch.Tensor:
 
 def sets_data(layer: Layer, y: torch.Tensor) -> torch.Tensor:
     if torch._C._functorch.is_functorch_wrapped_tensor(y):
-        return y  # its memory ends with the transform
+        return y  # a wrapped tensor's memory lasts no longer than the transform
     layer.mean.data = 0.5 * layer.mean + y.detach().mean((0, 1))
     return y * layer.mean.clone()
 

@@ -17,11 +17,11 @@ WIDTH = 8
 
 
 class Named(torch.Tensor):
-    """A subclass without behaviour of its own."""
+    """A tensor subclass without behaviour of its own."""
 
 
 class Wrapper(torch.Tensor):
-    """A subclass with its own dispatch."""
+    """A tensor subclass with its own dispatch."""
 
     inner: torch.Tensor
 

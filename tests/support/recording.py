@@ -50,7 +50,7 @@ def operator_names(trace: Trace) -> list[str]:
 
 
 def without_accumulation(names: list[str]) -> list[str]:
-    """Drop the operators of first gradients: parameters of `trainer` have no gradients before a step."""
+    """Drop the operators that only a first gradient runs: parameters of `trainer` have no gradients before a step."""
     return [name for name in names if name != "aten::detach"]
 
 

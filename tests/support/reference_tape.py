@@ -37,7 +37,7 @@ class Tape:
         self.blank: dict[int, np.ndarray] = {}  # storages without initial values: which bytes no operator has written
         self.reads_blank = False  # whether an operator read such a byte
         self._names: dict[int, int] = {}
-        # while these are held, no new storage gets the address of a freed one, even if the tape does not see it
+        # while these are held, no new storage, not even one unknown to the tape, gets the address of a freed one
         self._addresses: list[StorageWeakRef] = []
 
     def add(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
@@ -180,7 +180,7 @@ def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str,
 
 
 class Recording(TorchDispatchMode):
-    """Records the operators that run inside."""
+    """Records the operators that run inside the `with`."""
 
     def __init__(self) -> None:
         super().__init__()

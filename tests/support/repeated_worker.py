@@ -56,7 +56,7 @@ def make(name: str) -> Estimate:
 
 
 def plain(make: Callable[[], Estimate], kept: list[Any]) -> dict[str, Any]:
-    """Return an estimate's values or its error's message; append the result or error to `kept`, as programs may."""
+    """Return an estimate's values or its error's message; append the result or error to `kept`, as a program may do."""
     try:
         found = make()
     except EstimateError as error:

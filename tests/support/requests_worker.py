@@ -127,7 +127,7 @@ def megatron(layout: dict[str, Any], device: str) -> Requests:
 
 @contextlib.contextmanager
 def _balanced(device: str) -> Iterator[None]:
-    """Route equally many tokens to all experts within."""
+    """Route equally many tokens to all experts inside the `with`."""
     if device == "virtual":
         from memplug.predict.virtual.experts import evenly
 
@@ -155,8 +155,8 @@ def _one_by_one(optimizer: Any) -> None:
 
 
 def _compose(recipe: Any) -> None:
-    """Make attention and norms of common operators, since their kernels on a device save other tensors."""
-    import layers  # the recipe's
+    """Build attention and norms from common operators, since their device kernels save other tensors than the CPU's."""
+    import layers  # the recipe's module
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
@@ -196,12 +196,12 @@ def _outermost(trace: Trace, operator: int) -> str:
     return trace.names[trace.operators["name"][operator]] if operator >= 0 else ""
 
 
-# -- hosts -------------------------------------------------------------------------------------------------------------
+# -- ranks and frameworks ----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _staging_elsewhere() -> Iterator[None]:
-    """Run collectives on a thread of their own within, so that gloo's requests do not count as the program's.
+    """Run collectives on another thread inside the `with`, so that gloo's requests do not count as the program's.
 
     A collective is complete when it returns, and runs on copies of its arguments: gloo's threads hold the arguments for
     a moment longer, and autograd does not add in place to a gradient that another thread holds.
@@ -233,7 +233,7 @@ def _staging_elsewhere() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on(device: str, is_megatron: bool, rank: int) -> Iterator[None]:
-    """Make this process one of two ranks within."""
+    """Make this process one of two ranks inside the `with`."""
     with contextlib.ExitStack() as stack:
         if device == "virtual":
             from memplug.predict.virtual.as_cuda import as_cuda
@@ -269,7 +269,7 @@ def _program(name: str, device: str) -> Callable[[], Requests]:
 
 
 def _prepare(device: str, framework: str) -> None:
-    """Prepare the device and the framework before anything of the framework runs."""
+    """Prepare the device and the framework, before any code of the framework runs."""
     if device == "virtual":
         from memplug.predict.virtual import VirtualDevice
         from tests.support.virtual_devices import SIMPLE

@@ -81,7 +81,7 @@ SCHEDULES = {
 
 
 class Action(NamedTuple):
-    """One row of a script: a malloc of `nbytes`, or the free of a malloc of this layer's or another layer's script.
+    """One row of a script: a malloc of `nbytes`, or the free of a malloc, which may be in another layer's script.
 
     Attributes:
         script: the malloc's script: "forward", "saving" or "backward".
@@ -187,7 +187,7 @@ class _Recorder:
             self.run("forward", micro_batch, layer)
             return
         self.run("saving", micro_batch, layer)
-        # A recompute ends before the layer's output, which the next layer saves.
+        # "saving" comes from a recompute, which ends before the layer's output; the next layer saves that output.
         output = next(act for act in scripts(self.schedule.source)["backward"] if act.script == "forward")
         nbytes = [act.nbytes for act in scripts(self.schedule.source)["forward"] if act.nbytes][output.slot]
         self.live["forward", micro_batch, layer, output.slot] = self.malloc(nbytes, layer)

@@ -87,7 +87,7 @@ def train(
         block: the session's block.
         model: makes the model.
         steps: how many steps.
-        validate: validate after each so many steps; 0: never.
+        validate: steps between validations; 0: none.
         length: returns the length of a step's sequences.
         around: makes a context around each step's forward and backward.
     """
@@ -119,7 +119,7 @@ def train(
 
 @contextlib.contextmanager
 def nothing_leaks() -> Iterator[None]:
-    """Assert that memory reserved within is released by the end."""
+    """Assert that memory reserved inside the `with` is released by its end."""
     before = reserved_bytes()
     yield
     gc.collect()

@@ -78,7 +78,7 @@ def _backward(recording: Recording, saved: list[int], unit_bytes: int, *, first:
 
 
 def odd_trace() -> Trace:
-    """Return a trace with names special to HTML and TeX, two streams, threads, an empty request, and older frees."""
+    """Return a trace with names special to HTML and TeX, two streams, threads, empty requests, frees of old blocks."""
     recording = Recording()
     recording.layer(r"_orig_mod.$\frac{$</script><b>&", dynamic=True)
     recording.op("aten::<mm>$_$")

@@ -8,7 +8,7 @@ Operators of the test run at once, in program order: they are the compute stream
 
 An error that real hardware could make shows up as poison (all bits set: NaN in every float) or in `violations`:
 
-* a copy queued without waiting for the compute stream's present could run before earlier operators: it delivers poison;
+* a copy that does not wait for the operators queued before it could run ahead of them: it delivers poison;
 * a copy whose source was released before it ran reads memory that is in other use by then: it delivers poison;
 * a copy whose destination was released before it ran writes into memory that is in other use by then: a violation;
 * new device memory and new host memory are poisoned, so that a read before the copy shows.

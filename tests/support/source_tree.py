@@ -256,7 +256,7 @@ def _bound(node: ast.stmt) -> set[str]:
 
 
 def _set_on_object(method: ast.FunctionDef) -> set[str]:
-    """Return the attributes of its first argument that a method sets."""
+    """Return the attributes that a method sets on its first argument."""
     arguments = [*method.args.posonlyargs, *method.args.args]
     if not arguments:
         return set()

@@ -206,7 +206,7 @@ def sixteen_bits() -> float:
 
 
 def repeats() -> dict[str, Any]:
-    """Return whether two runs of a layer are equal, and whether a linear layer computes some of its rows alike."""
+    """Return whether two runs of a layer are equal, and whether rows keep their bits in a product of fewer rows."""
     module, x = layer(), torch.randn(16, 2, 32)
     results = []
     for _ in range(2):
@@ -233,7 +233,7 @@ class _Seen(TorchDispatchMode):
 
 
 def dispatcher() -> dict[str, Any]:
-    """Return the operators that torch sees in a layer's forward, saved tensors' shapes, and how many backward frees."""
+    """Return a layer's operators as torch sees them in forward, the saved tensors' shapes, and how many are freed."""
     module, x = te.LayerNormMLP(32, 64, activation="swiglu"), torch.randn(4, 32)
     given: list[torch.Tensor] = []
 

@@ -31,7 +31,7 @@ class Played:
 
     device = torch.device("cpu")
     suspended = contextlib.nullcontext()
-    names = collections.defaultdict(lambda: "played")  # of operators, by number
+    names = collections.defaultdict(lambda: "played")  # names of operators, by number
     place_hooks = staticmethod(lambda: mock.Mock(layer_hooks=lambda index: 2 * (lambda *forward: None,)))
 
     def __init__(self) -> None:

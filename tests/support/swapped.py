@@ -164,7 +164,7 @@ def block(device_budget_gib: float, **parts: Any) -> dict[str, Any]:
 def train(kind: str, config: dict[str, Any] | None, steps: int = 12) -> Trained:
     """Train a model of a kind, without memplug if `config` is None."""
     make, batch = MODELS[kind]
-    gc.collect()  # memory that an earlier training left counts on a device
+    gc.collect()  # on a device, memory that an earlier training still holds counts too
     torch.manual_seed(0)
     model = make().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""Swap problems made by hand or at random, and the best swap list of a problem, found by trying all."""
+"""Swap problems made by hand or at random, and the best swap list of a problem, found by trying all swap lists."""
 
 import numpy as np
 from hypothesis import strategies as st
@@ -55,7 +55,7 @@ def steps(draw, most=20):
 
 
 def fewest_bytes(problem, *, longest_stall_s):
-    """Return the fewest bytes of any choice of candidates that keeps to the budget and stalls no longer, or None.
+    """Return the fewest bytes of candidates that meet the budget and stall at most `longest_stall_s`, or None.
 
     All subsets of the candidates are tried, except those that exceed the budget however long they stall.
     """

@@ -1,4 +1,4 @@
-"""Tasks for tests of planning beside training; the planning process imports them, so they need no torch."""
+"""Tasks for tests of planning beside training; this module imports no torch, since the planning process imports it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ends_its_process() -> int:
 
 
 def imported_with(name: str) -> list[str]:
-    """Return the top-level packages that importing a module brings."""
+    """Return the top-level packages that are imported along with a module."""
     code = f"import sys, {name}; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return sorted({each.partition(".")[0] for each in result.stdout.split()})

@@ -1,6 +1,6 @@
 """Ulysses, DeepSpeed's sequence parallelism, in both of its forms.
 
-One is a language model of which each rank has a part of every sequence; the other a Hugging Face Llama with ALST's
+One is a language model that splits every sequence over the ranks; the other is a Hugging Face Llama with ALST's
 attention and data.
 """
 
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Ulysses(nn.Module):
-    """A language model of which each rank of a group has a part of every sequence."""
+    """A language model that splits every sequence over the ranks of a group."""
 
     def __init__(self, group: Any) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def groups(sequence: int) -> Any:
 
 
 def llama() -> nn.Module:
-    """Return a Llama whose attention ALST's replaces."""
+    """Return a Llama whose attention is replaced by ALST's."""
     return tiny_llama(attn_implementation="sdpa")
 
 

@@ -106,7 +106,7 @@ def trained(kind: str, stage: int, ranks: int) -> dict[str, Any]:
 def main() -> None:
     """Run the kinds of plans of the command line."""
     folder, stage, ranks, *kinds = sys.argv[1:]
-    needed("transformers.models.llama.modeling_llama")  # before ZeRO 3 replaces functions that make tensors
+    needed("transformers.models.llama.modeling_llama")  # imported before ZeRO 3 replaces functions that make tensors
     VirtualDevice(HARDWARE)  # the ranks' device
     with rank_of(int(ranks)):
         found = {kind: trained(kind, int(stage), int(ranks)) for kind in kinds}

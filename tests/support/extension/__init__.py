@@ -58,6 +58,6 @@ def waits(streams: Any, why: Wait) -> int:
 
 
 def leaving_out_of(kind: type[Device], missing: Wait) -> Callable[[Device, Any], Any]:
-    """Return a replacement for a kind of device's `streams` that leaves out one kind of wait."""
+    """Return a replacement for `kind.streams`, whose streams leave out one kind of wait."""
     streams = kind.streams
     return lambda device, core: leaving_out(streams(device, core), missing)

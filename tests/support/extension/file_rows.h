@@ -1,4 +1,4 @@
-// Stores rows in a file, for streams in program order: another row store needs only a class like this.
+// Stores rows in a file, for streams in program order; another store of rows needs only such a class.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>

@@ -11,10 +11,10 @@
 
 namespace memplug {
 
-// Behaviour of the watcher of each order.
+// The behaviour of one watcher.
 struct Noting {
-  bool throws = false; // when an operator begins
-  bool declines = false; // does not ask for the operator's end
+  bool throws = false; // throws when an operator begins
+  bool declines = false; // does not ask to see the operator's end
 };
 
 inline std::array<Noting, WATCHERS> noting;

@@ -23,7 +23,7 @@ struct Elements {
   at::ScalarType type = at::kFloat;
   int64_t rows = 0, columns = 0;
   const float* scale_inv = nullptr; // factors of eight-bit elements
-  int64_t block = 0;                // so many elements of a row share a factor; 0: all elements share one
+  int64_t block = 0;                // number of a row's elements that share a factor; 0: all elements share one
   bool transposed = false;          // eight-bit elements lie column after column
 
   Floats read() const;

@@ -4,6 +4,6 @@ from transformer_engine import stand_in
 
 __version__ = ".".join(map(str, stand_in.version))
 
-from transformer_engine import common, pytorch  # they ask for the version
+from transformer_engine import common, pytorch  # their modules read `version` from `stand_in`
 
 __all__ = ["common", "pytorch", "stand_in"]

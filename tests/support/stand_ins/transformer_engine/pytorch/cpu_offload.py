@@ -1,4 +1,4 @@
-"""Transformer Engine's own offloading of activations: it exists by name, and is refused."""
+"""The names of Transformer Engine's own offloading of activations, which the stand-in refuses to enable."""
 
 from __future__ import annotations
 

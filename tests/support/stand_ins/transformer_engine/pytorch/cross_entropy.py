@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary that ranks share: it exists by name, and is refused."""
+"""The name of cross entropy over a vocabulary that ranks share, which the stand-in refuses to compute."""
 
 from __future__ import annotations
 

@@ -43,12 +43,12 @@ class activation_recompute_forward(AbstractContextManager, ContextDecorator):
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Return whether this is within `activation_recompute_forward(True, ...)` and FP8."""
+    """Return whether the caller is inside `activation_recompute_forward(True, ...)`, and in FP8."""
     return _FP8_ACTIVATION_RECOMPUTE_ENABLED
 
 
 def in_fp8_activation_recompute_phase() -> bool:
-    """Return whether this is within `activation_recompute_forward(..., True)`."""
+    """Return whether the caller is inside `activation_recompute_forward(..., True)`."""
     return _FP8_ACTIVATION_RECOMPUTE_PHASE
 
 
@@ -148,7 +148,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Draw random numbers from the named state within."""
+        """Draw random numbers from the named state inside the `with`."""
         if name not in self.states_:
             raise KeyError(f"cuda rng state {name} is not added")
         before = torch.cuda.get_rng_state()

@@ -81,7 +81,7 @@ _autocast_of = operator.attrgetter(*_OF_AUTOCAST)
 
 
 class FP8GlobalStateManager(metaclass=Holder):
-    """Reads and moves the state that all modules share.
+    """Reads and updates the state that all modules share.
 
     Attributes:
         quantization_state: the state, since 2.15; before, its fields are attributes of this class.
@@ -96,7 +96,7 @@ class FP8GlobalStateManager(metaclass=Holder):
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
-        """Return whether this is within an autocast."""
+        """Return whether the caller is inside an autocast."""
         return qstate().fp8_enabled
 
     @classmethod
@@ -272,7 +272,7 @@ def autocast(
     amax_reduction_group: Any = None,
     _graph: bool = False,
 ) -> Iterator[None]:
-    """Let modules within quantize by the recipe."""
+    """Let modules inside the `with` quantize by the recipe."""
     state = _get()
     _enter(enabled, calibrating, recipe, amax_reduction_group, _graph)
     try:

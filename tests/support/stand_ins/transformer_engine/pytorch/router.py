@@ -1,4 +1,4 @@
-"""Fused routing of experts: it exists for Megatron-Core's import, and is refused."""
+"""The names of fused routing of experts, which Megatron-Core imports and the stand-in refuses to run."""
 
 from __future__ import annotations
 

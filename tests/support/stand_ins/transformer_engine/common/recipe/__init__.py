@@ -33,11 +33,11 @@ class Recipe:
         return isinstance(self, Float8CurrentScaling)
 
     def mxfp8(self) -> bool:
-        """Return whether each 32 elements have a scale, a power of two."""
+        """Return whether every 32 elements have a scale, a power of two."""
         return isinstance(self, MXFP8BlockScaling)
 
     def float8_block_scaling(self) -> bool:
-        """Return whether each 128 elements have a scale."""
+        """Return whether every 128 elements have a scale."""
         return isinstance(self, Float8BlockScaling)
 
     def float8_per_tensor_scaling(self) -> bool:

@@ -163,12 +163,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
         @contextlib.contextmanager
         def prepare_forward(self, *args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
-            """Prepare and end a forward."""
+            """Prepare a forward on entry, and end it on exit."""
             yield self._before_forward(*args, **kwargs)
             self.end_forward()
 
     def around_forward(self, inp: torch.Tensor, num_gemms: int = 1, allow_non_contiguous: bool = False) -> Any:
-        """Return the context of a forward under this version's name."""
+        """Return the context around a forward, which has another name since 2.12."""
         prepare = self.prepare_forward_ctx if stand_in.version >= (2, 12) else self.prepare_forward
         return prepare(inp, num_gemms=num_gemms, allow_non_contiguous=allow_non_contiguous)
 

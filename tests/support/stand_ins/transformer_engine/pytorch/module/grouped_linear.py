@@ -27,7 +27,7 @@ from transformer_engine.pytorch.utils import (
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Saves each expert's rows (views of the input, or in eight bits), weights as multiplied, weights, biases.
+    """Saves each expert's rows (views of the input, or in eight bits), weights in the product's type, weights, biases.
 
     `args` has lists of quantizers.
     """
@@ -164,7 +164,7 @@ class GroupedLinear(TransformerEngineBaseModule):
     ) -> None:
         super().__init__()
         refuse(ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag, delay_wgrad_compute=delay_wgrad_compute)
-        refuse(single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias)  # newer versions'
+        refuse(single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias)  # newer arguments
         self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
         self.apply_bias = bias and not return_bias
         self.take_tensor_parallel_group(tp_group, tp_size)

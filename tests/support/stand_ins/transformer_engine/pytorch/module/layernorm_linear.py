@@ -27,7 +27,7 @@ from transformer_engine.pytorch.utils import (
 
 
 class _LayerNormLinear(torch.autograd.Function):
-    """Saves its input, the weight as multiplied, the weight, the bias and the norm's weight.
+    """Saves its input, the weight in the product's type, the weight, the bias and the norm's weight.
 
     It also saves the norm's output (under FP8 in eight bits), means and inverse deviations.
     """

@@ -38,9 +38,9 @@ _GATED = ("swiglu", "geglu", "reglu", "qgeglu", "sreglu")
 class _LayerNormMLP(torch.autograd.Function):
     """Saves the same tensors as the real function, in its order.
 
-    These are: the input, the norm's weight, the norm's output, the first weight as multiplied, the first weight, its
-    bias, the first product, None (in place of that product without its bias), the activation's output, the second
-    weight as multiplied, the second weight, its bias, means, and inverse deviations.
+    These are: the input, the norm's weight, the norm's output, the first weight in the product's type, the first
+    weight, its bias, the first product, None (in place of that product without its bias), the activation's output, the
+    second weight in the product's type, the second weight, its bias, means, and inverse deviations.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ from transformer_engine.pytorch.utils import (
 
 
 class _Linear(torch.autograd.Function):
-    """Saves its input (under FP8 in eight bits), the weight as multiplied, the weight and the bias."""
+    """Saves its input (under FP8 in eight bits), the weight in the product's type, the weight and the bias."""
 
     @staticmethod
     def forward(

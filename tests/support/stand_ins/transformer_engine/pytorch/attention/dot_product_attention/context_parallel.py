@@ -42,7 +42,7 @@ class ContextParallel:
 def attn_forward_func_with_cp(
     is_training: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, args: CoreArgs, cp: ContextParallel
 ) -> torch.Tensor:
-    """Run attention over all ranks' tokens, which communicate by `cp.comm_type`."""
+    """Run attention over the tokens of all ranks; the ranks communicate by `cp.comm_type`."""
     refused = {
         "packed sequences": args.qkv_format == "thd",
         "dropout": args.dropout_p > 0,
@@ -155,7 +155,7 @@ class AttnFuncWithCPAndKVP2P(torch.autograd.Function):
             with second(i):
                 steps.append((step, *_forward(step.args, step.rows(q), *map(step.tokens, held))))
             if i + 1 < size:
-                held = coming  # the work keeps the tensor that it sends
+                held = coming  # the pending send still holds the old tensor
         _join(q, cp)
         lse = steps[0][2].double()
         for step, _, its, _ in steps[1:]:
@@ -234,7 +234,7 @@ def _in_order(parts: list[torch.Tensor], s: int, causal: bool) -> torch.Tensor:
 
 
 def _of_rank(x: torch.Tensor, s: int, size: int, rank: int, causal: bool) -> torch.Tensor:
-    """Return a rank's part of tokens in the sequence's order."""
+    """Return a rank's part of tokens that are in the sequence's order."""
     if not causal:
         return x.chunk(size, dim=s)[rank]
     chunks = x.chunk(2 * size, dim=s)
