@@ -54,7 +54,7 @@ def test_arena_serves_every_zero_stage_with_unchanged_losses(
 
 
 @pytest.mark.long
-def test_recipe_keeps_its_losses_with_arena_checks(tmp_path: Path) -> None:
+def test_llama2_recipe_keeps_its_losses_with_arena_checks(tmp_path: Path) -> None:
     config = json.loads((ROOT / "configs/ds_tiny.json").read_text())
     config["memplug"] |= {"arena": {"checks": True}, "plan_dir": False, "profiler": {"policy_steps": 0}}
     checked = tmp_path / "ds.json"

@@ -126,7 +126,7 @@ def test_tensors_of_a_user_memory_pool_are_outside_the_arena(session: memplug.Se
     assert not owned(inside) and (inside == 1).all()
 
 
-def test_peak_reset_without_memplug_survives_its_reinstallation(session: memplug.Session) -> None:
+def test_peak_reset_while_memplug_is_uninstalled_survives_reinstalling(session: memplug.Session) -> None:
     session.model.zero_grad()
     session.detach()
     core = native.load()

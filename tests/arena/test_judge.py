@@ -126,12 +126,12 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_has_its_code(name):
+def test_judge_reports_the_code_of_each_fault(name):
     problem, solution, code = FAULTS[name]
     assert codes(judge(problem, solution)) == [code]
 
 
-def test_all_faults_are_reported_at_once():
+def test_judge_reports_all_faults_at_once():
     problem = Problem(buffers=buffers([Buffer(lower=0, upper=2, size=4, alignment=4)] * 2))
     found = judge(problem, Solution(offsets=np.array([1, 2]), height=5, planner=""), capacity_bytes=5)
     assert codes(found) == [Fault.MISALIGNED, Fault.BEYOND_ARENA, Fault.BEYOND_CAPACITY, Fault.OVERLAP]

@@ -1,4 +1,4 @@
-"""The map of a plan shows that plan: its rectangles, its curve, and the texts under the pointer."""
+"""The address map of a plan: its rectangles, its curve, and the texts at the pointer."""
 
 import base64
 import json
@@ -76,7 +76,7 @@ def test_tiny_requests_get_a_pixel_without_covering_long_lived_ones():
     assert painted(plan, [1, 2, 3], 2000, (2000, 1000))[1000, 500] == 2
 
 
-def test_curve_marks_its_peak_and_largest_requests_have_most_area(recorded):
+def test_curve_marks_the_peak_and_requests_are_ranked_by_area(recorded):
     drawn = rectangles(recorded)["phase"]
     curve, _, phases, layers = plan_figure(recorded.alone()).columns[0].panels
     in_use, mark = curve.content[0], curve.content[-1]

@@ -76,7 +76,7 @@ def test_phases_are_ordered_by_kind_and_many_share_groups():
         (Phase(Pass.EITHER, 3), "forward or backward 3", "P3"),
     ],
 )
-def test_each_phase_has_its_words_and_letters(phase, words, letters):
+def test_each_phase_has_a_full_and_a_short_name(phase, words, letters):
     assert (phase_words(phase), phase_letters(phase)) == (words, letters)
 
 

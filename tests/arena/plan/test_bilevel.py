@@ -49,7 +49,7 @@ def layers(count: int, inner: tuple[int, ...], *, odd: int = 0) -> Problem:
 @pytest.mark.parametrize(
     ("case", "count"), [("llama7b_long_ckpt", 8), ("llama7b_nockpt", 32), ("llama7b_ckpt", 64), ("mixtral_ckpt", 12)]
 )
-def test_layers_of_recorded_steps_are_found_without_places(case, count):
+def test_layers_are_found_in_recorded_steps_without_known_places(case, count):
     problem = without_places(recorded(case))
     found = stretches(problem.buffers)
     patterns = {stretch.pattern for stretch in found}

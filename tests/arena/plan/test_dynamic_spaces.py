@@ -78,7 +78,7 @@ def test_step_without_dynamic_requests_has_no_reusable_space():
 
 
 @given(recordings())
-def test_reusable_space_is_exactly_the_bytes_no_buffer_uses_meanwhile(recording):
+def test_reusable_space_is_exactly_what_no_buffer_uses_in_its_interval(recording):
     trace = recording.trace()
     step = last_step(trace)
     problem, solution, spaces = planned(step)

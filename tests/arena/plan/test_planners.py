@@ -187,7 +187,7 @@ def _on_stream_0(table: np.ndarray) -> np.ndarray:
 
 
 @given(problem=problems(most=20, fewest=1, latest=30))
-def test_lifetimes_in_sections_keep_overlaps_and_peak_bytes(problem):
+def test_renumbering_lifetimes_by_section_keeps_overlaps_and_peak(problem):
     table = problem.buffers
     lower, upper = sections(table)
     meets = (table["lower"][:, None] < table["upper"]) & (table["lower"] < table["upper"][:, None])
