@@ -59,7 +59,7 @@ def test_freed_memory_is_reused_before_the_pool_grows() -> None:
     assert pool.capacity_bytes == capacity
 
 
-def test_pool_at_its_budget_gives_none_until_a_slot_is_freed() -> None:
+def test_full_pool_gives_no_slot_until_one_is_freed() -> None:
     pool = HostPool(Device(), 3 * SLAB_BYTES, core())
     taken = []
     while (slot := pool.rows.take(1000)) is not None:
@@ -78,7 +78,7 @@ def test_pool_with_zero_budget_gives_no_slot() -> None:
     assert pool.capacity_bytes == 0
 
 
-def test_reserved_memory_exists_before_first_use() -> None:
+def test_reserve_allocates_host_memory_before_its_first_use() -> None:
     pool = HostPool(Device(), 1 << 20, core())
     pool.reserve(50_000)
     assert (capacity := pool.capacity_bytes) >= 50_000
@@ -100,7 +100,7 @@ def test_pool_grows_in_smaller_pieces_once_a_plan_reserved_memory() -> None:
     assert planned.capacity_bytes == before[0] * 17 // 16 and unplanned.capacity_bytes == before[1] * 3 // 2
 
 
-def test_closing_unregisters_every_slab() -> None:
+def test_closing_the_pool_unregisters_every_slab() -> None:
     device = Pins()
     pool = HostPool(device, 1 << 20, core())
     for _ in range(20):

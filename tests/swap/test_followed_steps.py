@@ -17,7 +17,7 @@ pytestmark = pytest.mark.device
 def test_repeated_steps_are_followed_until_one_differs() -> None:
     training = Training()
     training.until_it_swaps()
-    for repeated in (0, 0, 0, 0, 1, 2):  # memplug follows steps after three that equal the step before
+    for repeated in (0, 0, 0, 0, 1, 2):  # memplug follows a step once three steps equalled their predecessors
         training.step()
         assert training.report["swap_repeated"] == repeated
     tensors, found = training.report["swap_tensors"], training.report["swap_found"]
@@ -34,7 +34,7 @@ def test_repeated_steps_are_followed_until_one_differs() -> None:
         2,
         3,
         4,
-    ):  # after a differing step six are needed; the first of them equals the step learnt last
+    ):  # after a step that differs it takes six, of which the first equals the step learnt last
         training.step()
         assert training.report["swap_repeated"] == repeated
     assert training.report["swap_found"] == found + 8 * tensors and training.report["swap_demanded"] == 0
@@ -117,7 +117,7 @@ def test_earlier_tensors_cannot_be_offloaded_once_a_followed_step_differs() -> N
 
 @pytest.mark.cpu("a device has more memory than requested")
 def test_no_tensor_is_offloaded_inside_a_kernel_where_the_step_differs() -> None:
-    """Differ inside a kernel: memplug did not see it begin, and it may hold addresses after its operators have ended."""
+    """Differ inside a kernel: memplug did not see it begin, and it may hold addresses after its operators are over."""
     x, training = torch.ones(ROWS, 8), Training()
     training.until_it_swaps()
     training.until_it_repeats()

@@ -213,7 +213,7 @@ def test_out_of_memory_is_raised_if_host_memory_is_too_small() -> None:
 
 @pytest.mark.cpu("a device's allocator has reserved more than requested")
 def test_failed_step_is_not_used_for_planning() -> None:
-    """Limit the device so that the part of the failed step that is recorded would fit."""
+    """Limit the device so that the recorded part of the failed step would fit."""
     model = Deep()
     with device_of(3 * TENSOR_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
         for _ in range(8):

@@ -51,7 +51,7 @@ def away(swapper: Any, tensor: torch.Tensor, key: int = 1) -> None:
     swapper.release(key)
 
 
-def test_waits_are_measured_only_on_request(swapper: Any) -> None:
+def test_waits_for_copies_are_measured_only_if_enabled(swapper: Any) -> None:
     tensor = sample()
 
     def waited_s(measured: bool) -> float:

@@ -86,7 +86,7 @@ def test_list_swaps_memory_that_regions_cannot_free() -> None:
 
 
 def beside_regions(kind: str, share: float) -> Trained:
-    """Train with regions and list within the budget; once planned, no tensor is offloaded for a failed request.
+    """Train with regions and a swap list in the budget; under the plan no tensor may be offloaded for a failed request.
 
     Numbers are equal up to the rounding of a matmul, since a plan may split its rows and compute them separately.
     """

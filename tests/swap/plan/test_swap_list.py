@@ -29,7 +29,7 @@ def test_reduction_of_an_operator_is_its_bytes_above_the_budget():
     assert reductions(problem, (Swap(0, 4, 7),)).tolist() == [0, 10, 20, 20, 0, 0, 0, 10, 10, 10, 0, 0]
 
 
-def test_score_adds_share_of_excess_in_the_gap_and_relative_size():
+def test_score_is_the_share_of_excess_in_the_gap_plus_relative_size():
     problem = step(THREE, budget_bytes=40)
     scores = [score(each, reductions(problem), 30) for each in problem.candidates]
     assert scores == pytest.approx([9 / 9 + 30 / 30, 7 / 9 + 20 / 30, 2 / 9 + 10 / 30])

@@ -135,7 +135,7 @@ def test_most_frequent_operator_has_rank_one():
     assert {recording.names[name]: rank for name, rank in ranks(recording.trace()).items()} == {"b": 1, "a": 2, "c": 3}
 
 
-def test_output_of_outer_operator_is_noted_after_uses_by_inner_ones():
+def test_output_of_outer_operator_is_listed_after_uses_by_inner_ones():
     recording = Recording()
     recording.step()
     tensor = recording.tensor(100)
