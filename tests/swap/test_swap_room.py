@@ -62,7 +62,7 @@ def test_loosened_budget_has_no_reserve_and_cannot_be_tightened(step: Trace) -> 
     assert not tight.loosen() and not tight.tighten(10)
 
 
-def test_step_without_failed_requests_fits() -> None:
+def test_step_fits_exactly_if_no_request_failed() -> None:
     assert room().holds(was_short=False) and not room().holds(was_short=True)
 
 

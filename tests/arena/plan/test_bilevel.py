@@ -110,7 +110,7 @@ def test_problem_without_layers_is_solved_in_one_level(rows):
     assert bilevel.solve(problem).height == problem.lower_bound
 
 
-def test_known_places_make_short_repeats_layers():
+def test_short_repeats_are_layers_if_their_places_are_known():
     table = layers(2, (8, 3, 9)).buffers.copy()
     assert stretches(table) == [], "two short repeats are no layers without places"
     table["lower_phase"] = table["upper_phase"] = 0

@@ -119,7 +119,7 @@ def test_auto_logs_a_refused_solution_and_takes_the_next_best(monkeypatch, caplo
         auto.plan(problem, "search", time_limit_s=0.2)
 
 
-def test_capacity_is_a_target_and_not_a_requirement():
+def test_auto_aims_at_the_capacity_but_may_exceed_it():
     problem = problem_of(*((at, at + 3, 1 + at % 4) for at in range(40)))
     assert auto.plan(problem, capacity_bytes=10_000).height <= 10_000
     assert auto.plan(problem, capacity_bytes=1, time_limit_s=0.3).height >= problem.lower_bound

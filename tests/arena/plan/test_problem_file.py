@@ -86,7 +86,7 @@ READ = {
 
 
 @pytest.mark.parametrize("kind", READ)
-def test_columns_are_read_by_name(path, kind):
+def test_columns_are_read_by_name_in_any_order(path, kind):
     text, rows, ids = READ[kind]
     problem = read(path, text)
     assert rows_of(problem) == rows
