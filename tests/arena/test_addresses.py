@@ -1,4 +1,4 @@
-"""The arena's tables of a plan: each request at its planned address, by place, and reusable space."""
+"""The arena's tables of a plan: requests by place, with their planned addresses, and reusable space."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def spaces_of(tables: ArenaTables, group: int) -> list[tuple[int, int]]:
 
 
 def used_units(plan: AddressPlan, first: int, end: int, kept_bytes: int) -> np.ndarray:
-    """Return bool[units]: the 512-byte units of the reused part that buffers use from `first` up to `end`."""
+    """Return bool[units]: which 512-byte units of the reused part any buffer uses from `first` up to `end`."""
     used = np.zeros((plan.solution.height - kept_bytes) // 512, bool)
     for buffer, offset in zip(plan.problem.buffers, plan.solution.offsets, strict=True):
         if not buffer["outlives"] and buffer["lower"] < end and first < buffer["upper"]:
@@ -41,7 +41,7 @@ def used_units(plan: AddressPlan, first: int, end: int, kept_bytes: int) -> np.n
 
 
 @given(recordings())
-def test_tables_hold_each_request_at_its_planned_address_by_place(recording) -> None:
+def test_tables_group_requests_by_place_at_planned_addresses(recording) -> None:
     plan = plan_of(last_step(recording.trace()))
     tables, table = tables_of(plan), plan.problem.buffers
     requests = tables.requests
@@ -61,7 +61,7 @@ def test_tables_hold_each_request_at_its_planned_address_by_place(recording) -> 
 
 
 @given(recordings())
-def test_requests_that_outlive_the_step_get_slots_apart_from_the_rest(recording) -> None:
+def test_requests_that_outlive_the_step_get_slots_of_their_own(recording) -> None:
     plan = plan_of(last_step(recording.trace()))
     tables, table = tables_of(plan), plan.problem.buffers
     kept = table[table["outlives"]]
@@ -82,7 +82,7 @@ def test_requests_that_outlive_the_step_get_slots_apart_from_the_rest(recording)
 
 
 @given(recordings())
-def test_requests_name_the_other_streams_that_use_their_bytes(recording) -> None:
+def test_each_request_lists_other_streams_that_use_its_bytes(recording) -> None:
     plan = plan_of(last_step(recording.trace()))
     tables = tables_of(plan)
     rows = tables.requests.tolist()
@@ -99,7 +99,7 @@ def test_requests_name_the_other_streams_that_use_their_bytes(recording) -> None
 
 @pytest.mark.long
 @given(recordings())
-def test_reusable_space_is_unused_for_its_whole_interval(recording) -> None:
+def test_no_planned_request_uses_reusable_space_in_its_interval(recording) -> None:
     plan = plan_of(last_step(recording.trace()))
     tables = tables_of(plan)
     end = int(plan.problem.buffers["upper"].max(initial=0))
@@ -114,7 +114,7 @@ def test_reusable_space_is_unused_for_its_whole_interval(recording) -> None:
             assert not used[begin // 512 : stop // 512].any()
 
 
-def test_phases_between_passes_are_numbered_by_the_preceding_forward() -> None:
+def test_phase_between_passes_has_the_number_of_the_preceding_forward() -> None:
     recording = Recording()
     recording.phase(Pass.OTHER)
     requests = [recording.malloc(512)]
@@ -129,7 +129,7 @@ def test_phases_between_passes_are_numbered_by_the_preceding_forward() -> None:
     assert sorted(phases) == sorted([0 * 8, 1 * 8 + 1, 1 * 8, 2 * 8 + 1, 2 * 8])
 
 
-def test_dynamic_requests_have_groups_and_unplanned_ones_a_common_group() -> None:
+def test_ungrouped_dynamic_requests_get_the_space_common_to_all_groups() -> None:
     recording = Recording()
     recording.phase(Pass.FORWARD, 0)
     recording.layer("experts", dynamic=True)
@@ -150,7 +150,7 @@ def test_dynamic_requests_have_groups_and_unplanned_ones_a_common_group() -> Non
     assert (tables.dynamic["phase"] == 8 + 1).all()
 
 
-def test_plan_with_kept_buffers_among_the_others_is_refused() -> None:
+def test_plan_that_mixes_outliving_and_other_buffers_is_refused() -> None:
     recording = Recording()
     recording.free(recording.malloc(512))
     recording.malloc(512)
@@ -160,7 +160,7 @@ def test_plan_with_kept_buffers_among_the_others_is_refused() -> None:
         tables_of(plan)
 
 
-def test_tables_of_a_large_recorded_step_are_complete() -> None:
+def test_tables_of_a_recorded_7b_step_have_all_its_requests() -> None:
     plan = plan_of(last_step(load(DATA / "llama7b_ckpt.npz")))
     tables = tables_of(plan)
     assert len(tables.requests) == int((plan.problem.buffers["lower_phase"] >= 0).sum()) > 9000

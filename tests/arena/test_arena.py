@@ -61,7 +61,7 @@ def without() -> Run:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_dense_model_is_served_with_unchanged_losses(name: str, without: Run) -> None:
+def test_arena_serves_a_dense_model_with_unchanged_losses(name: str, without: Run) -> None:
     with nothing_leaks():
         run = train(BLOCKS[name], steps=40, validate=10)
     assert run.losses == without.losses
@@ -69,11 +69,11 @@ def test_dense_model_is_served_with_unchanged_losses(name: str, without: Run) ->
     assert run.served >= 0.999
     assert run.report["arena_step_served"] == 1.0
     assert run.report["arena_predicted_fragmentation"] <= 0.005
-    # of about 300 KiB: two requests of 512 bytes sometimes alternate
+    # the peak is only about 300 KiB, and two requests of 512 bytes sometimes alternate
     assert run.report["arena_peak_fragmentation"] <= 0.02
 
 
-def test_mixture_of_experts_is_partly_served_from_reusable_space() -> None:
+def test_arena_serves_some_expert_requests_from_reusable_space() -> None:
     run = train(ALONE, mixtral, steps=20)
     assert run.losses == train(OFF, mixtral, steps=20).losses
     report = run.report
@@ -82,7 +82,7 @@ def test_mixture_of_experts_is_partly_served_from_reusable_space() -> None:
     assert report["arena_served"] > 0 and max(run.mismatched[-10:]) == 0
 
 
-def test_mixture_that_swaps_and_recomputes_is_served() -> None:
+def test_arena_serves_a_swapping_mixture_with_unchanged_losses() -> None:
     block = {"enabled": True, "plan_dir": False, "tokenwise": {"alpha": 1, **SMALL}}
     run = train(block, mixtral, steps=14)
     assert run.losses == train({**block, "arena": {"enabled": False}}, mixtral, steps=14).losses
@@ -90,7 +90,7 @@ def test_mixture_that_swaps_and_recomputes_is_served() -> None:
 
 
 @pytest.mark.cpu("it looks at that device")
-def test_prefetched_outputs_land_at_planned_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetched_outputs_are_in_the_arena_once_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[bool] = []
 
     class Noting(ScriptedDevice):
@@ -110,8 +110,8 @@ def test_prefetched_outputs_land_at_planned_addresses(monkeypatch: pytest.Monkey
 # -- tensors that outlive a step ---------------------------------------------------------------------------------------
 
 
-def test_tensors_kept_from_step_to_step_are_never_overwritten() -> None:
-    """Keep the outputs of every step, and compare them with copies made at once."""
+def test_arena_never_overwrites_tensors_kept_across_steps() -> None:
+    """Keep the output of every step, and compare it at the end with a copy made in that step."""
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     torch.manual_seed(0)
     model = llama()
@@ -128,7 +128,7 @@ def test_tensors_kept_from_step_to_step_are_never_overwritten() -> None:
         assert torch.equal(tensor, copied)
 
 
-def test_arena_memory_outlives_detaching_until_its_last_tensor_dies() -> None:
+def test_arena_memory_is_freed_with_its_last_tensor_after_detach() -> None:
     model = llama()
     batch = torch.randint(0, 64, (2, 16))
     with nothing_leaks():
@@ -195,10 +195,10 @@ def test_optimizer_state_made_after_planning_is_not_overwritten() -> None:
 # -- programs ----------------------------------------------------------------------------------------------------------
 
 
-def test_each_program_has_its_own_plan() -> None:
-    """Alternate two lengths, ten steps each; each must have its plan when it returns.
+def test_alternating_programs_each_keep_their_own_plan() -> None:
+    """Alternate two sequence lengths, twelve steps each; when a length returns, its earlier plan must still be there.
 
-    The longer one is first: the prefetch limit follows the largest region seen.
+    The longer length comes first, since the prefetch limit follows the largest region so far.
     """
     block = {"enabled": True, "plan_dir": False, "tokenwise": SMALL, "profiler": {"policy_steps": 0}}
 
@@ -212,8 +212,8 @@ def test_each_program_has_its_own_plan() -> None:
     assert run.states[28:35] == [ArenaState.SERVING] * 7, "the first program's plan is still there"
 
 
-def test_program_change_shown_only_by_requests_leads_to_a_new_plan() -> None:
-    """Use a numeric alpha, which compares no programs: only unplanned requests show the change."""
+def test_arena_plans_anew_if_only_requests_show_a_new_program() -> None:
+    """Train with the arena alone, where memplug compares no programs: only unplanned requests show the change."""
 
     def length(step: int) -> int:
         return 16 if step < 10 else 40
@@ -224,7 +224,7 @@ def test_program_change_shown_only_by_requests_leads_to_a_new_plan() -> None:
     assert run.mismatched[11] > 100 and max(run.mismatched[-4:]) == 0
 
 
-def test_requests_that_never_repeat_cause_few_plans() -> None:
+def test_constantly_changing_lengths_cause_at_most_six_plans() -> None:
     def length(step: int) -> int:
         return 8 + 4 * (step * 7 % 11)
 
@@ -233,16 +233,16 @@ def test_requests_that_never_repeat_cause_few_plans() -> None:
     assert run.report["arena_plans"] <= 6
 
 
-# -- its messages ------------------------------------------------------------------------------------------------------
+# -- reports and recordings --------------------------------------------------------------------------------------------
 
 
-def test_arena_switched_off_by_the_block_reports_the_reason() -> None:
+def test_report_says_that_the_configuration_switches_the_arena_off() -> None:
     run = train({**ALONE, "tokenwise": {"alpha": 0}, "arena": {"enabled": False}}, steps=6)
     assert run.report["arena"] == "off" and run.report["arena_off_because"] == "the block switches it off"
     assert run.report["arena_bytes"] == run.report["arena_served"] == run.report["arena_plans"] == 0
 
 
-def test_step_counters_are_differences_and_gauges_are_current() -> None:
+def test_step_report_has_counter_differences_and_current_gauges() -> None:
     model = llama()
     batch = torch.randint(0, 64, (2, 16))
     with memplug.attach(model, ALONE) as session:
@@ -283,7 +283,7 @@ def test_torch_profiler_sees_arena_blocks() -> None:
     assert sum(event.nbytes() < 0 for event in events) > 100
 
 
-def test_recording_of_a_served_step_has_all_its_requests(tmp_path: Path) -> None:
+def test_recording_has_the_same_requests_with_and_without_the_arena(tmp_path: Path) -> None:
     model = llama()
     batch = torch.randint(0, 64, (2, 16))
     with memplug.attach(model, ALONE) as session:
@@ -313,7 +313,7 @@ def test_second_session_gets_an_arena_too() -> None:
     assert first.report["arena_served"] > 0 and second.report["arena_served"] > 0
 
 
-def test_arena_of_an_undetached_session_is_released() -> None:
+def test_arena_is_released_with_its_session_even_without_detach() -> None:
     model = llama()
     batch = torch.randint(0, 64, (2, 16))
     with nothing_leaks():
@@ -330,7 +330,7 @@ def test_arena_of_an_undetached_session_is_released() -> None:
         assert not owned(torch.ones(64))
 
 
-def test_collecting_an_old_session_leaves_the_new_ones_arena() -> None:
+def test_garbage_collecting_an_old_session_leaves_the_new_arena_serving() -> None:
     batch = torch.randint(0, 64, (2, 16))
     sessions = []
     for _ in range(2):
@@ -348,7 +348,7 @@ def test_collecting_an_old_session_leaves_the_new_ones_arena() -> None:
         sessions.append(session)
 
 
-def test_copies_of_a_model_with_the_arena_alone_are_plain() -> None:
+def test_copied_and_pickled_models_contain_nothing_of_memplug() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     before = type(model)
     with memplug.attach(model, ALONE):

@@ -11,15 +11,15 @@ import pytest
 
 from tests.support.folders import ROOT
 
-RANDOM_SEEDS = "300"  # of the random requests
+RANDOM_SEEDS = "300"  # number of seeds for random requests
 PROGRAMS = ("arena_test", "arena_plans_test")
 SOURCES = tuple(f"memplug/arena/native/{name}.cpp" for name in ("arena", "arena_plan", "leftovers", "pending_uses"))
-INCLUDED = "-Imemplug/native"  # blocks.h
+INCLUDED = "-Imemplug/native"  # for blocks.h
 COMPILER = shutil.which("c++") or shutil.which("g++")
 
 
 def compiler(arguments: Sequence[str], *flags: str, source: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the compiler with these arguments, on a program from standard input if there is one."""
+    """Run the compiler with these arguments; `source` is its standard input."""
     command = [COMPILER, "-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread", INCLUDED, *flags, *arguments]
     return subprocess.run(command, cwd=ROOT, input=source, capture_output=True, text=True, timeout=300)
 

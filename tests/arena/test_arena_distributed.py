@@ -24,7 +24,7 @@ PLANNED = {
 
 
 def trained(folder: Path, cases: dict[str, Any], time_limit_s: float) -> dict[str, list[dict[str, Any]]]:
-    """Return each rank's results of each case."""
+    """Train all cases on two ranks, and return the results of each case by rank."""
     launch_forked(["tests.support.arena_worker", folder, json.dumps(cases)], module=True, time_limit_s=time_limit_s)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     return {name: [rank[name] for rank in ranks] for name in cases}
@@ -34,13 +34,13 @@ def trained(folder: Path, cases: dict[str, Any], time_limit_s: float) -> dict[st
     ("stages", "steps", "validate", "share"),
     [((1, 3), 14, 5, 0.97), pytest.param(range(4), 60, 24, 0.99, marks=pytest.mark.long)],
 )
-def test_every_zero_stage_is_served_with_unchanged_losses(
+def test_arena_serves_every_zero_stage_with_unchanged_losses(
     stages: Sequence[int], steps: int, validate: int, share: float, tmp_path: Path
 ) -> None:
     """Check that the arena serves at least `share` of the requests from the first plan on.
 
-    Under ZeRO 3 the first served step differs from the next. The thread of a collective frees its memory at another
-    time in each step: on busy cores up to 4 requests in 1,000 differ.
+    Under ZeRO 3 the first served step differs from the second. The threads of collectives free memory at another time
+    in each step; if the cores are busy, up to 4 requests in 1,000 differ from the plan.
     """
     case = {"model": "llama", "memplug": PLANNED, "steps": steps, "validate": validate}
     cases = {f"ZeRO {stage}": {"stage": stage, **case} for stage in stages}
@@ -54,7 +54,7 @@ def test_every_zero_stage_is_served_with_unchanged_losses(
 
 
 @pytest.mark.long
-def test_recipe_trains_unchanged_with_arena_checks(tmp_path: Path) -> None:
+def test_llama2_recipe_keeps_its_losses_with_arena_checks(tmp_path: Path) -> None:
     config = json.loads((ROOT / "configs/ds_tiny.json").read_text())
     config["memplug"] |= {"arena": {"checks": True}, "plan_dir": False, "profiler": {"policy_steps": 0}}
     checked = tmp_path / "ds.json"
@@ -75,7 +75,7 @@ def test_recipe_trains_unchanged_with_arena_checks(tmp_path: Path) -> None:
         assert reports[name]["arena_served"] > 100 * reports[name]["arena_fallback"]
 
 
-def test_mixture_is_served_on_two_processes(tmp_path: Path) -> None:
+def test_arena_serves_a_mixture_of_experts_on_two_processes(tmp_path: Path) -> None:
     case = {"stage": 1, "model": "mixtral", "memplug": {**ALONE, "arena": {"checks": True}}, "steps": 16, "validate": 7}
     for rank in trained(tmp_path, {"mixture": case}, 200)["mixture"]:
         assert rank["with"] == rank["without"]

@@ -32,13 +32,13 @@ MODES = {"plain": ALONE, "checked": CHECKED}
 
 @pytest.fixture(params=MODES)
 def block(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return the plain block, or the one with the arena's checks."""
+    """Return the configuration of the arena, without or with its checks."""
     return MODES[request.param]
 
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Assert that no test here leaks."""
+    """Assert that no test of this file leaks reserved memory."""
     with nothing_leaks():
         yield
 
@@ -47,9 +47,9 @@ def no_leaks() -> Iterator[None]:
 
 
 class Wandering(nn.Module):
-    """A model that requests scratch memory at sixty spots, with some requests left out, added or enlarged.
+    """A model with sixty requests for scratch memory, on which its results do not depend.
 
-    Its results do not depend on them.
+    A random share of the requests is missing, preceded by another request, or enlarged.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Wandering(nn.Module):
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
-def test_deviating_requests_lose_only_their_own_planned_addresses(block: dict[str, Any], share: float) -> None:
+def test_requests_that_differ_from_the_plan_affect_no_other_requests(block: dict[str, Any], share: float) -> None:
     @contextlib.contextmanager
     def around(step: int, model: nn.Module) -> Iterator[None]:
         model.share = share if step >= 7 else 0.0
@@ -99,8 +99,8 @@ def test_deviating_requests_lose_only_their_own_planned_addresses(block: dict[st
 # -- threads and processes ---------------------------------------------------------------------------------------------
 
 
-def test_blocks_freed_late_on_other_threads_leave_the_arena_serving(block: dict[str, Any]) -> None:
-    """Free each step's activations from another thread, some time in the next step."""
+def test_arena_serves_although_another_thread_frees_blocks_late(block: dict[str, Any]) -> None:
+    """Free each step's activations on another thread, at a random time during the next step."""
     held: list[Any] = []
     done = threading.Event()
 
@@ -145,7 +145,7 @@ def test_requests_of_other_threads_go_to_torchs_allocator(block: dict[str, Any])
     assert all((tensor == 1).all() for tensor in strangers)
 
 
-def test_forked_child_reads_parent_tensors_and_allocates_outside_the_arena(block: dict[str, Any]) -> None:
+def test_forked_child_reads_the_arena_but_allocates_outside_of_it(block: dict[str, Any]) -> None:
     model = llama()
     batch = torch.randint(0, 64, (2, 16))
     with memplug.attach(model, block) as session:
@@ -156,7 +156,7 @@ def test_forked_child_reads_parent_tensors_and_allocates_outside_the_arena(block
         assert owned(out.logits)
         expected = out.logits.sum().item()
         child = os.fork()
-        if child == 0:  # reports by its exit code: pytest must not run on in the child
+        if child == 0:  # the child reports by its exit code, since pytest must not go on in it
             fine = out.logits.sum().item() == expected and not owned(torch.ones(64))
             del out
             os._exit(0 if fine else 1)
@@ -168,7 +168,7 @@ def test_forked_child_reads_parent_tensors_and_allocates_outside_the_arena(block
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_exception_inside_a_step_leaves_later_steps_correct(block: dict[str, Any], where: str) -> None:
+def test_exception_in_a_step_leaves_later_losses_unchanged(block: dict[str, Any], where: str) -> None:
     def run(block: dict[str, Any]) -> tuple[list[float], memplug.Session]:
         torch.manual_seed(0)
         model, losses = llama(), []
@@ -196,7 +196,7 @@ def test_exception_inside_a_step_leaves_later_steps_correct(block: dict[str, Any
 
 @contextlib.contextmanager
 def failing(module: nn.Module, where: str) -> Iterator[None]:
-    """Make the module raise in that pass."""
+    """Make the module raise in its forward or its backward."""
 
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
@@ -211,7 +211,7 @@ def failing(module: nn.Module, where: str) -> Iterator[None]:
         hook.remove()
 
 
-def test_failed_arena_reservation_warns_once_and_training_goes_on(
+def test_failed_arena_reservation_warns_once_and_training_continues(
     block: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, before = planning.tables_of, reserved_bytes()
@@ -225,7 +225,7 @@ def test_failed_arena_reservation_warns_once_and_training_goes_on(
     assert run.report["arena_bytes"] <= before, "no more than earlier tests still hold"
 
 
-def test_missing_recorder_turns_the_arena_off_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_second_attached_model_trains_without_arena_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     first = llama()
     batch = torch.randint(0, 64, (2, 16))
     with memplug.attach(first, ALONE):
@@ -236,23 +236,23 @@ def test_missing_recorder_turns_the_arena_off_with_one_warning(caplog: pytest.Lo
     assert "without the profiler and the arena" in warning and "another model that trains" in warning
 
 
-def test_unwritable_plan_folder_is_logged_and_the_arena_serves(
+def test_arena_serves_and_logs_if_the_plan_folder_is_unwritable(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text(json.dumps(1))
     run = train({**ALONE, "plan_dir": str(tmp_path / "file")})
     assert run.report["arena_served"] > 0
     assert any("the plan is not kept" in record.getMessage() for record in caplog.records)
-    caplog.clear()  # a logged error holds its callers' locals
+    caplog.clear()  # the logged error keeps its callers' local variables alive
 
 
-# -- writes that do not belong there -----------------------------------------------------------------------------------
+# -- stray writes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("spoil", "how"), [("freed", "after it was freed"), ("beyond", "beyond its end")], ids=["freed", "beyond"]
 )
-def test_checking_mode_detects_stray_writes(spoil: str, how: str) -> None:
+def test_arena_checks_detect_stray_writes(spoil: str, how: str) -> None:
     model = llama()
     batch = torch.randint(0, 64, (2, 16))
     session = memplug.attach(model, CHECKED)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 SWAPPED = {"enabled": True, "plan_dir": False, "tokenwise": {"alpha": 1, "min_offload_bytes": 1}}
 
 WATCHING = {**ALONE, "arena": {"enabled": False}, "swap": {"enabled": True}}
-"""A swap list that still observes whether the step fits without swapping."""
+"""Configures a swap list, which after two steps still observes whether a step fits without swapping."""
 
 
 def batch() -> torch.Tensor:
@@ -36,7 +36,7 @@ def step(model: nn.Module) -> float:
 
 @pytest.fixture
 def session() -> Iterator[memplug.Session]:
-    """Yield a serving session; its model is `session.model`."""
+    """Yield a session whose arena serves; add its model as `session.model`."""
     torch.manual_seed(0)
     model = llama().cuda()
     with nothing_leaks(), memplug.attach(model, ALONE) as session:
@@ -52,7 +52,7 @@ def session() -> Iterator[memplug.Session]:
 
 
 @pytest.mark.parametrize("block", [ALONE, CHECKED, SWAPPED], ids=["alone", "checked", "swapped"])
-def test_losses_are_unchanged_and_all_requests_served(block: dict) -> None:
+def test_arena_serves_nearly_all_requests_with_unchanged_losses(block: dict) -> None:
     runs = []
     for used in ({"enabled": False}, block):
         torch.manual_seed(0)
@@ -71,7 +71,7 @@ def test_losses_are_unchanged_and_all_requests_served(block: dict) -> None:
     assert report.served > 1000 and report.served > 1000 * report.fallback
 
 
-def test_allocated_memory_counts_arena_blocks_and_not_the_whole_arena(session: memplug.Session) -> None:
+def test_memory_allocated_counts_arena_blocks_not_the_whole_arena(session: memplug.Session) -> None:
     step(session.model)
     session.model.zero_grad()
     torch.cuda.synchronize()
@@ -90,7 +90,7 @@ def test_allocated_memory_counts_arena_blocks_and_not_the_whole_arena(session: m
     step(session.model)
 
 
-def test_block_read_by_another_stream_is_reused_only_afterwards(session: memplug.Session) -> None:
+def test_block_is_reused_only_after_another_stream_has_read_it(session: memplug.Session) -> None:
     side = torch.cuda.Stream()
     with torch.no_grad():
         for round in range(20):
@@ -106,7 +106,7 @@ def test_block_read_by_another_stream_is_reused_only_afterwards(session: memplug
             assert (read == round).all()
 
 
-def test_captured_graph_uses_memory_outside_the_arena(session: memplug.Session) -> None:
+def test_cuda_graph_uses_memory_outside_the_arena(session: memplug.Session) -> None:
     static = torch.zeros(1000, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -119,19 +119,19 @@ def test_captured_graph_uses_memory_outside_the_arena(session: memplug.Session) 
     assert (out == 7).all()
 
 
-def test_user_memory_pool_uses_memory_outside_the_arena(session: memplug.Session) -> None:
+def test_tensors_of_a_user_memory_pool_are_outside_the_arena(session: memplug.Session) -> None:
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         inside = torch.ones(1000, device="cuda")
     assert not owned(inside) and (inside == 1).all()
 
 
-def test_peak_reset_while_memplug_is_uninstalled_stays_reset(session: memplug.Session) -> None:
+def test_peak_reset_while_memplug_is_uninstalled_survives_reinstalling(session: memplug.Session) -> None:
     session.model.zero_grad()
     session.detach()
     core = native.load()
     index = torch.cuda.current_device()
-    for most_bytes in (64 << 20, 1 << 20):  # the first one while memplug is in front, the second while it is not
+    for most_bytes in (64 << 20, 1 << 20):  # first with memplug in front of torch's allocator, then without
         in_front = most_bytes > 1 << 20
         core.catch_out_of_memory(in_front, f"cuda:{index}", None)
         torch.cuda.reset_peak_memory_stats()
@@ -144,7 +144,7 @@ def test_peak_reset_while_memplug_is_uninstalled_stays_reset(session: memplug.Se
 
 
 @pytest.mark.parametrize("block, steps", [(ALONE, 8), (WATCHING, 2)], ids=["arena", "swap"])
-def test_dropped_session_restores_torchs_allocator(block: dict, steps: int) -> None:
+def test_deleting_a_session_restores_torchs_allocator(block: dict, steps: int) -> None:
     if "swap" in block and not native.load().StorageSwapper.is_possible():
         pytest.skip("a swap list needs torch 2.13")
     library = ctypes.CDLL("libc10_cuda.so")

@@ -1,4 +1,4 @@
-"""Recordings of steps with an arena, and after one, never free more than was in use."""
+"""Recordings made with an arena, or after an earlier one, never free more bytes than were in use."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.cpu("of its allocator")
 WAITS: dict[str, Any] = {**ALONE, "profiler": {"wait_for_plans": True}}
 
 LIMITED = {**WAITS, "device_budget_gib": 1}
-"""The CPU stands in for a device of that size, by counting requests."""
+"""The CPU stands in for a device of 1 GiB: memplug counts the bytes of its requests."""
 
 
 def trained(block: dict[str, Any], steps: int, recorded: range) -> tuple[list[Any], list[Trace]]:
-    """Train, and return the objects that stay in use, and the traces of the recorded steps."""
+    """Train; return the last output and the model, which hold memory, and the traces of the recorded steps."""
     torch.manual_seed(0)
     model, batch, traces = llama(), torch.randint(0, 64, (2, 16)), []
     with memplug.attach(model, block) as session:
@@ -41,7 +41,7 @@ def trained(block: dict[str, Any], steps: int, recorded: range) -> tuple[list[An
 
 
 def freed(kept: list[Any]) -> Trace:
-    """Record with a new recorder while the objects are freed, and return the trace."""
+    """Free the objects while a new recorder records, and return its trace."""
     recorder = Recorder("cpu")
     try:
         recorder.begin(Detail.REQUESTS)
@@ -56,7 +56,9 @@ def freed(kept: list[Any]) -> Trace:
 @pytest.mark.parametrize(
     ("block", "steps", "recorded"), [(WAITS, 9, range(7, 8)), (LIMITED, 4, range(0))], ids=["arena", "limit"]
 )
-def test_recording_excludes_memory_of_an_earlier_recorder(block: dict[str, Any], steps: int, recorded: range) -> None:
+def test_recording_ignores_memory_that_an_earlier_recorder_saw(
+    block: dict[str, Any], steps: int, recorded: range
+) -> None:
     kept, _ = trained(block, steps, recorded)
     assert owned(kept[0].logits) if block is WAITS else native.load().cpu_bytes()[0] > 0
     trace = freed(kept)
@@ -64,8 +66,8 @@ def test_recording_excludes_memory_of_an_earlier_recorder(block: dict[str, Any],
     assert trace.requests["nbytes"].tolist() == [16] and (trace.events["request"] >= 0).all()
 
 
-def test_recordings_under_a_limit_count_bytes_used_in_the_arena() -> None:
-    """Record steps with an arena one after another; gradients are freed in every second one."""
+def test_recordings_with_and_without_a_limit_count_the_same_bytes() -> None:
+    """Record consecutive steps; every second one frees its gradients."""
     _, limited = trained(LIMITED, 14, range(1, 13))
     _, others = trained(WAITS, 14, range(1, 13))
     for one, other in zip(limited[3:], others[3:], strict=True):

@@ -1,4 +1,4 @@
-"""The CUDA allocator in front of torch's compiles without a GPU, and forwards every call of the interface."""
+"""memplug's CUDA allocator can be compiled without a GPU, and forwards every call of the interface to torch's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ InFront<Native>* const made = new InFront<Native>(nullptr, 0);
 
 @pytest.fixture
 def includes(tmp_path: Path) -> list[str]:
-    """Return folders of headers, including the one that torch's CPU builds leave out."""
+    """Return the include flags, with a stand-in for the header that torch's CPU builds lack."""
     candidates = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
     toolkits = [folder for folder in candidates if folder and Path(folder, "include/cuda_runtime_api.h").exists()]
     if not toolkits:
@@ -42,7 +42,7 @@ def includes(tmp_path: Path) -> list[str]:
 
 
 def compiled(includes: list[str], source: str, *flags: str) -> str:
-    """Compile a program's syntax and types, and return the compiler's output; fail on errors."""
+    """Check a program's syntax and types by the compiler, and return its warnings; fail on errors."""
     command = [COMPILER, "-std=c++20", "-fsyntax-only", "-DMEMPLUG_CUDA", "-DNDEBUG", "-DTORCH_EXTENSION_NAME=m"]
     done = subprocess.run(
         [*command, *flags, *includes, "-x", "c++", "-"], input=source, capture_output=True, text=True, timeout=300
@@ -51,14 +51,14 @@ def compiled(includes: list[str], source: str, *flags: str) -> str:
     return done.stderr
 
 
-@pytest.mark.long  # the next test compiles the allocator's interface
+@pytest.mark.long  # long, since the next test already compiles the allocator's interface
 @pytest.mark.parametrize("source", ["cuda_allocator.cpp", "cuda_device.cpp", "arena_module.cpp"])
 def test_cuda_sources_compile_without_warnings(includes: list[str], source: str) -> None:
     assert "warning" not in compiled(includes, f'#include "{source}"\n', "-Wall")
 
 
 def test_every_call_of_the_allocator_interface_is_forwarded(includes: list[str]) -> None:
-    """Use the compiler's suggestion of `override` for each overriding call without it."""
+    """Find overriding functions by their `override` in the sources, or by the compiler's suggestion to add it."""
     answer = compiled(includes, CONCRETE, "-Wsuggest-override")
     handed_on = set(re.findall(r"(?:InFront|HandsOn)<.*?>::(\w+)\(.*can be marked override", answer))
     for source in ("cuda_front.cpp", "hands_on.h"):

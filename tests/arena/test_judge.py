@@ -80,7 +80,7 @@ def test_judge_names_both_buffers_of_a_one_byte_overlap_among_thousands():
 
 
 @pytest.mark.parametrize("lane", [0, 1, 31, 50, 63])
-def test_large_buffer_between_small_ones_overlaps_only_if_lifetimes_do(lane):
+def test_large_buffer_overlaps_small_ones_only_if_lifetimes_overlap(lane):
     before, after = [(0, 1, 8)] * 64, [(3, 4, 8)] * 64
     offsets = [*range(0, 512, 8), 0, *range(0, 512, 8)]
     problem = problem_of(*before, (1, 3, 512), *after)
@@ -126,12 +126,12 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_has_its_code(name):
+def test_judge_reports_the_code_of_each_fault(name):
     problem, solution, code = FAULTS[name]
     assert codes(judge(problem, solution)) == [code]
 
 
-def test_all_faults_are_reported_at_once():
+def test_judge_reports_all_faults_at_once():
     problem = Problem(buffers=buffers([Buffer(lower=0, upper=2, size=4, alignment=4)] * 2))
     found = judge(problem, Solution(offsets=np.array([1, 2]), height=5, planner=""), capacity_bytes=5)
     assert codes(found) == [Fault.MISALIGNED, Fault.BEYOND_ARENA, Fault.BEYOND_CAPACITY, Fault.OVERLAP]
@@ -151,12 +151,12 @@ def test_faults_of_one_kind_are_counted_in_one_finding():
 
 
 @pytest.mark.parametrize(("capacity", "accepted"), [(12, True), (11, False), (0, False), (None, True)])
-def test_arena_beyond_its_capacity_is_a_fault(capacity, accepted):
+def test_arena_larger_than_its_capacity_is_a_fault(capacity, accepted):
     found = judge(TWO, at(TWO, 0, 4), capacity_bytes=capacity)
     assert codes(found) == ([] if accepted else [Fault.BEYOND_CAPACITY])
 
 
-def test_judge_does_not_check_the_claim_of_optimality():
+def test_judge_ignores_the_claim_of_optimality():
     assert judge(TWO, replace(stacked(TWO), optimal=True, planner="", seconds=float("nan"), timed_out=True)) == ()
 
 
@@ -191,20 +191,20 @@ ORDERINGS = {
 
 
 @pytest.mark.parametrize("name", ORDERINGS)
-def test_streams_share_bytes_only_if_one_waits_for_the_other_in_between(name):
+def test_streams_share_bytes_only_if_a_wait_lies_between_free_and_malloc(name):
     orderings, accepted = ORDERINGS[name]
     problem = problem_of((0, 2, 4, 0), (6, 8, 4, 1), orderings=orderings)
     assert codes(judge(problem, at(problem, 0, 0))) == ([] if accepted else [Fault.UNORDERED])
     assert judge(problem, at(problem, 0, 4)) == ()
 
 
-def test_simultaneous_buffers_of_two_streams_overlap():
+def test_buffers_of_two_streams_overlap_if_live_at_the_same_time():
     problem = problem_of((0, 4, 4, 0), (3, 8, 4, 1), orderings=[(3, 0, 1)])
     assert codes(judge(problem, at(problem, 0, 2))) == [Fault.OVERLAP]
 
 
-def test_stream_must_wait_for_bytes_that_another_stream_partly_reused():
-    """Reuse only a part of the first buffer's bytes on stream 0: stream 1 still may not use the rest."""
+def test_stream_must_wait_for_all_bytes_of_a_partly_reused_buffer():
+    """Reuse half of the first buffer on stream 0; stream 1 must still wait before it uses the other half."""
     problem = problem_of((0, 2, 8, 0), (2, 4, 4, 0), (5, 6, 4, 1), orderings=[(1, 0, 1)])
     assert codes(judge(problem, at(problem, 0, 0, 4))) == [Fault.UNORDERED]
     assert codes(judge(problem, at(problem, 0, 4, 4))) == [Fault.UNORDERED]

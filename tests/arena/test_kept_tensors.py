@@ -30,7 +30,7 @@ def train_and_check_serving(
     late: int = 100,
     length: Callable[[int], int] = lambda step: 16,
 ) -> Kept:
-    """Return the run; its memory must not grow after step `settled`, and its last `late` steps must be served."""
+    """Train; check that memory stops growing at step `settled`, and that the last `late` steps are served."""
     gc.collect()
     before = reserved_bytes()
     run, plain = (train_keeping(keeper, each, steps, length) for each in (block, OFF))
@@ -44,7 +44,7 @@ def train_and_check_serving(
 
 @pytest.mark.long
 @pytest.mark.parametrize("keeper", KEEPERS, ids=lambda keeper: keeper.__name__)
-def test_two_thousand_steps_are_served_in_constant_memory(keeper: Keeper) -> None:
+def test_arena_serves_two_thousand_steps_in_constant_memory(keeper: Keeper) -> None:
     run = train_and_check_serving(keeper, {**SWAPPED, "tokenwise": REGIONS}, 2000, 300)
     assert run.report["arena_plans"] <= 2
 
@@ -52,7 +52,7 @@ def test_two_thousand_steps_are_served_in_constant_memory(keeper: Keeper) -> Non
 @pytest.mark.long
 @pytest.mark.parametrize("block", [ALONE, SWAPPED], ids=["alone", "swapped"])
 @pytest.mark.parametrize("name", SHORT)
-def test_three_hundred_steps_are_served_in_constant_memory(name: str, block: dict[str, Any]) -> None:
+def test_arena_serves_three_hundred_steps_in_constant_memory(name: str, block: dict[str, Any]) -> None:
     with nothing_leaks():
         run = train_and_check_serving(getattr(keeping, name), block, 300, 150)
         assert run.report["arena_plans"] == 1
@@ -61,15 +61,15 @@ def test_three_hundred_steps_are_served_in_constant_memory(name: str, block: dic
 
 
 @pytest.mark.parametrize("name", ["every_seventh", "evaluation_cleared", "sizes"])
-def test_kept_tensors_are_never_written_to(name: str) -> None:
-    """Enable the arena's checks: a stray write ends the training."""
+def test_arena_never_writes_to_kept_tensors(name: str) -> None:
+    """Enable the arena's checks, with which a stray write ends the training."""
     run, plain = (train_keeping(getattr(keeping, name), each, 120) for each in (CHECKED, OFF))
     assert run.losses == plain.losses
     assert all(torch.equal(*pair) for pair in zip(values(run.kept), values(plain.kept), strict=True))
 
 
-def test_alternating_programs_leave_no_arena_behind() -> None:
-    """Keep a tensor of every step of each program; the arena sees each turn's first step as the other program."""
+def test_arena_serves_alternating_programs_in_constant_memory() -> None:
+    """Keep a tensor of every step; the arena still takes the first step after each change for the other program."""
     block = {**SWAPPED, "tokenwise": REGIONS}
     length = lambda step: (24, 16)[step // 20 % 2]  # noqa: E731
     run = train_and_check_serving(keeping.features, block, 400, 160, late=15, length=length)

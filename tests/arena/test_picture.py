@@ -1,4 +1,4 @@
-"""The map of a plan shows that plan: its rectangles, its curve, and the texts under the pointer."""
+"""The address map of a plan: its rectangles, its curve, and the texts at the pointer."""
 
 import base64
 import json
@@ -31,7 +31,7 @@ def recorded() -> AddressPlan:
 
 
 def named(**fields) -> AddressPlan:
-    """Return a plan with two phases, two layers whose names are markup, and text ids."""
+    """Return a plan with two phases, two layers, and markup in some names and ids."""
     problem = problem_of((0, 6, 512), (1, 3, 1024), (3, 9, 1024))
     table = problem.buffers.copy()
     table["lower_phase"], table["upper_phase"] = [0, 0, 1], [1, 0, 1]
@@ -48,7 +48,7 @@ def named(**fields) -> AddressPlan:
 
 
 @given(address_plans())
-def test_raster_shows_the_group_of_the_request_at_each_address_and_time(plan):
+def test_pixels_show_the_group_of_the_request_at_their_address_and_time(plan):
     drawn, (begin, end) = next(iter(rectangles(plan).values())), span(plan.problem)
     if not plan.solution.height:
         return
@@ -76,7 +76,7 @@ def test_tiny_requests_get_a_pixel_without_covering_long_lived_ones():
     assert painted(plan, [1, 2, 3], 2000, (2000, 1000))[1000, 500] == 2
 
 
-def test_curve_marks_the_peak_and_largest_means_largest_area(recorded):
+def test_curve_marks_the_peak_and_requests_are_ranked_by_area(recorded):
     drawn = rectangles(recorded)["phase"]
     curve, _, phases, layers = plan_figure(recorded.alone()).columns[0].panels
     in_use, mark = curve.content[0], curve.content[-1]
@@ -89,14 +89,14 @@ def test_curve_marks_the_peak_and_largest_means_largest_area(recorded):
 
 @pytest.mark.long
 @pytest.mark.parametrize("made", ["recorded", "named", "empty", "one", "csv"])
-def test_picture_and_page_are_made_for_any_plan(made, recorded, chrome, tmp_path):
+def test_any_plan_has_a_picture_and_a_page(made, recorded, chrome, tmp_path):
     problems = {"empty": problem_of(), "one": problem_of((5, 9, 100)), "csv": problem_of((0, 9, 7), (2, 5, 9000))}
     plan = recorded if made == "recorded" else named() if made == "named" else None
     if plan is None:
         plan = address_plan(problems[made], stacked(problems[made]))
     image = pixels_of(plan_figure(plan.alone()), tmp_path / "map.png").astype(int)
     assert image.shape[:2] == (1045, 1650)
-    # A coloured map, not only text: a good part is neither white nor grey.
+    # More than text is drawn: over a tenth of the pixels is neither white nor grey.
     coloured = (image.max(axis=2) - image.min(axis=2) > 38).mean()
     assert coloured > 0.1 if made in ("recorded", "named", "one") else coloured >= 0
     write_page(plan_figure(plan.alone()), tmp_path / "map.html")
@@ -154,7 +154,7 @@ def test_missing_package_error_names_the_extra_to_install(write, package, tmp_pa
     assert "memplug[pictures]" in raised.value.advice
 
 
-def test_summary_adds_up(recorded):
+def test_summary_by_phase_and_by_layer_adds_up_to_the_peak(recorded):
     facts = summary(recorded.alone())
     assert facts["requests"] == 1284 and facts["height_bytes"] == recorded.solution.height
     for held in (facts["peak_bytes_by_phase"], facts["peak_bytes_by_layer"]):

@@ -19,7 +19,7 @@ REQUESTS = ("same", "moved", "resized", "only_in_a", "only_in_b")
 
 
 def plan_of(*rows_of_it, offsets=None, **fields):
-    """Return a plan of (phase, layer, size), each in use until the end."""
+    """Return a plan of requests (phase, layer, size), each in use until the end of the step."""
     count = len(rows_of_it)
     made = [
         Buffer(lower=i, upper=count + 1, size=size, lower_phase=phase, lower_layer=layer)
@@ -31,7 +31,7 @@ def plan_of(*rows_of_it, offsets=None, **fields):
 
 
 def diff(a: AddressPlan, b: AddressPlan):
-    """Compare plans of these addresses alone."""
+    """Compare two plans that consist of these addresses alone."""
     return plan_diff.diff(a.alone(), b.alone())
 
 
@@ -43,7 +43,7 @@ BASE = [(0, 0, 8), (0, 0, 16), (0, 1, 8), (0, 1, 8), (1, 1, 32), (1, 0, 8), (-1,
 
 
 @given(address_plans(streams=2))
-def test_plan_equals_itself(plan):
+def test_diff_of_a_plan_with_itself_has_only_equal_requests(plan):
     facts = diff(plan, plan)
     assert counts(facts) == ({"same": len(plan.problem)} if len(plan.problem) else {})
     assert facts["same_bytes"] == facts["a"]["requests_bytes"] == int(plan.problem.buffers["size"].sum())
@@ -67,7 +67,7 @@ def test_diff_counts_every_request_once_and_is_symmetric(a, b):
 
 
 @given(st.permutations(range(len(BASE))))
-def test_row_order_does_not_matter(order):
+def test_diff_does_not_depend_on_row_order(order):
     plan = plan_of(*BASE)
     shuffled = replace(plan.solution, offsets=plan.solution.offsets[order])
     assert counts(diff(plan, address_plan(plan.problem.part(np.array(order)), shuffled))) == {"same": len(BASE)}
@@ -75,7 +75,7 @@ def test_row_order_does_not_matter(order):
 
 @pytest.mark.parametrize("row", range(len(BASE) + 1))
 @pytest.mark.parametrize("size", [8, 24])
-def test_added_request_is_counted_once(row, size):
+def test_added_request_counts_once_and_only_in_the_second_plan(row, size):
     more = [*BASE[:row], (0, 1, size), *BASE[row:]]
     facts = diff(plan_of(*BASE), plan_of(*more))
     assert facts["same_requests"] == len(BASE) and facts["only_in_b_requests"] == 1
@@ -85,14 +85,14 @@ def test_added_request_is_counted_once(row, size):
     assert (most["phase"], most["layer"], most["b_bytes"]) == ("forward of micro-batch 0", "layers.1", size)
 
 
-def test_removed_request_is_only_in_the_first_plan():
+def test_removed_request_counts_only_in_the_first_plan():
     facts = diff(plan_of(*BASE), plan_of(*BASE[:4], *BASE[5:]))
     assert counts(facts) == {"same": 6, "moved": 2, "only_in_a": 1}
     assert facts["only_in_a_bytes"] == 32
 
 
 @pytest.mark.parametrize("row", range(len(BASE)))
-def test_request_with_another_size_is_resized(row):
+def test_request_with_a_changed_size_counts_as_resized(row):
     phase, layer, size = BASE[row]
     facts = diff(plan_of(*BASE), plan_of(*BASE[:row], (phase, layer, 1000), *BASE[row + 1 :]))
     assert (facts["resized_requests"], facts["resized_a_bytes"], facts["resized_b_bytes"]) == (1, size, 1000)
@@ -102,7 +102,7 @@ def test_request_with_another_size_is_resized(row):
     assert (largest["a_bytes"], largest["b_bytes"]) == (size, 1000)
 
 
-def test_request_at_another_offset_is_moved():
+def test_request_with_a_changed_offset_counts_as_moved():
     rows_of_it = [(0, 0, 8), (0, 0, 16), (0, 0, 4)]
     facts = diff(plan_of(*rows_of_it, offsets=[0, 8, 24]), plan_of(*rows_of_it, offsets=[16, 0, 24]))
     assert counts(facts) == {"same": 3, "moved": 2}
@@ -111,7 +111,7 @@ def test_request_at_another_offset_is_moved():
 
 
 @pytest.mark.parametrize("change", [{"lower_phase": 1}, {"lower_layer": 1}, {"stream": 1}])
-def test_request_of_another_phase_layer_or_stream_is_a_different_one(change):
+def test_requests_match_only_within_one_phase_layer_and_stream(change):
     plan = plan_of((0, 0, 8), (0, 0, 8))
     table = plan.problem.buffers.copy()
     for name, value in change.items():
@@ -131,7 +131,7 @@ def test_phases_and_layers_are_compared_by_content_not_by_index():
     assert counts(diff(a, renamed)) == {"same": 1, "only_in_a": 6, "only_in_b": 6}
 
 
-def test_differences_between_programs_are_named():
+def test_diff_names_the_differences_between_programs():
     base = Fingerprint(model="Llama", parameters=1000, inputs=("int64[1, 8]",), versions=(("torch", "2.11"),))
     other = replace(base, parameters=2000, inputs=("int64[1, 16]",), versions=(("torch", "2.12"),))
     facts = diff(plan_of(*BASE, fingerprint=base), plan_of(*BASE, fingerprint=other))
@@ -143,7 +143,7 @@ def test_differences_between_programs_are_named():
     assert words["other versions"] == "torch 2.11 in A, torch 2.12 in B"
 
 
-def test_heights_and_planners_are_compared_in_words():
+def test_diff_describes_changed_heights_and_planners_in_words():
     a, b = plan_of((0, 0, 2**30), (0, 0, 2**29)), plan_of((0, 0, 2**30), (0, 0, 2**29), offsets=[2**29, 0])
     b = replace(b, solution=replace(b.solution, height=2**31))
     facts = diff(a, b)
@@ -159,7 +159,7 @@ def test_heights_and_planners_are_compared_in_words():
     assert words["only in A"] == words["only in B"] == words["resized"] == "none"
 
 
-def test_different_dynamic_spaces_are_reported():
+def test_diff_reports_different_reusable_space():
     group = DynamicSpace(
         malloc_phase=0,
         malloc_layer=2,

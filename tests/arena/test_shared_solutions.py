@@ -1,4 +1,4 @@
-"""Ranks with the same problem solve it once; none depends on another."""
+"""Ranks with the same problem solve it once, and no rank depends on another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def problem() -> Problem:
 
 @pytest.fixture
 def solves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the planner of each solve."""
+    """Return a list to which each solve adds its planner."""
     calls: list[str] = []
     plan = auto.plan
 
@@ -48,7 +48,7 @@ def rank(problem: Problem, folder: Path, start: float, answers: multiprocessing.
     answers.put((shared.solve_once(problem, "auto", 10.0, folder).offsets.tolist(), len(calls)))
 
 
-def test_one_of_several_ranks_that_start_together_solves_for_all(problem: Problem, tmp_path: Path) -> None:
+def test_one_of_several_simultaneous_ranks_solves_for_all(problem: Problem, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     answers, start = context.Queue(), time.time() + 5.0
     ranks = [context.Process(target=rank, args=(problem, tmp_path, start, answers)) for _ in range(3)]
@@ -61,7 +61,7 @@ def test_one_of_several_ranks_that_start_together_solves_for_all(problem: Proble
     assert len({tuple(offsets) for offsets, _ in found}) == 1
 
 
-def test_other_problems_and_planners_are_solved_separately(problem: Problem, tmp_path: Path, solves: list[str]) -> None:
+def test_each_problem_is_solved_separately_by_each_planner(problem: Problem, tmp_path: Path, solves: list[str]) -> None:
     for each in (problem, problem.part(np.arange(len(problem) - 1))):
         for planner in ("auto", "spatiotemporal"):
             assert not judge(each, shared.solve_once(each, planner, 10.0, tmp_path))
@@ -73,14 +73,16 @@ def test_rank_solves_by_itself_if_the_first_solver_died(
 ) -> None:
     shared.solve_once(problem, "auto", 10.0, tmp_path)
     (file,) = (tmp_path / shared.FOLDER).glob("*.addresses")
-    file.unlink()  # the marker of its start remains
+    file.unlink()  # the file that marks the start of the solve remains
     monkeypatch.setattr(shared, "GRACE_S", 0.1)
     assert not judge(problem, shared.solve_once(problem, "auto", 0.1, tmp_path))
     assert len(solves) == 2 and file.exists()
 
 
 @pytest.mark.parametrize("damage", ["cut", "unsound"])
-def test_damaged_solution_file_is_not_used(problem: Problem, tmp_path: Path, solves: list[str], damage: str) -> None:
+def test_rank_solves_again_if_the_solution_file_is_damaged(
+    problem: Problem, tmp_path: Path, solves: list[str], damage: str
+) -> None:
     first = shared.solve_once(problem, "auto", 10.0, tmp_path)
     (file,) = (tmp_path / shared.FOLDER).glob("*.addresses")
     if damage == "cut":
@@ -93,7 +95,9 @@ def test_damaged_solution_file_is_not_used(problem: Problem, tmp_path: Path, sol
     assert len(solves) == 2 and np.array_equal(again.offsets, first.offsets)
 
 
-def test_rank_solves_if_the_folder_path_is_a_file(problem: Problem, tmp_path: Path, solves: list[str]) -> None:
+def test_rank_solves_by_itself_if_the_plan_folder_is_a_file(
+    problem: Problem, tmp_path: Path, solves: list[str]
+) -> None:
     (tmp_path / "plans").write_text("a file")
     assert not judge(problem, shared.solve_once(problem, "auto", 10.0, tmp_path / "plans"))
     assert solves == ["auto"]

@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def machine(tmp_path):
-    """Make a root directory with 1000 MiB available, and return the function that writes its control groups."""
+    """Make a root directory that reports 1000 MiB available, and return a function that adds control groups to it."""
 
     def write(path: str, text: object) -> None:
         file = tmp_path / path
@@ -32,18 +32,18 @@ def machine(tmp_path):
     return group
 
 
-def test_host_memory_without_cgroups_is_the_kernels_figure(machine):
+def test_host_memory_without_cgroups_is_what_the_kernel_reports(machine):
     assert host_available_bytes(machine.root) == 1000 * MIB
 
 
 @pytest.mark.parametrize("v1", [False, True])
-def test_cgroup_limit_caps_host_memory_and_droppable_cache_is_free(machine, v1):
+def test_cgroup_limit_caps_host_memory_and_its_cache_counts_as_free(machine, v1):
     machine.write("proc/self/cgroup", "3:cpu,cpuacct:/x\n4:memory:/job" if v1 else "0::/job")
     machine("job", 500 * MIB, usage=300 * MIB, cache=50 * MIB, v1=v1)
     assert host_available_bytes(machine.root) == 250 * MIB
 
 
-def test_tightest_parent_cgroup_decides(machine):
+def test_tightest_of_all_parent_cgroups_limits_host_memory(machine):
     machine.write("proc/self/cgroup", "0::/slice/job")
     machine("slice/job", "max", usage=1 * MIB)
     machine("slice", 400 * MIB, usage=100 * MIB)
@@ -51,19 +51,19 @@ def test_tightest_parent_cgroup_decides(machine):
     assert host_available_bytes(machine.root) == 300 * MIB
 
 
-def test_cgroup_larger_than_the_machine_changes_nothing(machine):
+def test_cgroup_limit_above_the_machines_memory_changes_nothing(machine):
     machine.write("proc/self/cgroup", "0::/job")
     machine("job", 5000 * MIB, usage=100 * MIB)
     assert host_available_bytes(machine.root) == 1000 * MIB
 
 
-def test_cgroup_of_a_container_is_read_at_the_base(machine):
+def test_limit_of_a_container_is_read_from_the_root_cgroup(machine):
     machine.write("proc/self/cgroup", "4:memory:/docker/0123")
     machine("", 200 * MIB, usage=50 * MIB, v1=True)
     assert host_available_bytes(machine.root) == 150 * MIB
 
 
-def test_cgroup_over_its_limit_leaves_zero_bytes(machine):
+def test_cgroup_over_its_limit_leaves_no_host_memory(machine):
     machine.write("proc/self/cgroup", "0::/job")
     machine("job", 100 * MIB, usage=120 * MIB)
     assert host_available_bytes(machine.root) == 0
@@ -73,7 +73,7 @@ def test_cpu_measurement_is_plausible_frozen_and_keeps_the_random_state():
     state = torch.get_rng_state()
     hardware = measure("cpu")
     assert torch.equal(torch.get_rng_state(), state)
-    # The bounds lie between a very slow and an impossible machine: a unit that is wrong by 1e3 falls outside.
+    # The bounds span very slow to impossibly fast machines, but a unit that is wrong by 1e3 falls outside.
     assert 1e8 < hardware.d2h_bytes_per_s < 1e12
     assert 1e8 < hardware.h2d_bytes_per_s < 1e12
     assert 1e7 < hardware.pinned_alloc_bytes_per_s < 1e12
@@ -85,8 +85,8 @@ def test_cpu_measurement_is_plausible_frozen_and_keeps_the_random_state():
         hardware.d2h_bytes_per_s = 1.0
 
 
-def test_link_rate_is_independent_of_copy_size_but_for_caches():
-    # A rate that is not divided by the size, or is timed on a fixed piece, would differ by the ratio of the sizes: 32.
+def test_link_rate_depends_little_on_the_size_of_the_copy():
+    # A rate not divided by the copy's size, or timed on a fixed size, would differ by the ratio of the sizes: 32.
     small, large = measure_links("cpu", 4 * MIB), measure_links("cpu", 128 * MIB)
     for few, many in zip(small, large, strict=True):
         assert 1 / 16 < many / few < 16

@@ -1,4 +1,4 @@
-"""The pinned pool gives exact sizes and no byte twice, keeps to its budget, and merges all free memory again."""
+"""The pool of pinned memory gives exact sizes without overlaps, keeps to its budget, and merges freed memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Pins(Device):
-    """A device that notes what is registered with the driver, and may refuse to register."""
+    """A device that lists the buffers registered with the driver, and may refuse to register any."""
 
     def __init__(self, accepts: bool = True):
         self.accepts = accepts
@@ -59,7 +59,7 @@ def test_freed_memory_is_reused_before_the_pool_grows() -> None:
     assert pool.capacity_bytes == capacity
 
 
-def test_exhausted_budget_gives_none_until_a_slot_is_freed() -> None:
+def test_full_pool_gives_no_slot_until_one_is_freed() -> None:
     pool = HostPool(Device(), 3 * SLAB_BYTES, core())
     taken = []
     while (slot := pool.rows.take(1000)) is not None:
@@ -71,14 +71,14 @@ def test_exhausted_budget_gives_none_until_a_slot_is_freed() -> None:
     assert pool.rows.take(1) is not None
 
 
-def test_zero_budget_gives_no_slot() -> None:
+def test_pool_with_zero_budget_gives_no_slot() -> None:
     pool = HostPool(Device(), 0, core())
     assert pool.rows.take(1) is None
     pool.reserve(1000)
     assert pool.capacity_bytes == 0
 
 
-def test_reserved_memory_exists_before_first_use() -> None:
+def test_reserve_allocates_host_memory_before_its_first_use() -> None:
     pool = HostPool(Device(), 1 << 20, core())
     pool.reserve(50_000)
     assert (capacity := pool.capacity_bytes) >= 50_000
@@ -89,8 +89,8 @@ def test_reserved_memory_exists_before_first_use() -> None:
     assert pool.capacity_bytes <= 1 << 20
 
 
-def test_pool_grows_little_beyond_a_plan() -> None:
-    """A plan knows its needs, so the tensors on the swap list, which come on top, are few beside them."""
+def test_pool_grows_in_smaller_pieces_once_a_plan_reserved_memory() -> None:
+    """Reserve for a plan, which knows most of its needs: the swap list's tensors, which come on top, are few."""
     planned, unplanned = (HostPool(Device(), 1 << 24, core()) for _ in range(2))
     planned.reserve(1 << 20)
     taken = [pool.rows.take(1 << 20) for pool in (planned, unplanned)]
@@ -100,7 +100,7 @@ def test_pool_grows_little_beyond_a_plan() -> None:
     assert planned.capacity_bytes == before[0] * 17 // 16 and unplanned.capacity_bytes == before[1] * 3 // 2
 
 
-def test_closing_unregisters_every_slab() -> None:
+def test_closing_the_pool_unregisters_every_slab() -> None:
     device = Pins()
     pool = HostPool(device, 1 << 20, core())
     for _ in range(20):
@@ -110,7 +110,7 @@ def test_closing_unregisters_every_slab() -> None:
     assert not device.pinned and pool.capacity_bytes == 0
 
 
-def test_refusing_driver_warns_once_and_pool_still_serves(caplog: pytest.LogCaptureFixture) -> None:
+def test_pool_serves_with_one_warning_if_the_driver_refuses_to_pin(caplog: pytest.LogCaptureFixture) -> None:
     pool = HostPool(Pins(accepts=False), 1 << 20, core())
     slots = [pool.rows.take(3000) for _ in range(20)]
     assert None not in slots and len(pool.slabs) > 1
@@ -126,7 +126,7 @@ ACTIONS = st.lists(st.one_of(st.integers(1, 6000), st.integers(-1000, -1)), max_
 def test_slots_never_overlap_and_freed_memory_merges(actions: list[int], budget_bytes: int) -> None:
     pool = HostPool(Device(), budget_bytes, core())
     alive: list[Any] = []
-    for action in actions:  # positive: take so many bytes; negative: give one back
+    for action in actions:  # positive: take so many bytes; negative: give a slot back
         if action > 0:
             slot = pool.rows.take(action)
             if slot is not None:

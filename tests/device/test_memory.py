@@ -18,7 +18,9 @@ def test_holes_are_free_bytes_in_segments_with_tensors() -> None:
     torch.cuda.empty_cache()
     memory = CudaDevice(0).memory
     before, reserved = memory.holes_bytes, memory.reserved_bytes
-    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):  # same kind of segments, otherwise empty
+    with torch.cuda.use_mem_pool(
+        torch.cuda.MemPool()
+    ):  # a pool of its own has no free segments that the tensors could go to
         lasting, freed = (torch.empty(4 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2))
     del freed
     assert memory.reserved_bytes - reserved == 20 * MIB

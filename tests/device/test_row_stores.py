@@ -1,4 +1,4 @@
-"""Rows go to the store of a transfer, pinned host memory or a file, and come back."""
+"""Swapped rows come back unchanged from their store, which is pinned host memory or a file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def file(folder: Path) -> Any:
 @pytest.mark.parametrize("store", [host, file], ids=lambda store: store.__name__)
 @pytest.mark.parametrize("fraction", [0.25, 1.0])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_return_from_every_store(
+def test_rows_come_back_unchanged_from_every_store(
     layout: str, fraction: float, store: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     rows_in_store = store(tmp_path)

@@ -1,1 +1,1 @@
-"""Tests of pictures, pages and summaries."""
+"""Tests of the elements of figures: groups, colours, and runs of values along a clock."""

@@ -1,4 +1,4 @@
-"""Phases and layers have names, groups and colours, and stretches along a clock."""
+"""Names, groups and colours of phases and layers, and runs of values along a clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memplug.profile.trace import Layer, Pass, Phase
 
 
 @given(st.lists(st.integers(-1, 2), max_size=40), st.integers(1, 9))
-def test_runs_cover_the_clock_and_are_exact_if_few(values, at_most):
+def test_runs_cover_all_values_and_are_exact_if_few(values, at_most):
     found = runs(np.array(values, np.int64), at_most)
     assert len(found.start) <= max(at_most, 1)
     edges = [0, *found.end.tolist()] if values else []
@@ -76,9 +76,9 @@ def test_phases_are_ordered_by_kind_and_many_share_groups():
         (Phase(Pass.EITHER, 3), "forward or backward 3", "P3"),
     ],
 )
-def test_phases_have_words_and_letters(phase, words, letters):
+def test_each_phase_has_a_full_and_a_short_name(phase, words, letters):
     assert (phase_words(phase), phase_letters(phase)) == (words, letters)
 
 
-def test_white_is_written_on_dark_colours_only():
+def test_dark_and_light_colours_are_distinguished():
     assert is_dark("#000000") and is_dark("#440154") and not is_dark("#ffffff") and not is_dark("#e8d92b")

@@ -1,4 +1,4 @@
-"""Decisions in a plan file are loaded as they were saved, and judged unusable if no region can run by them."""
+"""Decisions in a plan file are loaded as they were saved, and refused by the judge if no region can use them."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def other_program(program):
         (other_program(replace(decided_plan().training.program, operators=(2,))), "operators without a name"),
     ],
 )
-def test_judge_refuses_decisions_unusable_by_regions(plan, mistake):
+def test_judge_refuses_decisions_that_no_region_can_use(plan, mistake):
     assert not list(mistakes_of(decided_plan(), JUDGES))
     (found,) = mistakes_of(plan, JUDGES)
     assert mistake in found

@@ -44,14 +44,14 @@ def test_loaded_plan_equals_saved_one(tmp_path, plan, optimal, timed_out, second
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
 
 
-def test_equal_plans_are_equal_files(path):
+def test_equal_plans_give_identical_files(path):
     save(small_plan().alone(), path)
     first = path.read_bytes()
     save(small_plan().alone(), path)
     assert path.read_bytes() == first
 
 
-def test_plan_of_numpy_numbers_is_the_same_file(path):
+def test_plan_of_numpy_numbers_gives_the_same_file(path):
     plan = small_plan()
     save(plan.alone(), path)
     first = path.read_bytes()
@@ -77,7 +77,7 @@ def test_plan_file_is_plain_json_with_a_readable_head(path):
     assert [line.count(",") for line in lines if line.startswith('"upper"')] == [4]
 
 
-def test_every_flipped_bit_is_an_error(path, tmp_path):
+def test_file_with_any_bit_flipped_is_refused(path, tmp_path):
     save(small_plan().alone(), path)
     content = path.read_bytes()
     flipped = tmp_path / "flipped.json"
@@ -94,7 +94,7 @@ def test_every_flipped_bit_is_an_error(path, tmp_path):
     assert_same(load(flipped), small_plan())
 
 
-def test_every_truncated_file_is_an_error(path, tmp_path):
+def test_file_truncated_at_any_length_is_refused(path, tmp_path):
     save(small_plan().alone(), path)
     content = path.read_bytes()
     for length in range(len(content)):
@@ -105,7 +105,7 @@ def test_every_truncated_file_is_an_error(path, tmp_path):
 
 @given(data=st.data())
 @in_one_folder
-def test_overwritten_bytes_leave_the_same_plan_or_an_error(tmp_path, data):
+def test_file_with_overwritten_bytes_gives_the_same_plan_or_an_error(tmp_path, data):
     plan = small_plan()
     path = tmp_path / "overwritten.json"
     save(plan.alone(), path)
@@ -127,7 +127,7 @@ def test_edited_plan_is_refused_with_advice(path):
     assert "memplug plan" in refused.value.advice
 
 
-def test_reformatted_plan_is_recognised_and_refused(path):
+def test_reformatted_file_is_recognised_as_a_plan_but_refused(path):
     save(small_plan().alone(), path)
     path.write_text(json.dumps(json.loads(path.read_text()), indent=4))
     assert is_plan(path)
@@ -136,7 +136,7 @@ def test_reformatted_plan_is_recognised_and_refused(path):
 
 
 @pytest.mark.parametrize("version", [0, 1, FORMAT - 1, 17])
-def test_other_format_is_refused_with_both_versions(path, version):
+def test_error_of_a_file_in_another_format_names_both_formats(path, version):
     save(small_plan().alone(), path)
     path.write_bytes(path.read_bytes().replace(b'"memplug_plan": %d' % FORMAT, b'"memplug_plan": %d' % version))
     with pytest.raises(LayoutError, match=f"format {version}, and this memplug reads format {FORMAT}") as refused:
@@ -155,7 +155,7 @@ def forge(path, change):
     )
 
 
-def test_rewritten_file_with_the_same_content_is_the_same_plan(path):
+def test_rewritten_file_with_the_same_content_loads_as_the_same_plan(path):
     save(small_plan().alone(), path)
     forge(path, lambda document: None)
     assert_same(load(path), small_plan())
@@ -224,7 +224,7 @@ FORGED |= {
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_forged_file_with_a_right_digest_is_refused(path, name):
+def test_forged_file_with_a_correct_digest_is_refused(path, name):
     save(small_plan().alone(), path)
     forge(path, FORGED[name])
     with pytest.raises(LayoutError) as refused:
@@ -250,7 +250,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_foreign_file_is_one_error_that_names_it(path, kind):
+def test_foreign_file_raises_one_error_that_names_it(path, kind):
     FOREIGN[kind](path)
     assert not is_plan(path)
     with pytest.raises(LayoutError) as refused:
@@ -260,7 +260,7 @@ def test_foreign_file_is_one_error_that_names_it(path, kind):
 
 
 @pytest.mark.parametrize("content", [b"", b"[", b"[" * 10**6, b"\xff}", b"}"], ids=["", "[", "[[[", "bytes", "}"])
-def test_nonsense_with_a_right_digest_is_refused(path, content):
+def test_nonsense_with_a_correct_digest_is_refused(path, content):
     path.write_bytes(signed(content))
     assert is_plan(path)
     with pytest.raises(LayoutError, match="not a plan that memplug has written"):
@@ -324,10 +324,13 @@ def test_loaded_swap_list_equals_saved_one(path):
         (Decisions, put(float("nan"), "parts", "tokenwise", "solution", "step_s")),
         (Decisions, put([["aten::mm", "1", False]], "parts", "tokenwise", "settings", "layers.0", "plan")),
         (Decisions, put(1, "parts", "tokenwise", "comment")),
-        (Decisions, lambda document: document["parts"]["tokenwise"].pop("frame_bytes")),  # it has a default
+        (
+            Decisions,
+            lambda document: document["parts"]["tokenwise"].pop("frame_bytes"),
+        ),  # the field has a default, but must be in the file
     ],
 )
-def test_forged_parts_with_a_right_digest_are_refused(path, kind, change):
+def test_forged_parts_with_a_correct_digest_are_refused(path, kind, change):
     save(decided_plan().with_part(SwapPart(targets=(target("aten::mm", 3),))), path)
     assert kind.of(load(path)) is not None
     forge(path, change)

@@ -22,7 +22,7 @@ def codes(findings):
 
 
 @given(address_plans(streams=2))
-def test_valid_plan_is_accepted(plan):
+def test_judge_accepts_valid_plans(plan):
     assert is_valid_plan(plan)
     assert judge_addresses(plan) == ()
 
@@ -134,22 +134,22 @@ def test_every_field_of_a_plan_is_corrupted_in_some_test():
     corrupted = {name.split(".")[0] for name in (OF_THE_PROBLEM | OF_THE_REST)}
     of_problem = {each.name for each in fields(Problem)}
     assert corrupted == of_problem | {each.name for each in fields(AddressPlan)} - {"problem"}
-    # decisions are corrupted in tests/plans/test_plan_decisions.py; techniques judge their own parts:
+    # other parts are corrupted elsewhere: decisions in tests/plans/test_plan_decisions.py, lists in tests/swap
 
 
 @pytest.mark.parametrize("field", OF_THE_PROBLEM | OF_THE_REST)
 @given(plan=address_plans(most=5, streams=2, fewest=1, fewest_groups=1), data=st.data())
 @settings(max_examples=25)
-def test_corrupted_field_is_rejected_unless_the_plan_stays_valid(field, plan, data):
+def test_judge_refuses_a_corrupted_field_unless_the_plan_stays_valid(field, plan, data):
     try:
         corrupted = (OF_THE_PROBLEM | OF_THE_REST)[field](data.draw, plan)
     except LayoutError:
-        return  # no problem at all
+        return  # `Problem` itself refuses the value
     assert (judge_addresses(corrupted) == ()) == is_valid_plan(corrupted)
 
 
 def plan_of(problem, *offsets, spaces=(), **group):
-    """Return a plan of these offsets, with one dynamic group if spaces or fields of one are given."""
+    """Return a plan of these offsets, with one dynamic group of these spaces and fields."""
     values = {"malloc_phase": -1, "malloc_layer": -1, "free_phase": -1, "free_layer": -1, "stream": 0, "lower": 0}
     values |= {"upper": 9, "spaces": tuple(spaces), "members": (0,), "peak_bytes": 5, **group}
     return address_plan(problem, at(problem, *offsets), (DynamicSpace(**values),), values["peak_bytes"])
@@ -183,7 +183,7 @@ DYNAMIC = {
 
 
 @pytest.mark.parametrize("name", DYNAMIC)
-def test_dynamic_spaces_must_be_free_for_their_whole_interval(name):
+def test_judge_names_the_fault_of_each_invalid_dynamic_group(name):
     group, code = DYNAMIC[name]
     found = judge_addresses(plan_of(FOUR, 0, 4, 4, 8, **group))
     assert codes(found) == ([] if code is None else [code])

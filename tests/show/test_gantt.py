@@ -23,7 +23,7 @@ STEP = [
 ]
 
 
-def test_neighbouring_spans_of_a_kind_are_one_bar_on_their_track() -> None:
+def test_adjacent_spans_of_one_kind_merge_into_one_bar() -> None:
     bars = {(bar.track, bar.kind, bar.begin_s, bar.end_s, bar.count) for bar in bars_of(STEP, 1.0)}
     assert bars == {
         ("compute", "matrix product", 0.0, 0.3, 2),
@@ -42,7 +42,7 @@ def test_every_matmul_operator_is_drawn_as_matrix_product(name: str) -> None:
     assert bar.kind == "matrix product"
 
 
-def test_bars_of_a_long_step_are_limited() -> None:
+def test_long_step_has_a_limited_number_of_bars() -> None:
     spans = [Span(0, at * 1e-4, at * 1e-4 + 0.9e-4, 0.0, "aten::add") for at in range(100_000)]
     assert len([bar for bar in bars_of(spans, 10.0) if bar.track == "compute"]) <= BARS
 
@@ -60,7 +60,7 @@ def test_figure_has_one_panel_per_step_on_one_clock(long_s: float, tmp_path: Pat
     assert "matrix product" in page and "copies to host: 1 in" in page and "the host queues: 4 in" in page
 
 
-def test_figure_is_written_as_picture(chrome: None, tmp_path: Path) -> None:
+def test_figure_is_written_as_png(chrome: None, tmp_path: Path) -> None:
     write_picture(gantt("a title", {"keep": (1.0, STEP), "memplug": (40.0, STEP)}), tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 5_000
 

@@ -21,10 +21,10 @@ from tests.support.show_traces import MIB, odd_trace, training_trace
 from tests.support.traces import LEGACY, Recording, recordings, training
 
 
-def test_summary_of_a_training_run():
+def test_summary_states_peak_operators_and_steps_of_a_training():
     trace = training_trace(layers=4, micro_batches=2, steps=3, unit_bytes=8 * MIB, base_bytes=96 * MIB)
     facts = summary(trace)
-    # Two units of gradients a layer; as the second backward begins, six units of activations, and one being made.
+    # Each layer has two units of gradients and, as the second backward begins, six of activations; one more is made.
     peak_bytes = 96 * MIB + 8 * MIB * (2 * 4 + 6 * 4 + 1)
     assert facts["peak_bytes"] == facts["allocator_peak_bytes"] == peak_bytes
     assert facts["replays_exactly"] is True
@@ -57,7 +57,7 @@ def test_summary_of_a_training_run():
 
 
 @given(recordings(), st.sampled_from((0, 7, 2**30)))
-def test_contributions_add_up_to_the_peak(recording, base_bytes):
+def test_bytes_by_phase_and_by_layer_add_up_to_the_peak(recording, base_bytes):
     trace = recording.trace(base_bytes=base_bytes)
     facts = summary(trace)
     assert facts["peak_bytes"] == max([base_bytes, *trace.live_bytes.tolist()])
@@ -80,7 +80,7 @@ def test_summary_states_difference_between_replay_and_allocator_counter():
     assert words[highest - 1] == f"{highest - 1:,} bytes, 1 fewer than the requests give"
 
 
-def test_summary_counts_cross_thread_frees_live_and_earlier_requests():
+def test_summary_counts_live_requests_and_frees_by_other_threads():
     recording = Recording()
     freed, _ = recording.malloc(10, thread=0), recording.malloc(20, thread=1, stream=1)
     recording.free(freed, thread=2)
@@ -99,10 +99,10 @@ def test_summary_stays_short_with_many_layers():
 
 
 @given(recordings(), st.sampled_from((0, 7, 2**30)), st.integers(1, 12))
-def test_both_timeline_views_add_up_to_the_replay_and_keep_its_peak(recording, base_bytes, bins):
+def test_timelines_by_phase_and_by_layer_add_up_to_the_replayed_bytes(recording, base_bytes, bins):
     trace = recording.trace(base_bytes=base_bytes)
     line = timeline(trace, bins)
-    replayed = np.append(trace.live_bytes, base_bytes)[line.event]  # -1: before the first event
+    replayed = np.append(trace.live_bytes, base_bytes)[line.event]  # index -1: before the first event
     assert line.bytes_by_phase.sum(axis=0).tolist() == line.bytes_by_layer.sum(axis=0).tolist() == replayed.tolist()
     event, peak_bytes = trace.replayed_peak()
     assert (line.event[line.peak], line.in_use_bytes[line.peak]) == (event, peak_bytes)
@@ -111,7 +111,7 @@ def test_both_timeline_views_add_up_to_the_replay_and_keep_its_peak(recording, b
     assert len(line.at) <= 4 * bins + 2
 
 
-def test_each_bin_of_the_clock_keeps_its_highest_and_lowest_memory():
+def test_each_timeline_bin_keeps_its_highest_and_lowest_memory():
     trace, bins = load(LEGACY[1]), 50
     line = timeline(trace, bins)
     assert len(line.at) < len(trace.events) / 50
@@ -123,7 +123,7 @@ def test_each_bin_of_the_clock_keeps_its_highest_and_lowest_memory():
         assert (drawn.max(), drawn.min()) == (replayed.max(), replayed.min())
 
 
-def test_groups_hold_the_live_requests_of_their_phase():
+def test_group_of_a_phase_has_the_bytes_of_its_live_requests():
     trace = training_trace(layers=2, micro_batches=2)
     line = timeline(trace)
     requests = trace.requests
@@ -144,9 +144,9 @@ def test_frees_of_earlier_requests_reduce_pre_existing_memory():
     assert (line.bytes_by_phase[before, 0], line.bytes_by_phase[before, -1]) == (5 * MIB, 3 * MIB)
 
 
-def test_events_lie_between_operators_in_order():
+def test_events_are_drawn_in_order_between_their_operators():
     recording = Recording()
-    request = recording.malloc(1)  # before the first operator: drawn with it
+    request = recording.malloc(1)  # made before the first operator, so drawn at it
     recording.op("aten::a")
     recording.op("aten::b")
     recording.free(request)
@@ -156,7 +156,7 @@ def test_events_lie_between_operators_in_order():
     assert line.at.tolist() == [0, 0.5, 1 + 1 / 3, 1 + 2 / 3, 2]
 
 
-def test_requests_are_the_clock_without_operators():
+def test_clock_counts_requests_if_the_trace_has_no_operators():
     trace = load(LEGACY[0])
     line = timeline(trace)
     assert (line.clock, line.length) == ("request event", len(trace.events))
@@ -167,12 +167,12 @@ def test_requests_are_the_clock_without_operators():
     "nbytes, words",
     [(0, "0 bytes"), (1023, "1,023 bytes"), (1024, "1.00 KiB"), (3 * 2**19, "1.50 MiB"), (27.25 * 2**30, "27.25 GiB")],
 )
-def test_sizes_are_given_in_the_right_unit(nbytes, words):
+def test_sizes_are_written_in_the_largest_unit_that_fits(nbytes, words):
     assert size(int(nbytes)) == words
     assert axis_unit(int(nbytes))[0] in ("KiB", *words.split())
 
 
-def test_moment_names_operator_and_step_if_several():
+def test_moment_names_the_step_only_if_the_trace_has_several():
     trace = training(steps=2).trace()
     event = int(np.flatnonzero(trace.events["kind"] == EventKind.FREE)[-1])
     assert str(moment(trace, event)) == "step 1, backward of micro-batch 1, layers.0, aten::mul (operator 33)"

@@ -19,7 +19,7 @@ from memplug.show.snapshot import snapshot, write_snapshot
 from tests.support.show_traces import MIB, odd_trace, training_trace
 from tests.support.traces import LEGACY, Recording, recordings, training
 
-# Opcodes that MemoryViz.js in pytorch/pytorch, which pytorch.org/memory_viz runs, can unpickle.
+# Opcodes that pytorch.org/memory_viz can unpickle, from MemoryViz.js in pytorch/pytorch.
 OPCODES_OF_MEMORY_VIZ = {
     *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "NONE"),
     *("NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE"),
@@ -29,15 +29,15 @@ OPCODES_OF_MEMORY_VIZ = {
 
 
 def replayed(made: dict) -> tuple[int, dict[int, int]]:
-    """Return the most bytes in use, and the sizes by address at the end.
+    """Replay a snapshot; return its peak bytes, and the sizes by address of the blocks that are live at the end.
 
-    Fail if blocks overlap in time or leave their segment.
+    Fail if live blocks overlap or lie outside of their segment.
     """
     (events,) = made["device_traces"]
     ranges = {each["address"]: each["total_size"] for each in made["segments"]}
     allocated = {event["addr"] for event in events if event["action"] == "alloc"}
     live, seen = {}, set()
-    # Blocks from before: only a free, or only the end, shows them.
+    # Blocks from before the snapshot have no `alloc`; only their free, or the segments at the end, show them.
     for event in events:
         if event["action"] == "alloc":
             seen.add(event["addr"])
@@ -97,7 +97,7 @@ def test_snapshot_is_readable_by_torch_and_memory_viz(tmp_path, trace):
     assert {opcode.name for opcode, _, _ in pickletools.genops(content)} <= OPCODES_OF_MEMORY_VIZ
     assert content[:2] == b"\x80\x04", "later protocols are refused"
     made = pickle.loads(content)
-    # These raise if blocks do not add up to their segments.
+    # torch's functions raise if blocks do not add up to their segments.
     assert f"segments: {len(made['segments'])}" in _memory_viz.segsum(made)
     events = made["device_traces"][0]
     assert not events or f"{len(events)} entries" in _memory_viz.trace(made)
@@ -110,7 +110,7 @@ def test_snapshot_is_readable_by_torch_and_memory_viz(tmp_path, trace):
             ]
 
 
-def test_snapshot_has_the_traces_peak_and_starts_with_its_segments():
+def test_snapshot_has_the_peak_of_its_trace_and_begins_with_a_segment():
     for trace in (training_trace(), load(LEGACY[0])):
         made = snapshot(trace)
         peak_bytes = trace.replayed_peak()[1]
@@ -140,7 +140,7 @@ def test_snapshot_has_the_category_that_memory_viz_requires():
 def test_snapshot_has_separate_segments_per_stream():
     made = snapshot(odd_trace())
     assert [segment["stream"] for segment in made["segments"]] == [0, 3]
-    # 5 MiB from before, of which 2 are given back; a request of 0 bytes has an address too.
+    # 5 MiB from before the trace, of which 2 are freed; a request of 0 bytes takes 512.
     assert [segment["total_size"] for segment in made["segments"]] == [6 * MIB - 512, MIB + 512]
     assert [segment["requested_size"] for segment in made["segments"]] == [3 * MIB, MIB]
 
@@ -212,7 +212,7 @@ def test_chrome_trace_counter_peaks_at_the_peak_operator():
 
 
 @given(recordings())
-def test_every_recording_with_operators_has_a_chrome_trace(recording):
+def test_chrome_trace_has_a_span_for_each_recorded_operator(recording):
     if recording.operators:
         spans = [
             event

@@ -126,7 +126,7 @@ def test_page_of_300_000_events_stays_small_and_keeps_the_peak(page):
     assert len(written.layout["shapes"]) == 15, "steps, not 16 × 17 phases"
 
 
-def test_names_cannot_break_out_of_the_page(page):
+def test_markup_in_names_cannot_break_the_page(page):
     written = page(odd_trace())
     assert "</script><b>" not in written.text
     title = re.search("<title>(.*?)</title>", written.text).group(1)
@@ -154,7 +154,7 @@ def colour(text: str) -> list[int]:
 def test_picture_shows_every_group_in_its_colour_and_height(pixels):
     trace = training_trace(layers=4, micro_batches=2, base_bytes=512 * MIB)
     image, line = pixels(trace), timeline(trace)
-    # Without the legends at the side and the strips below.
+    # The two panels, without the legends at the side and the strips below.
     above, below = image[:520, :1300], image[520:900, :1300]
     for half, groups, levels in (
         (above, line.phases.groups, line.bytes_by_phase),
@@ -193,7 +193,7 @@ def test_picture_of_any_trace_can_be_drawn(pixels, trace):
 @pytest.mark.parametrize(
     "package, write", [("plotly", write_page), ("plotly", write_picture), ("kaleido", write_picture)]
 )
-def test_missing_package_is_reported_with_its_install_command(tmp_path, monkeypatch, package, write):
+def test_missing_package_error_has_the_install_command(tmp_path, monkeypatch, package, write):
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, package, None)
@@ -204,7 +204,7 @@ def test_missing_package_is_reported_with_its_install_command(tmp_path, monkeypa
 
 
 class Kaleido:
-    """Stands in for kaleido: draws nothing, and keeps its arguments."""
+    """A stand-in for kaleido that draws nothing and keeps its arguments."""
 
     def __init__(self, monkeypatch, error: Exception | None = None) -> None:
         kaleido = pytest.importorskip("kaleido")
@@ -228,7 +228,7 @@ def test_kaleido_gets_figure_and_size_and_no_network_resources(tmp_path, monkeyp
     assert given.figure["layout"]["title"]["text"].startswith("Memory in use: Stack")
 
 
-def test_missing_chrome_is_reported_with_alternatives(tmp_path, monkeypatch):
+def test_missing_chrome_error_names_alternatives(tmp_path, monkeypatch):
     errors = pytest.importorskip("kaleido.errors")
     Kaleido(monkeypatch, errors.ChromeNotFoundError("none"))
     with pytest.raises(MemplugError, match="needs Chrome or Chromium") as caught:
@@ -237,7 +237,7 @@ def test_missing_chrome_is_reported_with_alternatives(tmp_path, monkeypatch):
     assert not (tmp_path / "file").exists()
 
 
-def test_chrome_error_is_quoted(tmp_path, monkeypatch):
+def test_error_quotes_the_message_of_chrome(tmp_path, monkeypatch):
     Kaleido(monkeypatch, RuntimeError("the pipe is closed"))
     with pytest.raises(MemplugError, match="RuntimeError: the pipe is closed"):
         write_picture(trace_figure(training_trace()), tmp_path / "file")
@@ -266,7 +266,7 @@ def test_legends_are_centred_beside_their_panels(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("operators, every", [(2, 1), (100, None)])
-def test_short_clock_has_whole_number_ticks(page, operators, every):
+def test_axis_of_a_short_trace_has_whole_number_ticks(page, operators, every):
     recording = Recording()
     for _ in range(operators):
         recording.op("aten::mm")

@@ -32,7 +32,7 @@ def test_show_distinguishes_plans_from_traces(recorded, tmp_path):
     assert "operators" in json.loads(trace.stdout)
 
 
-def test_show_draws_a_plan(recorded, chrome, tmp_path):
+def test_show_draws_a_plan_as_png_and_html(recorded, chrome, tmp_path):
     save(recorded.alone(), tmp_path / "plan.json")
     shown = run(tmp_path / "plan.json", "--png", tmp_path / "a.png", "--html", tmp_path / "a.html")
     assert shown.exit_code == 0, shown.stderr

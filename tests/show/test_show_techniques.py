@@ -1,4 +1,4 @@
-"""Plans are shown by the present techniques, each of which shows only its own part."""
+"""Each installed technique shows its own part of a plan, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def plan():
     return decided_plan().with_part(SwapPart(targets=(target("aten::mm", 3),)))
 
 
-def test_every_technique_has_a_picture_and_a_unique_place():
+def test_every_technique_has_a_picture_and_a_position_of_its_own():
     found = techniques.pictures()
     assert tuple(found) == TECHNIQUES and all(isinstance(each, TechniquePicture) for each in found.values())
     assert len({each.place for each in found.values()}) == len(found)
     assert [each.place for each in techniques.in_place()] == sorted(each.place for each in found.values())
 
 
-def test_keys_of_techniques_are_disjoint():
+def test_techniques_share_no_keys_in_summary_and_diff():
     a, found = plan(), techniques.in_place()
     for keys in (
         [key for each in found for key in each.facts(a)],
@@ -41,7 +41,7 @@ def test_keys_of_techniques_are_disjoint():
 
 @pytest.fixture(params=TECHNIQUES)
 def gone(request, monkeypatch) -> str:
-    """Remove the room of a technique, and return its name."""
+    """Make the room of a technique appear to be missing, and return its name."""
     monkeypatch.setattr(techniques, "has_technique", lambda name: name != request.param)
     return request.param
 

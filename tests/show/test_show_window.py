@@ -1,4 +1,4 @@
-"""Both pages of `memplug show` fill the window without scrolling, and all numbers at the pointer have units."""
+"""The pages of traces and of plans fill the window without scrolling, and hovered numbers have units."""
 
 import json
 import re
@@ -63,7 +63,7 @@ def test_figure_has_no_fixed_size_and_follows_the_window(page):
     assert f"addEventListener('resize', () => Plotly.relayout('{div}', {{autosize: true}}))" in page
 
 
-def test_encoding_is_declared_in_the_first_kibibyte(page):
+def test_page_declares_its_encoding_in_the_first_1024_bytes(page):
     assert b'charset="utf-8"' in page.encode()[:1024]
 
 
@@ -75,7 +75,7 @@ def test_hovered_bytes_have_the_unit_of_their_axis(page):
     assert templates and all(re.search(rf"%{{y:\.3f}} {unit}\b", template) for template in templates)
 
 
-def test_hovered_clock_positions_name_the_clock(page):
+def test_hover_text_names_the_unit_of_the_clock(page):
     data, layout, _ = figure_of(page)
     clock = next(axis["title"]["text"] for name, axis in layout.items() if name.startswith("xaxis") and "title" in axis)
     word = clock.split(",")[0].removesuffix(" of the step")

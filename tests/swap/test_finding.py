@@ -17,9 +17,9 @@ def found_in(kind: str, step: list[list[Operator]]) -> list[int]:
 
 
 def edited(step: list[list[Operator]], share: float, chance: random.Random) -> tuple[list[list[Operator]], set[int]]:
-    """Return a step with a share of its outermost operators inserted, left out or exchanged.
+    """Return a step edited at a share of its outermost operators, and the tensors that removed operators used.
 
-    Return also the tensors that left-out operators used.
+    An edit inserts an operator, removes one, or exchanges two neighbours.
     """
     result: list[list[Operator]] = []
     touched: set[int] = set()
@@ -41,18 +41,18 @@ def edited(step: list[list[Operator]], share: float, chance: random.Random) -> t
 
 
 KINDS = {"llama": 0.99, "t5": 0.99, "vit": 0.99, "convolutions": 0.98}
-"""The share that is found; convolutions of one size, four operators each, have near look-alikes."""
+"""Least share of tensors to find. The layers of `convolutions` look alike: one size, and four operators each."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_planned_step_finds_every_tensor(kind: str) -> None:
+def test_every_tensor_is_found_in_the_planned_step(kind: str) -> None:
     _, tensors, step = listed(kind)
     assert len(tensors) > 25
     assert found_in(kind, step) == list(tensors)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_step_with_one_percent_edits_finds_nearly_all_and_no_wrong_tensor(kind: str) -> None:
+def test_nearly_all_tensors_are_found_if_1_percent_of_operators_change(kind: str) -> None:
     _, tensors, step = listed(kind)
     chance, there, found = random.Random(0), 0, 0
     for _ in range(150):
@@ -75,7 +75,7 @@ def test_edited_steps_never_match_a_wrong_tensor(share: float) -> None:
         assert all(taken in (tensor, -1) for tensor, taken in zip(tensors, found_in("llama", changed), strict=True))
 
 
-def test_tensor_of_other_size_or_dtype_is_not_matched() -> None:
+def test_tensors_of_another_size_or_dtype_do_not_match() -> None:
     _, _, step = listed("llama")
     for change in (lambda nbytes, dtype: (3 * nbytes + 1, dtype), lambda nbytes, dtype: (nbytes, dtype + 1)):
         changed = [
@@ -89,8 +89,8 @@ def test_tensor_of_other_size_or_dtype_is_not_matched() -> None:
     assert set(found_in("llama", [])) == {-1}
 
 
-def test_clock_recovers_after_inserted_and_missing_operators() -> None:
-    """Return to the places of the planned step within a few operators."""
+def test_place_in_the_program_recovers_after_changed_operators() -> None:
+    """Expect the planned places again at most ten operators after the change."""
     program = [number % 17 for number in range(200)]
     places = extension.load().program_places
     assert places(program, program) == list(range(200))

@@ -1,4 +1,4 @@
-"""Repeated steps under a swap list, which memplug follows by their memory requests alone."""
+"""Under a swap list memplug follows repeated steps by their memory requests alone."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.support.swapped import block
 pytestmark = pytest.mark.device
 
 
-def test_repeated_steps_are_followed_until_one_departs() -> None:
+def test_repeated_steps_are_followed_until_one_differs() -> None:
     training = Training()
     training.until_it_swaps()
-    for repeated in (0, 0, 0, 0, 1, 2):  # following starts after three equal steps
+    for repeated in (0, 0, 0, 0, 1, 2):  # memplug follows a step once three steps equalled their predecessors
         training.step()
         assert training.report["swap_repeated"] == repeated
     tensors, found = training.report["swap_tensors"], training.report["swap_found"]
@@ -34,18 +34,18 @@ def test_repeated_steps_are_followed_until_one_departs() -> None:
         2,
         3,
         4,
-    ):  # after a departure it takes six: the first equals the last step learnt
+    ):  # after a step that differs it takes six, of which the first equals the step learnt last
         training.step()
         assert training.report["swap_repeated"] == repeated
     assert training.report["swap_found"] == found + 8 * tensors and training.report["swap_demanded"] == 0
 
 
-def test_late_prefetch_requests_no_memory_earlier_in_followed_steps() -> None:
+def test_late_prefetch_requests_memory_no_earlier_in_followed_steps() -> None:
     model = Deep()
     with memplug.attach(model, block(budget_gib())) as session:
 
         def requests() -> list[tuple[int, int]]:
-            """Return a step's requests in order: whether memory is freed, and bytes."""
+            """Record a step, and return its memory events in order: malloc or free, and bytes."""
             session.record()
             for _ in range(2):
                 step()
@@ -71,7 +71,7 @@ def test_late_prefetch_requests_no_memory_earlier_in_followed_steps() -> None:
 
 
 class Positions(torch.autograd.Function):
-    """Makes positions in backward, where memory is at its peak, and needs them after the peak."""
+    """A function whose backward makes positions just before the peak of memory, and uses them after it."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ class Positions(torch.autograd.Function):
 
 
 @pytest.mark.cpu("a device has more memory than requested")
-def test_output_without_memory_at_operator_begin_is_found() -> None:
+def test_output_that_gets_its_memory_inside_an_operator_is_found() -> None:
     model, swap = Deep(), {"enabled": True, "min_bytes": 8 * ROWS * WIDTH * 4}
     with memplug.attach(model, block(budget_gib(76 * ROWS * WIDTH * 4), swap=swap)) as session:
         for _ in range(12):
@@ -98,7 +98,7 @@ def test_output_without_memory_at_operator_begin_is_found() -> None:
 
 
 @pytest.mark.cpu("a device has more memory than requested")
-def test_tensors_of_a_followed_step_cannot_be_offloaded_when_it_departs() -> None:
+def test_earlier_tensors_cannot_be_offloaded_once_a_followed_step_differs() -> None:
     training = Training()
     training.until_it_swaps()
     training.until_it_repeats()
@@ -109,15 +109,15 @@ def test_tensors_of_a_followed_step_cannot_be_offloaded_when_it_departs() -> Non
             loss = loss + training.plain(x)
     del loss
     training.session.step()
-    loss = training.model(x)  # and in the next step, it can
+    loss = training.model(x)  # in the next step memplug can offload them
     for _ in range(8):
         loss = loss + training.plain(x)
     loss.backward()
 
 
 @pytest.mark.cpu("a device has more memory than requested")
-def test_tensors_of_a_kernel_stay_when_the_step_departs_inside_it() -> None:
-    """Depart inside of a kernel: its begin was unobserved, its operators are over, and it may hold addresses."""
+def test_no_tensor_is_offloaded_inside_a_kernel_where_the_step_differs() -> None:
+    """Differ inside a kernel: memplug did not see it begin, and it may hold addresses after its operators are over."""
     x, training = torch.ones(ROWS, 8), Training()
     training.until_it_swaps()
     training.until_it_repeats()
@@ -141,7 +141,7 @@ def test_tensors_of_a_kernel_stay_when_the_step_departs_inside_it() -> None:
     assert training.away_bytes() > 0
     copy = kernel(x)
     assert left_inside == [0]
-    copy = copy + 1  # the kernel is over
+    copy = copy + 1  # an operator after the kernel
     assert short() > 0
     assert torch.equal(copy, torch.full((ROWS, 8), 2.0))
     loss.backward()

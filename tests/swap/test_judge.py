@@ -25,15 +25,15 @@ def limits(**changes):
     return sound._replace(**changes)
 
 
-def test_valid_list_is_accepted():
+def test_judge_accepts_valid_lists():
     assert list(mistakes_of_swaps(SOUND, three_tensors(), limits())) == []
     assert list(mistakes_of_swaps([], three_tensors(), limits())) == []
-    # two gaps of one tensor
+    # a tensor that is used again after its gap
     twice = [JudgedSwap(2, 10, 2, 3, 4, 4)]
     assert list(mistakes_of_swaps(twice, three_tensors(), limits())) == []
 
 
-def test_optimizer_tensors_count_while_the_optimizer_runs():
+def test_judge_counts_optimizer_tensors_while_the_optimizer_runs():
     swap, times = JudgedSwap(1, 50, -1, 0, 3, 3), {"operator_s": np.ones(4), "stall_s": 99.0}
     busy = {"d2h_busy_s": np.zeros(4), "h2d_busy_s": np.zeros(4)}
     assert list(mistakes_of_swaps([swap], with_an_optimizer(), limits(device_bytes=132, **times, **busy))) == []
@@ -86,7 +86,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_broken_list_is_refused_for_its_mistake(kind):
+def test_judge_names_the_mistake_of_a_broken_list(kind):
     swaps, changes, words = BROKEN[kind]
     found = list(mistakes_of_swaps(swaps, three_tensors(), limits(**changes)))
     assert any(words in mistake for mistake in found), found
@@ -102,7 +102,7 @@ def judged(found, problem):
 
 @given(recordings(), st.sampled_from([0.0, 0.5, 0.9]), st.sampled_from([1.0, 20.0, 1000.0]))
 @settings(max_examples=200, deadline=None)
-def test_planned_lists_are_accepted_and_refused_with_one_byte_less(recording, share, rate):
+def test_judge_accepts_planned_lists_down_to_their_peak_and_no_lower(recording, share, rate):
     trace = recording.trace()
     if not len(trace.operators):
         return

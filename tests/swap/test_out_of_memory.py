@@ -1,4 +1,4 @@
-"""Steps that do not fit finish with the same numbers, only slower, or raise an error that says why."""
+"""A step that does not fit completes with the same numbers, only slower, or raises an error that says why."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.device
 LAYERS, WIDTH = 8, 256
 ROWS = 10240 if torch.cuda.is_available() else 2048  # on CUDA so many that the allocator reserves the requested size
 TENSOR_BYTES = ROWS * WIDTH * 4
-LIMIT_BYTES = 14 * TENSOR_BYTES  # a step that keeps all saved tensors takes more than 24
+LIMIT_BYTES = 14 * TENSOR_BYTES  # a step with all saved tensors on the device takes more than 24 * TENSOR_BYTES
 
 
 class Deep(nn.Module):
@@ -51,7 +51,7 @@ def batch(step: int, rows: int = ROWS) -> torch.Tensor:
 
 @contextlib.contextmanager
 def device_of(nbytes: int) -> Iterator[float]:
-    """Limit the device to this much memory, and yield the block's budget in GiB, which on the CPU is the limit."""
+    """Limit the device to `nbytes`, and yield the "device_budget_gib" for it; on the CPU this budget is the limit."""
     if torch.get_default_device().type == "cpu":
         yield nbytes / GIB
         return
@@ -91,7 +91,7 @@ def expected() -> list[float]:
 def assert_in_order(events: list[tuple[str, int]], may_release: bool) -> None:
     """Assert the order of Algorithm 3.
 
-    Tensors on their way out are released first, then others are offloaded, and the request is tried again each time.
+    First, tensors whose offload has begun are released; then others are offloaded. After each, the request is repeated.
     """
     requests = []
     for kind, nbytes in events:
@@ -122,8 +122,8 @@ def test_first_step_that_does_not_fit_completes_by_algorithm_3(expected: list[fl
 
 
 @pytest.mark.cpu("its allocator rounds, and earlier blocks are in the way")
-def test_recording_under_short_memory_equals_one_with_enough() -> None:
-    """Count tensors as in use even while they were offloaded for a failed request."""
+def test_recording_is_the_same_whether_or_not_memory_is_short() -> None:
+    """Expect tensors to count as in use even while they are offloaded for a failed request."""
     traces = []
     for limit_bytes in (100 * TENSOR_BYTES, LIMIT_BYTES):
         with memplug.attach(model := Deep(), block(limit_bytes / GIB)) as session:
@@ -138,7 +138,7 @@ def test_recording_under_short_memory_equals_one_with_enough() -> None:
     assert tight.live_bytes.max() > LIMIT_BYTES and tight.peak_bytes == tight.live_bytes.max()
 
 
-def test_planned_steps_have_no_failed_request(expected: list[float]) -> None:
+def test_steps_under_a_list_have_no_failed_requests(expected: list[float]) -> None:
     model = Deep()
     passive = []
     with device_of(LIMIT_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
@@ -151,7 +151,7 @@ def test_planned_steps_have_no_failed_request(expected: list[float]) -> None:
     assert report.demanded == report.cancelled == report.refused == 0
 
 
-def test_longer_batch_than_planned_completes(expected: list[float]) -> None:
+def test_batch_longer_than_planned_trains_with_the_same_losses(expected: list[float]) -> None:
     sizes = [ROWS] * 6 + [ROWS * 5 // 4, ROWS, ROWS // 2, ROWS * 5 // 4]
     reference = losses_of(Deep(), sizes)
     model = Deep()
@@ -160,7 +160,7 @@ def test_longer_batch_than_planned_completes(expected: list[float]) -> None:
     assert reference[:6] == expected[:6]
 
 
-def test_offloaded_tensors_are_released_first() -> None:
+def test_failed_request_first_releases_tensors_already_offloaded() -> None:
     """Install a list that releases offloaded tensors too late; memplug then plans a new one."""
     model = Deep()
     with device_of(LIMIT_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
@@ -191,7 +191,7 @@ def test_out_of_memory_error_lists_the_remedies() -> None:
         assert "memplug: out of memory in" in text and "have left for requests that failed" in text
         assert text.count("memplug: out of memory") == 1
         assert all(f"    {number}. " in text for number in (1, 2, 3))
-        change = "raise" if torch.get_default_device().type == "cpu" else "lower"  # the CPU has no more than its budget
+        change = "raise" if torch.get_default_device().type == "cpu" else "lower"  # on the CPU the budget is the limit
         assert f'    1. {change} "device_budget_gib"' in text
         del raised
         model.zero_grad()
@@ -200,7 +200,7 @@ def test_out_of_memory_error_lists_the_remedies() -> None:
         assert losses_of(model, [16] * 2, session) == losses_of(small, [16] * 2)
 
 
-def test_step_without_host_memory_raises_out_of_memory() -> None:
+def test_out_of_memory_is_raised_if_host_memory_is_too_small() -> None:
     model = Deep()
     with (
         device_of(LIMIT_BYTES) as budget_gib,
@@ -213,7 +213,7 @@ def test_step_without_host_memory_raises_out_of_memory() -> None:
 
 @pytest.mark.cpu("a device's allocator has reserved more than requested")
 def test_failed_step_is_not_used_for_planning() -> None:
-    """Limit the device so that the recorded rest of the failed step fits."""
+    """Limit the device so that the recorded part of the failed step would fit."""
     model = Deep()
     with device_of(3 * TENSOR_BYTES) as budget_gib, memplug.attach(model, block(budget_gib)) as session:
         for _ in range(8):
@@ -238,7 +238,7 @@ def test_out_of_memory_error_names_its_snapshot(tmp_path: Path) -> None:
         assert (tmp_path / "step000001.pickle").stat().st_size > 0
 
 
-def test_detached_model_has_no_limit_and_no_relief() -> None:
+def test_detach_ends_the_limit_and_offloading_for_failed_requests() -> None:
     model = Deep()
     with device_of(LIMIT_BYTES) as budget_gib:
         with memplug.attach(model, block(budget_gib)) as session:
@@ -251,7 +251,7 @@ def test_detached_model_has_no_limit_and_no_relief() -> None:
             assert "memplug" not in str(raised.value)
 
 
-def test_session_dropped_during_a_step_leaves_no_relief_behind() -> None:
+def test_session_deleted_during_a_step_offloads_nothing_afterwards() -> None:
     model = Deep()
     with device_of(LIMIT_BYTES) as budget_gib:
         session = memplug.attach(model, block(budget_gib))

@@ -10,13 +10,13 @@ from tests.support.memory_plans import MIB, decided_plan, target
 
 
 def said(part: SwapPart | None) -> tuple[Any, dict[str, str]]:
-    """Return the facts of the list, and all rows about the plan."""
+    """Return the swap list's facts in the plan's summary, and all rows of the summary."""
     plan = decided_plan() if part is None else decided_plan().with_part(part)
     facts = summary(plan)
     return facts["swap_list"], dict(rows(facts))
 
 
-def test_summary_groups_swapped_bytes_by_last_operator():
+def test_summary_groups_swapped_bytes_by_the_operator_that_used_them_last():
     targets = [target("aten::mm", 3), target("aten::gelu", 8), target("aten::mm", 2), target("", 1, last_use=-1, key=3)]
     part = SwapPart(
         targets=tuple(targets),
@@ -34,7 +34,7 @@ def test_summary_groups_swapped_bytes_by_last_operator():
     assert words["  waiting"].startswith("250") or words["  waiting"].startswith("0.25")
 
 
-def test_summary_names_the_largest_of_many_operators():
+def test_summary_names_only_the_operators_with_the_most_bytes():
     _, words = said(SwapPart(targets=tuple(target(f"aten::op{mib}", mib) for mib in range(1, 8))))
     assert words["  they leave"].endswith("4.00 MiB after aten::op4, 3 others")
 

@@ -1,4 +1,4 @@
-"""The predictions of a swap list, compared with measurements."""
+"""Measured steps are compared with the predictions of their swap list."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def promises(told: list[tuple[str, int]], copies_itself: bool = False) -> Promis
 
 
 @pytest.mark.parametrize(("nbytes", "warnings"), [(900, 0), (1020, 0), (1030, 1)])
-def test_peak_above_prediction_warns(nbytes: int, warnings: int) -> None:
+def test_peak_clearly_above_the_prediction_warns(nbytes: int, warnings: int) -> None:
     told: list[tuple[str, int]] = []
     list_of = promises(told)
     list_of.compare_peak(SimpleNamespace(live_bytes=np.array([10, nbytes, 20])))
@@ -28,7 +28,9 @@ def test_peak_above_prediction_warns(nbytes: int, warnings: int) -> None:
 
 
 @pytest.mark.parametrize(("stall_s", "copies_itself", "warnings"), [(0.19, False, 0), (0.21, False, 1), (9.0, True, 0)])
-def test_stall_longer_than_predicted_warns(stall_s: float, copies_itself: bool, warnings: int) -> None:
+def test_stall_clearly_longer_than_predicted_warns_except_on_the_cpu(
+    stall_s: float, copies_itself: bool, warnings: int
+) -> None:
     told: list[tuple[str, int]] = []
     list_of = promises(told, copies_itself)
     list_of.compare_stall(None)

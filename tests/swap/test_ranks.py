@@ -18,7 +18,7 @@ GIB = 1 << 30
 BUDGETS_GIB = [3 * 2**20 / GIB, 2.2 * 2**20 / GIB]
 STATES_GIB = 0.5 * 2**20 / GIB
 LENGTHS = [256] * 10
-BUCKET = 20_000  # elements of gradients; DeepSpeed's default would be 2 GB of the device
+BUCKET = 20_000  # gradient elements in a bucket; DeepSpeed's default would take 2 GB of the device
 
 
 def cases_of(stage: int) -> dict[str, Any]:
@@ -33,7 +33,10 @@ def cases_of(stage: int) -> dict[str, Any]:
         "arena": {"enabled": False},
     }
     budgets = {"device_budget_gib": BUDGETS_GIB}
-    states = {**block, "swap": {**block["swap"], "states": True}}  # with states, the CPU counts parameters too
+    states = {
+        **block,
+        "swap": {**block["swap"], "states": True},
+    }  # if states are swapped, parameters count on the CPU too
     more = {"device_budget_gib": [budget + STATES_GIB for budget in BUDGETS_GIB]}
     return {
         f"plain {stage}": {**both, "memplug": None},

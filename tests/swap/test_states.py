@@ -24,24 +24,24 @@ STEPS = 14
 
 @functools.cache
 def most_bytes(kind: str) -> int:
-    """Return the memory of a step with everything on the device, on top of earlier memory."""
+    """Return the bytes that a step with all tensors on the device adds to the bytes in use before it."""
     before_bytes = in_use_bytes()
     return train(kind, block(1000.0, swap=SWAP), STEPS).peak_bytes - before_bytes
 
 
 def in_use_bytes() -> int:
-    """Return the device memory that earlier tests have left in use."""
+    """Return the device bytes that earlier tests have left in use."""
     gc.collect()
     return torch.cuda.memory_allocated() if torch.get_default_device().type == "cuda" else 0
 
 
 def budget_of(share: float, kind: str = "wide") -> int:
-    """Return a budget of a share of the bytes that a step takes."""
+    """Return a budget in bytes: a share of what a step adds, on top of the bytes in use."""
     return int(share * most_bytes(kind)) + in_use_bytes()
 
 
 @pytest.mark.parametrize("share", [0.75, 0.56])
-def test_swapped_optimizer_states_keep_losses_and_budget(share: float) -> None:
+def test_training_with_swapped_states_is_bit_identical_within_budget(share: float) -> None:
     reference = train("wide", None, STEPS)
     budget_bytes = budget_of(share)
     swapped = train("wide", block(budget_bytes / GIB, swap=SWAP), STEPS)
@@ -69,17 +69,17 @@ def test_frozen_weights_are_swapped_between_forward_and_backward() -> None:
     assert report["swap_missed"] == report["swap_demanded"] == report["swap_cancelled"] == 0
     outputs_bytes, weights_bytes = 250 * 256 * 4, 256 * 256 * 4
     more_bytes = report["swap_planned_bytes"] - report["swap_tensors"] * outputs_bytes
-    assert more_bytes > 0 == more_bytes % (weights_bytes - outputs_bytes)  # both outputs and weights are swapped
+    assert more_bytes > 0 == more_bytes % (weights_bytes - outputs_bytes)  # so both outputs and weights are swapped
 
 
 Between = Callable[[nn.Module, torch.optim.Optimizer, Any], Any]
-"""Runs after a backward, in place of the optimizer's step, with the session or None."""
+"""Called after a backward, in place of the optimizer's step; its session is None without memplug."""
 
 
 def run(
     steps: list[Between], budget_gib: float | None, **optimizer: Any
 ) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
-    """Return parameters and states after these steps, and a report after each; without a budget, without memplug."""
+    """Train these steps, without memplug if no budget is given; return parameters and states, and a report per step."""
     gc.collect()
     torch.manual_seed(0)
     model = Wide()
@@ -105,7 +105,7 @@ def update(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
 
 
 def skip(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
-    """Skip the optimizer, as for gradients that are not finite."""
+    """Skip the optimizer's step, as trainers do if gradients are not finite."""
 
 
 def clip(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
@@ -114,7 +114,7 @@ def clip(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
 
 
 def load(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
-    """Replace the states by other tensors."""
+    """Load the optimizer's states into new tensors, and take its step."""
     adam.load_state_dict(copy.deepcopy(adam.state_dict()))
     adam.step()
 
@@ -127,7 +127,7 @@ def evaluate(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> Non
 
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("between", [skip, clip, load, evaluate])
-def test_states_stay_right_when_steps_skip_clip_load_or_evaluate(between: Between, foreach: bool) -> None:
+def test_states_stay_correct_if_steps_skip_clip_reload_or_evaluate(between: Between, foreach: bool) -> None:
     steps = [*[update] * 10, between, *[update] * 3, between, between, *[update] * 3]
     expected, _ = run(steps, None, foreach=foreach)
     found, reports = run(steps, budget_of(0.75) / GIB, foreach=foreach)
@@ -136,7 +136,7 @@ def test_states_stay_right_when_steps_skip_clip_load_or_evaluate(between: Betwee
     assert reports[-1]["swap_refused"] == 0
 
 
-def test_detach_during_a_step_restores_everything() -> None:
+def test_detach_during_a_step_restores_all_values() -> None:
     def detach(model: nn.Module, adam: torch.optim.Optimizer, session: Any) -> None:
         if session is not None:
             assert session.report().swap.repeated > 0

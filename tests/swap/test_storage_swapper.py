@@ -51,7 +51,7 @@ def away(swapper: Any, tensor: torch.Tensor, key: int = 1) -> None:
     swapper.release(key)
 
 
-def test_waits_are_measured_only_on_request(swapper: Any) -> None:
+def test_waits_for_copies_are_measured_only_if_enabled(swapper: Any) -> None:
     tensor = sample()
 
     def waited_s(measured: bool) -> float:
@@ -82,7 +82,7 @@ def test_offloaded_storage_is_restored_unchanged(swapper: Any) -> None:
     assert counters["demanded"] == counters["cancelled"] == counters["refused"] == 0
 
 
-def test_operators_read_offloaded_storage(swapper: Any) -> None:
+def test_operators_read_the_values_of_offloaded_storage(swapper: Any) -> None:
     tensor, before = sample(), sample()
     away(swapper, tensor)
     assert torch.equal(tensor + 1, before + 1)
@@ -101,7 +101,7 @@ WRITES = {
 
 @pytest.mark.parametrize("when", ["leaving", "away", "returning"])
 @pytest.mark.parametrize("write", WRITES)
-def test_write_during_a_transfer_is_not_lost(swapper: Any, write: str, when: str) -> None:
+def test_write_to_a_storage_in_transfer_is_not_lost(swapper: Any, write: str, when: str) -> None:
     tensor, expected = sample(), sample()
     assert swapper.offload(tensor, 1)
     if when != "leaving":
@@ -118,7 +118,7 @@ def test_write_during_a_transfer_is_not_lost(swapper: Any, write: str, when: str
 
 
 @pytest.mark.parametrize("when", ["leaving", "away", "returning"])
-def test_storage_freed_during_a_transfer_frees_its_host_memory(swapper: Any, when: str) -> None:
+def test_freeing_a_storage_in_transfer_frees_its_host_memory(swapper: Any, when: str) -> None:
     tensor = sample()
     assert swapper.offload(tensor, 1)
     if when != "leaving":
@@ -137,7 +137,7 @@ def test_storage_freed_during_a_transfer_frees_its_host_memory(swapper: Any, whe
 
 @pytest.mark.cpu("torch copies resized storages as device memory; an observed resize restores them first")
 @pytest.mark.parametrize("when", ["leaving", "away", "returning"])
-def test_storage_resized_during_a_transfer_keeps_its_values(swapper: Any, when: str) -> None:
+def test_storage_resized_in_transfer_keeps_its_values(swapper: Any, when: str) -> None:
     tensor, before = sample(), sample()
     assert swapper.offload(tensor, 1)
     if when != "leaving":
@@ -151,7 +151,7 @@ def test_storage_resized_during_a_transfer_keeps_its_values(swapper: Any, when: 
     assert torch.equal(tensor[:1000], before) and bool((tensor[1000:] == 7).all())
 
 
-def test_full_host_memory_refuses_offloads(swapper: Any) -> None:
+def test_offload_is_refused_if_host_memory_is_full(swapper: Any) -> None:
     large, small = torch.zeros(SLAB_BYTES // 4), sample()
     away(swapper, large)
     assert not swapper.offload(small, 2)
@@ -166,7 +166,7 @@ def test_memory_of_other_allocators_is_not_offloaded(swapper: Any) -> None:
     assert not swapper.offload(torch.empty(0), 2)
 
 
-def test_offloaded_storage_outlives_its_swapper(pool: HostPool) -> None:
+def test_offloaded_storage_keeps_its_values_after_its_swapper_dies(pool: HostPool) -> None:
     core = native.load()
     swapper = core.StorageSwapper(this_device().streams(core), pool.slabs[0])
     tensor, before = sample(), sample()
@@ -179,7 +179,7 @@ def test_offloaded_storage_outlives_its_swapper(pool: HostPool) -> None:
 
 
 def test_autograd_reads_offloaded_storages(swapper: Any) -> None:
-    """Compare views, several graphs, and a write that autograd itself refuses."""
+    """Compare views and several graphs; a write that autograd refuses must still raise."""
     weight = sample(2).requires_grad_()
     graphs = []
     for seed in range(3):
@@ -205,13 +205,13 @@ def test_autograd_reads_offloaded_storages(swapper: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_values_are_right_on_another_stream(swapper: Any) -> None:
+def test_offloaded_values_are_correct_on_another_stream(swapper: Any) -> None:
     tensor, before = sample(), sample()
     away(swapper, tensor)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        swapper.prefetch(1)  # not on this stream
+        swapper.prefetch(1)  # no effect on a side stream
         assert swapper.counters["prefetches"] == 0
         doubled = tensor * 2
         tensor.mul_(3)
@@ -219,7 +219,7 @@ def test_values_are_right_on_another_stream(swapper: Any) -> None:
     assert torch.equal(doubled, before * 2) and torch.equal(tensor, before * 3)
 
 
-def test_release_leaving_releases_all_offloaded_storages(swapper: Any) -> None:
+def test_release_leaving_releases_every_storage_being_offloaded(swapper: Any) -> None:
     tensors = [sample(seed) for seed in range(3)]
     for key, tensor in enumerate(tensors[:2]):
         assert swapper.offload(tensor, key)
@@ -230,7 +230,7 @@ def test_release_leaving_releases_all_offloaded_storages(swapper: Any) -> None:
     assert swapper.counters["demanded"] == swapper.counters["passive"] == 0
 
 
-def test_passively_offloaded_storage_is_restored_on_use(swapper: Any) -> None:
+def test_storage_offloaded_for_a_failed_request_is_restored_on_use(swapper: Any) -> None:
     tensor, before = sample(), sample()
     assert swapper.leave_now(tensor) == 4000 and swapper.leave_now(tensor) == 0
     assert swapper.host_bytes == 4096
@@ -257,7 +257,7 @@ def test_turn_back_cancels_the_last_prefetch(swapper: Any) -> None:
     assert swapper.host_bytes == 0 and torch.equal(tensors[1], sample(1)) and torch.equal(tensors[0], sample(0))
 
 
-def test_passive_offloads_get_host_memory_up_to_a_limit() -> None:
+def test_offloads_for_failed_requests_use_limited_host_memory() -> None:
     core = native.load()
     swapper = core.StorageSwapper(this_device().streams(core), passive_bytes=10_000)
     tensors = [sample(seed) for seed in range(3)]
@@ -276,7 +276,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_random_event_orders_lose_no_value(swapper: Any, seed: int) -> None:
+def test_random_sequences_of_transfers_and_writes_lose_no_value(swapper: Any, seed: int) -> None:
     chance = random.Random(seed)
     tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     keys = {}

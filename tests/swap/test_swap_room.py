@@ -1,4 +1,4 @@
-"""The part of the budget that a swap list plans with."""
+"""The share of the device budget that a swap list may use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def room() -> ListRoom:
 
 
 class Counted(DeviceMemory):
-    """A device of 1000 bytes, 920 of them for plans; tensors had 500 of 625 that were reserved."""
+    """A device of 1000 bytes, 920 of them for plans; at the peaks, 500 bytes were allocated and 625 reserved."""
 
     own_bytes, retries, reserved_bytes, holes_bytes = 1000, 0, 700, 70
 
@@ -30,7 +30,7 @@ class Counted(DeviceMemory):
 
 @pytest.fixture
 def step() -> Trace:
-    """Return a step with a collective of 40 bytes, and operators of more."""
+    """Return a step with a collective on 40 bytes, and a matmul on 400."""
     recording = Recording()
     recording.step()
     recording.op("aten::mm", writes=(recording.tensor(400),))
@@ -46,7 +46,7 @@ def test_budget_of_list_excludes_the_largest_collective_tensor(step: Trace) -> N
     assert room().of_list(alone.trace()) == 1000
 
 
-def test_missing_bytes_tighten_the_budget_a_few_times(step: Trace) -> None:
+def test_missing_bytes_tighten_the_budget_a_limited_number_of_times(step: Trace) -> None:
     tight = room()
     assert not tight.tighten(0) and tight.of_list(step) == 960
     assert [tight.tighten(10) for _ in range(TIGHTER + 1)] == [True] * TIGHTER + [False]
@@ -55,19 +55,19 @@ def test_missing_bytes_tighten_the_budget_a_few_times(step: Trace) -> None:
     assert tight.of_list(step) == 960 and tight.tighten(10)
 
 
-def test_loosened_budget_leaves_no_reserve_and_is_final(step: Trace) -> None:
+def test_loosened_budget_has_no_reserve_and_cannot_be_tightened(step: Trace) -> None:
     tight = room()
     assert tight.of_list(step) == 960
     assert tight.loosen() and tight.of_list(step) == 1000
     assert not tight.loosen() and not tight.tighten(10)
 
 
-def test_step_without_failed_requests_fits() -> None:
+def test_step_fits_exactly_if_no_request_failed() -> None:
     assert room().holds(was_short=False) and not room().holds(was_short=True)
 
 
-def test_list_plans_with_reserved_memory_like_tokenwise() -> None:
-    """Count torch's cache without the arena; with it, count holes and the arena's measured memory."""
+def test_budget_of_list_counts_reserved_memory_as_tokenwise_does() -> None:
+    """Subtract torch's cache if there is no arena; otherwise holes, and later the reserved bytes measured in a step."""
     memory = Counted()
     device = SimpleNamespace(kind="cuda", memory=memory)
     without, served = Reserved(memory), Reserved(memory, lambda: Served(wanted=True, whole=True))

@@ -1,4 +1,4 @@
-"""The life of a swap list: planned, in force, withdrawn; training is right throughout."""
+"""The life of a swap list: planned, in force, withdrawn; training stays correct throughout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.device
 
 @pytest.fixture(params=["seen", "followed"])
 def training(request: pytest.FixtureRequest) -> Training:
-    """Train under a list, with all operators of its steps observed, or with known steps that requests follow."""
+    """Return a training under a list; memplug observes its operators, or follows repeated steps by their requests."""
     training = Training()
     training.until_it_swaps()
     if request.param == "followed":
@@ -41,7 +41,7 @@ def test_list_is_in_force_from_the_step_after_planning(training: Training) -> No
     assert report["swap_released_bytes"] == steps * report["swap_planned_bytes"]
 
 
-def test_step_with_one_changed_layer_loses_few_tensors(training: Training) -> None:
+def test_step_with_one_changed_layer_finds_at_least_half_of_its_tensors(training: Training) -> None:
     report = training.report
     for model in (training.model, training.plain):
         model.layers[LAYERS // 2].register_forward_pre_hook(lambda layer, inputs: (inputs[0] + 1,))
@@ -88,7 +88,7 @@ def test_missing_budget_warns_if_enabled_is_true_but_not_auto(caplog: pytest.Log
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
-def test_changing_program_keeps_training_right(training: Training, share: float) -> None:
+def test_training_stays_correct_while_its_program_changes(training: Training, share: float) -> None:
     training.model.noise = share
     training.plain.noise = share
     for _ in range(15):
@@ -128,7 +128,7 @@ def test_exception_in_backward_leaves_no_tensor_offloaded(training: Training) ->
     training.step()
 
 
-def test_backward_is_right_after_detach_with_offloaded_tensors(training: Training) -> None:
+def test_gradients_are_correct_after_detach_with_offloaded_tensors(training: Training) -> None:
     x = training.inputs()
     loss = training.model(x)
     assert training.away_bytes() > 0
@@ -140,7 +140,7 @@ def test_backward_is_right_after_detach_with_offloaded_tensors(training: Trainin
         assert torch.equal(one.grad, other.grad)
 
 
-def test_graphs_that_outlive_their_step_have_right_gradients() -> None:
+def test_graphs_that_outlive_their_step_have_correct_gradients() -> None:
     training = Training()
     training.until_it_swaps()
     x = training.inputs()
@@ -156,7 +156,7 @@ def test_graphs_that_outlive_their_step_have_right_gradients() -> None:
     assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
 
 
-def test_validation_and_other_lengths_keep_training_right(training: Training) -> None:
+def test_training_stays_correct_with_validation_and_other_lengths(training: Training) -> None:
     for rows in (ROWS, ROWS // 2, ROWS, 2 * ROWS, ROWS):
         with torch.no_grad():
             x = training.inputs(64)
@@ -164,7 +164,7 @@ def test_validation_and_other_lengths_keep_training_right(training: Training) ->
         training.step(rows)
 
 
-def test_hidden_functions_read_right_saved_tensors(training: Training) -> None:
+def test_hidden_functions_read_correct_saved_tensors(training: Training) -> None:
     """Read a saved tensor by its address, as Triton's kernels do in a custom function."""
 
     class Scale(torch.autograd.Function):
@@ -210,7 +210,7 @@ print("both are right")
 
 
 @pytest.mark.cpu("a child has no device")
-def test_fork_with_offloaded_tensors_is_right_in_both_processes() -> None:
+def test_fork_with_offloaded_tensors_leaves_both_processes_correct() -> None:
     """Fork a fresh process, since a large one may lack the memory to fork."""
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0 and "both are right" in done.stdout, done.stderr
@@ -234,7 +234,7 @@ def test_second_run_swaps_from_its_first_step(tmp_path: Path) -> None:
     assert report["recorded_steps"] == 1 and report["swap_peak_bytes"] is not None, (
         "one step is recorded to measure its peak"
     )
-    # Operators before the first forward of a run are not seen: until the clock is right, a few are not found.
+    # memplug sees no operators before a run's first forward, so it misses a few tensors until it knows its place.
     assert report["swap_found"] + report["swap_missed"] == 3 * report["swap_tensors"]
     assert 2 * report["swap_tensors"] < report["swap_found"]
 

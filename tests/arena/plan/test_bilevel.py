@@ -1,4 +1,4 @@
-"""Layers are found by their requests, placed once, and used again."""
+"""The bilevel planner finds layers by their requests, places one of each pattern, and repeats its addresses."""
 
 import dataclasses
 import time
@@ -31,7 +31,7 @@ def without_places(problem: Problem) -> Problem:
 
 
 def layers(count: int, inner: tuple[int, ...], *, odd: int = 0) -> Problem:
-    """Return `count` equal layers, each with transients and one request that stays; then `odd` other requests."""
+    """Return `count` equal layers, each of brief requests and one that lasts to the end; then `odd` other requests."""
     rows, clock = [], 0
     end = count * (2 * len(inner) + 1) + 2 * odd + 1
     for _ in range(count):
@@ -49,12 +49,12 @@ def layers(count: int, inner: tuple[int, ...], *, odd: int = 0) -> Problem:
 @pytest.mark.parametrize(
     ("case", "count"), [("llama7b_long_ckpt", 8), ("llama7b_nockpt", 32), ("llama7b_ckpt", 64), ("mixtral_ckpt", 12)]
 )
-def test_layers_of_recorded_step_are_found_without_recorded_places(case, count):
+def test_layers_are_found_in_recorded_steps_without_known_places(case, count):
     problem = without_places(recorded(case))
     found = stretches(problem.buffers)
     patterns = {stretch.pattern for stretch in found}
     assert 1 <= len(patterns) <= 3, "a forward, a backward, and the layers at either end"
-    # All but the first and the last, whose neighbours differ.
+    # The first and the last layer may be missed, since their neighbours differ.
     assert count - 4 <= len(found) <= 2 * count + 2
     ends = [stretch.end for stretch in found]
     assert all(end <= stretch.begin for end, stretch in zip(ends, found[1:], strict=False))
@@ -62,7 +62,7 @@ def test_layers_of_recorded_step_are_found_without_recorded_places(case, count):
 
 @pytest.mark.parametrize("case", ["llama7b_long_ckpt", "mixtral_ckpt"])
 @pytest.mark.parametrize("by_place", [True, False])
-def test_stretches_are_disjoint_and_repeat_their_pattern(case, by_place):
+def test_found_layers_are_disjoint_and_repeat_their_pattern(case, by_place):
     table = recorded(case).buffers
     found = stretches(table, by_place=by_place)
     seen = np.concatenate([stretch.rows for stretch in found])
@@ -110,7 +110,7 @@ def test_problem_without_layers_is_solved_in_one_level(rows):
     assert bilevel.solve(problem).height == problem.lower_bound
 
 
-def test_known_places_are_used_to_find_layers():
+def test_short_repeats_are_layers_if_their_places_are_known():
     table = layers(2, (8, 3, 9)).buffers.copy()
     assert stretches(table) == [], "two short repeats are no layers without places"
     table["lower_phase"] = table["upper_phase"] = 0

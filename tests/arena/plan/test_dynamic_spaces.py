@@ -21,7 +21,7 @@ def planned(step: Trace):
 
 
 def two_layers(*, frees: bool = True) -> Trace:
-    """Return a step whose experts request memory in a forward and free it in the backward, among static requests."""
+    """Return a step with static requests, and requests of experts in forward, freed in backward if `frees`."""
     recording = Recording()
     recording.step()
     recording.phase(Pass.FORWARD, 0)
@@ -43,7 +43,7 @@ def two_layers(*, frees: bool = True) -> Trace:
     return recording.trace()
 
 
-def test_dynamic_group_may_reuse_bytes_that_are_free_during_its_lifetime():
+def test_dynamic_group_may_reuse_all_bytes_free_during_its_lifetime():
     step = two_layers()
     problem, solution, (group,) = planned(step)
     assert (group.lower, group.upper) == (1, 7), "from its first malloc to its last free"
@@ -52,7 +52,7 @@ def test_dynamic_group_may_reuse_bytes_that_are_free_during_its_lifetime():
     assert judge_addresses(address_plan(problem, solution, (group,), dynamic_peak_bytes(step))) == ()
 
 
-def test_unfreed_dynamic_requests_keep_their_bytes_to_the_end():
+def test_unfreed_dynamic_requests_last_to_the_end_of_the_step():
     step = two_layers(frees=False)
     _, _, (group,) = planned(step)
     assert (group.free_phase, group.free_layer, group.upper) == (-1, -1, len(step.events))
@@ -69,7 +69,7 @@ def test_only_dynamic_requests_that_fit_are_served():
     assert solution.height > 0
 
 
-def test_step_without_dynamic_requests_has_no_spaces():
+def test_step_without_dynamic_requests_has_no_reusable_space():
     recording = Recording()
     recording.step()
     recording.free(recording.malloc(100))
@@ -78,7 +78,7 @@ def test_step_without_dynamic_requests_has_no_spaces():
 
 
 @given(recordings())
-def test_spaces_are_the_complement_of_buffers_that_live_in_the_window(recording):
+def test_reusable_space_is_exactly_what_no_buffer_uses_in_its_interval(recording):
     trace = recording.trace()
     step = last_step(trace)
     problem, solution, spaces = planned(step)

@@ -1,4 +1,4 @@
-"""Small problems are solved, and claims about the solution are proven."""
+"""The exact planner solves small problems, and claims an optimum only if it has proven it."""
 
 import itertools
 import time
@@ -60,7 +60,7 @@ def test_minimalloc_instances_fit_their_capacity(name):
     )
 
 
-def test_resnet50_reaches_its_lower_bound():
+def test_resnet50_is_solved_to_its_lower_bound():
     problem = read_csv(DATA / "dsa" / "somas_resnet50.csv")
     solution = solve(problem, seconds=60)
     assert solution.height == problem.lower_bound and solution.optimal and judge(problem, solution) == ()
@@ -77,7 +77,7 @@ def test_layers_of_recorded_steps_are_solved_to_optimality(case):
         assert solution.optimal and judge(layer, solution) == ()
 
 
-def test_too_many_buffers_are_placed_greedily():
+def test_problem_too_large_to_solve_gets_a_valid_solution():
     problem = problem_of(*((at, at + 50, 1 + at % 7) for at in range(exact.LARGEST + 1)))
     solution = solve(problem, seconds=0.2)
     assert judge(problem, solution) == () and solution.planner == "exact"

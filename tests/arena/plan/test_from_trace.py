@@ -1,4 +1,4 @@
-"""The layout problem of a step follows from its events of static requests, and nothing else."""
+"""The layout problem of a step follows from the events of its static requests alone."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from tests.support.traces import Recording, assert_same, recordings, training
 
 
 def replayed(trace, step, alignment):
-    """Return the expected rows and their ids, from a walk over the events of one step of a trace."""
+    """Walk over the events of one step, and return the expected rows of the problem and their ids."""
     during = trace.step_events(step) if trace.steps else slice(0, len(trace.events))
     events = trace.events[during]
     rows, of_request = [], {}
@@ -116,7 +116,7 @@ def test_missing_step_error_names_the_number_of_steps(steps, step):
     assert f"from 0 to {max(steps, 1) - 1}" in refused.value.advice
 
 
-def test_sizes_are_rounded_up_to_the_granularity():
+def test_sizes_are_rounded_up_to_512_bytes():
     recording = Recording()
     for nbytes in (1, 511, 512, 513):
         recording.malloc(nbytes)
@@ -125,7 +125,7 @@ def test_sizes_are_rounded_up_to_the_granularity():
     assert problem.buffers["alignment"].tolist() == [512] * 4
 
 
-def test_request_that_outlives_the_step_occupies_all_of_it():
+def test_request_that_outlives_the_step_is_in_use_throughout():
     recording = Recording()
     recording.step()
     recording.free(recording.malloc(8))
@@ -139,7 +139,7 @@ def test_request_that_outlives_the_step_occupies_all_of_it():
     assert problem.buffers["upper_phase"].tolist() == [0, -1, 0]
 
 
-def test_request_freed_after_its_successor_is_made_needs_another_buffer():
+def test_request_freed_after_its_successors_malloc_needs_an_extra_buffer():
     recording = Recording()
     recording.step()
     loss = recording.malloc(8)
@@ -199,7 +199,7 @@ def test_request_too_large_to_place_raises():
         problem_of(recording.trace())
 
 
-def test_lower_bound_of_recorded_step_is_its_peak_of_live_bytes():
+def test_lower_bound_of_a_recorded_step_is_its_peak_of_live_bytes():
     step = last_step(load(DATA / "mixtral_ckpt.npz"))
     problem = problem_of(step)
     assert len(step.requests) == 3234 and len(problem) == 3236, "requests that outlast their successors need two more"

@@ -30,7 +30,7 @@ def random_table(count: int, seed: int, *, longest: int = 40) -> np.ndarray:
 
 
 def placed_in_python(placer: Placer, order: list[int], tightest: bool) -> np.ndarray:
-    """Place as `Placer.place` does, without a limit, in Python."""
+    """Place buffers in Python as `Placer.place` does without a limit."""
     offsets = np.zeros(len(placer.size), np.int64)
     # placed buffers by offset: the first `count` entries of each array are in use
     starts, ends = np.zeros(len(order), np.int64), np.zeros(len(order), np.int64)
@@ -66,7 +66,7 @@ def test_compiled_placement_matches_python_and_first_fit(problem, data):
 @pytest.mark.parametrize("tightest", [False, True])
 @pytest.mark.parametrize("longest", [20, 3000])
 def test_compiled_placement_of_thousands_of_buffers_matches_python(tightest, longest):
-    # More buffers than one block of the shelf holds, over more than one stretch of time.
+    # More buffers than one block of a `Shelf` (place.cpp) holds, and more than one of its stretches of time.
     placer = Placer.of(random_table(3000, seed=longest, longest=longest))
     order = np.random.default_rng(1).permutation(3000)
     offsets = placer.place(order, tightest=tightest)
@@ -83,8 +83,8 @@ def test_placement_that_reaches_the_limit_is_abandoned(problem):
 
 @given(problems(most=6, fewest=1, latest=8, largest=6))
 @settings(max_examples=60)
-def test_search_fits_exactly_the_heights_from_the_optimum_up(problem):
-    # Some first-fit order gives an optimum: the order of its rising offsets.
+def test_search_succeeds_exactly_from_the_optimal_height_up(problem):
+    # First fit reaches the optimum in some order: by rising offsets of an optimal solution.
     orders = itertools.permutations(range(len(problem)))
     lowest = min(first_fit(problem, list(order)).height for order in orders)
     small = Small.of(problem)
@@ -110,7 +110,7 @@ def test_search_on_one_thread_is_deterministic():
     assert answers[0][0] is True and answers[0][1].tolist() == answers[1][1].tolist()
 
 
-def test_search_without_time_returns_unknown():
+def test_search_with_no_time_left_returns_unknown():
     small = Small.of(Problem(buffers=random_table(400, seed=5, longest=300)))
     height = Problem(buffers=random_table(400, seed=5, longest=300)).lower_bound // small.unit
     fits, _ = packing.decide((small.lower, small.upper), small.size, small.alignment, height, seconds=0.0, threads=2)
@@ -158,7 +158,7 @@ def test_planning_imports_no_torch(tmp_path):
     assert result.stdout.splitlines()[-1] == "False", result.stderr
 
 
-def test_compiler_error_is_quoted(tmp_path, monkeypatch):
+def test_native_error_quotes_the_compiler(tmp_path, monkeypatch):
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'no such luck' >&2\nexit 3\n")
     compiler.chmod(0o755)
@@ -174,7 +174,7 @@ def test_compiler_error_is_quoted(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_concurrent_processes_all_load_one_library(tmp_path):
+def test_concurrent_processes_build_and_load_one_library(tmp_path):
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     code = "from memplug.arena.native import packing; packing.load(); print('loaded')"
     started = [
@@ -185,7 +185,7 @@ def test_concurrent_processes_all_load_one_library(tmp_path):
     assert [path.name for path in tmp_path.glob("*/*")] == ["memplug_packing.so"]
 
 
-def test_single_buffer_fits_its_own_size_and_no_less():
+def test_search_fits_a_single_buffer_into_its_own_size_and_no_less():
     small = Small.of(problem_of((0, 1, 7)))
     assert small.unit == 7
     for height, expected in ((1, True), (0, False)):

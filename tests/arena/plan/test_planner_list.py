@@ -33,7 +33,7 @@ STEPS = "id,lower,upper,size\na,0,2,5\nb,1,4,3\nc,3,6,5\n"
 
 
 def memplug(folder: Path, *arguments: str) -> str:
-    """Return the output of a command of the package in that folder."""
+    """Run a command of the copied package in `folder`, and return its output."""
     code = "import sys; from memplug.cli import main; main()"
     command = [sys.executable, "-c", code, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "200"}
@@ -44,7 +44,7 @@ def memplug(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a copy of the package with one more planner."""
+    """Return the folder of a copy of the package with one more planner."""
     shutil.copytree(ROOT / "memplug", tmp_path / "memplug", ignore=shutil.ignore_patterns("__pycache__"))
     rooms = tmp_path / "memplug" / "arena" / "plan"
     (rooms / "toy.py").write_text(TOY)
@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_planner_needs_one_file_and_one_list_entry(folder: Path) -> None:
+def test_new_planner_needs_only_one_file_and_one_list_entry(folder: Path) -> None:
     (folder / "step.csv").write_text(STEPS)
     made = json.loads(memplug(folder, "plan", "step.csv", "--planner", "toy", "--json"))
     assert made["planner"] == "toy" and made["height_bytes"] == 13

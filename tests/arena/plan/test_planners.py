@@ -31,7 +31,7 @@ def soon(seconds: float = 0.1) -> float:
 
 @given(problem=problems(most=14, streams=2), planner=st.sampled_from(planners.names()))
 @settings(max_examples=60)
-def test_buffers_kept_throughout_lie_together_below_the_rest(problem, planner):
+def test_buffers_that_outlive_the_step_lie_below_all_others(problem, planner):
     solution = auto.plan(problem, planner, time_limit_s=0.02)
     assert is_valid(problem, solution) and judge(problem, solution) == ()
     table = problem.buffers
@@ -43,7 +43,7 @@ def test_buffers_kept_throughout_lie_together_below_the_rest(problem, planner):
 @pytest.mark.parametrize("name", ALONE)
 @given(problem=problems(most=14), seconds=st.sampled_from((0.0, 0.02)))
 @settings(max_examples=60)
-def test_planner_returns_a_valid_solution_with_true_claims(name, problem, seconds):
+def test_planner_solution_is_valid_and_its_optimality_claim_true(name, problem, seconds):
     solution = ALONE[name].solve(problem, deadline_s=soon(seconds), enough_bytes=None)
     assert is_valid(problem, solution) and solution.planner == name
     assert solution.height >= problem.lower_bound
@@ -53,14 +53,14 @@ def test_planner_returns_a_valid_solution_with_true_claims(name, problem, second
 @pytest.mark.parametrize("name", planners.names())
 @given(problem=problems(most=10, streams=3))
 @settings(max_examples=40)
-def test_plans_on_several_streams_pass_the_judge_and_the_oracle(name, problem):
+def test_plans_on_several_streams_are_valid_and_pass_the_judge(name, problem):
     solution = auto.plan(problem, name, time_limit_s=0.02)
     assert judge(problem, solution) == () and is_valid(problem, solution)
 
 
 @pytest.mark.parametrize("name", planners.names())
 @pytest.mark.parametrize("rows", [(), ((3, 4, 5),), ((0, 2, 1),) * 7, ((-9, -2, 4), (-5, 2**40, 2**50))])
-def test_degenerate_problems_reach_their_lower_bound(name, rows):
+def test_planners_reach_the_lower_bound_of_degenerate_problems(name, rows):
     problem = problem_of(*rows)
     solution = auto.plan(problem, name, time_limit_s=0.1)
     assert is_valid(problem, solution) and solution.height == problem.lower_bound and solution.optimal
@@ -102,7 +102,7 @@ def test_auto_tries_further_planners_only_if_the_first_are_refused(monkeypatch):
     tried = []
     auto.plan(problem, progress=tried.append)
     assert not {"bilevel", "spatiotemporal"} & set(tried)
-    for name in ("search", "exact"):  # the judge refuses their solutions
+    for name in ("search", "exact"):  # now the judge refuses both solutions
         flat = solved(problem, np.zeros(4, np.int64), name)
         monkeypatch.setattr(getattr(auto, name), "solve", lambda problem, flat=flat, **_: flat)
     assert auto.plan(problem, progress=tried.append, time_limit_s=1.0).planner == "spatiotemporal"
@@ -119,7 +119,7 @@ def test_auto_logs_a_refused_solution_and_takes_the_next_best(monkeypatch, caplo
         auto.plan(problem, "search", time_limit_s=0.2)
 
 
-def test_capacity_is_a_target_and_not_a_requirement():
+def test_auto_aims_at_the_capacity_but_may_exceed_it():
     problem = problem_of(*((at, at + 3, 1 + at % 4) for at in range(40)))
     assert auto.plan(problem, capacity_bytes=10_000).height <= 10_000
     assert auto.plan(problem, capacity_bytes=1, time_limit_s=0.3).height >= problem.lower_bound
@@ -142,7 +142,7 @@ def test_streams_without_orderings_share_no_bytes():
     assert solution.offsets[0] == solution.offsets[1]
 
 
-def test_solution_on_several_streams_is_optimal_only_at_the_lower_bound():
+def test_multi_stream_solution_claims_optimality_only_at_the_lower_bound():
     solution = auto.plan(problem_of((0, 2, 8), (4, 6, 3, 1)))
     assert solution.height == 11 and not solution.optimal
     assert auto.plan(problem_of((0, 6, 8), (4, 6, 3, 1))).optimal
@@ -151,7 +151,7 @@ def test_solution_on_several_streams_is_optimal_only_at_the_lower_bound():
 def test_streams_that_wait_for_each_other_share_bytes():
     rows = ((0, 2, 8), (2, 5, 8, 1), (6, 9, 8))
     assert auto.plan(problem_of(*rows)).height == 16
-    # The side stream's request begins after the first wait and ends before the second.
+    # The side stream's request begins at the first wait and ends at the second.
     waits = [(2, 0, 1), (5, 1, 0)]
     assert auto.plan(problem_of(*rows, orderings=[(1, 0, 1), (6, 1, 0)])).height == 16, "the first wait comes too early"
     before = ((0, 2, 8), (3, 5, 8, 1), (6, 9, 8))
@@ -159,7 +159,7 @@ def test_streams_that_wait_for_each_other_share_bytes():
     assert judge(problem_of(*rows, orderings=waits), auto.plan(problem_of(*rows, orderings=waits))) == ()
 
 
-def test_waits_at_one_instant_take_effect_in_their_order():
+def test_waits_at_one_instant_take_effect_in_list_order():
     rows = ((0, 9, 50), (0, 2, 8, 1), (4, 6, 8, 2))
     for orderings, shared in ((((3, 1, 0), (3, 0, 2)), True), (((3, 0, 2), (3, 1, 0)), False)):
         problem = problem_of(*rows, orderings=orderings)
@@ -170,7 +170,7 @@ def test_waits_at_one_instant_take_effect_in_their_order():
 
 @given(problem=problems(most=12, streams=4))
 @settings(max_examples=100)
-def test_single_stream_placement_expands_to_a_valid_one_on_several_streams(problem):
+def test_single_stream_placement_expands_validly_to_several_streams(problem):
     blocks = on_one_stream(problem, lambda part: search.solve(part, improve=False).offsets)
     plain = blocks.problem
     offsets = blocks.expand(first_fit(Problem(buffers=_on_stream_0(plain.buffers)), list(range(len(plain)))).offsets)
@@ -187,7 +187,7 @@ def _on_stream_0(table: np.ndarray) -> np.ndarray:
 
 
 @given(problem=problems(most=20, fewest=1, latest=30))
-def test_sections_preserve_overlaps_and_load(problem):
+def test_renumbering_lifetimes_by_section_keeps_overlaps_and_peak(problem):
     table = problem.buffers
     lower, upper = sections(table)
     meets = (table["lower"][:, None] < table["upper"]) & (table["lower"] < table["upper"][:, None])

@@ -1,4 +1,4 @@
-"""Problems in CSV are read to the row, or refused with the number of the line that is at fault."""
+"""CSV files of problems are read without loss, or refused with the number of the malformed line."""
 
 import os
 
@@ -31,7 +31,7 @@ def rows_of(problem):
 
 @given(problems(), st.data())
 @in_one_folder
-def test_written_problem_reads_back_and_has_its_offsets(tmp_path, problem, data):
+def test_written_problem_reads_back_equal_and_lists_its_offsets(tmp_path, problem, data):
     names = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=4)
     many = {"min_size": len(problem), "max_size": len(problem), "unique": True}
     numbers = st.lists(st.integers(-(2**63), 2**63 - 1), **many)
@@ -86,7 +86,7 @@ READ = {
 
 
 @pytest.mark.parametrize("kind", READ)
-def test_columns_are_read_by_name(path, kind):
+def test_columns_are_read_by_name_in_any_order(path, kind):
     text, rows, ids = READ[kind]
     problem = read(path, text)
     assert rows_of(problem) == rows
@@ -112,7 +112,7 @@ AT_FAULT = {
 
 
 @pytest.mark.parametrize("kind", AT_FAULT)
-def test_error_names_the_number_of_the_malformed_line(path, kind):
+def test_error_names_the_malformed_line_and_what_is_wrong(path, kind):
     line, problem = AT_FAULT[kind]
     with pytest.raises(LayoutError) as refused:
         read(path, f"id,lower,upper,size,alignment\n1,0,3,4,1\n\n{line}\n3,0,3,4,1\n2,-,,,\n")
@@ -120,7 +120,7 @@ def test_error_names_the_number_of_the_malformed_line(path, kind):
     assert "id,lower,upper,size" in refused.value.advice
 
 
-def test_line_numbers_match_those_of_an_editor(path):
+def test_line_numbers_count_line_breaks_inside_quotes(path):
     with pytest.raises(LayoutError, match="line 4: size is 0"):
         read(path, 'id,lower,upper,size\n"on\ntwo",0,1,8\n3,0,1,0\n')
 
@@ -137,7 +137,7 @@ def test_error_names_the_first_of_several_malformed_lines(tmp_path, count, data)
         read(path, "\n".join(lines))
 
 
-def test_inclusive_end_equal_to_the_start_is_one_instant(path):
+def test_inclusive_end_equal_to_the_start_means_one_instant(path):
     assert rows_of(read(path, "id,lower,end,size\n1,4,4,8\n")) == [(4, 5, 8, 1)]
     with pytest.raises(LayoutError, match="line 2: in use from 4 up to 4"):
         read(path, "id,lower,end,size\n1,4,3,8\n")
@@ -145,7 +145,7 @@ def test_inclusive_end_equal_to_the_start_is_one_instant(path):
         read(path, f"id,lower,end,size\n1,4,{2**63 - 1},8\n")
 
 
-def test_gaps_column_is_refused(path):
+def test_row_with_gaps_in_its_lifetime_is_refused(path):
     with pytest.raises(LayoutError, match="line 3: gaps '1-2@0:4'.*whole lifetime"):
         read(path, "id,lower,upper,size,gaps\n1,0,3,4,\n2,0,3,4,1-2@0:4\n")
 

@@ -1,4 +1,4 @@
-"""STWeaver's groups: by phase, fused if that is denser, then by size in as few layers as possible."""
+"""STWeaver's planner groups requests by phase, fuses groups if denser, and places them by size in few layers."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ lifetimes = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size
 
 
 @given(lifetimes)
-def test_algorithm_1_needs_one_layer_per_simultaneous_request(drawn):
+def test_algorithm_1_needs_one_memory_layer_per_simultaneous_request(drawn):
     layers = memory_layers(drawn)
     assert sorted(index for layer in layers for index in layer) == list(range(len(drawn)))
     for layer in layers:
@@ -26,8 +26,8 @@ def test_algorithm_1_needs_one_layer_per_simultaneous_request(drawn):
     assert len(layers) == most
 
 
-def test_request_goes_to_the_layer_that_became_free_last():
-    # Both layers are free at 6: one since 2, the other since 5.
+def test_request_goes_to_the_memory_layer_that_became_free_last():
+    # Both memory layers are free at 6: one since 2, the other since 5.
     layers = memory_layers([(0, 2), (1, 5), (6, 8)])
     assert layers == [[0], [1, 2]]
 
@@ -38,7 +38,7 @@ def _group(problem: Problem, first: int, last: int):
 
 
 def grouped(problem: Problem) -> Solution:
-    """Return the groups' solution, before buffers are lowered."""
+    """Return the solution by groups, before the final pass lowers buffers."""
     return solved(problem, spatiotemporal.by_groups(problem), "by groups")
 
 
@@ -49,15 +49,15 @@ def _phased(*rows: tuple[int, int, int, int, int]) -> Problem:
     return Problem(buffers=table, phases=PHASES)
 
 
-def test_neighbours_are_fused_if_one_fills_the_bubbles_of_the_other():
-    # The first frees its upper half early; the second needs as much from then on.
+def test_groups_are_fused_if_one_fills_the_bubbles_of_the_other():
+    # The first group frees its upper half at 5; the second group needs as many bytes from 5 on.
     problem = _phased((0, 10, 4, 0, 1), (0, 5, 4, 0, 1), (5, 10, 4, 1, 1))
     groups = [_group(problem, 0, 1), _group(problem, 1, 1)]
     fused = fuse(problem.buffers, groups)
     assert len(fused) == 1 and fused[0].product == 1.0 and len(fused[0].rows) == 3
 
 
-def test_neighbours_stay_apart_if_fusion_would_add_bubbles():
+def test_groups_stay_apart_if_fusion_would_add_bubbles():
     problem = _phased((0, 10, 4, 0, 1), (10, 20, 9, 1, 1))
     groups = [_group(problem, 0, 1), _group(problem, 1, 1)]
     assert all(group.product == 1.0 for group in groups)
@@ -65,7 +65,7 @@ def test_neighbours_stay_apart_if_fusion_would_add_bubbles():
 
 
 @given(problems(most=12, fewest=2))
-def test_fusion_never_lowers_the_product_and_keeps_every_request(problem):
+def test_fusion_never_lowers_the_time_memory_product_or_loses_requests(problem):
     table = problem.buffers
     keys = sorted({(int(row["lower_phase"]), int(row["upper_phase"])) for row in table})
     groups = [_group(problem, *key) for key in keys]
@@ -84,19 +84,19 @@ def test_buffers_that_live_throughout_lie_at_the_bottom():
     assert sorted(offsets[[1, 3]].tolist()) == [0, 4] and offsets[[0, 2]].min() == 6
 
 
-def test_smaller_requests_fill_a_free_interval_of_a_larger_one():
+def test_smaller_requests_fill_the_time_between_larger_ones():
     problem = problem_of((0, 2, 10), (4, 6, 10), (2, 4, 6), (2, 4, 4), (0, 6, 1))
     solution = grouped(problem)
     assert solution.height == problem.lower_bound == 11 and is_valid(problem, solution)
 
 
-def test_space_left_above_a_placed_request_is_reused_validly():
+def test_reuse_of_space_above_a_placed_request_is_valid():
     problem = problem_of((0, 1, 10), (9, 10, 10), (4, 6, 6), (2, 3, 5), (2, 3, 4), (2, 3, 4))
     assert is_valid(problem, grouped(problem))
 
 
 @pytest.mark.long
 @given(problems(most=40, fewest=15, latest=30, largest=9))
-def test_final_pass_never_raises_a_valid_grouped_solution(problem):
+def test_final_pass_never_raises_the_height_of_the_groups(problem):
     alone = grouped(problem)
     assert is_valid(problem, alone) and spatiotemporal.solve(problem).height <= alone.height

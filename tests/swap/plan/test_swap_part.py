@@ -1,4 +1,4 @@
-"""A swap list as a part of a plan: its account of a recorded step, impossible budgets, and valid files."""
+"""A swap list as a part of a plan: made from a recorded step, refused for an impossible budget, read from a file."""
 
 import json
 import pickle
@@ -64,9 +64,10 @@ def test_tensors_of_other_techniques_are_not_swapped():
 
 
 def test_layer_copies_occupy_the_link_after_forward_and_before_backward():
-    """Use operators of a second each, and copies of 3 and 1 s to the host, 1.5 and 0.5 s back.
+    """Use operators of 1 s, and two layers whose copies take 3 and 1 s to the host, 1.5 and 0.5 s back.
 
-    Forwards of the two layers begin at 0 and 2 s, and at 8 and 10 s; their backwards at 6 and 4 s, and at 14 and 12 s.
+    In each of two micro-batches layer 0 begins forward at 0 and 8 s, and backward at 6 and 14 s; layer 1 begins forward
+    at 2 and 10 s, and backward at 4 and 12 s.
     """
     step = training(steps=1).trace()
     out_s, back_s = busy_s(step, np.arange(19.0), {"layers.0": 30, "layers.1": 10}, 10.0, 20.0)
@@ -76,9 +77,9 @@ def test_layer_copies_occupy_the_link_after_forward_and_before_backward():
 
 
 def test_swaps_use_the_link_time_that_layer_copies_leave():
-    """Use 20 bytes until 2 s, when they must be released: their copy takes 2 s, for which the step stalls.
+    """Swap 20 bytes that are used until 2 s and must be released then: the step stalls for their copy of 2 s.
 
-    A layer's copy has the link from 1 to 4 s.
+    A layer's copy that has the link from 1 to 4 s makes the stall 2 s longer.
     """
     step = distinct()
     operators = step.operators.copy()
@@ -92,7 +93,7 @@ def test_swaps_use_the_link_time_that_layer_copies_leave():
         assert part.predicted_stall_s == stall_s
 
 
-def test_part_is_the_same_once_written_and_read():
+def test_part_written_and_read_back_is_equal():
     part = plan_part(distinct(), budgets(50))
     assert SwapPart.from_file(json.loads(json.dumps(part.to_file()))) == part
     assert SwapPart.from_file(json.loads(json.dumps(SwapPart().to_file()))) == SwapPart()
@@ -126,7 +127,7 @@ def test_features_are_use_count_operator_kinds_and_last_eight_readers():
     assert features == Features(uses=9, kinds=0b11, recent=int("020221ff01010101", 16))
 
 
-def test_commonest_operator_has_rank_one():
+def test_most_frequent_operator_has_rank_one():
     recording = Recording()
     recording.step()
     for name in ("b", "a", "b", "c", "b", "a"):
@@ -134,7 +135,7 @@ def test_commonest_operator_has_rank_one():
     assert {recording.names[name]: rank for name, rank in ranks(recording.trace()).items()} == {"b": 1, "a": 2, "c": 3}
 
 
-def test_output_of_outer_operator_is_noted_after_uses_by_inner_ones():
+def test_output_of_outer_operator_is_listed_after_uses_by_inner_ones():
     recording = Recording()
     recording.step()
     tensor = recording.tensor(100)
@@ -155,7 +156,7 @@ def test_output_of_outer_operator_is_noted_after_uses_by_inner_ones():
 def doubles(anchored):
     """Return the tolerances of three look-alike tensors, two of them read three places apart.
 
-    If `anchored`, an anchor lies in between.
+    If `anchored`, an anchor lies between these two.
     """
     recording = Recording()
     recording.step()
@@ -169,12 +170,12 @@ def doubles(anchored):
 
 
 def test_tolerance_is_limited_by_the_nearest_look_alike():
-    # If as many operators are inserted or left out as lie between the two, one is mistaken for the other.
+    # The last two have none: after a few inserted or removed operators one would be mistaken for the other.
     assert doubles(anchored=False) == {0: 14}
 
 
 def test_anchor_distinguishes_look_alikes_on_its_two_sides():
-    # The last one is not distinguished: operators inserted before the second one would make that look like the last.
+    # The third tensor has none: operators inserted before the second would make the second look like the third.
     assert doubles(anchored=True) == {0: 14, 1: 1}
 
 

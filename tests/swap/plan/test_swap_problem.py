@@ -13,18 +13,18 @@ from tests.support.traces import Recording, recordings
 IN_USE = [37, 57, 67, 67, 67, 67, 57, 57, 57, 57, 37, 7]
 
 
-def test_memory_in_use_is_the_peak_during_each_operator():
+def test_memory_in_use_of_each_operator_is_the_peak_while_it_runs():
     assert in_use_bytes(three_tensors()).tolist() == IN_USE
 
 
 def test_gaps_lie_between_consecutive_uses_of_tensors_made_in_the_step():
-    # The third is used at 2, 4 and 5; the parameter existed before.
+    # The third tensor is used at operators 2, 4 and 5; the parameter existed before the step.
     assert gaps(three_tensors(), 1) == [Candidate(0, 30, 0, 10), Candidate(1, 20, 1, 9), Candidate(2, 10, 2, 4)]
     assert gaps(three_tensors(), 20, others=(0,)) == [Candidate(1, 20, 1, 9)]
 
 
 @given(recordings())
-def test_gaps_have_no_use_inside_and_belong_to_tensors_of_the_step(recording):
+def test_gaps_contain_no_use_and_belong_to_tensors_made_in_the_step(recording):
     trace = recording.trace()
     for each in gaps(trace, 1):
         users = trace.uses[trace.uses["tensor"] == each.tensor]
@@ -47,9 +47,10 @@ def test_memory_in_use_equals_a_loop_over_events(recording):
 
 
 def test_optimizer_tensors_have_gaps_before_and_after_program_uses():
-    """Use two layers of 100 bytes, with a state of 50 each: forward at places 0 and 1, backward at 2 and 3.
+    """Use two weights of 100 bytes with optimizer states of 50: forward at places 0 and 1, backward at 2 and 3.
 
-    The optimizer is no part of the program. A batch that only the program uses is no state; a frozen weight is one.
+    The optimizer runs outside of the program. The batch has no gap, since only the program uses it; a frozen weight has
+    one only if it is named as resident.
     """
     recording = Recording()
     recording.step()
