@@ -1,4 +1,5 @@
-// Recomputes tensors of a forward before its backward: runs the operators of its tape, or of the forward so far, again.
+// Recomputes tensors of a forward before its backward, by running operators of its tape again. If the forward has not
+// ended, that is its tape so far.
 #include <algorithm>
 
 #include "clock.h"
@@ -8,7 +9,7 @@
 namespace memplug {
 namespace {
 
-// Returns whether a tensor lies in given memory, or in memory that an operator of the tape made.
+// Returns whether a tensor lies in given memory (forward.h), or in memory that an operator of the tape made.
 bool shows(const Tape& tape, const Use& use) {
   return tape.given[use.storage] || std::any_of(tape.records.begin(), tape.records.end(), [&](const Record& record) {
     return record.makes(use.storage);
@@ -58,8 +59,8 @@ std::optional<std::vector<at::Tensor>> Frame::again(
   return std::nullopt;
 }
 
-// Recomputes the saved tensors that are gone. Holds them, and all tensors that autograd saves from now on, until the
-// forward ends.
+// Recomputes the saved tensors that the forward does not hold. Holds these, and all tensors that autograd saves from
+// now on, until the forward ends.
 void Frame::hold_so_far() {
   forward.holds_meanwhile = true;
   const auto done = forward.so_far();

@@ -43,8 +43,8 @@ struct Ambient {
   // Returns the state as arguments of `restored` in ambient.py.
   pybind11::tuple described() const;
 
-  // Returns whether code can run again in the present state, without restoring this one. False unless `forget_undrawn`
-  // has dropped the generators' states.
+  // Returns whether code can run again in the thread's present state, without restoring the stored one. False until
+  // `forget_undrawn` has dropped the generators' states.
   bool holds() const;
 
   // Returns whether autocast was enabled for any device.

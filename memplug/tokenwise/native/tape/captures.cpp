@@ -33,7 +33,7 @@ void Frame::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
   if (op.has(EXCHANGE)) {
     capture_exchange(index, record, results);
   } else if (op.has(PART_OF_UNIT) && !flow->is_worth_swapping(results[0].toTensor())) {
-    // running the unit again would cost more than keeping a small part
+    // keep a small part of a unit: running the unit again would cost more
     capture_outputs(index, record, results, {1, true});
   } else if (decision.fraction > 0 && record.is_capturable()) {
     capture_outputs(index, record, results, decision);
@@ -43,20 +43,20 @@ void Frame::capture(size_t index, c10::ArrayRef<c10::IValue> results) {
   flow->trim(*this);
 }
 
-// Captures the first rows of each output, by the decision's fraction.
+// Captures the first rows of each output: as many as the decision's fraction says.
 void Frame::capture_outputs(
     size_t index, const Record& record, c10::ArrayRef<c10::IValue> results, Decision decision) {
   const Operator& op = *record.op;
   const auto outputs = tensors_of(results);
-  // a communicating unit must not run again on this rank alone: capture all of its rows until its ranks have agreed,
-  // even if host memory is short
+  // a communicating unit must not run again on this rank alone: capture all of its rows, even if host memory is short,
+  // until all of its ranks use the same setting
   const bool shrinks = op.has(ROWS) && !decision.keep && !(op.has(SHARED) && !setting->is_agreed);
   const double fraction = decision.fraction * (shrinks ? flow->share : 1.0);
   const int64_t length = outputs.front().dim() > 0 ? outputs.front().size(0) : 0;
   const int64_t pieces = length > 0 ? pieces_of(forward.tape(), index).value_or(0) : 0;
   const bool splits = pieces > 0;
   std::optional<int64_t> rows = splits ? rows_taken(fraction, pieces, splits) * (length / pieces)
-                                       : rows_taken(fraction, length, splits); // `none` stands for all rows
+                                       : rows_taken(fraction, length, splits); // below, none means all rows
   if (*rows == length) {
     rows.reset();
   } else if (*rows == 0) {
@@ -84,11 +84,11 @@ void Frame::capture_outputs(
   }
 }
 
-// Captures the result of an exchange if a recompute pass can substitute it; if not, the pass runs the exchange again.
-// The choice depends on the operators alone, so all ranks make the same one.
+// Captures the result of an exchange (exchange.h) if a recompute pass can substitute it. Otherwise the pass runs the
+// exchange again. The choice depends on the operators alone, so it is the same on all ranks.
 void Frame::capture_exchange(size_t index, const Record& record, c10::ArrayRef<c10::IValue> results) {
   const auto written = tensors_of(results);
-  // the result must cover its storage; an empty result does, on a rank whose experts get no tokens
+  // the result must cover its storage, as does the empty result on a rank whose experts get no tokens
   if (written.size() != 1 || written[0].storage_offset() != 0 || written[0].storage().nbytes() != written[0].nbytes()) {
     return;
   }
@@ -121,8 +121,8 @@ void Frame::leave_out(size_t index) {
 }
 
 // Returns the index of the operator that launched the collective for which operator `index` waits; -1 if a recompute
-// pass cannot substitute the collective's result. It cannot if the launch is not on this tape, if there are several
-// results, or if the result is a part of its storage or lies in given memory.
+// pass cannot substitute the collective's result. That is so if `Tape::launch_of` finds no launch, if the launch
+// returns several tensors, or if it writes the result into given memory or into a part of a storage.
 int64_t Frame::launch_of(size_t index) const {
   const Tape& tape = forward.tape();
   const int64_t launch = tape.launch_of(index);
@@ -147,7 +147,8 @@ std::optional<CapturedTensor> Frame::part_of(
   if (auto swapped = flow->transfer->offload(value, rows.value_or(value.size(0)), region->offloads_late)) {
     return CapturedTensor{std::move(swapped), nullptr};
   }
-  // an output recomputed on this rank alone would leave other ranks waiting, or choose other experts
+  // host memory is full: keep an output that must not be recomputed on this rank alone, since other ranks would wait,
+  // or since this rank would pick other experts
   const bool alike = op.is_always_captured() || region->shares;
   return alike ? std::optional(kept()) : std::nullopt;
 }
@@ -161,9 +162,9 @@ void Frame::add(const at::Tensor& tensor, const CapturedTensor& part) {
   }
 }
 
-// Returns the captured collectives, and parts of communicating units, that a recompute pass would need if nothing else
-// were captured. All ranks must leave out the same collectives, so the answer must not depend on this rank's free host
-// memory.
+// Returns those captured collectives and parts of communicating units that a recompute pass needs if no other output is
+// captured. `learn` leaves out the rest, which must be the same on all ranks. So the result must not depend on this
+// rank's free host memory.
 std::set<size_t> Frame::asked_of_ranks() const {
   std::vector<CapturedOperator> shared;
   for (const auto& [index, capture] : captures_) {
@@ -190,8 +191,8 @@ std::set<size_t> Frame::asked_of_ranks() const {
   return asked;
 }
 
-// Excludes from later forwards the captures that backward will not ask for, and fills `spared` and `received`.
-// `substituted`: operators whose captured results the recompute pass needs.
+// Stops capturing in later forwards the outputs that backward does not ask for in this one. Fills `spared` and
+// `received`. `substituted`: operators whose captured results the recompute pass needs.
 void Frame::learn(const std::vector<size_t>& substituted) {
   const auto of_ranks = asked_of_ranks();
   std::set<size_t> asked(substituted.begin(), substituted.end());

@@ -11,7 +11,7 @@
 
 namespace memplug {
 
-// An operator whose results are captured. `whole`: all of their rows are, so a recompute pass does not need the
+// An operator whose results are captured. `whole`: all rows are captured, so a recompute pass does not need the
 // operator's inputs.
 struct CapturedOperator {
   size_t index;
@@ -32,13 +32,14 @@ std::vector<Action> actions_of(
     const std::vector<int32_t>& wanted);
 
 // Returns the number of equal pieces into which an operator's outputs split along dimension 0; none if they do not
-// split. A plan may capture any number of pieces, and a recompute pass computes only the others.
+// split. A plan may capture any number of pieces; a recompute pass computes only the rest.
 std::optional<int64_t> pieces_of(const Tape& tape, size_t index);
 
 // Returns the given storages (`Tape::given`) that a pass with these actions reads or has to restore.
 std::vector<int32_t> read_by(const Tape& tape, const std::vector<Action>& actions, const std::vector<int32_t>& wanted);
 
-// The actions of a recompute pass; one object for successive forwards with the same tape, captures and wanted storages.
+// The actions of a recompute pass. Successive forwards share one object if tape, captures and wanted storages are the
+// same.
 struct PassActions {
   PassActions(
       std::shared_ptr<const Tape> tape,

@@ -1,4 +1,5 @@
-// The part of a forward that follows a known tape, departs from it to a tape of its own, and closes the forward.
+// The part of a forward that follows an earlier forward's tape, changes to a tape of its own once the operators differ,
+// and ends the forward.
 #include "forward.h"
 #include "unfilled.h"
 

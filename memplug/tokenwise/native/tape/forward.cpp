@@ -13,9 +13,9 @@
 namespace memplug {
 namespace {
 
-// Returns the generators that an operator may draw from, with their present states: the generator among the arguments
-// if there is one, else the default generators of the CPU and of the tensors' device (without tensors on a device, of
-// the current one).
+// Returns the generators that an operator may draw from, with their present states: the generator among the arguments,
+// or, if there is none, the default generators of the CPU and of the tensors' device. If no tensor is on a device, that
+// is the current device.
 std::vector<GeneratorDraw> generators_of(c10::ArrayRef<c10::IValue> arguments) {
   std::vector<at::Generator> generators;
   std::optional<c10::Device> device;
@@ -43,7 +43,7 @@ std::vector<GeneratorDraw> generators_of(c10::ArrayRef<c10::IValue> arguments) {
   return drawn;
 }
 
-// Returns why no tape can describe a tensor that an operator got or returned.
+// Returns the reason why no tape can describe a tensor, as a bit of `Opaque`; 0 if a tape can.
 uint32_t reasons_of(const at::Tensor& tensor) {
   if (is_wrapped(tensor)) {
     return TRANSFORMED;
@@ -272,7 +272,7 @@ void Forward::end(c10::ArrayRef<c10::IValue> results) {
   const size_t index = begun_ - 1;
   running_ = false;
   const Operator& op = *tape().records[index].op;
-  if (op.reads_elements && !op.hides_nothing) { // a unit, or another library's operator, may itself wait for a stream
+  if (op.reads_elements && !op.hides_nothing) { // a unit, or another library's operator, may have waited for a stream
     listener_->note_reads(tape().records[index]);
   }
   if (listener_->is_timed) {
@@ -314,13 +314,13 @@ void Forward::classify(Record& record) {
   const Operator& op = *record.op;
   record.form = record.made.empty() ? Form::VIEW : Form::PURE;
   if (op.has(PART_OF_UNIT) || (op.has(UNIT) && record.written.empty())) {
-    return; // a unit runs again if a part has to be recomputed; it then draws and communicates as in the forward
+    return; // a unit may draw or communicate: if a part has to be recomputed, the unit runs again, and does both again
   }
   if (op.has(EXCHANGE)) {
     record.form = Form::EXCHANGE;
     record.root = true;
     record.made = record.written;
-  } else if (record.draws) { // one that draws in place (a dropout mask) reads only the generator
+  } else if (record.draws) { // one that draws in place (a dropout mask) reads nothing but the generator
     record.form = Form::FIXED;
     record.root = !op.mutates;
   } else if (op.has(COMMUNICATES) || op.has(EFFECTS)) {
@@ -328,7 +328,7 @@ void Forward::classify(Record& record) {
     record.root = true;
   } else if (op.has(VALUE)) {
     record.form = Form::VALUE;
-  } else if (op.mutates && (record.made.empty() || !record.written.empty())) { // else its output arguments are absent
+  } else if (op.mutates && (record.made.empty() || !record.written.empty())) { // else this call writes to no argument
     record.form = Form::WRITE;
     for (const int32_t storage : record.written) {
       record.root = record.root || storages.given[storage];

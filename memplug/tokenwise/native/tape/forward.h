@@ -96,9 +96,9 @@ class Forward {
   // Notes a unit (unit.h) that is about to run. Inside of the unit the forward notes only saved tensors.
   void begin_unit(const Operator& op, c10::ArrayRef<c10::IValue> arguments);
 
-  // Notes the end of a unit. Adds an operator `part`, which reads `token`, for each memory that the unit made and
-  // either returned or saved for backward. Returns the source of each such memory. `lasting`: tensors that outlive the
-  // unit's call, so that memplug must not free them.
+  // Notes the end of a unit, whose operator returns `token`. For each memory that the unit made, and either returned or
+  // saved for backward, notes an operator `part` that reads `token`. Returns the parts' sources. `lasting`: tensors
+  // that outlive the unit's call, so that memplug must not free them.
   std::vector<Source> end_unit(
       const Operator& part,
       const at::Tensor& token,
@@ -122,10 +122,12 @@ class Forward {
   bool hides(
       const Progress& since, const std::vector<at::Tensor>& given, const std::vector<at::Tensor>& returned) const;
 
-  // Returns the indices of those tensors of `given`, a function's arguments, that the function wrote to without an
-  // operator. A tensor counts as written to if its version differs from `versions`, if its bytes differ from `before`
-  // (copies of some of the tensors), or if the function returned it (`returned`), since an unobserved kernel may write
-  // without raising the version. `begun`: number of operators begun before the function ran.
+  // Returns the indices of those arguments of a function (`given`) that it wrote to without an operator. `begun`:
+  // number of operators begun before the function ran.
+  //
+  // An argument counts as written to if its version is no longer that in `versions`, or its bytes are no longer those
+  // in `before`, which has copies of some arguments. An argument that the function returned (`returned`) counts too,
+  // since an unobserved kernel may write without raising the version.
   std::vector<size_t> written_unseen(
       size_t begun,
       const std::vector<at::Tensor>& given,
@@ -138,7 +140,7 @@ class Forward {
   bool writes_elsewhere(size_t begun, const std::vector<at::Tensor>& given) const;
 
   // Saves the present values of tensors that lie in given or captured memory, since the code that runs next may write
-  // to them unobserved. Skips a tensor that may be unfinished.
+  // to them unobserved. Skips tensors for which `may_be_unfinished` is true.
   void protect(const std::vector<at::Tensor>& given);
 
   // Returns whether another stream may still be writing a tensor: autograd's graph says that another stream made it,
@@ -148,7 +150,7 @@ class Forward {
 
   // Marks the forward as opaque, since code wrote to the tensors at indices `written` of `given` without an operator.
   // Captures of these tensors may be stale. Throws if a tensor lies in given memory that `protect` has not saved,
-  // unless the forward `holds`.
+  // unless the forward holds all saved tensors (`holds`).
   void blind_to_writes(const std::vector<at::Tensor>& given, const std::vector<size_t>& written);
 
   // Returns whether an operator after the first `begun` communicates with other ranks.
@@ -168,10 +170,10 @@ class Forward {
     meet_wrapper(tensor);
   }
 
-  // Notes a wrapper, such as a DTensor, that an operator or a function is about to read, so that its version counter is
-  // checked: a write raises the wrapper's counter, not that of the inner tensor, which has the memory.
+  // Notes a wrapper, such as a DTensor, that an operator or a function is about to read. memplug checks the wrapper's
+  // version counter: a write raises that counter, not the one of the inner tensor, which has the memory.
   void meet_wrapper(const at::Tensor& tensor) {
-    if (tensor.is_leaf() && tensor.requires_grad()) { // a parameter; the region itself may have made any other wrapper
+    if (tensor.is_leaf() && tensor.requires_grad()) { // only a parameter: the region may have made others
       read(tensor, begun_ + 1, false);
     }
   }
@@ -181,7 +183,7 @@ class Forward {
   void looked_through(size_t before, bool mutates, c10::ArrayRef<c10::IValue> results);
 
   // Notes a tensor that autograd saves for backward. The tensor may be a result of the running operator, which has not
-  // ended yet. `held`: keep the tensor itself.
+  // ended yet. `held`: hold the tensor itself.
   void save(const at::Tensor& tensor, bool held);
 
   // Marks a storage as captured, until the forward writes to it. `whole`: all rows are captured. `kept`: the capture
@@ -202,7 +204,7 @@ class Forward {
   std::shared_ptr<const Tape> so_far() const;
 
   // Stores saved tensor `index`, recomputed during the forward, as `Saved::kept`. From now on an operator that reads
-  // `tensor` counts as a reader of the original's storage.
+  // `tensor` counts as a reader of the saved tensor's storage.
   void keep(size_t index, const at::Tensor& tensor);
 
   // Stores a saved tensor that a recompute pass restored.
@@ -235,16 +237,16 @@ class Forward {
     read(tensor, begun_ + 1, true);
   }
 
-  // Notes that `inner`, a nested forward that has run, may have read all of its given memory.
+  // Notes that `inner`, a nested forward that has run, may have read all of its own given memory.
   void read(const Forward& inner);
 
   // Throws if a tensor that was read without an operator has been written to after the forward. Ignores reads after
   // operator `end`, where the recompute pass stops.
   void check_read(size_t end) const;
 
-  // Looks for memory that saved tensor `index` may have been computed from and that was written to after the forward. A
-  // pass that runs the module again cannot restore such a tensor. Returns the version counter of that memory; null if
-  // there is none. Ignores the forward's own writes, which are undone for the pass.
+  // Looks for a write after the forward to memory from which saved tensor `index` may have been computed. A pass that
+  // runs the module again cannot restore such a tensor. Returns the memory's version counter; null if there was no such
+  // write. Ignores the forward's own writes, which are undone for the pass.
   const Count* changed(size_t index) const;
 
   // Marks the saved tensors for which `changed` finds a write. Called before a pass that runs the module again, since
@@ -278,14 +280,14 @@ class Forward {
   // A saved tensor. `written`: the forward wrote to it after it was saved, which autograd forbids.
   struct Saved {
     Use use;
-    at::Tensor held; // the tensor itself, if `save` got `held`, or if no tape can describe the tensor
+    at::Tensor held; // the tensor itself, if `save` was called with `held`, or if no tape can describe the tensor
     // The tensor itself, if the forward `holds` or `holds_meanwhile`. If the frame `keeps`, backward gets this tensor
     // instead of a recomputed one.
     at::Tensor kept;
     c10::VariableVersion counter;
     uint32_t version = 0;
-    // size of the largest storage saved so far: when backward, which goes in reverse, asks for this tensor, it has yet
-    // to read the earlier ones
+    // bytes of the largest storage saved up to this tensor. Backward goes in reverse: when it asks for this tensor, it
+    // has yet to read all tensors that were saved earlier
     int64_t largest_bytes = 0;
     bool alive = true; // backward may still ask for it
     bool in_unit = false; // a unit saved it, and kernels of the unit's backward may write over it
@@ -296,19 +298,21 @@ class Forward {
     uint32_t restored_version = 0;
     // bytes of `restored` as added to the ledger, so that a dying frame subtracts the same number
     int64_t restored_bytes = 0;
-    // from `hold`, if backward does not keep its graph: the tensor that backward got, until its autograd node has run
+    // the tensor that backward received, until its autograd node has run (see `hold`); undefined if backward keeps its
+    // graph
     at::Tensor taken;
     uint32_t taken_version = 0;
   };
   Storages storages;
   bool holds = false; // store each tensor that autograd saves in `Saved::kept`
-  bool holds_meanwhile = false; // likewise, but only until the forward ends, since it may ask for a gradient itself
+  bool holds_meanwhile = false; // likewise, until the forward ends: it may ask for a gradient itself
   std::vector<Saved> saved;
   std::vector<GivenMemory> given; // by storage
   std::vector<std::vector<GeneratorDraw>> drawn; // for each operator that draws random numbers, in program order
 
-  // Bytes of the storages that backward needs: of all, of those not captured, of those captured and kept on the device,
-  // and of the largest. Given storages count only if captured.
+  // Bytes of the storages that backward needs; given storages count only if captured. `saved_bytes`: of all.
+  // `pending_bytes`: of those not captured. `kept_bytes`: of those captured and kept on the device.
+  // `largest_saved_bytes`: of the largest one.
   int64_t saved_bytes = 0, pending_bytes = 0, kept_bytes = 0, largest_saved_bytes = 0;
 
   // Returns whether a storage is a literal (literals.cpp), which counts as given although an operator requested it.
@@ -331,7 +335,7 @@ class Forward {
   enum : uint8_t { NOT, PART, WHOLE };
 
   int32_t number(const at::Tensor& tensor, bool given);
-  int32_t meet(const at::Tensor& tensor, size_t met); // numbers an unknown storage, as given memory
+  int32_t meet(const at::Tensor& tensor, size_t met); // a storage without a number gets one, as given memory
   void count(GivenMemory& memory, const at::Tensor& tensor, size_t met);
   void give(int32_t storage, const at::Tensor& tensor, size_t met);
   void close_counts();
@@ -352,17 +356,18 @@ class Forward {
 
   // -- literals.cpp
 
-  // Returns the last operator before `end` that returned a storage; null if an operator in between reads the storage.
+  // Returns the last operator before `end` that returned a storage; null if an operator between the two reads the
+  // storage.
   const Record* only_user(int32_t storage, size_t end) const;
   // Returns whether operator `index` copies memory that no operator has filled. The copy may become a literal.
   bool copies_blank(size_t index) const;
-  // Returns the operators that made the literal that operator `index` returns in `storage`; none if the storage is no
-  // literal, or if literals would exceed their limit.
+  // If operator `index` returns a literal in `storage`, returns the operators that made it. Returns none if the storage
+  // is no literal, or if the forward's literals would exceed their limit.
   std::vector<size_t> makers_of_literal(int32_t storage, size_t index) const;
   // Marks `tensor`, which operator `index` returned, as a literal if torch made it from Python values.
   void lift(size_t index, const at::Tensor& tensor);
-  // Corrects records copied from another forward's tape: if a literal of that forward is not one here, the operators
-  // that made it may run again.
+  // Corrects records copied from another forward's tape. If a storage is a literal in that forward but not in this one,
+  // recompute passes may run the operators that made it.
   void unlift(std::vector<Record>& records) const;
 
   std::vector<std::shared_ptr<const Tape>> known_;
@@ -390,8 +395,8 @@ class Forward {
   std::vector<c10::IValue> exchanged_; // tensors that the running exchange writes to
   // results that autograd saved while their operator was running: (storage, tensor)
   std::vector<std::pair<int32_t, at::Tensor>> saved_early_;
-  std::vector<int32_t> literals_; // storages that are literals
-  int64_t literal_bytes_ = 0; // bytes of all literals
+  std::vector<int32_t> literals_;
+  int64_t literal_bytes_ = 0;
   std::vector<int32_t> stale_; // storages that an unobserved kernel may have changed after they were captured
   std::optional<size_t> unit_saves_; // number of tensors saved before the running unit began
 };

@@ -57,7 +57,7 @@ void add_flow(py::module_& module) {
       .def(py::init<std::string>())
       .def("plan", [](Region& region, const std::optional<Plan>& plan) {
         region.change([&](Setting& changed) {
-          changed.unneeded.clear(); // operators learnt under the former plan
+          changed.unneeded.clear(); // captures that no backward asked for under the former plan
           changed.plan.reset();
           if (plan) {
             changed.plan.emplace();
@@ -232,9 +232,9 @@ void add_forwards(py::module_& module) {
     return Running::observed()->forward.communicates(since.progress.begun);
   });
   using Written = std::vector<size_t>; // indices of tensors in `Since::given`
-  // Returns two lists of the function's arguments: those that it wrote to without an operator, and all that it wrote to
-  // or returned, since later calls may write to these without an operator. Returns none if the function launched no
-  // hidden kernels.
+  // Returns none if the function launched no hidden kernels. Otherwise returns two lists of its arguments. First: those
+  // that it may have written to without an operator. Second: all that it wrote to or returned; later calls may write to
+  // these without an operator.
   module.def("hidden_writes", [](const Since& since, py::handle returned) -> std::optional<std::pair<Written, Written>> {
     Forward& forward = Running::observed()->forward;
     const Pause unseen;

@@ -80,7 +80,7 @@ Frame::~Frame() {
 // -- forward ----------------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Swapped> Frame::enter(const at::Tensor& value, bool swaps) {
-  // the same input once more, perhaps in another shape: all of its storage is swapped already
+  // an earlier input in the same storage was swapped, and with it all of the storage
   if (auto part = is_plain(value) ? input_of(forward.storages.find(value)) : nullptr) {
     return part;
   }
@@ -229,7 +229,7 @@ void Frame::close(bool direct) {
     }
     learn(asked);
   }
-  // no backward of this region reads an input without uses: another region may release it
+  // this region's backward does not read an input without uses: leave its release to other regions
   for (const auto& [storage, input] : inputs) {
     if (input->uses == 0) {
       swapped.erase(std::remove(swapped.begin(), swapped.end(), input), swapped.end());
@@ -277,7 +277,8 @@ std::vector<size_t> Frame::decide() {
   std::vector<size_t> asked = decide(captured(), launches());
   const auto absent = [&](size_t index) { return captures_.at(index).parts.empty(); };
   while (std::any_of(asked.begin(), asked.end(), absent)) {
-    // this forward differs from earlier ones, and needs collectives whose results it did not capture: they run again
+    // this forward differs from earlier ones, and needs collectives whose results it did not capture: let them run
+    // again
     for (const size_t index : asked) {
       if (absent(index)) {
         captures_.erase(index);
@@ -355,7 +356,7 @@ bool Frame::release_first(int64_t nbytes) {
   return true;
 }
 
-// Collects the tensors that backward has to prefetch; the one needed first is last.
+// Lists in `todo` the tensors that backward has to prefetch; the one needed first is last.
 void Frame::refill() {
   flow->ledger->waiting -= static_cast<int64_t>(todo.size());
   todo.clear();

@@ -20,7 +20,7 @@ namespace memplug {
 struct KeptTensor {
   explicit KeptTensor(const at::Tensor& tensor) : tensor(alias_of(tensor)), version(version_of(tensor)) {}
 
-  // Copies the present value, since an operator is about to write to it in place.
+  // Replaces the tensor by a copy, since an operator is about to write to the original in place.
   void before_write();
   // Returns the tensor with its captured value. Throws `KEPT_WAS_WRITTEN` if it was written to without `before_write`.
   const at::Tensor& get() const;
@@ -31,17 +31,17 @@ struct KeptTensor {
   at::Tensor tensor;
   uint32_t version;
   bool written = false; // `before_write` was called
-  bool viewed = false; // backward reads it directly
+  bool viewed = false; // backward reads it without a recompute pass
 };
 
-// A tensor whose value at the start of the forward a recompute pass needs: an input that is not swapped, or a literal
-// that the forward wrote to.
+// A tensor that a recompute pass needs with its value from the start of the forward: an input that is not swapped, or a
+// literal that the forward wrote to.
 struct Held {
   // `itself`: hold `value` itself (a parameter) instead of an alias without its graph. Code that shards or offloads
   // parameters exchanges the memory behind the tensor, and an alias would keep the old memory.
   Held(const at::Tensor& value, bool itself);
 
-  // Copies the present value, since an operator is about to write to it in place.
+  // Replaces the tensor by a copy, since an operator is about to write to the original in place.
   void before_write();
   // Returns the tensor. Throws autograd's error for in-place writes if it was written to without `before_write`.
   const at::Tensor& get() const;
@@ -107,9 +107,9 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // Releases the device memory of all swapped tensors, ordered after their copies out.
   void release();
 
-  // Releases the fewest swapped tensors that free `nbytes` or more, in the order in which their copies out end, so that
-  // no stream waits for the copy of a tensor that stays. Releases nothing and returns false if all tensors would have
-  // to go, or if the copies are not queued yet.
+  // Releases the swapped tensors whose copies out end first, as many as it takes to free `nbytes`. So no stream waits
+  // for the copy of a tensor that stays. Returns false, and releases nothing, if all tensors would have to go, or if
+  // the copies are not queued yet.
   bool release_first(int64_t nbytes);
 
   // -- backward
@@ -118,8 +118,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // nothing.
   virtual void begin_backward() = 0;
 
-  // Runs the recompute pass, which restores all saved tensors that have to be recomputed. Called when backward asks for
-  // such a tensor and it is not there: once in each backward.
+  // Runs the recompute pass, which restores all saved tensors that have to be recomputed. Called once in each backward,
+  // when autograd first asks for such a tensor.
   virtual void restore() = 0;
 
   // Runs the recompute pass for saved tensor `index` on the current stream, which then owns all restored tensors.
@@ -133,13 +133,13 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // backward asked for a tensor.
   virtual void explain() = 0;
 
-  // Returns a saved tensor that the forward itself needs for a gradient (again.cpp). Throws `ASKED_EARLY` if the tensor
-  // is gone and cannot be recomputed.
+  // Returns a saved tensor that the forward itself needs for a gradient (again.cpp). Throws `ASKED_EARLY` if memplug
+  // neither holds the tensor nor can recompute it.
   at::Tensor early(size_t index);
 
   // Returns the tensors of `uses` as they were after the last operator of `own_tape`, recomputed from given memory
-  // alone: captured outputs are neither read nor released. Returns none if a tensor cannot be recomputed, since no
-  // operator made it or ranks would have to communicate. `own_tape`: a tape of this forward, which must not be opaque.
+  // (forward.h) alone: captured outputs are neither read nor released. Returns none if a tensor cannot be recomputed,
+  // for instance because ranks would have to communicate. `own_tape`: a tape of this forward, which must not be opaque.
   std::optional<std::vector<at::Tensor>> again(
       const std::shared_ptr<const Tape>& own_tape, const std::vector<Use>& uses);
 
@@ -147,16 +147,15 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // the capture is still needed.
   at::Tensor view(size_t index);
 
-  // Returns a saved tensor that lies in given memory. Returns a copy instead if backward's kernels may write to it
-  // while others may still read that memory: other regions, if it is an input, or the recompute pass. A parameter is
-  // never copied.
+  // Returns a saved tensor that lies in given memory. Returns a copy instead if backward's kernels may write to it, and
+  // the recompute pass, or another region with the same input, may still read the memory. Never copies a parameter.
   at::Tensor given(size_t index) const;
 
   // A recompute pass: the saved tensors that it restores, and the memory that it reads. Parts of the autograd graph,
   // with their saved tensors, may die while the pass runs.
   struct Restoration {
     std::vector<size_t> indices; // of the saved tensors that the pass restores
-    std::vector<const Use*> wanted; // the same tensors on the tape
+    std::vector<const Use*> wanted; // the same tensors, as the tape describes them
     std::vector<std::shared_ptr<Swapped>> inputs; // swapped inputs that the pass reads
     Bases bases; // given memory, swapped inputs included
   };
@@ -189,7 +188,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // Drops restored tensors that backward has not taken.
   void forget();
 
-  // Saves the captured values in the memory of `tensor`, which another forward is about to write to.
+  // Saves the values of captured tensors that lie in the memory of `tensor`, since another forward is about to write to
+  // it.
   virtual void before_write_elsewhere(const at::Tensor& tensor);
 
   using Inputs = std::vector<std::pair<int32_t, std::shared_ptr<Swapped>>>; // (storage, its swapped input)
@@ -203,23 +203,23 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::weak_ptr<Frame> previous; // the frame before this one on the same thread; in backward it comes next
   Inputs inputs; // swapped inputs
   std::vector<std::shared_ptr<Swapped>> swapped; // captured outputs and inputs, in the order of their copies out
-  // tensors of `swapped` that are away and that backward needs; the one needed first is last
+  // tensors of `swapped` that only the host has and that backward needs; the one needed first is last
   std::vector<std::shared_ptr<Swapped>> todo;
   // former values of held inputs and literals that the forward wrote to, by storage
   std::map<int32_t, std::shared_ptr<Held>> written;
   std::set<int32_t> changing; // given storages for which no version is checked, since the forward wrote to them
   int64_t input_bytes = 0; // bytes of swapped inputs that no earlier region had swapped
-  // number and bytes of the inputs that the frame tried to swap, except those that an earlier region had swapped
+  // number and bytes of the inputs that the frame tried to swap and that no earlier region had swapped
   int64_t offered = 0, offered_bytes = 0;
-  const int64_t sent_before_bytes; // bytes that all earlier forwards offloaded
+  const int64_t sent_before_bytes; // bytes offloaded before this forward began
   bool writes_input = false; // the forward wrote to a swapped input
   bool recomputes = false; // some saved tensor has to be recomputed
   bool communicates = false; // the recompute pass launches collectives
   bool is_opaque = false;
   bool is_unrepeatable = false; // the module depends on state that cannot be restored, so it never runs again
-  // The forward's saved tensors stay on the device: the forward is opaque, and its module cannot run again. The module
-  // is unrepeatable, or dispatch modes changed its operators, or it launches collectives, in which ranks where the
-  // region is not opaque would take no part.
+  // The forward's saved tensors stay on the device: the forward is opaque, and its module cannot run again. There are
+  // three possible reasons: the module is unrepeatable; dispatch modes changed its operators; it launches collectives,
+  // and ranks where the region is not opaque would not launch them again.
   bool keeps = false;
   bool is_restored = false; // the recompute pass has run
   std::set<size_t> spared; // operators that launch or wait for collectives that no recompute pass repeats
@@ -282,12 +282,12 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::vector<size_t> launches() const;
 
   std::map<size_t, Capture> captures_; // by index of the operator
-  // index of an operator that launched a collective, or made the memory that an exchange fills -> index of the operator
-  // whose capture has the result
+  // from the index of an operator that launched a collective, or that made the memory which an exchange (exchange.h)
+  // fills, to the index of the operator whose capture has the result
   std::map<size_t, size_t> launches_;
   std::map<int32_t, CapturedTensor> parts_; // captured tensors by storage
   std::vector<StreamRef> streams_; // streams that the forward's operators ran on
-  int64_t newest_stream_ = 0; // number of the stream that its last operator ran on
+  int64_t newest_stream_ = 0; // number of the stream that the forward's last operator ran on
   std::vector<std::shared_ptr<Swapped>> unread_; // swapped inputs that no operator has read
   StreamRef restored_on_; // stream of the last recompute pass
   bool is_over_ = false;

@@ -55,7 +55,7 @@ at::Tensor Frame::given(size_t index) const {
   const at::Tensor& tensor = forward.given[saved.use.storage].tensor;
   const auto is_read_later = [&] {
     if (forward.is_input(saved.use.storage) && !c10::isIntegralType(saved.use.geometry.dtype, true)) {
-      return true; // other regions may share it
+      return true; // other regions may share the input
     }
     if (!recomputes || is_restored || decisions == nullptr) {
       return false;

@@ -44,7 +44,7 @@ class Restored {
 struct Ledger {
   int64_t recomputed_bytes = 0; // bytes of tensors that recompute passes restored and backward has not taken
   Restored restored;
-  int64_t waiting = 0; // number of captured tensors that are away and that backward will ask for
+  int64_t waiting = 0; // number of captured tensors that only the host has and that backward will ask for
 };
 
 } // namespace memplug

@@ -69,8 +69,8 @@ bool are_same(const c10::IValue& one, const c10::IValue& other, const Same& same
   });
 }
 
-// Returns whether two arguments may differ only since torch has omitted or added the default of a new tensor's dtype,
-// layout, device or pinning.
+// Returns whether two arguments may differ only because torch omitted or filled in a default: that of a new tensor's
+// dtype, layout, device or pinning.
 bool is_default(const Operator& op, size_t position, const c10::IValue& one, const c10::IValue& other) {
   const std::string& name = op.handle.schema().arguments()[position].name();
   return (one.isNone() || other.isNone()) &&
@@ -125,7 +125,7 @@ void Modes::begin(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
 Modes::Inside Modes::begin_inside(const at::RecordFunction& function) {
   const Operator* const op = operator_of(function);
   if (op == nullptr || called_->beside || called_->open == called_->modes) {
-    return Inside::WITHIN; // a profiler's label, or an operator that another one calls
+    return Inside::WITHIN; // a profiler's label, or an operator that another operator calls
   }
   called_->any = true;
   const auto inputs = function.inputs();

@@ -26,7 +26,7 @@ class Modes {
   }
 
   // Kinds of operators that run while modes handle an operator. HANDED_ON: a mode calls the operator itself, with its
-  // arguments. BESIDE: a mode calls another operator. WITHIN: an operator of the first two kinds calls it.
+  // arguments. BESIDE: a mode calls another operator. WITHIN: an operator of one of these two kinds calls it.
   enum class Inside : uint8_t { HANDED_ON, BESIDE, WITHIN };
 
   // Notes that an operator begins while modes handle the operator of `begin`. Returns its kind.

@@ -45,6 +45,8 @@ class Observer {
   static void end_in_child();
 
  private:
+  // How the forward handles an operator. THROUGH: it notes the operators inside. LEAF: it notes the operator itself.
+  // FAKE: it notes neither, since the operator runs on fake tensors.
   enum class What : uint8_t { IGNORED, THROUGH, LEAF, FAKE };
   struct Running {
     What what;
@@ -69,7 +71,7 @@ class Observer {
   Modes modes_; // dispatch modes around the running leaf
   // number of collectives that the leaf has launched: all, and those that it has not waited for
   int launched_ = 0, pending_ = 0;
-  bool inside_ = false; // a leaf or an operator on fake tensors is running, or the listener is
+  bool inside_ = false; // a leaf, an operator on fake tensors, or the listener is running
   std::exception_ptr failure_;
 };
 

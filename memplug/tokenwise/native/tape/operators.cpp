@@ -117,7 +117,7 @@ const Operator* operator_at(const char* key, const Name& name_of) {
   }
   const std::optional<c10::OperatorName> name = name_of();
   if (!name) {
-    return nullptr; // a label, whose address may be reused
+    return nullptr; // a profiler's label; its address may be reused
   }
   std::function<uint32_t(const std::string&, const std::string&)> describe;
   {

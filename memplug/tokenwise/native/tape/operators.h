@@ -61,7 +61,8 @@ struct Operator {
   // positions of the arguments with these names (dropout: `dropout_p` or `p_dropout`); -1 if there is none
   int32_t dropout, async_op;
   int32_t running_mean, running_var, training; // likewise, for batch norm
-  // for a `PARTIAL` operator, positions of `accumulate` and of the tensor with as many elements as it writes; or -1
+  // positions of two arguments of a `PARTIAL` operator: `accumulate`, and the tensor that has as many elements as the
+  // operator writes; -1 if there is none
   int32_t accumulate, scattered;
 
   bool has(Trait trait) const {
@@ -70,7 +71,7 @@ struct Operator {
   bool is_expensive() const {
     return (known_traits() & (ROWS | ATTENTION | COLLECTIVE | CHOICE)) != 0;
   }
-  // Returns whether its results are captured whatever a plan decides: those of collectives and choices are.
+  // Returns whether the results are captured whatever a plan decides, as those of collectives and choices (topk) are.
   bool is_always_captured() const {
     return (known_traits() & (COLLECTIVE | CHOICE)) != 0;
   }

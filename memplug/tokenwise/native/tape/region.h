@@ -99,7 +99,8 @@ struct Region {
   // fingerprint of the tape that the plan was made from; none if that forward was opaque
   std::optional<uint64_t> planned_from;
   std::shared_ptr<const Tape> last; // tape of the last forward that was not opaque
-  // of the last forward that was not opaque; the next forward shares them if its tape and captures are the same
+  // the recompute pass's actions for the last forward that was not opaque; the next forward shares them if its tape and
+  // captures are the same
   std::shared_ptr<const PassActions> decisions;
   std::optional<int64_t> forward_bytes; // bytes that one forward offloads under the plan
   int64_t sent_bytes = 0; // bytes offloaded during the last forward of the last step; 0 if that step had none
@@ -107,7 +108,7 @@ struct Region {
   bool swaps_input = true; // swap the region's inputs, rather than hold them on the device
   bool opaque = false;
   bool shares = false; // the region's units communicate, so all ranks capture the same outputs
-  bool seen = false; // a forward has run, not counting a first one that was opaque unexpectedly
+  bool seen = false; // a forward has run; an opaque one that has only shown the region's units does not count
   std::optional<bool> talks; // whether its forwards have communicated with other ranks; none before the first one
   std::optional<bool> asks; // whether its forwards have asked for gradients themselves; none before the first one
   // the last forward called a function that may or may not hide kernels: memplug does not know yet (hidden.py)

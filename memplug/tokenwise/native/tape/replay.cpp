@@ -192,7 +192,7 @@ class RecomputePass {
   }
 
   void set_tensors(const Record& record, Stack& stack) const {
-    ArgumentPath copied{-1}; // the last list that was copied, so that the tape's own lists stay unchanged
+    ArgumentPath copied{-1}; // path of the last list that was copied; copying leaves the tape's own lists unchanged
     for (const Use& use : record.inputs) {
       const ArgumentPath& path = use.path;
       if (path.element < 0) {
@@ -259,7 +259,8 @@ class RecomputePass {
     return {std::move(needed), rows, begin};
   }
 
-  // Runs a unit again if a part lacks rows, on the rows from the first missing one. Returns a token.
+  // Runs a unit again if one of its parts lacks rows. Passes it the rows of its inputs from the first missing one on.
+  // Returns the unit's token (unit.h).
   at::Tensor run_unit(size_t index) {
     first_part_ = index + 1;
     const auto [needed, rows, begin] = missing_of(index);
@@ -328,7 +329,7 @@ class RecomputePass {
   std::vector<int64_t> last_;
   const Helpers& helpers_;
   const LocalKeys outside_;
-  size_t first_part_ = 0; // index of the operator of the first part of the unit that ran last
+  size_t first_part_ = 0; // of the unit that ran last: the index of its first part's operator
   std::vector<at::Tensor> parts_; // outputs of that unit, by part
   std::map<size_t, Substitute> captured_; // captured results of that unit's parts, by operator
   Generators generators_;

@@ -33,8 +33,8 @@ using Bases = std::vector<at::Tensor>;
 struct Helpers {
   std::function<Substitute(size_t)> substitute; // returns the captured results of the operator at an index
 
-  // Runs the unit at an index again on these input tensors, with none of the pass's guards in force. Returns a tensor
-  // for each of the unit's parts; undefined where `needed` is false.
+  // Runs the unit at an index again on these input tensors, with the dispatch keys as they were around the pass.
+  // Returns a tensor for each of the unit's parts; undefined where `needed` is false.
   std::function<std::vector<at::Tensor>(size_t, const std::vector<at::Tensor>&, const std::vector<bool>& needed)> run_unit;
 };
 
@@ -42,7 +42,7 @@ struct Helpers {
 //
 // Does not run operators that make views, but makes each tensor from its storage. Releases a storage after its last
 // use. Operators draw the same random numbers as in the forward, from the states in `drawn`; afterwards the generators
-// have their present states again. Throws `Diverged` and `GroupGone`.
+// have their states from before the pass again. Throws `Diverged` and `GroupGone`.
 std::vector<at::Tensor> replay(
     const Tape& tape,
     const std::vector<Action>& actions,

@@ -165,12 +165,13 @@ void Running::finish() {
 // Ends the forward: closes the frame, and updates the region by what the forward has shown.
 void Running::over() {
   // Backward reads captured tensors directly, unless a recompute pass may launch collectives: then all ranks must run
-  // the pass, even if they swapped different rows. The region's first forward shows whether it launches any.
+  // the pass, even if they swapped different rows. After a region's first forward memplug knows whether the pass
+  // launches any; in the first forward it assumes so if there are other ranks.
   const bool direct = !flow->regathers && !region->communicates &&
       (region->seen || calls().executor.is_alone(executor_));
   close(direct);
   flow->transfer->streams().spend_forward(static_cast<int64_t>(tape->records.size()));
-  // a first forward that follows the tape of another region of its class does not count: both may have had no tokens
+  // the region's first forward does not count: it may follow another region's tape only because both had no tokens
   region->repeats = region->seen && forward.followed() != nullptr;
   if (!region->repeats || !region->talks) {
     region->talks = region->talks.value_or(false) || forward.communicates();
@@ -185,7 +186,7 @@ void Running::over() {
   if (!is_opaque || keeps) {
     state = py::none();
   }
-  // a first forward that was opaque does not count: it has shown the region's units, so the next one may not be opaque
+  // an opaque forward that has only shown the region's units does not count: `note_opaque` has not marked the region
   region->seen = region->seen || !is_opaque || region->opaque;
   region->asks = region->asks.value_or(false);
   ++region->forwards;
@@ -248,7 +249,7 @@ void Running::restore() {
       replay();
       is_restored = true;
       return;
-    } catch (const Diverged&) { // `executor.restore`, below, calls `replay`, which throws it again, and handles it
+    } catch (const Diverged&) { // `executor.restore`, below, calls `replay`, which throws this again, and handles it
       failed_ = std::current_exception();
     } catch (const GroupGone&) {
       failed_ = std::current_exception();

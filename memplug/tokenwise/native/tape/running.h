@@ -71,7 +71,6 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   // Returns the forward that this thread observes, even while no operators are noted; null if there is none.
   static Running* current();
 
-  // Returns the executor that runs the region.
   const pybind11::object& executor() const {
     return executor_;
   }

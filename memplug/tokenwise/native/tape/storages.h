@@ -28,7 +28,6 @@ class Storages {
   // Gives a tensor's storage the number of the storage that it replaces.
   void alias(const at::Tensor& tensor, int32_t number);
 
-  // Reserves space for `count` storages.
   void reserve(size_t count);
 
   // Forgets all addresses: from now on `find` finds no storage.
@@ -44,7 +43,7 @@ class Storages {
   // by number of the storage; a regathered parameter has a number of its own, even if it shares its storage
   std::vector<bool> given, regathered;
   std::vector<int64_t> nbytes;
-  std::vector<int64_t> origins; // element of the storage that offsets of tensors count from
+  std::vector<int64_t> origins; // the element of each storage that tensors' offsets count from
 
  private:
   // The bytes of a regathered parameter within a storage.

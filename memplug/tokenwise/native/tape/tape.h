@@ -34,8 +34,8 @@ struct Geometry {
   int64_t nbytes() const; // of the tensor's elements
 };
 
-// Where a tensor is among an operator's arguments or results: position of the argument or result, index in that list,
-// index in the list inside of it; -1 where there is no list.
+// Where a tensor is among an operator's arguments or results. `position`: of the argument or result. `element`: index
+// in it if it is a list, else -1. `inner`: index in that element if it is a list, too, else -1.
 struct ArgumentPath {
   int32_t position, element = -1, inner = -1;
 
@@ -76,8 +76,8 @@ struct Record {
     return form == Form::PURE && !op->has(FACTORY) && !op->is_always_captured();
   }
 
-  // Returns whether a recompute pass can substitute the operator's outputs: not those of attention that wrote its
-  // result to an argument.
+  // Returns whether a recompute pass can substitute the operator's outputs. It cannot if, for instance, attention wrote
+  // its result to an argument.
   bool is_capturable() const {
     return is_planned() || (op->is_expensive() && form != Form::WRITE);
   }
@@ -126,7 +126,8 @@ struct Tape {
   uint32_t opaque = 0; // bits of `Opaque`
 
   // Returns the index of the operator that launched the collective for which operator `index` waits; -1 if that
-  // operator is not on this tape, or if another one reads the collective's result in place before the wait.
+  // operator is not on this tape, or if the collective is in place and another operator reads its memory before the
+  // wait.
   int64_t launch_of(size_t index) const;
 
   // Returns the index of the operator that made the only storage that exchange `index` fills: a pass that substitutes

@@ -40,8 +40,8 @@ struct WithheldTensor {
   torch::autograd::Edge edge; // the tensor's place in the autograd graph
 };
 
-// Returns tensors that one forward made, recomputed and attached to the autograd graph; none if one cannot be
-// recomputed.
+// Recomputes tensors that one forward made, and attaches them to the autograd graph. Returns none if one of them cannot
+// be recomputed.
 std::optional<py::list> made_again(const std::vector<const WithheldTensor*>& all) {
   const auto frame = all.front()->frame.lock();
   if (frame == nullptr || !frame->is_over() || frame->is_opaque) {

@@ -68,7 +68,7 @@ py::list Running::leaves() const {
   return found;
 }
 
-// Saves the values of held arguments in the memory of `tensor`, which is about to change.
+// Saves the values of held arguments that lie in the memory of `tensor`, which is about to change.
 void Running::remember(const at::Tensor& tensor) {
   for (const Item& item : items_) {
     const at::Tensor* const held = item.held != nullptr ? &item.held->tensor : nullptr;

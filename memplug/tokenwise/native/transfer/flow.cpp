@@ -91,7 +91,7 @@ void Flow::end(Frame& frame) {
   number(frame);
   frame.region->sending_bytes = transfer->copies.offloaded_bytes - frame.sent_before_bytes;
   for (const auto& part : frame.swapped) {
-    if (part->is_away() && part->uses > 0) { // `Transfer::before_write` has already released it
+    if (part->is_away() && part->uses > 0) { // `Transfer::before_write` has released the tensor already
       frame.todo.push_back(part);
       ++ledger->waiting;
     }
@@ -103,8 +103,8 @@ void Flow::end(Frame& frame) {
   release_others(frame); // code after the last region, such as a loss, may take more memory than any region
 }
 
-// Numbers a frame whose forward has ended, and its swapped tensors. A tensor that several frames share has the number
-// of the last one, whose backward asks for it first.
+// Gives the next number to a frame whose forward has ended, and to its swapped tensors. A tensor that several frames
+// share gets the number of the last of them, whose backward asks for it first.
 void Flow::number(const Frame& frame) {
   int64_t nbytes = 0;
   for (const auto& part : frame.swapped) {
@@ -140,7 +140,7 @@ void Flow::pump(Frame& frame, int64_t largest_bytes) {
       transfer->prefetch(*part);
     }
     pending_bytes += ahead->pending_bytes();
-    // tensors prefetched for frames before this one stay on the device during all of this one's backward
+    // tensors prefetched for still earlier frames stay on the device during all of this frame's backward
     if (ahead.get() != &frame) {
       largest_bytes = largest_saved_bytes;
     }
@@ -150,8 +150,8 @@ void Flow::pump(Frame& frame, int64_t largest_bytes) {
 
 // Returns whether a tensor may be prefetched before its frame's backward asks for it. `pending_bytes`: bytes that stay
 // free for recompute passes. `largest_bytes`: size of the largest saved tensor that the running backward has yet to
-// read. A larger tensor gets a higher limit, the one for `largest_bytes`: under the usual limit it would come last,
-// since the release of smaller tensors makes no room for it.
+// read. A tensor larger than that gets the limit for `largest_bytes`, which is higher than the usual one: under the
+// usual limit it would come last, since the release of smaller tensors makes no room for it.
 bool Flow::has_room(const Swapped& part, int64_t pending_bytes, int64_t largest_bytes) {
   if (const auto* const buffers = transfer->buffers_of(part)) {
     return buffers->has_room(part.frame, part.nbytes);

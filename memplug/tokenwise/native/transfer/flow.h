@@ -47,9 +47,9 @@ class Flow {
   // Returns whether a tensor is on the device, large enough, and dense (`is_dense`).
   bool is_worth_swapping(const at::Tensor& tensor) const;
 
-  // Offloads all rows of a region's input, once an operator has read it. Returns the object of another region that has
-  // swapped the same tensor, if there is one. Returns null if host memory is full. `later`: offload only when the
-  // input's device memory has to be released.
+  // Offloads all rows of a region's input, once an operator has read it. If another region has swapped the same tensor,
+  // returns the same object. Returns null if host memory is full. `later`: offload only when the input's device memory
+  // has to be released.
   std::shared_ptr<Swapped> swap_input(const at::Tensor& value, bool later);
 
   // Releases the oldest frames, until fewer than `buffers` are left on the device, to make room for a new one.
@@ -58,8 +58,8 @@ class Flow {
   // Registers a frame whose forward begins, as the newest on its thread.
   void begin(const std::shared_ptr<Frame>& frame);
 
-  // Lets all other frames in flight save a tensor's value if they need it, since the forward of `by` is about to write
-  // to the tensor, which existed before that forward.
+  // Lets each other frame in flight save a tensor's value if it needs that value. Called before the forward of `by`
+  // writes to the tensor, which existed before that forward.
   void before_write(const Frame& by, const at::Tensor& tensor);
   // Counts the bytes of a frame whose forward has ended. If its region `offloads_late`, releases all other frames.
   void end(Frame& frame);
@@ -86,9 +86,9 @@ class Flow {
   // Counts a forward in `expected_bytes`, or in `unplanned` if the region has no `forward_bytes`.
   void expect(const Region& region);
 
-  // Prefetches the tensors that backward needs next: all of `frame`, then those of earlier frames while the rounding
-  // buffers have room, or, without such buffers, while `limit_bytes` allows. `largest_bytes`: size of the largest saved
-  // tensor that the frame's backward has yet to read.
+  // Prefetches the tensors that backward needs next: all those of `frame`, then those of earlier frames as long as
+  // there is room in the rounding buffers, or, without rounding buffers, below `limit_bytes`. `largest_bytes`: size of
+  // the largest saved tensor that the frame's backward has yet to read.
   void pump(Frame& frame, int64_t largest_bytes);
 
   // Reserves rounding buffers of `nbytes` each; see `Transfer::reserve`.
@@ -96,9 +96,9 @@ class Flow {
     return transfer->reserve(buffers_, nbytes);
   }
 
-  // Releases the oldest frames while saved tensors on the device exceed `limit_bytes`; does nothing before a region has
-  // run, since there is no limit yet. Outputs that `frame` keeps count as if they had yet to be recomputed, so that a
-  // plan that keeps outputs has no more bytes in flight than one that recomputes them.
+  // Releases the oldest frames while saved tensors on the device exceed `limit_bytes`; does nothing before the first
+  // forward has ended, since there is no limit yet. Outputs that `frame` keeps count as if they had yet to be
+  // recomputed, so that a plan that keeps outputs has no more bytes in flight than one that recomputes them.
   void trim(const Frame& frame);
 
   // Returns how many bytes of saved tensors may be on the device without raising the peak above that of full
@@ -106,8 +106,9 @@ class Flow {
   //
   // At its peak full recomputation holds every region's input, and all saved tensors of one region. When its backward
   // needs memory for gradients, it has released some of these tensors. So the limit leaves room for three gradients of
-  // `largest_bytes`, the size of the largest saved tensor that backward has yet to read. A plan may have promised a
-  // lower limit.
+  // `largest_bytes`, the size of the largest saved tensor that backward has yet to read. The limit is lower if the plan
+  // in force has promised less (`most_held_bytes`), and higher by the swapped bytes that the plan allows on the device
+  // besides (`granted_bytes`).
   int64_t limit_bytes(int64_t largest_bytes) const {
     const int64_t limit = largest_region_bytes + peak_input_bytes - kTemporaries * largest_bytes;
     return std::min(limit, most_held_bytes.value_or(limit)) + granted_bytes;
@@ -128,8 +129,8 @@ class Flow {
   int64_t largest_region_bytes = 0, largest_saved_bytes = 0;
   int64_t peak_held_bytes = 0; // peak of `held_bytes`, plus the bytes that the frame had yet to recompute
   std::optional<int64_t> most_held_bytes; // limit of `held_bytes` that a plan has promised
-  int64_t granted_bytes = 0; // bytes in flight that a plan may have above the limit
-  // most bytes of swapped tensors that one frame's backward needs, each rounded up to whole blocks
+  int64_t granted_bytes = 0; // swapped bytes that the plan allows on the device above the limit
+  // most bytes that one frame's backward needs of swapped tensors, each tensor rounded up to whole blocks
   int64_t largest_frame_bytes = 0;
   int64_t forwards = 0; // number of forwards so far
   std::unordered_set<Frame*> live; // frames in flight

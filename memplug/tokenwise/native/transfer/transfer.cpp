@@ -289,7 +289,7 @@ bool is_dense(const at::Tensor& tensor) {
 }
 
 at::Tensor alias_of(const at::Tensor& tensor) {
-  // pass by dispatch modes, which would make the alias inside of their transforms
+  // bypass dispatch modes, which would make the alias inside of their transforms
   std::optional<c10::impl::ExcludeDispatchKeyGuard> past_modes;
   if (!tensor.key_set().has(c10::DispatchKey::Python)) {
     past_modes.emplace(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));

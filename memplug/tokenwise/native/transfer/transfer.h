@@ -1,8 +1,9 @@
 // Moves the rows of swapped tensors between device and host: decides which rows move, when, and into which device
 // memory. copies.h copies them.
 //
-// A `Swapped` tensor is in one of three states until it is gone (`drop`). Its copy out starts when memplug captures it
-// (an input's: when an operator first reads it), or only when its device memory has to be released.
+// A `Swapped` tensor is in one of three states until it is gone (`drop`). Its copy out starts when memplug captures it;
+// that of a region's input starts when an operator first reads the input. If `offload` was called with `later`, the
+// copy starts only when the device memory has to be released.
 //
 //     resident ──release()──► away ──prefetch()──► prefetched ──drop()──► away ...
 //        └── acquire() returns the tensor in any of them ──┘
@@ -92,7 +93,7 @@ struct Swapped {
   // written in place after it was captured; the capture has the value from before, and only a recompute pass can repeat
   // the write
   bool mutated = false;
-  EventRef offloaded, prefetched; // ends of copies for which its stream has not waited yet
+  EventRef offloaded, prefetched; // ends of copies for which the tensor's stream has not waited yet
   uint32_t version; // the tensor's version when it was captured
   StreamRef stream; // owner of the tensor's device memory
   int64_t uses = 0, uses_left = 0; // number of reads in one backward: all, and those to come
@@ -111,7 +112,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   std::shared_ptr<Swapped> offload(const at::Tensor& tensor, int64_t rows, bool later, bool unread = false);
 
   // Notes that an operator reads the tensor on the current stream, which therefore has waited for the stream that made
-  // it. Starts the copy out if `offload` put it off for `unread` alone.
+  // it. Starts the copy out if `offload` was called with `unread`, but not with `later`.
   void note_read(Swapped& swapped, Ready ready = Ready::READ);
 
   // Releases the device memory of resident tensors, ordered after the last of their copies out. A tensor stays if host
@@ -144,7 +145,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   void order_use(const at::Tensor& tensor, const StreamRef& owner);
 
   // Drops the tensor's device memory, after the last use in this backward. Rows on the host stay for a later backward.
-  // A tensor without them is then gone: no graph needs it any more.
+  // A tensor without host rows is then gone: no graph needs it any more.
   void drop(const std::shared_ptr<Swapped>& swapped);
 
   void close() {

@@ -31,7 +31,7 @@ class Finished final : public c10d::Work {
   void synchronize() override {}
 };
 
-// A process group as a tape keeps it: this object, in a capsule.
+// The object that a tape holds, in a capsule, in place of a process group.
 struct KeptGroup final : torch::CustomClassHolder {
   KeptGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& strong, bool was_object)
       : group(strong), is_object(was_object) {}

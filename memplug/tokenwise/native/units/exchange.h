@@ -22,11 +22,12 @@ c10::IValue called_with(const c10::IValue& kept);
 int64_t rank_in(const c10::IValue& kept);
 
 // Returns whether two arguments, each from a call or from a tape, hold the same object or capsule, or equal reductions.
-// torch boxes an object again for each call, so the boxes differ.
+// torch boxes an object anew for each call, so the boxes cannot be compared.
 bool same_object(const c10::IValue& one, const c10::IValue& other);
 
-// Makes exchanges whose caller waits at once end before their operator returns, on threads for which `is_watched`
-// returns true. Some back ends copy the result in the wait, a copy that no operator of the region would show.
+// Puts a kernel before each exchange. On threads for which `is_watched` returns true, this kernel waits for the
+// exchange before the operator returns, if the caller would wait at once (`async_op=False`). Some back ends copy the
+// result in the wait; no operator of the region would show that copy.
 void stand_before_exchanges(bool (*is_watched)());
 
 // Undoes `stand_before_exchanges`. No exchange may run meanwhile.

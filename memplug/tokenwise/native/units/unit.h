@@ -7,7 +7,7 @@
 //
 // A unit that writes to its inputs, as kernels of a rotary embedding do, is the in-place operator memplug::unit_.
 //
-// So a plan can keep, swap or recompute each part. If a part has to be recomputed, the unit runs again.
+// A plan can keep, swap or recompute each part. If a part has to be recomputed, the unit runs again.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -26,7 +26,7 @@ namespace memplug {
 struct __attribute__((visibility("hidden"))) UnitCall {
   pybind11::object unit; // a memplug.tokenwise.engine.units.Unit
   pybind11::object call; // the callable that ran
-  pybind11::object state; // Python state that the unit needs to run again as before
+  pybind11::object state; // the Python state in which the unit ran, to run it again in
   pybind11::object surroundings; // see `Running::run`
   Ambient ambient;
   bool with_gradients; // gradients were enabled
@@ -36,7 +36,7 @@ struct __attribute__((visibility("hidden"))) UnitCall {
   // for each input tensor, whether it required a gradient, and whether the unit's operator writes to it
   std::vector<bool> requires_grad = {}, written = {};
   std::vector<pybind11::object> types = {}; // for each input tensor, its class, from `type_of`
-  std::vector<at::Tensor> parameters = {}; // parameters among the values, and others that the unit reads
+  std::vector<at::Tensor> parameters = {}; // parameters among the values, and other parameters that the unit reads
   std::vector<uint32_t> versions = {}; // for each parameter, its version
   std::vector<Source> parts = {}; // the source of each part
   size_t saved = 0; // number of tensors that the unit saved
@@ -53,7 +53,6 @@ const Operator& part_operator(const std::string& overload);
 // never runs.
 at::Tensor no_leaf_at(const at::Tensor& memory);
 
-// Returns each tensor's version.
 std::vector<uint32_t> versions_of(const std::vector<at::Tensor>& tensors);
 
 // Returns the tensors among a call's arguments or results that a tape can describe, in order.

@@ -20,7 +20,7 @@ TORCH_LIBRARY(memplug, library) {
   for (const char* const overload : {"", ".shared"}) {
     library.def((std::string("unit") + overload + "(Tensor[] given, str name) -> Tensor").c_str());
   }
-  library.def("unit_(Tensor[] given, str name, Tensor(a!)[] written) -> Tensor"); // `written`: some tensors of `given`
+  library.def("unit_(Tensor[] given, str name, Tensor(a!)[] written) -> Tensor"); // `written`: a part of `given`
   for (const char* const overload :
        {"", ".rows", ".whole", ".attention", ".choice", ".shared", ".whole_shared", ".attention_shared", ".exchange"}) {
     library.def((std::string("of_unit") + overload + "(Tensor unit, int ordinal) -> Tensor").c_str());
@@ -166,7 +166,7 @@ py::object Running::run_unit(
   }
   const size_t index = forward.begun(), saved = forward.saved.size();
   const auto versions = versions_of(given.tensors);
-  if (writes_unsaid && forward.followed() == nullptr) { // this call may write to more tensors than earlier ones did
+  if (writes_unsaid && forward.followed() == nullptr) { // this call may write to more inputs than earlier calls did
     const Suspension own;
     forward.protect(given.tensors);
   }
