@@ -7,9 +7,10 @@
 | a reentrant `torch.utils.checkpoint`, or DeepSpeed's `checkpoint` | runs as torch's with `use_reentrant=False` |
 | `torch.utils.checkpoint` with `use_reentrant=False` | runs as before: regions inside are regions already |
 
-A reentrant checkpoint runs its function without gradients, and memplug cannot run a region without them. The first call
-of a function shows whether it has regions in it. Code outside of the regions is recomputed as the script asked, so a step
-holds no more than under the script's own checkpointing. `memplug.hooks.megatron` replaces Megatron-Core's recomputation.
+A reentrant checkpoint runs its function without gradients, and memplug cannot run a region without them. The first
+call of a function shows whether it has regions in it. Code outside of the regions is recomputed as the script asked, so
+a step holds no more than under the script's own checkpointing. `memplug.hooks.megatron` replaces Megatron-Core's
+recomputation.
 """
 
 from __future__ import annotations
@@ -71,19 +72,32 @@ def tell(attached: AttachedModel, what: str) -> None:
 
 def _call_directly(wrapper: Any, attached: AttachedModel) -> None:
     own = wrapper.checkpoint_fn
-    wrapper.checkpoint_fn = _direct
+    wrapper.checkpoint_fn = direct = _directly(own)
     tell(attached, "CheckpointWrapper")
 
     def undo() -> None:
-        if wrapper.checkpoint_fn is _direct:
+        if wrapper.checkpoint_fn is direct:
             wrapper.checkpoint_fn = own
 
     attached.at_detach(undo)
 
 
-def _direct(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the function; stands in for a checkpoint whose options are bound already."""
-    return function(*args, **kwargs)
+def _directly(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls its first argument with the others, in place of a checkpoint.
+
+    If no argument requires gradients, a reentrant checkpoint gives none to parameters either; then it stays.
+
+    Args:
+        own: the script's checkpoint, with its options bound (`functools.partial`).
+    """
+    is_reentrant = isinstance(own, functools.partial) and own.keywords.get("use_reentrant", True)
+
+    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if is_reentrant and not any(map(_takes_gradients, args)):
+            return own(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 # -- Hugging Face's flag -----------------------------------------------------------------------------------------------
@@ -110,7 +124,7 @@ class LayersFunction:
         if attached is None or not replaces(attached):
             return own
         tell(attached, FLAG)
-        return _direct
+        return _directly(own)
 
     def __set__(self, layer: nn.Module, function: Any) -> None:
         """Set the layer's own function."""

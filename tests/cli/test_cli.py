@@ -69,7 +69,7 @@ def test_check_describes_the_settings_in_words(write):
         ({"plan_dir": False}, ("not kept",)),
         ({"arena": {"planner": "exact", "checks": True}}, ("(planner exact), watching freed memory",)),
         ({"arena": {"enabled": False}}, ("arena is switched off", "torch's own allocator")),
-        ({"tokenwise": {"enabled": False}}, ("recompute is switched off", "planned addresses")),
+        ({"tokenwise": {"enabled": False}}, ("tokenwise is switched off", "planned addresses")),
     ],
 )
 def test_check_describes_the_arena_in_words(write, block, expected):
@@ -109,7 +109,7 @@ def test_check_schema_prints_the_schema_alone():
     assert json.loads(run(app, ["check", "--schema"]).stdout) == json_schema()
 
 
-@pytest.mark.parametrize("command", ["check", "doctor", "show", "plan", "diff", "estimate", "tune"])
+@pytest.mark.parametrize("command", ["run", "check", "doctor", "show", "plan", "diff", "estimate", "tune"])
 def test_every_command_has_an_example_in_its_help(command):
     result = run(app, [command, "--help"])
     assert result.exit_code == 0 and f"Example: memplug {command}" in result.stdout
@@ -117,6 +117,7 @@ def test_every_command_has_an_example_in_its_help(command):
 
 def test_help_test_covers_every_command():
     assert {command.callback.__name__ for command in app.registered_commands} == {
+        "run",
         "check",
         "doctor",
         "show",

@@ -201,7 +201,7 @@ def test_hugging_face_mixtral_is_estimated_from_a_value_trace(tmp_path: Path) ->
         (["--tensor", "2", "--no-head"], 2, "--no-head"),
         (["--tensor", "3"], 1, "--tensor is 3, which does not divide the model's num_attention_heads, 4"),
         (["--gpus", "2", "--pipeline", "4"], 1, "which does not divide --gpus, 2"),
-        (["--sequence"], 1, "--sequence is given without --tensor"),
+        (["--sequence"], 1, "--sequence splits the sequence among tensor-parallel ranks, and --tensor is 1"),
         (["--trace", "absent.json"], 1, "absent.json: unreadable"),
         (["--trace", "absent.json", "--tensor", "2"], 2, "--trace"),
         (["--trace", "absent.json", "--no-head"], 2, "whole model"),

@@ -15,7 +15,7 @@ from tests.clients.worker import known_cases
 pytestmark = pytest.mark.distributed
 
 CASES = known_cases()
-REFUSED = "SFT, checkpointed"
+REFUSED = "SFT, refused"
 BROKEN_OFF = "Lightning, broken off"
 WITHOUT_REGIONS = "Lightning, arena alone"
 
@@ -73,7 +73,7 @@ def test_training_reaches_a_plan(case: str, results: Results) -> None:
 
 
 @pytest.mark.parametrize("case", chosen(lambda name, case: name == REFUSED))
-def test_gradient_checkpointing_of_trl_is_refused_with_advice(case: str, results: Results) -> None:
+def test_block_refuses_gradient_checkpointing_of_trl_with_advice(case: str, results: Results) -> None:
     (refused,) = results(case, "with")
     assert "gradient checkpointing" in refused["refused"] and "is on" in refused["refused"]
     assert "gradient_checkpointing=False" in refused["refused"] and "TRL" in refused["refused"]

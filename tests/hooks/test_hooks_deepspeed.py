@@ -89,12 +89,12 @@ def test_engine_with_separately_attached_model_is_refused(cpu_engine: None) -> N
     assert isinstance(memplug.attach(engine), Session)
 
 
-def test_configured_deepspeed_checkpointing_is_refused(cpu_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_refuses_configured_deepspeed_checkpointing(cpu_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     import deepspeed
 
     checkpointing = sys.modules["deepspeed.runtime.activation_checkpointing.checkpointing"]
     monkeypatch.setattr(checkpointing, "deepspeed_checkpointing_enabled", False)
-    engine = make_engine(ds_config(memplug=block()))
+    engine = make_engine(ds_config(memplug=block(checkpointing="refuse")))
     deepspeed.checkpointing.configure(None, partition_activations=False, num_checkpoints=1)
     with pytest.raises(ConflictError, match="activation checkpointing is configured") as error:
         memplug.attach(engine)

@@ -25,6 +25,7 @@ from megatron.core.transformer.moe import router
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 BLOCK = {"enabled": True, "tokenwise": {"alpha": 1.0, "min_offload_bytes": 1}, "arena": {"enabled": False}}
+REFUSES = {**BLOCK, "tokenwise": {**BLOCK["tokenwise"], "checkpointing": "refuse"}}
 if hasattr(router, "save_to_aux_losses_tracker"):
     LOSSES = (router, "save_to_aux_losses_tracker")
 else:  # from 0.18 on
@@ -107,14 +108,29 @@ def test_keyword_calls_and_tuple_outputs_train_as_without_memplug(chunks):
 def test_conflicting_megatron_option_is_refused_by_name(fields, advice):
     model = Model(config(**fields))
     with pytest.raises(ConflictError, match=next(iter(fields))) as caught:
-        memplug.attach(model, BLOCK)
+        memplug.attach(model, REFUSES)
     assert advice in str(caught.value)
     assert all(type(layer) is Decoder for layer in model.layers)
 
 
 def test_all_conflicts_are_named_at_once():
     with pytest.raises(ConflictError, match=r"recompute_granularity='full'.*cpu_offloading=True"):
-        memplug.attach(Model(config(recompute_granularity="full", cpu_offloading=True)), BLOCK)
+        memplug.attach(Model(config(recompute_granularity="full", cpu_offloading=True)), REFUSES)
+
+
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+def test_recomputation_of_megatron_is_replaced_until_detach(granularity, caplog):
+    settings = config(recompute_granularity=granularity)
+    model = Model(settings)
+    flags = {"recompute_mlp": True, "recompute_input_layernorm": False, "recompute_count": 1}
+    vars(model.layers[0]).update(flags, checkpoint_core_attention=True)
+    with caplog.at_level("INFO", "memplug"), memplug.attach(model, BLOCK):
+        assert settings.recompute_granularity is None
+        assert not (model.layers[0].recompute_mlp or model.layers[0].checkpoint_core_attention)
+        assert model.layers[0].recompute_count == 1
+    assert settings.recompute_granularity == granularity and model.layers[0].checkpoint_core_attention is True
+    assert {name: vars(model.layers[0])[name] for name in flags} == flags
+    assert caplog.text.count(f"(--recompute-granularity {granularity})") == 1
 
 
 @pytest.mark.parametrize(

@@ -136,10 +136,16 @@ def bad_targets() -> dict[str, tuple[Any, dict[str, Any], type[MemplugError], st
         "other device": (on_meta, block(regions=["layers.*"]), RegionError, "meta", "Move the model"),
         "no parameters": (nn.Sequential(nn.ReLU()), block(regions=["0"]), RegionError, "0 devices", "Move the model"),
         "replaced forward": (replaced, block(), ConflictError, "model.layers.1 was replaced", "Attach memplug before"),
-        "checkpointing": (checkpointed, block(), ConflictError, "model.layers.0", "gradient_checkpointing_disable"),
+        "checkpointing": (
+            checkpointed,
+            block(checkpointing="refuse"),
+            ConflictError,
+            "model.layers.0",
+            "gradient_checkpointing_disable",
+        ),
         "checkpointing around": (
             checkpointed,
-            block(regions=["model.layers.*.mlp"]),
+            block(regions=["model.layers.*.mlp"], checkpointing="refuse"),
             ConflictError,
             "model.layers.0",
             "gradient_checkpointing_disable",
@@ -163,7 +169,7 @@ def test_unsupported_target_is_refused_with_advice_and_untouched(case: str) -> N
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_enabled_after_attach_is_refused(regions: Any, reentrant: bool) -> None:
     model = tiny_llama()
-    with memplug.attach(model, block(regions=regions)):
+    with memplug.attach(model, block(regions=regions, checkpointing="refuse")):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
         with pytest.raises(ConflictError, match="model.layers.*is on") as error:

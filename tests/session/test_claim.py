@@ -111,7 +111,7 @@ def test_section_disabled_by_the_block_is_named_as_the_reason(section: str) -> N
     ("fields", "reason"),
     [
         ({"tokenwise": {"regions": LAYERS, "alpha": 0.5}}, "number for alpha"),
-        ({"tokenwise": {"enabled": False}}, "token-wise plans off"),
+        ({"tokenwise": {"enabled": False}}, "there are no token-wise plans"),
         ({"tokenwise": {"regions": LAYERS, "alpha": 0.5}, "profiler": {"enabled": False}}, NOT_ASKED_FOR),
     ],
 )

@@ -43,7 +43,7 @@ def test_show_draws_a_plan_as_png_and_html(recorded, chrome, tmp_path):
 def test_trace_options_are_refused_for_a_plan(recorded, tmp_path, option):
     save(recorded.alone(), tmp_path / "plan.json")
     shown = run(tmp_path / "plan.json", *option)
-    assert shown.exit_code == 2 and option[0] in shown.stderr and "traces" in shown.stderr
+    assert shown.exit_code == 2 and option[0] in shown.stderr and "needs a trace" in shown.stderr
 
 
 def test_damaged_plan_is_refused(recorded, tmp_path):

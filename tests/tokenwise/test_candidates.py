@@ -23,8 +23,8 @@ def chosen(
     alpha: Any = "auto",
     rank: int = 0,
 ) -> list[plan.TokenwisePlan]:
-    """Return the plans that a rank chooses from; none if a rank has nothing to plan yet."""
-    task = candidates.agree(own, gather, most, alpha)
+    """Return the plans that a rank chooses from; none if a rank ran no region yet."""
+    task = candidates.agree(own, gather, most, alpha, is_ready=bool(own[0]))
     if task is None:
         return []
     return candidates.choose(task, candidates.solve(task) if task.solver == rank else None, gather)
