@@ -61,5 +61,7 @@ def answers(ranks: Sequence[Sequence[Any]]) -> list[bool]:
         ),
     ],
 )
-def test_all_ranks_get_one_answer(ranks: list[list[tuple[str, str, set[int] | None]]], agreed: bool) -> None:
+def test_all_ranks_agree_whether_units_may_run_again(
+    ranks: list[list[tuple[str, str, set[int] | None]]], agreed: bool
+) -> None:
     assert answers([[region(*each) for each in rank] for rank in ranks]) == [agreed] * len(ranks)

@@ -1,4 +1,4 @@
-"""A number for alpha is checked against link and host; if it does not fit, one warning says so, and it stays."""
+"""A fixed alpha is checked against link and host memory; if it does not fit, memplug warns once and keeps it."""
 
 from __future__ import annotations
 
@@ -47,12 +47,17 @@ def layer(**fields: Any) -> Any:
     ],
     ids=["some of both", "everything", "input exceeds link", "host holds only inputs", "host holds less than inputs"],
 )
-def test_largest_fractions_that_link_and_host_allow(d2h: float, host: int, fractions: tuple[float, float]) -> None:
-    """Send 550 bytes in 10 s of forward, 150 of them input and attention; four layers of 850 bytes take 3400."""
+def test_check_finds_the_largest_fractions_for_link_and_host(
+    d2h: float, host: int, fractions: tuple[float, float]
+) -> None:
+    """Each layer has 150 bytes of input and attention, and 1000 of the matmul.
+
+    At 55 bytes/s a forward's 10 s carry 150 + 400 bytes; 3400 host bytes hold 150 + 700 for each of four layers.
+    """
     assert fitting([layer()], budget(d2h=d2h, host=host)) == pytest.approx(fractions)
 
 
-def test_shortest_forward_and_total_bytes_limit_the_fractions() -> None:
+def test_shortest_forward_and_total_host_bytes_limit_the_fractions() -> None:
     layers = [layer(key="long"), layer(key="short", forward_s=5.0)]
     assert fitting(layers, budget(d2h=55.0, host=3400)) == pytest.approx((0.125, 0.275))
 
@@ -111,7 +116,7 @@ def test_forward_time_excludes_waits_for_copies(tape: Any, expected: float) -> N
 
 
 class SlowLink(ScriptedDevice):
-    """A device with its own clock: a tick passes between two stamps, and a copy takes its bytes at `RATE`.
+    """A device with its own clock: each stamp takes a tick, and each copy its bytes divided by `RATE`.
 
     Nothing else runs during a copy.
     """
@@ -137,9 +142,9 @@ HOST_TENSORS = 7
 
 
 class Run:
-    """Trains a stack and, without memplug, its twin; gradients must agree.
+    """Trains a stack with memplug and its twin without, and compares their gradients.
 
-    From the second step on, a forward takes exactly as long as copies of the fraction `by_link`.
+    From the second step on, a forward takes exactly as long as its copies at alpha `by_link`.
     """
 
     def __init__(self, session: Session, model: Stack, reference: Stack, by_link: float):
@@ -289,7 +294,7 @@ class Ranks:
 
 
 def checked(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, own: Any, steps: int, alpha: float = 0.5) -> AlphaCheck:
-    """Return the check after so many steps, in each of which this rank finds `own`."""
+    """Return the check after `steps` steps, in each of which this rank finds the limits `own`."""
     executor = Executor(Device(), 1 << 20, min_offload_bytes=1)
     monkeypatch.setattr(AlphaCheck, "_fitting", lambda self: own)
     check = AlphaCheck(alpha, DeviceBudget(executor.device), [], executor, ranks)
@@ -298,7 +303,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, own: Any, steps: int,
     return check
 
 
-def test_limits_are_the_smallest_of_all_ranks(
+def test_alpha_limits_are_the_smallest_of_all_ranks(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks((0.3, 0.9))

@@ -55,7 +55,7 @@ def test_in_flight_room_is_the_distance_to_the_step_peak(late, bytes_of, expecte
     assert in_flight.times(step_of(*bytes_of), regions(late), 2) == expected
 
 
-def test_layer_name_must_match_a_region_by_whole_parts() -> None:
+def test_layer_belongs_to_a_region_only_by_whole_parts_of_its_name() -> None:
     around, other = regions(True, "layers"), regions(True, "layers.00")
     assert in_flight.times(step_of(150, 200, 300, 1000), around, 2) == (InFlight(2, 800), InFlight(1, 700))
     assert in_flight.times(step_of(150, 200, 300, 1000), other, 2)[1] == InFlight(1, 0), (
@@ -77,8 +77,8 @@ def test_trace_without_events_leaves_zero_room() -> None:
 
 
 @pytest.mark.parametrize("most_bytes", [480_000, 700_000])
-def test_regions_hold_at_most_the_promised_bytes_and_prefetch_later(most_bytes: int) -> None:
-    """Hold one region's saved tensors at least; without a promise, hold as many as full recomputation would."""
+def test_regions_hold_at_most_the_allowed_bytes(most_bytes: int) -> None:
+    """They hold at least one region's saved tensors; without a limit, as many bytes as full recomputation."""
     freely, least, kept_to = (most_held(promised) for promised in (None, 0, most_bytes))
     assert least <= kept_to <= max(least, most_bytes) < freely
 

@@ -42,7 +42,7 @@ def plain(mib: int = 7) -> Setting:
 
 
 def planned(settings: dict[str, Setting], plan: MemoryPlan | None = None, **solution) -> MemoryPlan:
-    """Return a plan, by default one with addresses, with these settings of its regions."""
+    """Return a plan with these settings of its regions, by default a plan with addresses."""
     plan = plan or decided_plan()
     plan, decided = replace(plan, training=decided_plan().training), Decisions.of(decided_plan())
     return plan.with_part(replace(decided, settings=settings, solution=replace(decided.solution, **solution)))
@@ -60,7 +60,7 @@ def layers(count: int, plains: int = 0) -> dict[str, Setting]:
 # -- numbers and words -------------------------------------------------------------------------------------------------
 
 
-def test_decisions_have_the_numbers_of_the_plan():
+def test_shown_decisions_have_the_numbers_of_the_plan():
     plan = decided_plan()
     facts, decided = decisions(plan), Decisions.of(plan)
     first, second = facts["regions"]
@@ -89,7 +89,7 @@ def test_regions_are_sorted_by_number():
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_plan_without_decisions_shows_none(trained, tmp_path):
+def test_plan_without_decisions_shows_no_decisions(trained, tmp_path):
     plan = decided_plan()
     if trained:
         parts = {"arena": plan.parts["arena"]}
@@ -102,7 +102,7 @@ def test_plan_without_decisions_shows_none(trained, tmp_path):
     assert diff(plan, plan)["decisions"] is None and "decisions" not in dict(diff_rows(diff(plan, plan)))
 
 
-def test_rows_name_swapped_kept_and_recomputed_bytes_and_predictions():
+def test_summary_names_swapped_kept_and_recomputed_bytes_and_predictions():
     plan = planned(layers(6, plains=2), step_s=0.0125, host_bytes=3 * MIB, bound="host")
     words = dict(rows(decisions(plan)))
     assert words["decisions"] == "14.00 MiB swapped, 22.00 MiB kept, 20.00 MiB recomputed in one forward of 6 regions"
@@ -294,7 +294,7 @@ def test_diff_names_the_region_with_other_decisions(change, operators):
     assert (back["a"], back["b"], back["changed_operators"]) == (changed["b"], changed["a"], operators)
 
 
-def test_other_byte_counts_are_no_changed_decision():
+def test_changed_byte_counts_alone_are_not_a_changed_decision():
     facts = diff(planned({"layers.0": swapping(3)}), planned({"layers.0": swapping(6)}))["decisions"]
     assert facts["changed"] == [] and facts["b"]["swapped_bytes"] == 2 * facts["a"]["swapped_bytes"] == 6 * MIB
 

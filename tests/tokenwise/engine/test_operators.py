@@ -268,9 +268,7 @@ def test_flash_attention_3_is_captured_unless_the_caller_passes_out(
     assert kind_of(torch.ops.flash_attn_3.bwd.default) is None
     executor = train_alike(Attends, alpha, steps=3)
     assert executor.opaque_regions == 0
-    assert flash_3_calls["forward"] == 3 * 3 * (
-        3 if has_memory else 2
-    )  # per layer and step: twin, model, recompute pass
+    assert flash_3_calls["forward"] == 3 * 3 * (3 if has_memory else 2)  # layers, steps; twin, model, recompute
 
 
 @pytest.mark.parametrize("small", [False, True])
