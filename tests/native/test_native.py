@@ -169,7 +169,7 @@ ROOMS_BELOW = {
 
 
 def test_sources_include_only_lower_rooms() -> None:
-    """So the core builds without the folder of any technique."""
+    """If so, the core builds without the folder of any technique."""
     package = Path(native.__file__).parent.parent
     room_of = {name: path.relative_to(package).parts[0] for name, path in native.CORE.sources().items()}
     seen = Counter[str]()

@@ -1,4 +1,4 @@
-"""Units that communicate run again by plan only if all of their ranks have the same plan."""
+"""A plan lets a unit that communicates run again only if all ranks of its group have the same plan."""
 
 from __future__ import annotations
 

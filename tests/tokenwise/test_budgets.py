@@ -68,7 +68,7 @@ def test_allocator_cache_is_extrapolated_from_the_run_so_far(allocator: dict[str
     assert reserved.beside(16 * GIB) == 0 and reserved.largest_peak(40 * GIB) == 40 * GIB
 
 
-def test_peaks_survive_resets_by_the_training_script(allocator: dict[str, int]) -> None:
+def test_memory_peaks_survive_resets_by_the_training_script(allocator: dict[str, int]) -> None:
     memory = CudaDevice(0).memory
     memory.note()
     allocator |= {"most_reserved": 30 * GIB, "most_allocated": 2 * GIB}

@@ -77,7 +77,7 @@ def layer(key: str = "Block:a", instances: int = 4, time_s: float = 4.0) -> plan
     )
 
 
-def test_equal_ranks_plan_with_the_smallest_of_their_budgets() -> None:
+def test_ranks_with_equal_regions_plan_with_their_smallest_budget() -> None:
     budgets = [budget(host=3000), budget(host=9000, d2h=5.0), budget(host=9000, h2d=50.0), budget(host=2000, device=7)]
     ranks = Ranks([([layer()], one) for one in budgets])
     expected = plan.solve([layer()], budget(host=2000, device=0, d2h=5.0, h2d=50.0))
@@ -130,7 +130,7 @@ def swapped(one: plan.TokenwisePlan) -> int:
     return sum(region.swapped_bytes for region in one.regions.values())
 
 
-def test_candidates_swap_less_and_more_than_the_optimum() -> None:
+def test_candidate_plans_swap_less_and_more_than_the_optimal_one() -> None:
     optimum, less, more, least, most = chosen(([layer()], BY_LINK), most=5)
     assert optimum == plan.solve([layer()], BY_LINK)
     assert swapped(least) < swapped(less) < swapped(optimum) < swapped(more) < swapped(most)

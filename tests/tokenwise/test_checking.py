@@ -47,7 +47,7 @@ def layer(**fields: Any) -> Any:
     ],
     ids=["some of both", "everything", "input exceeds link", "host holds only inputs", "host holds less than inputs"],
 )
-def test_check_finds_the_largest_fractions_for_link_and_host(
+def test_alpha_check_finds_the_largest_fractions_for_link_and_host(
     d2h: float, host: int, fractions: tuple[float, float]
 ) -> None:
     """Each layer has 150 bytes of input and attention, and 1000 of the matmul.
@@ -135,9 +135,9 @@ class SlowLink(ScriptedDevice):
 
 
 TOKENS = 96
-ROW_BYTES = 4 * TOKENS * (48 + 16 + 32 + 32)  # of a block's matmuls, without the last one, which backward does not need
+ROW_BYTES = 4 * TOKENS * (48 + 16 + 32 + 32)  # of a block's matmuls, except the last one, which backward does not need
 INPUT_BYTES = 4 * TOKENS * 16
-WHOLE_BYTES = 4 * TOKENS * (16 + 16 + 2)  # its input, attention's output and the sums of its softmax
+WHOLE_BYTES = 4 * TOKENS * (16 + 16 + 2)  # a block's input, attention's output, and the softmax's sums
 HOST_TENSORS = 7
 
 
@@ -240,7 +240,7 @@ def test_alpha_above_the_host_limit_warns_with_the_limit(
     assert "the link hides 1.00 of" in line and "memplug does not change it, so rows without room on the host" in line
 
 
-def test_host_holds_the_fraction_that_the_check_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_holds_the_fraction_that_the_alpha_check_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     with training(monkeypatch, alpha=0.5, by_link=2.0) as run:
         run.step(times=2)
         limit = host_bytes_of(run.session, 0.5)
@@ -268,7 +268,7 @@ def test_alpha_0_or_automatic_alpha_is_not_checked(
     assert not warnings(caplog)
 
 
-def test_only_the_second_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alpha_check_times_only_the_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
     with training(monkeypatch, alpha=0.5, by_link=1.0) as run:
         stamps = []
         for _ in range(5):
@@ -314,19 +314,21 @@ def test_alpha_limits_are_the_smallest_of_all_ranks(
     assert "hides 0.30 of" in line and "holds 0.70." in line and "rows without room" not in line
 
 
-def test_only_the_first_rank_warns(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_rank_warns_about_alpha(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert checked(monkeypatch, Ranks((0.3, 0.9), first=False), own=(0.8, 0.7), steps=4).by_link == 0.3
     assert not warnings(caplog)
 
 
-def test_next_step_is_timed_if_a_rank_ran_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alpha_check_times_the_next_step_if_a_rank_ran_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(None, (0.3, 0.9))
     assert checked(monkeypatch, ranks, own=(0.8, 0.7), steps=2).by_link is None
     ranks = Ranks(None, (0.3, 0.9))
     assert checked(monkeypatch, ranks, own=(0.8, 0.7), steps=3).by_link == 0.3
 
 
-def test_check_ends_on_all_ranks_if_one_never_runs_a_region(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alpha_check_ends_on_all_ranks_if_one_never_runs_a_region(monkeypatch: pytest.MonkeyPatch) -> None:
     for own, other in ((None, (0.3, 0.9)), ((0.3, 0.9), None)):
         ranks = Ranks(*[other] * 20)
         check = checked(monkeypatch, ranks, own, steps=20)
@@ -335,7 +337,7 @@ def test_check_ends_on_all_ranks_if_one_never_runs_a_region(monkeypatch: pytest.
         assert check._executor.on_timed is None
 
 
-def test_step_without_forwards_postpones_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_without_forwards_postpones_the_alpha_check(monkeypatch: pytest.MonkeyPatch) -> None:
     with training(monkeypatch, alpha=0.5, by_link=1.0) as run:
         run.session.step()
         run.session.step()

@@ -14,7 +14,7 @@ from tests.support.traces import Recording
 
 
 def step_of(before: int, forward: int, loss: int, backward: int) -> Trace:
-    """Return a step with these peaks in bytes; 100 exist before it, and a tensor of 10 stays from forward on."""
+    """Return a step with these peaks in bytes; 100 bytes exist before it, and 10 more from its forward on."""
     recording = Recording()
     recording.step()
     recording.malloc(10)
@@ -78,13 +78,13 @@ def test_trace_without_events_leaves_zero_room() -> None:
 
 @pytest.mark.parametrize("most_bytes", [480_000, 700_000])
 def test_regions_hold_at_most_the_allowed_bytes(most_bytes: int) -> None:
-    """They hold at least one region's saved tensors; without a limit, as many bytes as full recomputation."""
+    """Regions hold at least the saved tensors of one; without a limit, as many bytes as full recomputation."""
     freely, least, kept_to = (most_held(promised) for promised in (None, 0, most_bytes))
     assert least <= kept_to <= max(least, most_bytes) < freely
 
 
 def most_held(promised_bytes: int | None) -> int:
-    """Return the most bytes held by a stack whose inputs are most of the memory of full recomputation."""
+    """Return the most bytes that a stack's regions hold; their inputs are most of what full recomputation holds."""
     torch.manual_seed(0)
     model = Stack(40)
     reference = twin(model)

@@ -122,7 +122,7 @@ def test_summary_names_swapped_kept_and_recomputed_bytes_and_predictions():
     assert late["  by region"].endswith("offloaded only if needed")
 
 
-def test_many_different_regions_take_few_lines_that_add_up():
+def test_summary_of_many_regions_takes_few_lines_that_add_up():
     found = rows(decisions(planned(layers(80))))
     assert len(found) < 25
     assert found[-1][1] == "73 others: 256.00 MiB swapped, 146.00 MiB kept, 365.00 MiB recomputed in all"
@@ -200,7 +200,7 @@ def test_labels_of_many_regions_do_not_overlap(count):
 
 
 def area(image: np.ndarray, colour: str) -> tuple[int, float]:
-    """Return the pixels of a colour, and the first one's position as a share of the width."""
+    """Return the number of pixels of a colour, and the leftmost one's position as a share of the width."""
     rgb = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
     found = (image == rgb).all(axis=2)
     return int(found.sum()), float(found.any(axis=0).argmax() / image.shape[1])

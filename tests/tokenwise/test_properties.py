@@ -20,7 +20,7 @@ FOUND = (
     Program((("drops",), ("own kernel", "drops"), ("drops", "address")), schedule=("batched", "batched by function")),
     # a weight that a forward first uses inside of a transform
     Program((("pushed forward",),), modes=("dispatch mode",), schedule=("batched",), kind="frozen layer"),
-    # an argument without sizes that is written to
+    # a write to a nested tensor, which has no sizes
     Program((("adds in place",),), "nested argument"),
     # state of a class and of a Python module
     Program((("counts for all", "address"),) * 2, schedule=("plain", "twice")),

@@ -191,7 +191,7 @@ def _library(name: str | None) -> ctypes.CDLL | None:
 
 @pytest.mark.gpu
 def test_plan_keeps_less_after_another_process_fills_the_device(other: Other) -> None:
-    gc.collect()  # of earlier tests, as are the peaks
+    gc.collect()  # else memory and peaks of earlier tests would count
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
@@ -213,7 +213,7 @@ def test_plan_keeps_less_after_another_process_fills_the_device(other: Other) ->
         assert session.stage is Stage.STABLE and session.report().tokenwise.plain_regions == 3
         torch.cuda.empty_cache()
         torch.empty(192 * MIB, dtype=torch.uint8, device="cuda")  # the allocator's cache holds it now
-        other.take_all_but(56 * MIB)  # too few, even if memory of earlier tests is freed meanwhile
+        other.take_all_but(56 * MIB)  # not enough, even if earlier tests' memory is freed now
         step()
         step()
         assert session.stage is Stage.WARM_UP and session.report().tokenwise.plain_regions == 0

@@ -18,7 +18,7 @@ class Marked(torch.Tensor):
 
 
 class Dispatches(torch.Tensor):
-    """A subclass that runs its operators itself."""
+    """A subclass that runs its operators itself (`__torch_dispatch__`)."""
 
     own: torch.Tensor
 

@@ -80,7 +80,7 @@ def test_views_of_one_tensor_are_separate_inputs(alpha: float) -> None:
 
 
 def test_memory_is_released_after_its_last_copy_in_any_input_order() -> None:
-    """Let the second forward share the copy of an input of the first one, which is gone by then."""
+    """The second forward reads an input that the first one copied; the first one's graph is then dropped."""
 
     def call(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         return new.sigmoid() * old.tanh()

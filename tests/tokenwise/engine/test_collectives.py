@@ -33,7 +33,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 class _InPlace(torch.autograd.Function):
-    """The exit of a row-parallel layer: reduces the matmul's own output."""
+    """The exit of a row-parallel layer: reduces the matmul's output in place."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

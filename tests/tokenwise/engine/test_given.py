@@ -162,7 +162,7 @@ def test_writing_to_a_tensor_that_a_region_read_is_harmless_or_raises(
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("read", [read for read in READS if read != "hidden"])
-def test_tensor_read_after_the_last_save_may_be_written(read: str, alpha: float) -> None:
+def test_writing_to_a_tensor_read_after_all_saved_ones_is_harmless(read: str, alpha: float) -> None:
     expected = trained(stack(read, True, True), lambda layer: layer.written().add_(1))
     model = stack(read, True, True)
     executor = tokenwise(model, alpha)

@@ -1,4 +1,4 @@
-"""Kernels whose outputs depend on whether gradients are enabled run again in the same mode."""
+"""Kernels whose outputs depend on the grad mode run again in the mode of their forward."""
 
 from __future__ import annotations
 

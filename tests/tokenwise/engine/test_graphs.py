@@ -54,7 +54,7 @@ def test_no_grad_passes_capture_nothing(alpha: float) -> None:
 
 @alphas
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2]], ids=str)
-def test_graphs_alive_together_run_backward_in_any_order(alpha: float, order: list[int]) -> None:
+def test_graphs_in_flight_may_run_backward_in_any_order(alpha: float, order: list[int]) -> None:
     torch.manual_seed(0)
     model = Stack(3)
     reference = twin(model)
@@ -92,7 +92,7 @@ def test_gradients_hold_in_a_one_forward_one_backward_schedule(alpha: float) -> 
 
 
 @alphas
-def test_retained_graph_gives_the_same_gradients_again(alpha: float) -> None:
+def test_second_backward_through_a_retained_graph_gives_equal_gradients(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(3)
     reference = twin(model)

@@ -173,7 +173,9 @@ class Strided(Layer):
 
 @EXACT
 @pytest.mark.parametrize(("block", "layout"), [(Jagged, torch.jagged), (Strided, torch.strided)])
-def test_nested_tensors_pass_from_region_to_region(block: type[Layer], layout: torch.layout, alpha: float) -> None:
+def test_gradients_hold_for_nested_tensors_passed_between_regions(
+    block: type[Layer], layout: torch.layout, alpha: float
+) -> None:
     torch.manual_seed(0)
     layers = nn.ModuleList([block(), block()])
     model = nn.Module()

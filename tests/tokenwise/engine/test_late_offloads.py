@@ -68,7 +68,7 @@ def trained(device: Adversary, alpha: float, block: type[nn.Module] = Block, **s
 
 
 def step(model: Stack, reference: Stack, alpha: float, times: int = 1, seed: int = 0) -> None:
-    """Run backward `times` through one graph of each model."""
+    """Run backward `times` times through one graph of each model."""
     x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(seed))
     for network in (model, reference):
         loss = network(x)
@@ -100,7 +100,7 @@ def test_last_layer_is_not_offloaded_after_the_first_step(device, alpha):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_second_backward_through_a_graph_finds_its_tensors(device, alpha):
+def test_gradients_hold_for_a_second_backward_through_a_graph(device, alpha):
     model, reference, executor = trained(device, alpha)
     step(model, reference, alpha, times=2, seed=1)
     assert_clean(executor)
@@ -187,7 +187,7 @@ def alone(device: Adversary, alpha: float, block: type[nn.Module]):
 
 
 def step_alone(model, reference, executor, alpha, *, seed=0, graphs=1, times=1):
-    """Run backward `times` through several graphs of both models; assert that no capture is left.
+    """Run backward `times` times through several graphs of both models; assert that no capture is left.
 
     Returns:
         The offloaded bytes.

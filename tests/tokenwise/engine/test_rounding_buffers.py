@@ -210,7 +210,7 @@ def test_buffers_of_one_stream_are_not_used_on_another() -> None:
 
 
 @pytest.mark.parametrize("room_bytes", [0, ENOUGH_BYTES])
-def test_missing_room_for_buffers_warns_once(room_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_lack_of_room_for_rounding_buffers_warns_once(room_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
     model, reference = pair()
     device = Watched(room_bytes=ENOUGH_BYTES)
     executor = tokenwise(model, 1.0, device)

@@ -1,4 +1,4 @@
-"""A region whose forward changes Python state trains alike, and leaves that state as without memplug."""
+"""A region whose forward changes Python state trains as without memplug, and leaves the same state."""
 
 from __future__ import annotations
 

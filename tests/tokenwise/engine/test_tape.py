@@ -113,7 +113,7 @@ def test_unfilled_memory_makes_a_forward_opaque() -> None:
     assert not record(lambda: [torch.empty(0, 4)]).forward.opaque
 
 
-def test_storage_at_a_reused_address_is_another_storage() -> None:
+def test_storage_at_a_reused_address_is_a_new_storage() -> None:
     def call(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
         for _ in range(50):
             y = x.sin()

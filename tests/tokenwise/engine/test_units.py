@@ -111,7 +111,7 @@ def test_tensors_of_a_unit_can_be_unpacked_twice() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_small_tensors_of_a_unit_stay_on_the_device(alpha: float) -> None:
+def test_small_tensors_do_not_make_a_captured_unit_run_again(alpha: float) -> None:
     model, reference, executor = stacks(alpha, min_offload_bytes=200)  # more than the norms' reciprocals
     step(model, reference)
     runs(model)
@@ -132,7 +132,7 @@ def test_units_outside_regions_or_without_gradients_run_unchanged() -> None:
 
 
 def surroundings(kind: str) -> tuple[Any, ...]:
-    """Return the settings of autocast on a kind of device, of gradients, of attention and of the default device."""
+    """Return autocast's settings for a device type, the grad mode, attention's back ends and the default device."""
     attention = torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
     casts = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return *casts, torch.is_grad_enabled(), attention, torch.get_default_device()

@@ -1,4 +1,4 @@
-"""The cost model: the linear program and `measure` price every choice alike, and so does `without_idle`."""
+"""The cost model: the linear program, `measure` and `without_idle` price every choice alike."""
 
 from dataclasses import replace
 from unittest import mock
@@ -90,7 +90,7 @@ def notices():
 
 @pytest.mark.long
 @pytest.mark.parametrize("piece", range(10))
-def test_omitting_a_time_term_from_the_program_changes_a_price(piece):
+def test_omitting_a_time_term_from_the_linear_program_changes_a_price(piece):
     class Lacking(LinearProgram):
         def largest(self, *pieces):
             before = getattr(self, "pieces", 0)
@@ -102,14 +102,14 @@ def test_omitting_a_time_term_from_the_program_changes_a_price(piece):
 
 
 @pytest.mark.parametrize("amount", ["recompute_s", "swapped_bytes", "swapped_tensors", "kept_bytes"])
-def test_omitting_an_amount_from_the_program_changes_a_price(amount):
+def test_omitting_an_amount_from_the_linear_program_changes_a_price(amount):
     with mock.patch.object(tokenwise, "chosen", lambda limits, **terms: chosen(limits, **terms | {amount: 0})):
         assert notices()
 
 
 @given(choices())
 @settings(max_examples=150, deadline=None)
-def test_without_idle_drops_what_measuring_each_removal_would_drop(case):
+def test_without_idle_drops_all_captures_whose_removal_costs_no_time(case):
     regions, groups, limits, inputs_swapped = case
     plan = measure(regions, groups, limits, inputs_swapped=inputs_swapped)
     tried, step_s = [list(parts) for parts in groups], plan.step_s

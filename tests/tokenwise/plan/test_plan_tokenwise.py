@@ -146,7 +146,7 @@ def test_plan_with_fewer_host_bytes_wins_at_equal_time():
     assert solve([region(MATMUL, small, saved={2})], budget()).host_bytes == 10
 
 
-def test_dead_projection_is_neither_swapped_nor_run():
+def test_matmul_that_backward_does_not_need_is_neither_swapped_nor_run():
     dead = operator("out", (1,), (3,), time_s=9.0, size=100)
     layer = region(MATMUL, dead, saved={1})
     assert needed(layer.operators, layer.saved, layer.given, ()) == {0}
@@ -196,7 +196,7 @@ def test_fixed_alpha_is_lowered_to_what_the_host_holds():
         ([region(ROTARY, saved={2})], budget(), "auto", "rotary"),
     ],
 )
-def test_error_for_an_invalid_problem_names_the_cause(layers, limits, alpha, names):
+def test_error_for_an_invalid_planning_problem_names_the_cause(layers, limits, alpha, names):
     with pytest.raises(ValueError, match=names):
         solve(layers, limits, alpha)
 
