@@ -101,11 +101,11 @@ void a_dynamic_request_gets_the_smallest_stretch_that_is_large_enough() {
   arena.begin_step();
   void* const first = ask(arena, 2, 4);
   CHECK(at(arena, first) == 6);
-  CHECK(at(arena, ask(arena, 1, 4)) == 10); // of the other group, like all later requests
+  CHECK(at(arena, ask(arena, 1, 4)) == 10); // belongs to the other group, like all later requests
   CHECK(at(arena, ask(arena, 1, 4)) == 11);
   CHECK(ask(arena, 1, 4) == nullptr);
   void* const second = ask(arena, 2, 4);
-  CHECK(second == nullptr); // of the other group too, which is full
+  CHECK(second == nullptr); // belongs to the other group, which is full
   arena.give_back(first);
   arena.begin_step();
   CHECK(at(arena, ask(arena, 2, 4)) == 6);

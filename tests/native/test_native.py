@@ -75,7 +75,7 @@ def test_missing_compiler_is_reported_with_advice(refusal: Callable[[], str], mo
 
 
 @pytest.mark.long  # it starts six processes; workers of tests that start together build the core once too
-def test_concurrent_processes_build_once_after_failed_and_killed_builds(
+def test_concurrent_processes_build_a_library_once_after_failed_builds(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = tmp_path / "sources"

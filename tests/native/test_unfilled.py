@@ -111,7 +111,9 @@ def written_and_read(read: Callable[[torch.Tensor], Any]) -> Callable[[], Any]:
         (lambda y: Keeps.apply(torch.ones(1, requires_grad=True), y), True),
     ],
 )
-def test_only_reads_of_unfilled_elements_count_as_unfilled(core: Any, read: Callable[..., Any], unfilled: bool) -> None:
+def test_reads_are_flagged_only_if_they_include_unfilled_elements(
+    core: Any, read: Callable[..., Any], unfilled: bool
+) -> None:
     run, reference = both(core, written_and_read(read))
     assert reference.has_unfilled() == unfilled
     compare(run.tape, reference)

@@ -123,12 +123,12 @@ def test_budget_errors_of_all_ranks_name_the_rank_with_the_highest_peak() -> Non
             require(*ranks)
 
 
-def test_unknown_peak_or_automatic_budget_is_never_refused() -> None:
+def test_budget_is_never_refused_if_automatic_or_the_peak_is_unknown() -> None:
     require((None, 1e-9), (None, 1e-9))
     require((1e6, "auto"), (None, 1.0))
 
 
-def test_buffers_must_fit_into_the_room_for_plans(allocator: dict[str, int]) -> None:
+def test_rounding_buffers_must_fit_into_the_room_for_plans(allocator: dict[str, int]) -> None:
     room_bytes = int((0.92 * 70 - 40) * GIB)
     assert DeviceBudget(CUDA).holds_buffers(2 * room_bytes, room_bytes, None)
     assert not DeviceBudget(CUDA).holds_buffers(2 * room_bytes, room_bytes + GIB, None)

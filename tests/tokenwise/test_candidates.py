@@ -85,7 +85,7 @@ def test_ranks_with_equal_regions_plan_with_their_smallest_budget() -> None:
     assert expected != plan.solve([layer()], budgets[0])
 
 
-def test_memo_fraction_is_the_smallest_of_all_ranks() -> None:
+def test_all_ranks_plan_with_the_smallest_memo_fraction() -> None:
     """In 10 s, beside the input's 100 bytes, 50 bytes/s carry 400 of 1000 bytes, and 30 bytes/s carry 200."""
     ranks = Ranks([([layer()], budget(d2h=rate)) for rate in (50.0, 30.0)], alpha="memo")
     assert ranks.plans[0] == ranks.plans[1] == [plan.solve([layer()], budget(d2h=30.0), 0.2)]
@@ -137,11 +137,11 @@ def test_candidate_plans_swap_less_and_more_than_the_optimal_one() -> None:
     assert min(one.step_s for one in (less, more, least, most)) >= optimum.step_s
 
 
-def test_duplicate_candidate_is_left_out() -> None:
+def test_duplicate_candidate_plans_are_dropped() -> None:
     assert len(chosen(([layer()], NOT_BY_LINK), most=5)) == 1
 
 
-def test_number_of_candidates_is_limited_by_the_link_factors() -> None:
+def test_there_are_at_most_as_many_candidate_plans_as_link_factors() -> None:
     plans = chosen(([layer()], BY_LINK), most=1000)
     assert 5 < len(plans) <= len(candidates.LINK_FACTORS)
 

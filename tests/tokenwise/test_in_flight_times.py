@@ -63,14 +63,14 @@ def test_layer_belongs_to_a_region_only_by_whole_parts_of_its_name() -> None:
     )
 
 
-def test_step_that_begins_at_its_peak_has_zero_room() -> None:
+def test_step_that_begins_at_its_peak_has_zero_in_flight_room() -> None:
     recording = Recording()
     recording.step()
     recording.free(-1, 50)
     assert in_flight.times(recording.trace(base_bytes=100), regions(True), 2) == (InFlight(2), InFlight(1))
 
 
-def test_trace_without_events_leaves_zero_room() -> None:
+def test_trace_without_events_gives_zero_in_flight_room() -> None:
     recording = Recording()
     recording.step()
     assert in_flight.times(recording.trace(), regions(True), 3) == (InFlight(3),)

@@ -72,7 +72,7 @@ def test_shown_decisions_have_the_numbers_of_the_plan():
     assert (facts["d2h_bytes_per_s"], facts["h2d_bytes_per_s"]) == (5e10, 0.0)
 
 
-def test_totals_are_sums_over_regions_for_one_forward():
+def test_shown_totals_are_sums_over_regions_for_one_forward():
     facts = decisions(planned({"layers.0": swapping(), "layers.1": swapping(4, learnt=LATE), "layers.2": plain()}))
     names = ("swapped_bytes", "kept_bytes", "recomputed_bytes", "offloads_late_bytes")
     assert [facts[name] // MIB for name in names] == [7, 11, 10, 4]
@@ -81,7 +81,7 @@ def test_totals_are_sums_over_regions_for_one_forward():
     assert [region["kept_bytes"] // MIB for region in facts["regions"]] == [2, 2, 7]
 
 
-def test_regions_are_sorted_by_number():
+def test_regions_are_shown_in_order_of_their_numbers():
     names = ["model.layers.10", "model.layers.0", "model.layers.2", "head", "model.layers.1"]
     facts = decisions(planned(dict.fromkeys(names, swapping())))
     shown = [region["name"] for region in facts["regions"]]

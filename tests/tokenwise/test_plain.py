@@ -34,7 +34,7 @@ def test_plain_plan_needs_room_for_every_byte_and_known_saved_bytes() -> None:
 
 
 @pytest.mark.parametrize(("room", "plain_instances"), [(399, 3), (200, 2), (100, 1)])
-def test_last_instances_are_plain_while_room_lasts(room: int, plain_instances: int) -> None:
+def test_last_layers_are_plain_while_the_device_has_room(room: int, plain_instances: int) -> None:
     solution = plain.solve_partly([REGION], replace(BUDGET, device_bytes=room))
     assert solution is not None and not plain.is_plain(solution)
     *others, last = solution.regions["layer"].groups
@@ -44,7 +44,7 @@ def test_last_instances_are_plain_while_room_lasts(room: int, plain_instances: i
     assert solution.host_bytes >= 10 * (4 - plain_instances), "only the inputs of the other instances are offloaded"
 
 
-def test_every_region_has_the_same_share_of_plain_instances() -> None:
+def test_each_kind_of_layer_has_the_same_share_of_plain_layers() -> None:
     other = replace(REGION, key="other", instances=8, saved_bytes=50)
     solution = plain.solve_partly([REGION, other], replace(BUDGET, device_bytes=400))
     assert solution is not None
@@ -297,7 +297,7 @@ def test_plain_regions_that_communicate_stay_plain_for_longer_inputs() -> None:
         assert training.step(tokens=18) == 0
 
 
-def test_regions_are_not_plain_without_room(keeps_nothing: None) -> None:
+def test_no_region_is_plain_without_device_room(keeps_nothing: None) -> None:
     training = Training()
     with training.session as session:
         training.reach_stable()

@@ -73,13 +73,13 @@ def test_observer_keeps_only_tapes_of_timed_forwards() -> None:
     assert observed.observer.tapes == kept
 
 
-def test_equal_layers_form_one_region_with_an_instance_per_forward() -> None:
+def test_equal_layers_are_planned_together_and_counted_per_forward() -> None:
     (one,) = Observed(Stack(4)).describe()
     (two,) = Observed(Stack(4), forwards=2).describe()
     assert (one.instances, two.instances) == (4, 8)
 
 
-def test_layers_with_different_operators_are_separate_regions() -> None:
+def test_layers_with_different_operators_are_planned_separately() -> None:
     model = Stack(4)
     model.layers[2] = Block(in_place=True)
     model.layers[3] = Block(bias=False)
@@ -122,7 +122,7 @@ def test_planner_gets_bytes_times_and_captures_of_operators() -> None:
     plan.solve([region], ROOMY)  # the solver accepts the description
 
 
-def test_forward_without_backward_is_still_described() -> None:
+def test_forward_without_backward_is_still_described_to_the_planner() -> None:
     (region,) = Observed(Stack(3), backward=False).describe()
     assert region.backward_s == pytest.approx(2 * region.forward_s, rel=2.0)
     plan.solve([region], ROOMY)
@@ -260,7 +260,7 @@ def test_unplanned_program_swaps_the_same_share_of_rows_as_the_plan() -> None:
     assert decided(member, other, addmm) == (member.setting.rows, False)
 
 
-def test_regions_with_another_key_stay_at_the_safest_setting() -> None:
+def test_regions_that_the_plan_does_not_name_stay_at_the_safest_setting() -> None:
     observed = Observed(Stack(2))
     (region,) = observed.describe()
     observed.groups = {"other": observed.regions}

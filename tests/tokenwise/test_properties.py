@@ -14,7 +14,7 @@ from tests.support.random_programs import Program, programs
 FOUND = (
     # graphs of which parts live on after their saved tensors were consumed
     Program((("raises", "routed", "gradient inside"),) * 2, "same tensor", ("anomaly",), ("twice",) * 3),
-    # an operator that raises in a dispatch mode, in a step with device times
+    # an operator that raises in a dispatch mode, in a step whose operators are timed
     Program((("raises",),), modes=("dispatch mode",), schedule=("plain",) * 4),
     # a recompute pass that draws random numbers, inside of the backward of batched gradients
     Program((("drops",), ("own kernel", "drops"), ("drops", "address")), schedule=("batched", "batched by function")),

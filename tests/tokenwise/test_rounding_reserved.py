@@ -172,7 +172,7 @@ def test_plan_leaves_room_for_buffers_of_the_largest_region() -> None:
     assert none.device_bytes == 659 and none.buffers == 0, "there is no room for buffers"
 
 
-def test_plan_with_buffers_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_with_rounding_buffers_keeps_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The exception is a plan that keeps everything, since it prefetches nothing."""
 
     def kept(room_bytes: int, buffers: int) -> tuple[int, bool]:

@@ -110,7 +110,7 @@ def test_step_time_excludes_work_between_steps(plans_by_alpha: None, clock: Cloc
 
 
 @pytest.mark.parametrize(("refused", "stays"), [(1, 3), (2, 3), (3, 1)])
-def test_plan_with_host_refusals_does_not_stay(
+def test_plan_for_which_host_memory_runs_out_does_not_stay(
     refused: int, stays: int, plans_by_alpha: None, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third plan is the fastest, and the first is the next fastest."""

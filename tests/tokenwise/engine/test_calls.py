@@ -72,7 +72,7 @@ def test_bind_raises_if_method_names_differ_from_those_of_the_core(
 
 
 @pytest.mark.parametrize("name", sorted(calls.ExecutorCalls.__abstractmethods__))
-def test_executor_class_without_a_method_that_the_core_calls_raises(name: str) -> None:
+def test_executor_class_that_lacks_a_called_method_raises(name: str) -> None:
     inherited = {key: value for key, value in vars(Executor).items() if key not in (name, "__dict__", "__weakref__")}
     lacking = type("Lacking", (calls.ExecutorCalls,), inherited)
     with pytest.raises(TypeError, match=name):

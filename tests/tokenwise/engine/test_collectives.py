@@ -89,7 +89,7 @@ def launched_again(layer: type[Layer], alpha: float, **settings: Any) -> list[in
 
 @pytest.mark.parametrize("settings", [{}, {"min_offload_bytes": 1 << 30}, {"host_budget_bytes": 2000}])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_reduced_matmul_is_not_reduced_again(alpha, settings):
+def test_all_reduce_of_a_matmul_output_does_not_run_again(alpha, settings):
     assert launched_again(Reduces, alpha, **settings) == [0, 0, 0, 0]
 
 

@@ -218,7 +218,7 @@ def test_optimizer_may_step_a_parameter_of_a_unit_during_backward(alpha: float) 
 
 
 class Shifts(nn.Module):
-    """A layer that adds a parameter after all tensors that its region saves."""
+    """A layer that adds a parameter, after its region has saved all of its tensors."""
 
     def __init__(self) -> None:
         super().__init__()

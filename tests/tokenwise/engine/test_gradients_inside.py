@@ -108,7 +108,7 @@ def test_gradients_hold_when_opaque_region_starts_to_compute_gradients(block: ty
         step_alike(model, reference, step)
 
 
-def test_recomputed_tensors_are_released_when_the_forward_ends(monkeypatch: Any) -> None:
+def test_tensors_recomputed_inside_a_forward_are_released_at_its_end(monkeypatch: Any) -> None:
     torch.manual_seed(0)
     model = Stack(1, Sometimes)
     reference = twin(model)

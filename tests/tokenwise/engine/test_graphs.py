@@ -128,7 +128,7 @@ def test_gradients_hold_for_a_subset_of_parameters(alpha: float) -> None:
 
 
 @alphas
-def test_second_derivatives_hold(alpha: float) -> None:
+def test_second_derivatives_equal_those_without_memplug(alpha: float) -> None:
     torch.manual_seed(0)
 
     class Smooth(Layer):

@@ -115,7 +115,7 @@ def test_backward_may_unpack_a_saved_tensor_twice(device, alpha, times):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_backward_through_part_of_a_retained_graph_leaves_it_usable(device, alpha):
+def test_retained_graph_stays_usable_after_backward_through_a_part(device, alpha):
     model, reference, executor = trained(device, alpha)
     x = torch.randn(2, 6, 16)
     for network in (model, reference):
@@ -174,7 +174,7 @@ def test_gradients_hold_for_in_place_writes_on_a_full_host(device, alpha, block)
 
 
 def alone(device: Adversary, alpha: float, block: type[nn.Module]):
-    """Return a one-layer stack that offloads late and captures its input, its twin and its executor."""
+    """Return a one-layer stack (it captures its input and offloads late), its twin and its executor."""
     torch.manual_seed(0)
     model = Stack(1, block)
     reference = twin(model)

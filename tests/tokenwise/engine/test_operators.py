@@ -122,13 +122,13 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for kind, names in KINDS.items() for name in names])
-def test_operator_has_the_capture_kind_of_the_table(name: str, kind: CaptureKind | None) -> None:
+def test_each_operator_has_its_expected_capture_kind(name: str, kind: CaptureKind | None) -> None:
     packet, _, overload = name.partition(".")
     assert hasattr(aten, packet), f"this torch has no aten::{packet}"
     assert kind_of(getattr(getattr(aten, packet), overload or "default")) is kind
 
 
-def test_max_and_min_are_choices_only_along_a_dimension() -> None:
+def test_max_and_min_are_captured_as_choices_only_along_a_dimension() -> None:
     assert kind_of(aten.max.dim) is kind_of(aten.min.dim) is CaptureKind.CHOICE
     assert kind_of(aten.max.default) is kind_of(aten.max.other) is None
 

@@ -106,7 +106,7 @@ class DrawsUntagged(DrawsBehindCapturedAttention):
 
 
 class UntaggedWithoutDropout(DrawsUntagged):
-    """The same operator without dropout, which draws nothing."""
+    """The same layer without attention dropout, so its operator draws nothing."""
 
     dropout = 0.0
 

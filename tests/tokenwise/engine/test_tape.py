@@ -41,7 +41,7 @@ def test_operator_runs_only_if_a_saved_tensor_depends_on_it() -> None:
     assert plan(lambda x, w: [(x.sin(), x.cos().exp())[1]]) == [("sin", SKIP), ("cos", RUN), ("exp", RUN)]
 
 
-def test_nothing_runs_if_nothing_is_saved() -> None:
+def test_no_operator_runs_again_if_no_tensor_is_saved() -> None:
     assert plan(lambda x, w: (x.sin().exp(), ())[1]) == [("sin", SKIP), ("exp", SKIP)]
 
 
@@ -57,7 +57,7 @@ def test_unread_captured_output_is_not_prefetched() -> None:
     assert plan(lambda x, w: [((x @ w).exp(), x.sin())[1]], {"mm": True}) == [("mm", SKIP), ("exp", SKIP), ("sin", RUN)]
 
 
-def test_only_writes_to_saved_storages_run() -> None:
+def test_in_place_writes_run_again_only_for_saved_storages() -> None:
     def call(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
         y, z = x.sin(), x.cos()
         y.add_(1)
@@ -123,7 +123,7 @@ def test_storage_at_a_reused_address_is_a_new_storage() -> None:
     assert [action for _, action in plan(call)] == [SKIP] * 50 + [RUN]
 
 
-def test_views_are_skipped() -> None:
+def test_recompute_pass_skips_views() -> None:
     assert plan(lambda x, w: [x.sin().t()[1:]]) == [("sin", RUN), ("t", SKIP), ("slice", SKIP)]
 
 

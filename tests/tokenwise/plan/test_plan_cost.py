@@ -22,7 +22,7 @@ def choices(draw):
     """Draw regions, one or two groups for each, a budget that the choice fits, and whether inputs are swapped."""
     regions = [replace(one, overhead_forward_s=0.5, overhead_backward_s=0.25) for one in draw(problems)]
     padding_bytes = draw(st.sampled_from((0, 0, MIB)))
-    # a share of a tensor takes all of its padding, which no linear program expresses
+    # a swapped share of a tensor still takes all of its padding, which a linear program cannot express
     parts = (0.0, 1.0) if padding_bytes else (0.0, 0.25, 0.5, 1.0)
     groups = []
     for region in regions:

@@ -25,7 +25,7 @@ def test_swapped_rows_exactly_fill_the_link():
     assert plan.bound == "link forward"
 
 
-def test_backward_link_can_be_the_bottleneck():
+def test_link_to_the_device_can_be_the_bottleneck():
     """Prefetching y bytes takes y/4 s; backward takes 20 + 4 (1 - y/100) s: equal at y = 82.76.
 
     The forward's link could carry all 100 bytes.
@@ -36,7 +36,7 @@ def test_backward_link_can_be_the_bottleneck():
     assert plan.bound == "link backward"
 
 
-def test_plan_stalls_where_recompute_costs_more():
+def test_plan_stalls_on_a_copy_if_recomputing_costs_more():
     """The input's 100 bytes fill 40 s at 2.5 bytes/s. 20 more stall for 8 s; running the operator again costs 40 s."""
     dear = operator("attention", (0,), (1,), time_s=40.0, size=20, capture="whole")
     layer = region(dear, saved={1}, input_bytes=100, forward_s=40.0, backward_s=80.0)
@@ -74,7 +74,7 @@ def test_host_memory_goes_to_the_output_that_is_costliest_to_recompute():
     assert plan.bound == "host"
 
 
-def test_last_instances_keep_outputs_while_the_device_has_room():
+def test_last_layers_keep_outputs_while_the_device_has_room():
     """Without host memory, 250 device bytes keep 2 of 4 outputs; the others cost 5 s each: 40 + 80 + 10 s."""
     plan = solve([region(ATTENTION, saved={1}, instances=4)], budget(host=0, device=250))
     groups = plan.regions["layer"].groups
@@ -84,7 +84,7 @@ def test_last_instances_keep_outputs_while_the_device_has_room():
     assert plan.step_s == pytest.approx(130.0)
 
 
-def test_instance_that_never_offloads_keeps_outputs_like_the_last_ones():
+def test_layer_that_never_offloads_keeps_outputs_like_the_last_layers():
     """One of five forwards never offloads: 250 device bytes keep two outputs, so the step takes 50 + 100 + 3 * 5 s."""
     layers = region(ATTENTION, saved={1}, instances=4, staying=1)
     plan = solve([layers], budget(host=0, device=250))
@@ -311,7 +311,7 @@ UNIT = operator("unit", (0,), (1,), time_s=4.0, size=0, capture="never")
 SAVED, RETURNED = (operator(f"part {n}", (1,), (n,), time_s=0.0, size=100, made_by_rows=0) for n in (2, 3))
 
 
-def test_outputs_of_a_unit_are_swapped_by_equally_many_rows():
+def test_all_outputs_of_a_unit_swap_the_same_number_of_rows():
     """In the forward's 10 s 100 bytes pass: half of the rows of both outputs, which spare half of the unit's 4 s.
 
     All rows of one output would spare nothing.
