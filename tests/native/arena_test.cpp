@@ -122,7 +122,7 @@ void of_the_stretches_in_one_space_the_smallest_is_taken_too() {
   arena.load(std::move(plan));
   arena.begin_step();
   CHECK(at(arena, ask(arena, 1)) == 4);
-  CHECK(at(arena, ask(arena, 2, 4)) == 5); // of 3 free units above and 4 below
+  CHECK(at(arena, ask(arena, 2, 4)) == 5); // the smaller stretch: 3 units above, not the 4 below
   CHECK(at(arena, ask(arena, 2, 4)) == 0);
 }
 

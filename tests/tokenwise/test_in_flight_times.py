@@ -78,7 +78,7 @@ def test_trace_without_events_gives_zero_in_flight_room() -> None:
 
 @pytest.mark.parametrize("most_bytes", [480_000, 700_000])
 def test_regions_hold_at_most_the_allowed_bytes(most_bytes: int) -> None:
-    """Regions hold at least the saved tensors of one; without a limit, as many bytes as full recomputation."""
+    """Regions hold one region's saved tensors at least; without a limit they hold as much as full recomputation."""
     freely, least, kept_to = (most_held(promised) for promised in (None, 0, most_bytes))
     assert least <= kept_to <= max(least, most_bytes) < freely
 
