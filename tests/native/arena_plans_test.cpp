@@ -57,12 +57,12 @@ void what_an_earlier_plan_kept_frees_nothing_of_a_later_one() {
   void* const former = ask(arena, 1);
   arena.load(keeping());
   arena.begin_step();
-  CHECK(former != nullptr && device.reserved.size() == 1 && ask(arena, 1) == nullptr); // it holds the one slot
+  CHECK(former != nullptr && device.reserved.size() == 1 && ask(arena, 1) == nullptr); // `former` has the slot
   arena.give_back(former);
   void* const later = ask(arena, 1);
   CHECK(later == former && !arena.give_back(static_cast<char*>(later) + UNIT));
   arena.begin_step();
-  CHECK(ask(arena, 1) == nullptr); // its only slot is taken
+  CHECK(ask(arena, 1) == nullptr); // `later` holds the only slot
 }
 
 void a_block_that_outlives_its_step_is_the_only_one_of_its_request() {
@@ -74,7 +74,7 @@ void a_block_that_outlives_its_step_is_the_only_one_of_its_request() {
   for (int step = 0; step < 3; ++step) {
     arena.begin_step();
     CHECK(first != nullptr && ask(arena, 2) == nullptr);
-    CHECK(ask(arena, 3, 1) == nullptr); // its bytes are held
+    CHECK(ask(arena, 3, 1) == nullptr); // `first` holds these bytes
   }
   CHECK(arena.counters().lasting == 3 && arena.counters().occupied == 3 && arena.counters().leftover_bytes == 2 * UNIT);
   CHECK(arena.leftovers() == (std::vector<std::pair<int64_t, int64_t>>{{0, 2 * UNIT}}));
@@ -84,13 +84,13 @@ void a_block_that_outlives_its_step_is_the_only_one_of_its_request() {
   CHECK(displaced != nullptr && at(arena, displaced) == 0 && displaced != first && arena.give_back(displaced));
   arena.extend(0);
   CHECK(device.reserved.size() == 1);
-  arena.load(plan_of({planned(0, 2), planned(0, 2, 1)}, 2)); // the next plan knows it too, in the same memory
+  arena.load(plan_of({planned(0, 2), planned(0, 2, 1)}, 2)); // the same memory: `first` stays a leftover
   arena.begin_step();
   CHECK(device.reserved.size() == 1 && ask(arena, 2) == nullptr);
   arena.give_back(first);
   int steps = 0;
   for (arena.begin_step(); ask(arena, 2) == nullptr; arena.begin_step()) {
-    CHECK(++steps < 100); // each step tries again
+    CHECK(++steps < 100); // some steps later the arena serves the request again
   }
   CHECK(steps > 8);
 }
@@ -131,7 +131,7 @@ void a_later_arena_that_cannot_be_reserved_leaves_nothing_of_the_earlier_one() {
   device.capacity = 4 * UNIT;
   Arena arena(device, false);
   arena.load(plan_of({planned(0, 4)}, 4));
-  ArenaPlan plan = plan_of({planned(0, 4)}, 4); // in the same memory, except what it keeps
+  ArenaPlan plan = plan_of({planned(0, 4)}, 4); // the same memory, plus bytes that outlive the step
   plan.kept_bytes = UNIT;
   bool refused = false;
   try {

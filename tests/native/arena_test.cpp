@@ -32,7 +32,7 @@ void one_request_too_many_shifts_no_other() {
   CHECK(ask(arena, 7) == nullptr); // the plan has no such size
   CHECK(at(arena, ask(arena, 1)) == 0);
   CHECK(at(arena, ask(arena, 2)) == 1);
-  CHECK(at(arena, ask(arena, 2)) == 4); // too early: the slot of the next request of its size
+  CHECK(at(arena, ask(arena, 2)) == 4); // early, so it gets the slot of the next request of its size
   CHECK(at(arena, ask(arena, 1)) == 3); // found before the last slot taken
   CHECK(ask(arena, 2) == nullptr); // no slot is left
   const ArenaCounters counters = arena.counters();
@@ -55,7 +55,7 @@ void bytes_that_are_in_use_are_not_handed_out() {
   arena.begin_step();
   void* const first = ask(arena, 4);
   CHECK(at(arena, first) == 0);
-  CHECK(ask(arena, 1) == nullptr); // its place is after the free
+  CHECK(ask(arena, 1) == nullptr); // `first` still holds its bytes
   CHECK(ask(arena, 4) == nullptr);
   CHECK(arena.counters().occupied == 2);
   arena.give_back(first);
@@ -85,7 +85,7 @@ void what_outlives_the_step_takes_turns() {
   arena.begin_step();
   CHECK(ask(arena, 1, 1) != nullptr); // the other slot
   arena.begin_step();
-  CHECK(ask(arena, 1, 1) == nullptr); // both slots are kept
+  CHECK(ask(arena, 1, 1) == nullptr); // both slots are in use
 }
 
 // -- dynamic ----------------------------------------------------------------------------------------------------------
@@ -101,11 +101,11 @@ void a_dynamic_request_gets_the_smallest_stretch_that_is_large_enough() {
   arena.begin_step();
   void* const first = ask(arena, 2, 4);
   CHECK(at(arena, first) == 6);
-  CHECK(at(arena, ask(arena, 1, 4)) == 10); // of another group, as all later ones
+  CHECK(at(arena, ask(arena, 1, 4)) == 10); // belongs to the other group, like all later requests
   CHECK(at(arena, ask(arena, 1, 4)) == 11);
   CHECK(ask(arena, 1, 4) == nullptr);
   void* const second = ask(arena, 2, 4);
-  CHECK(second == nullptr); // of that group too, which is full
+  CHECK(second == nullptr); // belongs to the other group, which is full
   arena.give_back(first);
   arena.begin_step();
   CHECK(at(arena, ask(arena, 2, 4)) == 6);
@@ -122,7 +122,7 @@ void of_the_stretches_in_one_space_the_smallest_is_taken_too() {
   arena.load(std::move(plan));
   arena.begin_step();
   CHECK(at(arena, ask(arena, 1)) == 4);
-  CHECK(at(arena, ask(arena, 2, 4)) == 5); // 3 units above, 4 below
+  CHECK(at(arena, ask(arena, 2, 4)) == 5); // the smaller stretch: 3 units above, not the 4 below
   CHECK(at(arena, ask(arena, 2, 4)) == 0);
 }
 
@@ -135,7 +135,7 @@ void what_lies_between_the_passes_is_lent_as_far_up_as_possible() {
   void* const lent = ask(arena, 3, 9, MAIN, Reuse::BETWEEN);
   CHECK(at(arena, lent) == 5);
   CHECK(at(arena, ask(arena, 2)) == 2);
-  CHECK(ask(arena, 2) == nullptr); // its bytes are lent
+  CHECK(ask(arena, 2) == nullptr); // `lent` holds its bytes
   CHECK(ask(arena, 3, 9, MAIN, Reuse::BETWEEN) == nullptr);
   arena.give_back(lent);
   CHECK(at(arena, ask(arena, 4, 9, MAIN, Reuse::BETWEEN)) == 4);
@@ -154,7 +154,7 @@ void bytes_that_another_stream_used_are_behind_an_event() {
   arena.give_back(first);
   CHECK(!device.is_after(SIDE, MAIN));
   CHECK(ask(arena, 1, 2, SIDE) != nullptr);
-  CHECK(!device.is_after(SIDE, MAIN)); // it has bytes of its own
+  CHECK(!device.is_after(SIDE, MAIN)); // MAIN never used its bytes
   CHECK(at(arena, ask(arena, 1, 1, SIDE)) == 0);
   CHECK(device.is_after(SIDE, MAIN));
 }
@@ -175,7 +175,7 @@ void a_stream_that_a_block_was_lent_to_is_waited_for() {
   arena.give_back(second);
   device.synchronize();
   arena.begin_step();
-  CHECK(ask(arena, 1) != nullptr && !device.is_after(MAIN, SIDE)); // its work was finished
+  CHECK(ask(arena, 1) != nullptr && !device.is_after(MAIN, SIDE)); // SIDE's work has finished
   CHECK(device.events == 0);
 }
 
@@ -184,7 +184,7 @@ void what_the_plan_does_not_know_of_is_ordered_all_the_same() {
   Arena arena(device, false);
   arena.load(plan_of({planned(2, 1), planned(0, 2, 1, 1)}, 3, 2));
   arena.begin_step();
-  CHECK(ask(arena, 1) != nullptr); // tells which stream is the main one
+  CHECK(ask(arena, 1) != nullptr); // the first request shows which stream is the main one
   void* const lent = ask(arena, 2, 9, MAIN, Reuse::BETWEEN);
   CHECK(at(arena, lent) == 0);
   ++device.queued[MAIN];
@@ -214,7 +214,7 @@ void where_the_bytes_are_not_free_idle_ones_are_taken() {
   arena.load(std::move(plan));
   arena.begin_step();
   CHECK(at(arena, ask(arena, 2)) == 0);
-  CHECK(at(arena, ask(arena, 1)) == 3); // not at 1
+  CHECK(at(arena, ask(arena, 1)) == 3); // not at 1, whose bytes are in use
   CHECK(ask(arena, 1, 1) == nullptr); // it has no spare bytes
   CHECK(arena.counters().reusable == 1 && arena.counters().occupied == 1 && arena.late().size() == 2);
 }

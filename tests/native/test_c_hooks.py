@@ -1,4 +1,4 @@
-"""Errors inside C functions that torch and Python call become Python errors, and nothing else is lost."""
+"""Errors in C functions that torch and Python call become Python errors, and leak nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.native_forward import Run
 
 
 class Fails(Block):
-    """A block whose backward asks for a tensor whose recompute pass may fail."""
+    """A block whose recompute pass may fail."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return MayFail.apply(super().forward(x))
@@ -28,7 +28,7 @@ def out_of_memory() -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError("out of memory")
 
 
-def test_tensor_saved_after_its_forward_ended_raises() -> None:
+def test_saving_a_tensor_after_its_forward_ended_raises() -> None:
     run = Run(core(), lambda: torch.randn(2, requires_grad=True).exp())
     pack = run.forward.pack()
     del run
@@ -38,7 +38,7 @@ def test_tensor_saved_after_its_forward_ended_raises() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
-def test_error_of_a_recompute_pass_is_raised_by_backward(error: Callable[[], BaseException]) -> None:
+def test_backward_raises_the_error_of_its_recompute_pass(error: Callable[[], BaseException]) -> None:
     model = Stack(2, Fails)
     tokenwise(model, 0.0)
     loss = model(torch.randn(2, 6, 16))
@@ -48,7 +48,7 @@ def test_error_of_a_recompute_pass_is_raised_by_backward(error: Callable[[], Bas
     Failing.arm(0)
 
 
-def test_error_while_explaining_an_error_leaves_recursion_depth_unchanged() -> None:
+def test_failing_explain_hook_leaves_recursion_depth_unchanged() -> None:
     model = Stack(1, Fails)
     executor = tokenwise(model, 0.0)
 

@@ -39,7 +39,7 @@ def found(tmp_path: Path, added: str) -> list[str]:
     return not_handed_on(tmp_path)
 
 
-def test_calls_that_the_arena_forwards_are_not_reported(tmp_path: Path) -> None:
+def test_forwarded_allocator_calls_are_not_reported(tmp_path: Path) -> None:
     assert found(tmp_path, "") == []
 
 
@@ -56,11 +56,11 @@ def test_calls_that_the_arena_forwards_are_not_reported(tmp_path: Path) -> None:
         ("  virtual void pure() = 0;", "pure, parameters: 0"),
     ],
 )
-def test_new_call_is_reported_by_name_and_parameters(added: str, name: str, tmp_path: Path) -> None:
+def test_unforwarded_allocator_call_is_reported_with_parameter_count(added: str, name: str, tmp_path: Path) -> None:
     assert found(tmp_path, added) == [name]
 
 
 @pytest.mark.gpu
-def test_installed_torch_has_no_unforwarded_call() -> None:
+def test_arena_forwards_every_allocator_call_of_the_installed_torch() -> None:
     assert torch.version.cuda is not None
     assert not_handed_on() == []

@@ -1,7 +1,7 @@
 """Each C++ file includes what it uses.
 
-The build does not show whether it does: it compiles sources in lots, after the includes of the earlier ones
-(`Extension.lots`).
+The build does not notice a missing include: it compiles several sources as one (`Extension.lots`), so a source sees the
+includes of those before it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def complaint(extension: Extension, file: Path) -> str:
 
 
 @pytest.mark.parametrize(("text", "compiles"), [("#include <vector>\n", True), ("", False)])
-def test_file_with_a_missing_include_is_found(text: str, compiles: bool, tmp_path: Path) -> None:
+def test_missing_include_is_detected(text: str, compiles: bool, tmp_path: Path) -> None:
     file = tmp_path / "list.h"
     file.write_text(f"{text}inline bool is_empty(const std::vector<int>& list) {{ return list.empty(); }}\n")
     assert (complaint(Extension("alone", "test", (tmp_path,)), file) == "") == compiles

@@ -33,9 +33,9 @@ FOLDER = str(Path(module.__file__).parent)
 
 
 class Interrupts:
-    """Raises `KeyboardInterrupt` at the given moment, counted in the code of memplug's executor.
+    """Raises `KeyboardInterrupt` at the n-th moment in the code of memplug's executor.
 
-    A moment is a point at which Python would raise it.
+    A moment is a point where Python itself could raise it: before or after a call.
     """
 
     def __init__(self, moment: int):
@@ -56,7 +56,7 @@ class Interrupts:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("block", [Block, DropsAttention], ids=lambda block: block.__name__)
-def test_interrupt_at_any_moment_leaves_a_clean_state_and_right_next_step(
+def test_interrupt_at_any_moment_leaks_nothing_and_next_step_is_correct(
     block: Callable[[], nn.Module], alpha: float
 ) -> None:
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ class DropsThenMayFail(Drops):
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_error_in_a_recompute_pass_restores_the_random_generator(error: type[BaseException], alpha: float) -> None:
+def test_failed_recompute_pass_restores_the_random_generator(error: type[BaseException], alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(3, DropsThenMayFail)
     executor = tokenwise(model, alpha)

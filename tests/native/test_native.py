@@ -75,7 +75,7 @@ def test_missing_compiler_is_reported_with_advice(refusal: Callable[[], str], mo
 
 
 @pytest.mark.long  # it starts six processes; workers of tests that start together build the core once too
-def test_concurrent_processes_build_once_after_failed_and_killed_builds(
+def test_concurrent_processes_build_a_library_once_after_failed_builds(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = tmp_path / "sources"
@@ -87,7 +87,7 @@ def test_concurrent_processes_build_once_after_failed_and_killed_builds(
     assert folder.parent == root and not small.is_built()
     failed = run_python(FAILS, env={"CXX": "/nonexistent/c++"})
     assert "built: False" in failed and "What to do: Install a C++ compiler" in failed and "/nonexistent" in failed
-    (folder / "lock").touch()  # a killed build of torch leaves it, and torch would wait forever
+    (folder / "lock").touch()  # a killed build leaves this lock, on which torch would wait forever
     small.library().write_bytes(b"cut off")
     assert not small.is_built()
     processes = [start_python(BUILDS) for _ in range(3)]
@@ -131,8 +131,10 @@ def test_broken_library_is_reported_with_advice(root: Path, refusal: Callable[[]
     assert not native.CORE.is_built()
 
 
-def test_cpp_runtime_is_torchs_even_with_static_libstdcxx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two C++ runtimes numbers in messages end the process: one runtime writes them with the other's locale."""
+def test_extensions_share_torchs_libstdcxx_despite_a_static_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two C++ runtimes, a number in a message ends the process: one formats it with the other's locale."""
     compiler = shutil.which("g++") or pytest.skip("there is no g++")
     wrapper = tmp_path / "g++"
     wrapper.write_text(f'#!/bin/sh\nexec {compiler} "$@" -static-libstdc++\n')
@@ -167,7 +169,7 @@ ROOMS_BELOW = {
 
 
 def test_sources_include_only_lower_rooms() -> None:
-    """The core then still builds without the folder of a technique."""
+    """If so, the core builds without the folder of any technique."""
     package = Path(native.__file__).parent.parent
     room_of = {name: path.relative_to(package).parts[0] for name, path in native.CORE.sources().items()}
     seen = Counter[str]()
@@ -179,7 +181,7 @@ def test_sources_include_only_lower_rooms() -> None:
     assert set(seen) == set(ROOMS_BELOW) and all(seen.values()), seen
 
 
-def test_every_source_flag_and_version_changes_the_build_folder(
+def test_build_folder_depends_on_every_source_flag_and_version(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies = tuple(tmp_path / str(number) for number in range(len(native.CORE.folders)))
@@ -205,7 +207,7 @@ def test_every_source_flag_and_version_changes_the_build_folder(
     assert {folder.parent for folder in folders} == {root}
 
 
-def test_build_folder_is_torchs_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_folder_is_in_torchs_extension_folder_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.cpp_extension import get_default_build_root
 
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)

@@ -17,7 +17,7 @@ from memplug.profile.recorder import Detail, Recorder
 
 
 class _Core:
-    """Stands in for the native core built with CUDA, and keeps the relevant calls in order."""
+    """Stands in for the native core built with CUDA, and records the relevant calls in order."""
 
     def __init__(self, complaint: str | None = None):
         self.calls: list[Any] = []
@@ -46,7 +46,7 @@ class _Core:
     Suspended = SimpleNamespace
 
     def claim(self, *_: Any) -> None:
-        """Stand in for this and the other calls, which do nothing."""
+        """Do nothing; the names below are further calls that do nothing."""
 
     release = watch = forget = end_requests = uninstall_cpu = uninstall_cuda = claim
 
@@ -79,7 +79,7 @@ def test_cuda_is_initialised_before_the_listener_is_attached(recorder_on):
 
 
 def test_initial_memory_excludes_freed_blocks_that_wait_for_a_stream(recorder_on):
-    # 2048 - 1536 bytes are in blocks that were freed earlier: the recorder sees no second free of them.
+    # 2048 - 1536 bytes are in blocks that are already freed, so the recorder will see no free of them.
     core = _Core()
     recorder = recorder_on(core)
     recorder.begin(Detail.REQUESTS)
@@ -88,8 +88,8 @@ def test_initial_memory_excludes_freed_blocks_that_wait_for_a_stream(recorder_on
 
 
 @pytest.mark.parametrize("backend", ["cudaMallocAsync", "pluggable"])
-def test_unobservable_allocator_raises_with_the_setting_to_change(recorder_on, backend):
-    # The text of torch's error, which goes on with a stack.
+def test_error_for_unobservable_allocator_names_the_setting_to_change(recorder_on, backend):
+    # The beginning of torch's error; a stack follows it.
     core = _Core(
         f"{backend} does not yet support attachAllocatorTraceTracker.\nException raised from here (most recent"
     )
@@ -117,7 +117,7 @@ def test_unobservable_allocator_raises_with_the_setting_to_change(recorder_on, b
         (None, "a build of torch with CUDA"),
     ],
 )
-def test_core_built_without_cuda_headers_names_their_packages(recorder_on, monkeypatch, cuda, remedy):
+def test_core_without_cuda_headers_raises_with_the_packages_to_install(recorder_on, monkeypatch, cuda, remedy):
     class WithoutCuda(_Core):
         install_cuda = property()  # raises AttributeError
 
@@ -140,7 +140,7 @@ def test_arena_refuses_unsupported_allocator_with_advice(monkeypatch, backend):
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_settings_that_round_requests_up_are_refused_with_advice(monkeypatch, variable):
+def test_allocator_settings_that_round_requests_up_are_refused(monkeypatch, variable):
     monkeypatch.setattr(native, "load", _Core)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
@@ -150,7 +150,7 @@ def test_settings_that_round_requests_up_are_refused_with_advice(monkeypatch, va
     assert "Take that out" in caught.value.advice
 
 
-def test_core_without_cuda_arena_is_reported(monkeypatch):
+def test_core_built_without_the_cuda_arena_raises(monkeypatch):
     monkeypatch.setattr(native, "load", _Core)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
@@ -175,7 +175,7 @@ TOOLKIT = ("include/cuda_runtime_api.h", "include/crt/host_config.h")
             ("nvidia/cuda_runtime/include", "nvidia/cuda_nvcc/include"),
             id="packages of CUDA 12 and its compiler",
         ),
-        # The result of `pip install torch`: the runtime without `crt`, and Triton.
+        # `pip install torch` installs the runtime without `crt`, and Triton.
         pytest.param("13.0", CU13[:1] + TRITON, ("triton/backends/nvidia/include",), id="torch's wheel of CUDA 13"),
         pytest.param("12.4", CU12[:1] + TRITON, ("triton/backends/nvidia/include",), id="torch's wheel of CUDA 12"),
         pytest.param("12.4", CU12[:1], (), id="half of the headers"),
@@ -183,7 +183,7 @@ TOOLKIT = ("include/cuda_runtime_api.h", "include/crt/host_config.h")
         pytest.param(None, TOOLKIT + CU13 + TRITON, (), id="torch without CUDA"),
     ],
 )
-def test_headers_of_toolkits_and_wheels_are_found(tmp_path, monkeypatch, cuda, installed, found):
+def test_cuda_headers_are_found_in_toolkits_and_wheels(tmp_path, monkeypatch, cuda, installed, found):
     for header in installed:
         (tmp_path / header).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / header).touch()
@@ -197,8 +197,7 @@ def test_headers_of_toolkits_and_wheels_are_found(tmp_path, monkeypatch, cuda, i
         building.cuda_headers.cache_clear()
 
 
-def test_package_is_found_without_importing_it(tmp_path, monkeypatch):
-    # Namespaces may lie in several places.
+def test_all_folders_of_a_namespace_package_are_found(tmp_path, monkeypatch):
     for place in ("a", "b"):
         (tmp_path / place / "memplug_test_namespace").mkdir(parents=True)
         monkeypatch.syspath_prepend(str(tmp_path / place))

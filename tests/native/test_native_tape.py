@@ -25,7 +25,7 @@ KINDS = [
     for kind in vars(forwards).values()
     if isinstance(kind, type) and issubclass(kind, nn.Module) and kind is not Layer
 ]
-# the others write to memory from outside, whose former values a frame keeps, or are opaque
+# left out: layers that write to memory from outside (their frames keep its former values), and opaque ones
 REPLAYED = [
     kind for kind in KINDS if kind.__name__ not in ("WritesInput", "Statistics", "Normalizes", "RunsInvisibleKernel")
 ]
@@ -37,7 +37,7 @@ def core() -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_tape_of_every_forward_equals_the_dispatch_modes(core: Any, kind: type[Layer]) -> None:
+def test_native_tape_of_every_forward_equals_the_reference_tape(core: Any, kind: type[Layer]) -> None:
     torch.manual_seed(0)
     layer = kind()
     x = torch.randn(6, 4, 16, requires_grad=True)
@@ -84,14 +84,14 @@ def test_different_forward_departs_from_the_template(core: Any, change: str) -> 
     assert Run(core, lambda: CHANGES[change](x.tanh(), 0), both_known).tape is first.tape
 
 
-def test_forward_that_saves_other_tensors_departs(core: Any) -> None:
+def test_forward_that_saves_other_tensors_departs_from_the_template(core: Any) -> None:
     x = torch.randn(4, 4)
     first = Run(core, lambda: x.clone().requires_grad_() @ x)
     second = Run(core, lambda: x.clone() @ x, (first.tape,))
     assert not second.follows and len(second.saved) < len(first.saved)
 
 
-def test_forward_with_one_operator_less_departs(core: Any) -> None:
+def test_forward_with_one_operator_fewer_departs_from_the_template(core: Any) -> None:
     x = torch.randn(4, 4)
     first = Run(core, lambda: x.exp().sin())
     second = Run(core, lambda: x.exp(), (first.tape,))
@@ -107,7 +107,7 @@ def test_replay_restores_saved_tensors(core: Any, kind: type[Layer], captured: s
     outputs = Outputs()
     with outputs:
         run = Run(core, lambda: layer(x))
-    assert not run.forward.opaque & ~CHANGED  # torch resolves conjugated tensors before it calls a mode
+    assert not run.forward.opaque & ~CHANGED  # CHANGED: torch resolves conjugates before calling `outputs`
     after = torch.get_rng_state()
     copies = outputs.of(run.tape) if captured != "nothing" else {}
     rows = {index: -1 if captured == "matmuls" else tensor.shape[0] // 2 for index, tensor in copies.items()}
@@ -150,12 +150,12 @@ class Outputs(TorchDispatchMode):
         return dict(zip(indices, self.matmuls, strict=True))
 
 
-CHANGED = 1 << 9  # of memplug/tokenwise/native/tape/tape.h: Opaque
+CHANGED = 1 << 9  # a bit of `Opaque` in memplug/tokenwise/native/tape/tape.h
 MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 
 
 class Drops(nn.Module):
-    """Dropout of every kind: an operator that draws, memory filled with draws, and a generator of its own."""
+    """Dropout of every kind: an operator that draws, memory filled with random numbers, and a separate generator."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         own = torch.Generator().manual_seed(3)
@@ -225,7 +225,7 @@ def test_autocast_casts_are_separate_operators(core: Any) -> None:
     assert [record.func._schema.name for record in records_of(run.tape)].count("aten::_to_copy") == 2
 
 
-def test_freed_input_memory_raises_instead_of_crashing(core: Any) -> None:
+def test_replay_raises_if_its_input_memory_was_freed(core: Any) -> None:
     weight = torch.randn(1000, 1000)
     run = Run(core, lambda: (torch.ones(1000, 1000).requires_grad_() @ weight).exp())
     weight.untyped_storage().resize_(0)
@@ -234,14 +234,14 @@ def test_freed_input_memory_raises_instead_of_crashing(core: Any) -> None:
 
 
 class Silent(torch.Tensor):
-    """A sparse tensor that does not say which tensors it consists of."""
+    """A sparse tensor subclass that raises in every operator."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise TypeError("it does not say")
 
 
-def test_frame_is_freed_without_asking_tensors_for_their_bytes(core: Any) -> None:
+def test_freeing_a_frame_does_not_query_the_sizes_of_its_tensors(core: Any) -> None:
     """An error in the frame's destructor would end the process."""
     run = Run(core, lambda: torch.ones(4).requires_grad_().exp())
     run.forward.restore(0, torch.ones(4))
@@ -263,7 +263,7 @@ def test_recompute_pass_that_lacks_an_operators_input_raises_diverged(core: Any)
         run.restored({matmul: True}, lambda index: ([], -1))
 
 
-def test_outside_tensor_changed_before_replay_raises(core: Any) -> None:
+def test_writing_to_an_outside_tensor_before_replay_raises(core: Any) -> None:
     scale = torch.tensor([2.0])
     run = Run(core, lambda: (torch.ones(3).requires_grad_() * 1 + scale).exp())
     scale.mul_(3)
@@ -271,7 +271,7 @@ def test_outside_tensor_changed_before_replay_raises(core: Any) -> None:
         run.restored({}, pytest.fail)
 
 
-def test_recomputed_collective_is_waited_for(core: Any, group: Any) -> None:
+def test_recompute_pass_waits_for_its_collective(core: Any, group: Any) -> None:
     weight, x = torch.ones(4, requires_grad=True), torch.randn(4)
     collectives = torch.ops._c10d_functional
 
@@ -289,7 +289,9 @@ REDUCTIONS = {"sum": dist.ReduceOp.SUM, "maximum": dist.ReduceOp.MAX}
 
 
 @pytest.mark.parametrize(("first", "second"), [("sum", "sum"), ("sum", "maximum")])
-def test_collective_matches_only_with_same_group_and_reduction(core: Any, group: Any, first: str, second: str) -> None:
+def test_collective_follows_the_template_only_with_the_same_reduction(
+    core: Any, group: Any, first: str, second: str
+) -> None:
     def call(reduction: str) -> torch.Tensor:
         y = torch.ones(4)
         dist.all_reduce(y, REDUCTIONS[reduction], group)

@@ -47,7 +47,7 @@ def destroy() -> None:
 
 @pytest.mark.distributed
 def test_tape_keeps_no_process_group_alive(tmp_path: Path) -> None:
-    """A thread of the group may free a frame with its tape, and would then wait for itself."""
+    """If a tape held its group, a thread of that group that frees the tape would wait for itself."""
     launch_forked(["tests.support.group_worker", tmp_path], module=True)
     for rank in (0, 1):
         before, meanwhile, after, *errors = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -58,7 +58,9 @@ def test_tape_keeps_no_process_group_alive(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_forward_on_another_group_has_another_tape(core: Any, init: Callable[[], Any], name: str) -> None:
+def test_forward_on_another_process_group_departs_from_the_template(
+    core: Any, init: Callable[[], Any], name: str
+) -> None:
     first = init()
     second = dist.new_group([0])
     tapes = [Run(core, lambda group=group: saving(COLLECTIVES[name], group)).tape for group in (first, second)]
@@ -70,7 +72,7 @@ def test_forward_on_another_group_has_another_tape(core: Any, init: Callable[[],
 
 @pytest.mark.parametrize("name", ["of c10d", "functional, by the group"])
 def test_new_group_is_not_mistaken_for_a_destroyed_one(core: Any, init: Callable[[], Any], name: str) -> None:
-    """The later group could have the former one's address if the tape did not hold that."""
+    """The tape blocks the destroyed group's address; otherwise the new group could get the same one."""
     tapes: tuple[Any, ...] = ()
     for _ in range(8):
         init()
@@ -91,7 +93,9 @@ def test_recompute_pass_relaunches_the_collective_on_its_group(core: Any, init: 
 
 
 @pytest.mark.parametrize("name", ["of c10d", "functional, by the group"])
-def test_recompute_pass_without_its_group_raises(core: Any, init: Callable[[], Any], name: str) -> None:
+def test_recompute_pass_raises_if_its_process_group_was_destroyed(
+    core: Any, init: Callable[[], Any], name: str
+) -> None:
     init()
     run = Run(core, lambda: saving(COLLECTIVES[name], dist.group.WORLD))
     destroy()

@@ -1,4 +1,4 @@
-"""The native tapes of Megatron-Core's layers, on two processes, equal those of the reference."""
+"""The native tapes of Megatron-Core's layers, on two processes, equal those that a dispatch mode records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.distributed
 
 MIXTURE = {"experts": 8}
 SUM, GATHER, SCATTER, MOVE = "allreduce_", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"
-# each layout, and the collectives of a layer's forward: attention, then the MLP or the experts
+# each layout, with the collectives of a layer's forward in order: attention, then MLP or experts
 LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "dense": ({}, []),
     "dropout": ({"fields": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}, []),
@@ -39,7 +39,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_tapes_of_megatron_layers_equal_the_dispatch_modes(ranks: list[dict[str, Any]], layout: str) -> None:
+def test_tapes_of_megatron_layers_equal_the_reference_tapes(ranks: list[dict[str, Any]], layout: str) -> None:
     for rank in ranks:
         layers = rank[layout]
         assert not isinstance(layers, str), layers

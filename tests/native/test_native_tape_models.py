@@ -1,4 +1,4 @@
-"""The native tapes of Hugging Face's models and of their decoder layers equal those of the reference."""
+"""The native tapes of Hugging Face's models and decoder layers equal those that a dispatch mode records."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def names(tape: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_model_tape_equals_the_dispatch_modes_and_next_forward_follows_it(core: Any, kind: str) -> None:
+def test_model_tape_equals_the_reference_and_the_next_forward_follows_it(core: Any, kind: str) -> None:
     model, tokens = Causal(kind, attention="eager" if kind == "gemma2" else "sdpa"), batch()
     run, reference = both(core, lambda: model(tokens))
     assert not run.tape.opaque and len(reference.records) > 100
@@ -52,7 +52,7 @@ def test_model_tape_equals_the_dispatch_modes_and_next_forward_follows_it(core: 
         if (kind, attention) != ("gemma2", "sdpa")
     ],
 )
-def test_decoder_layer_tape_equals_the_dispatch_modes(core: Any, kind: str, attention: str, dtype: torch.dtype) -> None:
+def test_decoder_layer_tape_equals_the_reference_tape(core: Any, kind: str, attention: str, dtype: torch.dtype) -> None:
     model = Causal(kind, dtype, attention)
     tapes = compare_layers(core, model.layers, lambda: model(batch()))
     assert len(tapes) == 3
@@ -62,14 +62,14 @@ def test_decoder_layer_tape_equals_the_dispatch_modes(core: Any, kind: str, atte
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_tape_of_layer_with_attention_dropout_equals_the_dispatch_modes(core: Any, attention: str) -> None:
+def test_tape_of_layer_with_attention_dropout_equals_the_reference_tape(core: Any, attention: str) -> None:
     model = Causal("llama", attention=attention, attention_dropout=0.3)
     for tape in compare_layers(core, model.layers, lambda: model(batch())):
         assert [record.form for record in records_of(tape)].count(Form.FIXED) == 1
 
 
 @pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
-def test_mixtral_tapes_equal_the_dispatch_modes_under_any_routing(core: Any, experts: str) -> None:
+def test_mixtral_tapes_equal_the_reference_tapes_under_any_routing(core: Any, experts: str) -> None:
     model = mixtral()
     model.set_experts_implementation(experts)
     layers: nn.ModuleList = model.model.layers

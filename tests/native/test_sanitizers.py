@@ -1,8 +1,9 @@
 """The executor's tests, with torch and Python, on a native core that is built with sanitizers.
 
-Python and torch are not instrumented. AddressSanitizer sees only their allocations. ThreadSanitizer sees those, locks,
-and calls of the C library, but neither plain accesses nor atomic reference counts: `is_of_the_core` says which of its
-reports count. `tests/arena/test_arena_core.py` has the arena by itself, where all the code is instrumented.
+Python and torch are not instrumented. AddressSanitizer sees only their allocations. ThreadSanitizer also sees their
+locks and calls of the C library, but neither plain accesses nor atomic reference counts. So it reports false races,
+which `is_of_the_core` filters out. `tests/arena/test_arena_core.py` tests the arena alone, with all of its code
+instrumented.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ TESTS = [
     *(f"tokenwise/engine/test_{name}" for name in ("in_flight", "races", "graphs", "in_place")),
     *(f"tokenwise/engine/test_{name}" for name in ("late_offloads", "opaque", "random")),
 ]
-# the first are bit-identical only on some CPUs, as products of fewer rows may round differently; a fork has no
-# sanitizer
+# replay from captured rows is bit-identical only on some CPUs, as matmuls of fewer rows may round differently;
+# sanitizers do not work after a fork
 UNRELATED = "rows- and test_replay_restores or test_both_processes_of_a_fork"
 ADDRESS = {
     # Python and torch keep memory until the process ends, and libraries free memory that others have allocated
@@ -74,19 +75,19 @@ def is_of_the_core(report: str) -> bool:
 
 
 def innermost(stack: str) -> str:
-    """Return the frame that made an access, by itself or through the C library; a lost stack may be the core's."""
+    """Return the stack frame that made an access, directly or through the C library; assume the core if it is lost."""
     return next((frame for frame in stack.splitlines() if "(libtsan.so" not in frame), native.CORE.name)
 
 
 @pytest.mark.long
 def test_core_has_no_invalid_memory_access_and_no_undefined_behaviour(tmp_path: Path) -> None:
-    flags = "-fsanitize=address,undefined -fno-sanitize=vptr"  # torch's libraries do not export all of their types
+    flags = "-fsanitize=address,undefined -fno-sanitize=vptr"  # torch's libraries lack types that vptr checks
     run(tmp_path, libraries("asan", "ubsan"), flags, ADDRESS)
 
 
 @pytest.mark.long
 def test_threads_of_the_core_do_not_race(tmp_path: Path) -> None:
-    options = {"TSAN_OPTIONS": f"exitcode=0:history_size=7:log_path={tmp_path}/report"}  # not all reports count
+    options = {"TSAN_OPTIONS": f"exitcode=0:history_size=7:log_path={tmp_path}/report"}  # false reports do not fail
     run(tmp_path, libraries("tsan"), "-fsanitize=thread", options)
     reports = "".join(file.read_text() for file in tmp_path.glob("report.*"))
     found = [report for report in reports.split("=" * 18 + "\n") if "WARNING" in report and is_of_the_core(report)]

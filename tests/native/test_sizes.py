@@ -1,4 +1,4 @@
-"""C++ and Python round memory up alike."""
+"""C++ and Python round sizes of memory up to the same multiples."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ from tests.support.folders import ROOT
         ("device/native/host_rows.h", "kRowAlignment", HOST_ROW_BYTES),
     ],
 )
-def test_core_and_python_agree_on_sizes(header: str, name: str, nbytes: int) -> None:
+def test_core_and_python_have_the_same_alignment_constants(header: str, name: str, nbytes: int) -> None:
     stated = re.findall(rf"constexpr int64_t {name} = (\d+);", (ROOT / "memplug" / header).read_text())
     assert stated == [str(nbytes)]

@@ -1,4 +1,4 @@
-"""The native core finds the same unfilled elements of requested memory as a mask of bytes."""
+"""The native core finds the same unfilled elements of memory as a reference that keeps a flag for each byte."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def use(seed: int) -> torch.Tensor:
     return Keeps.apply(torch.ones(1, requires_grad=True), some(y, chance))
 
 
-def test_unfilled_memory_is_found_element_by_element(core: Any) -> None:
+def test_core_finds_exactly_the_unfilled_elements_of_random_views(core: Any) -> None:
     found = []
     for seed in range(600):
         run, reference = both(core, lambda seed=seed: use(seed))
@@ -70,7 +70,7 @@ def test_unfilled_memory_is_found_element_by_element(core: Any) -> None:
 
 
 def in_halves(rows: int, but: int) -> torch.Tensor:
-    """Return columns of memory with `rows` rows, of which the last `but` rows lack the second half."""
+    """Return a sum that reads `rows` rows, filled in two halves; the last `but` rows lack the second half."""
     y = torch.empty(rows, 2, 4, dtype=torch.uint8)
     y[..., :2].fill_(1)
     y[: rows - but, :, 2:].fill_(2)
@@ -78,7 +78,7 @@ def in_halves(rows: int, but: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("rows", "but"), [(1 << 20, 0), (100, 0), (1 << 20, 1), (100, 1)])
-def test_column_wise_fills_are_followed_at_any_size(core: Any, rows: int, but: int) -> None:
+def test_column_wise_fills_are_tracked_at_any_size(core: Any, rows: int, but: int) -> None:
     run = Run(core, lambda: in_halves(rows, but))
     assert bool(run.tape.opaque & UNFILLED) == (but > 0)
 
@@ -111,7 +111,9 @@ def written_and_read(read: Callable[[torch.Tensor], Any]) -> Callable[[], Any]:
         (lambda y: Keeps.apply(torch.ones(1, requires_grad=True), y), True),
     ],
 )
-def test_partly_filled_memory_may_be_read_where_filled(core: Any, read: Callable[..., Any], unfilled: bool) -> None:
+def test_reads_are_flagged_only_if_they_include_unfilled_elements(
+    core: Any, read: Callable[..., Any], unfilled: bool
+) -> None:
     run, reference = both(core, written_and_read(read))
     assert reference.has_unfilled() == unfilled
     compare(run.tape, reference)

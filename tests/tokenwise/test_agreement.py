@@ -1,4 +1,4 @@
-"""Units that communicate run again by plan only if all of their ranks have the same plan."""
+"""A plan lets a unit that communicates run again only if all ranks of its group have the same plan."""
 
 from __future__ import annotations
 
@@ -61,5 +61,7 @@ def answers(ranks: Sequence[Sequence[Any]]) -> list[bool]:
         ),
     ],
 )
-def test_all_ranks_get_one_answer(ranks: list[list[tuple[str, str, set[int] | None]]], agreed: bool) -> None:
+def test_all_ranks_agree_whether_units_may_run_again(
+    ranks: list[list[tuple[str, str, set[int] | None]]], agreed: bool
+) -> None:
     assert answers([[region(*each) for each in rank] for rank in ranks]) == [agreed] * len(ranks)

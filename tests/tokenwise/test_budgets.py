@@ -19,7 +19,7 @@ CUDA = CudaDevice(0)
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Fake 80 GiB: other processes hold 10; the run reserves 20 now, and at its peak 40 for 32 of tensors."""
+    """Fake 80 GiB: other processes hold 10; this one reserves 20 now, and at its peak reserved 40 for 32 of tensors."""
     said = {"free": 50 * GIB, "reserved": 20 * GIB, "most_reserved": 40 * GIB, "most_allocated": 32 * GIB}
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (said["free"], 80 * GIB))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: said["reserved"])
@@ -40,20 +40,20 @@ def room_gib(peak_gib: float | None, budget_gib: float | str = "auto", beside_gi
     return DeviceBudget(CUDA, budget_gib).room_bytes(peak_bytes, int(beside_gib * GIB)) / GIB
 
 
-def test_room_excludes_other_processes_and_a_margin(allocator: dict[str, int]) -> None:
+def test_room_for_plans_excludes_other_processes_and_a_margin(allocator: dict[str, int]) -> None:
     assert room_gib(None) == pytest.approx(0.92 * 70 - 40)
 
 
-def test_budget_counts_all_memory_of_the_rank_up_to_the_device(allocator: dict[str, int]) -> None:
+def test_budget_covers_all_memory_of_the_rank_up_to_the_device_size(allocator: dict[str, int]) -> None:
     assert room_gib(None, 60.0) == pytest.approx(20)
     assert room_gib(None, 30.0) == 0
     assert room_gib(None, 500.0) == pytest.approx(30)
 
 
-def test_known_step_peak_and_reserved_bytes_define_the_room(
+def test_room_excludes_the_step_peak_and_bytes_reserved_beside_it(
     allocator: dict[str, int],
 ) -> None:
-    """Exclude memory of an earlier plan, or of loading the model, from the observed step."""
+    """The peak is that of the observed step, without memory of an earlier plan or of loading the model."""
     assert room_gib(32, 60.0) == pytest.approx(28)
     assert room_gib(32, 60.0, 8) == pytest.approx(room_gib(None, 60.0)) == pytest.approx(20)
     assert room_gib(32, 60.0, 40) == 0
@@ -68,7 +68,7 @@ def test_allocator_cache_is_extrapolated_from_the_run_so_far(allocator: dict[str
     assert reserved.beside(16 * GIB) == 0 and reserved.largest_peak(40 * GIB) == 40 * GIB
 
 
-def test_peaks_survive_resets_by_the_training_script(allocator: dict[str, int]) -> None:
+def test_memory_peaks_survive_resets_by_the_training_script(allocator: dict[str, int]) -> None:
     memory = CudaDevice(0).memory
     memory.note()
     allocator |= {"most_reserved": 30 * GIB, "most_allocated": 2 * GIB}
@@ -103,7 +103,7 @@ def require(*ranks: tuple[float | None, float | str]) -> None:
     DeviceBudget(CUDA, budget_gib).require(peak_bytes, gather, range(len(ranks)))
 
 
-def test_impossible_budget_is_refused_with_the_least_possible_one() -> None:
+def test_budget_error_names_the_least_possible_budget() -> None:
     with pytest.raises(BudgetError, match="is 2, and on rank 0 a step takes 17.3 GiB .*\n.* to 17.3 or more") as caught:
         require((17.2049, 2.0))
     assert caught.value.least_gib == 17.3
@@ -112,23 +112,23 @@ def test_impossible_budget_is_refused_with_the_least_possible_one() -> None:
 
 
 @pytest.mark.parametrize("peak_gib", [1.0, 0.9999, 9.999, 123.4, 3.21e-5, 2**-20])
-def test_named_least_budget_exceeds_the_peak_by_at_most_1_percent(peak_gib: float) -> None:
+def test_least_budget_in_the_error_is_at_most_1_percent_above_the_peak(peak_gib: float) -> None:
     least_gib = BudgetError(peak_gib, 0, peak_gib / 2).least_gib
     assert peak_gib <= least_gib <= 1.01 * peak_gib
 
 
-def test_every_rank_names_the_rank_with_the_highest_peak() -> None:
+def test_budget_errors_of_all_ranks_name_the_rank_with_the_highest_peak() -> None:
     for ranks in ([(3.0, 4.0), (5.0, 4.0), (6.0, 4.0)], [(6.0, "auto"), (6.0, 5.0), (6.0, 4.0)]):
         with pytest.raises(BudgetError, match="is 4, and on rank 2 a step takes 6 GiB"):
             require(*ranks)
 
 
-def test_unknown_peak_or_automatic_budget_is_never_refused() -> None:
+def test_budget_is_never_refused_if_automatic_or_the_peak_is_unknown() -> None:
     require((None, 1e-9), (None, 1e-9))
     require((1e6, "auto"), (None, 1.0))
 
 
-def test_buffers_fit_only_within_the_room_of_a_plan(allocator: dict[str, int]) -> None:
+def test_rounding_buffers_must_fit_into_the_room_for_plans(allocator: dict[str, int]) -> None:
     room_bytes = int((0.92 * 70 - 40) * GIB)
     assert DeviceBudget(CUDA).holds_buffers(2 * room_bytes, room_bytes, None)
     assert not DeviceBudget(CUDA).holds_buffers(2 * room_bytes, room_bytes + GIB, None)
@@ -143,7 +143,7 @@ def test_step_with_buffers_keeps_to_the_budget(device: Device, allocator: dict[s
     assert budget.holds_buffers(10 * GIB + 1, 10 * GIB, None), "the step's peak is unknown"
 
 
-def test_limited_budget_counts_in_flight_bytes_and_needed_buffers(
+def test_explicit_budget_counts_in_flight_bytes_and_needed_buffers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Device, "link_rates", lambda device: (2.0, 3.0))

@@ -77,7 +77,7 @@ def layer(key: str = "Block:a", instances: int = 4, time_s: float = 4.0) -> plan
     )
 
 
-def test_equal_ranks_plan_with_the_smallest_of_their_budgets() -> None:
+def test_ranks_with_equal_regions_plan_with_their_smallest_budget() -> None:
     budgets = [budget(host=3000), budget(host=9000, d2h=5.0), budget(host=9000, h2d=50.0), budget(host=2000, device=7)]
     ranks = Ranks([([layer()], one) for one in budgets])
     expected = plan.solve([layer()], budget(host=2000, device=0, d2h=5.0, h2d=50.0))
@@ -85,21 +85,21 @@ def test_equal_ranks_plan_with_the_smallest_of_their_budgets() -> None:
     assert expected != plan.solve([layer()], budgets[0])
 
 
-def test_memo_fraction_is_the_smallest_of_all_ranks() -> None:
-    """Find the fraction of 1000 bytes: beside the input's 100, 10 s carry 400 at 50 bytes/s and 200 at 30."""
+def test_all_ranks_plan_with_the_smallest_memo_fraction() -> None:
+    """In 10 s, beside the input's 100 bytes, 50 bytes/s carry 400 of 1000 bytes, and 30 bytes/s carry 200."""
     ranks = Ranks([([layer()], budget(d2h=rate)) for rate in (50.0, 30.0)], alpha="memo")
     assert ranks.plans[0] == ranks.plans[1] == [plan.solve([layer()], budget(d2h=30.0), 0.2)]
     stages = [([layer("Block:a")], budget(d2h=50.0)), ([layer("Block:b")], budget(d2h=30.0))]
     assert [plans[0].alpha for plans in Ranks(stages, alpha="memo").plans] == [0.2, 0.2]
 
 
-def test_times_of_the_lowest_rank_count_for_all() -> None:
+def test_all_ranks_plan_with_the_times_of_the_lowest_rank() -> None:
     ranks = Ranks([([layer(time_s=1.0)], budget(d2h=50.0)), ([layer(time_s=40.0)], budget(d2h=50.0))])
     assert ranks.plans[0] == ranks.plans[1] == [plan.solve([layer(time_s=1.0)], budget(d2h=50.0))]
     assert ranks.plans[1] != [plan.solve([layer(time_s=40.0)], budget(d2h=50.0))]
 
 
-def test_pipeline_stages_plan_separately_with_equal_collectives() -> None:
+def test_pipeline_stages_plan_separately_with_equally_many_collectives() -> None:
     """Model pipeline stages: ranks 0 and 2 hold one set of layers, 1 and 3 another."""
     first, second = [layer("Block:a")], [layer("Block:b", instances=2), layer("Block:c")]
     budgets = [budget(host=2500), budget(host=700), budget(host=9000), budget(host=8000)]
@@ -122,7 +122,7 @@ def test_single_process_solves_with_its_own_budget() -> None:
 
 # -- plans to choose from ----------------------------------------------------------------------------------------------
 
-BY_LINK = budget(d2h=50.0, h2d=50.0)  # the link takes 8 s for all inputs, and 80 s for all that could be swapped
+BY_LINK = budget(d2h=50.0, h2d=50.0)  # the link takes 8 s for all inputs, and 80 s for all outputs
 NOT_BY_LINK = budget(host=2500)
 
 
@@ -130,24 +130,24 @@ def swapped(one: plan.TokenwisePlan) -> int:
     return sum(region.swapped_bytes for region in one.regions.values())
 
 
-def test_candidates_swap_less_and_more_than_the_optimum() -> None:
+def test_candidate_plans_swap_less_and_more_than_the_optimal_one() -> None:
     optimum, less, more, least, most = chosen(([layer()], BY_LINK), most=5)
     assert optimum == plan.solve([layer()], BY_LINK)
     assert swapped(least) < swapped(less) < swapped(optimum) < swapped(more) < swapped(most)
     assert min(one.step_s for one in (less, more, least, most)) >= optimum.step_s
 
 
-def test_duplicate_candidate_is_left_out() -> None:
+def test_duplicate_candidate_plans_are_dropped() -> None:
     assert len(chosen(([layer()], NOT_BY_LINK), most=5)) == 1
 
 
-def test_candidates_are_at_most_as_many_as_link_factors() -> None:
+def test_there_are_at_most_as_many_candidate_plans_as_link_factors() -> None:
     plans = chosen(([layer()], BY_LINK), most=1000)
     assert 5 < len(plans) <= len(candidates.LINK_FACTORS)
 
 
 def test_all_ranks_try_equally_many_plans() -> None:
-    """Give the first rank one plan for any link, and the second rank several; the first tries as many."""
+    """The first rank has the same plan for any link, the second has several; the first tries its plan as often."""
     ranks = Ranks([([layer("Block:a")], NOT_BY_LINK), ([layer("Block:b")], BY_LINK)], most=3)
     assert [len(plans) for plans in ranks.plans] == [3, 3]
     assert len({swapped(one) for one in ranks.plans[0]}) == 1

@@ -1,4 +1,4 @@
-"""A number for alpha is checked against link and host; if it does not fit, one warning says so, and it stays."""
+"""A fixed alpha is checked against link and host memory; if it does not fit, memplug warns once and keeps it."""
 
 from __future__ import annotations
 
@@ -47,12 +47,17 @@ def layer(**fields: Any) -> Any:
     ],
     ids=["some of both", "everything", "input exceeds link", "host holds only inputs", "host holds less than inputs"],
 )
-def test_largest_fractions_that_link_and_host_allow(d2h: float, host: int, fractions: tuple[float, float]) -> None:
-    """Send 550 bytes in 10 s of forward, 150 of them input and attention; four layers of 850 bytes take 3400."""
+def test_alpha_check_finds_the_largest_fractions_for_link_and_host(
+    d2h: float, host: int, fractions: tuple[float, float]
+) -> None:
+    """Each layer has 150 bytes of input and attention, and 1000 of the matmul.
+
+    At 55 bytes/s a forward's 10 s carry 150 + 400 bytes; 3400 host bytes hold 150 + 700 for each of four layers.
+    """
     assert fitting([layer()], budget(d2h=d2h, host=host)) == pytest.approx(fractions)
 
 
-def test_shortest_forward_and_total_bytes_limit_the_fractions() -> None:
+def test_shortest_forward_and_total_host_bytes_limit_the_fractions() -> None:
     layers = [layer(key="long"), layer(key="short", forward_s=5.0)]
     assert fitting(layers, budget(d2h=55.0, host=3400)) == pytest.approx((0.125, 0.275))
 
@@ -111,7 +116,7 @@ def test_forward_time_excludes_waits_for_copies(tape: Any, expected: float) -> N
 
 
 class SlowLink(ScriptedDevice):
-    """A device with its own clock: a tick passes between two stamps, and a copy takes its bytes at `RATE`.
+    """A device with its own clock: each stamp takes a tick, and each copy its bytes divided by `RATE`.
 
     Nothing else runs during a copy.
     """
@@ -130,16 +135,16 @@ class SlowLink(ScriptedDevice):
 
 
 TOKENS = 96
-ROW_BYTES = 4 * TOKENS * (48 + 16 + 32 + 32)  # of a block's matmuls, without the last one, which backward does not need
+ROW_BYTES = 4 * TOKENS * (48 + 16 + 32 + 32)  # of a block's matmuls, except the last one, which backward does not need
 INPUT_BYTES = 4 * TOKENS * 16
-WHOLE_BYTES = 4 * TOKENS * (16 + 16 + 2)  # its input, attention's output and the sums of its softmax
+WHOLE_BYTES = 4 * TOKENS * (16 + 16 + 2)  # a block's input, attention's output, and the softmax's sums
 HOST_TENSORS = 7
 
 
 class Run:
-    """Trains a stack and, without memplug, its twin; gradients must agree.
+    """Trains a stack with memplug and its twin without, and compares their gradients.
 
-    From the second step on, a forward takes exactly as long as copies of the fraction `by_link`.
+    From the second step on, a forward takes exactly as long as its copies at alpha `by_link`.
     """
 
     def __init__(self, session: Session, model: Stack, reference: Stack, by_link: float):
@@ -235,7 +240,7 @@ def test_alpha_above_the_host_limit_warns_with_the_limit(
     assert "the link hides 1.00 of" in line and "memplug does not change it, so rows without room on the host" in line
 
 
-def test_host_holds_the_fraction_that_the_check_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_holds_the_fraction_that_the_alpha_check_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     with training(monkeypatch, alpha=0.5, by_link=2.0) as run:
         run.step(times=2)
         limit = host_bytes_of(run.session, 0.5)
@@ -263,7 +268,7 @@ def test_alpha_0_or_automatic_alpha_is_not_checked(
     assert not warnings(caplog)
 
 
-def test_only_the_second_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alpha_check_times_only_the_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
     with training(monkeypatch, alpha=0.5, by_link=1.0) as run:
         stamps = []
         for _ in range(5):
@@ -289,7 +294,7 @@ class Ranks:
 
 
 def checked(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, own: Any, steps: int, alpha: float = 0.5) -> AlphaCheck:
-    """Return the check after so many steps, in each of which this rank finds `own`."""
+    """Return the check after `steps` steps, in each of which this rank finds the limits `own`."""
     executor = Executor(Device(), 1 << 20, min_offload_bytes=1)
     monkeypatch.setattr(AlphaCheck, "_fitting", lambda self: own)
     check = AlphaCheck(alpha, DeviceBudget(executor.device), [], executor, ranks)
@@ -298,7 +303,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, own: Any, steps: int,
     return check
 
 
-def test_limits_are_the_smallest_of_all_ranks(
+def test_alpha_limits_are_the_smallest_of_all_ranks(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks((0.3, 0.9))
@@ -309,19 +314,21 @@ def test_limits_are_the_smallest_of_all_ranks(
     assert "hides 0.30 of" in line and "holds 0.70." in line and "rows without room" not in line
 
 
-def test_only_the_first_rank_warns(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_rank_warns_about_alpha(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert checked(monkeypatch, Ranks((0.3, 0.9), first=False), own=(0.8, 0.7), steps=4).by_link == 0.3
     assert not warnings(caplog)
 
 
-def test_next_step_is_timed_if_a_rank_ran_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alpha_check_times_the_next_step_if_a_rank_ran_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(None, (0.3, 0.9))
     assert checked(monkeypatch, ranks, own=(0.8, 0.7), steps=2).by_link is None
     ranks = Ranks(None, (0.3, 0.9))
     assert checked(monkeypatch, ranks, own=(0.8, 0.7), steps=3).by_link == 0.3
 
 
-def test_check_ends_on_all_ranks_if_one_never_runs_a_region(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alpha_check_ends_on_all_ranks_if_one_never_runs_a_region(monkeypatch: pytest.MonkeyPatch) -> None:
     for own, other in ((None, (0.3, 0.9)), ((0.3, 0.9), None)):
         ranks = Ranks(*[other] * 20)
         check = checked(monkeypatch, ranks, own, steps=20)
@@ -330,7 +337,7 @@ def test_check_ends_on_all_ranks_if_one_never_runs_a_region(monkeypatch: pytest.
         assert check._executor.on_timed is None
 
 
-def test_step_without_forwards_postpones_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_without_forwards_postpones_the_alpha_check(monkeypatch: pytest.MonkeyPatch) -> None:
     with training(monkeypatch, alpha=0.5, by_link=1.0) as run:
         run.session.step()
         run.session.step()

@@ -1,4 +1,4 @@
-"""`device_budget_gib` is the most device memory that a step takes; a budget that no plan keeps is refused."""
+"""`device_budget_gib` is the most device memory that a step takes; a budget that no plan can keep to is refused."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.support.hosts import QUICK
 
 GIB = 1 << 30
 STEPS = 5
-ALONE: dict[str, Any] = {"swap": {"enabled": False}}  # regions have to suffice, or it is an error
+ALONE: dict[str, Any] = {"swap": {"enabled": False}}  # without the swap list, a budget that regions exceed is an error
 
 pytestmark = pytest.mark.device
 
 
 def train(budget_gib: float | str, **block: Any) -> dict[str, Any]:
-    """Train with memplug, compare the gradients to rounding, and return the report of the plan in force.
+    """Train with memplug, compare the gradients up to rounding, and return the report of the plan in force.
 
-    Products that are computed row by row round differently.
+    Matmuls that are computed by rows round differently.
     """
     gc.collect()  # memory of an earlier training would count
     torch.manual_seed(0)
@@ -50,7 +50,7 @@ def least_gib(**block: Any) -> float:
 
 
 @pytest.mark.parametrize("arena", [True, False])
-def test_named_least_budget_trains_and_keeps_next_to_nothing(arena: bool) -> None:
+def test_training_at_the_least_budget_keeps_almost_no_outputs(arena: bool) -> None:
     block = {"arena": {"enabled": arena}}
     least = least_gib(**block)
     report = train(least, **block)
@@ -59,8 +59,8 @@ def test_named_least_budget_trains_and_keeps_next_to_nothing(arena: bool) -> Non
 
 
 @pytest.mark.parametrize("arena", [True, False])
-def test_peak_stays_within_every_budget_and_larger_ones_keep_more(arena: bool) -> None:
-    """Keep more outputs with the arena; without it, rounding buffers come first, which allow more swapping."""
+def test_peak_stays_within_the_budget_and_larger_budgets_keep_more(arena: bool) -> None:
+    """Without the arena a larger budget may go to rounding buffers first, which allow more swapping."""
     block = {"arena": {"enabled": arena}}
     least, everything = least_gib(**block), train(1.0, **block)
     assert everything["plain_regions"] == 4
@@ -73,7 +73,7 @@ def test_peak_stays_within_every_budget_and_larger_ones_keep_more(arena: bool) -
         kept.append(report["predicted_kept_bytes"])
     assert kept[-1] < everything["predicted_kept_bytes"]
     assert kept == sorted(kept) or not arena
-    if torch.get_default_device().type == "cpu":  # rounding buffers and torch's reserve may take all of it
+    if torch.get_default_device().type == "cpu":  # elsewhere rounding buffers and torch's cache may take it all
         assert kept[0] < kept[-1] and (kept[1] > 0 or not arena)
 
 

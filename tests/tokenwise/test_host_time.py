@@ -23,12 +23,12 @@ def test_host_time_is_measured_once_and_not_negative() -> None:
 
 
 def test_forward_time_excludes_observing_and_timing() -> None:
-    """Use a step that timed a hundred operators."""
+    """In this step memplug observed and timed a hundred operators."""
     assert COSTS.forward_s(100, span_s=2000.0, busy_s=1200.0) == 2000 - 100 * 5 - 50
     assert COSTS.forward_s(100, span_s=2000.0, busy_s=1900.0) == 1900, "the device was busy all the time"
 
 
-def test_cpu_pays_all_host_time_and_a_device_the_unhidden_part() -> None:
+def test_cpu_counts_all_host_time_and_a_gpu_only_its_exposed_part() -> None:
     assert COSTS.overhead_s(100, 1500.0, 3000.0, waits=False) == (250, 40)
     assert COSTS.overhead_s(100, 5000.0, 9000.0, waits=True) == (0, 0), "kernels take longer than their launches"
     assert COSTS.overhead_s(100, 1100.0, 1010.0, waits=True) == (150, 30)
@@ -49,7 +49,6 @@ def test_host_time_lengthens_every_plan_that_is_not_plain() -> None:
 
 
 def test_plan_with_host_time_is_no_slower_than_fixed_fractions() -> None:
-    """Compare the optimum of a problem with host time with the plans of fixed fractions."""
     costly = replace(REGION, overhead_forward_s=30.0, overhead_backward_s=10.0, input_bytes=20)
     best = plan.solve([costly], replace(BUDGET, device_bytes=0))
     assert all(

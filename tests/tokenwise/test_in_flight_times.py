@@ -14,7 +14,7 @@ from tests.support.traces import Recording
 
 
 def step_of(before: int, forward: int, loss: int, backward: int) -> Trace:
-    """Return a step with these peaks in bytes; 100 exist before it, and a tensor of 10 stays from forward on."""
+    """Return a step with these peaks in bytes; 100 bytes exist before it, and 10 more from its forward on."""
     recording = Recording()
     recording.step()
     recording.malloc(10)
@@ -55,7 +55,7 @@ def test_in_flight_room_is_the_distance_to_the_step_peak(late, bytes_of, expecte
     assert in_flight.times(step_of(*bytes_of), regions(late), 2) == expected
 
 
-def test_layer_name_must_match_a_region_by_whole_parts() -> None:
+def test_layer_belongs_to_a_region_only_by_whole_parts_of_its_name() -> None:
     around, other = regions(True, "layers"), regions(True, "layers.00")
     assert in_flight.times(step_of(150, 200, 300, 1000), around, 2) == (InFlight(2, 800), InFlight(1, 700))
     assert in_flight.times(step_of(150, 200, 300, 1000), other, 2)[1] == InFlight(1, 0), (
@@ -63,28 +63,28 @@ def test_layer_name_must_match_a_region_by_whole_parts() -> None:
     )
 
 
-def test_step_that_begins_at_its_peak_has_zero_room() -> None:
+def test_step_that_begins_at_its_peak_has_zero_in_flight_room() -> None:
     recording = Recording()
     recording.step()
     recording.free(-1, 50)
     assert in_flight.times(recording.trace(base_bytes=100), regions(True), 2) == (InFlight(2), InFlight(1))
 
 
-def test_trace_without_events_leaves_zero_room() -> None:
+def test_trace_without_events_gives_zero_in_flight_room() -> None:
     recording = Recording()
     recording.step()
     assert in_flight.times(recording.trace(), regions(True), 3) == (InFlight(3),)
 
 
 @pytest.mark.parametrize("most_bytes", [480_000, 700_000])
-def test_regions_hold_at_most_the_promised_bytes_and_prefetch_later(most_bytes: int) -> None:
-    """Hold one region's saved tensors at least; without a promise, hold as many as full recomputation would."""
+def test_regions_hold_at_most_the_allowed_bytes(most_bytes: int) -> None:
+    """Regions hold one region's saved tensors at least; without a limit they hold as much as full recomputation."""
     freely, least, kept_to = (most_held(promised) for promised in (None, 0, most_bytes))
     assert least <= kept_to <= max(least, most_bytes) < freely
 
 
 def most_held(promised_bytes: int | None) -> int:
-    """Return the most bytes held by a stack whose inputs are most of the memory of full recomputation."""
+    """Return the most bytes that a stack's regions hold; their inputs are most of what full recomputation holds."""
     torch.manual_seed(0)
     model = Stack(40)
     reference = twin(model)

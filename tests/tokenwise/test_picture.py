@@ -42,7 +42,7 @@ def plain(mib: int = 7) -> Setting:
 
 
 def planned(settings: dict[str, Setting], plan: MemoryPlan | None = None, **solution) -> MemoryPlan:
-    """Return a plan, by default one with addresses, with these settings of its regions."""
+    """Return a plan with these settings of its regions, by default a plan with addresses."""
     plan = plan or decided_plan()
     plan, decided = replace(plan, training=decided_plan().training), Decisions.of(decided_plan())
     return plan.with_part(replace(decided, settings=settings, solution=replace(decided.solution, **solution)))
@@ -60,7 +60,7 @@ def layers(count: int, plains: int = 0) -> dict[str, Setting]:
 # -- numbers and words -------------------------------------------------------------------------------------------------
 
 
-def test_decisions_have_the_numbers_of_the_plan():
+def test_shown_decisions_have_the_numbers_of_the_plan():
     plan = decided_plan()
     facts, decided = decisions(plan), Decisions.of(plan)
     first, second = facts["regions"]
@@ -72,7 +72,7 @@ def test_decisions_have_the_numbers_of_the_plan():
     assert (facts["d2h_bytes_per_s"], facts["h2d_bytes_per_s"]) == (5e10, 0.0)
 
 
-def test_totals_are_sums_over_regions_for_one_forward():
+def test_shown_totals_are_sums_over_regions_for_one_forward():
     facts = decisions(planned({"layers.0": swapping(), "layers.1": swapping(4, learnt=LATE), "layers.2": plain()}))
     names = ("swapped_bytes", "kept_bytes", "recomputed_bytes", "offloads_late_bytes")
     assert [facts[name] // MIB for name in names] == [7, 11, 10, 4]
@@ -81,7 +81,7 @@ def test_totals_are_sums_over_regions_for_one_forward():
     assert [region["kept_bytes"] // MIB for region in facts["regions"]] == [2, 2, 7]
 
 
-def test_regions_are_sorted_by_number():
+def test_regions_are_shown_in_order_of_their_numbers():
     names = ["model.layers.10", "model.layers.0", "model.layers.2", "head", "model.layers.1"]
     facts = decisions(planned(dict.fromkeys(names, swapping())))
     shown = [region["name"] for region in facts["regions"]]
@@ -89,7 +89,7 @@ def test_regions_are_sorted_by_number():
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_plan_without_decisions_shows_none(trained, tmp_path):
+def test_plan_without_decisions_shows_no_decisions(trained, tmp_path):
     plan = decided_plan()
     if trained:
         parts = {"arena": plan.parts["arena"]}
@@ -102,7 +102,7 @@ def test_plan_without_decisions_shows_none(trained, tmp_path):
     assert diff(plan, plan)["decisions"] is None and "decisions" not in dict(diff_rows(diff(plan, plan)))
 
 
-def test_rows_name_swapped_kept_and_recomputed_bytes_and_predictions():
+def test_summary_names_swapped_kept_and_recomputed_bytes_and_predictions():
     plan = planned(layers(6, plains=2), step_s=0.0125, host_bytes=3 * MIB, bound="host")
     words = dict(rows(decisions(plan)))
     assert words["decisions"] == "14.00 MiB swapped, 22.00 MiB kept, 20.00 MiB recomputed in one forward of 6 regions"
@@ -122,7 +122,7 @@ def test_rows_name_swapped_kept_and_recomputed_bytes_and_predictions():
     assert late["  by region"].endswith("offloaded only if needed")
 
 
-def test_many_different_regions_take_few_lines_that_add_up():
+def test_summary_of_many_regions_takes_few_lines_that_add_up():
     found = rows(decisions(planned(layers(80))))
     assert len(found) < 25
     assert found[-1][1] == "73 others: 256.00 MiB swapped, 146.00 MiB kept, 365.00 MiB recomputed in all"
@@ -200,7 +200,7 @@ def test_labels_of_many_regions_do_not_overlap(count):
 
 
 def area(image: np.ndarray, colour: str) -> tuple[int, float]:
-    """Return the pixels of a colour, and the first one's position as a share of the width."""
+    """Return the number of pixels of a colour, and the leftmost one's position as a share of the width."""
     rgb = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
     found = (image == rgb).all(axis=2)
     return int(found.sum()), float(found.any(axis=0).argmax() / image.shape[1])
@@ -294,7 +294,7 @@ def test_diff_names_the_region_with_other_decisions(change, operators):
     assert (back["a"], back["b"], back["changed_operators"]) == (changed["b"], changed["a"], operators)
 
 
-def test_other_byte_counts_are_no_changed_decision():
+def test_changed_byte_counts_alone_are_not_a_changed_decision():
     facts = diff(planned({"layers.0": swapping(3)}), planned({"layers.0": swapping(6)}))["decisions"]
     assert facts["changed"] == [] and facts["b"]["swapped_bytes"] == 2 * facts["a"]["swapped_bytes"] == 6 * MIB
 

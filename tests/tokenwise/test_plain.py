@@ -1,4 +1,4 @@
-"""Regions run as without memplug exactly while the device has room for everything."""
+"""Plain regions run as without memplug; regions are plain exactly while the device has room for all they save."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tests.support.plans import BUDGET, REGION
 pytestmark = pytest.mark.device
 
 
-def test_plan_that_keeps_everything_takes_the_plain_step_time() -> None:
+def test_plan_that_keeps_everything_has_the_step_time_without_memplug() -> None:
     solution = plain.solve([REGION], BUDGET)
     assert solution is not None and solution.step_s == 4 * 3.0
     assert (solution.host_bytes, solution.device_bytes) == (0, 400)
 
 
-def test_no_plain_plan_if_a_byte_is_missing_or_saved_bytes_unknown() -> None:
+def test_plain_plan_needs_room_for_every_byte_and_known_saved_bytes() -> None:
     assert plain.solve([REGION], replace(BUDGET, device_bytes=399)) is None
     assert plain.solve([REGION, replace(REGION, key="other", saved_bytes=0)], BUDGET) is None
 
 
 @pytest.mark.parametrize(("room", "plain_instances"), [(399, 3), (200, 2), (100, 1)])
-def test_last_instances_are_plain_while_room_lasts(room: int, plain_instances: int) -> None:
+def test_last_layers_are_plain_while_the_device_has_room(room: int, plain_instances: int) -> None:
     solution = plain.solve_partly([REGION], replace(BUDGET, device_bytes=room))
     assert solution is not None and not plain.is_plain(solution)
     *others, last = solution.regions["layer"].groups
@@ -44,14 +44,14 @@ def test_last_instances_are_plain_while_room_lasts(room: int, plain_instances: i
     assert solution.host_bytes >= 10 * (4 - plain_instances), "only the inputs of the other instances are offloaded"
 
 
-def test_every_region_has_the_same_share_of_plain_instances() -> None:
+def test_each_kind_of_layer_has_the_same_share_of_plain_layers() -> None:
     other = replace(REGION, key="other", instances=8, saved_bytes=50)
     solution = plain.solve_partly([REGION, other], replace(BUDGET, device_bytes=400))
     assert solution is not None
     assert [region.groups[-1].instances for region in solution.regions.values()] == [2, 4]
 
 
-def test_no_partly_plain_plan_without_room_or_with_saved_bytes_unknown() -> None:
+def test_partly_plain_plan_needs_some_room_and_known_saved_bytes() -> None:
     assert plain.solve_partly([REGION], replace(BUDGET, device_bytes=99)) is None
     assert plain.solve_partly([REGION, replace(REGION, key="other", saved_bytes=0)], BUDGET) is None
 
@@ -105,7 +105,7 @@ def test_plain_plan_releases_the_pinned_memory_of_other_plans() -> None:
 
 
 def test_plain_region_runs_the_forward_of_its_own_class() -> None:
-    """Exclude the first region of each kind, which checks the size of its inputs."""
+    """The exception is the first region of each kind, which checks the size of its inputs."""
     training = Training(device_budget_gib=1)
     with training.session as session:
         assert all(type(layer) is not Block for layer in training.model.layers)
@@ -122,10 +122,10 @@ def test_plain_region_runs_the_forward_of_its_own_class() -> None:
     assert all(type(layer) is Block for layer in training.model.layers)
 
 
-def test_programs_are_told_apart_while_regions_are_plain() -> None:
-    """Compare only the sizes of the first region's inputs, as there are no operators to compare.
+def test_programs_are_distinguished_while_regions_are_plain() -> None:
+    """Plain regions show no operators, so programs differ only in the sizes of the first region's inputs.
 
-    The step's peak is unknown then too: on CUDA only the process's counts, which include earlier tests.
+    The step's peak is unknown too: CUDA has only counts of the whole process, which include earlier tests.
     """
     training = Training(device_budget_gib=64, profiler={"policy_steps": 1, "enabled": False})
     with training.session as session:
@@ -143,7 +143,7 @@ def test_programs_are_told_apart_while_regions_are_plain() -> None:
 
 
 class Branches(Block):
-    """A block that takes another branch on demand, with the same number of nodes."""
+    """A block with two branches of equally many autograd nodes."""
 
     tanh = False
 
@@ -196,7 +196,7 @@ def test_plain_region_with_key_value_cache_keeps_its_subclass() -> None:
             assert (type(model.model.layers[2]) is own) is not use_cache
 
 
-def test_module_changed_while_plain_stays_released(caplog: pytest.LogCaptureFixture) -> None:
+def test_module_changed_while_plain_is_not_managed_again(caplog: pytest.LogCaptureFixture) -> None:
     training = Training(device_budget_gib=1)
     with training.session:
         training.reach_stable()
@@ -237,7 +237,7 @@ def test_some_regions_are_plain_while_others_follow_the_plan(monkeypatch: pytest
         assert session._attached.executor.transfer.offloaded_total_bytes > moved
         training.step()
         sent, expected = session.report().tokenwise.offloaded_step_bytes, session.report().tokenwise.expected_step_bytes
-        assert sent == pytest.approx(expected, rel=TOLERANCE) and sent > 0  # an attention's seeds stay
+        assert sent == pytest.approx(expected, rel=TOLERANCE) and sent > 0  # attention's random seeds stay
         assert training.step(tokens=18) == 6
 
 
@@ -293,19 +293,18 @@ def test_plain_regions_that_communicate_stay_plain_for_longer_inputs() -> None:
     with training.session as session:
         training.reach_stable()
         for region in session._attached.regions:
-            region.native.communicates = True  # its recompute pass would communicate; the other ranks have none
+            region.native.communicates = True  # only this rank would run a recompute pass, which communicates
         assert training.step(tokens=18) == 0
 
 
-def test_regions_are_not_plain_without_room(keeps_nothing: None) -> None:
+def test_no_region_is_plain_without_device_room(keeps_nothing: None) -> None:
     training = Training()
     with training.session as session:
         training.reach_stable()
         assert session.report().tokenwise.plain_regions == 0 and training.step() == 4
 
 
-def test_backward_of_a_graph_from_before_plain_mode_is_right() -> None:
-    """Run the backward of a graph from before the regions were plain."""
+def test_backward_of_a_graph_from_before_plain_mode_is_exact() -> None:
     training = Training(device_budget_gib=1)
     with training.session as session:
         x = torch.randn(2, 6, 16)

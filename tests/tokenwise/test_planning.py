@@ -65,7 +65,7 @@ class Observed:
 ROOMY = plan.Budget(d2h_bytes_per_s=1e12, h2d_bytes_per_s=1e12, host_bytes=GIB, device_bytes=0)
 
 
-def test_observer_keeps_only_timed_forwards() -> None:
+def test_observer_keeps_only_tapes_of_timed_forwards() -> None:
     observed = Observed(Stack(2))
     kept = dict(observed.observer.tapes)
     observed.executor.time_forwards(None)
@@ -73,13 +73,13 @@ def test_observer_keeps_only_timed_forwards() -> None:
     assert observed.observer.tapes == kept
 
 
-def test_equal_layers_form_one_region_with_an_instance_per_forward() -> None:
+def test_equal_layers_are_planned_together_and_counted_per_forward() -> None:
     (one,) = Observed(Stack(4)).describe()
     (two,) = Observed(Stack(4), forwards=2).describe()
     assert (one.instances, two.instances) == (4, 8)
 
 
-def test_layers_with_other_operators_are_separate_regions() -> None:
+def test_layers_with_different_operators_are_planned_separately() -> None:
     model = Stack(4)
     model.layers[2] = Block(in_place=True)
     model.layers[3] = Block(bias=False)
@@ -91,7 +91,7 @@ def test_layers_with_other_operators_are_separate_regions() -> None:
 
 
 def test_region_key_does_not_depend_on_shapes() -> None:
-    """Share a plan between ranks with other sequence lengths: the key names operators, not shapes."""
+    """Ranks with different sequence lengths share a plan, so the key names operators, not shapes."""
     keys = {
         next(iter(Observed(Stack(2)).groups)),
         next(iter(Observed(Stack(2, lambda: Block(width=32)), width=32).groups)),
@@ -122,7 +122,7 @@ def test_planner_gets_bytes_times_and_captures_of_operators() -> None:
     plan.solve([region], ROOMY)  # the solver accepts the description
 
 
-def test_forward_without_backward_is_still_described() -> None:
+def test_forward_without_backward_is_still_described_to_the_planner() -> None:
     (region,) = Observed(Stack(3), backward=False).describe()
     assert region.backward_s == pytest.approx(2 * region.forward_s, rel=2.0)
     plan.solve([region], ROOMY)
@@ -162,7 +162,7 @@ def test_planner_and_core_find_the_same_operators_to_run(layer: type[nn.Module])
 
 
 class Grouped(nn.Module):
-    """A layer with a product for each of two groups, whose rows follow each other or form a stack of matrices."""
+    """A layer with a grouped matmul: each of two groups has some consecutive rows, or a matrix of a stack."""
 
     def __init__(self, stacked: bool):
         super().__init__()
@@ -175,7 +175,7 @@ class Grouped(nn.Module):
 
 
 @pytest.mark.parametrize(("stacked", "capture"), [(False, "rows"), (True, "whole")])
-def test_matmul_of_stacked_groups_is_captured_whole(stacked: bool, capture: str) -> None:
+def test_grouped_matmul_of_stacked_matrices_is_captured_whole(stacked: bool, capture: str) -> None:
     (region,) = Observed(Stack(2, lambda: Grouped(stacked))).describe()
     assert [each.capture for each in region.operators if "_grouped_mm" in each.name] == [capture]
 
@@ -217,7 +217,7 @@ def decided(region: Region, index: int, func: Any) -> tuple[float, bool]:
     return region.native.decide(index, func._schema.name, func._schema.overload_name)
 
 
-def test_regions_get_their_groups_in_forward_order() -> None:
+def test_layers_get_their_decisions_in_forward_order() -> None:
     observed = Observed(Stack(4))
     (region,) = observed.describe()
     rows = [i for i, operator in enumerate(region.operators) if operator.capture == "rows"]
@@ -235,7 +235,7 @@ def test_regions_get_their_groups_in_forward_order() -> None:
     assert decided(observed.regions[3], rows[0], first) == (0.0, False)
 
 
-def test_forwards_in_flight_share_the_groups_by_layer() -> None:
+def test_forwards_in_flight_of_a_layer_share_its_decisions() -> None:
     observed = Observed(Stack(4), forwards=2)
     (region,) = observed.describe()
     rows = [i for i, operator in enumerate(region.operators) if operator.capture == "rows"]
@@ -243,7 +243,7 @@ def test_forwards_in_flight_share_the_groups_by_layer() -> None:
     assert [bool(member.setting.plan) for member in observed.regions] == [True, True, False, False]
 
 
-def test_unplanned_program_gets_the_share_of_rows_of_the_plan() -> None:
+def test_unplanned_program_swaps_the_same_share_of_rows_as_the_plan() -> None:
     observed = Observed(Stack(2))
     (region,) = observed.describe()
     sizes = {i: o.output_bytes for i, o in enumerate(region.operators) if o.capture == "rows"}
@@ -260,7 +260,7 @@ def test_unplanned_program_gets_the_share_of_rows_of_the_plan() -> None:
     assert decided(member, other, addmm) == (member.setting.rows, False)
 
 
-def test_regions_with_another_key_stay_at_the_safest_setting() -> None:
+def test_regions_that_the_plan_does_not_name_stay_at_the_safest_setting() -> None:
     observed = Observed(Stack(2))
     (region,) = observed.describe()
     observed.groups = {"other": observed.regions}

@@ -19,7 +19,7 @@ from tests.support.blocks import LAYERS, Block, Layer, Stack, assert_same, gradi
 from tests.support.forwards import WritesAfterUse, WritesInput
 from tests.support.parallel import Parallel
 
-WARN = predictions.Predictions.warn  # as users have it: in tests it raises
+WARN = predictions.Predictions.warn  # the warning that users get; in tests it raises
 
 
 class ByNumpy(Layer):
@@ -55,7 +55,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def trained(
     layer: type[Layer] | Any, micro_batches: int = 1, tokens: int = 12, exact: bool = True, **block: Any
 ) -> dict[str, Any]:
-    """Train with memplug, compare gradients, and return the report with the last steps' refusals and peak."""
+    """Train with memplug, compare gradients, and return the report; refusals and peak are those of the last steps."""
     torch.manual_seed(0)
     model = Stack(4, layer)
     reference = twin(model)
@@ -78,7 +78,7 @@ def trained(
         while session.stage is not Stage.STABLE:
             step()
         executor = session._attached.executor
-        refusals = executor.transfer.refused  # in steps before any plan
+        refusals = executor.transfer.refused  # before there was a plan
         executor.pool.rows.peak_bytes = 0
         for _ in range(3):
             step()
@@ -115,7 +115,7 @@ def test_memo_plan_offloads_one_fraction_as_predicted(caplog: pytest.LogCaptureF
 
 def test_plan_swaps_only_the_input_of_an_opaque_region() -> None:
     opaque, seen = trained(ByNumpy), trained(Block)
-    inputs = 2 * 4 * 12 * 16  # the first layer's is no part of a graph, the last layer's stays until backward
+    inputs = 2 * 4 * 12 * 16  # of 4 layers: the first's needs no gradient, the last's stays on the device
     assert opaque["offloaded_step_bytes"] == inputs < seen["offloaded_step_bytes"]
     assert opaque["predicted_regions_s"] == pytest.approx(opaque["predicted_full_recomputation_s"], rel=0.01)
 
@@ -125,7 +125,7 @@ def test_wrong_prediction_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: py
     put = planning.put
 
     def untrue(decisions: Decisions | None, regions: Sequence[Region], executor: Executor) -> None:
-        """Make regions expect to send more than they do."""
+        """Make regions expect to offload more than they do."""
         put(decisions, regions, executor)
         for region in regions:
             region.native.forward_bytes = region.native.forward_bytes and region.native.forward_bytes + 1000
@@ -154,7 +154,8 @@ def wanted_bytes(endless_link: None) -> int:
 @pytest.mark.parametrize("percent", range(5, 101, 5))
 def test_binding_host_budget_is_filled_without_refusals(percent: int, wanted_bytes: int) -> None:
     budget = wanted_bytes * percent // 100
-    # a split may be anywhere, and some numbers of rows round differently; the fastest of several plans may swap less
+    # gradients are not exact, since matmuls of some numbers of rows round differently; only one plan is tried, since
+    # the fastest of several may swap less
     first = {"policy_steps": 0}
     report = trained(Block, tokens=1024, exact=False, host_budget_gib=budget / 2**30, profiler=first)
     assert report["host_refusals"] == 0 and report["swapped_share"] == 1.0

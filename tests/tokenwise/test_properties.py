@@ -12,15 +12,15 @@ from memplug.tokenwise.engine.buffers import IN_PLACE
 from tests.support.random_programs import Program, programs
 
 FOUND = (
-    # graphs that live on in part, after all of their device memory was used up
+    # graphs of which parts live on after their saved tensors were consumed
     Program((("raises", "routed", "gradient inside"),) * 2, "same tensor", ("anomaly",), ("twice",) * 3),
-    # an operator that raises in a dispatch mode, in a step with device times
+    # an operator that raises in a dispatch mode, in a step whose operators are timed
     Program((("raises",),), modes=("dispatch mode",), schedule=("plain",) * 4),
-    # a recompute pass that draws numbers, inside of the backward of batched gradients
+    # a recompute pass that draws random numbers, inside of the backward of batched gradients
     Program((("drops",), ("own kernel", "drops"), ("drops", "address")), schedule=("batched", "batched by function")),
     # a weight that a forward first uses inside of a transform
     Program((("pushed forward",),), modes=("dispatch mode",), schedule=("batched",), kind="frozen layer"),
-    # an argument without sizes that is written to
+    # a write to a nested tensor, which has no sizes
     Program((("adds in place",),), "nested argument"),
     # state of a class and of a Python module
     Program((("counts for all", "address"),) * 2, schedule=("plain", "twice")),
@@ -34,15 +34,15 @@ FOUND = (
     Program((("skips", "later sparse"),), schedule=("micro batches",) * 2, entry="scaled", turn=1, arena=False),
     # a bias that is written to before its region runs again
     Program((("address", "sin"),), schedule=("written between", "written between backwards")),
-    # a parameter that is stepped in backward, read by a gradient of the forward's own too
+    # a parameter that is stepped in backward, and that a gradient inside the forward reads too
     Program((("sparse", "gradient of leaf"),), schedule=("stepped in backward",)),
-    # a buffer that the next forward writes to, where torch refuses
+    # a buffer that the next forward writes to, for which torch's backward raises
     Program((("moves in place", "renames"),), schedule=("reversed",)),
     # a region that is opaque only once there is a plan
     Program((("later raises",), ()), schedule=("plain",) * 6, entry="scaled", turn=4, arena=False),
     # forwards of one step, one of which gets inputs that need a gradient
     Program((("raises",),) * 2, "with gradient", schedule=("interrupted",) * 7),
-    # a region where no hooks may be set
+    # a region that disables saved-tensor hooks
     Program((("sin",),), modes=("without hooks",)),
 )
 """Programs that memplug once trained wrongly."""

@@ -1,4 +1,4 @@
-"""If the device has less room than a plan keeps, all ranks plan again."""
+"""If the device has less room than a plan needs, all ranks plan again."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def room_for(served: Served, budget_bytes: float | None = None) -> tuple[Room, C
     return Room(DeviceBudget(device, budget_gib), Ranks(), reserved), device.memory
 
 
-def test_step_without_the_arena_also_reserves_the_allocator_cache() -> None:
+def test_room_without_the_arena_excludes_the_allocator_cache() -> None:
     room, memory = room_for(Served())
     memory.holes_bytes = 300
     assert room.of_step(400) == 920 - 400 - 80
 
 
-def test_step_with_the_arena_also_reserves_the_holes() -> None:
+def test_room_with_the_arena_excludes_holes_in_allocator_segments() -> None:
     room, memory = room_for(Served(wanted=True))
     assert room.of_step(400) == 920 - 400
     memory.holes_bytes = 70
@@ -65,11 +65,11 @@ def test_step_with_the_arena_also_reserves_the_holes() -> None:
     assert room.of_step(None) == 920 - 600, "the step's peak is unknown"
 
 
-def test_room_is_short_if_the_cache_was_emptied_and_the_plan_exceeds_it() -> None:
+def test_room_is_short_if_the_allocator_retried_and_the_plan_exceeds_it() -> None:
     room, memory = room_for(Served(wanted=True))
     plan = decisions(600)
     room.is_short(None)
-    memory.own_bytes = 1100  # 1012 for plans
+    memory.own_bytes = 1100  # of which plans may use 1012
     assert not room.is_short(plan) and not room.is_short(plan), "the allocator did not retry"
     memory.retries += 1
     assert not room.is_short(plan) and not room.is_short(plan), "the plan fits"
@@ -81,7 +81,7 @@ def test_room_is_short_if_the_cache_was_emptied_and_the_plan_exceeds_it() -> Non
     assert not room.is_short(plan), "each retry counts once"
 
 
-def test_plan_that_fits_stays_when_the_cache_is_emptied() -> None:
+def test_plan_that_fits_stays_when_the_allocator_retries() -> None:
     room, memory = room_for(Served(wanted=True))
     for peak_bytes in (900, 900, 900, None, None):
         memory.retries += 1
@@ -122,7 +122,7 @@ def test_budget_overrun_that_no_plan_can_avoid_warns_once(
     ]
 
 
-def test_short_room_makes_all_programs_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_room_makes_all_programs_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
     short = [False]
     monkeypatch.setattr(Room, "is_short", lambda self, decisions: short[0])
     model = Stack(3)
@@ -162,7 +162,7 @@ def other() -> Iterator[Other]:
 
 
 class Other:
-    """Device memory from the runtime itself."""
+    """Device memory that the CUDA runtime gave directly, without torch."""
 
     def __init__(self) -> None:
         names = (None, "libcudart.so.13", "libcudart.so.12")
@@ -170,14 +170,14 @@ class Other:
         self._memory: list[ctypes.c_void_p] = []
 
     def take_all_but(self, left_bytes: int) -> None:
-        """Take memory until only this much is free."""
+        """Take memory until only `left_bytes` are free."""
         free_bytes, _ = torch.cuda.mem_get_info()
         address = ctypes.c_void_p()
         assert self._runtime.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(free_bytes - left_bytes)) == 0
         self._memory.append(address)
 
     def give_back(self) -> None:
-        """Free all of it."""
+        """Free all the memory that was taken."""
         while self._memory:
             self._runtime.cudaFree(self._memory.pop())
 
@@ -191,7 +191,7 @@ def _library(name: str | None) -> ctypes.CDLL | None:
 
 @pytest.mark.gpu
 def test_plan_keeps_less_after_another_process_fills_the_device(other: Other) -> None:
-    gc.collect()  # memory and peaks of earlier tests
+    gc.collect()  # else memory and peaks of earlier tests would count
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
@@ -213,7 +213,7 @@ def test_plan_keeps_less_after_another_process_fills_the_device(other: Other) ->
         assert session.stage is Stage.STABLE and session.report().tokenwise.plain_regions == 3
         torch.cuda.empty_cache()
         torch.empty(192 * MIB, dtype=torch.uint8, device="cuda")  # the allocator's cache holds it now
-        other.take_all_but(56 * MIB)  # short by more than earlier tests may free meanwhile
+        other.take_all_but(56 * MIB)  # not enough, even if earlier tests' memory is freed now
         step()
         step()
         assert session.stage is Stage.WARM_UP and session.report().tokenwise.plain_regions == 0

@@ -62,7 +62,7 @@ def test_buffers_are_reserved_before_the_first_planned_step() -> None:
         assert 0 < 2 * largest <= reserved == session.report().tokenwise.buffer_bytes
 
 
-def test_recorder_sees_fewer_requests_by_the_counted_allocations() -> None:
+def test_counted_allocations_equal_the_requests_that_buffers_save() -> None:
     """Compare the counter that other tests trust with the allocator's own requests of one step."""
 
     def requests(buffered: bool) -> tuple[int, int]:
@@ -116,7 +116,7 @@ def test_no_buffers_are_reserved_with_the_arena(alpha: float | str) -> None:
         assert session.report().tokenwise.buffer_bytes > 0, "buffers are needed once the arena is off"
 
 
-def test_longer_sequence_misses_once_then_has_larger_buffers() -> None:
+def test_longer_sequence_gets_larger_buffers_after_a_miss() -> None:
     model, reference = pair()
     with attached(model) as session:
         for seed in range(2):
@@ -140,7 +140,7 @@ def test_longer_sequence_misses_once_then_has_larger_buffers() -> None:
 
 
 def test_plan_leaves_room_for_buffers_of_the_largest_region() -> None:
-    """Use the safest setting: its input and attention's output, with padding for any other tensor it may swap."""
+    """A buffer holds what the safest setting swaps: the input and attention's output, each with padding."""
     sizes = {"saved": frozenset({1}), "given": frozenset({0}), "forward_s": 1.0, "backward_s": 1.0}
     regions = [
         PlannedRegion(
@@ -172,8 +172,8 @@ def test_plan_leaves_room_for_buffers_of_the_largest_region() -> None:
     assert none.device_bytes == 659 and none.buffers == 0, "there is no room for buffers"
 
 
-def test_plan_with_buffers_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exclude a plan that keeps everything, for which nothing is prefetched."""
+def test_plan_with_rounding_buffers_keeps_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception is a plan that keeps everything, since it prefetches nothing."""
 
     def kept(room_bytes: int, buffers: int) -> tuple[int, bool]:
         model, reference = pair()

@@ -77,7 +77,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def paced(clock: Clock, tries: int = 4) -> Iterator[Led]:
     """Run a session in which a step is faster the more rows a region's plan swaps.
 
-    The model's own choice, alpha 0.5, is tried first; alpha 1 is tried third.
+    The plan with alpha 0.5 is tried first, the one with alpha 1 third.
     """
     with led(layers=2, policy_steps=tries) as run:
         region = run.session._attached.regions[0]
@@ -110,10 +110,10 @@ def test_step_time_excludes_work_between_steps(plans_by_alpha: None, clock: Cloc
 
 
 @pytest.mark.parametrize(("refused", "stays"), [(1, 3), (2, 3), (3, 1)])
-def test_plan_with_host_refusals_does_not_stay(
+def test_plan_for_which_host_memory_runs_out_does_not_stay(
     refused: int, stays: int, plans_by_alpha: None, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Make the third plan the fastest, then the first."""
+    """The third plan is the fastest, and the first is the next fastest."""
     with paced(clock) as run:
         run.step(times=1 + refused)
         transfer = type(run.session._attached.executor.transfer)
@@ -132,7 +132,7 @@ def peaks(run: Led, *by_step: int | None) -> None:
 def test_plan_that_exceeds_its_predicted_peak_does_not_stay(
     third: int | None, stays: int, plans_by_alpha: None, clock: Clock
 ) -> None:
-    """Keep nothing: each plan promises the peak of the observed step, within 2 %."""
+    """No plan keeps outputs, so each predicts the observed step's peak; 2 % more are tolerated."""
     with paced(clock) as run:
         peaks(run, 1000, 1000, 900, third, 1000)
         run.reach_stable()
@@ -163,7 +163,7 @@ def test_host_memory_of_all_plans_is_pinned_before_the_first_trial(
 
 
 def test_plan_counts_the_forwards_in_flight_of_its_own_program() -> None:
-    """Give the first program two graphs in flight, and the second one."""
+    """The first program has two graphs in flight, and the second has one."""
     with led() as run:
         model = run.model
         inner = model.forward
@@ -174,7 +174,7 @@ def test_plan_counts_the_forwards_in_flight_of_its_own_program() -> None:
         del model.forward, run.reference.forward
         run.step(6, times=2)
         run.reach_stable(6)
-        # the last of the three layers still has its tensors when its backward needs them
+        # not 3: the last layer's tensors are still on the device when its backward needs them
         assert instances(run) == 2 and run.session.report().replans == 2
 
 

@@ -1,4 +1,4 @@
-"""If host memory runs out, less is swapped; once there is room again, more."""
+"""If host memory runs out, memplug swaps less; once there is room again, it swaps more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
 BUDGET = 128 << 10
 
 
-def test_swapped_share_follows_the_room_on_the_host() -> None:
+def test_swapped_share_follows_the_free_host_memory() -> None:
     torch.manual_seed(0)
     model = Stack(4)
     reference = twin(model)

@@ -18,7 +18,7 @@ class Marked(torch.Tensor):
 
 
 class Dispatches(torch.Tensor):
-    """A subclass that runs its operators itself."""
+    """A subclass that runs its operators itself (`__torch_dispatch__`)."""
 
     own: torch.Tensor
 
@@ -78,7 +78,7 @@ class WritesSecond(Layer):
 @alphas
 @pytest.mark.parametrize("second", [lambda x: x, torch.Tensor.detach, lambda x: x.view(-1)[3:40]])
 @pytest.mark.parametrize("how", ["opaque", "by its tape"])
-def test_arguments_sharing_storage_share_it_in_the_recompute_pass(
+def test_arguments_that_share_storage_still_do_in_the_recompute_pass(
     alpha: float, second: Callable[[torch.Tensor], torch.Tensor], how: str
 ) -> None:
     torch.manual_seed(0)

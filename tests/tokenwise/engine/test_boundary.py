@@ -59,7 +59,7 @@ def test_gradients_hold_for_nested_arguments_and_outputs(alpha: float) -> None:
 
 @alphas
 def test_views_of_one_tensor_are_separate_inputs(alpha: float) -> None:
-    """Let neighbouring regions share the copy of an input; a transposed square view is another input."""
+    """Neighbouring regions share the copy of an input, but a transposed view of it counts as another input."""
     torch.manual_seed(0)
     weight = torch.randn(8, 8, requires_grad=True)
 
@@ -80,7 +80,7 @@ def test_views_of_one_tensor_are_separate_inputs(alpha: float) -> None:
 
 
 def test_memory_is_released_after_its_last_copy_in_any_input_order() -> None:
-    """Let the second region share an older copy of one input, after the region that made it is gone."""
+    """The second forward reads an input that the first one copied; the first one's graph is then dropped."""
 
     def call(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         return new.sigmoid() * old.tanh()
@@ -103,7 +103,7 @@ def test_memory_is_released_after_its_last_copy_in_any_input_order() -> None:
 
 
 @alphas
-def test_captured_output_may_leave_the_region_as_any_view(alpha: float) -> None:
+def test_region_may_return_any_view_of_a_captured_output(alpha: float) -> None:
     torch.manual_seed(0)
     weight = torch.randn(8, 8, requires_grad=True)
 
@@ -128,12 +128,12 @@ def test_captured_output_may_leave_the_region_as_any_view(alpha: float) -> None:
 
 
 @alphas
-def test_written_view_input_keeps_its_strides_and_offset(alpha: float) -> None:
+def test_view_input_written_in_place_keeps_its_strides_and_offset(alpha: float) -> None:
     weight = torch.randn(3, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
     def call(view: torch.Tensor) -> torch.Tensor:
         y = ((view + 1) @ weight).sigmoid()
-        flat = view.as_strided((3,), (7,), view.storage_offset())  # beyond its rows
+        flat = view.as_strided((3,), (7,), view.storage_offset())  # reaches beyond the view's rows
         view.mul_(0.5)
         return y * y * flat.sum()
 

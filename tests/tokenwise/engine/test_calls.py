@@ -23,7 +23,7 @@ class Noting:
     names: dict[str, set[str]]
 
     def bind_calls(self, names: dict[str, set[str]], *functions: Callable[..., Any]) -> None:
-        """Record the names, and pass them on."""
+        """Record the names, and pass them on to the core."""
         self.names = names
         core().bind_calls(names, *functions)
 
@@ -38,7 +38,7 @@ def names() -> dict[str, set[str]]:
     return noting.names
 
 
-def test_objects_have_every_method_that_the_core_calls(names: dict[str, set[str]]) -> None:
+def test_python_objects_have_every_method_that_the_core_calls(names: dict[str, set[str]]) -> None:
     executor = Executor(Device(), 1 << 20)
     unit = Unit(executor, "unit", None)
     made = {
@@ -61,7 +61,9 @@ def test_objects_have_every_method_that_the_core_calls(names: dict[str, set[str]
         ({"is_alone", "alone"}, "calls a name that is no part .*: ExecutorCalls.is_alone"),
     ],
 )
-def test_method_names_that_differ_from_the_core_raise(names: dict[str, set[str]], changed: set[str], says: str) -> None:
+def test_bind_raises_if_method_names_differ_from_those_of_the_core(
+    names: dict[str, set[str]], changed: set[str], says: str
+) -> None:
     others = {**names, "ExecutorCalls": names["ExecutorCalls"] ^ changed}
     with pytest.raises(AttributeError, match=says):
         core().bind_calls(others, *3 * [print])
@@ -70,7 +72,7 @@ def test_method_names_that_differ_from_the_core_raise(names: dict[str, set[str]]
 
 
 @pytest.mark.parametrize("name", sorted(calls.ExecutorCalls.__abstractmethods__))
-def test_executor_without_a_called_method_cannot_be_made(name: str) -> None:
+def test_executor_class_that_lacks_a_called_method_raises(name: str) -> None:
     inherited = {key: value for key, value in vars(Executor).items() if key not in (name, "__dict__", "__weakref__")}
     lacking = type("Lacking", (calls.ExecutorCalls,), inherited)
     with pytest.raises(TypeError, match=name):

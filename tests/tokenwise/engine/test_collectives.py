@@ -1,7 +1,7 @@
-"""Collectives that write to a tensor of the caller's, as Megatron-Core's do.
+"""Collectives that write to their caller's tensor, as Megatron-Core's do.
 
-The result of each is captured, or else the collective runs again in recompute passes. All ranks do the same, since a
-collective that only some ranks run never ends.
+A recompute pass uses a collective's captured result, or runs the collective again. All ranks must do the same, since a
+collective that only some of them run never ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 class _InPlace(torch.autograd.Function):
-    """The exit of a row-parallel layer: reduces the matmul's own output."""
+    """The exit of a row-parallel layer: reduces the matmul's output in place."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -61,15 +61,15 @@ class Reduces(Layer):
 
 
 def _is_launch(func: Any) -> bool:
-    """Return whether an operator is a collective, or one of the tests' own operators, which launch one inside.
+    """Return whether an operator is a collective, or an operator of these tests that launches one.
 
-    `Launches` does not count the one inside again.
+    `Launches` counts such an operator and its collective as one launch.
     """
     return operators.is_exchange(func) or func.namespace == "memplug_tests"
 
 
 def launched_again(layer: type[Layer], alpha: float, **settings: Any) -> list[int]:
-    """Return how many collectives backward launched in each of four steps, whose gradients are compared too."""
+    """Return how many collectives backward launched in each of four steps, after comparing gradients."""
     torch.manual_seed(0)
     model = Stack(3, layer)
     reference = twin(model)
@@ -89,7 +89,7 @@ def launched_again(layer: type[Layer], alpha: float, **settings: Any) -> list[in
 
 @pytest.mark.parametrize("settings", [{}, {"min_offload_bytes": 1 << 30}, {"host_budget_bytes": 2000}])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_reduced_matmul_is_not_reduced_again(alpha, settings):
+def test_all_reduce_of_a_matmul_output_does_not_run_again(alpha, settings):
     assert launched_again(Reduces, alpha, **settings) == [0, 0, 0, 0]
 
 
@@ -134,7 +134,7 @@ def test_collective_into_existing_memory_runs_in_every_recompute_pass():
     assert launched_again(filling(dist.all_gather_into_tensor, memory), 1.0) == [3, 3, 3, 3]
 
 
-def test_scratch_memory_of_the_framework_is_not_copied():
+def test_recompute_pass_does_not_restore_scratch_memory():
     memory = torch.zeros(2, 6, 16)
     torch.manual_seed(0)
     model = Stack(3, filling(dist.all_gather_into_tensor, memory))
@@ -144,7 +144,7 @@ def test_scratch_memory_of_the_framework_is_not_copied():
     assert memory.any(), "the recompute pass must not restore scratch memory"
 
 
-def test_recompute_pass_restores_existing_memory():
+def test_recompute_pass_restores_memory_from_outside_the_region():
     memory = torch.zeros(2, 6, 16)
     model = Stack(1, filling(dist.all_gather_into_tensor, memory))
     tokenwise(model, 1.0)
@@ -165,7 +165,7 @@ def test_value_read_before_an_in_place_reduction_is_recomputed_correctly():
         train_alike(Reads, alpha, steps=3)
 
 
-def test_exchange_of_experts_without_tokens_does_not_run_again():
+def test_all_to_all_without_tokens_does_not_run_again():
     class Sparse(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             nothing = _Filled.apply(self.norm(x)[:0], dist.all_to_all_single, None)
@@ -174,7 +174,7 @@ def test_exchange_of_experts_without_tokens_does_not_run_again():
     assert launched_again(Sparse, 0.0) == [0, 0, 0, 0], "captured despite its few bytes"
 
 
-def test_overlapped_collective_runs_again():
+def test_collective_that_overlaps_computation_runs_again():
     class Overlaps(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.inner(self.norm(x)).detach()
@@ -205,12 +205,12 @@ def test_all_gather_into_a_tensor_list_keeps_gradients_exact():
 
 
 def test_reused_address_is_not_mistaken_for_the_freed_storage():
-    """Allocate a tensor while the region is paused, perhaps at the address of one that the region made and freed."""
+    """Allocate while memplug is paused, perhaps at the address of a tensor that the region made and freed."""
     executors: list[Any] = []
 
     class Pauses(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(20):  # each is freed at once, so that `memory` may get its address
+            for _ in range(20):  # freed at once, so that `memory` may get the address
                 torch.empty_like(x)
             with paused() if executors else torch.enable_grad():
                 memory = torch.zeros_like(x)
@@ -230,7 +230,7 @@ def test_reused_address_is_not_mistaken_for_the_freed_storage():
 
 
 def reference_gradients(reference: Stack, x: torch.Tensor, executors: list[Any]) -> dict[str, torch.Tensor]:
-    """Return the reference's gradients; without an executor in the list, its forward does not pause."""
+    """Return the reference's gradients; while `executors` is empty, its forward does not pause."""
     held = executors.pop()
     try:
         reference(x).backward()
@@ -239,7 +239,7 @@ def reference_gradients(reference: Stack, x: torch.Tensor, executors: list[Any])
     return gradients(reference)
 
 
-def test_values_read_by_python_leave_no_region_opaque():
+def test_reading_values_in_python_does_not_make_a_region_opaque():
     class Splits(Layer):
         """A layer like a token dispatcher, whose split sizes come from a tensor's values."""
 

@@ -50,8 +50,8 @@ def test_functions_compiled_inside_a_region_run_uncompiled(alpha):
 
 @pytest.mark.cpu("the kernels of Triton are not simulated")
 @pytest.mark.parametrize("tokenwise", [{"regions": ["layers.*"], "min_offload_bytes": 1}, {"enabled": False}])
-def test_compiled_model_is_served_without_compiler_warnings(tokenwise, recwarn):
-    """Keep the hooks that mark places in the program out of compiled code."""
+def test_compiled_model_trains_exactly_and_without_compiler_warnings(tokenwise, recwarn):
+    """Hooks that mark places in the program must stay out of compiled code."""
     torch.manual_seed(0)
     model = Stack(3)
     reference = twin(model)

@@ -1,4 +1,4 @@
-"""Gradients are those of the model without memplug for every kind of forward and parameter."""
+"""Gradients hold (equal those of the model without memplug) for every kind of forward and parameter."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_gradients_hold_for_every_forward_while_copies_run_late(block: Callable[
     train_alike(block, alpha, device=adversarial_device("late"))
 
 
-@pytest.mark.parametrize("alpha", [0.0, 1.0])  # both to the bit: all products run again, or all stay on the device
+@pytest.mark.parametrize("alpha", [0.0, 1.0])  # exact: all matmuls run again, or all outputs stay on the device
 @pytest.mark.parametrize("block", FORWARDS, ids=lambda block: block.__name__)
 def test_gradients_hold_while_small_tensors_stay_on_the_device(block: Callable[[], nn.Module], alpha: float) -> None:
     train_alike(block, alpha, min_offload_bytes=1 << 30)
@@ -75,7 +75,7 @@ def test_gradients_hold_with_a_weight_shared_by_regions(alpha: float, autocast: 
             loss.backward()
             del loss
         measured, expected = gradients(model), gradients(reference)
-        if autocast:  # the shared weight's gradient is summed in bf16 or in fp32
+        if autocast:  # the shared weight's gradient may be summed in bf16 or in fp32
             for name in measured:
                 torch.testing.assert_close(measured[name], expected[name], rtol=0.02, atol=0.002)
         else:

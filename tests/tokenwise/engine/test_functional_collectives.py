@@ -25,7 +25,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("reads_before", [False, True])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_functional_reduction_in_place_is_not_launched_again(alpha: float, reads_before: bool) -> None:
+def test_in_place_functional_reduction_is_not_launched_again(alpha: float, reads_before: bool) -> None:
     assert functional_launches(reducing(WHOLE, reads_before=reads_before), alpha) == 0
 
 

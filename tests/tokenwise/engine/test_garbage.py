@@ -1,4 +1,4 @@
-"""Garbage collection in the middle of a region is no part of the region."""
+"""Operators that garbage collection runs in the middle of a forward do not belong to the region."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Dies:
 
 
 class Collects(Layer):
-    """A layer that collects garbage in its forward; in the recompute pass there is none."""
+    """A layer that collects garbage in its forward; a recompute pass finds none."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.inner(self.norm(x))

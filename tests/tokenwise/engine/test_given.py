@@ -1,4 +1,4 @@
-"""Memory that a region reads, and that is written to between its forward and its backward."""
+"""Writes, between a region's forward and its backward, to memory that the region reads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Adds(torch.autograd.Function):
 
 
 class Reads(nn.Module):
-    """A layer that reads a vector that autograd does not save, before a product or after all saved tensors."""
+    """A layer that adds a vector, which autograd does not save, before a matmul or (`last`) after all saved tensors."""
 
     def __init__(self, read: str, last: bool, address: bool) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def stack(read: str, last: bool = False, address: bool = False) -> Stack:
 @pytest.mark.parametrize("address", [False, True])
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("write", WRITES)
-def test_writing_to_a_read_tensor_gives_right_gradients_or_raises(
+def test_writing_to_a_tensor_that_a_region_read_is_harmless_or_raises(
     write: str, read: str, address: bool, alpha: float
 ) -> None:
     expected = trained(stack(read, address=address), lambda layer: WRITES[write](layer.written()))
@@ -162,7 +162,7 @@ def test_writing_to_a_read_tensor_gives_right_gradients_or_raises(
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("read", [read for read in READS if read != "hidden"])
-def test_tensor_read_after_the_last_save_may_be_written(read: str, alpha: float) -> None:
+def test_writing_to_a_tensor_read_after_all_saved_ones_is_harmless(read: str, alpha: float) -> None:
     expected = trained(stack(read, True, True), lambda layer: layer.written().add_(1))
     model = stack(read, True, True)
     executor = tokenwise(model, alpha)
@@ -175,7 +175,9 @@ def test_tensor_read_after_the_last_save_may_be_written(read: str, alpha: float)
 @pytest.mark.parametrize("address", [False, True])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("read", ["parameter", "view", "hidden", "transform"])
-def test_parameters_may_be_stepped_in_backward(read: str, last: bool, address: bool, tied: bool, alpha: float) -> None:
+def test_optimizer_may_step_parameters_during_backward(
+    read: str, last: bool, address: bool, tied: bool, alpha: float
+) -> None:
     def train(model: Stack) -> list[Any]:
         if tied:
             model.layers[1].shift = model.layers[0].shift
@@ -200,7 +202,7 @@ def _step(parameter: nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_parameter_of_a_unit_may_be_stepped_in_backward(alpha: float) -> None:
+def test_optimizer_may_step_a_parameter_of_a_unit_during_backward(alpha: float) -> None:
     def shifting() -> Stack:
         model = stack("parameter", True, True)
         for layer in model.layers:
@@ -216,7 +218,7 @@ def test_parameter_of_a_unit_may_be_stepped_in_backward(alpha: float) -> None:
 
 
 class Shifts(nn.Module):
-    """A layer that adds a parameter after all tensors that its region saves."""
+    """A layer that adds a parameter, after its region has saved all of its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +241,7 @@ def flat(model: Stack) -> Stack:
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("address", [False, True])
 @pytest.mark.parametrize("last", [False, True])
-def test_parameters_in_one_storage_are_versioned_separately(last: bool, address: bool, alpha: float) -> None:
+def test_parameters_in_one_storage_have_separate_versions(last: bool, address: bool, alpha: float) -> None:
     expected = trained(flat(stack("parameter", last, address)), lambda layer: layer.shift.add_(1))
     model = flat(stack("parameter", last, address))
     executor = tokenwise(model, alpha)
@@ -270,7 +272,7 @@ def _local(layer: Reads, y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("read", [_distributed, _local])
 @pytest.mark.parametrize("address", [False, True])
-def test_written_distributed_parameter_raises(address: bool, read: Read) -> None:
+def test_writing_to_a_distributed_parameter_before_backward_raises(address: bool, read: Read) -> None:
     model, mesh = stack("parameter", address=address), init_device_mesh("cpu", (1,))
     for layer in model.layers:
         layer.shift, layer.read = nn.Parameter(distribute_tensor(layer.shift.detach(), mesh, [Replicate()])), read
@@ -292,7 +294,7 @@ class Outer(nn.Module):
         return self.out(self.inner[0](x).sin())
 
 
-def test_tensor_read_by_a_nested_region_counts_for_the_outer_one() -> None:
+def test_writing_to_a_tensor_that_a_nested_region_read_raises() -> None:
     def nested() -> Stack:
         model = stack("parameter")
         model.layers[1] = Outer(model.layers[0])
@@ -320,7 +322,7 @@ class Counts(nn.Module):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_writes_of_a_nested_region_are_undone_for_both_regions(alpha: float) -> None:
+def test_region_with_a_nested_region_that_writes_buffers_trains_exactly(alpha: float) -> None:
     def nested() -> Stack:
         torch.manual_seed(0)
         model = Stack(1, Counts)
@@ -336,7 +338,7 @@ def test_writes_of_a_nested_region_are_undone_for_both_regions(alpha: float) -> 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("address", [False, True])
-def test_written_parameter_of_a_unit_raises(address: bool, alpha: float) -> None:
+def test_writing_to_a_parameter_of_a_unit_before_backward_raises(address: bool, alpha: float) -> None:
     model = stack("parameter", address=address)
     executor = tokenwise(model, alpha)
     for layer in model.layers:
@@ -348,7 +350,7 @@ def test_written_parameter_of_a_unit_raises(address: bool, alpha: float) -> None
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("address", [False, True])
-def test_second_backward_after_a_parameter_write_raises_or_is_right(address: bool, alpha: float) -> None:
+def test_second_backward_after_a_parameter_write_raises_or_is_exact(address: bool, alpha: float) -> None:
     model, reference = stack("parameter", address=address), stack("parameter", address=address)
     executor = tokenwise(model, alpha)
     x = torch.randn(2, 6, WIDTH)

@@ -1,4 +1,4 @@
-"""Kernels whose outputs depend on whether gradients are enabled run again in the same mode."""
+"""Kernels whose outputs depend on the grad mode run again in the mode of their forward."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class Unbatched(Layer):
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("block", [Recurrent, Gated, Elman, Unbatched])
-def test_recurrent_layers_train_to_the_bit(block: type[Layer], alpha: float) -> None:
+def test_gradients_of_recurrent_layers_hold_to_the_bit(block: type[Layer], alpha: float) -> None:
     executor = train_alike(block, alpha, steps=3)
     assert executor.divergences == 0 and executor.opaque_regions == 0
 
 
 def test_recompute_pass_that_diverges_twice_raises(monkeypatch: Any) -> None:
-    """Include library operators that return other shapes the second time."""
+    """Use a library operator that returns another shape in backward."""
     wide = [False]
     with torch.library._scoped_library("memplug_grad_modes", "DEF") as library:
         library.define("part(Tensor x) -> Tensor")
@@ -73,7 +73,7 @@ def test_recompute_pass_that_diverges_twice_raises(monkeypatch: Any) -> None:
 
 
 class Outer(Layer):
-    """A region that runs another region, which it does not own."""
+    """A region that runs another region, which is not its submodule."""
 
     def __init__(self, inner: list[nn.Module]):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Regions whose forwards ask for gradients themselves train as without memplug."""
+"""Regions whose forwards ask for gradients (`torch.autograd.grad`) train as without memplug."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ asking = pytest.mark.parametrize("block", ASKING, ids=lambda block: block.__name
 
 @asking
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_gradients_hold_to_the_bit(block: type[Layer], alpha: float) -> None:
+def test_gradients_hold_if_forwards_compute_gradients_themselves(block: type[Layer], alpha: float) -> None:
     train_alike(block, alpha, steps=3)
 
 
@@ -37,7 +37,7 @@ def test_gradients_hold_when_opaque_regions_run_again(block: type[Layer]) -> Non
 
 @asking
 @pytest.mark.parametrize("opaque", [False, True])
-def test_gradients_accumulated_over_micro_batches_hold(block: type[Layer], opaque: bool) -> None:
+def test_gradients_hold_when_accumulated_over_micro_batches(block: type[Layer], opaque: bool) -> None:
     torch.manual_seed(0)
     model = Stack(2, block)
     reference = twin(model)
@@ -51,7 +51,7 @@ def test_gradients_accumulated_over_micro_batches_hold(block: type[Layer], opaqu
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_backward_runs_through_a_gradient_of_the_whole_model(alpha: float) -> None:
+def test_backward_through_a_gradient_of_the_whole_model_is_exact(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(2, Force)
     reference = twin(model)
@@ -82,7 +82,7 @@ def step_alike(model: Stack, reference: Stack, seed: int) -> None:
 @beginning
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("steps", [(0, 0, 1, 1, 0), (0, 1, 0, 0, 1)], ids=["from step 3 on", "in some steps"])
-def test_gradients_hold_when_a_region_begins_to_ask_for_gradients(
+def test_gradients_hold_when_a_region_starts_to_compute_gradients(
     block: type[Layer], alpha: float, steps: tuple[int, ...], monkeypatch: Any
 ) -> None:
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ def test_gradients_hold_when_a_region_begins_to_ask_for_gradients(
 
 
 @beginning
-def test_gradients_hold_when_opaque_region_begins_to_ask_for_gradients(block: type[Layer], monkeypatch: Any) -> None:
+def test_gradients_hold_when_opaque_region_starts_to_compute_gradients(block: type[Layer], monkeypatch: Any) -> None:
     torch.manual_seed(0)
     model = Stack(2, block)
     reference = twin(model)
@@ -108,7 +108,7 @@ def test_gradients_hold_when_opaque_region_begins_to_ask_for_gradients(block: ty
         step_alike(model, reference, step)
 
 
-def test_recomputed_tensors_are_released_when_the_forward_ends(monkeypatch: Any) -> None:
+def test_tensors_recomputed_inside_a_forward_are_released_at_its_end(monkeypatch: Any) -> None:
     torch.manual_seed(0)
     model = Stack(1, Sometimes)
     reference = twin(model)
@@ -122,7 +122,7 @@ def test_recomputed_tensors_are_released_when_the_forward_ends(monkeypatch: Any)
     assert_clean(executor)
 
 
-def test_region_turning_opaque_as_it_asks_for_gradients_raises_once(monkeypatch: Any) -> None:
+def test_region_that_turns_opaque_while_computing_gradients_raises_once(monkeypatch: Any) -> None:
     class Hides(Sometimes):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if Sometimes.asks:
@@ -143,8 +143,8 @@ def test_region_turning_opaque_as_it_asks_for_gradients_raises_once(monkeypatch:
     step_alike(model, reference, 3)
 
 
-def test_error_while_buffers_are_restored_is_raised(monkeypatch: Any) -> None:
-    """Raise while buffers are restored: a copy may report the error of an earlier kernel."""
+def test_error_while_restoring_buffers_is_raised(monkeypatch: Any) -> None:
+    """Let the restoring of buffers fail: a copy may report the error of an earlier kernel."""
     as_before = Buffers.as_before
 
     @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""Gradients hold for every order of passes: graphs in flight, retained, checkpointed, second derivatives."""
+"""Gradients hold for every order of passes: graphs in flight, retained, checkpointed, second derivatives.
+
+Gradients hold if they equal those of the same model without memplug.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def test_no_grad_passes_capture_nothing(alpha: float) -> None:
 
 @alphas
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2]], ids=str)
-def test_graphs_alive_together_run_backward_in_any_order(alpha: float, order: list[int]) -> None:
+def test_graphs_in_flight_may_run_backward_in_any_order(alpha: float, order: list[int]) -> None:
     torch.manual_seed(0)
     model = Stack(3)
     reference = twin(model)
@@ -69,7 +72,7 @@ def test_graphs_alive_together_run_backward_in_any_order(alpha: float, order: li
 
 
 @alphas
-def test_one_forward_one_backward_schedule_keeps_graphs_apart(alpha: float) -> None:
+def test_gradients_hold_in_a_one_forward_one_backward_schedule(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(3)
     reference = twin(model)
@@ -89,7 +92,7 @@ def test_one_forward_one_backward_schedule_keeps_graphs_apart(alpha: float) -> N
 
 
 @alphas
-def test_retained_graph_gives_the_same_gradients_again(alpha: float) -> None:
+def test_second_backward_through_a_retained_graph_gives_equal_gradients(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(3)
     reference = twin(model)
@@ -106,7 +109,7 @@ def test_retained_graph_gives_the_same_gradients_again(alpha: float) -> None:
 
 
 @alphas
-def test_gradients_of_a_subset_of_parameters_hold(alpha: float) -> None:
+def test_gradients_hold_for_a_subset_of_parameters(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(3)
     reference = twin(model)
@@ -125,7 +128,7 @@ def test_gradients_of_a_subset_of_parameters_hold(alpha: float) -> None:
 
 
 @alphas
-def test_second_derivatives_hold(alpha: float) -> None:
+def test_second_derivatives_equal_those_without_memplug(alpha: float) -> None:
     torch.manual_seed(0)
 
     class Smooth(Layer):

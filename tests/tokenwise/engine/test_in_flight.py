@@ -1,4 +1,4 @@
-"""Memory is counted for graphs freed on any thread, and separately in each process of a fork."""
+"""Counts of memory stay correct when other threads free graphs, and in both processes after a fork."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.device
 
 
 @alphas
-def test_graphs_freed_on_other_threads_are_counted(alpha: float) -> None:
+def test_graphs_freed_on_other_threads_are_counted_as_freed(alpha: float) -> None:
     model = Stack(2)
     executor = tokenwise(model, alpha)
     losses = [model(torch.randn(2, 6, 16)) for _ in range(16)]
@@ -51,8 +51,8 @@ def test_graphs_freed_on_other_threads_are_counted(alpha: float) -> None:
 
 
 @alphas
-def test_outside_memory_that_joins_the_graph_keeps_no_graph_alive(alpha: float) -> None:
-    """Write to the memory in place: from then on it has a graph, and the graph holds the region's tensors."""
+def test_outside_memory_written_in_a_region_does_not_keep_graphs_alive(alpha: float) -> None:
+    """Write to the memory in place: it then belongs to the graph, which holds the region's tensors."""
     memory = torch.zeros(2, 6, 16)
 
     class Writes(Layer):
@@ -72,8 +72,8 @@ def test_outside_memory_that_joins_the_graph_keeps_no_graph_alive(alpha: float) 
 
 
 @alphas
-def test_hooks_that_outlive_their_forward_keep_no_graph_alive(alpha: float) -> None:
-    """Copy the thread's state with its hooks, as torch does for work elsewhere, such as a collective's."""
+def test_hooks_that_outlive_their_forward_do_not_keep_graphs_alive(alpha: float) -> None:
+    """Keep the hooks, as torch does when it copies a thread's state for other work, such as a collective."""
     hooks = []
 
     class Copies(Layer):
@@ -119,7 +119,7 @@ def test_concurrent_forwards_have_separate_tapes(alpha: float) -> None:
 @alphas
 @pytest.mark.parametrize("shared", [False, True])
 def test_gradients_hold_while_threads_train_concurrently(alpha: float, shared: bool) -> None:
-    """Run backwards and recompute passes on several threads, with a model for each or one for all."""
+    """Run backwards and recompute passes on three threads, which share one model or have one each."""
     torch.manual_seed(0)
     models = [Stack(3) for _ in range(1 if shared else 3)]
     references = [twin(model) for model in models]
@@ -152,8 +152,8 @@ def test_gradients_hold_while_threads_train_concurrently(alpha: float, shared: b
 
 
 @alphas
-def test_overlapping_regions_on_threads_restore_the_compiler(alpha: float) -> None:
-    """Let the first thread begin and end first: it must not restore state that it set itself."""
+def test_overlapping_regions_on_threads_reenable_the_compiler(alpha: float) -> None:
+    """The thread that enters first also leaves first; the second must not restore the disabled state that it found."""
     compiled_calls: list[int] = []
     first_is_inside, second_is_inside, first_is_over = (threading.Event() for _ in range(3))
 
@@ -175,7 +175,7 @@ def test_overlapping_regions_on_threads_restore_the_compiler(alpha: float) -> No
     model = Stack(1, Overlaps)
     tokenwise(model, alpha)
 
-    one = torch.randn(1, 6, 16)  # another thread would have another default device
+    one = torch.randn(1, 6, 16)  # made here, as the thread would have another default device
 
     def first() -> None:
         model(one)
@@ -231,6 +231,6 @@ def fork(alpha: float) -> None:
 
 
 def main() -> None:
-    """Fork for each alpha, as the fresh process."""
+    """Run `fork` for each alpha; this is the program of the fresh process."""
     for alpha in (0.0, 0.4, 1.0):
         fork(alpha)

@@ -17,8 +17,8 @@ from tests.support.simulated import adversarial_device
 
 pytestmark = pytest.mark.device
 
-# whether tensors are too small to leave the device, and how many regions run after the write: after three, the memory
-# of offloaded tensors would have been released
+# whether tensors are too small to be offloaded, and how many forwards follow the write: three are enough for offloaded
+# tensors to be released
 SMALL_AND_MORE = [(False, 0), (False, 3), (True, 0)]
 WRITES = {
     "add_": lambda y: y.add_(1),
@@ -37,10 +37,8 @@ def _under_no_grad(y: torch.Tensor) -> None:
 @alphas
 @pytest.mark.parametrize(("small", "more"), SMALL_AND_MORE)
 @pytest.mark.parametrize("write", WRITES)
-def test_output_written_by_the_caller_gives_right_gradients_or_raises(
-    alpha: float, small: bool, write: str, more: int
-) -> None:
-    """Write to an output that is a captured product which backward needs, possibly while it is being offloaded.
+def test_writing_to_a_region_output_is_harmless_or_raises(alpha: float, small: bool, write: str, more: int) -> None:
+    """Write to a captured output that backward needs, possibly while it is being offloaded.
 
     torch itself refuses the write if it saved the output.
     """
@@ -58,7 +56,7 @@ def test_output_written_by_the_caller_gives_right_gradients_or_raises(
         y, z = run(x * 1.0)
         WRITES[write](y)
         total = y.sin().sum() + z.sum()
-        for _ in range(more):  # by then its memory would have been released
+        for _ in range(more):  # meanwhile an offloaded `y` would be released
             total = total + sum(part.sum() for part in run(x * 3.0))
         total.backward()
         gradient, weight.grad = weight.grad, None
@@ -82,11 +80,11 @@ def test_output_written_by_the_caller_gives_right_gradients_or_raises(
 @pytest.mark.unordered
 @alphas
 @pytest.mark.parametrize(("small", "more"), SMALL_AND_MORE)
-def test_input_written_after_its_region_gives_right_gradients_or_raises(alpha: float, small: bool, more: int) -> None:
+def test_writing_to_an_input_after_its_region_is_harmless_or_raises(alpha: float, small: bool, more: int) -> None:
     weight = torch.randn(8, 8, requires_grad=True, generator=torch.Generator().manual_seed(0))
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        return (x * 2) @ weight  # saves nothing of x itself
+        return (x * 2) @ weight  # autograd does not save x itself
 
     settings = {"min_offload_bytes": 1 << 30} if small else {}
     region, executor = functional(call, alpha, device := adversarial_device("late"), **settings)
@@ -115,15 +113,15 @@ def test_input_written_after_its_region_gives_right_gradients_or_raises(alpha: f
 
 @alphas
 @pytest.mark.parametrize("small", [False, True])
-def test_saved_tensor_written_later_in_its_region_raises_like_torch(alpha: float, small: bool) -> None:
+def test_writing_to_a_saved_tensor_inside_its_region_raises_like_torch(alpha: float, small: bool) -> None:
     def operator_output(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = (x @ weight).sigmoid()  # saves its output
+        y = (x @ weight).sigmoid()  # sigmoid saves its output
         y.mul_(2)
         return y
 
     def operator_input(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = x * 2
-        z = y.sin()  # saves its input
+        z = y.sin()  # sin saves its input
         y.add_(1)
         return y @ weight + z
 
@@ -147,7 +145,7 @@ def test_saved_tensor_written_later_in_its_region_raises_like_torch(alpha: float
 
 @alphas
 @pytest.mark.parametrize("name", ["gate.weight", "norm1.weight"])
-def test_parameter_written_before_backward_raises_like_torch(alpha: float, name: str) -> None:
+def test_writing_to_a_parameter_before_backward_raises_like_torch(alpha: float, name: str) -> None:
     model = Stack(2)
     reference = twin(model)
     tokenwise(model, alpha)
@@ -160,8 +158,8 @@ def test_parameter_written_before_backward_raises_like_torch(alpha: float, name:
 
 
 @alphas
-def test_gradients_hold_for_written_input_of_a_frozen_region(alpha: float) -> None:
-    """Make the graph of the recompute pass depend on the input alone."""
+def test_gradients_hold_if_a_frozen_region_writes_to_its_input(alpha: float) -> None:
+    """In the recompute pass only the input requires gradients."""
 
     class Frozen(WritesInput):
         def __init__(self) -> None:

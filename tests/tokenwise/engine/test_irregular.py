@@ -62,7 +62,7 @@ def train_with(model: nn.Module, given: Callable[[], torch.Tensor], alpha: float
 @EXACT
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("opaque", ["", "for this test"])
-def test_sparse_argument_stays_resident_and_region_is_not_opaque(layout: str, alpha: float, opaque: str) -> None:
+def test_region_with_a_sparse_argument_trains_exactly_and_is_not_opaque(layout: str, alpha: float, opaque: str) -> None:
     adjacency = adjacency_in(layout)
     torch.manual_seed(0)
     executor = train_with(Net(2, Graph), lambda: adjacency, alpha, opaque)
@@ -77,8 +77,10 @@ class Ignores(Layer):
 
 @EXACT
 @pytest.mark.parametrize("block_layout", [torch.Tensor.to_sparse_bsr, torch.Tensor.to_sparse_bsc])
-def test_argument_in_blocked_layout_trains(block_layout: Callable[..., torch.Tensor], alpha: float) -> None:
-    """Pass the argument without using it: torch multiplies no blocked layout in backward."""
+def test_gradients_hold_with_an_argument_in_blocked_layout(
+    block_layout: Callable[..., torch.Tensor], alpha: float
+) -> None:
+    """Pass the argument unused: torch's backward cannot multiply tensors in blocked layouts."""
     train_with(Net(2, Ignores), lambda: block_layout(torch.eye(6), (2, 2)), alpha)
 
 
@@ -171,7 +173,9 @@ class Strided(Layer):
 
 @EXACT
 @pytest.mark.parametrize(("block", "layout"), [(Jagged, torch.jagged), (Strided, torch.strided)])
-def test_nested_tensors_pass_from_region_to_region(block: type[Layer], layout: torch.layout, alpha: float) -> None:
+def test_gradients_hold_for_nested_tensors_passed_between_regions(
+    block: type[Layer], layout: torch.layout, alpha: float
+) -> None:
     torch.manual_seed(0)
     layers = nn.ModuleList([block(), block()])
     model = nn.Module()

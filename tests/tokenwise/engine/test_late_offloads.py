@@ -1,4 +1,4 @@
-"""Regions whose backward runs before their tensors have to be released: offloading waits until release."""
+"""Regions that offload late: if backward runs before their tensors must be released, nothing is copied."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def trained(device: Adversary, alpha: float, block: type[nn.Module] = Block, **s
 
 
 def step(model: Stack, reference: Stack, alpha: float, times: int = 1, seed: int = 0) -> None:
-    """Run backward `times` through one graph of each model."""
+    """Run backward `times` times through one graph of each model."""
     x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(seed))
     for network in (model, reference):
         loss = network(x)
@@ -91,7 +91,7 @@ def device(request: pytest.FixtureRequest):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_later_steps_copy_nothing_of_the_last_layer(device, alpha):
+def test_last_layer_is_not_offloaded_after_the_first_step(device, alpha):
     model, reference, executor = trained(device, alpha)
     first = executor.transfer.offloads
     step(model, reference, alpha, seed=1)
@@ -100,7 +100,7 @@ def test_later_steps_copy_nothing_of_the_last_layer(device, alpha):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_second_backward_through_a_graph_finds_its_tensors(device, alpha):
+def test_gradients_hold_for_a_second_backward_through_a_graph(device, alpha):
     model, reference, executor = trained(device, alpha)
     step(model, reference, alpha, times=2, seed=1)
     assert_clean(executor)
@@ -115,7 +115,7 @@ def test_backward_may_unpack_a_saved_tensor_twice(device, alpha, times):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_backward_through_part_of_a_retained_graph_leaves_it_usable(device, alpha):
+def test_retained_graph_stays_usable_after_backward_through_a_part(device, alpha):
     model, reference, executor = trained(device, alpha)
     x = torch.randn(2, 6, 16)
     for network in (model, reference):
@@ -128,7 +128,7 @@ def test_backward_through_part_of_a_retained_graph_leaves_it_usable(device, alph
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_diverging_recompute_pass_runs_in_full(device, alpha):
+def test_diverging_recompute_pass_is_repeated_in_full(device, alpha):
     """Include a divergence after the last use of a captured tensor, when its copy is already dropped."""
     model, reference, executor = trained(device, alpha, Chooses)
     x = torch.randn(2, 6, 16)
@@ -150,7 +150,7 @@ def fill_host(executor):
 
 @pytest.mark.parametrize("is_full", [False, True])
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_late_tensors_are_offloaded_or_kept_when_a_forward_follows(device, alpha, is_full):
+def test_gradients_hold_when_another_forward_ends_late_offloading(device, alpha, is_full):
     model, reference, executor = trained(device, alpha)
     if is_full:
         fill_host(executor)
@@ -165,7 +165,7 @@ def test_late_tensors_are_offloaded_or_kept_when_a_forward_follows(device, alpha
 
 @pytest.mark.parametrize("block", IN_PLACE)
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_captured_tensor_written_later_is_kept_on_a_full_host(device, alpha, block):
+def test_gradients_hold_for_in_place_writes_on_a_full_host(device, alpha, block):
     model, reference, executor = trained(device, alpha, block)
     fill_host(executor)
     for seed in (1, 2):
@@ -174,7 +174,7 @@ def test_captured_tensor_written_later_is_kept_on_a_full_host(device, alpha, blo
 
 
 def alone(device: Adversary, alpha: float, block: type[nn.Module]):
-    """Return a one-layer stack that offloads late and captures its input, its twin and its executor."""
+    """Return a one-layer stack (it captures its input and offloads late), its twin and its executor."""
     torch.manual_seed(0)
     model = Stack(1, block)
     reference = twin(model)
@@ -187,7 +187,7 @@ def alone(device: Adversary, alpha: float, block: type[nn.Module]):
 
 
 def step_alone(model, reference, executor, alpha, *, seed=0, graphs=1, times=1):
-    """Run backward `times` through several graphs of both models; assert that no capture is left.
+    """Run backward `times` times through several graphs of both models; assert that no capture is left.
 
     Returns:
         The offloaded bytes.
@@ -211,7 +211,7 @@ def step_alone(model, reference, executor, alpha, *, seed=0, graphs=1, times=1):
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("block", IN_PLACE)
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_captured_tensor_written_later_is_not_offloaded(device, alpha, block, times):
+def test_captured_tensor_written_in_place_is_not_offloaded(device, alpha, block, times):
     model, reference, executor = alone(device, alpha, block)
     for seed in (1, 2):
         assert step_alone(model, reference, executor, alpha, seed=seed, times=times) == 0
@@ -240,7 +240,7 @@ class SharesInput(nn.Module):
 
 
 class ScalesInput(nn.Linear):
-    """A layer that does not save its input, but so many other tensors that none has to be released."""
+    """A layer that does not save its input, but enough other tensors that memplug need not release them early."""
 
     def __init__(self) -> None:
         super().__init__(16, 16)
@@ -311,7 +311,7 @@ def test_acquiring_a_dropped_tensor_raises_with_advice():
         transfer.acquire(swapped)
 
 
-def test_dropped_graph_leaves_nothing(device):
+def test_dropped_graph_releases_all_its_memory(device):
     model, _, executor = trained(device, 1.0)
     loss = model(torch.randn(2, 6, 16))
     del loss

@@ -1,4 +1,4 @@
-"""Tensors and host memory are released after their last use, after errors too, without garbage collection."""
+"""Tensors and host memory are released after their last use, without garbage collection, and after errors too."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ errors = pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
 
 
 class Fails(Block):
-    """A block that raises if `raises`, in the pass named by `armed`; an opaque one runs its module again."""
+    """A block that, if `raises` is set, raises in the pass that `armed` names; if `opaque`, its module runs again."""
 
     armed = ""
     raises = False
@@ -62,7 +62,7 @@ class Fails(Block):
 @pytest.mark.parametrize("opaque", [False, True])
 @pytest.mark.parametrize("layer", [1, 3])
 @errors
-def test_step_after_an_error_is_right_and_nothing_leaks(
+def test_step_after_an_error_is_correct_and_leaks_nothing(
     alpha: float,
     where: str,
     layer: int,
@@ -143,11 +143,11 @@ def test_exhausted_host_budget_warns_once_and_gradients_hold(
 
 
 @pytest.mark.parametrize("budget_bytes", [4096, 20000])
-def test_routing_holds_when_the_host_budget_is_exhausted(budget_bytes: int) -> None:
+def test_gradients_hold_with_routing_on_an_exhausted_host_budget(budget_bytes: int) -> None:
     train_alike(Routes, 0.3, host_budget_bytes=budget_bytes)
 
 
-def test_host_memory_stays_bounded_over_changing_lengths() -> None:
+def test_host_memory_stays_bounded_over_changing_sequence_lengths() -> None:
     torch.manual_seed(0)
     model = Stack(3)
     executor = tokenwise(model, 0.7)

@@ -1,6 +1,6 @@
-"""Tensors of Python's values (`torch.tensor([1, 2])`) inside of a region.
+"""Literals: tensors of Python values (`torch.tensor([1, 2])`) that a region makes.
 
-No operator fills them; they are kept like the region's arguments, and its tape covers all else.
+No operator fills them. memplug keeps them like the region's arguments, and the tape covers everything else.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def of_tensors(y: torch.Tensor, values: list[float]) -> torch.Tensor:
 
 
 def numbers_on_the_host(y: torch.Tensor, values: list[float]) -> torch.Tensor:
-    """Use operands that stay on the CPU."""
+    """Combine a tensor on the device with scalar tensors on the CPU."""
     return (y * torch.tensor(values[0], device="cpu")).sin() * torch.tensor(3.0, device="cpu")
 
 
@@ -227,7 +227,7 @@ def test_literal_gets_its_gradient() -> None:
 @alphas
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 @pytest.mark.parametrize("make", MAKERS[:4], ids=["product", "sum", "written between", "written in part"])
-def test_graphs_in_flight_have_the_literals_of_their_forwards(
+def test_each_graph_in_flight_uses_the_literals_of_its_own_forward(
     make: Callable[..., torch.Tensor], order: tuple[int, ...], alpha: float
 ) -> None:
     torch.manual_seed(0)
@@ -247,7 +247,7 @@ def test_graphs_in_flight_have_the_literals_of_their_forwards(
 
 
 def test_large_literal_makes_its_region_opaque() -> None:
-    """Make large literals: a plan would not count them, so the module runs again."""
+    """Plans do not count the bytes of literals, so the module of a region with a large one runs again."""
 
     def much(y: torch.Tensor, values: list[float]) -> torch.Tensor:
         return y * torch.tensor(ALIKE * (1 << 14))[:32]
@@ -268,7 +268,7 @@ def test_many_literals_make_their_region_opaque() -> None:
 
 @alphas
 def test_forwards_may_alternate_between_literals_and_filled_memory(alpha: float) -> None:
-    """Use the same shapes in every forward, so that a tape is followed up to the point where they differ."""
+    """The forwards have equal shapes, so each follows a tape up to the operator that differs."""
 
     def in_turn(y: torch.Tensor, values: list[float]) -> torch.Tensor:
         kind = int(values[0]) % 3
@@ -294,8 +294,8 @@ def test_taking_the_address_of_a_literal_makes_its_region_opaque() -> None:
     assert dict(executor.opaque) == {"memory that is read or written past torch's operators": 3}
 
 
-def test_literal_written_by_the_caller_raises() -> None:
-    """Raise an error, as for any memory that a region was given and reads again."""
+def test_writing_to_a_returned_literal_raises() -> None:
+    """The recompute pass reads the literal again, as it reads arguments."""
 
     def call(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
         t = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -341,7 +341,7 @@ def restored(run: Run) -> list[torch.Tensor]:
     return [found.get(index, saved) for index, saved in enumerate(run.saved)]
 
 
-def test_in_place_detach_counts_as_no_write() -> None:
+def test_in_place_detach_does_not_count_as_a_write() -> None:
     weight = torch.ones(4, 4, requires_grad=True)
 
     def call() -> torch.Tensor:

@@ -39,7 +39,7 @@ def test_recompute_pass_with_other_sizes_or_dtypes_raises(
     class Changes(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.inner(x)
-            # the environment is no part of a region's state
+            # the environment does not belong to the state that memplug restores
             return (change(y) if "IN_BACKWARD" in os.environ else y).sin().sum()
 
     model = Stack(1, Changes)
@@ -120,7 +120,7 @@ class Nests(Layer):
 
 
 @alphas
-def test_opaque_recompute_pass_gets_the_same_containers(alpha: float) -> None:
+def test_opaque_region_with_nested_arguments_trains_exactly(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(1, Nests)
     reference = twin(model)
@@ -179,7 +179,7 @@ class Raises(Layer):
 
 
 class Reshapes(Layer):
-    """A layer that gives a tensor other memory in place."""
+    """A layer that replaces a tensor's storage in place (`set_`)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
@@ -214,7 +214,7 @@ REASONS = {
 
 @alphas
 @pytest.mark.parametrize("block", REASONS, ids=lambda block: block.__name__)
-def test_opaque_region_logs_its_reason_once_and_trains_alike(
+def test_opaque_region_logs_its_reason_once_and_trains_exactly(
     block: type[Layer], alpha: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "memplug"):
@@ -241,7 +241,7 @@ def test_opaque_region_offloads_only_its_input(alpha: float) -> None:
 
 
 def filled_past_torch(and_then: Callable[[torch.Tensor], Any]) -> type[Layer]:
-    """Return a layer whose kernel is no torch operator; `and_then` writes to its result before it is saved."""
+    """Return a layer whose kernel is no torch operator; `and_then` writes to its result before autograd saves it."""
 
     class Squares(torch.autograd.Function):
         @staticmethod
@@ -265,7 +265,7 @@ def filled_past_torch(and_then: Callable[[torch.Tensor], Any]) -> type[Layer]:
 
 
 def halves(y: torch.Tensor) -> None:
-    """Fill the tensor half by half of each row."""
+    """Fill the first half of each row, then the second."""
     first, second = y.tensor_split(2, -1)
     first.copy_(torch.ones_like(first))
     second.fill_(2)
@@ -279,7 +279,7 @@ def chunks(y: torch.Tensor) -> None:
 
 
 def permuted(y: torch.Tensor) -> None:
-    """Fill the tensor row by row, in another order."""
+    """Fill the rows in random order."""
     rows = y.view(-1, y.shape[-1])
     rows[torch.randperm(len(rows))] = torch.ones_like(rows)
 
@@ -323,20 +323,20 @@ FILLERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.cpu("it writes by numpy")
 @pytest.mark.parametrize("name", READERS)
-def test_operator_that_reads_its_output_fills_no_memory(name: str, group: Any) -> None:
+def test_operator_that_reads_its_output_does_not_count_as_filling_it(name: str, group: Any) -> None:
     executor = train_alike(filled_past_torch(READERS[name]), 1.0)
     assert dict(executor.opaque) == {"memory that no operator was seen to fill": 3}
 
 
 @pytest.mark.cpu("it writes by numpy")
 @pytest.mark.parametrize("name", PARTS)
-def test_operator_that_writes_a_part_does_not_fill_the_whole(name: str) -> None:
+def test_writing_part_of_a_tensor_does_not_count_as_filling_it(name: str) -> None:
     executor = train_alike(filled_past_torch(PARTS[name]), 1.0)
     assert dict(executor.opaque) == {"memory that no operator was seen to fill": 3}
 
 
 @pytest.mark.cpu("it writes by numpy")
 @pytest.mark.parametrize("name", FILLERS)
-def test_memory_filled_by_operators_leaves_no_region_opaque(name: str, group: Any) -> None:
+def test_region_whose_memory_is_filled_by_operators_is_not_opaque(name: str, group: Any) -> None:
     executor = train_alike(filled_past_torch(FILLERS[name]), 1.0)
     assert not executor.opaque

@@ -1,4 +1,4 @@
-"""Which operators are captured, and that the last rows of one equal those of a full run."""
+"""Operators are captured by their kind, and the last rows of one, run alone, equal those of a full run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def cases() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("start", [0, 1, 5, 11, 12])
 @pytest.mark.parametrize("name", cases())
-def test_recomputed_rows_equal_the_full_operator_and_others_stay(name: str, start: int, dtype: torch.dtype) -> None:
+def test_recomputed_rows_equal_a_full_run_and_captured_rows_are_unchanged(
+    name: str, start: int, dtype: torch.dtype
+) -> None:
     func, args, kwargs = cases()[name]
     args = tuple(a.to(dtype) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
     whole = func(*args, **kwargs)
@@ -74,7 +76,7 @@ def test_recomputed_rows_equal_the_full_operator_and_others_stay(name: str, star
     torch.testing.assert_close(restored[start:], whole[start:])
 
 
-def test_grouped_matmul_over_tokens_trains_with_any_alpha() -> None:
+def test_gradients_hold_with_grouped_matmul_over_tokens_at_any_alpha() -> None:
     class Weighs(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y, offs = self.inner(self.norm(x)).flatten(0, 1), torch.tensor([4, 12], dtype=torch.int32, device=x.device)
@@ -120,13 +122,13 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for kind, names in KINDS.items() for name in names])
-def test_operator_has_its_kind_from_the_table(name: str, kind: CaptureKind | None) -> None:
+def test_each_operator_has_its_expected_capture_kind(name: str, kind: CaptureKind | None) -> None:
     packet, _, overload = name.partition(".")
     assert hasattr(aten, packet), f"this torch has no aten::{packet}"
     assert kind_of(getattr(getattr(aten, packet), overload or "default")) is kind
 
 
-def test_only_maximum_along_a_dimension_is_a_choice() -> None:
+def test_max_and_min_are_captured_as_choices_only_along_a_dimension() -> None:
     assert kind_of(aten.max.dim) is kind_of(aten.min.dim) is CaptureKind.CHOICE
     assert kind_of(aten.max.default) is kind_of(aten.max.other) is None
 
@@ -142,7 +144,7 @@ LIBRARY.define("attend(Tensor q, float dropout_p=0.) -> Tensor", tags=(torch.Tag
 LIBRARY.impl("attend", lambda q, dropout_p=0.0: q.clone(), "CompositeExplicitAutograd")
 
 
-def test_attention_draws_only_with_dropout() -> None:
+def test_attention_draws_random_numbers_only_with_dropout() -> None:
     q, attend = torch.randn(1, 1, 2, 4), torch.ops.memplug_test_operators.attend
     run = Run(core(), lambda: (attend(q, 0.1), attend(q, 0.0), attend(q), torch.rand(2)))
     assert [record.draws for record in records_of(run.tape)] == [True, False, False, True]
@@ -209,7 +211,7 @@ def test_registered_flash_attention_is_captured_and_runs_once(
 
 
 class FlashAttention3(FlashAttention):
-    """Attention like flash-attn 3's: an operator that makes its result, or writes it to given memory."""
+    """Attention like flash-attn 3's: its operator allocates the result, or writes to a tensor of the caller's."""
 
     has_memory = False
 
@@ -249,7 +251,7 @@ def flash_3_calls() -> Iterator[collections.Counter[str]]:
 
 @pytest.mark.parametrize("has_memory", [False, True])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_flash_attention_3_is_captured_unless_given_its_output(
+def test_flash_attention_3_is_captured_unless_the_caller_passes_out(
     alpha: float, has_memory: bool, flash_3_calls: collections.Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FlashAttention3, "has_memory", has_memory)
@@ -266,12 +268,12 @@ def test_flash_attention_3_is_captured_unless_given_its_output(
     assert kind_of(torch.ops.flash_attn_3.bwd.default) is None
     executor = train_alike(Attends, alpha, steps=3)
     assert executor.opaque_regions == 0
-    assert flash_3_calls["forward"] == 3 * 3 * (3 if has_memory else 2)  # layers, steps, the model and its twin
+    assert flash_3_calls["forward"] == 3 * 3 * (3 if has_memory else 2)  # layers, steps; twin, model, recompute
 
 
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_no_collective_is_launched_again_in_any_step(alpha: float, small: bool, group: Any) -> None:
+def test_collectives_are_not_launched_again_in_any_step(alpha: float, small: bool, group: Any) -> None:
     torch.manual_seed(0)
     model = Stack(3, Parallel)
     reference = twin(model)
@@ -288,7 +290,7 @@ def test_no_collective_is_launched_again_in_any_step(alpha: float, small: bool, 
 
 
 @pytest.mark.parametrize("budget_bytes", [0, 2000, 8000])
-def test_no_collective_is_launched_again_on_a_full_host(budget_bytes: int, group: Any) -> None:
+def test_collectives_are_not_launched_again_on_a_full_host(budget_bytes: int, group: Any) -> None:
     model = Stack(3, Parallel)
     executor = tokenwise(model, 0.5, host_budget_bytes=budget_bytes)
     for x in torch.randn(3, 2, 6, 16):
@@ -301,7 +303,7 @@ def test_no_collective_is_launched_again_on_a_full_host(budget_bytes: int, group
     assert_clean(executor)
 
 
-def test_coalesced_collective_gives_right_gradients(group: Any) -> None:
+def test_gradients_hold_with_a_coalesced_collective(group: Any) -> None:
     class Coalesces(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.inner(self.norm(x))
@@ -313,7 +315,7 @@ def test_coalesced_collective_gives_right_gradients(group: Any) -> None:
         train_alike(Coalesces, alpha, steps=3)
 
 
-def test_newly_needed_collective_runs_again_once_then_is_captured(group: Any) -> None:
+def test_collective_newly_needed_by_backward_runs_again_only_once(group: Any) -> None:
     class Changes(Layer):
         saves = False
 

@@ -19,7 +19,7 @@ from tests.support.simulated import Adversary, adversarial_device
 pytestmark = pytest.mark.device
 
 SCHEDULES = ["late", "early"]
-# tests/cudasim/test_regions_on_streams.py leaves out the wait for another stream of the user's
+# tests/cudasim/test_regions_on_streams.py tests the other one: the wait for another stream of the user's
 WAITS = [wait for wait in Wait if wait is not Wait.USE_FOR_COMPUTE]
 BUFFERS = {"new memory": 0, "rounding buffers": 1 << 20}
 buffered = pytest.mark.parametrize("buffer_bytes", BUFFERS.values(), ids=BUFFERS)
@@ -30,9 +30,9 @@ class Stop(Exception):
 
 
 def scenario(device: Adversary, alpha: float, in_place: bool = False, seed: int = 0, *, buffer_bytes: int = 0) -> None:
-    """Train a few steps in every awkward way.
+    """Train a few steps that force all of these races.
 
-    Raise AssertionError if a gradient differs, a copy touches released memory, or plain steps miss rounding buffers
+    Raise AssertionError if a gradient differs, a copy touches released memory, or ordinary steps miss rounding buffers
     that are large enough.
     """
     torch.manual_seed(seed)
@@ -42,14 +42,14 @@ def scenario(device: Adversary, alpha: float, in_place: bool = False, seed: int 
     data = torch.randn(9, 2, 6, 16)
     with device:
         executor.flow.reserve(buffer_bytes)
-        for x in data[:2]:  # plain steps
+        for x in data[:2]:  # ordinary steps
             model(x).backward()
             reference(x).backward()
             assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
         (model(data[2]) + model(data[3])).backward()  # two graphs in flight, one backward
         (reference(data[2]) + reference(data[3])).backward()
         assert_same(gradients(model), gradients(reference), exact=alpha in (0, 1))
-        first, second = model(data[4]), model(data[5])  # two graphs, the older one first, as 1F1B does
+        first, second = model(data[4]), model(data[5])  # two graphs in flight, backward of the older one first
         first.backward(retain_graph=True)
         second.backward()
         first.backward()
@@ -60,7 +60,7 @@ def scenario(device: Adversary, alpha: float, in_place: bool = False, seed: int 
         assert_same(gradients(model), gradients(reference), exact=False)
         loss = model(data[6])
         handle = model.layers[3].up.weight.register_hook(_stop)
-        with pytest.raises(Stop):  # prefetched, but never used
+        with pytest.raises(Stop):  # some tensors are prefetched, but never used
             loss.backward()
         handle.remove()
         del loss
@@ -120,7 +120,7 @@ def test_missing_wait_is_detected(missing: Wait, buffer_bytes: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("missing", WAITS, ids=lambda wait: wait.name.lower())
 def test_missing_wait_is_detected_on_many_of_200_random_schedules(missing: Wait) -> None:
-    """Use the schedules on which gradients hold when no wait is missing."""
+    """Use the schedules of the test above, in which no wait is missing."""
     noticed = 0
     for seed in range(200):
         device = adversarial_device("random", seed, missing)
@@ -156,7 +156,7 @@ def pipeline(device: Adversary, alpha: float, schedule: Schedule, seed: int = 0,
                     if action is Pass.BACKWARD:
                         outputs.pop(key).backward(outer[key])
                         continue
-                    executor.flow.begin_micro_batch()  # as at the beginning of a micro-batch
+                    executor.flow.begin_micro_batch()
                     x = inputs[key].clone().requires_grad_()  # received from another stage
                     x = x * 1.0 if schedule.stage == chunk == 0 else x
                     for layer in network.layers[chunk * schedule.layers : (chunk + 1) * schedule.layers]:

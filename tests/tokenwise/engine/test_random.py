@@ -56,7 +56,7 @@ def test_backward_restores_the_random_generator(block: Callable[[], nn.Module], 
 
 
 class DrawsBehindCapturedAttention(torch.nn.Module):
-    """Attention by an operator that draws; a recompute pass needs only its draws."""
+    """A layer that draws dropout after a captured random operator, whose draws the recompute pass must skip over."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class DrawsBehindCapturedAttention(torch.nn.Module):
         return x * F.dropout(x @ self.weight, 0.5).sigmoid() + attended
 
 
-def test_unread_captured_operator_still_advances_the_generator(
+def test_captured_random_operator_still_advances_the_generator(
     flash_operators: collections.Counter[str],
 ) -> None:
     for alpha in ALPHAS:
@@ -76,7 +76,7 @@ def test_unread_captured_operator_still_advances_the_generator(
 
 @pytest.fixture(scope="module")
 def flash_operators() -> Iterator[collections.Counter[str]]:
-    """Yield a count of calls of operators that are registered like flash-attn's."""
+    """Register operators like flash-attn's, and yield the count of their calls."""
     calls: collections.Counter[str] = collections.Counter()
     with torch.library._scoped_library("flash_attn", "FRAGMENT") as library:
         library.define(
@@ -96,7 +96,7 @@ def flash_operators() -> Iterator[collections.Counter[str]]:
 
 
 class DrawsUntagged(DrawsBehindCapturedAttention):
-    """Attention like flash-attn's: its operator draws, though its schema hides it, and backward reads the result."""
+    """Attention like flash-attn's: its operator draws, but has no tag that says so, and backward reads the result."""
 
     dropout = 0.3
 
@@ -106,13 +106,13 @@ class DrawsUntagged(DrawsBehindCapturedAttention):
 
 
 class UntaggedWithoutDropout(DrawsUntagged):
-    """The same operator without dropout, which draws nothing."""
+    """The same layer without attention dropout, so its operator draws nothing."""
 
     dropout = 0.0
 
 
 @pytest.mark.parametrize("layer", [DrawsUntagged, UntaggedWithoutDropout])
-def test_library_attention_repeats_its_dropout_on_a_full_host(
+def test_flash_attention_repeats_its_dropout_on_a_full_host(
     layer: type[nn.Module], flash_operators: collections.Counter[str]
 ) -> None:
     flash_operators.clear()

@@ -1,4 +1,4 @@
-"""Backward runs only the needed operators again, and recovers or raises if the second pass differs."""
+"""Backward runs only the needed operators again, and recovers or raises if they differ from the forward's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.device
 def backward_calls(
     block: Callable[[], nn.Module], alpha: float, layers: int = 3, step: int = 2
 ) -> collections.Counter[str]:
-    """Return the operators that a step's backward runs on top of those of the same model without regions."""
+    """Return the operators that a step's backward runs in addition to those of the model without regions."""
     torch.manual_seed(0)
     model = Stack(layers, block)
     reference = twin(model)
@@ -56,10 +56,10 @@ MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 @pytest.mark.parametrize(("alpha", "expected"), [(0.0, 3 * 4), (0.5, 2 * 4), (1.0, 0)])
-def test_backward_runs_only_needed_matmuls_that_were_not_swapped(alpha: float, expected: int) -> None:
-    """Count a block's five matmuls; only the residual sum after the last one reads its output.
+def test_backward_reruns_only_needed_matmuls_that_were_not_swapped(alpha: float, expected: int) -> None:
+    """Backward needs the outputs of four of a block's five matmuls; only the residual sum reads the last one's.
 
-    All tensors of the last of three blocks are still resident.
+    The captured tensors of the last of three blocks are still resident, so with alpha 0.5 it runs no matmul again.
     """
     calls = backward_calls(Block, alpha)
     assert sum(calls[name] for name in MATMULS) == expected
@@ -95,7 +95,7 @@ def test_uncaptured_attention_runs_again() -> None:
     assert_clean(executor)
 
 
-def test_unread_routing_choice_is_not_made_again() -> None:
+def test_topk_of_a_router_does_not_run_again() -> None:
     assert backward_calls(Routes, 0.0)["topk"] == 0
 
 
@@ -132,8 +132,8 @@ class Changes(Layer):
 
 
 @alphas
-def test_changing_numbers_and_loops_are_recomputed_as_they_ran(alpha: float) -> None:
-    """Run both forwards of a step before the first backward: running the module again would use other numbers."""
+def test_changing_scalars_and_loop_counts_are_recomputed_as_they_ran(alpha: float) -> None:
+    """Run both forwards of a step before the first backward: running the module again would use later scalars."""
     train_alike(Changes, alpha, steps=4)
     torch.manual_seed(0)
     model = Stack(2, Changes)
@@ -149,7 +149,7 @@ def test_changing_numbers_and_loops_are_recomputed_as_they_ran(alpha: float) -> 
 
 
 class Scales(Layer):
-    """A layer with the same operators in every step and other numbers: a loss scale, a schedule, an exponent."""
+    """A layer whose operators get other scalars in every step: a loss scale, a schedule, an exponent."""
 
     step = 0
 
@@ -161,8 +161,8 @@ class Scales(Layer):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_recompute_pass_uses_the_numbers_of_its_own_forward(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the graphs of three steps in flight, and change the number once more before their backward."""
+def test_recompute_pass_uses_the_scalars_of_its_own_forward(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the graphs of three steps in flight, and change the scalars once more before their backward."""
     torch.manual_seed(0)
     model = Stack(3, Scales)
     reference = twin(model)
@@ -207,11 +207,13 @@ def test_randomly_dropped_layer_is_recomputed_as_it_ran(alpha: float) -> None:
 
 
 @alphas
-def test_opaque_region_that_saves_other_tensors_again_raises(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opaque_region_that_saves_other_tensors_when_rerun_raises(
+    alpha: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Repeats(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x.data_ptr()
-            for _ in range(int(os.environ["TIMES"])):  # the environment is no part of a region's state
+            for _ in range(int(os.environ["TIMES"])):  # memplug does not restore this
                 x = x.sin() * self.norm.weight
             return x
 
@@ -225,15 +227,15 @@ def test_opaque_region_that_saves_other_tensors_again_raises(alpha: float, monke
 
 
 class Noisy(ScriptedDevice):
-    """A device whose prefetched rows differ by a rounding, like those of a product of another shape."""
+    """A device whose prefetched rows are off by a rounding error, as rows of a matmul of another shape are."""
 
     def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source * (1 - 1e-6) if source.is_floating_point() else source)
 
 
 @pytest.mark.cpu("its copies are changed")
-def test_mask_changed_by_rounding_recomputes_in_full() -> None:
-    """Make values smaller than in forward, so that they miss the threshold and the selection is shorter."""
+def test_recompute_pass_is_repeated_in_full_if_rounding_changes_a_mask() -> None:
+    """Prefetched values are slightly too small, so they miss the threshold and the mask selects fewer of them."""
     torch.manual_seed(0)
     weight = torch.rand(8, 8, requires_grad=True)
 
@@ -248,7 +250,7 @@ def test_mask_changed_by_rounding_recomputes_in_full() -> None:
         sum(run(x * (1 + index)).sum() for index in range(4)).backward()
         gradient.append({"weight": weight.grad})
         weight.grad = None
-    assert executor.divergences == 3  # all but the last were offloaded
+    assert executor.divergences == 3  # of four forwards, all but the last were offloaded
     assert_same(*gradient, exact=False)
 
 

@@ -1,6 +1,6 @@
 """Without the arena, swapped tensors are prefetched into device memory that is reserved once (MEMO, section 4.1).
 
-Nothing is allocated for them, and no tensor that is still held is overwritten.
+A prefetch allocates nothing, and never overwrites a tensor that is still held.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.simulated import ScriptedDevice
 
 
 @pytest.mark.parametrize("schedule", ["late", "early"])
-def test_only_the_buffers_are_allocated_on_the_device(schedule: str) -> None:
+def test_prefetches_allocate_no_device_memory_besides_the_buffers(schedule: str) -> None:
     model, reference = pair()
     device = Watched(schedule)
     executor = tokenwise(model, 1.0, device)
@@ -51,7 +51,7 @@ def test_regions_take_the_buffers_in_turn() -> None:
 
 
 def test_buffers_let_prefetches_run_one_region_ahead() -> None:
-    """Prefetch the tensors of the layer before while a layer's backward runs, as in MEMO."""
+    """While a layer's backward runs, the tensors of the layer before it are prefetched, as in MEMO."""
     limited, buffered = (_copies_begun(nbytes) for nbytes in (0, ENOUGH_BYTES))
     assert buffered[-1] == limited[-1] and all(more >= few for more, few in zip(buffered, limited, strict=True))
     assert buffered[2] > limited[2]
@@ -76,7 +76,7 @@ def _copies_begun(buffer_bytes: int) -> list[int]:
 def test_forward_keeps_as_many_regions_resident_as_there_are_buffers() -> None:
     resident = []
     for buffers in (2, 3, 4):
-        model, _ = pair(layers=40)  # so many that the limit of bytes allows four
+        model, _ = pair(layers=40)  # enough layers that the limit on held bytes allows four
         executor = tokenwise(model, 0.0, buffers=buffers)
         loss = model(torch.randn(2, 6, 16))
         resident.append(executor.transfer.resident_bytes)
@@ -90,11 +90,11 @@ def test_forward_keeps_as_many_regions_resident_as_there_are_buffers() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["late", "early"])
-def test_tensor_that_outlives_its_turn_is_never_overwritten(schedule: str) -> None:
+def test_tensor_held_after_its_backward_is_never_overwritten(schedule: str) -> None:
     model, reference = pair(6, Shows)
     device = Watched(schedule)
     executor = tokenwise(model, 1.0, device)
-    layers = [*model.layers[:2], *reference.layers[:2]]  # the last in backward, one in each buffer
+    layers = [*model.layers[:2], *reference.layers[:2]]  # the last two in backward, one in each buffer
     with device:
         executor.flow.reserve(ENOUGH_BYTES)
         for layer in layers:
@@ -117,7 +117,7 @@ def test_tensor_that_outlives_its_turn_is_never_overwritten(schedule: str) -> No
     assert not device.violations
 
 
-def test_kept_tensor_outlives_the_close_of_the_executor() -> None:
+def test_tensor_in_a_buffer_outlives_the_close_of_the_executor() -> None:
     model, reference = pair(6, Shows)
     device = Watched()
     executor = tokenwise(model, 1.0, device)
@@ -141,7 +141,7 @@ def test_kept_tensor_outlives_the_close_of_the_executor() -> None:
 
 @pytest.mark.parametrize("schedule", ["late", "early"])
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_backward_inside_a_backward_gets_separate_memory(schedule: str, alpha: float) -> None:
+def test_nested_backward_does_not_use_the_buffers_of_the_outer_one(schedule: str, alpha: float) -> None:
     model, reference = pair()
     device = Watched(schedule)
     executor = tokenwise(model, alpha, device)
@@ -191,7 +191,7 @@ def test_tensors_too_large_for_their_buffer_are_still_restored(nbytes: int) -> N
 
 
 def test_buffers_of_one_stream_are_not_used_on_another() -> None:
-    """Run on a second stream: its regions would overwrite tensors that the first stream still reads."""
+    """Regions on a second stream would overwrite tensors that the first stream still reads."""
 
     class TwoStreams(ScriptedDevice):
         now = "first"
@@ -210,7 +210,7 @@ def test_buffers_of_one_stream_are_not_used_on_another() -> None:
 
 
 @pytest.mark.parametrize("room_bytes", [0, ENOUGH_BYTES])
-def test_device_without_room_for_buffers_warns_once(room_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_lack_of_room_for_rounding_buffers_warns_once(room_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
     model, reference = pair()
     device = Watched(room_bytes=ENOUGH_BYTES)
     executor = tokenwise(model, 1.0, device)
@@ -224,8 +224,8 @@ def test_device_without_room_for_buffers_warns_once(room_bytes: int, caplog: pyt
     assert [record.levelno for record in caplog.records if "rounding buffers" in record.message] == [logging.WARNING]
 
 
-def test_restored_tensor_has_a_separate_storage() -> None:
-    """Assert that a storage's size is the tensor's, not the buffer's, for accounting and for copies of it."""
+def test_storage_of_a_restored_tensor_has_the_size_of_the_tensor() -> None:
+    """Accounting, and copies of a storage, would otherwise count the whole buffer."""
     device = ScriptedDevice()
     known = core()
     pool = known.HostRows(lambda nbytes: False)

@@ -1,4 +1,4 @@
-"""A region whose forward changes Python state trains alike, and leaves that state as without memplug."""
+"""A region whose forward changes Python state trains as without memplug, and leaves the same state."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ STEPS: list[Step] = [plain, micro_batches, reversed_micro_batches, twice, evalua
 
 
 def trained(make: Callable[[], Stateful], step: Step, alpha: float | None) -> tuple[Any, Any, Any]:
-    """Return gradients and the layers' state of three steps, the model and the executor."""
+    """Train three steps, and return their gradients and the layers' state, the model and the executor."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -138,7 +138,7 @@ def test_recompute_pass_that_raises_restores_the_state() -> None:
 
 
 class Iterates(Stateful):
-    """A layer that depends on an iterator, which hides its state."""
+    """A layer that depends on an iterator, whose state memplug cannot read."""
 
     def begin(self) -> None:
         self.numbers = itertools.count(1)
@@ -161,7 +161,7 @@ def test_region_with_state_that_cannot_be_restored_never_runs_again(
 
 
 class Sudden(Stateful):
-    """A layer that becomes opaque after some equal forwards; with `moves_names` it counts them in an attribute."""
+    """A layer that is opaque while `is_sudden` is set; with `moves_names` it counts its forwards in an attribute."""
 
     is_sudden = moves_names = False
 
@@ -219,7 +219,7 @@ class Counts:
     calls = 0
 
 
-def test_arguments_changed_by_a_forward_change_once() -> None:
+def test_recompute_pass_does_not_change_arguments_a_second_time() -> None:
     found = []
     for attached in (False, True):
         torch.manual_seed(0)
@@ -236,7 +236,7 @@ def test_arguments_changed_by_a_forward_change_once() -> None:
     assert found[1][1:] == found[0][1:]
 
 
-def test_forwards_without_backward_do_not_accumulate() -> None:
+def test_frames_of_forwards_without_backward_do_not_accumulate() -> None:
     model = Stack(1, Buffer)
     executor = tokenwise(model, 1.0)
     for _ in range(5):

@@ -56,7 +56,7 @@ class Whole(Stack):
 
 
 def distributed() -> nn.Module:
-    """Return a model whose parameters are DTensors, and all inputs and outputs of regions too."""
+    """Return a model whose parameters are DTensors, as are all inputs and outputs of its regions."""
     model = Whole(3, Gated)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -70,7 +70,9 @@ def pending() -> nn.Module:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("made", [split, distributed, pending], ids=lambda made: made.__name__)
-def test_gradients_hold_with_dispatching_subclasses(made: Callable[[], nn.Module], alpha: float, group: Any) -> None:
+def test_gradients_hold_with_tensor_subclasses_that_dispatch(
+    made: Callable[[], nn.Module], alpha: float, group: Any
+) -> None:
     torch.manual_seed(0)
     model = made()
     torch.manual_seed(0)
@@ -90,8 +92,8 @@ def whole(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
 
 
-def test_fake_tensor_operators_of_dtensor_leave_no_region_opaque(group: Any) -> None:
-    """Meet new shapes, for which DTensor first runs an operator on fake tensors."""
+def test_fake_tensor_operators_of_dtensor_do_not_make_regions_opaque(group: Any) -> None:
+    """Change the shapes: DTensor first runs an operator with new shapes on fake tensors."""
     model = distributed()
     executor = tokenwise(model, 1.0)
     for length in (3, 5, 7):

@@ -1,4 +1,4 @@
-"""The action of a recompute pass on each operator follows from the native tape of one forward."""
+"""A recompute pass runs, substitutes or skips each operator, as the native tape of its forward implies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUN, SUBSTITUTE, SKIP = range(3)
 
 
 def record(call: Callable[..., Any], *args: Any) -> Run:
-    """Record the forward of `call(*args)`, all of whose results are saved for backward."""
+    """Record the forward of `call(*args)`; autograd saves all of its results for backward."""
     one = torch.ones((), requires_grad=True)
     return Run(core(), lambda: Keeps.apply(one, *call(*args)))
 
@@ -31,7 +31,7 @@ def actions(run: Run, captured: dict[int, bool]) -> list[int]:
 
 
 def plan(call: Callable[..., Any], captured: dict[str, bool] | None = None) -> list[tuple[str, int]]:
-    """Return operators and actions; `captured` is by operator name."""
+    """Return each operator with its action; `captured` says by operator name whether a capture has all rows."""
     run = record(call, torch.randn(4, 4), torch.randn(4, 4))
     by_index = {i: (captured or {})[name] for i, name in enumerate(names(run)) if name in (captured or {})}
     return list(zip(names(run), actions(run, by_index), strict=True))
@@ -41,7 +41,7 @@ def test_operator_runs_only_if_a_saved_tensor_depends_on_it() -> None:
     assert plan(lambda x, w: [(x.sin(), x.cos().exp())[1]]) == [("sin", SKIP), ("cos", RUN), ("exp", RUN)]
 
 
-def test_nothing_runs_if_nothing_is_saved() -> None:
+def test_no_operator_runs_again_if_no_tensor_is_saved() -> None:
     assert plan(lambda x, w: (x.sin().exp(), ())[1]) == [("sin", SKIP), ("exp", SKIP)]
 
 
@@ -49,7 +49,7 @@ def test_operators_before_a_captured_output_are_skipped() -> None:
     assert plan(lambda x, w: [(x.sin() @ w).exp()], {"mm": True}) == [("sin", SKIP), ("mm", SUBSTITUTE), ("exp", RUN)]
 
 
-def test_partly_captured_output_needs_its_inputs() -> None:
+def test_inputs_of_a_partly_captured_output_are_recomputed() -> None:
     assert plan(lambda x, w: [(x.sin() @ w).exp()], {"mm": False}) == [("sin", RUN), ("mm", SUBSTITUTE), ("exp", RUN)]
 
 
@@ -57,7 +57,7 @@ def test_unread_captured_output_is_not_prefetched() -> None:
     assert plan(lambda x, w: [((x @ w).exp(), x.sin())[1]], {"mm": True}) == [("mm", SKIP), ("exp", SKIP), ("sin", RUN)]
 
 
-def test_only_writes_to_saved_storages_run() -> None:
+def test_in_place_writes_run_again_only_for_saved_storages() -> None:
     def call(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
         y, z = x.sin(), x.cos()
         y.add_(1)
@@ -84,12 +84,12 @@ def test_write_to_a_captured_output_runs_on_the_substitute() -> None:
     assert plan(call, {"mm": True}) == [("sin", SKIP), ("mm", SUBSTITUTE), ("relu_", RUN)]
 
 
-def test_write_to_given_memory_always_runs() -> None:
+def test_write_to_memory_from_outside_always_runs() -> None:
     assert plan(lambda x, w: (w.add_(x.sin()), ())[1]) == [("sin", RUN), ("add_", RUN)]
 
 
-def test_draws_run_only_if_their_numbers_are_needed() -> None:
-    """Give each draw its generator state: later draws are the same without it."""
+def test_random_operators_run_only_if_their_numbers_are_needed() -> None:
+    """Each draw has its own generator state, so skipping one does not change later ones."""
 
     def call(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
         mask = torch.empty_like(x).bernoulli_(0.5)
@@ -99,7 +99,7 @@ def test_draws_run_only_if_their_numbers_are_needed() -> None:
     assert plan(call) == [("empty_like", SKIP), ("bernoulli_", SKIP), ("sin", SKIP), ("mul", SKIP), ("rand", RUN)]
 
 
-def test_number_read_by_python_is_not_computed_again() -> None:
+def test_scalar_read_by_python_is_not_computed_again() -> None:
     run = record(lambda x, w: [x * (w.sin().sum().item() > 0)], torch.randn(4, 4), torch.ones(4, 4))
     index = names(run).index("_local_scalar_dense")
     assert records_of(run.tape)[index].form is Form.VALUE
@@ -113,7 +113,7 @@ def test_unfilled_memory_makes_a_forward_opaque() -> None:
     assert not record(lambda: [torch.empty(0, 4)]).forward.opaque
 
 
-def test_storage_at_a_reused_address_is_another_storage() -> None:
+def test_storage_at_a_reused_address_is_a_new_storage() -> None:
     def call(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
         for _ in range(50):
             y = x.sin()
@@ -123,11 +123,11 @@ def test_storage_at_a_reused_address_is_another_storage() -> None:
     assert [action for _, action in plan(call)] == [SKIP] * 50 + [RUN]
 
 
-def test_views_are_skipped() -> None:
+def test_recompute_pass_skips_views() -> None:
     assert plan(lambda x, w: [x.sin().t()[1:]]) == [("sin", RUN), ("t", SKIP), ("slice", SKIP)]
 
 
-def test_saved_tensor_freed_during_the_pass_leaves_others_right() -> None:
+def test_other_tensors_are_restored_if_one_is_freed_during_the_pass() -> None:
     run = record(lambda x, w: [x.cos().exp(), (x @ w).exp(), x.sin()], torch.randn(4, 4), torch.randn(4, 4))
     product = names(run).index("mm")
     expected = [tensor.clone() for tensor in run.saved]

@@ -48,7 +48,7 @@ def test_region_with_hidden_units_is_not_opaque(alpha: float) -> None:
     assert_clean(executor)
 
 
-def test_uncaptured_products_run_again_and_attention_does_not() -> None:
+def test_uncaptured_matmul_units_run_again_and_attention_does_not() -> None:
     model, reference, executor = stacks(0.0)
     step(model, reference)
     again = {name: count - 3 for name, count in runs(model).items()}
@@ -95,7 +95,7 @@ def test_plan_decides_for_each_tensor_saved_by_a_unit() -> None:
     assert runs(model) == {"qkv": 3, "attention": 3, "projection": 6, "up": 6, "down": 3}
     tokens, width, heads, itemsize = 12, 16, 2, 4
     floats = width * (3 + 1) + 1 + heads  # per token: qkv, attention's result, the reciprocal, the sums
-    inputs = 2 * tokens * width  # the first layer's has no gradient
+    inputs = 2 * tokens * width  # the first layer's input is not swapped
     assert executor.transfer.offloaded_total_bytes - sent == (3 * tokens * floats + inputs) * itemsize
 
 
@@ -111,8 +111,8 @@ def test_tensors_of_a_unit_can_be_unpacked_twice() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_small_tensors_of_a_unit_stay_on_the_device(alpha: float) -> None:
-    model, reference, executor = stacks(alpha, min_offload_bytes=200)  # above the reciprocals of norms
+def test_small_tensors_do_not_make_a_captured_unit_run_again(alpha: float) -> None:
+    model, reference, executor = stacks(alpha, min_offload_bytes=200)  # more than the norms' reciprocals
     step(model, reference)
     runs(model)
     step(model, reference)
@@ -132,14 +132,14 @@ def test_units_outside_regions_or_without_gradients_run_unchanged() -> None:
 
 
 def surroundings(kind: str) -> tuple[Any, ...]:
-    """Return the state of autocast on a kind of device, of gradients, attention and factories."""
+    """Return autocast's settings for a device type, the grad mode, attention's back ends and the default device."""
     attention = torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
     casts = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return *casts, torch.is_grad_enabled(), attention, torch.get_default_device()
 
 
 class Looks(torch.autograd.Function):
-    """Doubles, and saves its result."""
+    """Doubles its input, and saves the result."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,7 @@ class Looks(torch.autograd.Function):
 
 
 class LooksPart(Part):
-    """A part that records the surrounding state of each of its runs."""
+    """A part that records the torch settings in each of its runs."""
 
     def __init__(self) -> None:
         super().__init__(Looks)
@@ -166,7 +166,7 @@ class LooksPart(Part):
 
 
 class LooksBlock(nn.Module):
-    """A block with such a part, which draws nothing."""
+    """A block with a `LooksPart`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ STATES = {
     "autocast": lambda: torch.autocast(torch.get_default_device().type, torch.bfloat16),
     "another dtype": another_dtype,
     "attention": lambda: sdpa_kernel(SDPBackend.MATH),
-    "device": lambda: torch.device("meta"),  # for tensors made without a device
+    "device": lambda: torch.device("meta"),  # the default device
 }
 
 
@@ -204,7 +204,7 @@ STATES = {
         ("autocast", "autocast"),
     ],
 )
-def test_unit_without_draws_recomputes_in_the_state_of_its_forward(forward: str, backward: str) -> None:
+def test_unit_runs_again_with_the_torch_settings_of_its_forward(forward: str, backward: str) -> None:
     model = Stack(2, LooksBlock)
     reference = twin(model)
     executor = tokenwise(model, 0.0)

@@ -1,4 +1,4 @@
-"""The cost model: the linear program and `measure` price every choice alike, and so does `without_idle`."""
+"""The cost model: the linear program, `measure` and `without_idle` price every choice alike."""
 
 from dataclasses import replace
 from unittest import mock
@@ -22,7 +22,7 @@ def choices(draw):
     """Draw regions, one or two groups for each, a budget that the choice fits, and whether inputs are swapped."""
     regions = [replace(one, overhead_forward_s=0.5, overhead_backward_s=0.25) for one in draw(problems)]
     padding_bytes = draw(st.sampled_from((0, 0, MIB)))
-    # a share of a tensor takes all of its padding, which no linear program expresses
+    # a swapped share of a tensor still takes all of its padding, which a linear program cannot express
     parts = (0.0, 1.0) if padding_bytes else (0.0, 0.25, 0.5, 1.0)
     groups = []
     for region in regions:
@@ -90,7 +90,7 @@ def notices():
 
 @pytest.mark.long
 @pytest.mark.parametrize("piece", range(10))
-def test_program_without_one_piece_of_a_time_prices_differently(piece):
+def test_omitting_a_time_term_from_the_linear_program_changes_a_price(piece):
     class Lacking(LinearProgram):
         def largest(self, *pieces):
             before = getattr(self, "pieces", 0)
@@ -102,14 +102,14 @@ def test_program_without_one_piece_of_a_time_prices_differently(piece):
 
 
 @pytest.mark.parametrize("amount", ["recompute_s", "swapped_bytes", "swapped_tensors", "kept_bytes"])
-def test_program_without_one_amount_prices_differently(amount):
+def test_omitting_an_amount_from_the_linear_program_changes_a_price(amount):
     with mock.patch.object(tokenwise, "chosen", lambda limits, **terms: chosen(limits, **terms | {amount: 0})):
         assert notices()
 
 
 @given(choices())
 @settings(max_examples=150, deadline=None)
-def test_without_idle_equals_measuring_every_removal(case):
+def test_without_idle_drops_all_captures_whose_removal_costs_no_time(case):
     regions, groups, limits, inputs_swapped = case
     plan = measure(regions, groups, limits, inputs_swapped=inputs_swapped)
     tried, step_s = [list(parts) for parts in groups], plan.step_s
@@ -128,7 +128,10 @@ def test_without_idle_equals_measuring_every_removal(case):
 
 
 def test_kept_outputs_leave_copies_less_room_to_lag():
-    """50 device bytes, 40 of them kept: 90 of 100 bytes have the first layer's 10 s, which at 5 bytes/s become 18."""
+    """With 40 of 50 device bytes kept, only 10 bytes of copies may lag.
+
+    So 90 of 100 bytes have to be sent in the first layer's 10 s, which at 5 bytes/s become 18 s.
+    """
     swapped = plans.operator("attention", (0,), (1,), size=100, capture="whole")
     kept = plans.operator("norm", (0,), (2,), size=40, capture="whole")
     layers = plans.region(swapped, kept, saved={1, 2}, instances=2)
@@ -138,8 +141,11 @@ def test_kept_outputs_leave_copies_less_room_to_lag():
         assert measure([layers], [groups], limits, inputs_swapped=False).forward_s == pytest.approx(forward_s)
 
 
-def test_operator_run_for_two_outputs_counts_once():
-    """The input's 250 bytes take 25 s back, 5 s more than backward: the maker of both outputs runs once in them."""
+def test_operator_needed_by_two_outputs_is_counted_once():
+    """Prefetching the input's 250 bytes takes 25 s, 5 s more than backward.
+
+    In these 5 s the operator whose result both outputs need (4 s) runs once, so keeping the outputs gains nothing.
+    """
     maker = plans.operator("norm", (0,), (1,), time_s=4.0, capture="never")
     outputs = [plans.operator("mm", (1,), (storage,), size=100) for storage in (2, 3)]
     layer = plans.region(maker, *outputs, saved={2, 3}, input_bytes=250)
@@ -149,8 +155,8 @@ def test_operator_run_for_two_outputs_counts_once():
     assert not group.keep and group.runs == {0, 1, 2}
 
 
-def test_kept_output_gives_way_to_dearer_copies():
-    """Kept in the first layer, it costs its copies 8 s of lag; running it again costs 5 s."""
+def test_kept_output_is_dropped_if_it_delays_costlier_copies():
+    """The kept output delays the first layer's copies by 8 s; running its operator again takes 5 s."""
     swapped = plans.operator("attention", (0,), (1,), time_s=100.0, size=100, capture="whole")
     kept = plans.operator("norm", (0,), (2,), time_s=5.0, size=40, capture="whole")
     layers = plans.region(swapped, kept, saved={1, 2}, instances=2)

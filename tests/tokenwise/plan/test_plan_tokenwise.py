@@ -15,8 +15,8 @@ ROTARY = operator("rotary", (1,), (2,), time_s=1.0, size=100, capture="whole")
 ATTENTION = operator("attention", (0,), (1,), time_s=5.0, size=100, capture="whole", always_swapped=True)
 
 
-def test_rows_fill_the_link_and_no_more():
-    """50 of 100 bytes pass in the forward's 10 s at 5 bytes/s. One more stalls 0.2 s and spares 4/100 s."""
+def test_swapped_rows_exactly_fill_the_link():
+    """At 5 bytes/s the forward's 10 s carry 50 of 100 bytes. One more stalls 0.2 s and spares 0.04 s of recompute."""
     plan = solve([region(MATMUL, saved={1})], budget(d2h=5.0, h2d=5.0))
     (group,) = plan.regions["layer"].groups
     assert group.fractions[0] == pytest.approx(0.5)
@@ -25,15 +25,18 @@ def test_rows_fill_the_link_and_no_more():
     assert plan.bound == "link forward"
 
 
-def test_backward_link_can_be_the_narrow_one():
-    """Forward would carry all 100 bytes. y bytes take y/4 s back against 20 + 4 (1 - y/100) s: equal at y = 82.76."""
+def test_link_to_the_device_can_be_the_bottleneck():
+    """Prefetching y bytes takes y/4 s; backward takes 20 + 4 (1 - y/100) s: equal at y = 82.76.
+
+    The forward's link could carry all 100 bytes.
+    """
     plan = solve([region(MATMUL, saved={1})], budget(h2d=4.0))
     assert plan.regions["layer"].groups[0].fractions[0] == pytest.approx(24 / 29)
     assert plan.backward_s == pytest.approx(24 / 29 * 25)
     assert plan.bound == "link backward"
 
 
-def test_plan_stalls_where_recompute_costs_more():
+def test_plan_stalls_on_a_copy_if_recomputing_costs_more():
     """The input's 100 bytes fill 40 s at 2.5 bytes/s. 20 more stall for 8 s; running the operator again costs 40 s."""
     dear = operator("attention", (0,), (1,), time_s=40.0, size=20, capture="whole")
     layer = region(dear, saved={1}, input_bytes=100, forward_s=40.0, backward_s=80.0)
@@ -43,8 +46,8 @@ def test_plan_stalls_where_recompute_costs_more():
     assert plan.regions["layer"].forward_s == pytest.approx(48.0)
 
 
-def test_capture_downstream_spares_the_elementwise_operator():
-    """Backward asks for rotated q; 100 bytes fit the link. The matmul's output would leave 1 s of rotary to run."""
+def test_swapping_the_elementwise_output_spares_its_operator():
+    """Backward reads rotary's output; 100 bytes fit the link. If the matmul's were swapped, 1 s of rotary would run."""
     plan = solve([region(MATMUL, ROTARY, saved={2})], budget(d2h=10.0, h2d=10.0))
     (group,) = plan.regions["layer"].groups
     assert group.fractions == {1: 1.0}
@@ -54,7 +57,7 @@ def test_capture_downstream_spares_the_elementwise_operator():
 
 
 def test_spare_link_time_swaps_elementwise_outputs_too():
-    """Both outputs are saved: 200 bytes at 20 bytes/s fit; at 10 bytes/s only the dearer one, the matmul's."""
+    """Both outputs are saved: 200 bytes at 20 bytes/s fit; at 10 bytes/s only the costlier one, the matmul's, fits."""
     layer = region(MATMUL, ROTARY, saved={1, 2})
     wide, narrow = solve([layer], budget(d2h=20.0)), solve([layer], budget(d2h=10.0))
     assert wide.regions["layer"].groups[0].fractions == {0: 1.0, 1: 1.0}
@@ -63,16 +66,16 @@ def test_spare_link_time_swaps_elementwise_outputs_too():
     assert narrow.step_s == pytest.approx(31.0)
 
 
-def test_host_bytes_go_to_the_dearest_output():
-    """100 host bytes hold one of two outputs: 4 s against 1 s."""
+def test_host_memory_goes_to_the_output_that_is_costliest_to_recompute():
+    """100 host bytes hold one of two outputs; running their operators again takes 4 s and 1 s."""
     plan = solve([region(MATMUL, ROTARY, saved={1, 2})], budget(host=100))
     assert plan.regions["layer"].groups[0].fractions == {0: 1.0}
     assert plan.host_bytes == 100
     assert plan.bound == "host"
 
 
-def test_last_instances_keep_outputs_while_the_device_has_room():
-    """No host. 250 device bytes keep 2 of 4 outputs; the others cost 5 s each: 40 + 80 + 10 s."""
+def test_last_layers_keep_outputs_while_the_device_has_room():
+    """Without host memory, 250 device bytes keep 2 of 4 outputs; the others cost 5 s each: 40 + 80 + 10 s."""
     plan = solve([region(ATTENTION, saved={1}, instances=4)], budget(host=0, device=250))
     groups = plan.regions["layer"].groups
     assert sum(group.instances for group in groups if group.keep) == 2
@@ -81,11 +84,8 @@ def test_last_instances_keep_outputs_while_the_device_has_room():
     assert plan.step_s == pytest.approx(130.0)
 
 
-def test_staying_instance_keeps_outputs_like_the_last_instances():
-    """Plan for five forwards, one of which stays: 250 device bytes keep two outputs, so 50 + 100 + 3 * 5 s.
-
-    The staying instance offloads nothing.
-    """
+def test_layer_that_never_offloads_keeps_outputs_like_the_last_layers():
+    """One of five forwards never offloads: 250 device bytes keep two outputs, so the step takes 50 + 100 + 3 * 5 s."""
     layers = region(ATTENTION, saved={1}, instances=4, staying=1)
     plan = solve([layers], budget(host=0, device=250))
     *_, last = groups = plan.regions["layer"].groups
@@ -97,9 +97,9 @@ def test_staying_instance_keeps_outputs_like_the_last_instances():
 
 
 def test_nothing_is_swapped_without_device_room_for_bytes_in_flight():
-    """Need 200 bytes for two outputs of 100 bytes in flight; 199 are too few.
+    """Two outputs of 100 bytes in flight need 200 device bytes.
 
-    With as many rounding buffers, 400 are needed; if 150 raise no peak, 50 and, with buffers, 250.
+    Two rounding buffers need 200 more. Room below the step's peak (150 or 300 bytes) holds bytes in flight for free.
     """
     layers = region(MATMUL, saved={1}, instances=2)
     for room, enough, buffers in ((0, 200, 0), (0, 400, 2), (150, 50, 0), (150, 250, 2), (300, 200, 2)):
@@ -117,7 +117,7 @@ def test_outputs_of_the_safest_setting_add_no_in_flight_bytes():
     assert plan.regions["layer"].groups[0].fractions == {0: 1.0} and plan.device_bytes == 0
 
 
-def test_attention_swaps_in_as_many_layers_as_the_host_holds():
+def test_attention_is_swapped_in_as_many_layers_as_fit_on_the_host():
     """2,000 host bytes hold 20 of 32 outputs; the other 12 layers run attention again, 5 s each."""
     plan = solve([region(ATTENTION, saved={1}, instances=32)], budget(host=2050))
     assert plan.host_bytes == 2000
@@ -127,10 +127,10 @@ def test_attention_swaps_in_as_many_layers_as_the_host_holds():
 
 
 def test_copies_lag_only_as_far_as_device_memory_allows():
-    """One output of two passes in the 20 s of both layers at 5.5 bytes/s, but not in the 10 s of its own: 18.2 s.
+    """At 5.5 bytes/s an output's copy takes 18.2 s: more than its layer's 10 s, but less than both layers' 20 s.
 
-    Stalling 8.2 s does not pay for 5 s of recompute, so without device memory both run again. 50 bytes of it are too
-    few to keep an output, but let the first layer's copy lag into the second's time.
+    Without device memory the copy would stall 8.2 s, so both layers run their attention of 5 s again. 50 device bytes
+    are too few to keep an output, but let the first layer's copy lag into the second layer's time.
     """
     layers = region(ATTENTION, saved={1}, instances=2)
     assert solve([layers], budget(d2h=5.5)).step_s == pytest.approx(70.0)
@@ -141,12 +141,12 @@ def test_copies_lag_only_as_far_as_device_memory_allows():
 
 
 def test_plan_with_fewer_host_bytes_wins_at_equal_time():
-    """Either output spares everything; the second is a tenth of the first."""
+    """Either output spares all recomputation; the second has a tenth of the bytes."""
     small = operator("down", (1,), (2,), time_s=1.0, size=10, capture="whole")
     assert solve([region(MATMUL, small, saved={2})], budget()).host_bytes == 10
 
 
-def test_dead_projection_is_neither_swapped_nor_run():
+def test_matmul_that_backward_does_not_need_is_neither_swapped_nor_run():
     dead = operator("out", (1,), (3,), time_s=9.0, size=100)
     layer = region(MATMUL, dead, saved={1})
     assert needed(layer.operators, layer.saved, layer.given, ()) == {0}
@@ -156,8 +156,11 @@ def test_dead_projection_is_neither_swapped_nor_run():
         assert 1 not in group.runs | group.fractions.keys()
 
 
-def test_always_running_operator_counts_with_its_inputs():
-    """Random numbers run in every pass, 2 s, and read the matmul, which swaps; a mutation runs its storage's maker."""
+def test_inputs_of_operators_that_always_run_are_swapped_or_recomputed():
+    """Dropout runs in every pass, 2 s, and reads the matmul's output, which is swapped.
+
+    If `add_` writes to a saved storage, the operator that makes the storage runs too.
+    """
     dropout = operator("dropout", (1,), (2,), time_s=2.0, size=100, capture="never", always_runs=True)
     plan = solve([region(MATMUL, dropout, saved=())], budget())
     assert plan.regions["layer"].groups[0].fractions == {0: 1.0}
@@ -173,7 +176,7 @@ def test_inputs_stay_on_the_device_when_the_host_cannot_hold_them():
 
 
 def test_fixed_alpha_is_lowered_to_what_the_host_holds():
-    """Attention 100 and half of the matmul's 100 bytes need 150, for each of 2 instances; 240 leave alpha 0.2."""
+    """Attention's 100 bytes and half of the matmul's 100 make 150 per instance; 240 bytes for two leave alpha 0.2."""
     other = operator("o", (1,), (2,), time_s=4.0, size=100)
     layer = region(ATTENTION, other, saved={1, 2}, instances=2)
     full, cut, none = (solve([layer], budget(host=host), 0.5) for host in (300, 240, 199))
@@ -193,7 +196,7 @@ def test_fixed_alpha_is_lowered_to_what_the_host_holds():
         ([region(ROTARY, saved={2})], budget(), "auto", "rotary"),
     ],
 )
-def test_impossible_problems_are_refused_by_name(layers, limits, alpha, names):
+def test_error_for_an_invalid_planning_problem_names_the_cause(layers, limits, alpha, names):
     with pytest.raises(ValueError, match=names):
         solve(layers, limits, alpha)
 
@@ -241,8 +244,8 @@ def memo_layer(tokens, tp=4, cp=2):
     ("tokens", "published", "bound"),
     [(192, 0.75, "link forward"), (256, 1.0, "none"), (320, 0.75, "host"), (384, 0.5, "host")],
 )
-def test_best_alpha_follows_table_5(tokens, published, bound):
-    """Compare with the table: its best fraction is the published one, and the closed form lies before the next."""
+def test_best_alpha_matches_table_5_of_memo(tokens, published, bound):
+    """The best of nine fractions is the published one, and the closed form lies between it and the next."""
     layer, limits = memo_layer(tokens * 1024), budget(d2h=LINK, h2d=LINK, host=HOST)
     plans = [solve([layer], limits, eighths / 8) for eighths in range(9)]
     fitting = [plan for plan in plans if not plan.alpha_cut_by_host]
@@ -261,13 +264,13 @@ def test_memo_alpha_is_zero_if_the_attention_output_does_not_fit():
 
 
 def test_automatic_plan_beats_every_fixed_alpha():
-    """Recompute norms and gelu for free at 192K tokens: the link is left to dear outputs."""
+    """At 192K tokens norms and gelu are recomputed for free, which leaves the link to costlier outputs."""
     layer, limits = memo_layer(192 * 1024), budget(d2h=LINK, h2d=LINK, host=HOST)
     assert solve([layer], limits).step_s < 0.99 * min(solve([layer], limits, n / 8).step_s for n in range(9))
 
 
-def test_two_dearest_tensors_are_swapped_if_two_may_be_in_flight():
-    """Swap no shares of more tensors: each would be in flight as a whole."""
+def test_two_costliest_tensors_are_swapped_if_two_may_be_in_flight():
+    """Swapping some rows of more tensors would not help: each of these tensors is in flight whole."""
     size = 100 * 2**20
     operators = [operator(f"op{i}", (i,), (i + 1,), time_s=1.0 + 0.1 * i, size=size, capture="rows") for i in range(10)]
     layer = region(*operators, saved=range(1, 11), instances=2, forward_s=100.0, backward_s=200.0, input_bytes=0)
@@ -275,11 +278,8 @@ def test_two_dearest_tensors_are_swapped_if_two_may_be_in_flight():
     assert solve([layer], limits).step_s == pytest.approx(2 * (300.0 + 14.5 - 1.9 - 1.8), rel=1e-4)
 
 
-# size
-
-
 def wide_layer(count):
-    """Return `count` operators: a third matmuls, each followed by two elementwise ones that backward asks for."""
+    """Return a region of `count` operators: a third matmuls, each followed by two elementwise ones; all are saved."""
     operators = [
         operator(
             f"op{i}",
@@ -311,10 +311,10 @@ UNIT = operator("unit", (0,), (1,), time_s=4.0, size=0, capture="never")
 SAVED, RETURNED = (operator(f"part {n}", (1,), (n,), time_s=0.0, size=100, made_by_rows=0) for n in (2, 3))
 
 
-def test_parts_of_a_unit_are_swapped_by_equal_rows():
-    """Swap two outputs of 100 bytes in the forward's 10 s at 10 bytes/s: half of each one's rows spare half of 4 s.
+def test_all_outputs_of_a_unit_swap_the_same_number_of_rows():
+    """In the forward's 10 s 100 bytes pass: half of the rows of both outputs, which spare half of the unit's 4 s.
 
-    All rows of one would spare nothing.
+    All rows of one output would spare nothing.
     """
     plan = solve([region(UNIT, SAVED, RETURNED, saved={2, 3})], budget(d2h=10.0, h2d=10.0))
     (group,) = plan.regions["layer"].groups
@@ -330,16 +330,16 @@ def test_unit_does_not_run_if_all_its_outputs_are_swapped():
     assert plan.step_s == pytest.approx(30.0)
 
 
-def test_unit_that_is_not_row_wise_runs_whole_for_any_part():
-    """Half of one output's rows spare nothing; neither is worth a byte."""
+def test_unit_that_is_not_row_wise_runs_whole_for_any_missing_row():
+    """The link has time for one of two outputs, which spares nothing, so neither is swapped."""
     parts = (replace(SAVED, capture="whole", made_by_rows=None), replace(RETURNED, capture="whole", made_by_rows=None))
     plan = solve([region(UNIT, *parts, saved={2, 3})], budget(d2h=10.0, h2d=10.0))
     (group,) = plan.regions["layer"].groups
     assert group.fractions == {} and group.recompute_s == pytest.approx(4.0)
 
 
-def test_fraction_of_a_unit_needs_its_whole_inputs():
-    """Make the unit's input by an operator of 5 s without capture: a fraction of the unit's rows runs all of it."""
+def test_unit_that_runs_for_some_rows_needs_its_whole_inputs():
+    """The unit's input is made in 5 s by an operator that is never captured: it runs whole for any row of the unit."""
     source = operator("norm", (0,), (1,), time_s=5.0, size=0, capture="never")
     unit = operator("unit", (1,), (2,), time_s=4.0, size=0, capture="never")
     part = operator("part", (2,), (3,), time_s=0.0, size=100, made_by_rows=1)
