@@ -52,7 +52,7 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_tiled_loss_runs_the_operators_of_the_recipe() -> None:
+def test_tiled_loss_runs_the_same_operators_as_the_recipes_own() -> None:
     ids, each = torch.randint(0, SIZES["vocab_size"], (2, 32)), []
     for tile in (tile_loss, recipes.tiled_loss.tile_loss):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, use_cache=False))

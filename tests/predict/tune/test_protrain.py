@@ -64,13 +64,13 @@ def test_backward_overlaps_compute_with_prefetch_and_offload() -> None:
     assert backward_s(slow, Placement(2, 0)) == 0 + 1 + 5
 
 
-def test_host_updates_during_backward() -> None:
+def test_host_optimizer_overlaps_backward() -> None:
     forward, backward = forward_s(CHUNKS, Placement(2, 0)), backward_s(CHUNKS, Placement(2, 0))
     assert step_s(CHUNKS, Placement(2, 0), 3, 10) == forward + backward + 3
     assert step_s(CHUNKS, Placement(2, 0), 3, 100) == forward + 100
 
 
-def test_memory_use_is_followed_across_operators() -> None:
+def test_base_peak_is_the_largest_use_over_all_operators() -> None:
     """Save 100 and 30; the first operator takes 50 for itself and frees 20, the second begins with at most 60 more."""
     operators = [
         OperatorMemory(during_bytes=10, during_peak_bytes=50, activation_bytes=20),
@@ -91,7 +91,7 @@ def test_memory_use_is_followed_across_operators() -> None:
         (BlockCounts(4, swap=4), 1070 - 4 * 50 + 40),
     ],
 )
-def test_peak_includes_one_recomputed_block_if_none_keeps_activations(blocks: BlockCounts, expected: int) -> None:
+def test_peak_includes_one_recomputed_block_if_all_swap_or_checkpoint(blocks: BlockCounts, expected: int) -> None:
     units = MemoryUnits(persistent=20, buffer=10, swapped=50, checkpointed=40)
     assert peak_bytes(1000, units, Placement(2, 3), blocks) == expected
 

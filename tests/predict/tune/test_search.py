@@ -108,7 +108,7 @@ def brute_force(
 
 @settings(max_examples=1000, deadline=None)
 @given(spaces(), estimators, st.integers(0, 40), st.integers(0, 25), st.integers(1, 12))
-def test_search_finds_the_best_of_all_with_and_without_bounds(
+def test_search_matches_brute_force_with_and_without_bounds(
     boxes: list[Box], table: Table, device: int, host: int, count: int
 ) -> None:
     limits = MemoryLimits(device, host)
@@ -135,7 +135,7 @@ def test_least_memory_matches_brute_force(boxes: list[Box], table: Table, host: 
 
 
 @given(spaces(), estimators)
-def test_bound_is_never_above_its_configurations(boxes: list[Box], table: Table) -> None:
+def test_table_bound_never_exceeds_a_configuration_of_the_box(boxes: list[Box], table: Table) -> None:
     """Check the table above: the search relies on it."""
     for box in boxes:
         least = table.least(box)
@@ -145,7 +145,7 @@ def test_bound_is_never_above_its_configurations(boxes: list[Box], table: Table)
             assert least.device_bytes <= made.device_bytes
 
 
-def test_box_has_only_valid_block_counts_and_splits_into_halves() -> None:
+def test_box_yields_each_valid_configuration_once_and_halves_partition_it() -> None:
     layout = StepLayout(stage=3, offload="none", micro_batch=1, accumulation=1)
     box = Box(layout=layout, blocks=5, n_persist=range(2), n_buffer=range(1, 4), n_swap=range(4), n_checkpoint=range(6))
     every = list(box)
@@ -155,7 +155,7 @@ def test_box_has_only_valid_block_counts_and_splits_into_halves() -> None:
     assert sorted([*one, *other]) == sorted(every) and len(one) + len(other) == len(box)
 
 
-def test_ruled_out_reasons_are_counted_and_large_spaces_are_pruned() -> None:
+def test_search_counts_ruled_out_configurations_and_prunes_large_spaces() -> None:
     layout = StepLayout(stage=3, offload="none", micro_batch=1, accumulation=1)
     table = Table(4, (1, 0, 0), (1, 1), (1, 1, 0), (1, 1))
     box = Box(layout=layout, blocks=4, n_persist=range(5), n_buffer=range(4), n_swap=range(5), n_checkpoint=range(5))

@@ -31,7 +31,7 @@ def made(at: Configuration, ds_config: dict[str, Any] | None = None) -> dict[str
     )
 
 
-def test_batches_precision_stage_and_budgets_are_set() -> None:
+def test_tuned_json_sets_batches_precision_zero_stage_and_budgets() -> None:
     found = made(configuration(2, "optimizer", micro_batch=4, accumulation=3))
     assert found["train_batch_size"] == 24 and found["train_micro_batch_size_per_gpu"] == 4
     assert found["gradient_accumulation_steps"] == 3 and found["bf16"] == {"enabled": True}
@@ -51,7 +51,7 @@ def test_deprecated_names_are_replaced_by_current_ones() -> None:
     assert found["bf16"] == {"enabled": True} and "bfloat16" not in found
 
 
-def test_user_settings_stay_and_auto_is_replaced() -> None:
+def test_tuned_json_keeps_user_settings_and_replaces_auto() -> None:
     given = {
         "train_batch_size": "auto",
         "gradient_clipping": 1.0,
@@ -110,7 +110,7 @@ def test_deepspeed_keeps_exactly_the_buffered_chunks(counts: list[int]) -> None:
         assert stays == [False] * (len(counts) - buffered) + [True] * buffered
 
 
-def test_persistent_chunks_become_a_ratio_of_sub_groups() -> None:
+def test_persistent_chunks_become_an_offload_ratio_of_sub_groups() -> None:
     zero = made(configuration(3, "optimizer", n_persist=3))["zero_optimization"]
     assert zero["sub_group_size"] == 5
     groups = sub_groups([4, 4, 2, 4, 2, 4, 2, 4, 2, 1, 5], 5)
@@ -131,7 +131,7 @@ def test_deepspeed_keeps_at_most_the_persistent_groups_on_the_device(groups: lis
 
 
 @given(counts_of, st.integers(1, 60))
-def test_sub_groups_match_those_of_zero_3(parameters: list[int], size: int) -> None:
+def test_all_sub_groups_but_the_last_have_at_least_the_given_size(parameters: list[int], size: int) -> None:
     groups = sub_groups(parameters, size)
     assert sum(groups) == sum(parameters) and all(group >= size for group in groups[:-1])
 
