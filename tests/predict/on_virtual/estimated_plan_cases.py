@@ -70,7 +70,7 @@ def _trained(workload: Workload, block: dict[str, Any], capacity_bytes: float) -
         del training  # a stored error's frame would keep it alive
 
 
-def test_job_too_large_without_a_plan_finishes_with_an_estimated_one(tmp_path: Path) -> None:
+def test_training_that_fits_only_with_an_estimated_plan_completes(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     workload = Workload(shape=_shape(), layers=4, seq_len=8192)
     block = {"enabled": True, **NO_LIST, "host_budget_gib": 100, "device_budget_gib": 10.5}
@@ -89,7 +89,7 @@ def test_job_too_large_without_a_plan_finishes_with_an_estimated_one(tmp_path: P
 
 
 @pytest.mark.parametrize("budget_gib", [12.0, 14.0])
-def test_served_steps_reserve_between_98_and_100_percent_of_the_budget(budget_gib: float) -> None:
+def test_steps_with_the_arena_reserve_98_to_100_percent_of_the_budget(budget_gib: float) -> None:
     """Count the holes in torch's segments as reserved, beside the tensors."""
     pytest.importorskip("transformers")
     found = _of_four_layers({"device_budget_gib": budget_gib}, GpuProfile.read(H200), "memplug")["memplug"]

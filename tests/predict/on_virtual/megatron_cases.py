@@ -117,7 +117,7 @@ def test_context_parallel_ranks_share_all_work_equally() -> None:
 
 
 @pytest.mark.long
-def test_gathered_keys_and_values_leave_the_device_with_their_layer() -> None:
+def test_gathered_keys_and_values_of_a_layer_do_not_stay_on_the_device() -> None:
     """Capture attention, so that no recompute pass of this rank needs keys and values; other ranks' might."""
     block = {**WITHOUT_ARENA, "swap": {"enabled": False}, "tokenwise": {"alpha": 0.0, "min_offload_bytes": 4096}}
     grown_bytes = {}
@@ -129,7 +129,7 @@ def test_gathered_keys_and_values_leave_the_device_with_their_layer() -> None:
 
 
 @pytest.mark.long
-def test_fp16_skips_no_step() -> None:
+def test_fp16_step_runs_the_optimizer_like_bf16() -> None:
     half, brain = (_estimated(RankLayout(), dtype=dtype)[0]["keep"] for dtype in ("fp16", "bf16"))
     adam = [sum(span.name.startswith("aten::_fused_adam") for span in each.spans) for each in (half, brain)]
     assert adam[0] == adam[1] > 0

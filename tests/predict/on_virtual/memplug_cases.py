@@ -70,7 +70,7 @@ def test_swapping_and_keeping_is_faster_than_full_recomputation() -> None:
 
 
 @pytest.mark.long
-def test_plans_at_the_memory_of_full_recomputation_recompute_little() -> None:
+def test_plan_in_the_memory_of_full_recomputation_is_faster_than_it() -> None:
     device = VirtualDevice(GpuProfile.read(H200))
     _, most, keep_s = _trained(device, {**PLAIN, **NO_LIST, **NO_REGIONS})
     config = {**PLAIN, **NO_LIST, "tokenwise": {"regions": ["layers.*"], "alpha": 0}}
@@ -82,7 +82,7 @@ def test_plans_at_the_memory_of_full_recomputation_recompute_little() -> None:
     assert took_s < keep_s + 0.8 * (full_s - keep_s)
 
 
-def test_first_step_that_does_not_fit_completes() -> None:
+def test_first_step_that_exceeds_device_memory_completes() -> None:
     device = VirtualDevice(GpuProfile.read(H200))
     _, most, _ = _trained(device, {**PLAIN, **NO_REGIONS}, steps=1)
     small = VirtualDevice(dataclasses.replace(device.hardware, memory_bytes=0.8 * most))
@@ -101,7 +101,7 @@ class _Sines(nn.Module):
         return x
 
 
-def test_memplugs_own_work_takes_host_time() -> None:
+def test_memplugs_own_work_is_charged_as_host_time() -> None:
     """Charge for each operator of a region, for the region, and for recomputing in backward."""
     layers, least_s = 3, 1e-12
     own = ("observe_s", "region_s", "restore_s")
@@ -125,7 +125,7 @@ def test_memplugs_own_work_takes_host_time() -> None:
 
 
 @pytest.mark.long
-def test_larger_models_finds_the_largest_that_fits() -> None:
+def test_larger_models_benchmark_finds_the_largest_size_that_fits() -> None:
     pytest.importorskip("transformers")
     device = VirtualDevice(dataclasses.replace(GpuProfile.read(H200), memory_bytes=2 << 30))
     shape = larger_models.Shape(tokens=4096, layers=2, hidden=256)

@@ -102,7 +102,7 @@ def test_copy_is_slower_while_the_other_direction_is_busy(device: VirtualDevice)
     assert end_s == pytest.approx(MIB / 1e6 + 2 * short_s / 2, rel=1e-3)
 
 
-def test_time_lost_to_a_later_opposite_copy_delays_the_next_copy(device: VirtualDevice) -> None:
+def test_slowdown_by_a_later_opposite_copy_is_charged_to_the_next_copy(device: VirtualDevice) -> None:
     device = VirtualDevice(SHARED)
     first_s, other_s, next_s = _ends_s(device, (True, MIB), (False, MIB), (True, MIB))
     assert first_s == pytest.approx(MIB / 1e6, rel=1e-3), "its end was already fixed"
@@ -201,7 +201,7 @@ def test_freed_pages_of_expandable_segments_are_remapped() -> None:
     assert on_device(100 * MIB).numel() == 100 * MIB
 
 
-def test_short_memory_waits_for_blocks_that_a_stream_still_uses(device: VirtualDevice) -> None:
+def test_request_waits_for_blocks_that_a_stream_uses_if_memory_is_short(device: VirtualDevice) -> None:
     there = device.usage().reserved
     VirtualDevice(GpuProfile(**{**vars(SIMPLE), "memory_bytes": there + 40 * MIB}))
     used, side = on_device(30 * MIB), torch.Stream("virtual")

@@ -160,7 +160,7 @@ def _model(shape: Shape) -> nn.Module:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_tune_prediction_matches_a_whole_model(case: Case) -> None:
+def test_tune_prediction_matches_a_step_of_the_whole_model(case: Case) -> None:
     ours_s, ours_bytes = predicted(case)
     step_s, peak_bytes = trained(case)
     assert ours_s == pytest.approx(step_s, rel=0.05)

@@ -101,7 +101,7 @@ class _Wrapper(nn.Module):
         return self.module(x)
 
 
-def test_wrapper_uses_paths_of_its_inner_model_and_classes_are_restored(tmp_path: Path) -> None:
+def test_trace_of_a_wrapper_fits_its_model_and_recording_restores_classes(tmp_path: Path) -> None:
     wrapped = _Wrapper()
     before = [type(module) for module in wrapped.modules()]
     x = torch.randn(TOKENS, HIDDEN)
@@ -134,7 +134,7 @@ def _masked(module: Reads, x: torch.Tensor) -> torch.Tensor:
     return sum((module.weight * x).masked_select(x > bound).exp().sum() for bound in (0, 2))
 
 
-def test_calls_of_one_module_have_their_own_values(tmp_path: Path) -> None:
+def test_each_call_of_a_module_has_its_own_values(tmp_path: Path) -> None:
     def make() -> nn.Module:
         return Reads(_twice, Reads(_chosen))
 
@@ -191,7 +191,7 @@ def test_recompute_pass_reuses_forward_values_or_raises_if_ambiguous(tmp_path: P
 
 
 @pytest.mark.parametrize("run", [_chosen, _number])
-def test_values_made_up_without_a_trace_are_logged(
+def test_estimate_logs_values_that_it_makes_up_without_a_trace(
     run: Callable[[Reads, torch.Tensor], torch.Tensor], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     with caplog.at_level(logging.WARNING, "memplug"):
@@ -222,7 +222,7 @@ def _reads_in_every_way(module: Reads, x: torch.Tensor) -> torch.Tensor:
     return _Halves.apply(chosen).sum() * x.sum().item()
 
 
-def test_device_step_is_recorded_with_its_host_reads_in_both_passes(device: VirtualDevice, tmp_path: Path) -> None:
+def test_host_reads_of_forward_and_backward_on_a_device_are_recorded(device: VirtualDevice, tmp_path: Path) -> None:
     model, x = Reads(_reads_in_every_way).to("virtual"), _ones().to("virtual")
     for layer in (model.forward, lambda x: checkpoint(type(model).forward, model, x, use_reentrant=False)):
         model.forward = layer

@@ -65,7 +65,7 @@ def test_measured_cpu_rates_are_plausible(file: Path) -> None:
     assert hardware.name
 
 
-def test_measured_profile_is_marked_and_written_completely(file: Path, profile: dict[str, Any]) -> None:
+def test_written_profile_marks_each_rate_as_measured_or_assumed(file: Path, profile: dict[str, Any]) -> None:
     assumed = [name for name, entry in profile.items() if "from" in entry and entry["from"] == "assumed"]
     assert assumed == ["collective_bytes_per_s", "collective_s"]
     assert all(entry["from"] == "measured" for entry in entries(profile) if entry["from"] != "assumed")
@@ -80,7 +80,7 @@ def test_virtual_device_runs_on_a_measured_profile(file: Path, tmp_path: Path) -
     assert 0 < float(launch_forked([script, file], processes=1)) < 10
 
 
-def test_other_devices_and_unwritable_files_are_refused(tmp_path: Path) -> None:
+def test_measurement_refuses_unsupported_devices_and_unwritable_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="can measure cpu and cuda, got meta"):
         measure_profile("meta", HOST_TIME)
     with pytest.raises(HardwareError, match="the hardware profile cannot be written"):
