@@ -83,7 +83,7 @@ def test_check_says_that_memplug_is_off(write, block):
     assert result.exit_code == 0 and "memplug is off" in result.stdout and "is on" not in result.stdout
 
 
-def test_check_json_has_the_configuration_of_training(write):
+def test_check_json_has_the_configuration_that_training_would_use(write):
     path = write({"enabled": True, "tokenwise": {"alpha": 0.5}})
     answer = json.loads(run(app, ["check", path, "--json"]).stdout)
     assert answer == {"ok": True, "config": load_config(path).model_dump(mode="json"), "warnings": []}
@@ -115,7 +115,7 @@ def test_every_command_has_an_example_in_its_help(command):
     assert result.exit_code == 0 and f"Example: memplug {command}" in result.stdout
 
 
-def test_help_test_covers_every_command():
+def test_help_test_covers_every_registered_command():
     assert {command.callback.__name__ for command in app.registered_commands} == {
         "check",
         "doctor",

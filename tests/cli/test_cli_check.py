@@ -104,7 +104,7 @@ def test_check_is_silent_without_conflicts(warnings_of, ds_config):
     assert warnings_of(ds_config) == []
 
 
-def test_check_names_each_auto_that_accelerate_would_refuse(warnings_of):
+def test_check_names_each_auto_value_that_accelerate_would_refuse(warnings_of):
     spelt_out = {**ON, "host_budget_gib": "auto", "tokenwise": {"alpha": "auto", "regions": ["layers.*"]}}
     (warning,) = warnings_of({"memplug": spelt_out, "train_batch_size": "auto"})
     assert "memplug.host_budget_gib, memplug.tokenwise.alpha out" in warning and "Accelerate" in warning
@@ -160,7 +160,7 @@ def test_training_logs_misplaced_block_once_but_no_other_check_warnings(caplog):
     assert record.levelno == logging.WARNING and record.getMessage().startswith('"zero_optimization.memplug" is')
 
 
-def test_file_with_a_bare_block_is_off_with_a_warning(tmp_path, caplog):
+def test_block_without_the_memplug_key_leaves_memplug_off_and_warns(tmp_path, caplog):
     path = tmp_path / "block.json"
     path.write_text('{"enabled": true}')
     assert not load_config(path).enabled

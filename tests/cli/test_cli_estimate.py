@@ -19,7 +19,7 @@ MODEL = ROOT / "configs" / "models" / "tiny.yaml"
 
 
 @pytest.mark.long
-def test_table_and_files_agree(tmp_path: Path) -> None:
+def test_estimate_writes_the_same_modes_to_table_and_files(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     block = {"enabled": True, "host_budget_gib": 1, "device_budget_gib": 1}
     settings = {"train_micro_batch_size_per_gpu": 3, "fp16": {"enabled": True}, "memplug": block}
@@ -41,7 +41,7 @@ def test_table_and_files_agree(tmp_path: Path) -> None:
     assert len(list((tmp_path / "plans").glob("*.json"))) == 1
 
 
-def test_unknown_arena_size_has_a_reason(tmp_path: Path) -> None:
+def test_estimate_gives_a_reason_if_the_arenas_size_is_unknown(tmp_path: Path) -> None:
     block = {"enabled": True, "arena": {"enabled": False}}
     (tmp_path / "ds.json").write_text(json.dumps({"memplug": block}))
     words = ["estimate", tmp_path / "ds.json", "--model", MODEL, "--no-limits", "--json", tmp_path / "found.json"]
@@ -68,7 +68,7 @@ def test_tiled_loss_takes_less_memory_and_needs_hugging_face(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_limits_of_one_mode_are_in_table_and_file(tmp_path: Path) -> None:
+def test_estimated_limits_of_a_mode_are_in_table_and_json(tmp_path: Path) -> None:
     told = run_command(tmp_path, ["estimate", "--model", MODEL, "--mode", "keep", "--json", tmp_path / "found.json"])
     assert told.exit_code == 0, told.stderr
     keep = json.loads((tmp_path / "found.json").read_text())["modes"]["keep"]
@@ -210,7 +210,7 @@ def test_hugging_face_mixtral_is_estimated_from_a_value_trace(tmp_path: Path) ->
         (["--model", "absent.yaml"], 1, "absent.yaml"),
     ],
 )
-def test_unusable_options_are_refused(options: list[str], code: int, said: str) -> None:
+def test_estimate_refuses_unusable_options(options: list[str], code: int, said: str) -> None:
     told = CliRunner().invoke(app, ["estimate", *([] if "--model" in options else ["--model", str(MODEL)]), *options])
     assert told.exit_code == code and said in told.stderr
 
@@ -222,7 +222,9 @@ def test_unusable_options_are_refused(options: list[str], code: int, said: str) 
         (["--model", MODEL, "--html", "/absent/chart.html", "--mode", "keep", "--no-limits"], "/absent/chart.html"),
     ],
 )
-def test_options_unusable_on_the_virtual_device_are_refused(options: list[object], said: str, tmp_path: Path) -> None:
+def test_estimate_refuses_options_unusable_on_the_virtual_device(
+    options: list[object], said: str, tmp_path: Path
+) -> None:
     told = run_command(tmp_path, ["estimate", *options])
     assert told.exit_code == 1 and said in told.stderr and "Traceback" not in told.stderr
 
