@@ -36,7 +36,7 @@ def test_peak_is_the_largest_sum_of_concurrent_blocks():
     assert before.numel() == 64 * MIB
 
 
-def test_peak_counts_live_blocks_but_no_frees_of_older_ones():
+def test_peak_counts_live_blocks_and_ignores_frees_of_older_ones():
     held = [_bytes(32 * MIB)]
 
     def step() -> None:
@@ -57,7 +57,7 @@ def test_peak_includes_backward_and_operator_scratch_memory():
     assert 2 * weight.nbytes < peak <= 4 * weight.nbytes + 1024
 
 
-def test_peak_excludes_slabs():
+def test_peak_excludes_memplugs_host_memory():
     slabs: list[torch.Tensor] = []
 
     def step() -> None:
@@ -108,7 +108,7 @@ def test_keep_all_that_does_not_fit_is_extrapolated_and_marked():
 
 
 @pytest.mark.parametrize("mode, fits", [("full", 4), ("keep_all", 1)])
-def test_out_of_memory_is_a_row(mode, fits):
+def test_out_of_memory_is_reported_as_a_row(mode, fits):
     case = _case()
     result = step_time.measure({mode: _Scripted(fits)}, case, mode, 3)
     results = {(case, mode): result}
@@ -117,12 +117,12 @@ def test_out_of_memory_is_a_row(mode, fits):
     assert [row.value for row in step_time.rows_of(results)] == ["out of memory"]
 
 
-def test_different_gradients_of_equal_norm_are_found():
+def test_gradient_error_finds_differences_between_equal_norms():
     assert gradient_error({"w": [2.0, 1.0]}, {"w": [2.0, 1.0]}) == 0
     assert gradient_error({"w": [2.0, -1.0]}, {"w": [2.0, 1.0]}) == pytest.approx(1.0)
 
 
-def test_different_gradients_are_marked():
+def test_table_marks_modes_whose_gradients_differ():
     case = _case()
     results = {(case, "keep_all"): _result([1.0, 0.0]), (case, "full"): _result([1.0, 0.5])}
     step_time.compare(results)

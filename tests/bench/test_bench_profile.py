@@ -24,7 +24,7 @@ def test_operators_get_profiled_times_in_order():
     assert times.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_operators_merged_or_hidden_by_the_profiler_take_no_time():
+def test_operators_that_the_profiler_merges_or_hides_get_time_0():
     # Two calls of div_.Scalar, which only calls div_.Tensor: the profiler shows one row for each.
     recorded = ["aten::div_", "aten::div_", "aten::_version", "aten::div_", "aten::div_", "aten::mm"]
     times = logical_layers.match(recorded, [("aten::div_", 1.0), ("aten::div_", 2.0), ("aten::mm", 3.0)])
@@ -116,7 +116,7 @@ def test_operator_cost_is_separated_from_region_cost(monkeypatch, tmp_path):
 
 
 @pytest.mark.long
-def test_long_run_ends_with_a_plan_for_each_length(tmp_path, capsys):
+def test_long_run_ends_with_a_plan_for_each_sequence_length(tmp_path, capsys):
     output = tmp_path / "rows.json"
     assert stability.main(["--steps", "150", "--tokens", "8", "--json", str(output)]) == 0
     found = {row["metric"]: row["value"] for row in json.loads(output.read_text())}
@@ -146,26 +146,26 @@ def test_long_run_writes_its_memory_curve_and_growth(steps, chrome, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("alpha", ["0", "auto"])
-def test_awkward_steps_grow_no_object_count_in_a_long_run(alpha, capsys):
+def test_long_run_of_awkward_steps_leaks_no_objects(alpha, capsys):
     leaks.main(["--steps", "160", "--awkward", "--alpha", alpha])
     assert "counts that grew: none" in capsys.readouterr().out
 
 
-def test_growing_count_exits_with_an_error(monkeypatch):
+def test_growing_object_count_ends_the_run_with_an_error(monkeypatch):
     counts = iter([{"tensors": 5}, {"tensors": 6}])
     monkeypatch.setattr(leaks, "left_behind", lambda executor: next(counts))
     monkeypatch.setattr(leaks, "resident_bytes", lambda: 10**8)
     assert leaks.main(["--steps", "100", "--awkward"]) == 1
 
 
-def test_leak_is_detected(monkeypatch, capsys):
+def test_growth_of_resident_memory_ends_the_run_with_an_error(monkeypatch, capsys):
     sizes = iter(range(10**8, 10**9, 10**4))
     monkeypatch.setattr(leaks, "resident_bytes", lambda: next(sizes))
     assert leaks.main(["--steps", "100"]) == 1
     assert "growth over the second half: 2000.0 bytes a step" in capsys.readouterr().out
 
 
-def test_finding_benchmark_has_its_rows(tmp_path, capsys):
+def test_finding_benchmark_counts_targets_and_uses(tmp_path, capsys):
     pytest.importorskip("transformers")
     output = tmp_path / "rows.json"
     finding.main(["--models", "convolutions", "--times", "2", "--rounds", "1", "--json", str(output)])
@@ -174,7 +174,7 @@ def test_finding_benchmark_has_its_rows(tmp_path, capsys):
     assert "convolutions" in capsys.readouterr().out
 
 
-def test_under_a_list_benchmark_compares_turns_of_one_process(tmp_path, capsys):
+def test_under_a_list_benchmark_separates_the_time_of_copies(tmp_path, capsys):
     pytest.importorskip("transformers")
     output = tmp_path / "rows.json"
     under_a_list.main(["--layers", "4", "--steps", "2", "--rounds", "1", "--json", str(output)])
