@@ -51,7 +51,7 @@ def offload_and_prefetch(layout: str, length: int, fraction: float) -> int:
 @pytest.mark.parametrize("schedule", [*SCHEDULES, Schedule("random", 1)], ids=str)
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_of_any_layout_return_without_host_waits(layout: str, fraction: float, schedule: Schedule) -> None:
+def test_rows_of_any_layout_are_swapped_without_host_waits(layout: str, fraction: float, schedule: Schedule) -> None:
     with scheduled(schedule):
         offload_and_prefetch(layout, 16, fraction)
 

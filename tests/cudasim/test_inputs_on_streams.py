@@ -250,7 +250,7 @@ CASES = {
 
 @pytest.mark.parametrize("schedule", ORDERS, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_models_are_ordered_without_memplug(case: str, schedule: Schedule) -> None:
+def test_models_are_free_of_races_without_memplug(case: str, schedule: Schedule) -> None:
     make, _ = CASES[case]
     before = device.violations()
     expected, _ = train(make, {"enabled": False}, STEPS)

@@ -110,7 +110,7 @@ def train(keeper: Callable[[Script, int, torch.Tensor], None], block: dict[str, 
 @pytest.mark.parametrize("schedule", ORDERS, ids=str)
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=list(BLOCKS))
 @pytest.mark.parametrize("keeper", KEEPERS, ids=lambda keeper: keeper.__name__)
-def test_kept_tensors_of_two_streams_are_served_and_unchanged(
+def test_arena_serves_kept_tensors_of_two_streams_unchanged(
     keeper: Callable[[Script, int, torch.Tensor], None], block: dict[str, Any], schedule: Schedule
 ) -> None:
     expected, _ = train(keeper, {"enabled": False})

@@ -75,7 +75,7 @@ def train(
 
 @pytest.mark.parametrize("schedule", ORDERS, ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_layers_are_ordered_without_memplug(layer: type[nn.Module], schedule: Schedule) -> None:
+def test_layers_are_free_of_races_without_memplug(layer: type[nn.Module], schedule: Schedule) -> None:
     before = device.violations()
     expected, _ = train(layer, {"enabled": False})
     with scheduled(schedule):

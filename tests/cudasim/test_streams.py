@@ -62,7 +62,7 @@ def on_two_streams(alpha: float | str | None) -> torch.Tensor:
 
 @pytest.mark.parametrize("schedule", ORDERS, ids=str)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, "auto"])
-def test_forwards_in_flight_on_two_streams_have_right_gradients(alpha: float | str, schedule: Schedule) -> None:
+def test_forwards_in_flight_on_two_streams_have_correct_gradients(alpha: float | str, schedule: Schedule) -> None:
     expected = on_two_streams(None)
     with scheduled(schedule):
         found = on_two_streams(alpha)

@@ -57,7 +57,7 @@ def test_host_waits_only_for_alpha_check_planning_and_arena_start(
     assert states[-1].startswith("stable") and max(added, default=0) < STEPS - 9
 
 
-def test_host_never_waits_under_a_settled_swap_list() -> None:
+def test_host_stops_waiting_once_the_swap_list_has_settled() -> None:
     with torch.device("cuda"), scheduled(Schedule("lazy")):
         training = Training()
         x = training.inputs()
