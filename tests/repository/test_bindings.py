@@ -57,5 +57,5 @@ def test_every_binding_is_used() -> None:
     assert bound - used - by_device == FOR_TESTS
 
 
-def test_bindings_for_tests_are_used_by_tests() -> None:
+def test_bindings_kept_for_tests_are_used_by_tests() -> None:
     assert FOR_TESTS <= {node for node in names_in(ROOT / "tests")}

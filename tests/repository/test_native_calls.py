@@ -45,11 +45,11 @@ def sources() -> list[Path]:
         ('module.def("restore", &restore);', set()),
     ],
 )
-def test_python_names_in_cpp_are_found(text: str, names: set[str]) -> None:
+def test_python_names_that_cpp_asks_for_are_found(text: str, names: set[str]) -> None:
     assert names_of_python(text, {"STANCE"}) == names
 
 
-def test_only_calls_h_names_python_attributes() -> None:
+def test_only_calls_h_names_attributes_of_memplugs_python() -> None:
     private = (ROOT / "memplug/native/torch_private.h").read_text()
     constants = set(re.findall(r"\bconst char\* (\w+) =", private))
     found = {file.name: names_of_python(file.read_text(), constants) for file in sources() if file.name != CALLS}

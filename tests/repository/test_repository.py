@@ -23,7 +23,7 @@ def test_lint_is_clean() -> None:
     assert result.returncode == 0, result.stdout
 
 
-def test_imports_point_one_way() -> None:
+def test_rooms_import_each_other_in_one_direction_only() -> None:
     result = run("-c", "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "12 kept, 0 broken" in result.stdout
