@@ -1,4 +1,4 @@
-"""The resources that a step waits for, by its spans."""
+"""The resource that limits a step's time, found from the step's spans."""
 
 from __future__ import annotations
 

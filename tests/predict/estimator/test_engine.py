@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON for an estimate: the run's own, except for settings that the virtual device does not run."""
+"""The DeepSpeed settings of an estimate: the user's JSON, except settings that the virtual device cannot run."""
 
 from __future__ import annotations
 

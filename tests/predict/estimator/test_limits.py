@@ -1,4 +1,4 @@
-"""The search for the largest count that fits, on known memory."""
+"""The search for the largest count that fits, where the memory that each count takes is known."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORKLOAD = Workload(shape=Shape({}), layers=32, seq_len=4096)
 
 
 def searched(bytes_of: Callable[[int], float], begin: int, limit_bytes: float, step: int = 0) -> tuple[int, list[int]]:
-    """Return the count that is found, and the counts that were tried."""
+    """Return the count that the search finds, and the counts that it tries."""
     tried: list[int] = []
 
     def noted(count: int) -> float:
@@ -85,7 +85,7 @@ def test_capacity_is_the_device_budget_up_to_the_gpus_memory() -> None:
 
 
 def limits_of(mode: str, told: list[str], ran: list[Workload], monkeypatch: pytest.MonkeyPatch) -> LimitSearch:
-    """Return limits whose steps are recorded, and take a MiB per token of any sequence."""
+    """Return a search that adds each step to `ran`; a step takes one MiB for each token of its batch."""
 
     def least_bytes(workload: Workload, *args: object) -> float:
         ran.append(workload)

@@ -19,7 +19,7 @@ PAIRS = [
 
 
 def estimated(names: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Return their results, from one process."""
+    """Return the results of these estimates, all made in one process."""
     folder.mkdir()
     (folder / "asked.json").write_text(json.dumps(names))
     launch_forked(["tests.support.repeated_worker", folder], processes=1, module=True)

@@ -48,7 +48,7 @@ def _pipeline(
 @pytest.mark.parametrize("micro_batches", [4, 8, 32])
 def test_bubble_share_of_equal_stages_is_stages_minus_1_over_micro_batches(micro_batches: int) -> None:
     found = _pipeline({0: _stage(9.0, 1), 1: _stage(9.0, 1), 3: _stage(9.0, 1)}, 4, micro_batches)["keep"]
-    assert found.bubble_s == pytest.approx(8.0 * 3 / micro_batches)  # a share of the schedule, without the optimizer
+    assert found.bubble_s == pytest.approx(8.0 * 3 / micro_batches)  # 1 s of the 9 is the optimizer's
     assert found.step_s == pytest.approx(OPTIMIZER_S + 8.0 * (micro_batches + 3) / micro_batches)
 
 
@@ -69,7 +69,10 @@ def test_mode_that_cannot_fit_reports_the_largest_budget_of_its_stages() -> None
 
 
 def _simulated_s(forward_s: list[float], micro_batches: int) -> float:
-    """Simulate 1F1B, with backward twice as long: each stage runs its passes in order, once their input exists."""
+    """Return the seconds of a simulated 1F1B schedule, in which a backward takes twice as long as its forward.
+
+    Each stage runs its passes in order; a pass begins once its input exists.
+    """
     stages = len(forward_s)
     todo = []
     for stage in range(stages):

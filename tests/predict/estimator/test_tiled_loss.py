@@ -1,4 +1,4 @@
-"""A loss in parts is the model's own loss, and so are its gradients."""
+"""A tiled loss and its gradients equal those of the model's own loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
-@pytest.mark.parametrize("tiles", [2, 7])  # of 62 tokens: equal parts, and a shorter last one
+@pytest.mark.parametrize("tiles", [2, 7])  # 62 tokens: two equal tiles; seven tiles, the last one shorter
 def test_tiled_loss_and_gradients_match_the_whole_loss(family: str, tiles: int) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES, use_cache=False)

@@ -50,7 +50,7 @@ def test_predicted_step_matches_h200_measurements(of_four: Estimate, mode: str) 
 
 def test_utilization_counts_model_flops_without_recomputation(of_four: Estimate) -> None:
     assert of_four.over_keep("keep") == 1 < of_four.over_keep("selective") < of_four.over_keep("full")
-    assert 1.2 < of_four["full"].flops / of_four["keep"].flops < 4 / 3  # the last product is not needed again
+    assert 1.2 < of_four["full"].flops / of_four["keep"].flops < 4 / 3  # the last matmul is not recomputed
     share = of_four.utilization("full", 989e12)
     assert share == pytest.approx(of_four["keep"].flops / of_four["full"].step_s / 989e12)
     assert 0.3 < share < of_four.utilization("keep", 989e12) < 1

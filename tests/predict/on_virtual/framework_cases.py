@@ -1,4 +1,4 @@
-"""Cases of frameworks' requests to a device, and of programs written for CUDA."""
+"""A program written for CUDA, Megatron-Core's choice of tokens, and a DeepSpeed rank run on the virtual device."""
 
 from __future__ import annotations
 

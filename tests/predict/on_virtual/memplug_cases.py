@@ -38,7 +38,7 @@ PLAIN = {"arena": {"enabled": False}, "profiler": {"wait_for_plans": True}}
 
 @pytest.mark.long
 def test_swap_list_keeps_its_budget_and_predicted_stall() -> None:
-    """Predict with the link's rates while both directions run."""
+    """Give the planner a link as slow as one with both directions busy; then run the plan on a faster link."""
     hardware = GpuProfile.read(H200)
     both = {"to_host": hardware.to_host_both_bytes_per_s, "to_device": hardware.to_device_both_bytes_per_s}
     device = VirtualDevice(dataclasses.replace(hardware, **{f"{to}_bytes_per_s": both[to] for to in both}))
@@ -120,7 +120,7 @@ def test_memplugs_own_work_is_charged_as_host_time() -> None:
 
     alone_s = step_s()
     taken_s = [step_s(**{name: 1.0}) - alone_s for name in own]
-    hidden_s = 1e-3  # time of kernels that the host otherwise waits for
+    hidden_s = 1e-3  # kernel time that the host waits for only if nothing is charged
     assert taken_s == pytest.approx([layers * _Sines.operators, layers, layers], abs=hidden_s)
 
 

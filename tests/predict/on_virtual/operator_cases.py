@@ -96,7 +96,7 @@ def test_matmul_time_is_the_slower_of_compute_and_memory_for_its_dtype() -> None
     for side, flops, element_bytes, expected_s in (
         (100, 2e6, 4, 2e6 / 1e9),
         (100, 2e6, 2, 2e6 / (1e9 + 2e9 * math.log(2) / math.log(100))),
-        (2, 16, 4, 3 * 4 * 4 / 1e9),  # its bytes take longer than its operations
+        (2, 16, 4, 3 * 4 * 4 / 1e9),  # bound by memory, not by compute
     ):
         matrix = SimpleNamespace(sizes=(side, side), nbytes=side * side * element_bytes)
         work = SimpleNamespace(name="aten::mm", inputs=[matrix, matrix], outputs=[matrix], causal=False)
@@ -198,7 +198,7 @@ def test_invalid_profile_is_refused(tmp_path: Path, text: str, said: str) -> Non
 
 
 def test_host_copies_of_any_size_hold_ones(device: VirtualDevice) -> None:
-    """Return ones, not the memory's earlier contents."""
+    """Copy into host memory that held other numbers before."""
     numbers = torch.ones(100_000, dtype=torch.long, device="virtual")
     for _ in range(2):
         there = numbers.cpu()

@@ -1,4 +1,4 @@
-"""A Qwen3 on the virtual device, by Hugging Face and Megatron-Core: head sizes of its own, and head norms."""
+"""Qwen3 of Hugging Face and of Megatron-Core on the virtual device: a head size of its own, and norms of heads."""
 
 from __future__ import annotations
 

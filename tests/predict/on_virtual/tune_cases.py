@@ -131,7 +131,7 @@ def swapped(case: Case) -> list[int]:
 
 
 def checkpointed(case: Case) -> list[int]:
-    """Return the blocks that checkpoint: the first of the others."""
+    """Return the blocks that checkpoint: the first of those that do not swap."""
     return [index for index in range(case.layers) if index not in swapped(case)][: case.checkpoint]
 
 

@@ -1,6 +1,7 @@
-"""A model that reads values gets those of a trace, and goes on as in the recorded step; other traces are refused.
+"""A model that reads tensors' values gets them from a trace, so it runs as in the recorded step.
 
-Each trace is of a forward alone: a backward on the CPU would come before the virtual device.
+Traces of other steps are refused. Each trace records only a forward: torch must know the virtual device before any
+backward, so none may run on the CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ REGIONS = {"enabled": True, "tokenwise": {"regions": ["layers.*"], "alpha": 0}, 
 
 
 class Reads(nn.Module):
-    """A module with a given forward; `inner` is another module with one."""
+    """A module whose forward is `run`, which may call the module `inner`."""
 
     def __init__(self, run: Callable[[Reads, torch.Tensor], torch.Tensor], inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ def test_tokens_are_routed_as_in_the_trace_in_every_mode(tmp_path: Path) -> None
     x = torch.randn(TOKENS, HIDDEN)
     trace = _recorded(Routed(), x, tmp_path)
     found = _estimated(Routed, trace, x, config=REGIONS, modes=("keep", "full", "memplug"))
-    flops = 2 * TOKENS * HIDDEN * (HIDDEN + 4) * 3  # each token has one expert
+    flops = 2 * TOKENS * HIDDEN * (HIDDEN + 4) * 3  # each token goes to one expert
     assert flops * 2.5 < found["keep"].flops <= flops * 3 < found["full"].flops <= flops * 4
     with pytest.raises(EstimateError, match="bincount(.|\n)*memplug estimate --trace"):
         _estimated(Routed, None, x, config=REGIONS, modes=("keep",))
@@ -182,7 +183,7 @@ class _Stack(nn.Module):
 
 
 def test_recompute_pass_reuses_forward_values_or_raises_if_ambiguous(tmp_path: Path) -> None:
-    same = _recorded(_Stack(), 3 * _ones(), tmp_path)  # more than both bounds
+    same = _recorded(_Stack(), 3 * _ones(), tmp_path)  # above both bounds of `_masked`
     assert _estimated(_Stack, same, config=REGIONS, modes=("memplug",))["memplug"].step_s > 0
     other = _recorded(_Stack(), _ones(), tmp_path)
     with pytest.raises(EstimateError, match="a recompute pass runs aten::masked_select again"):

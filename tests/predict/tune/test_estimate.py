@@ -34,8 +34,8 @@ def test_step_on_one_gpu_sums_passes_update_and_checkpointed_forwards() -> None:
     assert four.step_s == pytest.approx(4 * PASSES_S + ADAM_S) and four.tokens == 4 * 100
 
 
-def test_zero_3_times_follow_the_equations() -> None:
-    """Count 10 s to gather a layer, half of 20 bytes, and 10 s to reduce; 8 s for the embedding."""
+def test_zero_3_step_time_follows_protrains_equations() -> None:
+    """Count 10 s to gather a layer, half of its 20 bytes, 10 s to reduce it, and 8 s each for the embedding."""
     at = configuration(n_buffer=2, n_checkpoint=1)
     chunks = [
         protrain.ChunkTimes(forward_s=f, backward_s=2 * f, recompute_s=r, gather_s=g, reduce_s=g)
@@ -57,7 +57,7 @@ def test_zero_1_reduces_once_per_step_and_zero_2_per_micro_batch() -> None:
 
 
 def test_host_optimizer_overlaps_device_optimizer_but_not_backward() -> None:
-    """Put three groups on the device, 28 parameters of two ranks, and on the host 30, of both ranks."""
+    """Put three chunks on the device, where each rank updates half of 28 parameters; the host updates 30 for both."""
     everything = PAIR.predict(configuration(offload="optimizer"))
     half = PAIR.predict(configuration(offload="optimizer", n_persist=3))
     on_host_s = 58 * 30 / 50 + 58 * 2 / 2
@@ -66,7 +66,7 @@ def test_host_optimizer_overlaps_device_optimizer_but_not_backward() -> None:
 
 
 def test_zero_stage_and_offload_decide_where_states_and_parameters_lie() -> None:
-    """Count 116 bytes of parameters, 696 of states, buckets of two times 20 bytes, and as many for gathered chunks."""
+    """Count 116 bytes of parameters, 696 of optimizer states, two buckets of 20 bytes, and 40 of gathered chunks."""
     saved = 10 + 4 * 70 + 30 + 20
     device = {
         (stage, offload): PAIR.predict(configuration(stage, offload)).device_bytes for stage, offload in all_layouts()
@@ -87,7 +87,7 @@ def test_checkpointed_and_swapped_blocks_keep_their_output_on_the_device() -> No
     kept, again = PAIR.predict(base), PAIR.predict(replace(base, n_checkpoint=2))
     assert kept.device_bytes - again.device_bytes == 2 * 60
     swapped = PAIR.predict(replace(base, n_swap=2))
-    assert swapped.device_bytes == again.device_bytes + 3 * 40  # for buffers
+    assert swapped.device_bytes == again.device_bytes + 3 * 40  # three buffers for swapped tensors
     assert swapped.host_bytes - kept.host_bytes == 2 * 2 * 40
     assert kept.step_s < swapped.step_s < again.step_s
 

@@ -1,4 +1,4 @@
-"""The settings that a DeepSpeed JSON fixes, and the space that it leaves."""
+"""The settings that a DeepSpeed JSON fixes, and the search space that it leaves."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_ratio_fixes_persistent_chunks_and_reuse_distance_buffered_ones() -> Non
 
 
 def test_searched_and_ruled_out_configurations_add_up_to_all() -> None:
-    slow = machine(gpus=2)  # hides the copies of one block only
+    slow = machine(gpus=2)  # whose forward hides the copies of only one block
     space = space_of(fixed({"stage": 2}), slow, PROFILES)
     assert space.ruled_out[NOT_HIDDEN] > 0
     chunks = len(chunks_of(model()))

@@ -24,13 +24,13 @@ from memplug.predict.tune.search import (
 
 @dataclass(frozen=True)
 class Table:
-    """An estimator whose memory grows with the contents of the device, in steps that may be 0.
+    """An estimator in which each chunk or block on the device adds bytes, which may be 0.
 
-    Its optimizer is the slower one of two, so its time is least in the middle.
+    The optimizer's time is that of the slower one of device and host, so it is least in the middle.
     """
 
     blocks: int
-    persist: tuple[int, int, int]  # bytes; seconds on the device, and on the host if it does not persist
+    persist: tuple[int, int, int]  # bytes; optimizer's seconds on the device, else on the host
     buffer: tuple[int, int]  # bytes; seconds if it is not buffered
     swap: tuple[int, int, int]  # bytes on the device, on the host; seconds
     checkpoint: tuple[int, int]  # bytes; seconds
@@ -78,7 +78,7 @@ layouts = st.lists(
 
 @st.composite
 def spaces(draw: st.DrawFn) -> list[Box]:
-    """Draw a few boxes, whose ranges may begin anywhere."""
+    """Draw one or two boxes, whose ranges need not begin at 0."""
 
     def part(most: int) -> range:
         first = draw(st.integers(0, most))
@@ -93,7 +93,7 @@ def spaces(draw: st.DrawFn) -> list[Box]:
 def brute_force(
     boxes: list[Box], table: Table, limits: MemoryLimits, count: int
 ) -> list[tuple[Configuration, Prediction]]:
-    """Return the best configurations by trying all, using nothing of the search but its types."""
+    """Return the best configurations by trying all, without code of the search except its types."""
     every = [(at, table.predict(at)) for box in boxes for at in box]
     fitting = [
         (at, made)
@@ -136,7 +136,7 @@ def test_least_memory_matches_brute_force(boxes: list[Box], table: Table, host: 
 
 @given(spaces(), estimators)
 def test_table_bound_never_exceeds_a_configuration_of_the_box(boxes: list[Box], table: Table) -> None:
-    """Check the table above: the search relies on it."""
+    """Check `Table.least`, since the search relies on it."""
     for box in boxes:
         least = table.least(box)
         for at in box:

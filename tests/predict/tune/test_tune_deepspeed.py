@@ -95,7 +95,7 @@ def test_reuse_distance_determines_the_number_of_buffered_chunks(counts: list[in
 
 @given(counts_of)
 def test_deepspeed_keeps_exactly_the_buffered_chunks(counts: list[int]) -> None:
-    """Apply DeepSpeed's own rule: a module stays if it is used again before so many elements of other modules."""
+    """Apply DeepSpeed's rule: a module stays if its next use is less than `reuse_distance` elements away."""
     order = [*range(len(counts)), *reversed(range(len(counts)))]
     for buffered in range(len(counts) + 1):
         stays = []
@@ -117,7 +117,7 @@ def test_persistent_chunks_become_an_offload_ratio_of_sub_groups() -> None:
     assert groups == [8, 6, 6, 6, 8] and sum(groups) == 34
     assert (
         int((1 - zero["offload_optimizer"]["ratio"]) * len(groups)) == 2
-    )  # groups of 14 elements, no more than a rank has of 3 chunks
+    )  # two groups with 14 elements, as many as a rank has of 3 chunks
     assert "ratio" not in made(configuration(3, "optimizer"))["zero_optimization"]["offload_optimizer"]
 
 

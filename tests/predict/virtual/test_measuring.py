@@ -51,7 +51,7 @@ def entries(profile: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def test_measured_cpu_rates_are_plausible(file: Path) -> None:
     hardware = GpuProfile.read(file)
-    # Between a very slow and an impossible machine: a unit that is wrong by 1e3 falls outside.
+    # From a very slow to an impossibly fast machine: a rate that is off by a unit prefix, 1e3, falls outside.
     for rate in (hardware.matmul_flops["float32"], hardware.matmul_flops["float64"]):
         assert 1e8 < rate.at(1e9) < 1e14
     for rates in (hardware.attention_forward_flops, hardware.attention_backward_flops):
@@ -90,7 +90,7 @@ def test_measurement_refuses_unsupported_devices_and_unwritable_files(tmp_path: 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_measuring_a_gpu_keeps_its_random_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_SERIES_S", 0.2)  # a simulated one computes on the CPU
+    monkeypatch.setattr(measuring, "_SERIES_S", 0.2)  # simulated CUDA computes on the CPU: measure briefly
     state, said = torch.cuda.get_rng_state(), []
     measured = measure_profile("cuda", HOST_TIME, said.append)
     assert torch.equal(torch.cuda.get_rng_state(), state)

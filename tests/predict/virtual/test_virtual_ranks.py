@@ -32,8 +32,8 @@ def _requests(folder: Path, device: str, rank: int = 0) -> dict[str, Requests]:
 def _compared(requests: Requests) -> list[tuple[str, int]]:
     """Return pass and bytes of the requests that both devices make, in order.
 
-    The backward of an embedding requests its gradient, laid out by rows, and its output: on the CPU in the opposite
-    order of CUDA and the virtual device.
+    Requests of an embedding's backward are sorted: the CPU makes its two requests in the opposite order of CUDA and
+    the virtual device.
     """
     kept = _of_the_device(requests)
     both, at = [], 0
@@ -103,9 +103,9 @@ def test_virtual_megatron_ranks_make_the_requests_of_real_ranks(tmp_path: Path) 
 
 
 def _without_masks(requests: Requests) -> list[tuple[str, int]]:
-    """Leave out scratch memory of the CPU's kernels that choose by a mask or sum one up.
+    """Leave out the scratch memory that the CPU's kernels take to select by a mask, or to sum a mask.
 
-    Requests below 1 KiB are the tensors of the balanced router, and of the numbers that it counts.
+    Leave out requests up to 1 KiB too: the tensors of the balanced router, and its counts of tokens.
     """
     return [
         (kind, nbytes)
