@@ -168,7 +168,7 @@ def test_doctor_in_a_pipe_is_plain_text_with_progress_on_stderr_only(monkeypatch
     result = run(app, ["doctor"])
     assert result.exit_code == 0
     lines = dict(line.split("  ", 1) for line in result.stdout.splitlines())
-    assert lines["torch"].strip() in (torch.__version__, torch.__version__.partition("+")[0])  # with its build
+    assert lines["torch"].strip() in (torch.__version__, torch.__version__.partition("+")[0])  # may lack +cpu
     assert lines["ready"].strip().startswith("yes") and lines["native core"].strip().startswith("built")
     assert "GB/s" in lines["device to host"] and "TFLOP/s" in lines["matmul"]
     assert result.stdout.isascii()

@@ -200,7 +200,7 @@ def test_doctor_says_whether_the_limit_on_locked_memory_matters(doctor_of, limit
 
 
 def test_memlock_row_quotes_the_registration_warning(doctor_of):
-    """The row uses the words of that warning, so that a search finds it."""
+    """Let users who search for the warning's words find the row."""
     row, _ = doctor_of(0, "cuda:0")
     words = "the driver refused to register host memory"
     assert words in row and words in Path(host_pool.__file__).read_text()
@@ -208,7 +208,7 @@ def test_memlock_row_quotes_the_registration_warning(doctor_of):
 
 @pytest.fixture
 def doctor_of(monkeypatch):
-    """Return the doctor's row on memlock and its facts, with a host budget of 100 GiB."""
+    """Return the doctor's memlock row and its facts, for a host budget of 100 GiB."""
     module = sys.modules["memplug.cli.doctor"]
     absent = {"ready": False, "problem": "not asked", "advice": ""}
     monkeypatch.setattr(module, "_built", lambda load: absent)

@@ -90,7 +90,7 @@ def test_deepspeed_rank_is_estimated_with_its_zero_stage(tmp_path: Path) -> None
         assert told.exit_code == 0, told.stderr
         assert f"one of {gpus} NVIDIA H100 80GB HBM3, ZeRO 3" in told.stdout
         facts[gpus] = json.loads((tmp_path / "found").read_text())["modes"]["memplug"]
-    # parameters and gradients take 2 and 4 bytes, the three states of the optimizer 4 each
+    # each parameter takes 2 bytes, its gradient 4, and its three optimizer states 4 each
     saved_bytes = facts[2]["peak_allocated_bytes"] - facts[8]["peak_allocated_bytes"]
     assert saved_bytes == pytest.approx(465e6 * 18 * (1 / 2 - 1 / 8), rel=0.1)
     settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
@@ -111,8 +111,8 @@ def test_deepspeed_rank_is_estimated_for_qwen3_with_tiled_loss(tmp_path: Path) -
         assert told.exit_code == 0, told.stderr
         assert "ZeRO 3: 4 layers of 128, 1 × 512 tokens, bf16, head, loss in 4 tiles" in told.stdout
         facts[model.stem] = json.loads((tmp_path / "found").read_text())["modes"]["keep"]
-    wider = 3 * 2 * 512 * 4 * 128 * (64 - 32) * (4 + 2 + 2 + 4)  # operations of heads twice as large, in four layers
-    attention = 7 * 2 * 512 * 512 * 4 * 4 * (64 - 32) / 2  # causal: two products forward, five backward
+    wider = 3 * 2 * 512 * 4 * 128 * (64 - 32) * (4 + 2 + 2 + 4)  # FLOPs that twice as large heads add, in four layers
+    attention = 7 * 2 * 512 * 512 * 4 * 4 * (64 - 32) / 2  # causal: two matmuls in forward, five in backward
     assert facts["qwen3"]["flops"] - facts["tiny"]["flops"] == pytest.approx(wider + attention, rel=0.01)
 
 
@@ -145,7 +145,7 @@ def test_pipeline_estimate_has_bubble_and_stages(tmp_path: Path) -> None:
     assert list(facts["stages"]) == ["0", "1", "3"] and facts["layout"]["micro_batches"] == 3
     slowest_s = max(each["step_s"] for each in stages)
     assert keep["step_s"] == pytest.approx(slowest_s + keep["bubble_s"])
-    assert min(each["step_s"] for each in stages) * 0.5 < keep["bubble_s"] < slowest_s  # about three thirds
+    assert min(each["step_s"] for each in stages) * 0.5 < keep["bubble_s"] < slowest_s  # (4 - 1) / 3 of it
     assert keep["peak_reserved_bytes"] == max(each["peak_reserved_bytes"] for each in stages)
 
 

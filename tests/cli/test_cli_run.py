@@ -28,7 +28,7 @@ RUN = [sys.executable, "-c", "from memplug.cli import main; main()", "run"]
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a folder that looks like Megatron-LM's repository, with a script that a starter starts; the current one."""
+    """Enter a folder like Megatron-LM's repository, with a script, and a starter that runs the script as its child."""
     package = tmp_path / "megatron" / "training"
     package.mkdir(parents=True)
     (tmp_path / "megatron" / "__init__.py").touch()
@@ -44,7 +44,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def started(*arguments: str, path: str = "", code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run `memplug run` with the arguments to its end."""
+    """Run `memplug run` with these arguments, and wait for its end."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)])), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*RUN, *arguments], capture_output=True, text=True, env=env, timeout=600)
     assert done.returncode == code, done.stdout + done.stderr

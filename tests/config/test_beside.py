@@ -120,7 +120,7 @@ def test_planning_imports_no_torch(module: Any) -> None:
 def train(until: Any, **block: Any) -> tuple[list[float], list[tuple[Stage, ArenaState]], memplug.Session]:
     """Train until `until` is true; return the losses, the stages after each step, and the session.
 
-    A stage is the session's together with its arena's state.
+    A stage is a pair: the session's stage and its arena's state.
     """
     torch.manual_seed(0)
     network = llama()

@@ -42,7 +42,7 @@ from memplug.profile.trace_file import load as load_trace
 from tests.support.folders import ROOT
 
 TOO_DEEP = "[" * 100_000
-TOO_LONG = "x" * 300  # for the name of a file: no system can check whether it exists
+TOO_LONG = "x" * 300  # too long for a file name: even checking whether it exists fails
 BLOCK = {
     "enabled": True,
     "plan_dir": False,

@@ -1,7 +1,7 @@
 """`memplug.run` around a script of Megatron-LM: it attaches to the model and counts its steps.
 
-Megatron-LM's `megatron.training` is not on PyPI: the tests have their own version of the two functions, with the same
-signatures.
+Megatron-LM's `megatron.training` is not on PyPI, so the tests have their own `setup_model_and_optimizer` and
+`train_step`, with Megatron-LM's signatures.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ json.dump([losses, sys.argv[1:]], open("result.json", "w"))
 
 @pytest.fixture
 def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Make a folder that looks like Megatron-LM's repository, with a script, the current one."""
+    """Enter a folder that looks like Megatron-LM's repository, with a script."""
     package = tmp_path / "megatron" / "training"
     package.mkdir(parents=True)
     (tmp_path / "megatron" / "__init__.py").touch()

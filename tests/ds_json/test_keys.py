@@ -19,7 +19,7 @@ def zero_of(zero: Any, **fields: Any) -> Any:
 
 
 def meant(zero: Any) -> dict[str, Any]:
-    """Return DeepSpeed's reading of a section, under present names, without offloads to "none"."""
+    """Return the section as DeepSpeed reads it, under present names, without offloads to "none"."""
     read = get_zero_config({"zero_optimization": zero})
     former = {*FORMER_OFFLOADS, *RENAMED, *WITHOUT_EFFECT}
     found = {key: getattr(read, key) for key in FIELDS if key not in former}

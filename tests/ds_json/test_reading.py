@@ -1,4 +1,4 @@
-"""Reading files with DeepSpeed's configuration: as DeepSpeed does, with remarks where it or Accelerate would not."""
+"""memplug reads DeepSpeed's JSON as DeepSpeed does, and remarks on contents that DeepSpeed or Accelerate refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Only calls.h names attributes of memplug's Python classes in C++, and it is compared with them."""
+"""In C++, only calls.h names attributes of memplug's Python classes, so that they are checked in one place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.support.folders import ROOT
 
 CALLS = "calls.h"
-# of torch and of Python itself; names of torch that may change are constants of torch_private.h
+# names of torch and of Python; those of torch that may change are constants in torch_private.h instead
 OTHERS = {"OutOfMemoryError", "__enter__", "__exit__", "as_subclass"}
 BY_NAME = re.compile(
     r"(?:\b(?:get|set|has)attr\(|AttrString\(|\bPyObject_CallMethod\w*\()[^;]*?\"(\w+)\"|\.attr\(([^)]*)\)"

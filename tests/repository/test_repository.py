@@ -69,7 +69,7 @@ def test_importing_memplug_imports_no_heavy_package() -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the package as a wheel contains it."""
+    """Build the package as a wheel would contain it, and return its folder."""
     pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("installed")
     built = run("-c", "import setuptools; setuptools.setup()", "build_py", "--build-lib", str(folder))

@@ -15,7 +15,7 @@ from tests.support.readmes import readmes
 
 PACKAGE = ROOT / "memplug"
 PRIVATE = re.compile(r"torch(\.\w+)*\._(?!_)\w+(\.\w+)*")
-OPERATORS = "torch.ops."  # their names are registered
+OPERATORS = "torch.ops."  # public: registered operators
 
 
 def private_uses(source: str) -> set[str]:
