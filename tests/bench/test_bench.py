@@ -27,7 +27,7 @@ def test_peak_is_the_largest_sum_of_concurrent_blocks():
         first = _bytes(3 * MIB)
         second = _bytes(5 * MIB)
         del first
-        third = _bytes(4 * MIB)  # 9 MiB: more than the 8 of before
+        third = _bytes(4 * MIB)  # second and third: 9 MiB, more than first and second's 8
         del second, third
         _bytes(6 * MIB)
 
@@ -162,7 +162,7 @@ def test_step_time_compares_all_modes_in_one_run(device, tmp_path):
         assert found[mode, "peak_allocated_bytes"] > 0
         assert mode in done.stdout
     assert found["full", "peak_allocated_bytes"] < found["keep_all", "peak_allocated_bytes"]
-    # auto swaps only without space, and a device has space for all of a tiny model
+    # alpha "auto" swaps only if memory is short, and a GPU has space for all of a tiny model
     assert (found["memplug", "host_bytes"] > 0) is (device == "cpu")
 
 

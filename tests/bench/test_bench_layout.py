@@ -7,7 +7,7 @@ import pytest
 from tests.bench import layout
 
 
-@pytest.mark.long  # each planner takes its second
+@pytest.mark.long  # each planner uses its time limit of a second
 def test_every_planner_has_rows_and_no_height_is_below_the_lower_bound(tmp_path, capsys):
     output = tmp_path / "rows.json"
     layout.main(["--quick", "--json", str(output)])

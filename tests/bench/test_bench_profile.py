@@ -60,7 +60,7 @@ def test_logical_layers_has_a_row_per_pass_group_count_and_metric(tmp_path, caps
         for groups in ("1", "2", "4", "8", "layers"):
             metrics = {metric for mode, metric in found if mode == f"{name} {groups}"}
             assert metrics == always | ({"inner_cv"} if groups in ("4", "8", "layers") else set())
-        # One group is all of its pass: nothing varies, and its share of itself is exact.
+        # One group is the whole pass: its time does not vary, and its estimate is exact.
         assert found[f"{name} 1", "cv"] == 0
         assert found[f"{name} 1", "error"] == pytest.approx(0, abs=1e-12)
         assert found[f"{name} 4", "cv"] > 0 and found[f"{name} 4", "eq1_error"] > 0
@@ -97,7 +97,7 @@ def test_host_time_has_a_row_per_case_and_mode(tmp_path, capsys):
 
 
 def test_operator_cost_is_separated_from_region_cost(monkeypatch, tmp_path):
-    """Use a clock that a forward advances by 4 for each operator and by 100 a region, and a recompute by 2 and 30."""
+    """Use a clock that a forward advances by 4 per operator and by 100 per region, and a recompute pass by 2 and 30."""
 
     def note(self: per_operator.Measured, part: str, run: object) -> None:
         run()
