@@ -15,7 +15,7 @@ import pytest
 from tests.cudasim.build import build
 
 PRELOAD = "LD_PRELOAD"
-# the sitecustomize there replaces NCCL by gloo, in this process and in the processes that it starts
+# its sitecustomize replaces NCCL by the stand-in, in this process and in those that it starts
 SITE = Path(__file__).parent / "site"
 
 
@@ -45,12 +45,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_report_header() -> str:
-    """Return a line on the device that tests find."""
+    """Return a line on the device that tests run on."""
     return f"CUDA is simulated: schedule {os.environ.get('CUDASIM_POLICY', 'by the name of each test')}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests of features that only the CPU has."""
+    """Skip tests that need the CPU, marked `cpu`."""
     skip_those_of_the_cpu(items)
 
 

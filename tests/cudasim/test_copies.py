@@ -24,7 +24,7 @@ LAYOUTS: dict[str, Callable[[int], torch.Tensor]] = {
 
 
 def offload_and_prefetch(layout: str, length: int, fraction: float) -> int:
-    """Swap rows and check that they return unchanged without the host waiting; return the number of tasks."""
+    """Swap rows, check that they return unchanged and that the host never waits, and return the number of tasks."""
     pool = HostPool(CudaDevice(0), 1 << 30, core())
     transfer = core().Transfer(CudaDevice(0).streams(core()), pool.rows)
     pool.reserve(1 << 20)

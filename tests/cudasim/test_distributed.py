@@ -1,4 +1,4 @@
-"""DeepSpeed on simulated CUDA, in one process and two: memplug does not change the training, to the bit."""
+"""DeepSpeed on simulated CUDA, in one process and two: training with memplug equals that without, to the bit."""
 
 from __future__ import annotations
 

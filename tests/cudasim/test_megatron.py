@@ -1,4 +1,4 @@
-"""Megatron-Core on simulated CUDA, on two processes: memplug changes neither gradients nor losses, to the bit."""
+"""Megatron-Core on simulated CUDA, in two processes: with memplug, gradients and losses are the same to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks on simulated CUDA, over NCCL's stand-in, of which some do not train or end fewer steps."""
+"""Ranks on simulated CUDA, over NCCL's stand-in, some of which do not train, or train for fewer steps."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ STEPS = 12
 
 
 class WithWeight(Beside):
-    """The other stream multiplies by a weight, so that captures are made there too."""
+    """Its other stream multiplies by a weight, so that memplug captures outputs of that stream too."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__(side)
@@ -42,7 +42,10 @@ class WithWeight(Beside):
 
 
 class AskingAside(nn.Module):
-    """In backward the other stream asks first: the recompute pass runs there, and the main stream reads its results."""
+    """In its backward the other stream first needs a saved tensor, so the recompute pass runs there.
+
+    The main stream then reads the pass's results.
+    """
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()

@@ -56,7 +56,7 @@ def test_detector_finds_missing_wait_under_every_schedule(schedule: Schedule) ->
         before = device.violations()
         made = torch.full((1000,), 2.0, device="cuda")
         with torch.cuda.stream(side):
-            copy = made * 3  # without having waited
+            copy = made * 3  # without a wait for `made`
         torch.cuda.synchronize()
         assert device.violations() > before
         side.wait_stream(torch.cuda.current_stream())

@@ -1,4 +1,4 @@
-// The calls of the simulated CUDA runtime beside CUDA's own: for the operators, and for Python by ctypes.
+// Calls that the simulated CUDA runtime adds to CUDA's: for the operators, and for Python, which calls them by ctypes.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -10,7 +10,7 @@
 
 namespace cudasim {
 
-// Bytes [begin, end) that a task reads or writes, for the check that conflicting tasks are ordered.
+// Bytes [begin, end) that a task reads or writes; conflicting tasks are checked for order.
 struct Range {
   uintptr_t begin, end;
   bool write;

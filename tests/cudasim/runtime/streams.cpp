@@ -18,7 +18,7 @@ CUDASIM_API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned
 CUDASIM_API cudaError_t cudaStreamCreate(cudaStream_t* handle) {
   return cudaStreamCreateWithPriority(handle, 0, 0);
 }
-CUDASIM_API cudaError_t cudaStreamDestroy(cudaStream_t) { // its queued tasks still run
+CUDASIM_API cudaError_t cudaStreamDestroy(cudaStream_t) { // the stream's queued tasks still run
   return cudaSuccess;
 }
 CUDASIM_API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
