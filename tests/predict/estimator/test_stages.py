@@ -62,7 +62,7 @@ def test_slowest_stage_sets_step_time_and_largest_stage_sets_memory() -> None:
     assert {stage: each["keep"].peak_allocated_bytes for stage, each in found.stages.items()} == {0: 120, 1: 80, 3: 60}
 
 
-def test_mode_that_cannot_fit_reports_the_largest_budget_of_its_stages() -> None:
+def test_mode_that_cannot_fit_reports_the_budget_of_the_largest_stage() -> None:
     stages = {stage: _stage(5.0, 1) for stage in (0, 1)}
     found = _pipeline(stages, 2, 4, {0: 3.0, 1: 2.0})
     assert found.impossible["memplug"].least_gib == 3.0 and list(found) == ["keep"]

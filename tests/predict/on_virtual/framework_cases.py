@@ -1,4 +1,4 @@
-"""A program written for CUDA, Megatron-Core's choice of tokens, and a DeepSpeed rank run on the virtual device."""
+"""A program written for CUDA, tokens routed evenly to experts, and a DeepSpeed rank, on the virtual device."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ PLAIN = {"arena": {"enabled": False}, "profiler": {"wait_for_plans": True}}
 
 @pytest.mark.long
 def test_swap_list_keeps_its_budget_and_predicted_stall() -> None:
-    """Give the planner a link as slow as one with both directions busy; then run the plan on a faster link."""
+    """Run on a link as slow as with both directions busy, as the plan assumes; then on the link's own rates."""
     hardware = GpuProfile.read(H200)
     both = {"to_host": hardware.to_host_both_bytes_per_s, "to_device": hardware.to_device_both_bytes_per_s}
     device = VirtualDevice(dataclasses.replace(hardware, **{f"{to}_bytes_per_s": both[to] for to in both}))

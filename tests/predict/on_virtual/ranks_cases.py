@@ -89,7 +89,7 @@ def test_collectives_of_all_groups_share_the_links(device: VirtualDevice) -> Non
     assert seconds(device) - began == pytest.approx(2 * LATENCY_S + 2.5 * MIB / BYTES_PER_S, rel=1e-3)
 
 
-def test_collective_keeps_its_memory_until_waited_for(device: VirtualDevice) -> None:
+def test_collective_keeps_its_memory_until_its_wait(device: VirtualDevice) -> None:
     before = device.usage().allocated
     work = dist.all_reduce(on_device(MIB), async_op=True)
     assert device.usage().allocated == before + MIB

@@ -130,12 +130,12 @@ def test_queues_in_both_directions_end_as_if_rates_changed_instantly(device: Vir
     assert [to_host_s, to_device_s] == pytest.approx(_flowing_ends_s(alone), rel=1e-3)
 
 
-def test_planning_rates_are_those_with_both_directions_busy(device: VirtualDevice) -> None:
+def test_planning_uses_the_link_rates_with_both_directions_busy(device: VirtualDevice) -> None:
     VirtualDevice(SHARED)
     assert VirtualDevice.current().link_rates() == (0.5e6, 1e6)
 
 
-def test_planning_rates_follow_the_current_hardware(device: VirtualDevice) -> None:
+def test_planning_uses_the_link_rates_of_the_current_hardware(device: VirtualDevice) -> None:
     found = []
     for factor in (1, 3):
         faster = Rate.always(factor * 1e6)

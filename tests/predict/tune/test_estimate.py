@@ -21,12 +21,12 @@ PASSES_S = 3 * (1 + 4 * 10 + 2)
 ADAM_S = 58 * 40 / 100
 
 
-def test_chunk_size_wastes_least_and_each_chunk_lists_its_blocks() -> None:
+def test_chunk_size_wastes_fewest_bytes_and_chunks_list_their_blocks() -> None:
     assert [chunk.count for chunk in chunks_of(model())] == [8, 10, 10, 10, 10, 10]
     assert [list(chunk.blocks) for chunk in chunks_of(model())] == [[], [0], [1], [2], [3], []]
 
 
-def test_step_on_one_gpu_sums_passes_update_and_checkpointed_forwards() -> None:
+def test_step_time_on_one_gpu_sums_passes_optimizer_and_recomputation() -> None:
     assert ALONE.predict(configuration(stage=1)).step_s == pytest.approx(PASSES_S + ADAM_S)
     again = ALONE.predict(configuration(stage=1, n_checkpoint=3))
     assert again.step_s == pytest.approx(PASSES_S + ADAM_S + 3 * 10)

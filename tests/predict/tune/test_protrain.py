@@ -104,7 +104,7 @@ def test_chunks_do_not_split_blocks() -> None:
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.sets(st.integers(100, 400), min_size=1))
-def test_chosen_chunk_size_wastes_least(blocks: list[int], sizes: set[int]) -> None:
+def test_chosen_chunk_size_wastes_the_fewest_bytes(blocks: list[int], sizes: set[int]) -> None:
     chosen = chunk_size(blocks, sizes)
     assert all(wasted_bytes(blocks, chosen) <= wasted_bytes(blocks, size) for size in sizes)
 

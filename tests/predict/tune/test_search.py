@@ -135,7 +135,7 @@ def test_least_memory_matches_brute_force(boxes: list[Box], table: Table, host: 
 
 
 @given(spaces(), estimators)
-def test_table_bound_never_exceeds_a_configuration_of_the_box(boxes: list[Box], table: Table) -> None:
+def test_stand_in_estimators_bound_never_exceeds_a_configuration(boxes: list[Box], table: Table) -> None:
     """Check `Table.least`, since the search relies on it."""
     for box in boxes:
         least = table.least(box)

@@ -42,7 +42,7 @@ def test_tuned_json_sets_batches_precision_zero_stage_and_budgets() -> None:
     assert read_ds_config(found).device_budget_gib == 10
 
 
-def test_deprecated_names_are_replaced_by_current_ones() -> None:
+def test_tuned_json_has_current_names_instead_of_deprecated_ones() -> None:
     given = {"bfloat16": {"enabled": True}, "zero_optimization": {"cpu_offload": True, "max_reuse_distance": 9}}
     found = made(configuration(3, "optimizer"), given)
     zero = found["zero_optimization"]
@@ -78,7 +78,7 @@ def test_tuned_json_keeps_user_settings_and_replaces_auto() -> None:
     assert found["memplug"]["device_budget_gib"] == 5 and found["memplug"]["tokenwise"] == {"alpha": "auto"}
 
 
-def test_buffered_chunks_set_reuse_distance_and_live_parameters() -> None:
+def test_buffered_chunks_set_max_reuse_distance_and_max_live_parameters() -> None:
     zero = made(configuration(3, n_buffer=2))["zero_optimization"]
     assert zero["stage3_max_reuse_distance"] == 2 * (10 + 10)
     assert zero["stage3_max_live_parameters"] == 20 + 2 * 10
