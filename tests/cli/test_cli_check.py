@@ -70,7 +70,7 @@ def test_check_names_all_zero_offloads_in_one_warning(warnings_of):
     assert "offload_optimizer: cpu and zero_optimization.offload_param: cpu" in warning
 
 
-def test_check_refuses_setting_under_both_former_and_present_name(tmp_path):
+def test_check_refuses_a_setting_under_both_former_and_present_name(tmp_path):
     path = tmp_path / "ds.json"
     zero = {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}
     path.write_text(json.dumps({"memplug": ON, "zero_optimization": zero}))

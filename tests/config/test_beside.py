@@ -90,14 +90,14 @@ def test_task_ends_when_its_owner_is_deleted() -> None:
     assert not children()
 
 
-def test_task_runs_in_this_process_with_a_warning_if_its_own_dies(caplog: pytest.LogCaptureFixture) -> None:
+def test_task_runs_in_this_process_with_a_warning_if_its_process_dies(caplog: pytest.LogCaptureFixture) -> None:
     beside = Beside(waits=False)
     beside.begin(tasks.ends_its_process)
     assert done(beside).take() == 7
     assert "training waits for this one plan" in caplog.text
 
 
-def test_task_runs_in_this_process_with_a_warning_if_none_can_start(
+def test_task_runs_in_this_process_with_a_warning_if_no_process_starts(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")

@@ -268,7 +268,7 @@ def test_missing_or_unreadable_file_is_a_config_error(tmp_path):
         load_config(binary)
 
 
-def test_file_with_comments_is_read_like_deepspeed_does(tmp_path):
+def test_file_with_comments_is_read_as_deepspeed_reads_it(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{\n  // mine\n  "memplug": {"enabled": true, "tokenwise": {"alpha": 0.5},},\n}')
     assert load_config(path) == parse_block({"enabled": True, "tokenwise": {"alpha": 0.5}})

@@ -25,7 +25,7 @@ def contract(name: str) -> configparser.SectionProxy:
 
 
 def test_every_technique_room_has_a_config_section_and_an_entry() -> None:
-    rooms = {path.parent.name for path in PACKAGE.glob("*/technique.py")} - {"session"}  # the interface
+    rooms = {path.parent.name for path in PACKAGE.glob("*/technique.py")} - {"session"}  # the interface's room
     assert sorted(rooms) == sorted(TECHNIQUES)
     assert sorted(technique.name for technique in (AGREED, *FOLLOWING)) == sorted(TECHNIQUES)
 
