@@ -183,7 +183,7 @@ class Measured:
 
 
 def measure(training: Training, repetitions: int) -> Measured:
-    """Record one step, then time steps with the profiler and without in turn."""
+    """Record one step, then time steps, in turn with the profiler and without it."""
     for _ in range(2):
         training.step()
     trace = training.record()

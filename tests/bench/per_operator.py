@@ -74,7 +74,7 @@ class Measured:
         self.operators = {part: actions.count(RUNS) if part == "replay" else len(actions) for part in PARTS}
 
     def _observed(self) -> tuple[Any, torch.Tensor]:
-        """Return the frame of a forward, and its output: without a graph, the recompute pass would restore nothing."""
+        """Return the frame of a forward, and its output, whose graph gives the recompute pass tensors to restore."""
         frames: list[Any] = []
         self.executor.time_forwards(lambda region, frame, tape: frames.append(frame))
         out = self.executor.run(self.region, self.call, (self.x,), {})

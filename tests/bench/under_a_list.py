@@ -38,7 +38,7 @@ from tests.support.swapped import GIB, block
 BENCH = "under_a_list"
 LAYERS, HIDDEN, TOKENS = 16, 64, 128
 SHARE = 0.69  # of a step's memory, for a list of some 100 tensors
-WARM_UP = 16  # steps that make a plan; a session that begins with a plan follows steps after half as many
+WARM_UP = 16  # steps until there is a plan; a session that begins with a plan recognises steps after half as many
 CACHE_BYTES = 32 << 20  # more than the cache of a core
 PARTS = ("forward", "backward", "step")
 
