@@ -31,7 +31,7 @@ STEPS = 12
 
 
 class WithWeight(Beside):
-    """Its other stream multiplies by a weight, so that memplug captures outputs of that stream too."""
+    """Multiplies by a weight on the other stream, so that memplug captures outputs of that stream too."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__(side)
@@ -56,7 +56,7 @@ class AskingAside(nn.Module):
         u = y.tanh()
         self.side.wait_stream(main)
         with torch.cuda.stream(self.side):
-            z = y.sin().exp()  # one gradient: no sum of two makes the main stream wait before it reads `u`
+            z = y.sin().exp()  # a chain: a sum of gradients would make the main stream wait before it reads `u`
         y.record_stream(self.side)
         main.wait_stream(self.side)
         z.record_stream(main)

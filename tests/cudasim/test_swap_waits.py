@@ -18,7 +18,7 @@ from tests.support.extension import Wait, leaving_out
 pytestmark = pytest.mark.gpu
 
 SLAB_BYTES, COUNT = 1 << 20, 4096
-WAITS = [wait for wait in Wait if wait is not Wait.USE_FOR_COMPUTE]  # storages here are used on one stream
+WAITS = [wait for wait in Wait if wait is not Wait.USE_FOR_COMPUTE]  # a wait of regions' rows only
 
 
 def unordered(missing: Wait | None) -> int:

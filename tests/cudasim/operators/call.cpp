@@ -71,7 +71,7 @@ void on_device(const std::function<void()>& run, const std::string& name) {
   }
 }
 
-// `name` lives as long as the process.
+// `name` must live as long as the process.
 void queue(const std::string& name, std::function<void()> run, Ranges ranges) {
   std::function<void()> task = [&name, run = std::move(run)] { on_device(run, name); };
   cudasim_enqueue(c10::cuda::getCurrentCUDAStream().stream(), name.c_str(), &task, &ranges);

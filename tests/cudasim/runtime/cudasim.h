@@ -20,7 +20,8 @@ using Ranges = std::vector<Range>;
 
 } // namespace cudasim
 
-// Queues `run` on a stream, as the launch of a kernel would. `name` lives as long as the process. The task is queued in
-// any case. Returns false if it conflicts with a task that it is not ordered after, if races are errors (Races::RAISE).
+// Queues `run` on a stream, as the launch of a kernel would. `name` must live as long as the process. The task is
+// queued in any case. Returns false if it conflicts with a task that it is not ordered after, if races are errors
+// (Races::RAISE).
 CUDASIM_API bool cudasim_enqueue(cudaStream_t stream, const char* name, std::function<void()>* run,
                                  cudasim::Ranges* ranges);

@@ -10,7 +10,7 @@ namespace {
 
 const double SLEEP_S = 1e-3;
 
-thread_local cudaStream_t launch_stream = nullptr; // between <<<>>> and the launch
+thread_local cudaStream_t launch_stream = nullptr; // set from <<<>>> to the launch
 
 cudaError_t launched(const void* kernel, cudaStream_t stream) {
   const Lock lock(state().mutex);

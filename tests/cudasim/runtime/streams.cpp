@@ -68,7 +68,7 @@ CUDASIM_API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t eve
   const Lock lock(state().mutex);
   Stream& stream = *stream_of(handle);
   const MarkPtr mark = event_of(event)->mark;
-  if (mark == nullptr) { // never recorded
+  if (mark == nullptr) { // the event was never recorded
     return cudaSuccess;
   }
   if (mark->capture != nullptr) {
