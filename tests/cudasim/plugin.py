@@ -63,9 +63,9 @@ def on_simulated_cuda(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def ordered(request: pytest.FixtureRequest, on_simulated_cuda: None) -> Iterator[None]:
-    """Choose a schedule by the test's name in modules marked `device`, and fail a test whose accesses are unordered.
+    """Fail a test whose accesses are unordered, unless it is marked `unordered`.
 
-    Tests marked `unordered` may have unordered accesses.
+    In modules marked `device`, choose the test's schedule by its name.
     """
     before = device.violations()
     device.used.clear()
