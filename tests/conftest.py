@@ -27,7 +27,7 @@ from tests.support.pictures import chrome  # noqa: F401  (a fixture)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
-# slow generation of examples tells about the machine, not about the code
+# slow generation of examples is a matter of the machine, not of the code
 settings.register_profile("patient", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.load_profile("patient")
 
@@ -94,7 +94,7 @@ def sessions_are_detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def plans_do_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail the test where users get a warning: a step sends other bytes to the host than its plan says."""
+    """Fail the test where users get a warning that a step offloads other bytes than its plan says."""
 
     def fail(self: Predictions, sent: int, expected: int) -> None:
         raise AssertionError(f"{sent:,} bytes were sent to the host in a step that was to send {expected:,}")
@@ -104,7 +104,7 @@ def plans_do_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def records_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail the test where users get a warning: a recording is unusable."""
+    """Fail the test where users get a warning that a recording is unusable."""
 
     def fail(self: Recording, error: TraceError) -> None:
         raise error

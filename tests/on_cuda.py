@@ -4,7 +4,7 @@ Call: `python -m pytest -p tests.on_cuda -m "(gpu or device) and not long"`.
 
 torch is asked for deterministic kernels, since those that add in any order would differ between two runs of one step.
 The workspaces of cuBLAS are made small: the usual ones need more memory than a tiny model. The tests run in one
-process: tests of a full device fill it, and requests of other tests would fail meanwhile.
+process: tests of a full device fill its memory, and requests of tests that ran meanwhile would fail.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests of what only the CPU has."""
+    """Skip tests that need the CPU, marked `cpu`."""
     skip_those_of_the_cpu(items)
 
 

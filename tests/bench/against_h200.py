@@ -1,8 +1,8 @@
 """Compares steps predicted by the virtual device with measured ones: `python -m tests.bench.against_h200`.
 
 Forward and backward of layers of a 7B Llama in bfloat16: measured on an H200 (tests/data/h200.csv), and predicted on
-the virtual device with an H200's profile. The profile was fitted to the rows marked "(fitted)". Rows whose attention
-back end was not recorded count in no mean.
+the virtual device with an H200's profile. The profile was fitted to the rows marked "(fitted)". Means exclude rows
+whose attention back end was not recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def over_keep(found: list[tuple[Measured, Predicted]]) -> list[tuple[Measured, float, float]]:
-    """Return each recomputing step and its time over the step of the same size that keeps all: measured, predicted."""
+    """Return, for each recomputing step, its time over that of the keep-all step of its size: measured, predicted."""
     keeps = {}
     for row, ours in found:
         if row.mode == "keep":

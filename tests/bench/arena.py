@@ -13,7 +13,7 @@ not count reserved memory, and for expandable segments, a simulation (`tests.ben
 CUDA's allocator would reserve for a recorded step. Only the step's own requests count.
 
 Host time per allocation is the time of a malloc and its free, in C++, over all requests of the recorded step in their
-order. On the CPU the memory is not touched, so no page is fetched in either mode.
+order. On the CPU neither mode touches the memory, so no page faults count.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _serve(training: Training, steps: int, note: Callable[[str, str, float], Non
 
 @contextlib.contextmanager
 def _memory(device: torch.device, note: Callable[[str, float], None]) -> Any:
-    """Note the memory that CUDA reserves in the block, and how much of it is in use at the peak."""
+    """Note how much memory CUDA reserves while the block runs, and how much of it is in use at the peak."""
     if device.type != "cuda":
         yield
         return

@@ -33,7 +33,7 @@ class _Block:
 
 @dataclass(slots=True)
 class _Pool:
-    """A pool of one stream: free blocks by size and address, and the last block of the expandable range."""
+    """One stream's pool: its free blocks by size and address, and the last block of its expandable range."""
 
     small: bool
     free: list[tuple[int, int]] = field(default_factory=list)
@@ -102,7 +102,7 @@ class CachingAllocator:
         else:
             nbytes = -(-size // ROUND_BYTES) * ROUND_BYTES
         self.reserved_bytes += nbytes
-        # The gap of one byte keeps segments from being coalesced.
+        # A gap of one byte between segments, so that they are never coalesced.
         block = _Block(self._end, nbytes, free=True)
         self._end += nbytes + 1
         pool.add(block)
@@ -114,7 +114,7 @@ class CachingAllocator:
         nbytes = -(-(size - at_hand) // granule) * granule
         self.reserved_bytes += nbytes
         if tail is None:
-            # Each range has enough addresses to be never used up.
+            # No range ever needs more addresses than this.
             block = _Block(len(self._pools) << 56, nbytes, free=True)
         elif tail.free:
             pool.take(tail)

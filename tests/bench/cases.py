@@ -41,7 +41,7 @@ def is_mode(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """Every mode's work: one sequence of `tokens` through `layers` layers of `model` (a file of configs/models)."""
+    """The work of each mode: one sequence of `tokens` through `layers` layers of `model` (a file of configs/models)."""
 
     tokens: int
     layers: int

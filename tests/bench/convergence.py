@@ -28,7 +28,7 @@ LAUNCHERS = ("torchrun", "deepspeed")
 WAYS = ("install", "attach", "run")
 ALPHAS = ("0", "0.125", "0.25", "0.5", "1", "auto")
 EXACT = ("0", "1")
-TOLERANCE = 1e-3  # of a loss, if a matmul is split
+TOLERANCE = 1e-3  # of the largest loss, if a matmul is split
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

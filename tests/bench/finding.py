@@ -1,7 +1,8 @@
 """Measures the cost of finding the tensors of a swap list: `python -m tests.bench.finding` (Chameleon, appendix A).
 
-A swap list has every gap of a training step; the native core looks for its tensors in that step, which runs without
-tensors. The time to pass the step from Python is left out. Figures are medians.
+The swap list has a target for every gap between two uses of a tensor in a training step. The native core runs through
+that step, without tensors, and looks for the targets. The time to pass the step from Python is left out. Figures are
+medians.
 
 | column | what it is |
 |---|---|

@@ -1,12 +1,12 @@
-"""Measures the host's time in steps that are little else: `python -m tests.bench.host_time`.
+"""Measures the host's time in steps that consist of little else: `python -m tests.bench.host_time`.
 
 The layers are so small that Python, torch and memplug take most of a step's time. Each mode has a process with one
 thread; the processes take turns, round by round. They measure processor time: of the forward pass, of the backward
 pass, and of the whole step, memplug's work at its end included.
 
-Two processes that do the same work differ by up to a tenth as long as they live, depending on where their memory is and
-on what else they train. So a mode's process has one model, and trains it without the mode, with it and without it
-again: memplug is attached and detached in between.
+Two processes that do the same work differ by up to a tenth, for as long as they live, depending on where their memory
+is and on what else they train. So a mode's process has one model, and trains it without the mode, with the mode, and
+without it again: memplug is attached and detached in between.
 
 | mode | what it is |
 |---|---|
@@ -62,7 +62,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """Processor seconds of one part of a mode's steps, and of keeping everything before and after them."""
+    """Processor seconds of one part of a mode's steps, and of the keep-all steps before and after them."""
 
     seconds: float
     kept_all: float

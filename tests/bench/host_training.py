@@ -51,7 +51,7 @@ def training_of(shape: Shape) -> Training:
 
 @contextlib.contextmanager
 def in_mode(training: Training, mode: str, shape: Shape) -> Iterator[None]:
-    """Make a training run in a mode within, after a warm-up."""
+    """Run the training in a mode within the context, after a warm-up."""
     with contextlib.ExitStack() as stack:
         if mode.startswith("memplug"):
             training.session = stack.enter_context(memplug.attach(training.model, _block(mode, shape)))

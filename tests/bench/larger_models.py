@@ -2,10 +2,10 @@
 
 After Chameleon, section 7; on the virtual device, so all figures are predicted.
 
-Each size of a Llama with head, loss and AdamW, trained in bfloat16 on one GPU, is raised by itself until a step runs
-out of memory: with all tensors kept, with every layer recomputed, and with memplug. All modes have the settings that
-help most when memory is short: expandable segments, and an optimizer that goes from parameter to parameter. Then the
-times of a step with recomputation and with memplug are compared, at the largest size that fits with recomputation.
+A Llama with head, loss and AdamW trains in bfloat16 on one GPU. Each of its sizes is raised alone until a step runs out
+of memory: with all tensors kept, with every layer recomputed, and with memplug. All modes have the settings that help
+most when memory is short: expandable segments, and an optimizer that updates one parameter at a time. Then step times
+with recomputation and with memplug are compared, at the largest size that fits with recomputation.
 
 | column | what it is |
 |---|---|

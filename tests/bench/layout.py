@@ -6,11 +6,11 @@ segments. Each of these runs in a process of its own; "MiB" is that process's pe
 Dynamic requests of a step (the experts') are left out, for the baseline too.
 
 Tried and dropped: OR-Tools' CP-SAT as the search behind `exact` (3 to 28 s on MiniMalloc's A, C and E at their
-capacity, where our own search took 0.05 to 3 s; it stays as a backend); MEMO's mixed integer program (does not end at
-80 buffers; it stays as the reference); lowering everything in the end, for `bilevel` (changed nothing; for
-`spatiotemporal` it is most of its quality: 1.17 without it on llama7b_ckpt); breaking ties of size by lifetime alone
-(1.033 instead of 1.008 on idealloc's pangu, 18,692 buffers; both orders are tried now); boosting the priority of
-buffers that end too high instead of moving them to the front.
+capacity, where memplug's own search took 0.05 to 3 s; CP-SAT stays as a backend); MEMO's mixed integer program (does
+not end at 80 buffers; it stays as the reference); a last pass of `bilevel` that lowers every buffer (changed nothing;
+`spatiotemporal` gains most of its quality by such a pass: 1.17 without it on llama7b_ckpt); ordering buffers of equal
+size by lifetime alone (1.033 instead of 1.008 on idealloc's pangu, 18,692 buffers; both orders are tried now); raising
+the priority of buffers that end too high instead of moving them to the front.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def measure(case: str, mode: str, time_limit_s: float) -> dict[str, float | str]
 
 
 def _peak_bytes() -> int:
-    """Return the peak memory of this process; `getrusage` would count from the parent process's peak on."""
+    """Return the peak memory of this process in bytes; `getrusage` would include the peak of the parent process."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 

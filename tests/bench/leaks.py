@@ -1,8 +1,8 @@
 """Watches the host memory of a long run: `python -m tests.bench.leaks`.
 
-Trains a tiny model for 10,000 steps under a session that watches all the time and records a step in detail now and
-then. The sequence length changes back and forth. Notes the memory of the process: if it goes up throughout, there is a
-leak; if it settles, it is the allocator's. Exits with 1 if memory grew over the second half of the run.
+Trains a tiny model for 10,000 steps under a session that always watches and now and then records a step in detail. The
+sequence length changes back and forth. Notes the memory of the process: memory that grows throughout is a leak; memory
+that settles is the allocator's cache. Exits with 1 if memory grew over the second half of the run.
 
 `--awkward` runs the steps of `tests.support.awkward` instead: errors in any pass, dropped and retained graphs, several
 graphs in flight, passes without gradients, another length every few steps. Then the counts of objects must not grow at

@@ -1,8 +1,9 @@
 """Measures how evenly groups of operators take time: `python -m tests.bench.logical_layers` (Chameleon, Fig. 4, Eq. 1).
 
 Trains a Llama of 32 layers. One step is recorded by memplug's recorder; others are timed by `torch.profiler`, whose
-operators are matched to the recorded ones by their order: self time on the CPU, on CUDA the kernels that an operator
-launched itself. The operators of the forward, and of the backward, are then divided evenly into 1, 2, 4, ... groups:
+operators are matched to the recorded ones by their order. An operator's time is its self time on the CPU, and on CUDA
+the time of the kernels that it launched itself. The operators of the forward, and those of the backward, are then
+divided evenly into 1, 2, 4, ... groups:
 
 | column | what it is |
 |---|---|
@@ -11,8 +12,8 @@ launched itself. The operators of the forward, and of the backward, are then div
 | error | mean of abs(estimated - measured) / measured; estimated by the group's share of the pass's operators |
 | Eq. 1 | this error for the estimate T_iter / N_iter * N_group, from an unwatched step and all of its operators |
 
-The line `layers` has the model's own decoder layers as groups, from where the recorder saw them begin and end. Their
-variation comes from the machine, not from how operators are divided. The time of an operator is its median over steps.
+In the line `layers` the groups are the model's own decoder layers, as the recorder saw them begin and end. Their times
+vary because of the machine, not of the division. The time of an operator is its median over steps.
 "-": there are too few groups, or a group launched no kernel and so has no relative error.
 """
 
@@ -135,9 +136,9 @@ def match(names: Sequence[str], profiled: Sequence[tuple[str, float]]) -> np.nda
         profiled: Name and seconds of the profiled operators, and of all other events that the profiler shows.
 
     Returns:
-        float64[operators]; 0 for operators that the profiler never shows. Of consecutive operators with one name the
-            profiler may show fewer, since it merges an operator with its only call if both have the same name; the last
-            of these operators then get 0.
+        float64[operators]; 0 for operators that the profiler never shows. If consecutive operators have the same name,
+            the profiler may show fewer of them, since it merges an operator with the only operator that it calls; the
+            last ones then get 0.
 
     Raises:
         ValueError: `names` and `profiled` are not of the same program.
@@ -182,7 +183,7 @@ class Measured:
 
 
 def measure(training: Training, repetitions: int) -> Measured:
-    """Record one step, then time steps with the profiler and without in turn."""
+    """Record one step, then time steps, in turn with the profiler and without it."""
     for _ in range(2):
         training.step()
     trace = training.record()
@@ -260,7 +261,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _summary(measured: Measured) -> list[str]:
-    """Return lines on where operators and seconds are, which explain the error of Eq. 1."""
+    """Return lines that show which pass has how many operators and seconds; they explain the error of Eq. 1."""
     kinds, outside = measured.kinds, measured.trace.operators["layer"] < 0
     lines = [f"a step takes {figures(measured.step_s)} s and has {len(kinds)} operators:"]
     for kind in np.unique(kinds):

@@ -3,11 +3,11 @@
 A Llama of many small layers requests memory some 140 times a layer: 36 layers make a program of 5,000 requests, 360
 layers one of 50,000. A step is compared with the steps of its kind: steps at the safest setting, before there are
 decisions; steps that run by decisions, while another process finds addresses; and steps that the arena serves. Each
-kind includes steps during which a plan is made, and steps at whose end a plan comes into force. Recorded steps are
-slower by the cost of recording, and are shown separately, over the median of served steps.
+kind includes the steps during which a plan is made, and the step at whose end it comes into force. Recorded steps are
+slower by the cost of recording, and are shown separately, over the median of the steps that the arena serves.
 
-The maximum of one run is as much the machine's noise as memplug's work. A wait for a planner occurs in every run, noise
-does not. So each figure is the least of several runs.
+The longest step of one run may be noise of the machine. A wait for a planner occurs in every run, noise does not. So
+each figure is the least of several runs.
 
 Run it on an idle machine: `python -m tests.bench.longest_step [--layers 36 360] [--runs 3] [--waits] [--json FILE]`
 """
@@ -104,7 +104,7 @@ def run(layers: int, waits: bool) -> tuple[list[Step], int]:
 
 
 def measure(layers: int, waits: bool, runs: int) -> list[Row]:
-    """Return rows of one program; each maximum is the least of so many runs."""
+    """Return rows of one program; each maximum is the least over `runs` runs."""
     medians, longest, counts = [], [], []
     for _ in range(runs):
         steps, requests = run(layers, waits)

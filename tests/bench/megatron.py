@@ -1,8 +1,8 @@
 """A stack of Megatron-Core's layers for the modes of a benchmark, one process, no parallelism.
 
 `full` and `selective` are Megatron-Core's own recomputation, of a layer at a time and of the core attention. `offload`
-is Megatron-Core's own offloading, for layers of Transformer Engine's modules, of the tensors that the parts named in
-`RECOMPUTE` save. In Megatron-Core the schedule begins and ends the offloading of a step; here the stack does so.
+is Megatron-Core's own offloading, for layers of Transformer Engine's modules; it offloads the tensors that the parts
+named in `RECOMPUTE` save. In Megatron-Core the schedule begins and ends a step's offloading; here the stack does.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _offloading() -> Any:
 
 
 def _recipe(device: str) -> Any:
-    """Return the recipe's module `model`, with everything initialized that it needs."""
+    """Return the recipe's module `model`, after initializing everything that the module needs."""
     folder = str(ROOT / "examples" / "megatron_llama2")
     first = folder not in sys.path
     if first:

@@ -2,11 +2,11 @@
 
 CUDA has its own counts: `max_memory_allocated` and `max_memory_reserved` since the last reset.
 
-On the CPU torch keeps no such count, but its allocator reports every block that it hands out and takes back to the
-profiler, with address and size: in forward and in backward, and the scratch memory inside operators as well. The
-largest running sum of these sizes is the peak. It does not include blocks from before the step (parameters, gradients,
-optimizer state), nor memory that libraries allocate without torch (scratch memory of matmul kernels). The profiler
-slows the step down, so a step whose memory is measured is never timed.
+On the CPU torch keeps no such count, but its allocator reports every malloc and free to the profiler, with address and
+size: in forward and in backward, including the scratch memory inside operators. The largest running sum of these sizes
+is the peak. It does not include blocks from before the step (parameters, gradients, optimizer state), nor memory that
+libraries allocate without torch (scratch memory of matmul kernels). The profiler slows the step down, so a step whose
+memory is measured is never timed.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from tests.support.folders import ROOT
 
 SHAPES = ROOT / "configs" / "models"
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "default": None}
-PROJECTIONS = 4  # of each gradient on random directions
+PROJECTIONS = 4  # products of each gradient with random directions
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 Apply = Callable[[Layer, torch.Tensor], torch.Tensor]
@@ -54,7 +54,7 @@ class Stack(nn.Module):
         self.train()
 
     def forward(self, apply: Apply) -> torch.Tensor:
-        """Run every layer through `apply`. Its input is no leaf, like an embedding's output."""
+        """Run every layer through `apply`. Like an embedding's output, the first layer's input is no leaf."""
         hidden = self.input.clone()
         for layer in self.layers:
             hidden = apply(functools.partial(self._layer, layer), hidden)

@@ -1,10 +1,10 @@
 """Measures memplug's time for each operator: `python -m tests.bench.per_operator`.
 
-A region has many operators on tensors of 4 x 4, so that a step has little but the host's work. All ways take turns,
-step by step, in one process with one thread, and processor time is measured. From the second forward on, the tape is
-known, and each forward is verified against the tape. Nothing is captured: the recompute pass runs every operator that a
-saved tensor depends on. Two regions, one with twice the operators of the other, separate the time of an operator from
-the rest of a region's time.
+A region has many operators on tensors of 4 x 4, so that a step is little but the host's work. The ways in the table
+take turns, step by step, in one process with one thread, and processor time is measured. From the second forward on,
+each forward is verified against the first one's tape. Nothing is captured: the recompute pass runs every operator that
+a saved tensor depends on. Two regions are measured, one with twice as many operators, to separate the time of an
+operator from the rest of a region's time.
 
 | column | what it is |
 |---|---|
@@ -57,7 +57,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Measured:
-    """One region of so many operators, and the seconds of each way to run it, by part."""
+    """One region with a number of operators, and the seconds of each way to run it, by part."""
 
     def __init__(self, kind: str, repeats: int):
         def call(x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ class Measured:
         self.operators = {part: actions.count(RUNS) if part == "replay" else len(actions) for part in PARTS}
 
     def _observed(self) -> tuple[Any, torch.Tensor]:
-        """Return the frame of a forward, and its output: without a graph, the recompute pass would restore nothing."""
+        """Return the frame of a forward, and its output, whose graph gives the recompute pass tensors to restore."""
         frames: list[Any] = []
         self.executor.time_forwards(lambda region, frame, tape: frames.append(frame))
         out = self.executor.run(self.region, self.call, (self.x,), {})
@@ -95,7 +95,7 @@ class Measured:
         begin = time.process_time_ns()
         kept = run()
         self.seconds[part].append((time.process_time_ns() - begin) / 1e9)
-        del kept  # frees the output's graph too, between two measurements
+        del kept  # frees the output's graph too, outside of both measurements
 
 
 def measure(kind: str, repeats: int, rounds: int) -> dict[str, tuple[float, float]]:

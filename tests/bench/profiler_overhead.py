@@ -13,8 +13,8 @@ steps each, and their medians are compared with the first mode's:
 | `dispatch_mode` | a Python dispatch mode that appends each operator to a list |
 | `torch.profiler` | with shapes and stacks; its start and its end are not counted |
 
-The CPU is the worst case: one thread runs a model so small that a step's time is the host's. The last printed line, the
-time of a step with a quarter of the tokens, shows how much of a step's time is the host's.
+The CPU is the worst case: one thread runs a model so small that the host's work takes most of a step. The last printed
+line, the time of a step with a quarter of the tokens, shows how much of a step's time that work takes.
 """
 
 from __future__ import annotations

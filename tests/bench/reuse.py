@@ -1,11 +1,11 @@
 """Measures how soon swapped tensors' memory is free again: `python -m tests.bench.reuse` (Chameleon, Fig. 8b), on CUDA.
 
-Trains a Llama of Hugging Face's. For each tensor that leaves in a step, counts the operators that are dispatched
-between the tensor's last use, when its copy to the host has begun, and the moment when the allocator has the tensor's
-memory back:
+Trains a Llama of Hugging Face's. For each tensor that is swapped in a step, counts the operators that are dispatched
+between the tensor's last use, after which it is copied to the host, and the moment when the allocator has its memory
+back:
 
-* `record_stream`: torch's own way. A hook of saved tensors copies them on another stream, and with each request the
-allocator asks whether the copies are done.
+* `record_stream`: torch's own way. A hook of saved tensors copies them on another stream; at each request the allocator
+asks CUDA whether the copies are done.
 * `list`: memplug's way. memplug releases the memory at the operator that the plan names, after an event.
 
 On a simulated runtime (tests/cudasim) the schedule decides when copies are done, and the figures depend on it.
@@ -34,7 +34,7 @@ WARM_UP = 8
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line: the shape, and the share of a step that has to leave."""
+    """Parse the command line: the shape, and the share of a step's memory that has to be swapped."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--layers", type=int, default=16, help="[16]")

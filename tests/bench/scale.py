@@ -2,7 +2,7 @@
 
 A recipe trains each configuration. `memplug estimate` predicts one rank of a configuration. `memplug tune` finds and
 predicts a configuration that leaves work to the host, whose DeepSpeed JSON is written to configs/tuned. Predictions are
-kept in tests/data/scale.json: a run makes the missing predictions, and prints the table of all.
+kept in tests/data/scale.json: a run makes only the missing ones, and prints the table of all.
 """
 
 from __future__ import annotations

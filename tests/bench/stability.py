@@ -8,11 +8,10 @@ ways:
 * gradients are accumulated over four micro-batches, and at the end of each epoch the last micro-batch is smaller;
 * for a fifth of the run sequences are longer.
 
-Exits with 1 if a loss is off, or the session's stages are wrong: the session must make one plan for each sequence
-length, once.
+Exits with 1 if a loss is off, or the session's stages are wrong: the session must plan once for each sequence length.
 
-Then measures what remembering programs saves: sequences of two lengths take turns, every 20 steps, once with programs
-remembered, and once with every program forgotten as soon as another comes.
+Then measures the time that remembered programs save: two sequence lengths take turns, every 20 steps, in one run whose
+session remembers programs, and in one whose session forgets a program as soon as another begins.
 """
 
 from __future__ import annotations

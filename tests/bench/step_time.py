@@ -112,7 +112,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def plan_of(args: argparse.Namespace) -> list[tuple[Case, list[str], int]]:
-    """Return (case, modes, timed steps) in the order in which they run."""
+    """Return each case with its modes and its number of timed steps, in the order in which they run."""
     plan = []
     for tokens, layers in zip(args.tokens, args.layers, strict=True):
         case = Case(
@@ -188,7 +188,7 @@ def _median(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compare(results: Results) -> None:
-    """Add ratios to `keep_all` and `full`, and the difference from the gradients of the first of the two with any."""
+    """Add ratios to `keep_all` and `full`, and the difference from `keep_all`'s gradients, or else from `full`'s."""
     for (case, _), result in results.items():
         if result["outcome"] != "ok":
             continue

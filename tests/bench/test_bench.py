@@ -27,7 +27,7 @@ def test_peak_is_the_largest_sum_of_concurrent_blocks():
         first = _bytes(3 * MIB)
         second = _bytes(5 * MIB)
         del first
-        third = _bytes(4 * MIB)  # 9 MiB: more than the 8 of before
+        third = _bytes(4 * MIB)  # second and third: 9 MiB, more than first and second's 8
         del second, third
         _bytes(6 * MIB)
 
@@ -36,7 +36,7 @@ def test_peak_is_the_largest_sum_of_concurrent_blocks():
     assert before.numel() == 64 * MIB
 
 
-def test_peak_counts_live_blocks_but_no_frees_of_older_ones():
+def test_peak_counts_live_blocks_and_ignores_frees_of_older_ones():
     held = [_bytes(32 * MIB)]
 
     def step() -> None:
@@ -57,7 +57,7 @@ def test_peak_includes_backward_and_operator_scratch_memory():
     assert 2 * weight.nbytes < peak <= 4 * weight.nbytes + 1024
 
 
-def test_peak_excludes_slabs():
+def test_peak_excludes_memplugs_host_memory():
     slabs: list[torch.Tensor] = []
 
     def step() -> None:
@@ -108,7 +108,7 @@ def test_keep_all_that_does_not_fit_is_extrapolated_and_marked():
 
 
 @pytest.mark.parametrize("mode, fits", [("full", 4), ("keep_all", 1)])
-def test_out_of_memory_is_a_row(mode, fits):
+def test_out_of_memory_is_reported_as_a_row(mode, fits):
     case = _case()
     result = step_time.measure({mode: _Scripted(fits)}, case, mode, 3)
     results = {(case, mode): result}
@@ -117,12 +117,12 @@ def test_out_of_memory_is_a_row(mode, fits):
     assert [row.value for row in step_time.rows_of(results)] == ["out of memory"]
 
 
-def test_different_gradients_of_equal_norm_are_found():
+def test_gradient_error_finds_differences_between_equal_norms():
     assert gradient_error({"w": [2.0, 1.0]}, {"w": [2.0, 1.0]}) == 0
     assert gradient_error({"w": [2.0, -1.0]}, {"w": [2.0, 1.0]}) == pytest.approx(1.0)
 
 
-def test_different_gradients_are_marked():
+def test_table_marks_modes_whose_gradients_differ():
     case = _case()
     results = {(case, "keep_all"): _result([1.0, 0.0]), (case, "full"): _result([1.0, 0.5])}
     step_time.compare(results)
@@ -162,7 +162,7 @@ def test_step_time_compares_all_modes_in_one_run(device, tmp_path):
         assert found[mode, "peak_allocated_bytes"] > 0
         assert mode in done.stdout
     assert found["full", "peak_allocated_bytes"] < found["keep_all", "peak_allocated_bytes"]
-    # auto swaps only without space, and a device has space for all of a tiny model
+    # alpha "auto" swaps only if memory is short, and a GPU has space for all of a tiny model
     assert (found["memplug", "host_bytes"] > 0) is (device == "cpu")
 
 

@@ -9,7 +9,7 @@ from tests.bench import arena
 
 @pytest.mark.long  # it compiles a program that replays allocations
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_case_is_served_and_has_its_figures(device, tmp_path, capsys):
+def test_arena_serves_every_case_and_the_rows_have_its_figures(device, tmp_path, capsys):
     output = tmp_path / "rows.json"
     sizes = ["--layers", "1", "--hidden", "64", "--tokens", "32", "--steps", "1", "--rounds", "1"]
     arena.main(["--device", device, "--models", "mixtral", *sizes, "--json", str(output)])

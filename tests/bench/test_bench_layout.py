@@ -7,8 +7,8 @@ import pytest
 from tests.bench import layout
 
 
-@pytest.mark.long  # each planner takes its second
-def test_every_planner_has_rows_and_no_height_below_the_bound(tmp_path, capsys):
+@pytest.mark.long  # each planner uses its time limit of a second
+def test_every_planner_has_rows_and_no_height_is_below_the_lower_bound(tmp_path, capsys):
     output = tmp_path / "rows.json"
     layout.main(["--quick", "--json", str(output)])
     rows = json.loads(output.read_text())
@@ -25,7 +25,7 @@ def test_every_planner_has_rows_and_no_height_below_the_bound(tmp_path, capsys):
     assert "| case " in printed and printed.count("llama7b_long_ckpt") == len(modes)
 
 
-def test_baseline_serves_the_planned_requests():
+def test_baseline_gets_the_same_requests_as_the_planners():
     problem = layout.problem_of("llama7b_long_ckpt")
     events = layout._events(problem)
     assert len(events) == 2 * len(problem) and events[:, 2].sum() == 2 * problem.buffers["size"].sum()

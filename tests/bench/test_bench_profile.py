@@ -24,7 +24,7 @@ def test_operators_get_profiled_times_in_order():
     assert times.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_operators_merged_or_hidden_by_the_profiler_take_no_time():
+def test_operators_that_the_profiler_merges_or_hides_get_time_0():
     # Two calls of div_.Scalar, which only calls div_.Tensor: the profiler shows one row for each.
     recorded = ["aten::div_", "aten::div_", "aten::_version", "aten::div_", "aten::div_", "aten::mm"]
     times = logical_layers.match(recorded, [("aten::div_", 1.0), ("aten::div_", 2.0), ("aten::mm", 3.0)])
@@ -60,7 +60,7 @@ def test_logical_layers_has_a_row_per_pass_group_count_and_metric(tmp_path, caps
         for groups in ("1", "2", "4", "8", "layers"):
             metrics = {metric for mode, metric in found if mode == f"{name} {groups}"}
             assert metrics == always | ({"inner_cv"} if groups in ("4", "8", "layers") else set())
-        # One group is all of its pass: nothing varies, and its share of itself is exact.
+        # One group is the whole pass: its time does not vary, and its estimate is exact.
         assert found[f"{name} 1", "cv"] == 0
         assert found[f"{name} 1", "error"] == pytest.approx(0, abs=1e-12)
         assert found[f"{name} 4", "cv"] > 0 and found[f"{name} 4", "eq1_error"] > 0
@@ -97,7 +97,7 @@ def test_host_time_has_a_row_per_case_and_mode(tmp_path, capsys):
 
 
 def test_operator_cost_is_separated_from_region_cost(monkeypatch, tmp_path):
-    """Use a clock that a forward advances by 4 for each operator and by 100 a region, and a recompute by 2 and 30."""
+    """Use a clock that a forward advances by 4 per operator and by 100 per region, and a recompute pass by 2 and 30."""
 
     def note(self: per_operator.Measured, part: str, run: object) -> None:
         run()
@@ -116,7 +116,7 @@ def test_operator_cost_is_separated_from_region_cost(monkeypatch, tmp_path):
 
 
 @pytest.mark.long
-def test_long_run_ends_with_a_plan_for_each_length(tmp_path, capsys):
+def test_long_run_ends_with_a_plan_for_each_sequence_length(tmp_path, capsys):
     output = tmp_path / "rows.json"
     assert stability.main(["--steps", "150", "--tokens", "8", "--json", str(output)]) == 0
     found = {row["metric"]: row["value"] for row in json.loads(output.read_text())}
@@ -146,26 +146,26 @@ def test_long_run_writes_its_memory_curve_and_growth(steps, chrome, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("alpha", ["0", "auto"])
-def test_awkward_steps_grow_no_object_count_in_a_long_run(alpha, capsys):
+def test_long_run_of_awkward_steps_leaks_no_objects(alpha, capsys):
     leaks.main(["--steps", "160", "--awkward", "--alpha", alpha])
     assert "counts that grew: none" in capsys.readouterr().out
 
 
-def test_growing_count_exits_with_an_error(monkeypatch):
+def test_growing_object_count_ends_the_run_with_an_error(monkeypatch):
     counts = iter([{"tensors": 5}, {"tensors": 6}])
     monkeypatch.setattr(leaks, "left_behind", lambda executor: next(counts))
     monkeypatch.setattr(leaks, "resident_bytes", lambda: 10**8)
     assert leaks.main(["--steps", "100", "--awkward"]) == 1
 
 
-def test_leak_is_detected(monkeypatch, capsys):
+def test_growth_of_resident_memory_ends_the_run_with_an_error(monkeypatch, capsys):
     sizes = iter(range(10**8, 10**9, 10**4))
     monkeypatch.setattr(leaks, "resident_bytes", lambda: next(sizes))
     assert leaks.main(["--steps", "100"]) == 1
     assert "growth over the second half: 2000.0 bytes a step" in capsys.readouterr().out
 
 
-def test_finding_benchmark_has_its_rows(tmp_path, capsys):
+def test_finding_benchmark_counts_targets_and_uses(tmp_path, capsys):
     pytest.importorskip("transformers")
     output = tmp_path / "rows.json"
     finding.main(["--models", "convolutions", "--times", "2", "--rounds", "1", "--json", str(output)])
@@ -174,7 +174,7 @@ def test_finding_benchmark_has_its_rows(tmp_path, capsys):
     assert "convolutions" in capsys.readouterr().out
 
 
-def test_under_a_list_benchmark_compares_turns_of_one_process(tmp_path, capsys):
+def test_under_a_list_benchmark_separates_the_time_of_copies(tmp_path, capsys):
     pytest.importorskip("transformers")
     output = tmp_path / "rows.json"
     under_a_list.main(["--layers", "4", "--steps", "2", "--rounds", "1", "--json", str(output)])

@@ -33,7 +33,7 @@ def test_readme_has_the_commands_and_the_predicted_table() -> None:
     assert trains == [each.command for each in CONFIGURATIONS]
 
 
-def test_tuned_configuration_keeps_the_given_settings() -> None:
+def test_tuned_configuration_keeps_the_settings_of_its_deepspeed_json() -> None:
     for each in (each for each in CONFIGURATIONS if each.is_tuned):
         given, made = (
             json.loads((ROOT / "configs" / name).read_text()) for name in (each.ds_json, f"tuned/{each.name}.json")

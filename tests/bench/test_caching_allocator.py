@@ -54,7 +54,7 @@ def test_free_neighbours_merge_within_their_segment():
     assert allocator.reserved_bytes == 80 * MIB, "40 MiB do not fit into two segments of 20"
 
 
-def test_smallest_sufficient_free_block_is_taken():
+def test_smallest_sufficient_free_block_serves_a_request():
     allocator = CachingAllocator()
     large, _, small = (allocator.malloc(size * MIB) for size in (40, 12, 24))
     allocator.free(large)
@@ -71,7 +71,7 @@ def test_streams_and_pools_never_share_a_block():
     assert allocator.reserved_bytes == 62 * MIB
 
 
-def test_expandable_range_grows_at_its_end_by_missing_bytes():
+def test_expandable_range_grows_at_its_end_by_the_missing_bytes():
     allocator = CachingAllocator(expandable=True)
     first, second = allocator.malloc(20 * MIB), allocator.malloc(20 * MIB)
     allocator.free(first)

@@ -2,11 +2,11 @@
 
 One process of one thread trains 16 Hugging Face Llama layers of hidden size 64 on 128 tokens. Turns under a list, with
 69 % of a step's memory, alternate with turns that have space for everything. Times are processor time: the median of a
-turn's steps, and the median ratio of the turns. Each session begins with the plan of an earlier session. A list's steps
-are measured once the core recognises the steps by their requests.
+turn's steps, and the median ratio of the turns. Each session begins with the plan of an earlier session. Steps under a
+list are measured once the native core recognises them by their requests.
 
-On the CPU the copies use the processor too, while a device has engines for copies. So as many copies of the mean size
-are timed by themselves, between memory that no core's cache holds.
+On the CPU the processor makes the copies, while a device has engines for them. So the same number of copies of the mean
+size is timed alone, between buffers too large for a core's cache.
 
 | row | what it is |
 |---|---|
@@ -38,7 +38,7 @@ from tests.support.swapped import GIB, block
 BENCH = "under_a_list"
 LAYERS, HIDDEN, TOKENS = 16, 64, 128
 SHARE = 0.69  # of a step's memory, for a list of some 100 tensors
-WARM_UP = 16  # steps that make a plan; a session that begins with a plan follows steps after half as many
+WARM_UP = 16  # steps until there is a plan; a session that begins with a plan recognises steps after half as many
 CACHE_BYTES = 32 << 20  # more than the cache of a core
 PARTS = ("forward", "backward", "step")
 
@@ -72,7 +72,7 @@ class Turns:
             self.measure(mode, 1)
 
     def measure(self, mode: str, steps: int) -> dict[str, float]:
-        """Return the processor seconds of each part of a step, medians of so many steps."""
+        """Return the processor seconds of each part of a step: medians over `steps` steps."""
         session = self._attached(mode)
         for _ in range(WARM_UP):
             self._training.timed_step()

@@ -1,7 +1,7 @@
-"""One process for each mode, with an allocator, pinned memory and out-of-memory errors of its own.
+"""Gives each mode a process, with an allocator, pinned memory and out-of-memory errors of its own.
 
-A worker reads a case as a line of JSON, measures the case, releases all memory, and answers with a line of JSON. So
-each process is started once, and the modes of one case still run in turn.
+A worker reads a case as a line of JSON, measures the case, releases all memory, and answers with a line of JSON. So a
+process is started only once for all of a mode's cases, although the modes of each case run in turn.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def serve(mode: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries' output must not mix with answers
     logging.getLogger("memplug").setLevel(logging.ERROR)
-    importlib.import_module("tests.bench.modes")  # slow: all children do it at once, before the first case
+    importlib.import_module("tests.bench.modes")  # slow: all children import at the same time, before the first case
     for line in sys.stdin:
         request = json.loads(line)
         answer = _attempt(mode, request)

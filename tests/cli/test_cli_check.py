@@ -70,7 +70,7 @@ def test_check_names_all_zero_offloads_in_one_warning(warnings_of):
     assert "offload_optimizer: cpu and zero_optimization.offload_param: cpu" in warning
 
 
-def test_check_refuses_setting_under_both_former_and_present_name(tmp_path):
+def test_check_refuses_a_setting_under_both_former_and_present_name(tmp_path):
     path = tmp_path / "ds.json"
     zero = {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}
     path.write_text(json.dumps({"memplug": ON, "zero_optimization": zero}))
@@ -104,7 +104,7 @@ def test_check_is_silent_without_conflicts(warnings_of, ds_config):
     assert warnings_of(ds_config) == []
 
 
-def test_check_names_each_auto_that_accelerate_would_refuse(warnings_of):
+def test_check_names_each_auto_value_that_accelerate_would_refuse(warnings_of):
     spelt_out = {**ON, "host_budget_gib": "auto", "tokenwise": {"alpha": "auto", "regions": ["layers.*"]}}
     (warning,) = warnings_of({"memplug": spelt_out, "train_batch_size": "auto"})
     assert "memplug.host_budget_gib, memplug.tokenwise.alpha out" in warning and "Accelerate" in warning
@@ -160,7 +160,7 @@ def test_training_logs_misplaced_block_once_but_no_other_check_warnings(caplog):
     assert record.levelno == logging.WARNING and record.getMessage().startswith('"zero_optimization.memplug" is')
 
 
-def test_file_with_a_bare_block_is_off_with_a_warning(tmp_path, caplog):
+def test_block_without_the_memplug_key_leaves_memplug_off_and_warns(tmp_path, caplog):
     path = tmp_path / "block.json"
     path.write_text('{"enabled": true}')
     assert not load_config(path).enabled
@@ -200,7 +200,7 @@ def test_doctor_says_whether_the_limit_on_locked_memory_matters(doctor_of, limit
 
 
 def test_memlock_row_quotes_the_registration_warning(doctor_of):
-    """The row uses the words of that warning, so that a search finds it."""
+    """Let users who search for the warning's words find the row."""
     row, _ = doctor_of(0, "cuda:0")
     words = "the driver refused to register host memory"
     assert words in row and words in Path(host_pool.__file__).read_text()
@@ -208,7 +208,7 @@ def test_memlock_row_quotes_the_registration_warning(doctor_of):
 
 @pytest.fixture
 def doctor_of(monkeypatch):
-    """Return the doctor's row on memlock and its facts, with a host budget of 100 GiB."""
+    """Return the doctor's memlock row and its facts, for a host budget of 100 GiB."""
     module = sys.modules["memplug.cli.doctor"]
     absent = {"ready": False, "problem": "not asked", "advice": ""}
     monkeypatch.setattr(module, "_built", lambda load: absent)

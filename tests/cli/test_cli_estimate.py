@@ -19,7 +19,7 @@ MODEL = ROOT / "configs" / "models" / "tiny.yaml"
 
 
 @pytest.mark.long
-def test_table_and_files_agree(tmp_path: Path) -> None:
+def test_estimate_writes_the_same_modes_to_table_and_files(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     block = {"enabled": True, "host_budget_gib": 1, "device_budget_gib": 1}
     settings = {"train_micro_batch_size_per_gpu": 3, "fp16": {"enabled": True}, "memplug": block}
@@ -41,7 +41,7 @@ def test_table_and_files_agree(tmp_path: Path) -> None:
     assert len(list((tmp_path / "plans").glob("*.json"))) == 1
 
 
-def test_unknown_arena_size_has_a_reason(tmp_path: Path) -> None:
+def test_estimate_gives_a_reason_if_the_arenas_size_is_unknown(tmp_path: Path) -> None:
     block = {"enabled": True, "arena": {"enabled": False}}
     (tmp_path / "ds.json").write_text(json.dumps({"memplug": block}))
     words = ["estimate", tmp_path / "ds.json", "--model", MODEL, "--no-limits", "--json", tmp_path / "found.json"]
@@ -68,7 +68,7 @@ def test_tiled_loss_takes_less_memory_and_needs_hugging_face(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_limits_of_one_mode_are_in_table_and_file(tmp_path: Path) -> None:
+def test_estimated_limits_of_a_mode_are_in_table_and_json(tmp_path: Path) -> None:
     told = run_command(tmp_path, ["estimate", "--model", MODEL, "--mode", "keep", "--json", tmp_path / "found.json"])
     assert told.exit_code == 0, told.stderr
     keep = json.loads((tmp_path / "found.json").read_text())["modes"]["keep"]
@@ -90,7 +90,7 @@ def test_deepspeed_rank_is_estimated_with_its_zero_stage(tmp_path: Path) -> None
         assert told.exit_code == 0, told.stderr
         assert f"one of {gpus} NVIDIA H100 80GB HBM3, ZeRO 3" in told.stdout
         facts[gpus] = json.loads((tmp_path / "found").read_text())["modes"]["memplug"]
-    # parameters and gradients take 2 and 4 bytes, the three states of the optimizer 4 each
+    # each parameter takes 2 bytes, its gradient 4, and its three optimizer states 4 each
     saved_bytes = facts[2]["peak_allocated_bytes"] - facts[8]["peak_allocated_bytes"]
     assert saved_bytes == pytest.approx(465e6 * 18 * (1 / 2 - 1 / 8), rel=0.1)
     settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
@@ -111,8 +111,8 @@ def test_deepspeed_rank_is_estimated_for_qwen3_with_tiled_loss(tmp_path: Path) -
         assert told.exit_code == 0, told.stderr
         assert "ZeRO 3: 4 layers of 128, 1 × 512 tokens, bf16, head, loss in 4 tiles" in told.stdout
         facts[model.stem] = json.loads((tmp_path / "found").read_text())["modes"]["keep"]
-    wider = 3 * 2 * 512 * 4 * 128 * (64 - 32) * (4 + 2 + 2 + 4)  # operations of heads twice as large, in four layers
-    attention = 7 * 2 * 512 * 512 * 4 * 4 * (64 - 32) / 2  # causal: two products forward, five backward
+    wider = 3 * 2 * 512 * 4 * 128 * (64 - 32) * (4 + 2 + 2 + 4)  # FLOPs that twice as large heads add, in four layers
+    attention = 7 * 2 * 512 * 512 * 4 * 4 * (64 - 32) / 2  # causal: two matmuls in forward, five in backward
     assert facts["qwen3"]["flops"] - facts["tiny"]["flops"] == pytest.approx(wider + attention, rel=0.01)
 
 
@@ -145,7 +145,7 @@ def test_pipeline_estimate_has_bubble_and_stages(tmp_path: Path) -> None:
     assert list(facts["stages"]) == ["0", "1", "3"] and facts["layout"]["micro_batches"] == 3
     slowest_s = max(each["step_s"] for each in stages)
     assert keep["step_s"] == pytest.approx(slowest_s + keep["bubble_s"])
-    assert min(each["step_s"] for each in stages) * 0.5 < keep["bubble_s"] < slowest_s  # about three thirds
+    assert min(each["step_s"] for each in stages) * 0.5 < keep["bubble_s"] < slowest_s  # about 3/3 of a step
     assert keep["peak_reserved_bytes"] == max(each["peak_reserved_bytes"] for each in stages)
 
 
@@ -210,7 +210,7 @@ def test_hugging_face_mixtral_is_estimated_from_a_value_trace(tmp_path: Path) ->
         (["--model", "absent.yaml"], 1, "absent.yaml"),
     ],
 )
-def test_unusable_options_are_refused(options: list[str], code: int, said: str) -> None:
+def test_estimate_refuses_unusable_options(options: list[str], code: int, said: str) -> None:
     told = CliRunner().invoke(app, ["estimate", *([] if "--model" in options else ["--model", str(MODEL)]), *options])
     assert told.exit_code == code and said in told.stderr
 
@@ -222,7 +222,9 @@ def test_unusable_options_are_refused(options: list[str], code: int, said: str) 
         (["--model", MODEL, "--html", "/absent/chart.html", "--mode", "keep", "--no-limits"], "/absent/chart.html"),
     ],
 )
-def test_options_unusable_on_the_virtual_device_are_refused(options: list[object], said: str, tmp_path: Path) -> None:
+def test_estimate_refuses_options_unusable_on_the_virtual_device(
+    options: list[object], said: str, tmp_path: Path
+) -> None:
     told = run_command(tmp_path, ["estimate", *options])
     assert told.exit_code == 1 and said in told.stderr and "Traceback" not in told.stderr
 

@@ -43,7 +43,7 @@ def test_judge_accepts_the_plan_of_a_trace(tmp_path):
     assert plan.predictions.fragmentation <= 0.005
 
 
-def test_json_facts_match_the_plan(tmp_path):
+def test_facts_of_plan_json_match_the_written_plan(tmp_path):
     facts = answer(TRACE, "-o", tmp_path / "plan.json")
     assert list(facts)[: len(KEYS)] == KEYS
     plan = AddressPlan.of(load(tmp_path / "plan.json"))
@@ -65,7 +65,7 @@ def test_unknown_planner_is_a_usage_error_that_names_the_known_ones():
     assert result.exit_code == 2 and "spatiotemporal" in result.stderr
 
 
-def test_csv_gets_offsets_within_its_capacity(tmp_path):
+def test_planned_csv_has_disjoint_offsets_within_capacity(tmp_path):
     output = tmp_path / "out.csv"
     facts = answer(INSTANCE, "--capacity", 1048576, "-o", output)
     assert facts["fits"] is True and facts["height_bytes"] <= 1048576
@@ -78,7 +78,7 @@ def test_csv_gets_offsets_within_its_capacity(tmp_path):
             assert lower >= other_upper or other_lower >= upper or begin >= other_end or other_begin >= end
 
 
-def test_capacity_below_lower_bound_lists_requests_at_the_peak():
+def test_capacity_below_the_lower_bound_fails_and_lists_peak_requests():
     result = run("plan", INSTANCE, "--capacity", 1000000, "--time-limit", 1)
     assert result.exit_code == 1 and "fits" in result.stdout
     assert "No plan fits" in result.stderr and "are in use at once" in result.stderr
@@ -92,7 +92,7 @@ def test_expired_time_limit_gives_the_best_plan_so_far(tmp_path):
     assert (tmp_path / "out.csv").exists()
 
 
-def test_malformed_line_is_reported_by_number(tmp_path):
+def test_malformed_csv_line_is_reported_by_its_number(tmp_path):
     lines = INSTANCE.read_text().splitlines()
     lines[7] = "6,1,2,-5"
     (tmp_path / "bad.csv").write_text("\n".join(lines))
@@ -106,14 +106,14 @@ def test_missing_file_fails_with_advice(tmp_path, name):
     assert result.exit_code == 1 and name in result.stderr and "What to do" in result.stderr
 
 
-def test_chosen_step_must_exist(tmp_path):
+def test_plan_refuses_a_step_that_the_trace_lacks(tmp_path):
     save(training_trace(steps=3), tmp_path / "trace.npz")
     assert answer(tmp_path / "trace.npz", "--step", 1)["requests"] > 0
     result = run("plan", tmp_path / "trace.npz", "--step", 3)
     assert result.exit_code == 1 and "3" in result.stderr
 
 
-def test_dynamic_requests_are_unplanned_and_their_served_share_is_reported(tmp_path):
+def test_plan_omits_dynamic_requests_and_reports_their_served_share(tmp_path):
     step = record(Schedule(source="mixtral_ckpt", layers=2, micro_batches=4, dynamic=True, recompute=True))
     save(step, tmp_path / "trace.npz")
     facts = answer(tmp_path / "trace.npz")

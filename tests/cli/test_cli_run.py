@@ -28,7 +28,7 @@ RUN = [sys.executable, "-c", "from memplug.cli import main; main()", "run"]
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a folder that looks like Megatron-LM's repository, with a script that a starter starts; the current one."""
+    """Enter a folder like Megatron-LM's repository, with a script, and a starter that runs the script as its child."""
     write_repository(tmp_path)
     (tmp_path / "starter.py").write_text(STARTS)
     monkeypatch.chdir(tmp_path)
@@ -36,14 +36,14 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def started(*arguments: str, path: str = "", code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run `memplug run` with the arguments to its end."""
+    """Run `memplug run` with these arguments, and wait for its end."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)])), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*RUN, *arguments], capture_output=True, text=True, env=env, timeout=600)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 
 
-def test_process_that_a_command_starts_trains_with_memplug(repository: Path) -> None:
+def test_child_process_of_a_command_trains_with_memplug(repository: Path) -> None:
     plain = subprocess.run(
         [sys.executable, "pretrain_gpt.py", "--lr", "1"], env={**os.environ, "PYTHONPATH": f".:{ROOT}"}, timeout=600
     )
@@ -69,7 +69,9 @@ def test_process_that_a_command_starts_trains_with_memplug(repository: Path) -> 
         (["python", "-c", "raise SystemExit(7)"], None),
     ],
 )
-def test_end_says_why_nothing_was_attached(repository: Path, arguments: list[str], reason: str | None) -> None:
+def test_memplug_run_says_at_its_end_why_nothing_was_attached(
+    repository: Path, arguments: list[str], reason: str | None
+) -> None:
     done = started(*arguments, path=".", code=7 if "SystemExit" in arguments[-1] else 0)
     if reason is None:
         assert "nothing was attached" not in done.stderr
@@ -77,7 +79,9 @@ def test_end_says_why_nothing_was_attached(repository: Path, arguments: list[str
         assert done.stderr.splitlines()[-1].startswith(f"memplug: nothing was attached: {reason}")
 
 
-def test_other_processes_import_nothing_and_keep_their_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_without_a_framework_keeps_its_modules_and_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("probe.py").write_text("import json, sys; print(json.dumps([sorted(sys.modules), sys.path, sys.argv]))")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -89,7 +93,9 @@ def test_other_processes_import_nothing_and_keep_their_path(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_other_sitecustomize_runs_as_before(tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_sitecustomize_runs_as_without_memplug(
+    tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     other = tmp_path / "other"
     other.mkdir()
@@ -103,13 +109,13 @@ def test_other_sitecustomize_runs_as_before(tmp_path: Path, fails: bool, monkeyp
     assert ("No module named 'nowhere'" in plain.stderr) == ("No module named 'nowhere'" in done.stderr) == fails
 
 
-def test_python_without_memplug_trains_without_it(repository: Path) -> None:
+def test_python_that_lacks_memplug_trains_without_it_and_says_so(repository: Path) -> None:
     (repository / "train.py").write_text("import sys; sys.modules['memplug'] = None; import megatron.training.training")
     done = started("--config", "block.json", "train.py", path=".")
     assert "has no memplug, and trains without it" in done.stderr
 
 
-def test_command_ended_by_a_signal_is_reported_like_by_a_shell() -> None:
+def test_exit_code_after_a_signal_is_128_plus_its_number() -> None:
     started("python", "-c", "import os; os.kill(os.getpid(), 9)", code=128 + signal.SIGKILL)
 
 
@@ -145,7 +151,7 @@ def test_unusable_command_line_is_refused(arguments: list[str], code: int, text:
     assert text in started(*arguments, code=code).stderr
 
 
-def test_modules_are_those_of_the_frameworks() -> None:
+def test_sitecustomize_watches_the_modules_of_both_frameworks() -> None:
     assert sitecustomize.MODULES == tuple(launched.ENTRIES)
     assert sitecustomize.VARIABLE.startswith("PYTHON"), "DeepSpeed's launcher exports such names to other nodes"
     assert [file.name for file in sorted(STARTUP.glob("sitecustomize*"))] == ["sitecustomize.py"]

@@ -57,7 +57,7 @@ def test_plan_compares_arena_size_with_torchs_reserved_memory(path, tmp_path):
     result = run(app, ["plan", str(path), "-o", str(tmp_path / "plan.json"), "--json"])
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
-    # Each stream has memory of its own; the third request takes the place of the block freed before.
+    # Each stream has memory of its own; the third request reuses the memory of the block that was freed before it.
     assert facts["height_bytes"] == facts["lower_bound_bytes"] == 4 * MIB + 1024 + 5120
     assert facts["torch_reserved_bytes"] == 20 * MIB
     assert facts["torch_fragmentation"] == pytest.approx(1 - facts["lower_bound_bytes"] / (20 * MIB))

@@ -28,7 +28,7 @@ def arguments(folder: Path, ds_config: dict[str, Any], **options: Any) -> list[s
 
 
 @pytest.mark.long
-def test_best_configuration_is_written_and_ten_best_are_shown(tmp_path: Path) -> None:
+def test_tune_writes_the_best_configuration_and_shows_the_ten_best(tmp_path: Path) -> None:
     ds_config = {"train_batch_size": 32, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
     facts_file = tmp_path / "facts.json"
     words = [*arguments(tmp_path, ds_config), "--json", str(facts_file)]
@@ -51,7 +51,7 @@ def test_best_configuration_is_written_and_ten_best_are_shown(tmp_path: Path) ->
     assert sum(facts["ruled_out"].values()) > 0 and "fixed by the DeepSpeed JSON" in done.stdout
 
 
-def test_least_memory_is_reported_with_its_layout_if_nothing_fits(tmp_path: Path) -> None:
+def test_tune_reports_the_layout_of_least_memory_if_nothing_fits(tmp_path: Path) -> None:
     ds_config = {"memplug": {"enabled": True, "device_budget_gib": 0.001}}
     done = run_command(tmp_path, arguments(tmp_path, ds_config))
     assert done.exit_code == 1 and not (tmp_path / "tuned.json").exists()
@@ -70,7 +70,7 @@ def test_least_memory_is_reported_with_its_layout_if_nothing_fits(tmp_path: Path
         ({}, {"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "contradict each other"),
     ],
 )
-def test_invalid_inputs_are_refused_with_advice(
+def test_tune_refuses_invalid_inputs_with_advice(
     tmp_path: Path, options: dict[str, Any], ds_config: dict[str, Any], said: str
 ) -> None:
     result = CliRunner().invoke(app, arguments(tmp_path, ds_config, **options))

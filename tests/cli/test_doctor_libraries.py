@@ -24,7 +24,9 @@ LIBRARIES = {
 
 
 @pytest.mark.parametrize("row", LIBRARIES)
-def test_doctor_names_library_that_cannot_be_built_and_is_not_ready(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_a_library_that_cannot_be_built_and_says_not_ready(
+    row: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, missing = LIBRARIES[row]
     absent = {"ready": False, "problem": "no compiler", "advice": "Install one."}
 

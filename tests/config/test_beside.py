@@ -52,7 +52,7 @@ def test_task_runs_in_another_process_and_returns_its_result() -> None:
     assert not beside.is_busy and not children()
 
 
-def test_task_runs_in_this_process_if_training_waits() -> None:
+def test_task_runs_in_this_process_if_training_waits_for_plans() -> None:
     beside = Beside(waits=True)
     beside.begin(os.getpid)
     assert beside.is_done and beside.take() == os.getpid()
@@ -66,7 +66,7 @@ def test_error_of_a_task_is_raised_with_its_advice() -> None:
     assert raised.value.advice == "Do something else." and not beside.is_busy
 
 
-def test_take_waits_for_the_task() -> None:
+def test_taking_a_result_waits_for_its_task() -> None:
     beside = Beside(waits=False)
     beside.begin(time.sleep, 0.5)
     assert not beside.is_done and beside.take() is None
@@ -83,21 +83,21 @@ def test_stopped_task_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch:
     assert not beside.is_busy and not children() and not list(tmp_path.iterdir())
 
 
-def test_task_ends_with_its_object() -> None:
+def test_task_ends_when_its_owner_is_deleted() -> None:
     beside = Beside(waits=False)
     beside.begin(time.sleep, 60)
     del beside
     assert not children()
 
 
-def test_task_of_a_dead_process_runs_here_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_task_runs_in_this_process_with_a_warning_if_its_process_dies(caplog: pytest.LogCaptureFixture) -> None:
     beside = Beside(waits=False)
     beside.begin(tasks.ends_its_process)
     assert done(beside).take() == 7
     assert "training waits for this one plan" in caplog.text
 
 
-def test_task_runs_here_with_a_warning_if_no_process_can_start(
+def test_task_runs_in_this_process_with_a_warning_if_no_process_starts(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
@@ -120,7 +120,7 @@ def test_planning_imports_no_torch(module: Any) -> None:
 def train(until: Any, **block: Any) -> tuple[list[float], list[tuple[Stage, ArenaState]], memplug.Session]:
     """Train until `until` is true; return the losses, the stages after each step, and the session.
 
-    A stage is the session's together with its arena's state.
+    A stage is a pair: the session's stage and its arena's state.
     """
     torch.manual_seed(0)
     network = llama()

@@ -64,7 +64,7 @@ def leaf(path: str, value: object) -> dict:
 
 @settings(deadline=None)
 @given(BLOCKS)
-def test_valid_block_survives_json_and_keeps_given_values(block):
+def test_valid_block_survives_json_and_keeps_its_values(block):
     config = parse_block(block)
     assert parse_block(json.loads(json.dumps(config.model_dump()))) == config
     dumped = config.model_dump(mode="json")
@@ -129,7 +129,7 @@ def test_wrong_value_is_reported_with_path_and_allowed_values(path, value):
         ("report.timeline", "traces", "traces"),
     ],
 )
-def test_equivalent_json_numbers_are_accepted(path, value, stored):
+def test_valid_values_are_converted_to_the_type_of_their_field(path, value, stored):
     found = parse_block(leaf(path, value))
     for name in path.split("."):
         found = getattr(found, name)
@@ -173,12 +173,12 @@ def test_unknown_key_suggests_the_intended_one(path, meant):
     assert problem.startswith(f"memplug.{path}: unknown") and f"did you mean `{meant}`?" in problem
 
 
-def test_unknown_key_without_similar_ones_lists_all_of_its_level():
+def test_unknown_key_without_a_similar_one_lists_the_known_keys():
     (problem,) = problems_of(leaf("report.xyz", 1))
     assert "did you mean" not in problem and problem.endswith("known here: monitor, timeline, snapshot_on_oom")
 
 
-def test_deepspeed_dict_in_place_of_the_block_is_recognised():
+def test_deepspeed_dict_passed_as_the_block_is_refused_with_advice():
     problems = problems_of({"memplug": {"enabled": True}})
     assert "pass the block itself" in problems[0]
 
@@ -223,7 +223,7 @@ def test_block_that_is_no_object_is_refused(block):
         read_ds_config({"memplug": block})
 
 
-def test_any_mapping_is_read_and_left_unchanged():
+def test_block_of_any_mapping_type_is_read_and_left_unchanged():
     off = MappingProxyType({"snapshot_on_oom": False})
     block = {"enabled": True, "tokenwise": MappingProxyType({"alpha": 0.25}), "report": off}
     before = dict(block)
@@ -231,7 +231,7 @@ def test_any_mapping_is_read_and_left_unchanged():
     assert block == before
 
 
-def test_configuration_is_immutable_and_returned_as_is():
+def test_configuration_is_immutable_and_load_config_returns_it_as_is():
     config = MemplugConfig(enabled=True)
     assert load_config(config) is config
     with pytest.raises(ValidationError):
@@ -249,7 +249,7 @@ def test_configuration_is_immutable_and_returned_as_is():
         ('"memplug"', "not a JSON object"),
     ],
 )
-def test_file_without_json_object_is_reported_with_its_place(tmp_path, text, said):
+def test_error_for_a_file_without_json_object_names_file_and_fault(tmp_path, text, said):
     path = tmp_path / "ds.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -268,7 +268,7 @@ def test_missing_or_unreadable_file_is_a_config_error(tmp_path):
         load_config(binary)
 
 
-def test_file_with_comments_is_read_like_deepspeed_does(tmp_path):
+def test_file_with_comments_is_read_as_deepspeed_reads_it(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{\n  // mine\n  "memplug": {"enabled": true, "tokenwise": {"alpha": 0.5},},\n}')
     assert load_config(path) == parse_block({"enabled": True, "tokenwise": {"alpha": 0.5}})

@@ -42,7 +42,7 @@ from memplug.profile.trace_file import load as load_trace
 from tests.support.folders import ROOT
 
 TOO_DEEP = "[" * 100_000
-TOO_LONG = "x" * 300  # for the name of a file: no system can check whether it exists
+TOO_LONG = "x" * 300  # too long for a file name: even checking whether it exists fails
 BLOCK = {
     "enabled": True,
     "plan_dir": False,
@@ -97,7 +97,7 @@ def test_invalid_folder_names_are_refused(field: str, given: Any):
         load_config({"enabled": True, **value})
 
 
-def test_folders_and_forbidden_files_are_refused_by_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_readers_refuse_folders_and_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "file"
     file.write_text("1")
     readers = [memplug.load_plan, load_trace, Values.read, is_snapshot, load_snapshot, read_csv]
@@ -201,7 +201,7 @@ def test_weight_memory_freed_before_backward_raises(take: str):
     assert "until its backward is over" in raised.value.advice
 
 
-def test_arena_error_quotes_the_owner_of_the_allocator(monkeypatch: pytest.MonkeyPatch):
+def test_arena_error_quotes_the_reason_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch):
     arena = Arena("cpu")
 
     def refuse(on: bool) -> None:

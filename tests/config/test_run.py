@@ -42,7 +42,7 @@ def restored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     memplug.uninstall()
 
 
-def test_script_runs_as_under_python(tmp_path: Path) -> None:
+def test_memplug_run_runs_a_script_as_python_does(tmp_path: Path) -> None:
     folder = tmp_path / "scripts"
     folder.mkdir()
     (folder / "train.py").write_text(PROBE)
@@ -54,14 +54,14 @@ def test_script_runs_as_under_python(tmp_path: Path) -> None:
     assert path == str(folder.resolve())
 
 
-def test_arguments_default_to_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_without_arguments_uses_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("train.py").write_text(PROBE)
     monkeypatch.setattr(sys, "argv", ["run.py", "train.py", "x"])
     run.main()
     assert json.loads(Path("probe.json").read_text())[1] == ["train.py", "x"]
 
 
-def test_module_runs_as_under_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memplug_run_runs_a_module_as_python_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "trainer"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -122,7 +122,7 @@ def test_disabled_run_is_bit_identical_and_restores_deepspeed(tmp_path: Path, of
         original = deepspeed.initialize
         expected = trained(tmp_path, "plain", ds_config(1), by_memplug=False)
         assert trained(tmp_path, "off", ds_config(1, off), by_memplug=True) == expected
-        if off is None:  # an engine made later may have the block
+        if off is None:  # memplug stays installed: an engine made later may have the block
             assert deepspeed.initialize is not original
             memplug.uninstall()
         assert deepspeed.initialize is original
@@ -136,7 +136,9 @@ def test_enabled_run_attaches_every_layer_and_trains_to_the_same_weights(tmp_pat
         assert measured == [losses, weights, ["_memplug_region"] * 3]
 
 
-def test_engine_without_a_block_runs_by_the_given_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_config_option_applies_to_an_engine_without_its_own_block(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "mp.json").write_text(json.dumps(block(alpha=1)))
     (tmp_path / "train.py").write_text(SCRIPT)
     with process_group(tmp_path):

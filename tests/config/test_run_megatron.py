@@ -1,7 +1,7 @@
 """`memplug.run` around a script of Megatron-LM: it attaches to the model and counts its steps.
 
-Megatron-LM's `megatron.training` is not on PyPI: the tests have their own version of the two functions, with the same
-signatures.
+Megatron-LM's `megatron.training` is not on PyPI, so the tests have their own `setup_model_and_optimizer` and
+`train_step`, with Megatron-LM's signatures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.megatron_lm import write_repository
 
 @pytest.fixture
 def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Make a folder that looks like Megatron-LM's repository, with a script, the current one."""
+    """Enter a folder that looks like Megatron-LM's repository, with a script."""
     write_repository(tmp_path)
     saved = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron"}
     for name in saved:
@@ -49,7 +49,7 @@ def result() -> tuple[list[float], list[str]]:
         ["--config=block.json", "-m", "pretrain_gpt", "--lr", "1"],
     ],
 )
-def test_option_is_removed_and_training_is_unchanged(repository, command, caplog):
+def test_script_does_not_see_memplugs_option_and_trains_to_same_losses(repository, command, caplog):
     with caplog.at_level("INFO", logger="memplug"):
         run.main(["pretrain_gpt.py", "--lr", "1", "--memplug-config=off.json"])
     losses, arguments = result()
@@ -62,7 +62,7 @@ def test_option_is_removed_and_training_is_unchanged(repository, command, caplog
     assert hasattr(sys.modules[megatron_training.MODULE].train_step, "__memplug_original__")
 
 
-def test_every_step_is_counted(repository, monkeypatch):
+def test_session_counts_every_step_of_megatron(repository, monkeypatch):
     import memplug
 
     sessions = []
@@ -82,25 +82,25 @@ def test_every_step_is_counted(repository, monkeypatch):
     "arguments",
     [["pretrain_gpt.py", "--memplug-config"], ["pretrain_gpt.py", "--memplug-config="], ["--config"], ["--config="]],
 )
-def test_option_without_file_is_an_error(repository, arguments):
+def test_config_option_without_a_file_is_an_error(repository, arguments):
     with pytest.raises(ConfigError, match="names no file|no script"):
         run.main(arguments)
 
 
-def test_file_without_a_block_is_an_error(repository):
+def test_config_file_without_a_memplug_block_is_an_error(repository):
     (repository / "train.json").write_text(json.dumps({"train_batch_size": 8}))
     with pytest.raises(ConfigError, match=r"train\.json: holds no block"):
         run.main(["--config", "train.json", "pretrain_gpt.py"])
 
 
-def test_model_without_a_block_is_left_alone_and_named_at_the_end(repository, caplog):
+def test_model_without_a_block_stays_unchanged_and_is_named_at_the_end(repository, caplog):
     with caplog.at_level("INFO", logger="memplug"):
         run.main(["pretrain_gpt.py"])
     assert "off for this model of Megatron-LM, which has no block" in caplog.text
     assert "nothing was attached: Megatron-LM's model has no block: give one by `--config FILE`" in caplog.text
 
 
-def test_missing_train_step_function_is_named(repository):
+def test_error_names_a_missing_train_step_function(repository):
     file = repository / "megatron" / "training" / "training.py"
     file.write_text(file.read_text().replace("def train_step", "def another_step"))
     with pytest.raises(PatchError, match="train_step"):

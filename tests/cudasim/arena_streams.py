@@ -27,7 +27,7 @@ def scratch(stream: torch.cuda.Stream) -> torch.Tensor:
 
 
 class Beside(nn.Module):
-    """A layer whose second half runs on another stream; that stream also is the last to read its input."""
+    """A layer whose second half runs on another stream, which is also the last one to read the layer's input."""
 
     def __init__(self, side: torch.cuda.Stream | None):
         super().__init__()
@@ -39,7 +39,7 @@ class Beside(nn.Module):
             return (y * 2).cos() + y
         aside = y * 2
         self.side.wait_stream(main)
-        for _ in range(3):  # most bytes are the main stream's, and the other stream's bytes are planned beside them
+        for _ in range(3):  # so that most bytes are the main stream's, and the other stream's are planned beside them
             scratch(main)
         with torch.cuda.stream(self.side):
             scratch(self.side)
@@ -47,7 +47,7 @@ class Beside(nn.Module):
             for _ in range(3):
                 z = z * 0.5 + 1e-3
         aside.record_stream(self.side)
-        del aside  # its bytes are planned for later tensors, while the other stream reads them
+        del aside  # later tensors are planned at its bytes, while the other stream reads them
         u = y.tanh()
         main.wait_stream(self.side)
         z.record_stream(main)
@@ -55,7 +55,7 @@ class Beside(nn.Module):
 
 
 def step_of(model: nn.Module, beside: torch.cuda.Stream) -> torch.Tensor:
-    """Run forward and backward, with work of another stream before and after, for which nothing waits.
+    """Run forward and backward, and before and after them work of another stream that no stream waits for.
 
     Returns:
         The model's output.
@@ -83,13 +83,13 @@ def train(ways: set[str]) -> int:
     with memplug.attach(model, block) as session:
         for step in range(STEPS):
             out = step_of(model, side if "side" in ways else main)
-            # unplanned requests: they get reusable space that is planned for the other stream
+            # requests beyond the plan: they get reusable space that is planned for the other stream
             if "side" in ways and step == STEPS - 2:
                 lent = [scratch(main) for _ in range(8)]
                 assert any(owned(each) for each in lent)
                 del lent
             with torch.cuda.stream(reserve):
-                if step == 0:  # before the first recording: leaves this stream's cached memory in use by queued work
+                if step == 0:  # before the first recording: queued work still uses this stream's cached memory
                     busy = [torch.zeros(LARGE, device="cuda").add_(1) for _ in range(8)]
                     kept.append(busy[0])
                     del busy
@@ -104,7 +104,7 @@ def train(ways: set[str]) -> int:
         out.record_stream(third)
     else:
         out.mul_(2)
-    del out  # the arena's last block: without it the arena's memory is released
+    del out  # the arena's last block: the arena then releases its memory
     assert reserved_bytes() == 0
     with torch.cuda.stream(reserve):
         after = [torch.zeros(size, device="cuda") for size in (SIZE, LARGE) for _ in range(40)]

@@ -20,7 +20,7 @@ HEADERS = sorted(FOLDER.glob("*/*.h"))
 
 
 class NotBuilt(Exception):
-    """The simulator cannot be built here; the text says why."""
+    """Raised if the simulator cannot be built here; the text says why."""
 
 
 def build() -> Path:

@@ -1,4 +1,4 @@
-"""NCCL's stand-in on simulated CUDA: the operators of c10d on tensors of the device, exchanged by gloo on the host.
+"""NCCL's stand-in on simulated CUDA: the operators of c10d on the device's tensors, which gloo exchanges on the host.
 
 `dist.init_process_group("nccl")` and the functions built on it return the same groups as on a GPU. torch's dispatcher
 sees the same operators; their kernels are in this module. Observers do not see the operators that the kernels run. As
@@ -6,10 +6,10 @@ with NCCL, each collective runs on its group's stream, which first waits for the
 inputs are copied to pinned memory, and results from it. `Work.wait()` makes the current stream wait for the group's, by
 an event. Reading a result without waiting is a race, which the simulator reports.
 
-Unlike NCCL: the host continues only when all ranks have arrived, since gloo needs them. Earlier work of the device is
-run by then, which orders nothing (see `cudasim_run`). The result of `recv` is on the device after its `wait()`, in
-which the host waits for the sender; until then the device has NaN there. Reductions add up the gathered values in rank
-order.
+Unlike with NCCL, the host continues only when all ranks have arrived, since gloo needs them. The device has run its
+earlier work by then, which orders nothing (see `cudasim_run`). In the `wait()` of a `recv`, the host waits for the
+sender; only then is the result on the device, which has NaN there before. Reductions add up the gathered values in
+rank order.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HostNccl(c10d.ProcessGroupGloo):
 
 
 class Pending:
-    """Work of a stream that other streams will wait for; until then it keeps the tensors that it reads and writes."""
+    """Work of a stream; it keeps the tensors that it reads and writes until another stream waits for it."""
 
     def __init__(self, stream: torch.cuda.Stream, tensors: Tensors):
         self.stream, self.event, self.tensors = stream, stream.record_event(), tensors
@@ -83,7 +83,7 @@ class Link:
         self._sends: collections.deque[c10d.Work] = collections.deque()
 
     def run(self, inputs: Tensors, outputs: Tensors, exchange: Exchange) -> Pending:
-        """Pass copies of `inputs` on the host to `exchange`; copy its results to `outputs`, of as many elements."""
+        """Pass host copies of `inputs` to `exchange`; copy its results to `outputs`, which have as many elements."""
         with self._entered([*inputs, *outputs]) as stream:
             staged = self._views(inputs)
             for pinned, tensor in zip(staged, inputs, strict=True):
@@ -116,13 +116,13 @@ class Link:
         return results
 
     def swapped(self, staged: Tensors, given_bytes: list[int], outputs: Tensors, taken_bytes: list[int]) -> Tensors:
-        """Return the tensors that each rank has for this one, in the sizes and the type of `outputs`.
+        """Exchange tensors with all ranks, and return those that this rank receives.
 
         Args:
-            staged: Tensors of this rank for the others.
-            given_bytes: Bytes that this rank gives to each rank.
+            staged: Tensors that this rank sends.
+            given_bytes: Bytes that this rank sends to each rank.
             outputs: Tensors whose sizes and type the results have.
-            taken_bytes: Bytes that this rank takes from each rank.
+            taken_bytes: Bytes that this rank receives from each rank.
         """
         taken = torch.empty(sum(taken_bytes), dtype=torch.uint8, device="cpu")
         self.gloo.alltoall_base(taken, torch.cat([_bytes(x) for x in staged]), taken_bytes, given_bytes).wait()
@@ -137,7 +137,7 @@ class Link:
 
     @contextlib.contextmanager
     def _entered(self, tensors: Tensors, waits: bool = True) -> Iterator[torch.cuda.Stream]:
-        """Make the group's stream the current one within; with `waits`, it first waits for the former current one."""
+        """Make the group's stream the current one; with `waits`, it first waits for the previously current stream."""
         device = tensors[0].device
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
@@ -149,8 +149,8 @@ class Link:
     def _views(self, tensors: Tensors) -> list[torch.Tensor]:
         """Return pinned memory in the shapes of the tensors.
 
-        The memory is the same each time. The stream's own order keeps its uses apart, and the host touches it only when
-        the stream has nothing left to do.
+        All calls share this memory. The stream's order separates its uses on the device, and the host touches it only
+        when the stream has finished all of its work.
         """
         begins = [0]
         for tensor in tensors:
@@ -280,7 +280,7 @@ def _run(stream: torch.cuda.Stream) -> None:
 
 @functools.cache
 def _register() -> torch.library.Library:
-    """Replace torch's kernels for as long as the returned library is kept."""
+    """Replace torch's kernels until the returned library is deleted."""
     library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*registered kernel")  # replacing kernels is the purpose here

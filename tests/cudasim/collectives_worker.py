@@ -4,8 +4,9 @@ Started by a launcher: `torchrun --nproc-per-node 2 -m tests.cudasim.collectives
 
 * "differ": collectives whose results differ from gloo's, as "schedule: name, type";
 * "violations": unordered accesses in these collectives, by schedule;
-* "not waited": for each collective, the races when its result is read without waiting; null if the rank gets no result;
-* "dropped": for each collective, the races when the work and its tensors are dropped, and no result is read;
+* "not waited": for each collective, the number of races if its result is read without a wait; null if the rank gets no
+  result;
+* "dropped": for each collective, the number of races if its work and tensors are dropped, and no result is read;
 * "pending after a barrier": unfinished tasks of the device.
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # registers the operators of that name
+import torch.distributed._functional_collectives  # registers `torch.ops._c10d_functional`
 
 from tests.cudasim import device
 from tests.cudasim.device import SCHEDULES, Schedule, scheduled
@@ -39,7 +40,7 @@ def numbers(dtype: torch.dtype) -> Make:
 
 
 def _single(function: Callable[..., Any], scale: tuple[int, int], **fields: Any) -> Issue:
-    """Return a collective of one input and one output, whose rows are in this proportion."""
+    """Return a collective of one input and one output, whose rows have the ratio `scale`."""
 
     def issue(group: Any, make: Make) -> Issued:
         given, taken = make(4 * scale[0], 3), make(4 * scale[1], 3)
@@ -69,7 +70,7 @@ def _to_lists(function: Callable[..., Any], lists: str, **fields: Any) -> Issue:
         if function is dist.gather:
             return function(second, first if at_root else None, group=group, async_op=True, **fields), taken * at_root
         second = second if at_root else None
-        if function is dist.all_to_all and not taken[0].is_cuda:  # gloo has none
+        if function is dist.all_to_all and not taken[0].is_cuda:  # gloo has no all_to_all of lists
             whole = torch.cat(taken)
             dist.all_to_all_single(whole, torch.cat(given), group=group)
             return None, list(whole.chunk(2))
@@ -79,7 +80,7 @@ def _to_lists(function: Callable[..., Any], lists: str, **fields: Any) -> Issue:
 
 
 def _uneven(group: Any, make: Make) -> Issued:
-    """Exchange uneven rows: rank 0 keeps one row and gives two; rank 1 gives three and keeps none."""
+    """Exchange uneven rows: rank 0 keeps one row and sends two; rank 1 sends three and keeps none."""
     given_rows, taken_rows = [([1, 2], [1, 3]), ([3, 0], [2, 0])][dist.get_rank()]
     given, taken = make(sum(given_rows), 2), make(sum(taken_rows), 2)
     return dist.all_to_all_single(taken, given, taken_rows, given_rows, group=group, async_op=True), [taken]
@@ -173,7 +174,7 @@ def finish(work: Any) -> None:
 
 
 def use_memory() -> None:
-    """Write to all free memory, which must not include memory that a collective has yet to read or write."""
+    """Write to all free memory; it must not include memory that a collective still has to read or write."""
     for nbytes in [64, 512, 1024] * 8:
         torch.full((nbytes,), 7, dtype=torch.uint8, device="cuda")
     kept = [torch.full((512,), 7, dtype=torch.uint8, device="cuda") for _ in range(16)]
@@ -197,7 +198,7 @@ def on_device(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def races_without_wait(name: str) -> int | None:
-    """Return the races when results are read without waiting; None if this rank gets no result."""
+    """Return the number of races if results are read without a wait; None if this rank gets no result."""
     make, before = numbers(torch.float32), device.violations()
     work, results = COLLECTIVES[name](dist.group.WORLD, lambda *shape: make(*shape).cuda())
     for result in results:
@@ -208,7 +209,7 @@ def races_without_wait(name: str) -> int | None:
 
 
 def races_of_dropped(name: str) -> int:
-    """Return the races when the work is dropped with all of its tensors, and no result is read."""
+    """Return the number of races if the work is dropped with all of its tensors, and no result is read."""
     make, before = numbers(torch.float32), device.violations()
     work, results = COLLECTIVES[name](dist.group.WORLD, lambda *shape: make(*shape).cuda())
     del work, results

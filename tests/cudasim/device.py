@@ -1,4 +1,4 @@
-"""Queries and settings of the simulated device, for tests."""
+"""Counters and settings of the simulated device, for tests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ used: collections.Counter[str] = collections.Counter()
 
 @contextlib.contextmanager
 def scheduled(schedule: Schedule) -> Iterator[None]:
-    """Run tasks of the device in this order; all queued tasks are finished at each change."""
+    """Run tasks of the device in this order; each change of the order first finishes all queued tasks."""
     former = current()
     used[str(schedule)] += 1
     _set(schedule)
@@ -87,18 +87,18 @@ def blocked() -> int:
 
 
 def memory_used_bytes() -> int:
-    """Return the bytes of the device that the driver has given out."""
+    """Return the bytes of device memory that the driver has allocated."""
     return _library.cudasim_memory_used()
 
 
 def registered() -> int:
-    """Return how many pieces of the program's own memory are registered."""
+    """Return how many pieces of host memory that the program allocated itself are registered."""
     return _library.cudasim_registered()
 
 
 @contextlib.contextmanager
 def memory_of(nbytes: int) -> Iterator[None]:
-    """Give the device this much memory within."""
+    """Limit the device to this much memory within the context."""
     before = _total_bytes()
     _library.cudasim_set_memory(ctypes.c_size_t(nbytes))
     try:
@@ -109,7 +109,7 @@ def memory_of(nbytes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pinned_memory_of(nbytes: int) -> Iterator[None]:
-    """Limit the host memory that can be registered within."""
+    """Limit the host memory that can be registered within the context."""
     _library.cudasim_set_pinned(ctypes.c_size_t(nbytes))
     try:
         yield

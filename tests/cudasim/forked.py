@@ -1,4 +1,4 @@
-"""`tests.support.forking` for ranks on simulated CUDA: their libraries are imported once, before the fork.
+"""`tests.support.forking` for ranks on simulated CUDA: one process imports their libraries, then forks each rank.
 
 `python -m tests.cudasim.forked LIBRARIES` is the process that forks.
 """

@@ -1,7 +1,7 @@
 """`tests.support.megatron_worker` on simulated CUDA: the same trainings, with Megatron-Core's unchanged CUDA code.
 
-It takes the same arguments, but a case is a block and a schedule: its policy and its seed. `FOLDER/RANK.json` maps
-names to {"losses", "digests", "violations", "report"}.
+It takes the same arguments, but a case is a block and a schedule (policy and seed). `FOLDER/RANK.json` maps each case's
+name to {"losses", "digests", "violations", "report"}.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
     results = {}
     with (
         mock.patch.multiple(megatron_worker, **changed),
-        mock.patch.object(torch, "arange", functools.partial(torch.arange, device="cuda")),  # the worker's positions
+        mock.patch.object(torch, "arange", functools.partial(torch.arange, device="cuda")),  # for positions
     ):
         for name, (block, schedule) in cases.items():
             before = device.violations()

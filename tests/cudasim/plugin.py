@@ -15,7 +15,7 @@ import pytest
 from tests.cudasim.build import build
 
 PRELOAD = "LD_PRELOAD"
-# the sitecustomize there replaces NCCL by gloo, in this process and in the processes that it starts
+# its sitecustomize replaces NCCL by the stand-in, in this process and in those that it starts
 SITE = Path(__file__).parent / "site"
 
 
@@ -45,12 +45,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_report_header() -> str:
-    """Return a line on the device that tests find."""
+    """Return a line on the device that tests run on."""
     return f"CUDA is simulated: schedule {os.environ.get('CUDASIM_POLICY', 'by the name of each test')}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests of features that only the CPU has."""
+    """Skip tests that need the CPU, marked `cpu`."""
     skip_those_of_the_cpu(items)
 
 
@@ -63,9 +63,9 @@ def on_simulated_cuda(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def ordered(request: pytest.FixtureRequest, on_simulated_cuda: None) -> Iterator[None]:
-    """Choose a schedule by the test's name in modules marked `device`, and fail a test whose accesses are unordered.
+    """Fail a test whose accesses are unordered, unless it is marked `unordered`.
 
-    Tests marked `unordered` may have unordered accesses.
+    In modules marked `device`, choose the test's schedule by its name.
     """
     before = device.violations()
     device.used.clear()

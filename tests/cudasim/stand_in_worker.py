@@ -27,7 +27,7 @@ SCHEDULES = [Schedule("eager"), Schedule("lazy"), Schedule("computefirst"), Sche
 
 
 def layer(where: str) -> list[float]:
-    """Return losses of a layer that trains in FP8 by delayed scaling, in bfloat16, with flash-attn every other step."""
+    """Return losses of a bfloat16 layer that trains in FP8 by delayed scaling, with flash-attn every other step."""
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -88,7 +88,7 @@ def megatron(where: str) -> list[float]:
 
     micro_batches = megatron_worker._micro_batches
     changed = {"_micro_batches": on_device, "_digest": lambda tensors: ""}
-    arange = functools.partial(torch.arange, device="cuda")  # the worker's positions
+    arange = functools.partial(torch.arange, device="cuda")  # for positions
     with mock.patch.multiple(megatron_worker, **changed), mock.patch.object(torch, "arange", arange):
         losses = megatron_worker.run({"tensor": 2, "sequence": True, "steps": 2}, None)["losses"]
     parallel_state.destroy_model_parallel()

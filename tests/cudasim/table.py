@@ -13,7 +13,7 @@ def of(tests: list[tuple[str, dict[str, int]]]) -> str:
     """Return a table with a line for each file: how many of its tests passed, and how often under each schedule.
 
     Args:
-        tests: Name of each ("file::test[case]"), and how often it ran under which schedule ("random 3" has seed 3).
+        tests: For each name ("file::test[case]"), how often it ran under each schedule ("random 3" has seed 3).
     """
     files: dict[str, list[dict[str, int]]] = collections.defaultdict(list)
     for name, schedules in tests:

@@ -25,7 +25,7 @@ def test_every_collective_equals_gloo_under_every_schedule(ranks: list[dict[str,
     assert [rank["differ"] for rank in ranks] == [[], []]
 
 
-def test_collectives_with_wait_are_ordered(ranks: list[dict[str, Any]]) -> None:
+def test_collectives_followed_by_a_wait_are_ordered(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert len(rank["violations"]) == 5 and set(rank["violations"].values()) == {0}
 
@@ -40,7 +40,7 @@ def test_result_read_without_wait_is_a_race(ranks: list[dict[str, Any]]) -> None
     assert unchecked == [], "some rank gets a result of every collective"
 
 
-def test_tensors_dropped_without_wait_keep_their_memory_until_done(ranks: list[dict[str, Any]]) -> None:
+def test_tensors_of_a_dropped_collective_keep_memory_until_it_is_done(ranks: list[dict[str, Any]]) -> None:
     assert [name for rank in ranks for name, races in rank["dropped"].items() if races] == []
 
 

@@ -24,7 +24,7 @@ LAYOUTS: dict[str, Callable[[int], torch.Tensor]] = {
 
 
 def offload_and_prefetch(layout: str, length: int, fraction: float) -> int:
-    """Swap rows and check that they return unchanged without the host waiting; return the number of tasks."""
+    """Swap rows, check that they return unchanged and that the host never waits, and return the number of tasks."""
     pool = HostPool(CudaDevice(0), 1 << 30, core())
     transfer = core().Transfer(CudaDevice(0).streams(core()), pool.rows)
     pool.reserve(1 << 20)
@@ -51,7 +51,7 @@ def offload_and_prefetch(layout: str, length: int, fraction: float) -> int:
 @pytest.mark.parametrize("schedule", [*SCHEDULES, Schedule("random", 1)], ids=str)
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_of_any_layout_return_without_host_waits(layout: str, fraction: float, schedule: Schedule) -> None:
+def test_rows_of_any_layout_are_swapped_without_host_waits(layout: str, fraction: float, schedule: Schedule) -> None:
     with scheduled(schedule):
         offload_and_prefetch(layout, 16, fraction)
 

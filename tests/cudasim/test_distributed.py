@@ -1,4 +1,4 @@
-"""DeepSpeed on simulated CUDA, in one process and two: memplug does not change the training, to the bit."""
+"""DeepSpeed on simulated CUDA, in one process and two: training with memplug equals that without, to the bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def launch() -> Iterator[Callable[..., str]]:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_zero_training_equals_that_without_memplug_and_is_ordered(
+def test_zero_training_is_unchanged_and_every_access_is_ordered(
     processes: int, tmp_path: Path, launch: Callable[..., str]
 ) -> None:
     every = {

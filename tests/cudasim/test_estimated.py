@@ -1,4 +1,4 @@
-"""A plan that is estimated without the device serves a run on the device, which fits only with the plan."""
+"""A plan that was estimated without a device serves a run on the device, which fits only with that plan."""
 
 from __future__ import annotations
 

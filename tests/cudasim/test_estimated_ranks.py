@@ -62,7 +62,7 @@ def launch() -> Iterator[Callable[..., str]]:
 
 
 def estimate(folder: Path) -> None:
-    """Write the plan, by a process without CUDA, for a GPU of this one's name."""
+    """Write the plan for a GPU with this GPU's name, in a process without CUDA."""
     hardware = json.loads((ROOT / "configs" / "hardware" / "h200.json").read_text())
     (folder / "gpu.json").write_text(json.dumps({**hardware, "name": torch.cuda.get_device_name()}))
     asked = [folder / "ds.json", "--model", folder / "model.yaml", "--gpu", folder / "gpu.json", "--gpus", 2]

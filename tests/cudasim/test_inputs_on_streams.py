@@ -1,6 +1,6 @@
-"""Regions whose inputs another stream makes; only code inside of the region, or after it, waits for that stream.
+"""Regions whose inputs another stream makes, if only code inside of the region, or after it, waits for that stream.
 
-Copies out start after that wait, and no memory is reused while another stream reads it.
+memplug offloads the inputs only after that wait, and no memory is reused while another stream reads it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS = 10
 
 
 class Maker(nn.Module):
-    """Makes the next region's input on another stream; nothing waits for it here."""
+    """Makes the next region's input on another stream, without a wait for that stream."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()
@@ -77,7 +77,7 @@ class Writing(Waiting):
 
 
 class Aside(Waiting):
-    """Reads its input first on a third stream, which waits only for the maker."""
+    """Reads its input first on a third stream, which waits only for the stream that made the input."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__(side)
@@ -106,7 +106,7 @@ class RecordsFirst(Waiting):
 
 
 class WaitsItself(torch.autograd.Function):
-    """Waits for the stream of its argument, which it keeps for backward."""
+    """Waits for the stream that made its argument, and saves the argument for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
@@ -184,7 +184,7 @@ class Block(nn.Module):
 
 
 class SecondInput(nn.Module):
-    """Another stream makes a second input of all regions; those after the first two wait for it and read it."""
+    """Another stream makes a second input of all regions; only those after the first two wait for it and read it."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()
@@ -200,7 +200,7 @@ class SecondInput(nn.Module):
 
 
 class SplitsOff(nn.Module):
-    """A region with a tensor that another stream reads; nothing waits for that stream before the model's end."""
+    """A region with a tensor that another stream reads; only the model's end waits for that stream."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()
@@ -215,7 +215,10 @@ class SplitsOff(nn.Module):
 
 
 class JoinsLast(nn.Module):
-    """Waits for the other stream at its end; autograd keeps what that stream reads, without `record_stream`."""
+    """Waits for the other stream at its end; until backward, autograd keeps the tensors that this stream reads.
+
+    So the model does not call `record_stream` on them.
+    """
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()
@@ -250,7 +253,7 @@ CASES = {
 
 @pytest.mark.parametrize("schedule", ORDERS, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_models_are_ordered_without_memplug(case: str, schedule: Schedule) -> None:
+def test_models_are_free_of_races_without_memplug(case: str, schedule: Schedule) -> None:
     make, _ = CASES[case]
     before = device.violations()
     expected, _ = train(make, {"enabled": False}, STEPS)

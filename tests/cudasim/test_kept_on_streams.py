@@ -1,6 +1,6 @@
 """Scripts that train on two streams and keep tensors of every step.
 
-The arena serves these tensors, their values hold, and every access is ordered.
+The arena serves these tensors, their values stay unchanged, and every access is ordered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS = 40
 
 
 class Script:
-    """Tensors that a script keeps, made on either stream."""
+    """The tensors that a script keeps, made on the main stream or on a second one."""
 
     def __init__(self) -> None:
         self.side = torch.cuda.Stream()
@@ -43,7 +43,7 @@ class Script:
 
 
 def of_both_streams(script: Script, step: int, out: torch.Tensor) -> None:
-    """Keep copies forever, made on the main stream and on the other one."""
+    """Make copies on the main stream and on the other one, and keep them to the end."""
     script.kept.append(out.detach()[:, :4].clone())
     source = out.detach()
     source.record_stream(script.side)
@@ -61,7 +61,7 @@ def for_three_steps(script: Script, step: int, out: torch.Tensor) -> None:
 
 
 def freed_on_the_other(script: Script, step: int, out: torch.Tensor) -> None:
-    """Make large tensors on the other stream, and free them a step later without waiting for it."""
+    """Make large tensors on the other stream, and free them up to three steps later without a wait for that stream."""
     source = out.detach()
     source.record_stream(script.side)
     script.window.append(script.on_side(lambda: source.repeat(4, 1).exp()))
@@ -71,7 +71,7 @@ def freed_on_the_other(script: Script, step: int, out: torch.Tensor) -> None:
 
 
 def now_and_then(script: Script, step: int, out: torch.Tensor) -> None:
-    """Keep some tensors of the other stream for a while, and one of them to the end."""
+    """Keep some tensors of the other stream for a while, and the first of them to the end."""
     if step % 7 == 0:
         script.kept.append(script.on_side(lambda: torch.full((64, 32), float(step), device="cuda")))
     if step % 20 == 19:
@@ -110,7 +110,7 @@ def train(keeper: Callable[[Script, int, torch.Tensor], None], block: dict[str, 
 @pytest.mark.parametrize("schedule", ORDERS, ids=str)
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=list(BLOCKS))
 @pytest.mark.parametrize("keeper", KEEPERS, ids=lambda keeper: keeper.__name__)
-def test_kept_tensors_of_two_streams_are_served_and_unchanged(
+def test_arena_serves_kept_tensors_of_two_streams_unchanged(
     keeper: Callable[[Script, int, torch.Tensor], None], block: dict[str, Any], schedule: Schedule
 ) -> None:
     expected, _ = train(keeper, {"enabled": False})

@@ -1,4 +1,4 @@
-"""Megatron-Core on simulated CUDA, on two processes: memplug changes neither gradients nor losses, to the bit."""
+"""Megatron-Core on simulated CUDA, in two processes: with memplug, gradients and losses are the same to the bit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_megatron_training_equals_that_without_memplug_and_is_ordered(layout: str, tmp_path: Path) -> None:
+def test_megatron_training_is_unchanged_and_every_access_is_ordered(layout: str, tmp_path: Path) -> None:
     arguments = ["tests.cudasim.megatron_worker", tmp_path, json.dumps(LAYOUTS[layout]), json.dumps(CASES)]
     launch(arguments, module=True, time_limit_s=300)
     for rank in (0, 1):

@@ -1,7 +1,7 @@
 """Layers whose kernels no operator shows, with memplug on simulated CUDA.
 
-The stand-ins of Transformer Engine and flash-attn queue their kernels on the current stream. memplug copies the tensors
-that these packages save on streams of its own.
+The stand-ins of Transformer Engine and flash-attn queue their kernels on the current stream; memplug, on streams of its
+own, copies the tensors that they save.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks on simulated CUDA, over NCCL's stand-in, of which some do not train or end fewer steps."""
+"""Ranks on simulated CUDA, over NCCL's stand-in, some of which do not train, or train for fewer steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def launch() -> Iterator[Callable[..., str]]:
 
 
 @pytest.mark.parametrize(("alpha", "late"), [("auto", False), ("1", True)])
-def test_join_trains_as_without_memplug(alpha: str, late: bool, tmp_path: Path, launch: Callable[..., str]) -> None:
+def test_training_under_join_equals_that_without_memplug(
+    alpha: str, late: bool, tmp_path: Path, launch: Callable[..., str]
+) -> None:
     ranks = run(
         tmp_path, 2, launch, kind="join", epochs=2, block=BLOCKS[alpha], backend="nccl", late=late, timeout_s=120
     )

@@ -31,7 +31,7 @@ STEPS = 12
 
 
 class WithWeight(Beside):
-    """The other stream multiplies by a weight, so that captures are made there too."""
+    """Multiplies by a weight on the other stream, so that memplug captures outputs of that stream too."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__(side)
@@ -42,7 +42,10 @@ class WithWeight(Beside):
 
 
 class AskingAside(nn.Module):
-    """In backward the other stream asks first: the recompute pass runs there, and the main stream reads its results."""
+    """In its backward the other stream first needs a saved tensor, so the recompute pass runs there.
+
+    The main stream then reads the pass's results.
+    """
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()
@@ -53,7 +56,7 @@ class AskingAside(nn.Module):
         u = y.tanh()
         self.side.wait_stream(main)
         with torch.cuda.stream(self.side):
-            z = y.sin().exp()  # one gradient: no sum of two makes the main stream wait before it reads `u`
+            z = y.sin().exp()  # a chain: a sum of gradients would make the main stream wait before it reads `u`
         y.record_stream(self.side)
         main.wait_stream(self.side)
         z.record_stream(main)
@@ -75,7 +78,7 @@ def train(
 
 @pytest.mark.parametrize("schedule", ORDERS, ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_layers_are_ordered_without_memplug(layer: type[nn.Module], schedule: Schedule) -> None:
+def test_layers_are_free_of_races_without_memplug(layer: type[nn.Module], schedule: Schedule) -> None:
     before = device.violations()
     expected, _ = train(layer, {"enabled": False})
     with scheduled(schedule):

@@ -1,7 +1,7 @@
 """A swap list on two streams.
 
-A storage that returns is ready for the stream that reads it next, whichever that is. Both the memory that it leaves and
-the memory that it returns to are reused only after all streams are done with it.
+A storage that was offloaded and prefetched is ready for whichever stream reads it next. Both its former memory and its
+new memory are reused only after all streams have finished with it.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def away(swapper: Any, tensor: torch.Tensor, key: int) -> None:
     swapper.release(key)
 
 
-def test_other_stream_waits_for_storages_restored_on_the_first(swapper: Any) -> None:
+def test_side_stream_waits_for_storages_restored_on_the_main_stream(swapper: Any) -> None:
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     weights, found = [sample(seed) for seed in range(4)], []
     with torch.cuda.stream(side):
         torch.ones(1, device="cuda")
-    side.wait_stream(main)  # for all writes; none of the weights is written to again
+    side.wait_stream(main)  # once, for all writes: no weight is written to later
     for _ in range(3):
         for key, weight in enumerate(weights):
             away(swapper, weight, key)
@@ -86,7 +86,7 @@ def test_other_stream_waits_for_storages_restored_on_the_first(swapper: Any) -> 
         assert torch.equal(one, expected * 2) and torch.equal(other, expected * 3)
 
 
-def test_first_stream_waits_for_storages_restored_on_the_other(swapper: Any) -> None:
+def test_main_stream_waits_for_storages_restored_on_a_side_stream(swapper: Any) -> None:
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     weight, found = sample(0), []
     for _ in range(3):
@@ -100,13 +100,13 @@ def test_first_stream_waits_for_storages_restored_on_the_other(swapper: Any) -> 
         assert torch.equal(one, sample(0) * 2) and torch.equal(other, sample(0) * 3)
 
 
-def test_new_memory_is_reused_only_after_the_other_stream(swapper: Any) -> None:
+def test_memory_of_a_restored_storage_is_reused_after_its_last_reader(swapper: Any) -> None:
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     for seed in range(4):
         tensor = sample(seed)
         tensor.record_stream(side)
         away(swapper, tensor, seed)
-        tensor + 1  # it returns
+        tensor + 1  # a use, which restores the tensor
         side.wait_stream(main)
         with torch.cuda.stream(side):
             found = tensor.sin().cos()
@@ -116,7 +116,7 @@ def test_new_memory_is_reused_only_after_the_other_stream(swapper: Any) -> None:
         assert torch.equal(found, sample(seed).sin().cos())
 
 
-def test_former_memory_is_reused_only_after_the_other_stream(swapper: Any) -> None:
+def test_memory_that_a_storage_left_is_reused_after_its_last_reader(swapper: Any) -> None:
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     weight = sample(0)
     for _ in range(4):
@@ -130,7 +130,7 @@ def test_former_memory_is_reused_only_after_the_other_stream(swapper: Any) -> No
         swapper.restore(1)
 
 
-def test_other_stream_reads_restored_storages_between_steps(swapper: Any) -> None:
+def test_storage_restored_between_steps_is_ready_for_a_side_stream(swapper: Any) -> None:
     core, side = native.load(), torch.cuda.Stream()
     weight = sample(0)
     side.wait_stream(torch.cuda.current_stream())
@@ -146,7 +146,7 @@ def test_other_stream_reads_restored_storages_between_steps(swapper: Any) -> Non
 
 
 class Reading(nn.Module):
-    """Both streams read a tensor in backward, the main one first; the other one does not wait for the main one."""
+    """In its backward both streams read a tensor, the main one first; the other one does not wait for the main one."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()

@@ -20,7 +20,7 @@ SEEDS, AT_ONCE = 50, 10
 
 @pytest.mark.parametrize("first", range(100, 100 + SEEDS, AT_ONCE))
 @pytest.mark.parametrize("name", ["arena alone", "auto"])
-def test_training_equals_that_without_memplug_under_random_schedules(name: str, first: int) -> None:
+def test_training_is_unchanged_under_random_schedules(name: str, first: int) -> None:
     expected = reference(name)
     for seed in range(first, first + AT_ONCE):
         with scheduled(Schedule("random", seed)):
@@ -32,7 +32,7 @@ def test_training_equals_that_without_memplug_under_random_schedules(name: str, 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("processes", [1, 2])
-def test_zero_3_equals_that_without_memplug_under_random_schedules(processes: int, tmp_path: Path) -> None:
+def test_zero_3_training_is_unchanged_under_random_schedules(processes: int, tmp_path: Path) -> None:
     schedules = [("random", seed) for seed in range(100, 100 + SEEDS)]
     every = {name: case(3, memplug, processes, schedules) for name, memplug in BLOCKS.items()}
     with ranks_on_cuda("deepspeed") as launch:

@@ -56,7 +56,7 @@ def test_detector_finds_missing_wait_under_every_schedule(schedule: Schedule) ->
         before = device.violations()
         made = torch.full((1000,), 2.0, device="cuda")
         with torch.cuda.stream(side):
-            copy = made * 3  # without having waited
+            copy = made * 3  # without a wait for `made`
         torch.cuda.synchronize()
         assert device.violations() > before
         side.wait_stream(torch.cuda.current_stream())
@@ -94,7 +94,7 @@ def test_memory_is_limited_to_capacity_and_reusable_after_free() -> None:
     torch.cuda.empty_cache()
 
 
-def test_registration_is_refused_beyond_the_limit_and_if_repeated() -> None:
+def test_host_memory_registration_fails_beyond_the_limit_or_if_repeated() -> None:
     host, cudart, before = torch.zeros(MIB, dtype=torch.uint8), torch.cuda.cudart(), device.registered()
     with device.pinned_memory_of(0):
         assert int(cudart.cudaHostRegister(host.data_ptr(), MIB, 0)) == 2, "out of memory"
@@ -106,7 +106,7 @@ def test_registration_is_refused_beyond_the_limit_and_if_repeated() -> None:
     assert torch.zeros(1, device="cuda").item() == 0
 
 
-def test_copies_to_pageable_memory_block_and_to_pinned_memory_do_not() -> None:
+def test_copies_to_pageable_but_not_to_pinned_memory_block_the_host() -> None:
     with scheduled(Schedule("lazy")):
         source = torch.full((1000,), 5.0, device="cuda")
         pinned, pageable = torch.zeros(1000, pin_memory=True), torch.zeros(1000)
@@ -133,7 +133,7 @@ def test_unsimulated_kernel_aborts_with_its_name() -> None:
     assert done.returncode == -6 and "not simulated was launched: planted_kernel" in done.stderr, done.stderr[-2000:]
 
 
-def test_memory_statistics_match_torch() -> None:
+def test_torchs_memory_statistics_count_simulated_memory() -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

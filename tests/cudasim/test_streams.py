@@ -62,7 +62,7 @@ def on_two_streams(alpha: float | str | None) -> torch.Tensor:
 
 @pytest.mark.parametrize("schedule", ORDERS, ids=str)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, "auto"])
-def test_forwards_in_flight_on_two_streams_have_right_gradients(alpha: float | str, schedule: Schedule) -> None:
+def test_forwards_in_flight_on_two_streams_have_correct_gradients(alpha: float | str, schedule: Schedule) -> None:
     expected = on_two_streams(None)
     with scheduled(schedule):
         found = on_two_streams(alpha)
@@ -107,14 +107,14 @@ def test_dropped_session_frees_everything_once_its_copies_are_done(parts: dict) 
             network.zero_grad()
             session.step()
         x = tokens()
-        network(x, labels=x)  # its copies are under way
+        network(x, labels=x)  # this forward's copies are still running
         assert device.registered() > before
         pool = weakref.ref(session._attached.executor.pool)
         del session, network, x
         gc.collect()
         assert pool() is None and device.registered() == before
         assert reserved_bytes() == 0
-        Recorder("cuda").stop()  # works only if the process has no other recorder
+        Recorder("cuda").stop()  # raises if the process has another recorder
 
 
 UNMAP = """
@@ -159,7 +159,7 @@ def test_region_captured_into_cuda_graph_runs_unmodified_and_logs_once(
         with torch.cuda.graph(graph):
             network(x, labels=x).loss.backward()
         network.zero_grad(set_to_none=False)
-        loss = network(y, labels=y).loss  # one in flight while the graph replays
+        loss = network(y, labels=y).loss  # a forward in flight while the graph replays
         graph.replay()
         loss.backward()
     for batch in (x, y):

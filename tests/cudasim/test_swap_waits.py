@@ -1,6 +1,6 @@
-"""A wait of the swap list's copies that is left out is detected.
+"""Each wait between the swap list's copies and other work is needed: without it, the simulator finds a race.
 
-Waits of regions are left out in tests/tokenwise/engine/test_races.py.
+tests/tokenwise/engine/test_races.py leaves out the waits of regions.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tests.support.extension import Wait, leaving_out
 pytestmark = pytest.mark.gpu
 
 SLAB_BYTES, COUNT = 1 << 20, 4096
-WAITS = [wait for wait in Wait if wait is not Wait.USE_FOR_COMPUTE]  # a storage belongs to no other stream
+WAITS = [wait for wait in Wait if wait is not Wait.USE_FOR_COMPUTE]  # a wait of regions' rows only
 
 
 def unordered(missing: Wait | None) -> int:
-    """Return how many accesses are unordered, over all schedules, while storages leave and return."""
+    """Return how many accesses are unordered, over all schedules, while storages are offloaded and restored."""
     before = device.violations()
     for schedule in SCHEDULES:
         with scheduled(schedule):
@@ -32,7 +32,7 @@ def unordered(missing: Wait | None) -> int:
 
 
 def offload_and_restore(missing: Wait | None) -> None:
-    """Offload and return storages around operators that write to them and to their former memory."""
+    """Offload and restore storages around operators that write to them and to their former memory."""
     core, own = native.load(), device_of(torch.device("cuda"))
     pool = HostPool(own, SLAB_BYTES, core)
     pool.reserve(SLAB_BYTES)
@@ -43,12 +43,12 @@ def offload_and_restore(missing: Wait | None) -> None:
         tensor = torch.full((COUNT,), 2.0, device="cuda").sin_()
         assert swapper.offload(tensor, 1)
         swapper.release(1)
-        other = torch.zeros(COUNT, device="cuda").cos_()  # in the memory that the storage left
+        other = torch.zeros(COUNT, device="cuda").cos_()  # in the memory that the storage had
         del other
         swapper.prefetch(1)  # to the same memory
         tensor * 2
         assert swapper.offload(tensor, 2)
-        tensor.add_(1)  # a write: it stays on the device
+        tensor.add_(1)  # a write: the storage then stays on the device
         assert swapper.offload(tensor, 3)
         swapper.release(3)
         swapper.prefetch(3)

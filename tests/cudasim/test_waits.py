@@ -15,8 +15,8 @@ from tests.support.beside_plain import ROWS, Training
 
 pytestmark = pytest.mark.gpu
 
-STEPS = 24  # enough for several observed steps: one in eight is
-CHECKED = 1  # the step at whose end a number for alpha is checked
+STEPS = 24  # enough for several observed steps: one step in eight is observed
+CHECKED = 1  # at this step's end memplug checks an alpha that is a number
 BEGINS: dict[str, list[str]] = {"alpha 0.5": [], "alpha 1, arena": ["serving"], "auto": ["stable", "serving"]}
 CASES = {"alpha 0.5": block(0.5, **ALONE), "alpha 1, arena": block(1.0), "auto": block()}
 
@@ -57,11 +57,11 @@ def test_host_waits_only_for_alpha_check_planning_and_arena_start(
     assert states[-1].startswith("stable") and max(added, default=0) < STEPS - 9
 
 
-def test_host_never_waits_under_a_settled_swap_list() -> None:
+def test_host_stops_waiting_once_the_swap_list_has_settled() -> None:
     with torch.device("cuda"), scheduled(Schedule("lazy")):
         training = Training()
         x = training.inputs()
-        training.inputs = lambda rows=ROWS: x  # the list is made from steps with the same inputs
+        training.inputs = lambda rows=ROWS: x  # the swap list was made from steps with these inputs
         training.until_it_swaps()
         former = training.report
         waited = []

@@ -7,7 +7,7 @@ from typing import Any
 from tests.support.hosts import block
 
 SCHEDULES = [("lazy", 0), ("copyfirst", 0), ("computefirst", 0), ("random", 1)]
-# how many steps each ZeRO stage takes until there is a plan; ZeRO 3 first learns what to fetch, by another program
+# by ZeRO stage: steps until there is a plan; ZeRO 3 first records which parameters to gather, in another program
 STEPS_BEFORE = [2, 2, 2, 4]
 MICRO_BATCHES = 2
 BLOCKS = {"without": None, "0.5": block(alpha=0.5), "auto": block()}
@@ -24,7 +24,7 @@ def case(
 ) -> dict[str, Any]:
     """Return a case for `training_worker` in which each step has its own schedule.
 
-    The first steps, until there is a plan, have schedules of `SCHEDULES`; the others have `schedules`.
+    Steps before there is a plan have schedules of `SCHEDULES`; later ones have `schedules`.
     """
     schedules = SCHEDULES[: STEPS_BEFORE[stage]] + schedules
     zero = {

@@ -19,7 +19,7 @@ def zero_of(zero: Any, **fields: Any) -> Any:
 
 
 def meant(zero: Any) -> dict[str, Any]:
-    """Return DeepSpeed's reading of a section, under present names, without offloads to "none"."""
+    """Return the section as DeepSpeed reads it, under present names, without offloads to "none"."""
     read = get_zero_config({"zero_optimization": zero})
     former = {*FORMER_OFFLOADS, *RENAMED, *WITHOUT_EFFECT}
     found = {key: getattr(read, key) for key in FIELDS if key not in former}
@@ -28,7 +28,7 @@ def meant(zero: Any) -> dict[str, Any]:
     return found
 
 
-def test_list_has_every_deprecated_name_of_deepspeed():
+def test_former_names_include_every_deprecated_name_of_deepspeed():
     deprecated = {
         key: field.json_schema_extra
         for key, field in FIELDS.items()
@@ -40,7 +40,7 @@ def test_list_has_every_deprecated_name_of_deepspeed():
     assert all(deprecated[key]["set_new_param"] is False for key in WITHOUT_EFFECT)
 
 
-def test_list_has_every_short_name():
+def test_short_names_are_the_aliases_of_deepspeeds_fields():
     assert {key: field.alias for key, field in FIELDS.items() if field.alias} == SHORT
 
 
@@ -91,20 +91,20 @@ def test_section_refused_by_deepspeed_is_a_config_error(zero):
         zero_of(zero)
 
 
-def test_setting_given_twice_is_reported_with_both_names():
+def test_setting_under_two_names_is_an_error_that_names_both():
     with pytest.raises(ConfigError, match="offload_param and cpu_offload_param are one setting"):
         zero_of({"offload_param": {"device": "none"}, "stage": 3, "cpu_offload_param": True})
 
 
 @pytest.mark.parametrize("bf16", [None, {"enabled": True}, {"enabled": False}])
 @pytest.mark.parametrize("bfloat16", [None, {"enabled": True}])
-def test_former_name_of_bf16_counts_only_without_the_present_one(bf16, bfloat16):
+def test_bfloat16_section_counts_only_without_a_bf16_section(bf16, bfloat16):
     given = {key: value for key, value in {"bf16": bf16, "bfloat16": bfloat16}.items() if value is not None}
     assert get_bfloat16_config(given) == get_bfloat16_config(present(given))
     assert "bfloat16" not in present(given)
 
 
-def test_auto_is_kept_under_present_names_and_input_is_unchanged():
+def test_renaming_keeps_auto_and_leaves_the_input_unchanged():
     given = {"train_batch_size": "auto", "zero_optimization": {"stage": "auto", "cpu_offload": True}}
     before = repr(given)
     expected = {"stage": "auto", "offload_optimizer": {"device": "cpu"}}
@@ -122,5 +122,5 @@ def test_auto_is_kept_under_present_names_and_input_is_unchanged():
         (True, []),
     ],
 )
-def test_offloads_have_the_names_in_the_users_file(zero, named):
+def test_offloads_are_reported_under_the_names_in_the_users_file(zero, named):
     assert list(offloads_of({"zero_optimization": zero})) == named

@@ -43,7 +43,7 @@ def test_unique_keys_are_not_reported_as_repeated(value, indent):
 
 
 @given(st.lists(st.text("abc", min_size=1), unique=True, max_size=8), VALUES)
-def test_every_key_is_found_in_its_line(keys, value):
+def test_every_key_is_found_on_its_line(keys, value):
     text = "{\n" + ",\n".join(f'"{key}": {json.dumps([value])}' for key in keys) + "}"
     assert [line_of(text, key) for key in keys] == [number + 2 for number in range(len(keys))]
 

@@ -1,4 +1,4 @@
-"""Reading files with DeepSpeed's configuration: as DeepSpeed does, with remarks where it or Accelerate would not."""
+"""memplug reads DeepSpeed's JSON as DeepSpeed does, and remarks on contents that DeepSpeed or Accelerate refuses."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_check_says_where_a_file_is_not_json(tmp_path, text, said):
 
 
 @pytest.mark.parametrize("text", [f"{{{BLOCK}}}", f'{{\n"a": "// no", "b": "NaN", "c": 5e8,{BLOCK}}}', "{}"], ids=str)
-def test_file_that_all_readers_accept_has_no_remarks(tmp_path, text):
+def test_file_that_deepspeed_and_accelerate_accept_has_no_remarks(tmp_path, text):
     path = written(tmp_path / "ds.json", text)
     assert deepspeed(path) == accelerate(path).config == read(path).content
     assert read(path).remarks == ()
@@ -152,7 +152,7 @@ def test_deepspeed_json_named_by_another_file_is_read(here, name, text, caplog):
         (f"deepspeed: ds.json\n{BLOCK}\n", 2, "memplug"),
     ],
 )
-def test_block_in_a_file_that_names_a_deepspeed_json_warns_with_its_line(here, text, line, block, caplog):
+def test_block_beside_a_named_deepspeed_json_is_ignored_with_a_warning(here, text, line, block, caplog):
     path = written(here / "a.yaml", text)
     with caplog.at_level(logging.WARNING, "memplug"):
         assert load_config(path).enabled

@@ -13,9 +13,9 @@ BINDING = re.compile(r'(?:\.|\bmodule\.)def(?:_readwrite|_readonly|_property|_pr
 CALLED_BY_CPP = re.compile(r'attr\("(\w+)"\)')
 
 FOR_TESTS = {
-    # of a frame, whose forward and recompute pass tests run step by step
+    # frames: tests run a forward and its recompute pass step by step
     *("actions", "finish", "followed", "replay_with", "restored"),
-    # of copies, one at a time
+    # copies: tests start and end each of them
     *(
         "acquire",
         "before_write",
@@ -27,13 +27,13 @@ FOR_TESTS = {
         "slab",
         "turn_back",
     ),
-    # values that a test compares with
+    # values that tests compare
     *("arena_owns", "cpu_bytes", "paused", "requested_peak", "running_operator", "tracked_bytes"),
 }
 
 
 def bindings() -> set[str]:
-    """Return the names that are bound, except those with underscores, which Python calls by itself."""
+    """Return the names that are bound, except those such as `__enter__`, which Python calls by itself."""
     sources = [path.read_text() for path in (ROOT / "memplug").rglob("*module.cpp")]
     return {name for source in sources for name in BINDING.findall(source) if not name.startswith("__")}
 
@@ -53,9 +53,9 @@ def names_in(folder: Path) -> Iterator[str]:
 def test_every_binding_is_used() -> None:
     bound, used = bindings(), set(names_in(ROOT / "memplug"))
     assert len(bound) > 200
-    by_device = {name for name in bound if name.startswith("stand_before_")}  # memplug/arena/arena.py
+    by_device = {name for name in bound if name.startswith("stand_before_")}  # arena.py appends the device
     assert bound - used - by_device == FOR_TESTS
 
 
-def test_bindings_for_tests_are_used_by_tests() -> None:
+def test_bindings_kept_for_tests_are_used_by_tests() -> None:
     assert FOR_TESTS <= {node for node in names_in(ROOT / "tests")}

@@ -27,7 +27,7 @@ def over_full(amount: str) -> list[float]:
     return [found[(*case, "memplug")] / found[(*case, "full")] for case in cases]
 
 
-def test_chart_is_drawn_from_the_rows() -> None:
+def test_committed_chart_is_drawn_from_the_measured_rows() -> None:
     assert CHART.read_text() == draw(groups()), "run `python -m tests.bench.chart`"
 
 
@@ -51,7 +51,7 @@ def test_every_mode_of_the_legend_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("group", groups(), ids=lambda group: f"{group.layer}, {group.tokens}")
-def test_table_of_figures_has_the_times_and_ratios_of_the_rows(group: Group) -> None:
+def test_table_of_figures_has_times_and_ratios_of_the_measured_rows(group: Group) -> None:
     titles = {
         HUGGING_FACE: f"| {group.tokens:,} × {group.layers} |",
         "Transformer Engine": "| Transformer Engine's | s |",
@@ -70,7 +70,7 @@ def test_table_of_figures_has_the_times_and_ratios_of_the_rows(group: Group) -> 
             assert f"| ({group.over_keep_all['selective']:.2f}) |" in line
 
 
-def test_landing_page_states_the_ranges_of_the_rows() -> None:
+def test_readme_states_the_ranges_of_the_measured_rows() -> None:
     percent = {
         mode: [100 * (group.over_keep_all[mode] - 1) for group in groups() if mode in group.over_keep_all]
         for mode in COLOURS

@@ -65,11 +65,11 @@ def limits() -> dict[str, int]:
     return {name: int(seconds) for name, seconds in found}
 
 
-def test_script_is_valid_bash():
+def test_session_script_is_valid_bash():
     subprocess.run(["bash", "-n", SCRIPT], check=True)
 
 
-def test_limits_add_up_to_twelve_minutes_at_most():
+def test_step_limits_add_up_to_at_most_twelve_minutes():
     assert len(limits()) >= 9
     assert sum(limits().values()) <= MOST_S
 

@@ -30,11 +30,11 @@ def sections() -> dict[str, str]:
     return dict(found)
 
 
-def test_codes_and_sections_match():
+def test_message_codes_and_troubleshooting_sections_match():
     assert list(sections()) == sorted({text for text in constants() if re.fullmatch(r"MP\d{3}", text)})
 
 
-def test_sections_quote_existing_messages():
+def test_troubleshooting_sections_quote_existing_messages():
     known = constants()
     for code, text in sections().items():
         messages = re.findall(r"`([^`]+)`", text.strip().partition("\n\n")[0])
@@ -43,7 +43,7 @@ def test_sections_quote_existing_messages():
             assert len(part) < 3 or any(part in each for each in known), f"{code}: {part}"
 
 
-def test_sections_have_reason_and_advice():
+def test_troubleshooting_sections_have_reason_and_advice():
     for code, text in sections().items():
         assert re.search(r"\n\n\*\*Why:\*\* .*\n\n\*\*What to do:\*\* ", text, re.S), code
 

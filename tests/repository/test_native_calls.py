@@ -1,4 +1,4 @@
-"""Only calls.h names attributes of memplug's Python classes in C++, and it is compared with them."""
+"""In C++, only calls.h names attributes of memplug's Python classes, so that they are checked in one place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.support.folders import ROOT
 
 CALLS = "calls.h"
-# of torch and of Python itself; names of torch that may change are constants of torch_private.h
+# names of torch and of Python; those of torch that may change are constants in torch_private.h instead
 OTHERS = {"OutOfMemoryError", "__enter__", "__exit__", "as_subclass"}
 BY_NAME = re.compile(
     r"(?:\b(?:get|set|has)attr\(|AttrString\(|\bPyObject_CallMethod\w*\()[^;]*?\"(\w+)\"|\.attr\(([^)]*)\)"
@@ -45,11 +45,11 @@ def sources() -> list[Path]:
         ('module.def("restore", &restore);', set()),
     ],
 )
-def test_python_names_in_cpp_are_found(text: str, names: set[str]) -> None:
+def test_python_names_that_cpp_asks_for_are_found(text: str, names: set[str]) -> None:
     assert names_of_python(text, {"STANCE"}) == names
 
 
-def test_only_calls_h_names_python_attributes() -> None:
+def test_only_calls_h_names_attributes_of_memplugs_python() -> None:
     private = (ROOT / "memplug/native/torch_private.h").read_text()
     constants = set(re.findall(r"\bconst char\* (\w+) =", private))
     found = {file.name: names_of_python(file.read_text(), constants) for file in sources() if file.name != CALLS}

@@ -27,7 +27,7 @@ def test_readme_commands_would_start_on_their_stated_gpus(readme: Path) -> None:
             logging.getLogger(__name__).info("%s\n%s", command, described)
 
 
-def test_recipe_readmes_are_checked() -> None:
+def test_recipe_readmes_are_among_the_checked_readmes() -> None:
     found = {str(path.relative_to(ROOT)) for path in readmes()}
     assert {"README.md", *(f"examples/{name}/README.md" for name in ("llama2", "mixtral", "megatron_llama2"))} <= found
 
@@ -50,7 +50,7 @@ def test_broken_link_is_found(text: str, broken: list[str]) -> None:
     assert broken_links(text, ROOT) == broken
 
 
-def test_package_map_has_every_room() -> None:
+def test_list_of_rooms_in_the_package_readme_is_complete() -> None:
     text = (ROOT / "memplug/README.md").read_text()
     linked = set(re.findall(r"\]\(([\w/.]+?)(?:/README\.md)?\)", text[: text.index("Imports point downwards")]))
     rooms = {

@@ -23,7 +23,7 @@ def test_lint_is_clean() -> None:
     assert result.returncode == 0, result.stdout
 
 
-def test_imports_point_one_way() -> None:
+def test_rooms_import_each_other_in_one_direction_only() -> None:
     result = run("-c", "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "12 kept, 0 broken" in result.stdout
@@ -69,7 +69,7 @@ def test_importing_memplug_imports_no_heavy_package() -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the package as a wheel contains it."""
+    """Build the package as a wheel would contain it, and return its folder."""
     pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("installed")
     built = run("-c", "import setuptools; setuptools.setup()", "build_py", "--build-lib", str(folder))

@@ -24,13 +24,13 @@ def contract(name: str) -> configparser.SectionProxy:
     return setup[f"importlinter:contract:{name}"]
 
 
-def test_every_technique_room_has_a_section_and_an_entry() -> None:
-    rooms = {path.parent.name for path in PACKAGE.glob("*/technique.py")} - {"session"}  # it has the interface
+def test_every_technique_room_has_a_config_section_and_an_entry() -> None:
+    rooms = {path.parent.name for path in PACKAGE.glob("*/technique.py")} - {"session"}  # the interface's room
     assert sorted(rooms) == sorted(TECHNIQUES)
     assert sorted(technique.name for technique in (AGREED, *FOLLOWING)) == sorted(TECHNIQUES)
 
 
-def test_every_technique_follows_its_section() -> None:
+def test_every_technique_is_switched_by_its_own_config_section() -> None:
     everything = MemplugConfig(enabled=True, **{name: {"enabled": True} for name in TECHNIQUES})
     for technique in (AGREED, *FOLLOWING):
         assert technique.is_wanted(everything.with_only(technique.name))
@@ -39,7 +39,7 @@ def test_every_technique_follows_its_section() -> None:
 
 
 @pytest.mark.parametrize("name", TECHNIQUES)
-def test_linter_contracts_have_every_technique(name: str) -> None:
+def test_linter_contracts_name_every_technique(name: str) -> None:
     room = f"memplug.{name}"
     assert room in contract("wings")["modules"].split()
     assert room in contract("interface")["source_modules"].split()
@@ -56,7 +56,7 @@ def test_native_core_has_every_cpp_folder_except_separate_libraries() -> None:
 
 
 @pytest.mark.parametrize("name", TECHNIQUES)
-def test_techniques_read_only_their_own_section(name: str) -> None:
+def test_techniques_read_only_their_own_config_section(name: str) -> None:
     """Facts about other techniques come through `memplug.session.given`."""
     for file in (PACKAGE / name).rglob("*.py"):
         read = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]

@@ -15,7 +15,7 @@ from tests.support.readmes import readmes
 
 PACKAGE = ROOT / "memplug"
 PRIVATE = re.compile(r"torch(\.\w+)*\._(?!_)\w+(\.\w+)*")
-OPERATORS = "torch.ops."  # their names are registered
+OPERATORS = "torch.ops."  # public: registered operators
 
 
 def private_uses(source: str) -> set[str]:
@@ -131,7 +131,7 @@ def test_cpp_uses_private_torch_names_in_one_file() -> None:
     assert {file for file, found in uses.items() if found} == {"torch_private.h"}
 
 
-def test_python_names_in_cpp_are_checked_at_attach() -> None:
+def test_python_names_in_cpp_are_listed_for_the_check_at_attach() -> None:
     named = re.findall(r"char\* \w+ = \"([\w.]+)\"", (PACKAGE / "native/torch_private.h").read_text())
     asked = (PACKAGE / "torch_private.py").read_text()
     assert len(named) == 6

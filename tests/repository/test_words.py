@@ -14,7 +14,7 @@ FRAGMENTS = ("As", "By", "Its", "Nothing", "Of", "That", "What", "Who", "Whoever
 FOLDERS = ("configs", "examples", "launch", "memplug", "tests")
 MIRRORED = set("Arena Decision Features Form InForce Record Region Setting Span Tape VirtualDevice".split())
 """Classes of the native core that a class of Python stands for, by the same name."""
-FRAMEWORKS_OWN = {"MemplugCallback"}  # one for each framework that has callbacks
+FRAMEWORKS_OWN = {"MemplugCallback"}  # a class of this name for each framework with callbacks
 
 
 def sources(suffixes: tuple[str, ...], *folders: str) -> Iterator[Path]:

@@ -13,7 +13,7 @@ NVML_API int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** device) {
   *device = nullptr;
   return SUCCESS;
 }
-NVML_API int nvmlDeviceGetGpuFabricInfoV(void*, void*) { // the caller's struct already says: not supported
+NVML_API int nvmlDeviceGetGpuFabricInfoV(void*, void*) { // the caller's struct says "not supported" by default
   return SUCCESS;
 }
 NVML_API int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, void*) {

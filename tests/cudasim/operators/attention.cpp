@@ -7,7 +7,7 @@
 namespace cudasim {
 namespace {
 
-// Forward's scores and what backward needs of them. Heads of keys and values are repeated for grouped queries.
+// A forward's scores, and its backward's gradients. Heads of keys and values are repeated for grouped queries.
 struct Attention {
   struct Options {
     double dropout = 0;
@@ -15,7 +15,7 @@ struct Attention {
     std::optional<double> scale;
     Draw drawn;
   };
-  Tensor q, k, v, scores, mask; // mask: dropout's, scaled
+  Tensor q, k, v, scores, mask; // mask: that of dropout, scaled
   double scale;
   int64_t key_heads;
 

@@ -24,9 +24,9 @@ at::Generator Draw::generator() const {
 
 namespace {
 
-const double MOST_FLOPS = 2e11; // a matmul of more would take minutes here
+const double MOST_FLOPS = 2e11; // a matmul with more FLOPs would take minutes here
 
-// Returns a tensor of the CPU over the same memory, or a copy if the tensor is the CPU's already.
+// Returns a CPU tensor over the same memory, or a copy if the tensor is a CPU tensor already.
 Tensor to_cpu(const Tensor& tensor) {
   TORCH_CHECK(tensor.layout() == at::kStrided, "cudasim: only dense tensors are simulated");
   Tensor made = tensor.is_cuda() ? at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
@@ -71,7 +71,7 @@ void on_device(const std::function<void()>& run, const std::string& name) {
   }
 }
 
-// `name` lives as long as the process.
+// `name` must live as long as the process.
 void queue(const std::string& name, std::function<void()> run, Ranges ranges) {
   std::function<void()> task = [&name, run = std::move(run)] { on_device(run, name); };
   cudasim_enqueue(c10::cuda::getCurrentCUDAStream().stream(), name.c_str(), &task, &ranges);
@@ -149,7 +149,7 @@ struct Call {
   const Info& info;
   const Stack& arguments;
   Draw drawn;
-  Stack given; // the arguments of the CPU's kernel
+  Stack given; // arguments for the CPU's kernel
   Ranges ranges;
 
   void give(bool known) {

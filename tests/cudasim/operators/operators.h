@@ -18,28 +18,28 @@ using at::Tensor;
 using c10::IValue;
 using Stack = std::vector<IValue>;
 
-// What a random operator takes from the CUDA generator, so that its states can be kept and replayed.
+// The part of the CUDA generator's numbers that one random operator uses, so that states can be kept and replayed.
 struct Draw {
   uint64_t seed = 0, offset = 0;
-  at::Generator generator() const; // a generator of the CPU; equal draws have equal ones
+  at::Generator generator() const; // a CPU generator; equal draws give equal generators
 };
 
-// Computes the results of an operator from arguments whose tensors are the CPU's.
+// Computes the results of an operator from arguments whose tensors are CPU tensors.
 using Compute = std::function<Stack(const c10::OperatorHandle&, Stack, Draw)>;
 
-// The facts on an operator's schema that matter here.
+// The facts in an operator's schema that the simulation needs.
 struct Info {
   std::string name;
   std::vector<bool> written; // by argument: whether the operator writes to it
   std::vector<bool> out;     // by argument: whether the operator writes to it and does not read it
-  std::vector<int> alias;    // by result: the argument that it is; -1: a new tensor
+  std::vector<int> alias;    // by result: the argument that it aliases; -1: a new tensor
   int generator = -1;        // the argument that is a generator; -1: none
-  int dropout = -1;          // the argument that is the share to drop; -1: none
+  int dropout = -1;          // the argument that is the dropout probability; -1: none
   bool draws = false;
   bool convolves = false;
   bool only_in_place = false;
   bool tensors_only = true; // whether all results are tensors
-  Compute compute;          // used in place of the CPU's kernel, if there is none
+  Compute compute;          // used if the CPU has no kernel
 };
 
 // Returns the facts on an operator that is simulated.
@@ -95,7 +95,7 @@ void visit(const IValue& value, const F& f) {
   });
 }
 
-// Marks a tensor as a number, if `of` is one: such a tensor does not decide the type of a result.
+// Marks `made` as a wrapped number if `of` is one: such a tensor does not decide the type of a result.
 inline void set_wrapped_as(const Tensor& made, const Tensor& of) {
   if (of.unsafeGetTensorImpl()->is_wrapped_number()) {
     made.unsafeGetTensorImpl()->set_wrapped_number(true);

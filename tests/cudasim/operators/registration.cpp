@@ -13,7 +13,7 @@
 namespace cudasim {
 namespace {
 
-const std::set<std::string>& own_of_torch() { // these launch nothing
+const std::set<std::string>& own_of_torch() { // operators that launch no kernel
   static const auto* names = new std::set<std::string>{
       "aten::empty",          "aten::empty_strided",     "aten::set_",
       "aten::resize_",        "aten::record_stream",     "aten::_local_scalar_dense",
@@ -39,7 +39,7 @@ Compute compute_of(const c10::FunctionSchema& schema) {
   return found != known->end() && schema.overload_name().empty() ? found->second : Compute();
 }
 
-// Returns the argument that a result is; -1: a new tensor.
+// Returns the argument that a result aliases; -1: a new tensor.
 int alias_of(const c10::Argument& result, const std::vector<c10::Argument>& arguments) {
   for (size_t i = 0; i < arguments.size() && result.alias_info() != nullptr; ++i) {
     const auto* alias = arguments[i].alias_info();

@@ -1,5 +1,5 @@
-// Shapes and types of an operator's results, from its meta kernel. Meta kernels in Python are slow, so their results
-// are cached, by all facts that they may depend on.
+// Shapes and types of an operator's results, from its meta kernel. Meta kernels in Python are slow, so results
+// are cached under all facts that they may depend on.
 #include <cstdio>
 #include <mutex>
 #include <unordered_map>

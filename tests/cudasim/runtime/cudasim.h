@@ -1,4 +1,4 @@
-// The calls of the simulated CUDA runtime beside CUDA's own: for the operators, and for Python by ctypes.
+// Calls that the simulated CUDA runtime adds to CUDA's: for the operators, and for Python, which calls them by ctypes.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -10,7 +10,7 @@
 
 namespace cudasim {
 
-// Bytes [begin, end) that a task reads or writes, for the check that conflicting tasks are ordered.
+// Bytes [begin, end) that a task reads or writes; conflicting tasks are checked for order.
 struct Range {
   uintptr_t begin, end;
   bool write;
@@ -20,7 +20,8 @@ using Ranges = std::vector<Range>;
 
 } // namespace cudasim
 
-// Queues `run` on a stream, as the launch of a kernel would. `name` lives as long as the process. The task is queued in
-// any case. Returns false if it conflicts with a task that it is not ordered after, if races are errors (Races::RAISE).
+// Queues `run` on a stream, as the launch of a kernel would. `name` must live as long as the process. The task is
+// queued in any case. Returns false if it conflicts with a task that it is not ordered after, if races are errors
+// (Races::RAISE).
 CUDASIM_API bool cudasim_enqueue(cudaStream_t stream, const char* name, std::function<void()>* run,
                                  cudasim::Ranges* ranges);

@@ -1,4 +1,4 @@
-// What c10 asks of the driver: contexts, and virtual memory for expandable segments.
+// The calls of the driver that c10 makes: contexts, and virtual memory for expandable segments.
 #include <cuda.h>
 #include <dlfcn.h>
 #include <sys/mman.h>

@@ -1,5 +1,5 @@
-// There are no kernels: the code in ../operators replaces those that torch launches. A kernel that is launched all the
-// same ends the process with the kernel's name, since results would be missing.
+// There are no kernels: the code in ../operators replaces the operators that launch them. Any other launch ends the
+// process with the kernel's name, since the kernel's results would be missing.
 #include <cstdio>
 #include <cstdlib>
 
@@ -10,7 +10,7 @@ namespace {
 
 const double SLEEP_S = 1e-3;
 
-thread_local cudaStream_t launch_stream = nullptr; // between <<<>>> and the launch
+thread_local cudaStream_t launch_stream = nullptr; // set from <<<>>> to the launch
 
 cudaError_t launched(const void* kernel, cudaStream_t stream) {
   const Lock lock(state().mutex);

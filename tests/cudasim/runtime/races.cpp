@@ -1,4 +1,4 @@
-// Each task has a vector clock of the tasks before it, by the order of its stream, by events and by waits of the host.
+// Each task has a vector clock: the tasks that precede it by its stream's order, by events and by waits of the host.
 // Each byte of device and pinned memory has its last writer, and the readers since.
 #include "races.h"
 
@@ -77,7 +77,7 @@ bool note(const Stream& stream, const char* task, const Range& range) {
       read.push_back(mine);
     }
   });
-  if (range.write) { // all of the range is alike now
+  if (range.write) { // the whole range now has one last writer
     auto& all = state().accesses;
     all.erase(all.lower_bound(range.begin), all.lower_bound(range.end));
     all.emplace(range.begin, Segment{range.end, mine, {}});

@@ -1,4 +1,5 @@
-// The race detector: are conflicting accesses of tasks ordered? The answer does not depend on the order of their runs.
+// The race detector: are conflicting accesses of tasks ordered? The answer does not depend on the order in which tasks
+// run.
 #pragma once
 #include "state.h"
 
@@ -8,10 +9,10 @@ namespace cudasim {
 // ordered after one that it conflicts with; each such race is reported once.
 bool note_accesses(const Stream& stream, const char* task, const Ranges& ranges);
 
-// Forgets the accesses to bytes that are given back.
+// Forgets the accesses to bytes that are freed.
 void forget(uintptr_t begin, uintptr_t end);
 
-// Reports a violation if a queued task still needs bytes that are given back.
+// Reports a violation if a queued task still needs bytes that are freed.
 void check_unused(uintptr_t begin, uintptr_t end, const char* call);
 
 // Reports a violation: an error on hardware, though not always a visible one.

@@ -8,10 +8,10 @@ namespace cudasim {
 // are errors (Races::RAISE).
 bool push(Stream& stream, Task task);
 
-// Queues work that takes so many virtual seconds; negative: as long as it really takes.
+// Queues work that takes this many virtual seconds; negative: as long as it really takes.
 cudaError_t run_on(Stream& stream, const char* name, double seconds, Ranges ranges, std::function<void()> run);
 
-// Run tasks until the event is reached, the stream is finished, or all streams are; no more than that needs.
+// Run only the tasks that are needed to reach an event, to finish a stream, or to finish all streams.
 void complete(const Mark& mark);
 void finish(Stream& stream);
 void finish_all();
@@ -19,14 +19,14 @@ void finish_all();
 // Runs a few tasks or none, at random, under Policy::RANDOM.
 void run_some();
 
-// Make the host wait for an event, a stream or all streams: later tasks are ordered after these, and the host's time
-// passes.
+// Make the host wait for an event, a stream or all streams: later tasks are ordered after them, and the host's clock
+// advances.
 void wait_for(const Mark& mark);
 void wait_for(Stream& stream);
 void wait_for_all();
 
-// Returns the host's time, as if the device were another machine: without the time that the device's work takes here,
-// and with the time that the host would have had to wait for it.
+// Returns the host's time as if the device were another machine: without the time that its work takes on this machine,
+// but with the time that the host would have waited for that work.
 double now();
 
 } // namespace cudasim

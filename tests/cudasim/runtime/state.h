@@ -15,7 +15,7 @@
 
 namespace cudasim {
 
-// For each stream, how many of its tasks are known to have run before: a vector clock.
+// A vector clock: for each stream, how many of its tasks are known to have run before.
 using Clock = std::vector<uint64_t>;
 
 inline void join(Clock& clock, const Clock& other) {

@@ -18,7 +18,7 @@ CUDASIM_API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned
 CUDASIM_API cudaError_t cudaStreamCreate(cudaStream_t* handle) {
   return cudaStreamCreateWithPriority(handle, 0, 0);
 }
-CUDASIM_API cudaError_t cudaStreamDestroy(cudaStream_t) { // its queued tasks still run
+CUDASIM_API cudaError_t cudaStreamDestroy(cudaStream_t) { // the stream's queued tasks still run
   return cudaSuccess;
 }
 CUDASIM_API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
@@ -68,7 +68,7 @@ CUDASIM_API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t eve
   const Lock lock(state().mutex);
   Stream& stream = *stream_of(handle);
   const MarkPtr mark = event_of(event)->mark;
-  if (mark == nullptr) { // never recorded
+  if (mark == nullptr) { // the event was never recorded
     return cudaSuccess;
   }
   if (mark->capture != nullptr) {

@@ -1,7 +1,7 @@
 """Makes each Python that runs on simulated CUDA use NCCL's stand-in, as soon as it imports torch.distributed.
 
-The folder of this module is first in PYTHONPATH, so Python imports it by itself. A program that never imports torch
-pays nothing.
+The folder of this module is first in PYTHONPATH, so Python imports the module at its start. A program that never
+imports torch pays nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The resources that a step waits for, by its spans."""
+"""The resource that limits a step's time, found from the step's spans."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def _span(name: str, begin_s: float, end_s: float, stream: int = 0) -> Span:
         ([], "host"),
     ],
 )
-def test_bound_is_the_resource_busy_while_no_kernel_runs(spans: list[Span], expected: str) -> None:
+def test_step_is_bound_by_the_resource_that_is_busy_while_kernels_wait(spans: list[Span], expected: str) -> None:
     assert bound(spans, 1.0) == expected

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON for an estimate: the run's own, except for settings that the virtual device does not run."""
+"""The DeepSpeed settings of an estimate: the user's JSON, except settings that the virtual device cannot run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ FUSED = {"torch_adam": True, "fused": True}
         (FUSED, FUSED),
     ],
 )
-def test_torch_adam_replaces_only_deepspeeds_kernel(params: dict[str, Any], estimated: dict[str, Any]) -> None:
+def test_estimate_replaces_only_deepspeeds_own_adam_by_torchs(
+    params: dict[str, Any], estimated: dict[str, Any]
+) -> None:
     settings = settings_of({"optimizer": {"type": "AdamW", "params": params}}, 1, 2)
     assert settings["optimizer"]["params"] == estimated
 
@@ -35,7 +37,9 @@ def test_torch_adam_replaces_only_deepspeeds_kernel(params: dict[str, Any], esti
         ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4}, 4, None),
     ],
 )
-def test_accumulation_steps_are_those_of_the_run(batches: dict[str, Any], micro_batch: int, steps: int | None) -> None:
+def test_accumulation_steps_are_set_if_they_follow_from_the_json(
+    batches: dict[str, Any], micro_batch: int, steps: int | None
+) -> None:
     settings = settings_of(batches, micro_batch, 2)
     assert settings.get("gradient_accumulation_steps") == steps
     assert settings["train_micro_batch_size_per_gpu"] == micro_batch and "train_batch_size" not in settings
@@ -76,7 +80,9 @@ def test_batch_not_divisible_by_the_ranks_is_refused() -> None:
         ({"bf16": {"enabled": False}}, "fp32", None),
     ],
 )
-def test_dtype_is_deepspeeds_or_bf16_if_left_open(settings: dict[str, Any], dtype: str, section: str | None) -> None:
+def test_dtype_is_deepspeeds_unless_the_json_is_empty_or_says_auto(
+    settings: dict[str, Any], dtype: str, section: str | None
+) -> None:
     assert dtype_of(settings) == dtype
     made = settings_of(settings, 1, 2)
     on = [name for name in ("bf16", "bfloat16", "fp16") if made.get(name, {}).get("enabled") is True]
@@ -93,13 +99,13 @@ def test_dtype_is_deepspeeds_or_bf16_if_left_open(settings: dict[str, Any], dtyp
         {"zenflow": {"topk_ratio": 0.1}},
     ],
 )
-def test_offload_to_the_host_is_refused(zero: dict[str, Any]) -> None:
+def test_estimate_refuses_deepspeed_offload_to_the_host(zero: dict[str, Any]) -> None:
     with pytest.raises(EstimateError, match="leaves work to the host"):
         settings_of({"zero_optimization": zero}, 1, 2)
     settings_of({"zero_optimization": {"offload_optimizer": None, "offload_param": {"device": "none"}}}, 1, 2)
 
 
-def test_configuration_refused_by_deepspeed_is_refused_in_its_words() -> None:
+def test_refusal_of_a_configuration_quotes_deepspeeds_error() -> None:
     _refuse_as_deepspeed({"train_batch_size": 1, "zero_optimization": {"stage": 3}})
     with pytest.raises(EstimateError, match="DeepSpeed refuses the configuration: .*cpu_offload_params"):
         _refuse_as_deepspeed({"train_batch_size": 1, "zero_optimization": {"cpu_offload_params": True}})

@@ -38,7 +38,7 @@ def test_layout_that_does_not_divide_the_model_is_refused_with_advice(
         RankLayout(**layout).check(shape, shape.layers, 4096)
 
 
-def test_sequence_parallel_ranks_must_share_whole_tokens() -> None:
+def test_sequence_parallel_size_must_divide_the_tokens_of_a_rank() -> None:
     with pytest.raises(EstimateError, match="--tensor, with --sequence, is 8, which does not divide a rank's tokens"):
         RankLayout(tensor=8, sequence=True).check(LLAMA, 80, 4092)
     RankLayout(tensor=8, sequence=True).check(LLAMA, 80, 4096)
@@ -54,7 +54,9 @@ def test_sequence_parallel_ranks_must_share_whole_tokens() -> None:
         ({"tensor": 2, "sequence": True, "context": 2, "expert": 8, "pipeline": 2}, 16, 2, "expert 8, context 2, data"),
     ],
 )
-def test_remaining_ranks_are_data_parallel(layout: dict[str, Any], gpus: int, data: int, told: str) -> None:
+def test_gpus_beyond_one_model_replica_are_data_parallel(
+    layout: dict[str, Any], gpus: int, data: int, told: str
+) -> None:
     made = RankLayout(**layout)
     made.check(MIXTRAL, 32, 4096)
     assert (made.gpus, made.data) == (gpus, data) and told in str(made)

@@ -1,4 +1,4 @@
-"""The search for the largest count that fits, on known memory."""
+"""The search for the largest count that fits, where the memory that each count takes is known."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORKLOAD = Workload(shape=Shape({}), layers=32, seq_len=4096)
 
 
 def searched(bytes_of: Callable[[int], float], begin: int, limit_bytes: float, step: int = 0) -> tuple[int, list[int]]:
-    """Return the count that is found, and the counts that were tried."""
+    """Return the count that the search finds, and the counts that it tries."""
     tried: list[int] = []
 
     def noted(count: int) -> float:
@@ -85,7 +85,7 @@ def test_capacity_is_the_device_budget_up_to_the_gpus_memory() -> None:
 
 
 def limits_of(mode: str, told: list[str], ran: list[Workload], monkeypatch: pytest.MonkeyPatch) -> LimitSearch:
-    """Return limits whose steps are recorded, and take a MiB per token of any sequence."""
+    """Return a search that adds each step to `ran`; a step takes one MiB for each token of its batch."""
 
     def least_bytes(workload: Workload, *args: object) -> float:
         ran.append(workload)
@@ -96,14 +96,14 @@ def limits_of(mode: str, told: list[str], ran: list[Workload], monkeypatch: pyte
     return LimitSearch(WORKLOAD, EstimateRequest.of(None, gpu, MODES), mode, told.append)
 
 
-def test_progress_names_each_step_and_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_search_progress_shows_the_step_number_and_its_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     limits_of("keep", told, [], monkeypatch).longest()
     assert told[0] == "limits of keep, step 1 of at most 16: a sequence of 4,096 tokens"
     assert f"step {len(told)} of at most 16" in told[-1]
 
 
-def test_both_searches_run_few_whole_model_steps_without_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_length_and_batch_searches_run_few_steps_and_repeat_none(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Workload] = []
     search = limits_of("keep", [], ran, monkeypatch)
     assert search.longest() == pytest.approx(100 * 1024, rel=1 / 32) and search.largest_batch() == 25
@@ -111,5 +111,5 @@ def test_both_searches_run_few_whole_model_steps_without_repeats(monkeypatch: py
     assert {each.layers for each in ran} == {WORKLOAD.layers}
 
 
-def test_largest_micro_batch_is_found_without_the_longest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_search_works_without_an_earlier_length_search(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits_of("full", [], [], monkeypatch).largest_batch() == 25

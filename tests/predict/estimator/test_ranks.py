@@ -17,7 +17,7 @@ from memplug.predict.virtual import GpuProfile
 
 
 @pytest.mark.parametrize(("stage", "left_out"), [(2, set()), (3, {"selective"})])
-def test_selective_recomputation_is_left_out_with_zero_3(
+def test_estimate_leaves_out_selective_recomputation_under_zero_3(
     stage: int, left_out: set[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hardware, workload = GpuProfile.named("h200"), Workload(shape=Shape({}), layers=1, seq_len=8)

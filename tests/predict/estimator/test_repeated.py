@@ -19,7 +19,7 @@ PAIRS = [
 
 
 def estimated(names: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Return their results, from one process."""
+    """Return the results of these estimates, all made in one process."""
     folder.mkdir()
     (folder / "asked.json").write_text(json.dumps(names))
     launch_forked(["tests.support.repeated_worker", folder], processes=1, module=True)
@@ -41,7 +41,7 @@ def differing(found: dict[str, Any], fresh: dict[str, Any]) -> list[tuple[str, s
 
 @pytest.mark.long
 @pytest.mark.parametrize("names", [SOME, pytest.param(PAIRS, marks=pytest.mark.long)], ids=["some", "pairs"])
-def test_estimates_are_the_same_as_in_a_fresh_process(names: list[str], tmp_path: Path) -> None:
+def test_estimate_does_not_depend_on_earlier_ones_in_its_process(names: list[str], tmp_path: Path) -> None:
     fresh = {name: estimated([name], tmp_path / name)[0] for name in sorted({*names} - {"failing"})}
     assert fresh["impossible"]["impossible"]["memplug"] > 1 and fresh["swapped"]["memplug"]["to_host_bytes"] > 0
     for place, (name, found) in enumerate(zip(names, estimated(names, tmp_path / "all"), strict=True)):

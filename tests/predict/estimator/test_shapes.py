@@ -23,7 +23,7 @@ def test_shipped_shapes_are_valid(file: Path) -> None:
     assert shape.family == {"mixtral": "Mixtral", "qwen3": "Qwen3"}.get(file.stem.partition("_")[0], "Llama")
 
 
-def test_qwen3_head_size_is_as_given_or_hugging_faces_default(tmp_path: Path) -> None:
+def test_qwen3_head_size_defaults_to_that_of_hugging_face(tmp_path: Path) -> None:
     file, text = tmp_path / "model.yaml", QWEN.replace("num_attention_heads: 32", "num_attention_heads: 24")
     for given, size in (("head_dim: 96\n", 96), ("", 128)):
         file.write_text(text.replace("head_dim: 128\n", given))
@@ -76,7 +76,7 @@ def test_null_key_value_heads_default_to_the_number_of_heads(tmp_path: Path) -> 
         (None, "No such file"),
     ],
 )
-def test_invalid_shape_file_error_names_the_fault(text: str | None, said: str, tmp_path: Path) -> None:
+def test_error_for_an_invalid_shape_file_names_the_fault(text: str | None, said: str, tmp_path: Path) -> None:
     file = tmp_path / "model.yaml"
     if text is not None:
         file.write_text(text)

@@ -46,13 +46,13 @@ def _pipeline(
 
 
 @pytest.mark.parametrize("micro_batches", [4, 8, 32])
-def test_bubble_of_equal_stages_is_stages_minus_one_over_micro_batches(micro_batches: int) -> None:
+def test_bubble_share_of_equal_stages_is_stages_minus_1_over_micro_batches(micro_batches: int) -> None:
     found = _pipeline({0: _stage(9.0, 1), 1: _stage(9.0, 1), 3: _stage(9.0, 1)}, 4, micro_batches)["keep"]
-    assert found.bubble_s == pytest.approx(8.0 * 3 / micro_batches)  # a share of the schedule, without the optimizer
+    assert found.bubble_s == pytest.approx(8.0 * 3 / micro_batches)  # 1 s of the 9 is the optimizer's
     assert found.step_s == pytest.approx(OPTIMIZER_S + 8.0 * (micro_batches + 3) / micro_batches)
 
 
-def test_slowest_stage_sets_the_time_and_the_largest_the_memory() -> None:
+def test_slowest_stage_sets_step_time_and_largest_stage_sets_memory() -> None:
     first = dataclasses.replace(_stage(5.0, 120), to_host_bytes=7)
     found = _pipeline({0: first, 1: _stage(5.0, 80), 3: _stage(9.0, 60, flops=5e12, arena_bytes=70)}, 4, 8)
     keep = found["keep"]
@@ -62,14 +62,17 @@ def test_slowest_stage_sets_the_time_and_the_largest_the_memory() -> None:
     assert {stage: each["keep"].peak_allocated_bytes for stage, each in found.stages.items()} == {0: 120, 1: 80, 3: 60}
 
 
-def test_impossible_mode_reports_the_largest_budget_that_a_stage_needs() -> None:
+def test_mode_that_cannot_fit_reports_the_budget_of_the_largest_stage() -> None:
     stages = {stage: _stage(5.0, 1) for stage in (0, 1)}
     found = _pipeline(stages, 2, 4, {0: 3.0, 1: 2.0})
     assert found.impossible["memplug"].least_gib == 3.0 and list(found) == ["keep"]
 
 
 def _simulated_s(forward_s: list[float], micro_batches: int) -> float:
-    """Simulate 1F1B, with backward twice as long: each stage runs its passes in order, once their input exists."""
+    """Return the seconds of a simulated 1F1B schedule, in which a backward takes twice as long as its forward.
+
+    Each stage runs its passes in order; a pass begins once its input exists.
+    """
     stages = len(forward_s)
     todo = []
     for stage in range(stages):

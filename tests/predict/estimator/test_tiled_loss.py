@@ -1,4 +1,4 @@
-"""A loss in parts is the model's own loss, and so are its gradients."""
+"""A tiled loss and its gradients equal those of the model's own loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
-@pytest.mark.parametrize("tiles", [2, 7])  # of 62 tokens: equal parts, and a shorter last one
+@pytest.mark.parametrize("tiles", [2, 7])  # 62 tokens: two equal tiles; seven tiles, the last one shorter
 def test_tiled_loss_and_gradients_match_the_whole_loss(family: str, tiles: int) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES, use_cache=False)
@@ -52,7 +52,7 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_tiled_loss_runs_the_operators_of_the_recipe() -> None:
+def test_tiled_loss_runs_the_same_operators_as_the_recipes_own() -> None:
     ids, each = torch.randint(0, SIZES["vocab_size"], (2, 32)), []
     for tile in (tile_loss, recipes.tiled_loss.tile_loss):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, use_cache=False))

@@ -21,7 +21,7 @@ from tests.support.values_worker import HIDDEN, LAYERS, TOKENS, Routed
 WORKER = "tests.support.values_worker"
 
 
-def test_estimate_from_a_trace_makes_the_recorded_requests_in_each_mode(tmp_path: Path) -> None:
+def test_estimate_from_a_value_trace_makes_the_requests_of_a_cpu_step(tmp_path: Path) -> None:
     modes = "keep", "full", "memplug"
     for device in ("cpu", "virtual"):
         launch_forked([WORKER, device, tmp_path, *modes], processes=1, module=True)
@@ -36,7 +36,7 @@ def _values(model: nn.Module, step: Callable[[], Any], folder: Path) -> Values:
     return Values.read(folder / "values.json")
 
 
-def test_values_are_recorded_per_module_once_per_step(tmp_path: Path) -> None:
+def test_values_are_recorded_per_module_for_the_first_micro_batch(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Routed(), torch.randn(TOKENS, HIDDEN)
 
@@ -57,7 +57,7 @@ def test_values_are_recorded_per_module_once_per_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recompute_is_not_recorded_again(use_reentrant: bool, tmp_path: Path) -> None:
+def test_recomputation_adds_no_values_to_the_trace(use_reentrant: bool, tmp_path: Path) -> None:
     model, x = Routed(), torch.randn(TOKENS, HIDDEN, requires_grad=True)
     kept = _values(model, lambda: model(x).backward(), tmp_path)
     for layer in model.layers:
@@ -89,7 +89,7 @@ class _Reads(nn.Module):
         return _Halves.apply(self.weight * 3).sum()
 
 
-def test_backward_is_recorded_separately_and_each_host_copy_once(tmp_path: Path) -> None:
+def test_host_copies_are_recorded_once_and_backward_reads_separately(tmp_path: Path) -> None:
     model = _Reads()
     values = _values(model, lambda: model().backward(), tmp_path)
     (reads,) = values.calls[""]
@@ -98,7 +98,7 @@ def test_backward_is_recorded_separately_and_each_host_copy_once(tmp_path: Path)
     assert [(read.operator, read.outputs[0].values) for read in values.backward] == [(NUMBER, (2.0,))]
 
 
-def test_step_of_another_model_is_refused_and_a_failed_one_writes_nothing(tmp_path: Path) -> None:
+def test_step_of_another_model_is_refused_and_a_failed_one_adds_no_file(tmp_path: Path) -> None:
     with pytest.raises(EstimateError, match="no forward of the model"):
         _values(_Reads(), lambda: _Reads()(), tmp_path)
     with pytest.raises(ZeroDivisionError):

@@ -28,11 +28,11 @@ NO_LIST = {"swap": {"enabled": False}}
 
 @pytest.mark.parametrize("budget_gib", [40.0, 41.7, 44.0])
 def test_no_kernel_waits_for_copies_of_gated_mlp_products(budget_gib: float) -> None:
-    """Swap products that are as large as all other swapped tensors of a layer, and are offloaded last.
+    """Swap the MLP's products, which are as large as all other swapped tensors of a layer, and are offloaded last.
 
-    The next layer begins meanwhile, since the tensors offloaded before have made enough room. In backward they are
-    prefetched during the attention of the layer after them; if a plan swaps more, they use the room that it counts for
-    copies in flight.
+    The next layer begins while the products are offloaded, since earlier offloads have made enough room. Backward
+    prefetches the products during the next layer's attention; if a plan swaps more, the products use the room that the
+    plan reserves for copies in flight.
     """
     pytest.importorskip("transformers")
     workload = Workload(shape=_shape(), layers=4, seq_len=131072, head=False, optimizer=False)
@@ -56,7 +56,7 @@ def _shape() -> Shape:
 
 
 def _trained(workload: Workload, block: dict[str, Any], capacity_bytes: float) -> tuple[dict[str, Any], int]:
-    """Train two steps on a GPU of that capacity; return the report, and the most that was reserved."""
+    """Train two steps on a GPU with that much memory; return the report, and the peak of reserved bytes."""
     device = VirtualDevice(dataclasses.replace(GpuProfile.read(H200), memory_bytes=capacity_bytes))
     device.restart()
     training = VirtualTraining(workload.make_model, workload.inputs, workload.make_optimizer)
@@ -67,10 +67,10 @@ def _trained(workload: Workload, block: dict[str, Any], capacity_bytes: float) -
                 session.step()
             return session.report().as_dict(), device.usage().reserved_peak
     finally:
-        del training  # a stored error's frame would keep it alive
+        del training  # else the frame of a stored error would keep the training alive
 
 
-def test_job_too_large_without_a_plan_finishes_with_an_estimated_one(tmp_path: Path) -> None:
+def test_training_that_fits_only_with_an_estimated_plan_completes(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     workload = Workload(shape=_shape(), layers=4, seq_len=8192)
     block = {"enabled": True, **NO_LIST, "host_budget_gib": 100, "device_budget_gib": 10.5}
@@ -89,7 +89,7 @@ def test_job_too_large_without_a_plan_finishes_with_an_estimated_one(tmp_path: P
 
 
 @pytest.mark.parametrize("budget_gib", [12.0, 14.0])
-def test_served_steps_reserve_between_98_and_100_percent_of_the_budget(budget_gib: float) -> None:
+def test_steps_with_the_arena_reserve_98_to_100_percent_of_the_budget(budget_gib: float) -> None:
     """Count the holes in torch's segments as reserved, beside the tensors."""
     pytest.importorskip("transformers")
     found = _of_four_layers({"device_budget_gib": budget_gib}, GpuProfile.read(H200), "memplug")["memplug"]

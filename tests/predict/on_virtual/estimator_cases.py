@@ -50,7 +50,7 @@ def test_predicted_step_matches_h200_measurements(of_four: Estimate, mode: str) 
 
 def test_utilization_counts_model_flops_without_recomputation(of_four: Estimate) -> None:
     assert of_four.over_keep("keep") == 1 < of_four.over_keep("selective") < of_four.over_keep("full")
-    assert 1.2 < of_four["full"].flops / of_four["keep"].flops < 4 / 3  # the last product is not needed again
+    assert 1.2 < of_four["full"].flops / of_four["keep"].flops < 4 / 3  # the last matmul is not recomputed
     share = of_four.utilization("full", 989e12)
     assert share == pytest.approx(of_four["keep"].flops / of_four["full"].step_s / 989e12)
     assert 0.3 < share < of_four.utilization("keep", 989e12) < 1
@@ -60,7 +60,7 @@ def test_utilization_counts_model_flops_without_recomputation(of_four: Estimate)
         assert all(0 <= span.queued_s <= span.begin_s < span.end_s <= each.step_s * 1.001 for span in each.spans)
 
 
-def test_few_layers_extrapolate_to_many(of_four: Estimate) -> None:
+def test_estimates_of_2_and_4_layers_extrapolate_to_6(of_four: Estimate) -> None:
     two, six = _estimated(2, tuple(of_four)), _estimated(6, tuple(of_four))
     for mode, four in of_four.items():
         for name, precision in (("step_s", 1e-3), ("peak_allocated_bytes", 1e-3), ("peak_reserved_bytes", 0.03)):
@@ -79,7 +79,7 @@ def test_memplug_swaps_to_stay_within_its_budget() -> None:
     assert 0 < found.arena_reserved_bytes < 1.1 * found.peak_reserved_bytes
 
 
-def test_modes_that_do_not_fit_are_estimated_or_name_the_least_budget() -> None:
+def test_mode_that_does_not_fit_is_estimated_or_names_its_least_budget() -> None:
     small = dataclasses.replace(GpuProfile.read(H200), memory_bytes=9e9)
     found = memplug.estimate(lambda: _stack(4), _input, LAYERS, small, ("keep", "memplug"))
     assert not found["keep"].fits and found["keep"].peak_reserved_bytes > 9e9
@@ -104,7 +104,7 @@ class _Tied(nn.Module):
         return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), ids.flatten())}
 
 
-def test_model_on_meta_is_moved_with_shared_parameters_still_shared() -> None:
+def test_moving_a_meta_model_keeps_shared_parameters_shared() -> None:
     VirtualDevice(GpuProfile.read(H200))
     training = VirtualTraining(
         _Tied, lambda: {"ids": torch.zeros(2, 8, dtype=torch.long, device="meta")}, torch.optim.SGD
@@ -144,7 +144,7 @@ class _FailsLater(nn.Module):
         return (x * self.weight).sum()
 
 
-def test_failed_step_leaves_no_spans_to_the_next_estimate() -> None:
+def test_failed_step_adds_no_spans_to_the_next_estimate() -> None:
     """Let a step fail while it is measured."""
     block = {"enabled": True, "arena": {"enabled": False}}
     with pytest.raises(EstimateError, match="a forward that fails"):

@@ -1,4 +1,4 @@
-"""Cases of frameworks' requests to a device, and of programs written for CUDA."""
+"""A program written for CUDA, tokens routed evenly to experts, and a DeepSpeed rank, on the virtual device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_evenly_routed_mask_selects_each_experts_share_of_tokens(device: Virtual
     assert len(tokens.masked_select(mask)) == 8 * 16
 
 
-def test_deepspeed_rank_steps_with_its_share_of_optimizer_states(device: VirtualDevice) -> None:
+def test_deepspeed_rank_holds_its_share_of_optimizer_states(device: VirtualDevice) -> None:
     pytest.importorskip("deepspeed")
     from memplug.predict.virtual.accelerator import accelerated
 

@@ -67,7 +67,7 @@ def test_tensor_parallel_ranks_share_parameters_activations_and_work() -> None:
         assert 2 * split[mode].flops == pytest.approx(alone[mode].flops)
         assert 0.5 <= split[mode].peak_allocated_bytes / alone[mode].peak_allocated_bytes < 0.6
     assert "c10d::_allgather_base_" in {span.name for span in split["keep"].spans}
-    attention = 4 * 2 * TOKENS * TOKENS * DENSE["hidden_size"]  # of four layers' forwards
+    attention = 4 * 2 * TOKENS * TOKENS * DENSE["hidden_size"]  # FLOPs of four layers' forwards
     assert alone["full"].flops - alone["selective"].flops == pytest.approx(attention)
 
 
@@ -87,7 +87,7 @@ def test_expert_parallel_ranks_hold_fewer_experts_and_do_equal_work() -> None:
     split, parameters = _estimated(RankLayout(expert=2), mixture=True)
     of_experts = 4 * 4 * 3 * DENSE["hidden_size"] * DENSE["intermediate_size"]
     assert all_parameters - parameters == of_experts // 2
-    assert split["keep"].flops == pytest.approx(alone["keep"].flops)  # half the experts, tokens of two ranks
+    assert split["keep"].flops == pytest.approx(alone["keep"].flops)  # half the experts, for the tokens of two ranks
     names = {span.name for span in split["keep"].spans}
     assert "c10d::alltoall_base_" in names - {span.name for span in alone["keep"].spans}
 
@@ -99,7 +99,7 @@ def test_first_stage_holds_more_micro_batches_than_the_last() -> None:
         for stage in (0, 1)
         for count in (1, 4)
     }
-    activations = 2 * TOKENS * 2 * 10 * DENSE["hidden_size"]  # of two layers in bf16, at least
+    activations = 2 * TOKENS * 2 * 10 * DENSE["hidden_size"]  # a lower bound: two layers in bf16
     first, last = (peaks[stage, 4].peak_allocated_bytes - peaks[stage, 1].peak_allocated_bytes for stage in (0, 1))
     assert first > activations > 2 * last >= 0
     assert peaks[0, 4].schedule_s == pytest.approx(4 * peaks[0, 1].schedule_s, rel=0.1)
@@ -117,19 +117,19 @@ def test_context_parallel_ranks_share_all_work_equally() -> None:
 
 
 @pytest.mark.long
-def test_gathered_keys_and_values_leave_the_device_with_their_layer() -> None:
-    """Capture attention, so that no recompute pass of this rank needs keys and values; other ranks' might."""
+def test_gathered_keys_and_values_of_a_layer_do_not_stay_on_the_device() -> None:
+    """Capture attention's output: this rank's recompute passes then need no keys and values; other ranks' might."""
     block = {**WITHOUT_ARENA, "swap": {"enabled": False}, "tokenwise": {"alpha": 0.0, "min_offload_bytes": 4096}}
     grown_bytes = {}
     for mode in ("full", "memplug"):
         found = [_estimated(RankLayout(context=2), (mode,), layers=layers, block=block)[0][mode] for layers in (4, 8)]
         grown_bytes[mode] = found[1].peak_allocated_bytes - found[0].peak_allocated_bytes
-    gathered_bytes = 4 * 2 * 2 * TOKENS * DENSE["hidden_size"] // 2  # of four layers, keys and values of half the heads
+    gathered_bytes = 4 * 2 * 2 * TOKENS * DENSE["hidden_size"] // 2  # four layers' keys and values of half the heads
     assert grown_bytes["memplug"] < grown_bytes["full"] + gathered_bytes / 2
 
 
 @pytest.mark.long
-def test_fp16_skips_no_step() -> None:
+def test_fp16_step_runs_the_optimizer_like_bf16() -> None:
     half, brain = (_estimated(RankLayout(), dtype=dtype)[0]["keep"] for dtype in ("fp16", "bf16"))
     adam = [sum(span.name.startswith("aten::_fused_adam") for span in each.spans) for each in (half, brain)]
     assert adam[0] == adam[1] > 0

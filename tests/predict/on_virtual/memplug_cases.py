@@ -38,7 +38,7 @@ PLAIN = {"arena": {"enabled": False}, "profiler": {"wait_for_plans": True}}
 
 @pytest.mark.long
 def test_swap_list_keeps_its_budget_and_predicted_stall() -> None:
-    """Predict with the link's rates while both directions run."""
+    """Run on a link as slow as with both directions busy, as the plan assumes; then on the link's own rates."""
     hardware = GpuProfile.read(H200)
     both = {"to_host": hardware.to_host_both_bytes_per_s, "to_device": hardware.to_device_both_bytes_per_s}
     device = VirtualDevice(dataclasses.replace(hardware, **{f"{to}_bytes_per_s": both[to] for to in both}))
@@ -70,7 +70,7 @@ def test_swapping_and_keeping_is_faster_than_full_recomputation() -> None:
 
 
 @pytest.mark.long
-def test_plans_at_the_memory_of_full_recomputation_recompute_little() -> None:
+def test_plan_in_the_memory_of_full_recomputation_is_faster_than_it() -> None:
     device = VirtualDevice(GpuProfile.read(H200))
     _, most, keep_s = _trained(device, {**PLAIN, **NO_LIST, **NO_REGIONS})
     config = {**PLAIN, **NO_LIST, "tokenwise": {"regions": ["layers.*"], "alpha": 0}}
@@ -82,7 +82,7 @@ def test_plans_at_the_memory_of_full_recomputation_recompute_little() -> None:
     assert took_s < keep_s + 0.8 * (full_s - keep_s)
 
 
-def test_first_step_that_does_not_fit_completes() -> None:
+def test_first_step_that_exceeds_device_memory_completes() -> None:
     device = VirtualDevice(GpuProfile.read(H200))
     _, most, _ = _trained(device, {**PLAIN, **NO_REGIONS}, steps=1)
     small = VirtualDevice(dataclasses.replace(device.hardware, memory_bytes=0.8 * most))
@@ -101,7 +101,7 @@ class _Sines(nn.Module):
         return x
 
 
-def test_memplugs_own_work_takes_host_time() -> None:
+def test_memplugs_own_work_is_charged_as_host_time() -> None:
     """Charge for each operator of a region, for the region, and for recomputing in backward."""
     layers, least_s = 3, 1e-12
     own = ("observe_s", "region_s", "restore_s")
@@ -120,12 +120,12 @@ def test_memplugs_own_work_takes_host_time() -> None:
 
     alone_s = step_s()
     taken_s = [step_s(**{name: 1.0}) - alone_s for name in own]
-    hidden_s = 1e-3  # time of kernels that the host otherwise waits for
+    hidden_s = 1e-3  # kernel time that the host waits for only if nothing is charged
     assert taken_s == pytest.approx([layers * _Sines.operators, layers, layers], abs=hidden_s)
 
 
 @pytest.mark.long
-def test_larger_models_finds_the_largest_that_fits() -> None:
+def test_larger_models_benchmark_finds_the_largest_size_that_fits() -> None:
     pytest.importorskip("transformers")
     device = VirtualDevice(dataclasses.replace(GpuProfile.read(H200), memory_bytes=2 << 30))
     shape = larger_models.Shape(tokens=4096, layers=2, hidden=256)

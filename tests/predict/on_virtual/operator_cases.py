@@ -54,7 +54,7 @@ def test_operators_run_as_the_fused_kernels_of_cuda(device: VirtualDevice) -> No
     assert len(names) < 12
 
 
-def test_mask_has_its_assumed_share_and_other_data_dependence_fails(device: VirtualDevice) -> None:
+def test_mask_selects_its_assumed_share_and_other_dynamic_shapes_fail(device: VirtualDevice) -> None:
     mask = torch.empty(8, 4, dtype=torch.bool, device="virtual")
     assert mask.nonzero().shape == (32, 2)
     device.assume_true(0.25)
@@ -64,12 +64,12 @@ def test_mask_has_its_assumed_share_and_other_data_dependence_fails(device: Virt
         torch.empty(3, device="virtual").unique()
 
 
-def test_values_read_from_the_device_are_one(device: VirtualDevice) -> None:
+def test_every_value_read_from_the_virtual_device_is_one(device: VirtualDevice) -> None:
     numbers = torch.zeros(2000, device="virtual")
     assert numbers[3].item() == 1 and numbers.tolist() == [1.0] * 2000 and "device='virtual:0'" in repr(numbers)
 
 
-def test_cpu_operators_are_unchanged(device: VirtualDevice) -> None:
+def test_cpu_operators_still_compute_beside_the_virtual_device(device: VirtualDevice) -> None:
     x = torch.arange(6.0).reshape(2, 3).requires_grad_()
     F.rms_norm(x, (3,)).sum().backward()
     assert x.grad.isfinite().all() and (x @ x.t())[0, 0] == 5
@@ -89,14 +89,14 @@ def test_rate_is_interpolated_by_the_logarithm_of_the_size() -> None:
     assert Rate.always(5.0).at(0.1) == Rate.always(5.0).at(1e9) == 5.0
 
 
-def test_product_time_is_the_slower_of_compute_and_memory_for_its_dtype() -> None:
+def test_matmul_time_is_the_slower_of_compute_and_memory_for_its_dtype() -> None:
     hardware = dataclasses.replace(
         SIMPLE, matmul_flops={"bfloat16": Rate(((1e6, 1e9), (1e8, 3e9))), "float32": Rate.always(1e9)}, kernel_s=1e-12
     )
     for side, flops, element_bytes, expected_s in (
         (100, 2e6, 4, 2e6 / 1e9),
         (100, 2e6, 2, 2e6 / (1e9 + 2e9 * math.log(2) / math.log(100))),
-        (2, 16, 4, 3 * 4 * 4 / 1e9),  # its bytes take longer than its operations
+        (2, 16, 4, 3 * 4 * 4 / 1e9),  # bound by memory, not by compute
     ):
         matrix = SimpleNamespace(sizes=(side, side), nbytes=side * side * element_bytes)
         work = SimpleNamespace(name="aten::mm", inputs=[matrix, matrix], outputs=[matrix], causal=False)
@@ -108,7 +108,7 @@ def test_product_time_is_the_slower_of_compute_and_memory_for_its_dtype() -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_grouped_product_costs_as_much_as_one_over_all_rows(device: VirtualDevice, dtype: torch.dtype) -> None:
+def test_grouped_matmul_has_the_flops_of_one_matmul_over_all_rows(device: VirtualDevice, dtype: torch.dtype) -> None:
     rows, groups, inner, outer = 96, 3, 32, 64
     tokens = torch.empty(rows, inner, dtype=dtype, device="virtual", requires_grad=True)
     weight = torch.empty(groups, inner, outer, dtype=dtype, device="virtual", requires_grad=True)
@@ -120,7 +120,9 @@ def test_grouped_product_costs_as_much_as_one_over_all_rows(device: VirtualDevic
 
 
 @pytest.mark.parametrize(("left", "right"), [((96, 32), (3, 32, 64)), ((32, 96), (96, 64)), ((3, 64, 32), (32, 96))])
-def test_groups_may_split_rows_columns_or_the_summed_dimension(left: tuple[int, ...], right: tuple[int, ...]) -> None:
+def test_grouped_matmul_flops_do_not_depend_on_the_split_dimension(
+    left: tuple[int, ...], right: tuple[int, ...]
+) -> None:
     assert costs.matmul_flops(_work("aten::_grouped_mm", left, right)) == 2 * 96 * 32 * 64
 
 
@@ -166,7 +168,7 @@ def test_profile_is_found_by_gpu_name_or_path(tmp_path: Path) -> None:
     assert "memplug doctor --measure" in refused.value.advice
 
 
-def test_attention_computes_two_products_and_five_in_backward() -> None:
+def test_attention_counts_two_matmuls_in_forward_and_five_in_backward() -> None:
     shape = (2, 4, 16, 8)
     pairs = 2 * 4 * 16 * 16
     assert costs.attention_flops(_work("attention", shape, shape, shape), backward=False) == 2 * 2 * pairs * 8
@@ -196,7 +198,7 @@ def test_invalid_profile_is_refused(tmp_path: Path, text: str, said: str) -> Non
 
 
 def test_host_copies_of_any_size_hold_ones(device: VirtualDevice) -> None:
-    """Return ones, not the memory's earlier contents."""
+    """Copy into host memory that held other numbers before."""
     numbers = torch.ones(100_000, dtype=torch.long, device="virtual")
     for _ in range(2):
         there = numbers.cpu()
@@ -205,7 +207,7 @@ def test_host_copies_of_any_size_hold_ones(device: VirtualDevice) -> None:
         del there
 
 
-def test_scaled_and_batched_products_take_the_time_of_their_flops(device: VirtualDevice) -> None:
+def test_scaled_and_batched_matmuls_take_the_time_of_their_flops(device: VirtualDevice) -> None:
     left, right = (torch.empty(64, 64, dtype=torch.float8_e4m3fn, device="virtual") for _ in range(2))
     batch, out = torch.empty(4, 64, 64, device="virtual"), torch.empty(64, 64, device="virtual")
     one, product = torch.ones((), device="virtual"), 2 * 64**3

@@ -1,4 +1,4 @@
-"""A Qwen3 on the virtual device, by Hugging Face and Megatron-Core: head sizes of its own, and head norms."""
+"""Qwen3 of Hugging Face and of Megatron-Core on the virtual device: a head size of its own, and norms of heads."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_hugging_face_qwen3_has_the_flops_of_a_llama_and_more_memory() -> None:
 
 
 @pytest.mark.parametrize("layout", [RankLayout(), RankLayout(tensor=2, sequence=True)], ids=str)
-def test_megatron_qwen3_shares_all_parameters_but_norms(layout: RankLayout) -> None:
+def test_megatron_qwen3_ranks_split_all_parameters_but_those_of_norms(layout: RankLayout) -> None:
     pytest.importorskip("megatron.core")
     found, parameters = _of_megatron(QWEN, layout)
     norms = 2 * (2 * FIELDS["hidden_size"] + 2 * FIELDS["head_dim"]) + FIELDS["hidden_size"]

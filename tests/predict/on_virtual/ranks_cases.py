@@ -47,14 +47,14 @@ COLLECTIVES: dict[str, tuple[Callable[[], object], float]] = {
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_collective_takes_the_time_of_a_ring(device: VirtualDevice, name: str) -> None:
+def test_collective_takes_the_time_of_a_ring_algorithm(device: VirtualDevice, name: str) -> None:
     run, share = COLLECTIVES[name]
     began = seconds(device)
     run()
     assert seconds(device) - began == pytest.approx(LATENCY_S + share * MIB / BYTES_PER_S, rel=1e-3)
 
 
-def test_group_takes_the_time_of_its_own_ranks_and_a_single_rank_none(device: VirtualDevice) -> None:
+def test_collective_time_counts_the_groups_ranks_and_is_0_for_one_rank(device: VirtualDevice) -> None:
     pair, alone = dist.new_group([1, 3]), dist.new_group([RANK])
     assert dist.get_rank(pair) == 0 and dist.get_world_size(pair) == 2
     assert dist.new_group([0, 2]) is dist.GroupMember.NON_GROUP_MEMBER
@@ -66,7 +66,7 @@ def test_group_takes_the_time_of_its_own_ranks_and_a_single_rank_none(device: Vi
     assert seconds(device) - began < 1e-6
 
 
-def test_computation_overlaps_a_collective_until_it_waits(device: VirtualDevice) -> None:
+def test_computation_overlaps_a_collective_until_its_wait(device: VirtualDevice) -> None:
     shared, other = on_device(MIB), on_device(300 * MIB)
     added_s = 2 * other.numel() / SIMPLE.memory_bytes_per_s
     moved_s = LATENCY_S + 1.5 * MIB / BYTES_PER_S
@@ -89,7 +89,7 @@ def test_collectives_of_all_groups_share_the_links(device: VirtualDevice) -> Non
     assert seconds(device) - began == pytest.approx(2 * LATENCY_S + 2.5 * MIB / BYTES_PER_S, rel=1e-3)
 
 
-def test_collective_keeps_its_memory_until_waited_for(device: VirtualDevice) -> None:
+def test_collective_keeps_its_memory_until_its_wait(device: VirtualDevice) -> None:
     before = device.usage().allocated
     work = dist.all_reduce(on_device(MIB), async_op=True)
     assert device.usage().allocated == before + MIB
@@ -97,7 +97,7 @@ def test_collective_keeps_its_memory_until_waited_for(device: VirtualDevice) -> 
     assert device.usage().allocated == before
 
 
-def test_coalesced_collectives_are_waited_for_together(device: VirtualDevice) -> None:
+def test_one_wait_covers_all_coalesced_collectives(device: VirtualDevice) -> None:
     outputs, inputs = [on_device(MIB) for _ in range(2)], [on_device(MIB // RANKS) for _ in range(2)]
     began = seconds(device)
     with dist._coalescing_manager(device=torch.device("virtual"), async_ops=True) as manager:
@@ -109,7 +109,7 @@ def test_coalesced_collectives_are_waited_for_together(device: VirtualDevice) ->
     assert seconds(device) - began == pytest.approx(LATENCY_S + 1.5 * MIB / BYTES_PER_S + added_s, rel=1e-3)
 
 
-def test_cpu_collectives_give_every_rank_this_ranks_values() -> None:
+def test_cpu_collectives_return_this_ranks_values_for_every_rank() -> None:
     found: list[object] = [None] * RANKS
     dist.all_gather_object(found, {"rank": RANK})
     assert found == [{"rank": RANK}] * RANKS

@@ -1,6 +1,6 @@
-"""Runs files of cases, each in a process of its own, so that torch knows the virtual device before a backward.
+"""Runs files of cases, each in a process of its own, since torch must know the virtual device before any backward.
 
-The process is forked from one that has imported the libraries, and calls `main`.
+Each process is forked from one that has imported the libraries, and calls `main`.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _copy(to_host: bool, nbytes: int) -> torch.Event:
 
 
 def _ends_s(device: VirtualDevice, *copies: tuple[bool, int]) -> list[float]:
-    """Queue copies one after the other, and return the seconds at which each ends."""
+    """Queue copies in this order, and return the seconds at which each ends."""
     device.synchronize()
     begin, ends = device.stamp(), [_copy(*each) for each in copies]
     device.synchronize()
@@ -98,11 +98,11 @@ def test_copy_is_slower_while_the_other_direction_is_busy(device: VirtualDevice)
     assert _ends_s(device, (True, MIB)) == [pytest.approx(MIB / 1e6, rel=1e-3)]
     short_s = 0.25 * MIB / 2e6
     _, end_s = _ends_s(device, (False, MIB // 4), (True, MIB))
-    # The short copy takes twice as long too, although its end was fixed before the other was queued.
+    # The short copy takes twice its time too, although its end was fixed before the long copy was queued.
     assert end_s == pytest.approx(MIB / 1e6 + 2 * short_s / 2, rel=1e-3)
 
 
-def test_time_lost_to_a_later_opposite_copy_delays_the_next_copy(device: VirtualDevice) -> None:
+def test_slowdown_by_a_later_opposite_copy_is_charged_to_the_next_copy(device: VirtualDevice) -> None:
     device = VirtualDevice(SHARED)
     first_s, other_s, next_s = _ends_s(device, (True, MIB), (False, MIB), (True, MIB))
     assert first_s == pytest.approx(MIB / 1e6, rel=1e-3), "its end was already fixed"
@@ -111,7 +111,11 @@ def test_time_lost_to_a_later_opposite_copy_delays_the_next_copy(device: Virtual
 
 
 def _flowing_ends_s(queues: list[list[float]]) -> list[float]:
-    """Return when two queues end, given their copies' times alone, if both slow down to half while both copy."""
+    """Return the seconds at which two queues of copies end, if both run at half their rates while both copy.
+
+    Args:
+        queues: For each queue, the seconds that each of its copies takes alone.
+    """
     alone = [sum(queue) for queue in queues]
     both_s = 2 * min(alone)
     return [both_s + each - min(alone) for each in alone]
@@ -126,12 +130,12 @@ def test_queues_in_both_directions_end_as_if_rates_changed_instantly(device: Vir
     assert [to_host_s, to_device_s] == pytest.approx(_flowing_ends_s(alone), rel=1e-3)
 
 
-def test_planning_rates_are_those_with_both_directions_busy(device: VirtualDevice) -> None:
+def test_planning_uses_the_link_rates_with_both_directions_busy(device: VirtualDevice) -> None:
     VirtualDevice(SHARED)
     assert VirtualDevice.current().link_rates() == (0.5e6, 1e6)
 
 
-def test_planning_rates_follow_the_current_hardware(device: VirtualDevice) -> None:
+def test_planning_uses_the_link_rates_of_the_current_hardware(device: VirtualDevice) -> None:
     found = []
     for factor in (1, 3):
         faster = Rate.always(factor * 1e6)
@@ -192,7 +196,7 @@ def test_freed_pages_of_expandable_segments_are_remapped() -> None:
     there = device.usage().reserved
     VirtualDevice(GpuProfile(**{**vars(SIMPLE), "memory_bytes": there + 100 * MIB}), expandable_segments=True)
     kept = [on_device(20 * MIB) for _ in range(5)]
-    del kept[1], kept[2]  # 20 MiB each, with 20 in between
+    del kept[1], kept[2]  # 20 MiB each, with 20 MiB in use in between
     apart = on_device(40 * MIB)
     assert device.usage().reserved == there + 100 * MIB and device.usage().retries > 0
     with pytest.raises(torch.OutOfMemoryError):
@@ -201,7 +205,7 @@ def test_freed_pages_of_expandable_segments_are_remapped() -> None:
     assert on_device(100 * MIB).numel() == 100 * MIB
 
 
-def test_short_memory_waits_for_blocks_that_a_stream_still_uses(device: VirtualDevice) -> None:
+def test_request_waits_for_blocks_that_a_stream_uses_if_memory_is_short(device: VirtualDevice) -> None:
     there = device.usage().reserved
     VirtualDevice(GpuProfile(**{**vars(SIMPLE), "memory_bytes": there + 40 * MIB}))
     used, side = on_device(30 * MIB), torch.Stream("virtual")

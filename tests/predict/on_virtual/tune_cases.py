@@ -131,7 +131,7 @@ def swapped(case: Case) -> list[int]:
 
 
 def checkpointed(case: Case) -> list[int]:
-    """Return the blocks that checkpoint: the first of the others."""
+    """Return the blocks that checkpoint: the first of those that do not swap."""
     return [index for index in range(case.layers) if index not in swapped(case)][: case.checkpoint]
 
 
@@ -160,7 +160,7 @@ def _model(shape: Shape) -> nn.Module:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_tune_prediction_matches_a_whole_model(case: Case) -> None:
+def test_tune_prediction_matches_a_step_of_the_whole_model(case: Case) -> None:
     ours_s, ours_bytes = predicted(case)
     step_s, peak_bytes = trained(case)
     assert ours_s == pytest.approx(step_s, rel=0.05)

@@ -1,6 +1,7 @@
-"""A model that reads values gets those of a trace, and goes on as in the recorded step; other traces are refused.
+"""A model that reads tensors' values gets them from a trace, so it runs as in the recorded step.
 
-Each trace is of a forward alone: a backward on the CPU would come before the virtual device.
+Traces of other steps are refused. Each trace records only a forward: torch must know the virtual device before any
+backward, so none may run on the CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ REGIONS = {"enabled": True, "tokenwise": {"regions": ["layers.*"], "alpha": 0}, 
 
 
 class Reads(nn.Module):
-    """A module with a given forward; `inner` is another module with one."""
+    """A module whose forward is `run`, which may call the module `inner`."""
 
     def __init__(self, run: Callable[[Reads, torch.Tensor], torch.Tensor], inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ def test_tokens_are_routed_as_in_the_trace_in_every_mode(tmp_path: Path) -> None
     x = torch.randn(TOKENS, HIDDEN)
     trace = _recorded(Routed(), x, tmp_path)
     found = _estimated(Routed, trace, x, config=REGIONS, modes=("keep", "full", "memplug"))
-    flops = 2 * TOKENS * HIDDEN * (HIDDEN + 4) * 3  # each token has one expert
+    flops = 2 * TOKENS * HIDDEN * (HIDDEN + 4) * 3  # each token goes to one expert
     assert flops * 2.5 < found["keep"].flops <= flops * 3 < found["full"].flops <= flops * 4
     with pytest.raises(EstimateError, match="bincount(.|\n)*memplug estimate --trace"):
         _estimated(Routed, None, x, config=REGIONS, modes=("keep",))
@@ -101,7 +102,7 @@ class _Wrapper(nn.Module):
         return self.module(x)
 
 
-def test_wrapper_uses_paths_of_its_inner_model_and_classes_are_restored(tmp_path: Path) -> None:
+def test_trace_of_a_wrapper_fits_its_model_and_recording_restores_classes(tmp_path: Path) -> None:
     wrapped = _Wrapper()
     before = [type(module) for module in wrapped.modules()]
     x = torch.randn(TOKENS, HIDDEN)
@@ -134,7 +135,7 @@ def _masked(module: Reads, x: torch.Tensor) -> torch.Tensor:
     return sum((module.weight * x).masked_select(x > bound).exp().sum() for bound in (0, 2))
 
 
-def test_calls_of_one_module_have_their_own_values(tmp_path: Path) -> None:
+def test_each_call_of_a_module_has_its_own_values(tmp_path: Path) -> None:
     def make() -> nn.Module:
         return Reads(_twice, Reads(_chosen))
 
@@ -182,7 +183,7 @@ class _Stack(nn.Module):
 
 
 def test_recompute_pass_reuses_forward_values_or_raises_if_ambiguous(tmp_path: Path) -> None:
-    same = _recorded(_Stack(), 3 * _ones(), tmp_path)  # more than both bounds
+    same = _recorded(_Stack(), 3 * _ones(), tmp_path)  # above both bounds of `_masked`
     assert _estimated(_Stack, same, config=REGIONS, modes=("memplug",))["memplug"].step_s > 0
     other = _recorded(_Stack(), _ones(), tmp_path)
     with pytest.raises(EstimateError, match="a recompute pass runs aten::masked_select again"):
@@ -191,7 +192,7 @@ def test_recompute_pass_reuses_forward_values_or_raises_if_ambiguous(tmp_path: P
 
 
 @pytest.mark.parametrize("run", [_chosen, _number])
-def test_values_made_up_without_a_trace_are_logged(
+def test_estimate_logs_values_that_it_makes_up_without_a_trace(
     run: Callable[[Reads, torch.Tensor], torch.Tensor], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     with caplog.at_level(logging.WARNING, "memplug"):
@@ -222,7 +223,7 @@ def _reads_in_every_way(module: Reads, x: torch.Tensor) -> torch.Tensor:
     return _Halves.apply(chosen).sum() * x.sum().item()
 
 
-def test_device_step_is_recorded_with_its_host_reads_in_both_passes(device: VirtualDevice, tmp_path: Path) -> None:
+def test_host_reads_of_forward_and_backward_on_a_device_are_recorded(device: VirtualDevice, tmp_path: Path) -> None:
     model, x = Reads(_reads_in_every_way).to("virtual"), _ones().to("virtual")
     for layer in (model.forward, lambda x: checkpoint(type(model).forward, model, x, use_reentrant=False)):
         model.forward = layer

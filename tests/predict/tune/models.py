@@ -11,7 +11,7 @@ from memplug.predict.virtual.hardware import GpuProfile, Rate
 
 
 def hardware(to_host: float = 1.0, to_device: float = 1.0, **fields: Any) -> GpuProfile:
-    """Return a GPU whose link and collectives move a byte a second, and its memory a hundred."""
+    """Return a GPU whose link and collectives move 1 byte per second, and whose memory moves 100."""
     rate = {"bfloat16": Rate.always(1e9)}
     values = {
         "name": "counted",
@@ -66,7 +66,10 @@ def model(layers: int = 4, micro_batch: int = 1, forward_s: float = 10.0) -> Mod
 def configuration(
     stage: int = 3, offload: Offload = "none", micro_batch: int = 1, accumulation: int = 1, **numbers: int
 ) -> Configuration:
-    """Return a configuration of that model, whose six parts are chunks; by default all persist and none is buffered."""
+    """Return a configuration of that model, which has six chunks.
+
+    By default all chunks persist unless some are offloaded, and below ZeRO 3 all are buffered.
+    """
     layout = StepLayout(stage=stage, offload=offload, micro_batch=micro_batch, accumulation=accumulation)
     persist = 6 if offload == "none" else 0
     given = {"n_persist": persist, "n_buffer": 6 if stage < 3 else 0, "n_swap": 0, "n_checkpoint": 0, **numbers}

@@ -21,12 +21,12 @@ PASSES_S = 3 * (1 + 4 * 10 + 2)
 ADAM_S = 58 * 40 / 100
 
 
-def test_chunks_have_the_size_that_wastes_least_and_know_their_blocks() -> None:
+def test_chunk_size_wastes_fewest_bytes_and_chunks_list_their_blocks() -> None:
     assert [chunk.count for chunk in chunks_of(model())] == [8, 10, 10, 10, 10, 10]
     assert [list(chunk.blocks) for chunk in chunks_of(model())] == [[], [0], [1], [2], [3], []]
 
 
-def test_step_on_one_gpu_sums_passes_update_and_checkpointed_forwards() -> None:
+def test_step_time_on_one_gpu_sums_passes_optimizer_and_recomputation() -> None:
     assert ALONE.predict(configuration(stage=1)).step_s == pytest.approx(PASSES_S + ADAM_S)
     again = ALONE.predict(configuration(stage=1, n_checkpoint=3))
     assert again.step_s == pytest.approx(PASSES_S + ADAM_S + 3 * 10)
@@ -34,8 +34,8 @@ def test_step_on_one_gpu_sums_passes_update_and_checkpointed_forwards() -> None:
     assert four.step_s == pytest.approx(4 * PASSES_S + ADAM_S) and four.tokens == 4 * 100
 
 
-def test_zero_3_times_follow_the_equations() -> None:
-    """Count 10 s to gather a layer, half of 20 bytes, and 10 s to reduce; 8 s for the embedding."""
+def test_zero_3_step_time_follows_protrains_equations() -> None:
+    """Count 10 s to gather a layer, half of its 20 bytes, 10 s to reduce it, and 8 s each for the embedding."""
     at = configuration(n_buffer=2, n_checkpoint=1)
     chunks = [
         protrain.ChunkTimes(forward_s=f, backward_s=2 * f, recompute_s=r, gather_s=g, reduce_s=g)
@@ -56,8 +56,8 @@ def test_zero_1_reduces_once_per_step_and_zero_2_per_micro_batch() -> None:
     assert two - one == pytest.approx(2 * reducing_s, abs=0.01) and reducing_s > 0
 
 
-def test_host_updates_beside_the_device_but_not_beside_backward() -> None:
-    """Put three groups on the device, 28 parameters of two ranks, and on the host 30, of both ranks."""
+def test_host_optimizer_overlaps_device_optimizer_but_not_backward() -> None:
+    """Put three chunks on the device, where each rank updates half of 28 parameters; the host updates 30 for both."""
     everything = PAIR.predict(configuration(offload="optimizer"))
     half = PAIR.predict(configuration(offload="optimizer", n_persist=3))
     on_host_s = 58 * 30 / 50 + 58 * 2 / 2
@@ -65,8 +65,8 @@ def test_host_updates_beside_the_device_but_not_beside_backward() -> None:
     assert everything.step_s - half.step_s == pytest.approx(on_host_s - half_s)
 
 
-def test_states_and_parameters_lie_where_zero_puts_them() -> None:
-    """Count 116 bytes of parameters, 696 of states, buckets of two times 20 bytes, and as many for gathered chunks."""
+def test_zero_stage_and_offload_decide_where_states_and_parameters_lie() -> None:
+    """Count 116 bytes of parameters, 696 of optimizer states, two buckets of 20 bytes, and 40 of gathered chunks."""
     saved = 10 + 4 * 70 + 30 + 20
     device = {
         (stage, offload): PAIR.predict(configuration(stage, offload)).device_bytes for stage, offload in all_layouts()
@@ -87,7 +87,7 @@ def test_checkpointed_and_swapped_blocks_keep_their_output_on_the_device() -> No
     kept, again = PAIR.predict(base), PAIR.predict(replace(base, n_checkpoint=2))
     assert kept.device_bytes - again.device_bytes == 2 * 60
     swapped = PAIR.predict(replace(base, n_swap=2))
-    assert swapped.device_bytes == again.device_bytes + 3 * 40  # for buffers
+    assert swapped.device_bytes == again.device_bytes + 3 * 40  # three buffers for swapped tensors
     assert swapped.host_bytes - kept.host_bytes == 2 * 2 * 40
     assert kept.step_s < swapped.step_s < again.step_s
 
@@ -115,7 +115,7 @@ def boxes(draw: st.DrawFn) -> Box:
 
 @settings(max_examples=300, deadline=None)
 @given(boxes(), st.sampled_from(ESTIMATORS))
-def test_bound_of_a_box_holds_for_all_its_configurations(box: Box, estimator: StepEstimator) -> None:
+def test_bound_of_a_search_box_holds_for_all_its_configurations(box: Box, estimator: StepEstimator) -> None:
     least = estimator.least(box)
     for at in box:
         made = estimator.predict(at)
@@ -125,7 +125,7 @@ def test_bound_of_a_box_holds_for_all_its_configurations(box: Box, estimator: St
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("device", [150, 400, 500, 1200])
-def test_search_with_bounds_finds_the_exhaustive_result(estimator: StepEstimator, device: int) -> None:
+def test_pruned_search_finds_the_result_of_the_exhaustive_search(estimator: StepEstimator, device: int) -> None:
     every = [
         free_box(StepLayout(stage=stage, offload=offload, micro_batch=n, accumulation=1), model())
         for stage, offload in all_layouts()
@@ -138,7 +138,7 @@ def test_search_with_bounds_finds_the_exhaustive_result(estimator: StepEstimator
     assert bool(tried.best) is (device > 150)
 
 
-def test_at_most_as_many_blocks_swap_as_the_forward_hides() -> None:
+def test_swapped_blocks_are_limited_to_those_whose_copies_forward_hides() -> None:
     assert most_swaps(machine(), model()) == 1  # offloading 40 bytes takes 40 s, as long as four layers compute
     assert most_swaps(machine(to_host=2.5, host_bytes_per_s=1000.0), model()) == 2
     assert most_swaps(machine(to_host=100.0, host_bytes_per_s=1000.0), model()) == 4

@@ -1,4 +1,4 @@
-"""The settings that a DeepSpeed JSON fixes, and the space that it leaves."""
+"""The settings that a DeepSpeed JSON fixes, and the search space that it leaves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def layouts(given: Fixed) -> set[tuple[int, str]]:
     return {(box.layout.stage, box.layout.offload) for box in space_of(given, GPUS, PROFILES).boxes}
 
 
-def test_absent_and_auto_settings_stay_free_and_zero_0_is_not_searched() -> None:
+def test_tune_searches_absent_and_auto_settings_but_not_zero_0() -> None:
     auto = fixed(
         {"stage": "auto", "offload_optimizer": {"device": "auto"}, "stage3_max_reuse_distance": "auto"},
         train_batch_size="auto",
@@ -56,7 +56,9 @@ def test_absent_and_auto_settings_stay_free_and_zero_0_is_not_searched() -> None
         (True, {(1, "none"), (1, "optimizer")}),
     ],
 )
-def test_given_stage_and_offload_device_are_kept(zero: dict[str, Any], expected: set[tuple[int, str]]) -> None:
+def test_tune_keeps_the_jsons_zero_stage_and_offload_devices(
+    zero: dict[str, Any], expected: set[tuple[int, str]]
+) -> None:
     assert layouts(fixed(zero)) == expected
 
 
@@ -68,7 +70,7 @@ def test_given_stage_and_offload_device_are_kept(zero: dict[str, Any], expected:
         {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "cpu"}},
     ],
 )
-def test_contradictory_stage_and_devices_are_refused(zero: dict[str, Any]) -> None:
+def test_contradictory_zero_stage_and_offload_devices_are_refused(zero: dict[str, Any]) -> None:
     with pytest.raises(TuneError, match="contradict each other"):
         layouts(fixed(zero))
 
@@ -79,7 +81,7 @@ def test_torch_adam_that_deepspeed_cannot_offload_stays_on_the_device() -> None:
     assert len(layouts(fixed(**torch_adam, zero_force_ds_cpu_optimizer=False))) == 7
 
 
-def test_swap_list_with_states_keeps_the_optimizer_on_the_device() -> None:
+def test_swap_list_of_optimizer_states_rules_out_optimizer_offload() -> None:
     block = {"enabled": True, "swap": {"states": True}}
     assert {offload for _, offload in layouts(fixed(memplug=block))} == {"none"}
     assert len(layouts(fixed(memplug={**block, "enabled": False}))) == 7
@@ -116,7 +118,7 @@ def test_indivisible_batches_are_refused(fields: dict[str, int], said: str) -> N
         ({"train_micro_batch_size_per_gpu": 2}, "--micro-batch is 3"),
     ],
 )
-def test_unpredictable_configuration_is_refused(config: dict[str, Any], said: str) -> None:
+def test_configuration_that_tune_cannot_predict_is_refused(config: dict[str, Any], said: str) -> None:
     with pytest.raises(TuneError, match=said):
         Fixed.of(config, parse_block({"enabled": True}), 3)
 
@@ -125,7 +127,7 @@ def test_fp16_is_treated_like_bf16() -> None:
     assert fixed(fp16={"enabled": True}, bf16={"enabled": False}) == Fixed()
 
 
-def test_block_decides_whether_blocks_swap_and_recompute() -> None:
+def test_memplug_block_decides_how_many_layers_may_swap_and_recompute() -> None:
     def ranges(block: dict[str, Any]) -> tuple[int, int]:
         (box,) = space_of(fixed({"stage": 2}, 1, memplug=block, optimizer=ADAM), GPUS, PROFILES).boxes
         return box.n_swap.stop - 1, box.n_checkpoint.stop - 1
@@ -139,7 +141,7 @@ def test_block_decides_whether_blocks_swap_and_recompute() -> None:
     assert ranges({**on, "host_budget_gib": 100 / 2**30}) == (2, 4)
 
 
-def test_ratio_and_reuse_distance_fix_persistent_and_buffered_chunks() -> None:
+def test_ratio_fixes_persistent_chunks_and_reuse_distance_buffered_ones() -> None:
     zero = {
         "stage": 3,
         "offload_optimizer": {"device": "cpu", "ratio": 0.5},
@@ -150,8 +152,8 @@ def test_ratio_and_reuse_distance_fix_persistent_and_buffered_chunks() -> None:
     assert {(box.n_persist, box.n_buffer) for box in boxes} == {(range(3, 4), range(2, 3))}
 
 
-def test_all_unsearched_configurations_are_counted() -> None:
-    slow = machine(gpus=2)  # hides the copies of one block only
+def test_searched_and_ruled_out_configurations_add_up_to_all() -> None:
+    slow = machine(gpus=2)  # whose forward hides the copies of only one block
     space = space_of(fixed({"stage": 2}), slow, PROFILES)
     assert space.ruled_out[NOT_HIDDEN] > 0
     chunks = len(chunks_of(model()))

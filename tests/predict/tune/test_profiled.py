@@ -11,5 +11,5 @@ FEW = "h100-7b-8-4096-4-0-4-1 or 4090-7b-3-2048-16-0-3-1 or h200-7b-8-32768-1-4-
 
 
 @pytest.mark.parametrize("cases", [FEW, pytest.param("test_", marks=pytest.mark.long)], ids=["few", "all"])
-def test_predictions_match_the_virtual_device(cases: str) -> None:
+def test_tune_predictions_match_the_virtual_device(cases: str) -> None:
     run_cases("tune", "-k", cases)

@@ -1,4 +1,4 @@
-"""ProTrain's equations on cases that are small enough to do by hand."""
+"""ProTrain's equations on cases that are small enough to compute by hand."""
 
 from __future__ import annotations
 
@@ -51,32 +51,32 @@ def test_buffered_and_persistent_chunks_are_not_prefetched_again() -> None:
 
 
 def test_forward_prefetches_the_next_chunk_while_one_computes() -> None:
-    """Fetch the first alone: 1; then compute 4 each, while fetching 1, 3, 4; the last beside no fetch."""
+    """Fetch the first chunk alone, in 1 s; then each chunk computes for 4 s, which hides the fetch of the next one."""
     assert forward_s(CHUNKS, Placement(2, 0)) == 1 + 4 + 4 + 4 + 4
     assert forward_s(CHUNKS, Placement(0, 0)) == 6 + 6 + 4 + 4 + 4
 
 
 def test_backward_overlaps_compute_with_prefetch_and_offload() -> None:
-    """Fetch 4 alone; 12 beside 3 fetched; 8 beside 3 offloaded; 12 beside 11 reduced; 8 beside 2."""
+    """Fetch the last chunk alone, in 4 s; then each chunk takes the longest of its compute, prefetch and reduction."""
     assert backward_s(CHUNKS, Placement(2, 0)) == 4 + 12 + 8 + 12 + 8
     slow = [ChunkTimes(forward_s=1, backward_s=1, gather_s=3, reduce_s=5, upload_s=1, offload_s=1)] * 2
-    assert backward_s(slow, Placement(0, 1)) == 0 + 4 + 6  # buffered: 2 is there; 1 is fetched; 2 is reduced beside 1
+    assert backward_s(slow, Placement(0, 1)) == 0 + 4 + 6  # chunk 2 is buffered, 1 is fetched; 2 is reduced meanwhile
     assert backward_s(slow, Placement(2, 0)) == 0 + 1 + 5
 
 
-def test_host_updates_during_backward() -> None:
+def test_host_optimizer_overlaps_backward() -> None:
     forward, backward = forward_s(CHUNKS, Placement(2, 0)), backward_s(CHUNKS, Placement(2, 0))
     assert step_s(CHUNKS, Placement(2, 0), 3, 10) == forward + backward + 3
     assert step_s(CHUNKS, Placement(2, 0), 3, 100) == forward + 100
 
 
-def test_memory_use_is_followed_across_operators() -> None:
-    """Save 100 and 30; the first operator takes 50 for itself and frees 20, the second begins with at most 60 more."""
+def test_base_peak_is_the_largest_use_over_all_operators() -> None:
+    """Begin with 100 bytes and 30 of activations, of which the first operator frees 20 and the second 10."""
     operators = [
         OperatorMemory(during_bytes=10, during_peak_bytes=50, activation_bytes=20),
         OperatorMemory(before_bytes=5, before_peak_bytes=60, during_peak_bytes=2, activation_bytes=10),
     ]
-    assert base_peak_bytes(100, operators) == 180  # 130 + 50, then 120: 120 + 60, 125 + 2
+    assert base_peak_bytes(100, operators) == 180  # 130 + 50; then from 120: 120 + 60, 125 + 2
     assert base_peak_bytes(100, operators[1:]) == 110 + 60
     assert base_peak_bytes(100, []) == 100
 
@@ -91,7 +91,7 @@ def test_memory_use_is_followed_across_operators() -> None:
         (BlockCounts(4, swap=4), 1070 - 4 * 50 + 40),
     ],
 )
-def test_peak_includes_one_recomputed_block_if_none_keeps_activations(blocks: BlockCounts, expected: int) -> None:
+def test_peak_includes_one_recomputed_block_if_all_swap_or_checkpoint(blocks: BlockCounts, expected: int) -> None:
     units = MemoryUnits(persistent=20, buffer=10, swapped=50, checkpointed=40)
     assert peak_bytes(1000, units, Placement(2, 3), blocks) == expected
 
@@ -104,7 +104,7 @@ def test_chunks_do_not_split_blocks() -> None:
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.sets(st.integers(100, 400), min_size=1))
-def test_chosen_chunk_size_wastes_least(blocks: list[int], sizes: set[int]) -> None:
+def test_chosen_chunk_size_wastes_the_fewest_bytes(blocks: list[int], sizes: set[int]) -> None:
     chosen = chunk_size(blocks, sizes)
     assert all(wasted_bytes(blocks, chosen) <= wasted_bytes(blocks, size) for size in sizes)
 

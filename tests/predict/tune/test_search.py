@@ -24,13 +24,13 @@ from memplug.predict.tune.search import (
 
 @dataclass(frozen=True)
 class Table:
-    """An estimator whose memory grows with the contents of the device, in steps that may be 0.
+    """An estimator in which each chunk or block on the device adds bytes, which may be 0.
 
-    Its optimizer is the slower one of two, so its time is least in the middle.
+    The optimizer's time is that of the slower one of device and host, so it is least in the middle.
     """
 
     blocks: int
-    persist: tuple[int, int, int]  # bytes; seconds on the device, and on the host if it does not persist
+    persist: tuple[int, int, int]  # bytes; optimizer's seconds on the device, else on the host
     buffer: tuple[int, int]  # bytes; seconds if it is not buffered
     swap: tuple[int, int, int]  # bytes on the device, on the host; seconds
     checkpoint: tuple[int, int]  # bytes; seconds
@@ -78,7 +78,7 @@ layouts = st.lists(
 
 @st.composite
 def spaces(draw: st.DrawFn) -> list[Box]:
-    """Draw a few boxes, whose ranges may begin anywhere."""
+    """Draw one or two boxes, whose ranges need not begin at 0."""
 
     def part(most: int) -> range:
         first = draw(st.integers(0, most))
@@ -93,7 +93,7 @@ def spaces(draw: st.DrawFn) -> list[Box]:
 def brute_force(
     boxes: list[Box], table: Table, limits: MemoryLimits, count: int
 ) -> list[tuple[Configuration, Prediction]]:
-    """Return the best configurations by trying all, using nothing of the search but its types."""
+    """Return the best configurations by trying all, without code of the search except its types."""
     every = [(at, table.predict(at)) for box in boxes for at in box]
     fitting = [
         (at, made)
@@ -108,7 +108,7 @@ def brute_force(
 
 @settings(max_examples=1000, deadline=None)
 @given(spaces(), estimators, st.integers(0, 40), st.integers(0, 25), st.integers(1, 12))
-def test_search_finds_the_best_of_all_with_and_without_bounds(
+def test_search_matches_brute_force_with_and_without_bounds(
     boxes: list[Box], table: Table, device: int, host: int, count: int
 ) -> None:
     limits = MemoryLimits(device, host)
@@ -135,8 +135,8 @@ def test_least_memory_matches_brute_force(boxes: list[Box], table: Table, host: 
 
 
 @given(spaces(), estimators)
-def test_bound_is_never_above_its_configurations(boxes: list[Box], table: Table) -> None:
-    """Check the table above: the search relies on it."""
+def test_stand_in_estimators_bound_never_exceeds_a_configuration(boxes: list[Box], table: Table) -> None:
+    """Check `Table.least`, since the search relies on it."""
     for box in boxes:
         least = table.least(box)
         for at in box:
@@ -145,7 +145,7 @@ def test_bound_is_never_above_its_configurations(boxes: list[Box], table: Table)
             assert least.device_bytes <= made.device_bytes
 
 
-def test_box_has_only_valid_block_counts_and_splits_into_halves() -> None:
+def test_box_yields_each_valid_configuration_once_and_halves_partition_it() -> None:
     layout = StepLayout(stage=3, offload="none", micro_batch=1, accumulation=1)
     box = Box(layout=layout, blocks=5, n_persist=range(2), n_buffer=range(1, 4), n_swap=range(4), n_checkpoint=range(6))
     every = list(box)
@@ -155,7 +155,7 @@ def test_box_has_only_valid_block_counts_and_splits_into_halves() -> None:
     assert sorted([*one, *other]) == sorted(every) and len(one) + len(other) == len(box)
 
 
-def test_ruled_out_reasons_are_counted_and_large_spaces_are_pruned() -> None:
+def test_search_counts_ruled_out_configurations_and_prunes_large_spaces() -> None:
     layout = StepLayout(stage=3, offload="none", micro_batch=1, accumulation=1)
     table = Table(4, (1, 0, 0), (1, 1), (1, 1, 0), (1, 1))
     box = Box(layout=layout, blocks=4, n_persist=range(5), n_buffer=range(4), n_swap=range(5), n_checkpoint=range(5))

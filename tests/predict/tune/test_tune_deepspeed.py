@@ -31,7 +31,7 @@ def made(at: Configuration, ds_config: dict[str, Any] | None = None) -> dict[str
     )
 
 
-def test_batches_precision_stage_and_budgets_are_set() -> None:
+def test_tuned_json_sets_batches_precision_zero_stage_and_budgets() -> None:
     found = made(configuration(2, "optimizer", micro_batch=4, accumulation=3))
     assert found["train_batch_size"] == 24 and found["train_micro_batch_size_per_gpu"] == 4
     assert found["gradient_accumulation_steps"] == 3 and found["bf16"] == {"enabled": True}
@@ -42,7 +42,7 @@ def test_batches_precision_stage_and_budgets_are_set() -> None:
     assert read_ds_config(found).device_budget_gib == 10
 
 
-def test_deprecated_names_are_replaced_by_current_ones() -> None:
+def test_tuned_json_has_current_names_instead_of_deprecated_ones() -> None:
     given = {"bfloat16": {"enabled": True}, "zero_optimization": {"cpu_offload": True, "max_reuse_distance": 9}}
     found = made(configuration(3, "optimizer"), given)
     zero = found["zero_optimization"]
@@ -51,7 +51,7 @@ def test_deprecated_names_are_replaced_by_current_ones() -> None:
     assert found["bf16"] == {"enabled": True} and "bfloat16" not in found
 
 
-def test_user_settings_stay_and_auto_is_replaced() -> None:
+def test_tuned_json_keeps_user_settings_and_replaces_auto() -> None:
     given = {
         "train_batch_size": "auto",
         "gradient_clipping": 1.0,
@@ -78,7 +78,7 @@ def test_user_settings_stay_and_auto_is_replaced() -> None:
     assert found["memplug"]["device_budget_gib"] == 5 and found["memplug"]["tokenwise"] == {"alpha": "auto"}
 
 
-def test_buffered_chunks_set_reuse_distance_and_live_parameters() -> None:
+def test_buffered_chunks_set_max_reuse_distance_and_max_live_parameters() -> None:
     zero = made(configuration(3, n_buffer=2))["zero_optimization"]
     assert zero["stage3_max_reuse_distance"] == 2 * (10 + 10)
     assert zero["stage3_max_live_parameters"] == 20 + 2 * 10
@@ -95,7 +95,7 @@ def test_reuse_distance_determines_the_number_of_buffered_chunks(counts: list[in
 
 @given(counts_of)
 def test_deepspeed_keeps_exactly_the_buffered_chunks(counts: list[int]) -> None:
-    """Apply DeepSpeed's own rule: a module stays if it is used again before so many elements of other modules."""
+    """Apply DeepSpeed's rule: a module stays if its next use is less than `reuse_distance` elements away."""
     order = [*range(len(counts)), *reversed(range(len(counts)))]
     for buffered in range(len(counts) + 1):
         stays = []
@@ -110,14 +110,14 @@ def test_deepspeed_keeps_exactly_the_buffered_chunks(counts: list[int]) -> None:
         assert stays == [False] * (len(counts) - buffered) + [True] * buffered
 
 
-def test_persistent_chunks_become_a_ratio_of_sub_groups() -> None:
+def test_persistent_chunks_become_an_offload_ratio_of_sub_groups() -> None:
     zero = made(configuration(3, "optimizer", n_persist=3))["zero_optimization"]
     assert zero["sub_group_size"] == 5
     groups = sub_groups([4, 4, 2, 4, 2, 4, 2, 4, 2, 1, 5], 5)
     assert groups == [8, 6, 6, 6, 8] and sum(groups) == 34
     assert (
         int((1 - zero["offload_optimizer"]["ratio"]) * len(groups)) == 2
-    )  # groups of 14 elements, no more than a rank has of 3 chunks
+    )  # two groups with 14 elements, as many as a rank has of 3 chunks
     assert "ratio" not in made(configuration(3, "optimizer"))["zero_optimization"]["offload_optimizer"]
 
 
@@ -131,7 +131,7 @@ def test_deepspeed_keeps_at_most_the_persistent_groups_on_the_device(groups: lis
 
 
 @given(counts_of, st.integers(1, 60))
-def test_sub_groups_match_those_of_zero_3(parameters: list[int], size: int) -> None:
+def test_all_sub_groups_but_the_last_have_at_least_the_given_size(parameters: list[int], size: int) -> None:
     groups = sub_groups(parameters, size)
     assert sum(groups) == sum(parameters) and all(group >= size for group in groups[:-1])
 

@@ -51,7 +51,7 @@ def entries(profile: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def test_measured_cpu_rates_are_plausible(file: Path) -> None:
     hardware = GpuProfile.read(file)
-    # Between a very slow and an impossible machine: a unit that is wrong by 1e3 falls outside.
+    # From a very slow to an impossibly fast machine: a rate that is off by a unit prefix, 1e3, falls outside.
     for rate in (hardware.matmul_flops["float32"], hardware.matmul_flops["float64"]):
         assert 1e8 < rate.at(1e9) < 1e14
     for rates in (hardware.attention_forward_flops, hardware.attention_backward_flops):
@@ -65,7 +65,7 @@ def test_measured_cpu_rates_are_plausible(file: Path) -> None:
     assert hardware.name
 
 
-def test_measured_profile_is_marked_and_written_completely(file: Path, profile: dict[str, Any]) -> None:
+def test_written_profile_marks_each_rate_as_measured_or_assumed(file: Path, profile: dict[str, Any]) -> None:
     assumed = [name for name, entry in profile.items() if "from" in entry and entry["from"] == "assumed"]
     assert assumed == ["collective_bytes_per_s", "collective_s"]
     assert all(entry["from"] == "measured" for entry in entries(profile) if entry["from"] != "assumed")
@@ -80,7 +80,7 @@ def test_virtual_device_runs_on_a_measured_profile(file: Path, tmp_path: Path) -
     assert 0 < float(launch_forked([script, file], processes=1)) < 10
 
 
-def test_other_devices_and_unwritable_files_are_refused(tmp_path: Path) -> None:
+def test_measurement_refuses_unsupported_devices_and_unwritable_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="can measure cpu and cuda, got meta"):
         measure_profile("meta", HOST_TIME)
     with pytest.raises(HardwareError, match="the hardware profile cannot be written"):
@@ -90,7 +90,7 @@ def test_other_devices_and_unwritable_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_measuring_a_gpu_keeps_its_random_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_SERIES_S", 0.2)  # a simulated one computes on the CPU
+    monkeypatch.setattr(measuring, "_SERIES_S", 0.2)  # simulated CUDA computes on the CPU: measure briefly
     state, said = torch.cuda.get_rng_state(), []
     measured = measure_profile("cuda", HOST_TIME, said.append)
     assert torch.equal(torch.cuda.get_rng_state(), state)

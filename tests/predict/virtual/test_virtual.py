@@ -70,12 +70,12 @@ def test_estimated_plans_and_limits_hold_in_training_steps() -> None:
 
 
 @pytest.mark.long
-def test_steps_keep_their_plans_budgets_and_times() -> None:
+def test_training_steps_keep_to_plans_budgets_and_predicted_times() -> None:
     run_cases("memplug", "-m", "long")
 
 
 @pytest.mark.long
-def test_further_megatron_layouts_give_a_rank_its_share() -> None:
+def test_each_rank_has_its_share_under_further_megatron_layouts() -> None:
     run_cases("megatron", "-m", "long")
 
 

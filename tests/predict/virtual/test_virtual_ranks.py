@@ -32,8 +32,8 @@ def _requests(folder: Path, device: str, rank: int = 0) -> dict[str, Requests]:
 def _compared(requests: Requests) -> list[tuple[str, int]]:
     """Return pass and bytes of the requests that both devices make, in order.
 
-    The backward of an embedding requests its gradient, laid out by rows, and its output: on the CPU in the opposite
-    order of CUDA and the virtual device.
+    Requests of an embedding's backward are sorted: the CPU makes its two requests in the opposite order of CUDA and
+    the virtual device.
     """
     kept = _of_the_device(requests)
     both, at = [], 0
@@ -46,7 +46,7 @@ def _compared(requests: Requests) -> list[tuple[str, int]]:
     return both
 
 
-def test_llama_makes_the_memory_requests_of_the_cpu(tmp_path: Path) -> None:
+def test_llama_makes_the_same_requests_on_cpu_and_virtual_device(tmp_path: Path) -> None:
     for device in ("cpu", "virtual"):
         launch_forked([WORKER, device, tmp_path, "llama", "llama-sdpa"], processes=1, module=True)
     cpu, virtual = _requests(tmp_path, "cpu"), _requests(tmp_path, "virtual")
@@ -73,7 +73,7 @@ def _without_attention(requests: Requests) -> list[tuple[str, int]]:
 
 
 @pytest.mark.long
-def test_zero_rank_makes_the_requests_of_one_of_two_processes(tmp_path: Path) -> None:
+def test_virtual_zero_rank_makes_the_requests_of_a_real_rank(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     names = [f"zero-{stage}" for stage in range(4)]
     launch_forked([WORKER, "cpu", tmp_path, *names], module=True)
@@ -89,7 +89,7 @@ FEWEST = {"megatron-tensor": 900, "megatron-sequence": 900, "megatron-pipeline":
 
 
 @pytest.mark.long
-def test_megatron_ranks_make_the_requests_of_two_processes(tmp_path: Path) -> None:
+def test_virtual_megatron_ranks_make_the_requests_of_real_ranks(tmp_path: Path) -> None:
     """Cover tensor and pipeline parallel ranks, and experts with equally many tokens."""
     pytest.importorskip("megatron.core")
     launch_forked([WORKER, "cpu", tmp_path, *FEWEST], libraries="megatron", module=True)
@@ -103,9 +103,9 @@ def test_megatron_ranks_make_the_requests_of_two_processes(tmp_path: Path) -> No
 
 
 def _without_masks(requests: Requests) -> list[tuple[str, int]]:
-    """Leave out scratch memory of the CPU's kernels that choose by a mask or sum one up.
+    """Leave out the scratch memory that the CPU's kernels take to select by a mask, or to sum a mask.
 
-    Requests below 1 KiB are the tensors of the balanced router, and of the numbers that it counts.
+    Leave out requests up to 1 KiB too: the tensors of the balanced router, and its counts of tokens.
     """
     return [
         (kind, nbytes)
