@@ -5,7 +5,7 @@ When a step ends, every rank does the following, in this order:
 | action | reason for its place |
 |---|---|
 | notify the techniques; the arena stops serving | memplug's own requests between steps are no part of the program |
-| close the step's forwards; take its time, operators, autograd nodes, input sizes | before anything else runs operators |
+| close the step's forwards; take its time, operators, autograd nodes, input sizes | before other operators run |
 | end the recording | the trace covers this step alone |
 | vote on a shortage of host memory | needs the regions' settings of this step, before new decisions replace them |
 | compare the bytes moved with the plan; check the link for a fixed alpha | needs this step's settings too |
