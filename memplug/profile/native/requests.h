@@ -67,7 +67,7 @@ class Moving {
 // Gives a recorded block a new address.
 void note_moved(void* from, void* to);
 
-// Adds bytes that were moved off the device; recordings that begin later count them as in use.
+// Adds bytes that were moved off the device (negative: back); recordings that begin later count them as in use.
 void note_moved_out(int64_t nbytes);
 
 // Called on any thread for each request to an allocator in front of torch's (`User`): before the request is served,
@@ -104,8 +104,8 @@ std::vector<RequestEvent> take_requests();
 void lock_requests_for_fork();
 void unlock_requests_after_fork();
 
-// Install and remove memplug's allocator in front of torch's CPU allocator, for a user. It passes requests that no
-// arena serves on to torch's. A second `install_cpu` for the same user throws.
+// Install and remove memplug's allocator in front of torch's CPU allocator, for one of its users in memplug. Requests
+// that no arena serves go on to torch's allocator. A second `install_cpu` for the same user throws.
 enum User : int { RECORDER = 1, ARENA = 2, RELIEF = 4 };
 void install_cpu(User user);
 void uninstall_cpu(User user);
