@@ -50,7 +50,7 @@ class Reserved:
         return max(0, reserved_bytes - allocated_bytes) * peak_bytes // allocated_bytes
 
     def largest_peak(self, device_bytes: int) -> int:
-        """Return the most bytes that tensors may take at their peak for a step to reserve at most `device_bytes`."""
+        """Return the largest peak of a step's tensors, in bytes, at which the step reserves at most `device_bytes`."""
         if self._memory is None:
             return device_bytes
         if self._served().wanted:

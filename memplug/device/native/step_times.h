@@ -13,7 +13,7 @@ namespace memplug {
 
 class StepTimes {
  public:
-  // Starts to measure waits, and operators too if `operators`. If both are false, stops, and keeps the measurements.
+  // Starts to measure waits, and with `operators` also operators. If both are false, stops; the measurements stay.
   void measure(bool waits, bool operators) {
     if (waits || operators) {
       waits_.clear();
