@@ -62,8 +62,8 @@ class StepTimes {
     return all;
   }
 
-  // Returns the seconds of each operator of the program, from its beginning to the next beginning, less waits. One more
-  // entry at the end has the seconds of the work after the last operator. Returns empty if the device is not done.
+  // Returns the seconds of each operator of the program, from its beginning to the next mark, less waits. The last
+  // entry is the time of the work after the last operator. Returns empty if the device is not done.
   std::optional<std::vector<double>> operators_s(Streams& streams) const {
     if (!began_.empty() && ended_ == nullptr) {
       return std::nullopt;
