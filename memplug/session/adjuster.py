@@ -2,7 +2,7 @@
 
 warm-up ──the same program, often enough──► gen-policy ──the best of some plans──► stable
    ▲                                            │                                    │
-   └──────────── another program; one that has decisions already: straight to stable ─┘
+   └──────────── another program; straight to stable if that one has decisions ───────┘
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _StepBallot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lasting:
-    """A program and the decisions that it runs under; two are equal only if they refer to the same two objects.
+    """A program and the decisions that it runs under; both are compared by identity.
 
     The program is None if the technique makes no plans: then steps are not compared.
     """
@@ -69,7 +69,7 @@ class Adjuster:
         profiler: the block's "profiler" section.
         technique: the technique that decides how regions run; none of its parts is in force yet.
         stage: the stage to begin with.
-        ranks: the ranks, which agree on every change.
+        ranks: the ranks that agree on every change.
 
     Attributes:
         decisions: the technique's part in force; None while there is none, and while plans are tried.
@@ -99,7 +99,7 @@ class Adjuster:
         self._is_proven = False  # True once a step whose operators were watched ran under the settings in force
         self._turned: tuple[Remembered, Remembered] | None = None  # a program, and the one that it became under a plan
         self._step = 0
-        self._similar_steps = 0  # called StableStep in Chameleon's Algorithm 1
+        self._similar_steps = 0  # in a row; StableStep in Chameleon's Algorithm 1
         self._changes = 0  # number of returns to warm-up since decisions were last installed
         self._confirmed = True  # False after `resume`, until the first step has shown its program
         self.first: Program | None = None  # the program of the run's first step

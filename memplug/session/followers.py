@@ -4,8 +4,8 @@ waiting ──a program lasts long enough──► proposing ──accepted─�
    ▲                                                                 │
    └───── another program, or a new part of an earlier technique ────┘
 
-Techniques propose in order: each plans for steps that run under the parts of the techniques before it. Each rank does
-this by itself, since no collective depends on these parts.
+A program lasts while the session is stable. Techniques propose in order: each plans for steps that run under the parts
+of the techniques before it. Each rank does this by itself, since no collective depends on these parts.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Common:
     Attributes:
         config: the block; a technique reads its own section, and fields outside sections.
         device: the device that trains.
-        reserved: device memory that memplug holds beside the tensors of a step.
+        reserved: measures the device memory that a step reserves beyond the bytes of its tensors.
         beside: makes a `Beside`, which runs tasks in another process, or, if the block says so, while training waits.
     """
 

@@ -24,7 +24,7 @@ from memplug.session.technique import AgreedTechnique
 
 log = logging.getLogger("memplug")
 
-SETTLED_STEPS = 8  # an amended plan is written to disk after so many steps under it
+SETTLED_STEPS = 8  # an amended plan (see `end_step`) is written to disk after so many steps under it
 
 
 @dataclass(frozen=True, slots=True)
