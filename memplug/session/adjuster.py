@@ -210,7 +210,7 @@ class Adjuster:
         if similar(program, self.first, *self.programs.limits):
             mask |= 1 << self.programs.current.index
         if self._follow(_StepBallot(program, self._ranks.vote(mask))) is StepOutcome.CHANGED:
-            self._similar_steps = 1  # the program's first step counts, as in a run that does not resume
+            self._similar_steps = 1  # count the program's first step, as a run that does not resume does
 
     def _call(self, program: Program) -> _StepBallot:
         mask, planned = self.programs.vote(program), self.stage is not Stage.WARM_UP
@@ -303,7 +303,7 @@ class Adjuster:
     def _resume(self, known: Remembered, before: Stage, passing: tuple[Remembered, Any] | None) -> None:
         """Enter stable for a remembered program: under its plan, or at the safest setting if it gets none."""
         if passing is not None and known.decisions is not None:
-            passed, decisions = passing  # the interrupting program ran one step under this plan, so it may again
+            passed, decisions = passing  # the program in between ran one step under this plan, so it may borrow it
             passed.decisions, passed.borrowed = decisions, True
         self._run(known, known.decisions)
         if known.decisions is None:

@@ -179,7 +179,7 @@ class AttachedModel:
             self.miss_steps(f"{self.forwards:,} forwards with gradients have run")
         if self.boundary.in_program:
             return
-        recomputes = current_graph_task_id() != -1  # a forward inside of a backward, on any thread
+        recomputes = current_graph_task_id() != -1  # in a backward; such a forward begins no program
         if not recomputes and self.stage is not Stage.DETACHED:
             self.boundary.begin_program()
 

@@ -58,7 +58,7 @@ log = logging.getLogger("memplug")
 
 RECENT_STEPS = 50
 TIMELINE_FOLDER = "memplug_timeline"
-WATCHED_STEPS = 8  # while stable, operators are watched in one step of 8; node counts and input sizes, in all
+WATCHED_STEPS = 8  # while stable, one step in 8 is compared by operators; all are by node counts and input sizes
 
 
 class Boundary:
@@ -141,7 +141,7 @@ class Boundary:
     # -- before the first step -----------------------------------------------------------------------------------------
 
     def watch(self, make: Callable[[], Recording], tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Prepare to claim the recorder, by which steps are compared and techniques follow the program.
+        """Prepare to claim the recorder: it compares steps by operators, and techniques follow the program by it.
 
         If another session has the recorder when this session claims it, one warning names the consequences.
 

@@ -26,7 +26,7 @@ class Common:
         config: the block; a technique reads its own section, and fields outside sections.
         device: the device that trains.
         reserved: measures the device memory that a step reserves beyond the bytes of its tensors.
-        beside: makes a `Beside`, which runs tasks in another process, or, if the block says so, while training waits.
+        beside: makes a `Beside`, which runs tasks in another process; if the block says so, training waits for them.
     """
 
     config: MemplugConfig
@@ -45,8 +45,7 @@ class Given(Common):
         host_bytes: returns the bytes of the host budget that the agreed technique (`AgreedTechnique`) does not hold.
         explain: returns memplug's note for the out-of-memory error of a device memory request; any thread may call it.
         has_regions: True if the block asks for the agreed technique, which then swaps the tensors of layers.
-        layer_bytes: returns for each layer the bytes that the layer's last forward offloaded; its backward prefetched
-            as many.
+        layer_bytes: returns for each layer the bytes that its last forward offloaded, and its backward prefetched.
         tensors: returns the parameters and buffers of the model.
     """
 

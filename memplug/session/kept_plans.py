@@ -251,7 +251,7 @@ def _planned(program: Program, recording: Recording | None) -> PlannedProgram:
 
 
 def _program_of(planned: PlannedProgram) -> Program:
-    """Return a planned program with the numbers that this process gives to operators."""
+    """Return the program of a kept plan, its operators numbered as in this process."""
     operators = None
     if planned.operators is not None:
         numbers = np.array(native.load().operator_numbers(list(planned.names)), np.int32)

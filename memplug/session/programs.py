@@ -83,7 +83,7 @@ class Programs:
         self.indifferent = False  # True once all steps count as the current program
         self.limits = (length_tolerance, cosine_similarity)
         self._all: list[Remembered] = []
-        self._by_age: list[Remembered] = []  # the least recently current first
+        self._by_age: list[Remembered] = []  # by the time when each was last current, the earliest first
         self._voted: tuple[Program, int] | None = None
 
     def __iter__(self) -> Iterator[Remembered]:
@@ -130,7 +130,7 @@ class Programs:
         return max(seen, key=self._by_age.index, default=None)
 
     def remember(self, program: Program) -> Remembered:
-        """Add a program; if there is no room, forget the least recently current one, but not the current one."""
+        """Add a program; if there is no room, forget the one that was last current longest ago."""
         index = len(self._all)
         if index == MOST_PROGRAMS:
             forgotten = next(one for one in self._by_age if one is not self.current)
@@ -150,7 +150,7 @@ class Programs:
         self._by_age.append(program)
 
     def renew(self, baseline: Program) -> None:
-        """Make the latest step the current program's baseline if the two differ, or if it shows more than the baseline.
+        """Make the latest step the current program's baseline, if it differs or shows more operators or regions.
 
         Args:
             baseline: the latest step.
