@@ -194,8 +194,8 @@ class _Replay:
     def end(self, blocks: Iterable[tuple[int, int]], *, known: bool) -> None:
         """Complete the replay with the blocks that were in use at the time of the snapshot.
 
-        A block of `blocks` without events was in use all along. If the snapshot lists its blocks (`known`), the free of
-        every other block in use is missing: the replay frees it now.
+        A block of `blocks` without events was in use all along. If the snapshot lists its blocks (`known`), the
+        replay now frees every other block in use, and counts that free as missing.
         """
         at_end = set()
         for address, size in blocks:

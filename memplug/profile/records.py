@@ -33,7 +33,7 @@ OPERATOR = np.dtype(
         ("name", "<i4"),  # index into Trace.names
         ("phase", "<i4"),  # index into Trace.phases
         ("layer", "<i4"),  # index into Trace.layers, -1 outside layers
-        ("time_ns", "<i8"),  # from the recording's begin to the operator's dispatch by the host
+        ("time_ns", "<i8"),  # when the host dispatched the operator; 0: the recording began
         ("in_use_bytes", "<i8"),  # device memory in use when the operator began
         ("depth", "<i2"),  # number of operators that it runs inside of; -1: not part of the program; -2: memplug's own
     ]

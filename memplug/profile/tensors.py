@@ -14,9 +14,9 @@ import numpy as np
 from memplug.profile.trace import Pass, Trace
 
 TAGGED = 32
-"""Number of the most frequent operators, each of which has a bit in a tag."""
+"""Number of the most frequent operators, each of which has a bit in the feature `tag`."""
 REMEMBERED = 8
-"""Number of the latest uses in a stack, eight bits for each."""
+"""Number of the latest uses in the feature `stack`, eight bits for each."""
 
 FEATURES = np.dtype(
     [

@@ -43,7 +43,7 @@ struct Thread {
   Place last_backward;
   uint64_t last_node[2] = {0, 0}; // thread and sequence number of the node that `last_backward` belongs to
   Place outside_of_backward; // place of the nodes that the thread makes outside of backward
-  bool made_in_backward = false; // whether a backward has marked new nodes with its own place since then
+  bool made_in_backward = false; // whether a backward has marked new nodes with another place
 };
 
 thread_local Thread this_thread;

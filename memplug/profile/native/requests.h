@@ -30,10 +30,9 @@ struct Usage {
   int64_t marked_peak_bytes; // since `mark_peak`, or since the recording began
 };
 
-// Begins a recording. `base_bytes`: bytes in use on the device now, as its allocator counts them, or -1 if the
-// allocator does not count. In that case `base_of_recording` says which bytes the recording begins with. A free is
-// recorded if and only if its malloc was recorded or the recording began with the block's bytes. So bytes in use never
-// become negative.
+// Begins a recording. `base_bytes`: bytes in use on the device now, as its allocator counts them; -1 if it does not
+// count, then `base_of_recording` tells which bytes the recording begins with. A free is recorded if and only if its
+// malloc was recorded or the recording began with the block's bytes. So bytes in use never become negative.
 void begin_requests(int64_t base_bytes);
 void end_requests();
 bool recording_requests();
