@@ -23,7 +23,7 @@ log = logging.getLogger("memplug")
 
 SMALLEST_SLAB_BYTES = 64 * MIB
 GROWTH = 1 / 2  # growth of the pool, as a share of its size, while no plan says how much it needs
-GROWTH_BEYOND_PLAN = 1 / 16  # growth if a step needs more than the plan says, as the same share
+GROWTH_BEYOND_PLAN = 1 / 16  # the same share, once a plan has said how much it needs
 
 
 class HostPool:
