@@ -17,7 +17,7 @@
 namespace memplug {
 namespace {
 
-constexpr int64_t CAPACITY = 1 << 22; // limit of operators in a step; memory pages that no step reaches are never touched
+constexpr int64_t CAPACITY = 1 << 22; // most operators per step; memory pages that no step reaches stay untouched
 
 // The sequence of one step, written without locks.
 struct Sequence {
