@@ -17,7 +17,7 @@
 namespace memplug {
 namespace {
 
-constexpr int64_t CAPACITY = 1 << 22; // most operators per step; memory pages that no step reaches stay untouched
+constexpr int64_t CAPACITY = 1 << 22; // operators of one step, at most; memory pages beyond a step's end stay untouched
 
 // The sequence of one step, written without locks.
 struct Sequence {
