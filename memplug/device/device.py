@@ -27,7 +27,7 @@ class Device:
     kind = "cpu"
     torch_device = torch.device("cpu")
     memory: DeviceMemory | None = None  # counters of the device's allocator; None on the CPU
-    host_time: HostTime | None = None  # memplug's own host time, if the clock is simulated; None: it is measured
+    host_time: HostTime | None = None  # memplug's own host time on a simulated clock; None: the clock is real
     runs_behind = False  # True: operators queue up on the device, which idles only if it is faster than the host
 
     def streams(self, core: Any) -> Any:

@@ -306,8 +306,8 @@ def _cgroup_room_bytes(root: Path) -> list[int]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # Any ancestor may have the limit. In a container the path is often the host's, and does not exist here; then
-        # the container's own group is mounted at `base`.
+        # Any group above may have the limit. In a container the path is often the host's, and does not exist here: the
+        # container's own group is then mounted at `base`.
         group = base / path.lstrip("/")
         groups = [group, *(parent for parent in group.parents if parent.is_relative_to(base))]
         rooms += [room for each in groups if (room := _group_room_bytes(each, *names)) is not None]

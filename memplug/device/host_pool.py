@@ -23,7 +23,7 @@ log = logging.getLogger("memplug")
 
 SMALLEST_SLAB_BYTES = 64 * MIB
 GROWTH = 1 / 2  # growth of the pool, as a share of its size, while no plan says how much it needs
-GROWTH_BEYOND_PLAN = 1 / 16  # the same share, if a step needs more than the plan says
+GROWTH_BEYOND_PLAN = 1 / 16  # the same share, once a plan has said how much it needs
 
 
 class HostPool:
@@ -69,7 +69,7 @@ class HostPool:
     def reserve(self, nbytes: int) -> None:
         """Make room for a plan that needs `nbytes`.
 
-        The pool needs as many bytes as the largest plan since `give_back`, within the budget. If no rows are in use,
+        The pool gets the size that the largest plan since `give_back` needs, within the budget. If no rows are in use,
         one slab of this size replaces all others. Otherwise the slabs stay, and a slab with the missing bytes is added.
         """
         self._planned_bytes = max(self._planned_bytes, nbytes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """The seconds of host time for parts of a training step; memplug adds all but `launch_s`.
+    """Host time of parts of a training step, in seconds: `launch_s` is torch's, the others are memplug's.
 
     Attributes:
         launch_s: time to launch an operator of a forward without memplug.
@@ -34,7 +34,7 @@ class HostTime:
         return max(busy_s, span_s - operators * (self.observe_s + self.time_s) - self.region_s)
 
     def overhead_s(self, operators: int, forward_s: float, backward_s: float, waits: bool) -> tuple[float, float]:
-        """Return the seconds by which memplug prolongs a region's forward, and its backward.
+        """Return the seconds by which memplug prolongs a region's forward and its backward.
 
         Args:
             operators: number of operators in the forward.

@@ -20,7 +20,7 @@ class DeviceMemory(abc.ABC):
         self.begin()
 
     def begin(self) -> None:
-        """Forget all noted peaks, as a session begins."""
+        """Forget all noted peaks; called when a session begins."""
         self._noted = (0, 0)
 
     def note(self) -> None:

@@ -1,10 +1,11 @@
-"""The device memory that a step reserves in addition to its tensors; plans leave room for it in their budget.
+"""The overhead of a step: the device memory that it reserves beyond the bytes of its tensors.
 
-With the arena this memory has two shares. One is the arena's height beyond the peak of the tensors, which is known once
-the arena serves. The other is the holes in those segments of torch's allocator that hold tensors from step to step.
+Plans leave room for the overhead in their budget. With the arena it has two shares. One is the size of the arena beyond
+the peak of the tensors, which is known once the arena serves. The other is the holes in those segments of torch's
+allocator that hold tensors from step to step.
 
-Without the arena this memory is the cache of torch's allocator. In steps before the arena serves, the cache is not
-counted: the allocator empties it when the device is full, so these steps take longer, but fit.
+Without the arena the overhead is the cache of torch's allocator. In steps before a wanted arena serves, the cache does
+not count: the allocator empties it when the device is full, so these steps take longer, but fit.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Served:
 
 
 class Reserved:
-    """The device memory that a session's steps reserve in addition to their tensors, measured and predicted.
+    """Measures and predicts the overhead of a session's steps.
 
     Args:
-        memory: the device's counters; None if the device has none, and nothing is reserved in addition.
+        memory: the device's counters; None if the device has none: then the overhead is 0.
         served: returns how the arena served the latest step.
     """
 
@@ -41,7 +42,7 @@ class Reserved:
         self._measured_bytes = 0
 
     def beside(self, peak_bytes: int) -> int:
-        """Return the bytes that a step reserves in addition to its tensors, if they take `peak_bytes` at their peak."""
+        """Return the overhead, in bytes, of a step whose tensors take `peak_bytes` at their peak."""
         if self._memory is None:
             return 0
         if self._served().wanted:
@@ -50,7 +51,7 @@ class Reserved:
         return max(0, reserved_bytes - allocated_bytes) * peak_bytes // allocated_bytes
 
     def largest_peak(self, device_bytes: int) -> int:
-        """Return the most bytes that tensors may take at their peak for a step to reserve at most `device_bytes`."""
+        """Return the largest peak of a step's tensors, in bytes, that with its overhead fits into `device_bytes`."""
         if self._memory is None:
             return device_bytes
         if self._served().wanted:
@@ -59,14 +60,14 @@ class Reserved:
         return device_bytes * allocated_bytes // max(reserved_bytes, allocated_bytes)
 
     def measure(self, peak_bytes: int) -> int | None:
-        """Measure what the latest step reserved in addition to its tensors, for `beside`.
+        """Measure the overhead of the latest step, for `beside`.
 
         Args:
             peak_bytes: bytes of the step's tensors at their peak.
 
         Returns:
-            The bytes reserved now; None if the arena did not serve the whole step: such a step says nothing about later
-            ones.
+            The bytes reserved now. None if the arena did not serve the whole step, which then does not show the
+            overhead of later steps.
         """
         if self._memory is None or not self._served().whole:
             return None

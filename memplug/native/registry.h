@@ -1,5 +1,4 @@
-// Each folder of the native core registers its own part of the Python module, so that the core consists of the folders
-// that are there.
+// Each folder of the native core registers its own part of the Python module, so that any folder may be absent.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,8 +7,8 @@
 
 namespace memplug {
 
-// Order of the folders: a folder may include only folders of lower levels. Before a fork, locks of higher levels are
-// taken first, because their holders request memory or record operators.
+// Level of a folder, which may include only folders of lower levels. Before a fork, locks of higher levels are taken
+// first, because a thread that holds one may request memory or run operators.
 enum class Level { DEVICE, PROFILE, SERVING, ASKING };
 
 struct CorePart {

@@ -36,7 +36,7 @@ from memplug.profile.trace import (
 ADDRESSES, MADE_UP = "addresses", "made up by memplug"
 """Key and value that mark a snapshot as made by memplug from a trace (`show.snapshot`)."""
 
-_FREED = ("free_completed", "free_requested")  # a block's life ends with the first of these that the history has
+_FREED = ("free_completed", "free_requested")  # actions that free a block: the first of these that the history contains
 _RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _DAMAGED = "Copy it again from where it was written, or write it again with torch.cuda.memory._dump_snapshot."
 _MOST_BYTES = 1 << 56  # largest size or address; no machine has more
@@ -194,8 +194,8 @@ class _Replay:
     def end(self, blocks: Iterable[tuple[int, int]], *, known: bool) -> None:
         """Complete the replay with the blocks that were in use at the time of the snapshot.
 
-        A block without events was in use all along. If the snapshot has `blocks` (`known`), the free of every other
-        block in use is missing, and the replay frees the block now.
+        A block of `blocks` without events was in use all along. If the snapshot lists its blocks (`known`), the
+        replay now frees every other block in use, and counts that free as missing.
         """
         at_end = set()
         for address, size in blocks:
@@ -254,7 +254,7 @@ class _Replay:
         if address in self._live:
             self._drop(address, missing=0)
         elif address in self._seen:
-            self.missing += 1  # the malloc is missing: the block that the replay last saw at this address was freed
+            self.missing += 1  # a malloc is missing: the last block that the replay saw here is already freed
         else:
             self._seen.add(address)
             self.base_bytes += size

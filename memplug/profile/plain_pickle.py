@@ -100,7 +100,7 @@ class _Reader:
         self.at = 0
         self._content = content
         self._stack: list[Any] = []
-        self._outer: list[list[Any]] = []  # for each MARK without its end yet, the stack below it
+        self._outer: list[list[Any]] = []  # for each open MARK, the stack below it
         self._memo: dict[int, Any] = {}
 
     def read(self) -> Any:

@@ -23,7 +23,7 @@ from memplug.profile.trace import OPERATOR, REQUEST_EVENT, TENSOR, USE, Fingerpr
 
 Place = tuple[int, int, int]  # pass, micro-batch, layer
 
-_DTYPES = {  # torch's dtype names, by names of c10::ScalarType that differ from them in more than case
+_DTYPES = {  # torch's dtype names by c10::ScalarType's, where the two differ in more than case
     "Float": "float32",
     "Double": "float64",
     "Half": "float16",
@@ -80,7 +80,7 @@ class Recorder:
         """Return the numbers of the program's operators since the last call, in order; None if they are not watched.
 
         The program does not include operators that run without gradients outside of backward (a validation, the
-        optimizer). The sequence ends after 4 million operators.
+        optimizer). The sequence is cut after 4 million operators.
 
         Returns:
             int32[operators].
@@ -121,9 +121,9 @@ class Recorder:
     def place_hooks(self) -> Any:
         """Return the native functions to call when the training thread enters or leaves a forward, layer or optimizer.
 
-        Backward needs no hook, since its graph's nodes identify it. `layer_hooks(index)` returns a forward pre-hook and
-        a forward hook for the layer of that index in the trace. `enter_forward` takes the number of the micro-batch in
-        the step, from 0.
+        Backward needs no hook, since the nodes of its graph tell its place. `layer_hooks(index)` returns a forward
+        pre-hook and a forward hook for the layer of that index in the trace. `enter_forward` takes the number of the
+        micro-batch in the step, from 0.
         """
         return self._native.PlaceHooks()
 
@@ -134,7 +134,7 @@ class Recorder:
     # -- recording -----------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Forget the places of the last step; called when a step begins that is not recorded."""
+        """Forget the places of the last step; called when an unrecorded step begins."""
         self._native.forget()
 
     def begin(self, detail: Detail) -> None:
@@ -192,7 +192,7 @@ class Recorder:
     def peak_bytes(self) -> int:
         """Return the most bytes in use since `begin_program`, or since `begin` if that was later.
 
-        On the CPU, only memory that was allocated during a recording counts.
+        On the CPU without a memory limit, only blocks that were allocated during a recording count.
         """
         assert self.recording, "`begin` comes first"
         _, _, _, peak_bytes = self._native.usage()
@@ -218,7 +218,7 @@ class Recorder:
         else:
             index = self._listen_to_cuda()
             stats = torch.cuda.memory_stats(index)
-            # torch counts a freed block as requested while another stream uses it, but has already reported its free
+            # torch counts a freed block as requested while another stream uses it, but reported its free already
             pending = stats["active_bytes.all.current"] - stats["allocated_bytes.all.current"]
             self._native.begin_requests(max(0, stats["requested_bytes.all.current"] - pending))
 

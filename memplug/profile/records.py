@@ -33,7 +33,7 @@ OPERATOR = np.dtype(
         ("name", "<i4"),  # index into Trace.names
         ("phase", "<i4"),  # index into Trace.phases
         ("layer", "<i4"),  # index into Trace.layers, -1 outside layers
-        ("time_ns", "<i8"),  # when the host dispatched the operator, since the recording began
+        ("time_ns", "<i8"),  # when the host dispatched the operator; 0: the recording began
         ("in_use_bytes", "<i8"),  # device memory in use when the operator began
         ("depth", "<i2"),  # number of operators that it runs inside of; -1: not part of the program; -2: memplug's own
     ]
@@ -44,7 +44,7 @@ REQUEST_EVENT = np.dtype(
     [
         ("kind", "<i4"),  # EventKind
         ("request", "<i8"),  # running number of the malloc, from 0; -1: allocated before the recording
-        ("nbytes", "<i8"),  # requested size, unrounded; of a free: 0, but with request -1 the size if known
+        ("nbytes", "<i8"),  # of a malloc: requested, unrounded; of a free: 0, or for request -1 the size if known
         ("stream", "<i8"),  # running number of the stream in this trace; 0 on the CPU
         ("operator", "<i8"),  # the running operator, or the last one that ran; -1: none yet
         ("phase", "<i4"),

@@ -14,9 +14,9 @@ import numpy as np
 from memplug.profile.trace import Pass, Trace
 
 TAGGED = 32
-"""Number of the most frequent operators, each of which has a bit in a tag."""
+"""Number of the most frequent operators, each of which has a bit in the feature `tag`."""
 REMEMBERED = 8
-"""Number of the latest uses in a stack, eight bits for each."""
+"""Number of the latest uses in the feature `stack`, eight bits for each."""
 
 FEATURES = np.dtype(
     [
@@ -68,7 +68,7 @@ def features(trace: Trace, ranks: Sequence[str] | None = None) -> np.ndarray:
     order = np.argsort(trace.uses["tensor"], kind="stable")
     tensor = trace.uses["tensor"][order]
     rank = _rank_of_uses(trace, ranking(trace) if ranks is None else ranks)[order]
-    past = np.arange(len(order)) - np.searchsorted(tensor, tensor)  # uses of the same tensor before this one
+    past = np.arange(len(order)) - np.searchsorted(tensor, tensor)  # number of earlier uses of the same tensor
     sorted_table = np.empty(len(order), FEATURES)
     sorted_table["count"] = past + 1
     sorted_table["tag"] = _tags(tensor, rank, past)

@@ -2,7 +2,7 @@
 
 warm-up ──the same program, often enough──► gen-policy ──the best of some plans──► stable
    ▲                                            │                                    │
-   └──────────── another program; one that has decisions already: straight to stable ─┘
+   └──────────── another program; straight to stable if that one has decisions ───────┘
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memplug.session.technique import AgreedTechnique
 
 log = logging.getLogger("memplug")
 
-RESTLESS_CHANGES = 20  # successive changes after which memplug concludes that no program lasts long enough for a plan
+RESTLESS_CHANGES = 20  # after so many returns to warm-up without a plan in between, all steps count as one program
 LONGEST_HISTORY = 1000
 
 
@@ -43,7 +43,7 @@ class _StepBallot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lasting:
-    """A program and the decisions that it runs under; two are equal only if they refer to the same two objects.
+    """A program and the decisions that it runs under; both are compared by identity.
 
     The program is None if the technique makes no plans: then steps are not compared.
     """
@@ -63,17 +63,17 @@ class Lasting:
 class Adjuster:
     """Changes the stage, program and decisions of a session.
 
-    The session never calls `end_step` if the technique makes no plans, as with a number for alpha.
+    If the technique makes no plans, because alpha is a number, the session never calls `end_step`.
 
     Args:
         profiler: the block's "profiler" section.
         technique: the technique that decides how regions run; none of its parts is in force yet.
         stage: the stage to begin with.
-        ranks: the ranks, which agree on every change.
+        ranks: the ranks that agree on every change.
 
     Attributes:
         decisions: the technique's part in force; None while there is none, and while plans are tried.
-        history: (step, stage, index of the program, reason) of each change, the latest at the end.
+        history: the last thousand changes, the latest at the end: (step, stage, index of the program, reason).
         replans: number of plans made.
         warmup_steps: number of similar steps in a row after which memplug plans for their program.
     """
@@ -96,10 +96,10 @@ class Adjuster:
         self._proposed: Any = None
         self._ballot: _StepBallot | None = None
         self._passing: tuple[Remembered, Any] | None = None
-        self._is_proven = False  # a watched step has run the program under the settings in force
+        self._is_proven = False  # True once a step whose operators were watched ran under the settings in force
         self._turned: tuple[Remembered, Remembered] | None = None  # a program, and the one that it became under a plan
         self._step = 0
-        self._similar_steps = 0  # called StableStep in Chameleon's Algorithm 1
+        self._similar_steps = 0  # in a row; StableStep in Chameleon's Algorithm 1
         self._changes = 0  # number of returns to warm-up since decisions were last installed
         self._confirmed = True  # False after `resume`, until the first step has shown its program
         self.first: Program | None = None  # the program of the run's first step
@@ -107,14 +107,14 @@ class Adjuster:
     def resume(self, known: Sequence[tuple[Program, Any]], source: str, first: Program | None = None) -> list[Lasting]:
         """Resume from the plans of an earlier run, before the first step.
 
-        The session is stable from now on, and stays so if the first step runs the first of these programs. All ranks
+        The session is stable at once, and stays stable if the first step runs the first of these programs. All ranks
         call this, with the same number of programs.
 
         Args:
             known: programs, each with its decisions.
             source: where the first plan was read from, for messages.
-            first: the program of the earlier run's first step, if this run's first step may be similar to it instead of
-                to that of `known[0]`; else None.
+            first: the program of the earlier run's first step, if it is not similar to `known[0]`; else None. If this
+                run's first step is similar to it, the step counts as `known[0]`.
 
         Returns:
             Each program under its decisions, in the order of `known`.
@@ -131,10 +131,10 @@ class Adjuster:
     def end_step(self, step: int, program: Program) -> None:
         """Vote on the program of the step that ended, and act on the votes of all ranks.
 
-        While stable, each rank reads the votes on a step one step later, so that training does not wait for them; a
-        single process does so too. It reads the votes on the first step of a resumed run at once. When votes show
-        another program, it also reads the votes on the step that just ended: if that step is back at the former
-        program, no step runs under the other program's settings.
+        While stable, a rank reads the votes on a step one step later, so that training does not wait for them; so does
+        a single process. Only the votes on a resumed run's first step are read at once. When votes show another
+        program, the rank also reads the votes on the step that just ended: if that step ran the former program again,
+        no step runs under the other program's settings.
 
         Args:
             step: number of the step that ended, from 1.
@@ -210,7 +210,7 @@ class Adjuster:
         if similar(program, self.first, *self.programs.limits):
             mask |= 1 << self.programs.current.index
         if self._follow(_StepBallot(program, self._ranks.vote(mask))) is StepOutcome.CHANGED:
-            self._similar_steps = 1  # this step counts, as it does in a run without kept plans
+            self._similar_steps = 1  # count the program's first step, as a run that does not resume does
 
     def _call(self, program: Program) -> _StepBallot:
         mask, planned = self.programs.vote(program), self.stage is not Stage.WARM_UP
@@ -247,7 +247,7 @@ class Adjuster:
         """Detect plans under which the current program becomes another one.
 
         Under such a plan the step's operators change, and nothing else; they change back when the plan is withdrawn.
-        This would repeat forever, so after `MOST_TURNS` such plans the program stays at the safest setting.
+        The next plan would do the same, so after `MOST_TURNS` such plans the program stays at the safest setting.
 
         Args:
             seen: the program of the step that ended.
@@ -272,7 +272,7 @@ class Adjuster:
             self._proposed = self._technique.propose(None)
             return StepOutcome.STEADY if self._proposed is None else StepOutcome.SETTLED
         if self.stage is Stage.STABLE:
-            # a program that ran this often under a borrowed plan gets a plan of its own
+            # a program that ran this often under another program's plan gets its own
             stays = self._similar_steps > self.warmup_steps + self._tries
             return StepOutcome.CHANGED if seen.borrowed and stays else StepOutcome.STEADY
         return StepOutcome.SETTLED if self._similar_steps > self.warmup_steps else StepOutcome.STEADY
@@ -303,7 +303,7 @@ class Adjuster:
     def _resume(self, known: Remembered, before: Stage, passing: tuple[Remembered, Any] | None) -> None:
         """Enter stable for a remembered program: under its plan, or at the safest setting if it gets none."""
         if passing is not None and known.decisions is not None:
-            passed, decisions = passing  # the program in between ran one step under this plan, without harm
+            passed, decisions = passing  # the program in between ran one step under this plan, so it may borrow it
             passed.decisions, passed.borrowed = decisions, True
         self._run(known, known.decisions)
         if known.decisions is None:
@@ -332,7 +332,7 @@ class Adjuster:
     def _change(self, seen: Remembered, program: Program) -> str:
         current = self.programs.current
         if seen is current:
-            return "it lasts, and has only another program's plan"
+            return "it keeps running under another program's plan"
         if self.programs.vote(program) >> current.index & 1:
             return "another rank's step differs from those before"
         return difference(program, current.baseline)
@@ -353,8 +353,8 @@ class Adjuster:
     def _note(self, before: Stage, reason: str) -> None:
         """Record a change in the history and log it.
 
-        A program's first change from one stage to another is logged at INFO. Its repetitions, and changes of program
-        within warm-up, are logged at DEBUG; so is everything after the first `MOST_PROGRAMS` programs.
+        A program's first change from one stage to another is logged at INFO. All else is logged at DEBUG: repetitions,
+        changes of program within warm-up, and changes after the first `MOST_PROGRAMS` programs.
         """
         current, passage = self.programs.current, (before, self.stage)
         self.history.append((self._step, self.stage, current.index, reason))
@@ -368,7 +368,7 @@ class Adjuster:
         self.programs.indifferent = True
         if self._ranks.first:
             text = (
-                "memplug: step %d: no program lasts long enough to be planned for; the last change was to %s. From now "
+                "memplug: step %d: no program lasts long enough to be planned for; the last change: %s. From now "
                 "on one plan serves all steps, and keeps nothing on the device. To plan for each program, raise "
                 '"profiler": {"length_tolerance"}, or pad sequences to fewer lengths'
             )

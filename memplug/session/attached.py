@@ -51,7 +51,7 @@ class AttachedModel:
         agreed: the technique that decides how regions run.
         executor: runs the regions.
         plain: the regions that currently run as if memplug were absent.
-        forwards: number of forwards with gradients, as `begin_forward` counts them.
+        forwards: number of forwards with gradients, of regions and of the model.
         steps_are_marked: True if a hook marks the ends of steps, so that the user need not call `Session.step`.
         owner: the callback that attached the model and will detach it; None if the user does both.
         on_step: callbacks, each called after a step has ended.
@@ -174,13 +174,13 @@ class AttachedModel:
             self.boundary.begin_run(inputs, *forward)
 
     def begin_forward(self) -> None:
-        """Count a forward with gradients, of a region or of the model; the first one of a step begins its program."""
+        """Count a forward of a region or of the model with gradients; a step's program begins with the first one."""
         self.forwards += 1
         if self.forwards == self._unmarked_forwards and not self.steps:
             self.miss_steps(f"{self.forwards:,} forwards with gradients have run")
         if self.boundary.in_program:
             return
-        recomputes = current_graph_task_id() != -1  # True inside a backward, perhaps on one of autograd's threads
+        recomputes = current_graph_task_id() != -1  # in a backward; such a forward begins no program
         if not recomputes and self.stage is not Stage.DETACHED:
             self.boundary.begin_program()
 
@@ -223,7 +223,7 @@ class AttachedModel:
             out_of_memory.add_note(error, self._out_of_memory(phase, region.name if region else None))
 
     def _request_failed(self) -> str:
-        """Return the note for a request for device memory that failed for good; called on the requesting thread."""
+        """Return the note for the error of a device memory request; called on the requesting thread."""
         recording = self.boundary.recording
         phase, layer = recording.here if recording is not None else ("a step", None)
         return self._out_of_memory(phase, layer)

@@ -37,9 +37,9 @@ PATIENCE_S = 30.0  # a rank warns when it has waited this long for the others
 ANSWER_S = 10.0  # longest time that the store may take to answer
 SHORTEST_POLL_S = 0.0002
 LONGEST_POLL_S = 0.005
-LONGEST_POLL_S_PER_RANK = 20e-6  # added to the longest poll for each rank, since one store serves all
+LONGEST_POLL_S_PER_RANK = 20e-6  # added to the longest poll interval for each rank: all poll one store
 MEETING_POLL_S = 0.05
-KEPT_BALLOTS = 64  # the store keeps so many of the latest ballots; no rank lags that far behind
+KEPT_BALLOTS = 64  # number of the latest ballots that the store keeps; no rank lags further behind
 
 Store = dist.Store
 _DECIDED, _ENDED = b"+", b"-"
@@ -157,7 +157,7 @@ def _close(asked: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
 
 
 class _Sending:
-    """The work of the thread that sends ballots; it holds no reference that would keep a session alive."""
+    """The work of the thread that sends ballots; it has no reference to the session, so it cannot keep it alive."""
 
     def __init__(self, voters: Voters):
         self.queue: queue.SimpleQueue[_OpenBallot | Callable[[], None] | None] = queue.SimpleQueue()
@@ -251,7 +251,7 @@ class _Sending:
             if ballot.is_given_up and not self._store.check([place]):
                 if late := self._voters.missing(ballot.number):
                     self._end(ballot.number, f"{named(late)} did not end the step that others had ended")
-                else:  # all have voted, but the last one ended before it wrote the verdict
+                else:  # all ranks have voted, but the last one died before it wrote the verdict
                     self._decide(ballot)
             if not self._store.check([place]):
                 return

@@ -5,7 +5,7 @@ When a step ends, every rank does the following, in this order:
 | action | reason for its place |
 |---|---|
 | notify the techniques; the arena stops serving | memplug's own requests between steps are no part of the program |
-| close the step's forwards; take its sizes, operators, nodes and time | before anything else runs operators |
+| close the step's forwards; take its time, operators, autograd nodes, input sizes | before other operators run |
 | end the recording | the trace covers this step alone |
 | vote on a shortage of host memory | needs the regions' settings of this step, before new decisions replace them |
 | compare the bytes moved with the plan; check the link for a fixed alpha | needs this step's settings too |
@@ -14,7 +14,7 @@ When a step ends, every rank does the following, in this order:
 | switch the classes of regions that begin or cease to run as if memplug were absent | needs the next step's decisions |
 | reserve rounding buffers | after the arena, which makes them unnecessary if it serves the next step |
 | keep the plan on disk | once its decisions and the parts of all other techniques are in force |
-| call the callbacks | they see the report of a settled session |
+| call the user's callbacks | their report shows the plan of the next step |
 
 Then the next step begins: the session claims the recorder and the arena if no forward did so, begins to record, and
 last of all lets the arena serve.
@@ -58,7 +58,7 @@ log = logging.getLogger("memplug")
 
 RECENT_STEPS = 50
 TIMELINE_FOLDER = "memplug_timeline"
-WATCHED_STEPS = 8  # while stable, one step in 8 is watched; the others are compared by autograd's node count and sizes
+WATCHED_STEPS = 8  # while stable, one step in 8 is compared by operators; all are by node counts and input sizes
 
 
 class Boundary:
@@ -72,7 +72,7 @@ class Boundary:
         ranks: the ranks that train the model.
         explain: called with (phase, region, error) for a device out-of-memory error in a region's forward or recompute
             pass.
-        request_failed: returns the note for a request for device memory that failed for good; called on any thread.
+        request_failed: returns memplug's note for the error of a device memory request; called on any thread.
         has_regions: True if this or another rank has regions.
 
     Attributes:
@@ -80,9 +80,9 @@ class Boundary:
         adjuster: moves the session along its stages.
         claim: the session's claim on the recorder and on the techniques that need it; None until `watch`.
         kept: plans of earlier runs and of this one; None until `resume`.
-        watches: True if steps are compared by their operators, provided that the recorder can be claimed.
+        watches: True if steps are compared by their operators once the recorder is claimed.
         steps: number of steps that ended.
-        planned_steps: number of steps that ran under decisions from their beginning.
+        planned_steps: number of steps that ran under planned decisions.
         in_program: True once the step's first forward with gradients has begun.
         apart: why the ranks no longer agree on decisions; "" while they do.
     """
@@ -141,7 +141,7 @@ class Boundary:
     # -- before the first step -----------------------------------------------------------------------------------------
 
     def watch(self, make: Callable[[], Recording], tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Prepare to claim the recorder; with it, steps are compared by operators and techniques follow the program.
+        """Prepare to claim the recorder: it compares steps by operators, and techniques follow the program by it.
 
         If another session has the recorder when this session claims it, one warning names the consequences.
 
@@ -167,7 +167,7 @@ class Boundary:
                 tensors=tensors,
             ),
             unwatched_because=self._unwatched_because,
-            # planned decisions come after a warm-up; without them, these techniques wait for as many steps themselves
+            # a session that plans has a warm-up stage; in others these techniques count the warm-up steps themselves
             warmup_steps=0 if self.agreed.plans else self.adjuster.warmup_steps,
             records=bool(self._timeline_folder),
         )
@@ -249,7 +249,7 @@ class Boundary:
     def begin_step(self) -> None:
         """Claim the recorder if no forward did, and begin recording; called just before the next step starts."""
         if not self.in_program:
-            self._take_claim()  # the model trains in forwards that no hook sees
+            self._take_claim()  # the step's forwards ran where no hook sees them
         self.in_program = False
         self._begin_recording()
 

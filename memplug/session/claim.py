@@ -36,8 +36,8 @@ class Claim:
 
     Attributes:
         recording: the session's recording; None without the recorder.
-        followers: the techniques; empty before the recorder was claimed.
-        off_because: why there is no recorder; "" while there is one, or before it was claimed.
+        followers: the techniques; empty until the recorder is claimed.
+        off_because: why the session has no recorder; "" while it has one, or has not tried to claim it.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Claim:
 
     @property
     def profiler_off_because(self) -> str:
-        """Return why steps are not compared by operators; "" while they are, or before the recorder was claimed."""
+        """Return why steps are not compared by operators; "" while they are, or before the first claim."""
         return self._unwatched_because or self.off_because
 
     def why_off(self, name: str) -> str:

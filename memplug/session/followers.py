@@ -1,11 +1,11 @@
-"""Drives techniques that follow the program: once a program lasts, each makes a part for it, in force while it lasts.
+"""Drives techniques that follow the program: each makes a part of the plan for every program that lasts.
 
 waiting ──a program lasts long enough──► proposing ──accepted──► in force
    ▲                                                                 │
    └───── another program, or a new part of an earlier technique ────┘
 
-Techniques propose in order: each plans for steps that run under the parts of the techniques before it. Each rank does
-this by itself, since no collective depends on these parts.
+A program lasts while the session is stable. Techniques propose in order: each plans for steps that run under the parts
+of the techniques before it. Each rank does this by itself, since no collective depends on these parts.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ MOST_PARTS = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _After:
-    """The key that the next technique plans for: a lasting program with one technique's part in force.
+    """The key of each technique but the first: it stands for the lasting program and the parts in force before it.
 
     Attributes:
-        key: the lasting program, or an `_After` that adds the parts of earlier techniques.
-        part: the part in force. Two parts are equal only if they are one object.
+        key: the key of the previous technique; for the first technique, the lasting program.
+        part: the previous technique's part in force. Two parts are equal only if they are one object.
     """
 
     key: Hashable
@@ -54,7 +54,7 @@ class _After:
 class Follower:
     """Decides when one technique proposes, and which of its parts is in force.
 
-    A key stands for a program under its decisions, and under the parts of the techniques before this one.
+    The technique has one part for each key: a program with its decisions and the parts of the techniques before it.
 
     Args:
         technique: the technique that proposes.
@@ -70,7 +70,7 @@ class Follower:
         self._warmup_steps = warmup_steps
         self._parts: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
         self._key: Hashable = None
-        self._steps = 0  # calls of `end_step` with the present key
+        self._steps = 0  # number of `end_step` calls with this key
         self._begun = False
 
     def resume(self, parts: Mapping[Hashable, Any], key: Hashable) -> None:
@@ -146,7 +146,7 @@ class Follower:
         self._parts.clear()
 
     def key_after(self, key: Hashable) -> Hashable:
-        """Return the key that the next technique plans for; None while this technique is on but has no part."""
+        """Return the next technique's key for a key of this one; None while this technique waits for a part."""
         if self.technique.off_because:
             return key
         return _After(key, self.part) if self.part is not None else None
@@ -184,7 +184,7 @@ class Followers:
         return self._techniques.get(name)
 
     def resume(self, plans: Mapping[Program, MemoryPlan], program: Program) -> dict[Program, dict[str, Any]]:
-        """Resume with an earlier run's plan of each program: that of `program` is in force from the next step on.
+        """Resume with an earlier run's plans; the plan of `program` is in force from the next step on.
 
         Returns:
             The parts to resume from, by program and by technique.

@@ -25,8 +25,8 @@ class Common:
     Attributes:
         config: the block; a technique reads its own section, and fields outside sections.
         device: the device that trains.
-        reserved: device memory that memplug holds beside the tensors of a step.
-        beside: makes a `Beside`, which runs tasks in another process, or, if the block says so, while training waits.
+        reserved: measures the device memory that a step reserves beyond the bytes of its tensors.
+        beside: makes a `Beside`, which runs tasks in another process; if the block says so, training waits for them.
     """
 
     config: MemplugConfig
@@ -42,11 +42,10 @@ class Given(Common):
     Attributes:
         tell: logs one line for the user, at a level of `logging`.
         folder: the folder of kept plans; None if none are kept.
-        host_bytes: returns the bytes of the host budget that the technique of `AgreedGiven` does not hold.
+        host_bytes: returns the bytes of the host budget that the agreed technique (`AgreedTechnique`) does not hold.
         explain: returns memplug's note for the out-of-memory error of a device memory request; any thread may call it.
-        has_regions: True if the block asks for the technique of `AgreedGiven`: then that one swaps the layers' tensors.
-        layer_bytes: returns for each layer the bytes that the layer's last forward offloaded; its backward prefetched
-            as many.
+        has_regions: True if the block asks for the agreed technique, which then swaps the tensors of layers.
+        layer_bytes: returns for each layer the bytes that its last forward offloaded, and its backward prefetched.
         tensors: returns the parameters and buffers of the model.
     """
 
@@ -74,7 +73,7 @@ class AgreedGiven(Common):
         step_peak: returns the largest memory in use during the last step, in bytes; None if it was not recorded.
         step_trace: returns the last step recorded in detail; None if there is none.
         is_served: True if the block asks for a technique that serves requests for memory.
-        is_relieved: True if the block asks for a technique that makes a step fit where no plan for the regions can.
+        is_relieved: True if the block asks for a technique that makes a step fit if no plan for the regions can.
     """
 
     regions: Sequence[Any]

@@ -24,7 +24,7 @@ from memplug.session.technique import AgreedTechnique
 
 log = logging.getLogger("memplug")
 
-SETTLED_STEPS = 8  # amended addresses replace the kept ones after so many steps under them
+SETTLED_STEPS = 8  # an amended plan (see `end_step`) is written to disk after so many steps under it
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class KeptPlans:
         self._agreed, self._adjuster = agreed, adjuster
         self._plans: dict[Lasting, MemoryPlan] = {}  # the plans that the run resumed from
         self._kept: dict[int, _RanPlan] = {}  # the plans on disk, by index of the program
-        self._is_first = True  # until the run's first step has ended
+        self._is_first = True  # True until the run's first step has ended
         self._is_turned_away = False  # True while the first step runs with other inputs than the plan was made for
         self._made: _RanPlan | None = None
         self._steps = 0  # number of steps that ended with `_made` in force
@@ -118,8 +118,8 @@ class KeptPlans:
     def end_step(self, followers: Followers, parts: dict[str, Any] | None, recording: Recording | None) -> None:
         """Write the plan in force to disk after one step under it, or an amended plan after `SETTLED_STEPS` steps.
 
-        An amended plan has a new part for decisions that are on disk already. Ranks above 0 wait one step longer, so
-        that they find the plans that lower ranks wrote.
+        An amended plan has the decisions of a plan on disk, and a new part of another technique. Ranks above 0 wait one
+        step longer, so that they find the plan that rank 0 wrote.
 
         Args:
             followers: the techniques that `parts` belong to.
@@ -180,13 +180,13 @@ class KeptPlans:
     def _refuse(self, why: str) -> None:
         self.file, self.refused = None, why
         if why:
-            self._adjuster.tell(f"begins as a first run: {why}")
+            self._adjuster.tell(f"no kept plan is used: {why}")
 
     def _keep(self, made: _RanPlan, followers: Followers, recording: Recording | None) -> None:
         lasting = made.lasting
         index = _index_of(lasting)
         former = self._kept.get(index)
-        # the plan on disk has the part of a technique that is off in this run: leave it to runs that can use it
+        # do not overwrite a plan that also has the part of a technique that is off in this run
         has_less = former is not None and former.lasting == lasting and len(made.parts) < len(former.parts)
         if former == made or has_less or not (made.parts or lasting.decisions):
             return
@@ -212,7 +212,7 @@ class KeptPlans:
 
     def _training(self, index: int, lasting: Lasting, recording: Recording | None) -> TrainingPart:
         program, resumed = lasting.program, self._plans.get(lasting)
-        # an amended plan keeps the name of the run that made it: other ranks may have nothing to amend
+        # an amended plan keeps the name of its run: a plan of another run would not match the files of other ranks
         run, index = (self._store.run, index) if resumed is None else (resumed.training.run, resumed.training.index)
         return TrainingPart(
             run=run,
@@ -251,7 +251,7 @@ def _planned(program: Program, recording: Recording | None) -> PlannedProgram:
 
 
 def _program_of(planned: PlannedProgram) -> Program:
-    """Return a planned program with the numbers that this process gives to operators."""
+    """Return the program of a kept plan, its operators numbered as in this process."""
     operators = None
     if planned.operators is not None:
         numbers = np.array(native.load().operator_numbers(list(planned.names)), np.int32)

@@ -29,7 +29,7 @@ def note(
         region: qualified name of the module; None outside regions.
         report: the session's report.
         peak_bytes: most bytes allocated on the device so far; None if the device does not count them.
-        asked_gib: `device_budget_gib` of the block.
+        asked_gib: "device_budget_gib" of the block.
         is_bound: True if the device has no memory beyond `asked_gib`: the CPU stands in for a device of that size.
     """
     advice = filter(
@@ -65,7 +65,7 @@ def save_snapshot(asked: bool | str, device: Device, step: int) -> str:
     """Save a snapshot of torch's allocator for pytorch.org/memory_viz, if the block asks for one.
 
     Args:
-        asked: `report.snapshot_on_oom`: True, or the folder to write to.
+        asked: `report.snapshot_on_oom` of the block: whether to save, or the folder to write to.
         device: the device that ran out of memory.
         step: number of the step, for the file's name.
 

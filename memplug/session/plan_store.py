@@ -50,13 +50,13 @@ class PlanStore:
 
     @property
     def run(self) -> str:
-        """Return the name of this run: the same on all ranks after `load`, and greater than that of earlier runs."""
+        """Return the name of this run: the same on all ranks after `load`; it sorts after the names of earlier runs."""
         return self._run
 
     def load(self, unfit: Callable[[MemoryPlan], str]) -> list[MemoryPlan]:
-        """Return the plans that all ranks resume from, the one to begin with first.
+        """Return the plans that all ranks resume from; the first one is in force when the run begins.
 
-        All ranks call this. The run begins with the first program of the latest run.
+        It is the plan for the first program of the latest run. All ranks call this.
 
         Args:
             unfit: returns why a plan cannot be used here; "" if it can.
@@ -102,7 +102,7 @@ class PlanStore:
 
     def _own(self, unfit: Callable[[MemoryPlan], str]) -> tuple[dict[_Key, MemoryPlan], str]:
         """Return this rank's plans by run and index of the program, and why there are none ("" if there are some)."""
-        if self._folder is None or not os.path.isdir(self._folder):  # unlike `Path.is_dir`, it never raises
+        if self._folder is None or not os.path.isdir(self._folder):  # unlike `Path.is_dir`, this never raises
             return {}, ""
         refused, own = "", {}
         for file in self._folder.glob(f"{self._job.job.digest()}-*{self._suffix(self._job.rank)}"):

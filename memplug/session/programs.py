@@ -1,9 +1,10 @@
 """The programs that a run's steps ran so far, with their decisions, and this rank's vote on the program of a step.
 
-A vote is a bit mask of the remembered programs that a step is similar to. Each rank compares its own step with its own
-baselines. Programs are remembered and forgotten at the same steps on all ranks, so a bit means the same program
-everywhere. The bitwise AND of all votes keeps the bits of those programs that the step resembles on every rank. If one
-rank sees a change, its vote lacks the current program's bit, so all ranks change together.
+A vote is a bit mask of the remembered programs that a step is similar to. Each rank compares its step with one
+of its own earlier steps for each program, the program's baseline. Programs are remembered and forgotten at the same
+steps on all ranks, so a bit means the same program everywhere. The bitwise AND of all votes keeps the bits of those
+programs that the step resembles on every rank. If one rank sees a change, its vote lacks the current program's bit, so
+all ranks change together.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any
 from memplug.profile.similarity import Program, similar
 
 MOST_PROGRAMS = 32
-"""Number of programs remembered at a time, one bit of a vote each. If there are more, most do not repay a plan."""
+"""Number of programs remembered at a time, one bit of a vote each. If a run has more, few repay a plan."""
 
 ALIKE = 1 << MOST_PROGRAMS
 """Bit of a vote: the step's inputs and autograd nodes are like the current program's, whatever its operators are."""
 
 MOST_TURNS = 2
-"""Number of turns after which memplug makes no more plans for a program; in a turn, it becomes another under a plan."""
+"""Number of turns after which memplug plans no more for a program. A turn: it becomes another one under a plan."""
 
 
 class Remembered:
@@ -29,13 +30,12 @@ class Remembered:
 
     Attributes:
         index: the program's bit in a vote.
-        baseline: the step of the program on this rank that later steps are compared with. During warm-up it is the
-            latest step. From planning on it stays the same, so that a slow drift adds up to a change.
+        baseline: the step of this rank that later steps are compared with. During warm-up it is the latest step. From
+            planning on it stays the same, so that a slow drift adds up to a change.
         decisions: the part of the agreed technique to run the program under; None before there is one.
         borrowed: True if the decisions were made for another program, and this one has run a step under them.
         told: changes of stage that the log has already reported for the program.
-        turns: number of plans in a row that turned this program into the same other program until they were
-            withdrawn.
+        turns: number of plans in a row under which this program became the same other program.
     """
 
     def __init__(self, index: int, baseline: Program):
@@ -79,11 +79,11 @@ class Programs:
 
     def __init__(self, length_tolerance: float, cosine_similarity: float):
         self.current: Remembered | None = None
-        self.made = 0  # includes forgotten programs
-        self.indifferent = False  # True once every step counts as the current program
+        self.made = 0  # number of programs ever remembered
+        self.indifferent = False  # True once all steps count as the current program
         self.limits = (length_tolerance, cosine_similarity)
         self._all: list[Remembered] = []
-        self._by_age: list[Remembered] = []  # the least recently current first
+        self._by_age: list[Remembered] = []  # by the time when each was last current, the earliest first
         self._voted: tuple[Program, int] | None = None
 
     def __iter__(self) -> Iterator[Remembered]:
@@ -130,7 +130,7 @@ class Programs:
         return max(seen, key=self._by_age.index, default=None)
 
     def remember(self, program: Program) -> Remembered:
-        """Add a program; if there is no room, forget the least recently current one, but not the current one."""
+        """Add a program; if there is no room, forget the one that was last current longest ago."""
         index = len(self._all)
         if index == MOST_PROGRAMS:
             forgotten = next(one for one in self._by_age if one is not self.current)
@@ -150,7 +150,7 @@ class Programs:
         self._by_age.append(program)
 
     def renew(self, baseline: Program) -> None:
-        """Make the latest step the current program's baseline, unless it equals the present one and shows no more.
+        """Make the latest step the current program's baseline, if it differs or shows more operators or regions.
 
         Args:
             baseline: the latest step.

@@ -53,12 +53,12 @@ class Ranks:
 
     @property
     def are_known(self) -> bool:
-        """Return whether the ranks are known: False if a launcher started several, until this one joins a group."""
+        """Return whether the ranks are known: False while this one of several processes has joined no process group."""
         return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1
 
     @property
     def rank(self) -> int:
-        """Return the index of this process among `members`."""
+        """Return the index of this process in `members`."""
         return 0 if self._alone else self.members.index(dist.get_rank())
 
     @property

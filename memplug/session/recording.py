@@ -48,7 +48,7 @@ class Recording:
 
     Args:
         recorder: the recorder of the process.
-        places: the model's places in the program.
+        places: reports where in the program training is.
 
     Attributes:
         trace: trace of the last step recorded with `Detail.TENSORS`; None until there is one.
@@ -157,7 +157,7 @@ class Recording:
         """Continue without the record of this step, because the record contradicts itself; warn the first time."""
         if not self._has_refused:
             self._has_refused = True
-            text = "memplug: the record of a step contradicts itself: %s. memplug uses a later one; please report this"
+            text = "memplug: the record of a step contradicts itself: %s. memplug uses a later step; please report this"
             log.warning(coded("MP016", text), error.problem)
 
     def stop(self) -> None:

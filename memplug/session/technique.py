@@ -73,8 +73,8 @@ class Technique(abc.ABC, Generic[Part]):
     def propose(self, trace: Trace | None) -> Part | None:
         """Return a part for the program whose step ended, or None to be asked again after the next step.
 
-        The first call begins the work and later calls continue it, also while a part is in force; a new part then
-        replaces it. Long work runs beside training: no step waits for it.
+        The first call begins the work, and later calls continue it. They may do so while a part is in force; a new part
+        then replaces that one. Long work runs beside training: no step waits for it.
 
         Args:
             trace: the trace of the step, if it was recorded as `detail` asks.
@@ -123,7 +123,7 @@ class Technique(abc.ABC, Generic[Part]):
     def report(self) -> TechniqueReport:
         """Return what the technique did, holds and predicts.
 
-        Called on any thread, also where a request for memory fails.
+        Any thread may call this, even inside of a request for memory that fails.
         """
         return self.report_type.absent(self.off_because)
 
@@ -192,7 +192,7 @@ class AgreedTechnique(Technique[Part]):
 
     @abc.abstractmethod
     def agree(self, program: Program, planned_from: Program | None, is_stable: bool) -> None:
-        """Agree on changes that belong to no part; all ranks call this before they vote on the program.
+        """Run the checks for which ranks exchange values; all ranks call this before they vote on the program.
 
         Args:
             program: the program of the step that ended.
@@ -214,7 +214,7 @@ class AgreedTechnique(Technique[Part]):
 
     @abc.abstractmethod
     def turn_away(self) -> None:
-        """Run the step that begins without the part in force, because the part was made for other inputs."""
+        """Leave the part out of the step that begins, because the part was made for other inputs."""
 
     @property
     @abc.abstractmethod

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 
 def keyed(key: str) -> Any:
-    """Return a report's field that defaults to None, and whose name in `as_dict` is `key` instead of a prefixed one."""
+    """Return a report's field that defaults to None; `as_dict` names it `key`, without the prefix."""
     return field(default=None, metadata={"key": key})
 
 

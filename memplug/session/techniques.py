@@ -40,7 +40,7 @@ def reports(
     Args:
         agreed: the technique that ranks agree on; None if there is none.
         followers: the techniques that follow the program.
-        why_off: returns why training goes on without the technique of a name; "" if it may still start.
+        why_off: called with a technique's name, returns why training goes on without it; "" if it may still start.
     """
     made = {each.technique.name: each.technique for each in followers}
     if agreed is not None:

@@ -97,7 +97,7 @@ def test_invalid_plan_is_refused_with_the_reason(
         run = train(folder)
     assert run.is_first() and run.losses == kept[1].losses
     assert reason in run.report["not_resumed_because"] and run.report["resumed_from"] is None
-    assert f"begins as a first run: {run.report['not_resumed_because']}" in caplog.text
+    assert f"no kept plan is used: {run.report['not_resumed_because']}" in caplog.text
     assert only_plan(folder).read_bytes() != spoilt and plan_file.load(only_plan(folder))
 
 

@@ -20,7 +20,8 @@ std::optional<Slot> Copies::take(int64_t nbytes) {
 }
 
 EventRef Copies::offload(const at::Tensor& rows, const Slot& slot, const StreamRef& owner) {
-  for (size_t i = 0; i < users_.size(); ++i) { // not a range loop: a device in Python may let another thread add a user
+  // not a range loop: streams implemented in Python let other threads run, which may add a user
+  for (size_t i = 0; i < users_.size(); ++i) {
     const StreamRef user = users_[i];
     streams_->wait(offload_stream_, streams_->record(user), Wait::OFFLOAD_FOR_COMPUTE);
   }

@@ -1,8 +1,8 @@
-// Copies device memory to a store and back, on two copy streams. Events order the copies with the streams that
-// operators run on. memplug makes all its copies through this class, of rows and of whole tensors.
+// Copies device memory to a store (copy out) and back (copy in), on two copy streams. Events order the copies with the
+// streams that operators run on. memplug makes all its copies through this class, of rows and of whole tensors.
 //
-// Device memory belongs to a stream, its owner. Three rules make every reuse of memory safe by the order of events
-// alone (each `Wait` names its case):
+// The store's space for a copy is a slot. Device memory belongs to a stream, its owner. Three rules make every reuse of
+// memory safe by the order of events alone (each `Wait` in streams.h names the reason of one wait):
 //   1. Device memory is released, or written in place, only after its owner has waited for the copy out that reads it.
 //   2. A copy in starts only after the work queued on the owner so far. So earlier uses of the new device memory are
 //      done, and by rule 1 also the copy out that filled the slot.
@@ -42,7 +42,7 @@ class Copies {
     return *streams_;
   }
 
-  // Streams that operators have run on. `note_user` adds one if it is new, and returns its number.
+  // Returns the streams that operators have run on. `note_user` adds a stream if it is new, and returns its index.
   const std::vector<StreamRef>& users() const {
     return users_;
   }

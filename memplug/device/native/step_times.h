@@ -13,7 +13,7 @@ namespace memplug {
 
 class StepTimes {
  public:
-  // Starts to measure waits, and operators too if `operators`. If both are false, stops, and keeps the measurements.
+  // Starts to measure waits, and with `operators` also operators. If both are false, stops; the measurements stay.
   void measure(bool waits, bool operators) {
     if (waits || operators) {
       waits_.clear();
@@ -62,8 +62,8 @@ class StepTimes {
     return all;
   }
 
-  // Returns the seconds of each operator of the program, from its beginning to the next beginning, less waits. One more
-  // entry at the end has the seconds of the work after the last operator. Returns empty if the device is not done.
+  // Returns the seconds of each operator of the program, from its beginning to the next mark, less waits. The last
+  // entry is the time of the work after the last operator. Returns empty if the device is not done.
   std::optional<std::vector<double>> operators_s(Streams& streams) const {
     if (!began_.empty() && ended_ == nullptr) {
       return std::nullopt;

@@ -16,7 +16,7 @@ struct Bus {
   std::mutex mutex; // guards everything except the atomics; its holder takes no other lock than torch's
   std::array<std::atomic<const Watcher*>, WATCHERS> watchers{};
   std::array<int, WATCHERS> watching{}; // living `Watching` instances that were not silenced
-  std::array<int, WATCHERS> silenced{}; // calls of `silence` for each place of the order
+  std::array<int, WATCHERS> silenced{}; // calls of `silence` for each position
   std::array<at::CallbackHandle, NEEDS> handles{
       at::INVALID_CALLBACK_HANDLE, at::INVALID_CALLBACK_HANDLE, at::INVALID_CALLBACK_HANDLE};
 };
@@ -36,7 +36,7 @@ struct Told {
 thread_local std::array<std::vector<Told>, NEEDS> told;
 thread_local int pauses = 0;
 
-// Calls `tell`, and returns the earliest exception: `failure`, or if that is null, the one that `tell` threw, or null.
+// Calls `tell`. Returns `failure` if it is set; otherwise the exception that `tell` threw, or null.
 template <typename Tell>
 std::exception_ptr caught(std::exception_ptr failure, const Tell& tell) {
   try {

@@ -1,4 +1,4 @@
-// Notifies watchers of operators on any thread; all watchers with the same need share one torch callback.
+// Calls watchers when operators begin and end, on any thread. Watchers with the same need share one torch callback.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace memplug {
 
-// A watcher sees only the beginnings of operators, also their ends, or also their tensors, which cost the most.
+// A watcher needs only the beginnings of operators, or also their ends, or also their tensors, which cost the most.
 enum class Need : uint8_t { BEGINNINGS, ENDS, TENSORS };
 
 // An operator of the calling thread, at its beginning or its end.
@@ -43,17 +43,17 @@ struct Watcher {
   void (*end)(OperatorCall& call) = nullptr;
 };
 
-// Places of watchers. Those with the same need are called in this order, at beginnings and at ends.
+// Positions of watchers, one each. Watchers with the same need are called in this order, at beginnings and at ends.
 enum Order : size_t { RECORDS, STORAGES, FORWARDS, WATCHERS };
 
-// Sets the watcher at a place, from the next operator on; null removes the watcher that is there.
+// Sets the watcher at a position, from the next operator on; null removes it.
 void set_watcher(Order order, const Watcher* watcher);
 
-// Removes the watcher at a place in the child of a fork. The child must not take torch's locks, so torch's callback
+// Removes the watcher at a position in the child of a fork. The child must not take torch's locks, so torch's callback
 // stays, without a watcher to notify.
 void silence(Order order);
 
-// Keeps a watcher set while at least one instance for its place lives.
+// Keeps a watcher set while at least one instance for its position lives.
 class Watching {
  public:
   Watching(Order order, const Watcher& watcher);
@@ -63,7 +63,7 @@ class Watching {
 
  private:
   const Order order_;
-  int silenced_; // calls of `silence` for the place before this instance was made
+  int silenced_; // calls of `silence` for the position before this instance was made
 };
 
 void lock_bus_for_fork();

@@ -43,7 +43,7 @@ struct Thread {
   Place last_backward;
   uint64_t last_node[2] = {0, 0}; // thread and sequence number of the node that `last_backward` belongs to
   Place outside_of_backward; // place of the nodes that the thread makes outside of backward
-  bool made_in_backward = false; // whether a backward has set another place for new nodes since
+  bool made_in_backward = false; // whether a backward has marked new nodes with another place
 };
 
 thread_local Thread this_thread;
@@ -60,7 +60,7 @@ void mark(Place place) {
   auto& marks = known.of_thread[at::RecordFunction::currentThreadId()];
   const uint64_t sequence = nodes_made();
   if (!marks.empty() && marks.back().sequence == sequence) {
-    marks.pop_back(); // the thread made no node at the last place
+    marks.pop_back(); // the thread made no node since the last mark
   }
   if (!marks.empty() && marks.back().micro_batch == place.micro_batch && marks.back().layer == place.layer) {
     return;
@@ -110,7 +110,7 @@ Place place_of_backward(Thread& thread) {
     }
   }
   thread.last_backward.pass = BACKWARD;
-  if (c10::GradMode::is_enabled()) { // in a recompute pass, or in a backward with `create_graph`
+  if (c10::GradMode::is_enabled()) { // a recompute pass, or `create_graph`: backward makes nodes
     mark(thread, thread.last_backward);
   }
   return thread.last_backward;

@@ -22,7 +22,7 @@ c10::Allocator* native = nullptr;
 c10::DeleterFnPtr native_deleter = nullptr;
 int wanted_by = 0; // a bit for each `User` that wants this allocator
 
-// Limits and counts the bytes in use.
+// Counts the CPU's bytes in use, and holds the limit of `limit_cpu`.
 class Limited {
  public:
   bool is_on() const {
@@ -106,7 +106,7 @@ void free_any(void* pointer) {
 class DelegatingAllocator final : public c10::Allocator {
  public:
   // Returns a block of the server if it serves the request, otherwise a native block. A native block that is recorded
-  // or counted gets a deleter that reports its free, also after the recording. Other native blocks stay untouched.
+  // or counted gets a deleter that reports its free, even after the recording. Other native blocks stay untouched.
   c10::DataPtr allocate(size_t nbytes) override {
     return watched(nbytes, [] { return nullptr; }, [nbytes] { return serve(nbytes); });
   }

@@ -44,7 +44,7 @@ struct Unheard {
 // Makes the allocator that stands in front of the device's (cuda_front.cpp), but does not install it. Throws if this
 // version of torch has calls that hands_on.h does not know.
 void prepare_cuda_allocator(int device);
-// Installs that allocator for a user, or ends the user's use. When the last use has ended, the allocator stays until
+// Installs that allocator for a `User` (requests.h), or ends this use. After the last use, the allocator stays until
 // the arena has no memory: `record_stream` of an arena's block must not reach the native allocator, which would ignore
 // it.
 void stand_before_cuda(User user, bool on);

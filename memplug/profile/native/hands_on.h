@@ -30,8 +30,8 @@ namespace memplug {
 
 namespace caching = c10::cuda::CUDACachingAllocator;
 
-// Two types from members that the base class may lack: that of `attachOomRejectionObserver`'s first argument, and that
-// of `getExpandableSegmentSizes`'s result. Without the member, the type is `Unknown`.
+// The types of `attachOomRejectionObserver`'s first argument and of `getExpandableSegmentSizes`'s result. If the base
+// class lacks the member, its type is `Unknown`.
 template <typename Result, typename Class, typename First, typename... Rest>
 First first_of(Result (Class::*)(First, Rest...));
 struct Unknown {};

@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t NAMES = 1 << 13; // capacity of the table; torch has some 3,000 operators
 
-constexpr int32_t UNNAMED = 0; // number of the operators that do not fit into the table
+constexpr int32_t UNNAMED = 0; // shared by all operators that do not fit into the table
 
 // Maps the address of an operator's name, which the operator's schema owns, to the operator's number. Looking up a
 // known name takes no lock and allocates nothing.

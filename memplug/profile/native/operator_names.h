@@ -9,7 +9,7 @@
 
 namespace memplug {
 
-// Stands for a label that is no operator, such as those that autograd's engine puts around a node.
+// Stands in for the number of a label that is no operator, such as those of autograd's engine around a node.
 constexpr int32_t NOT_AN_OPERATOR = -1;
 // Returns the operator's number, usually without a lock.
 int32_t number_of(const at::RecordFunction& function);

@@ -1,5 +1,5 @@
 // Module hooks that track where the training thread is (memplug/hooks/places.py). They are C functions for speed, since
-// a step runs two of them for each layer.
+// each forward of a layer runs two of them.
 #pragma once
 
 #include <pybind11/pybind11.h>

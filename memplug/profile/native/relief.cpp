@@ -39,7 +39,7 @@ void end_relief_in_child() {
   asked = nullptr;
 }
 
-// Does nothing while memplug runs its own operators (`Pause`): memplug can go on without the memory that they request,
+// Does nothing while memplug runs its own operators (`Pause`): memplug handles the failure of their requests itself,
 // and may hold a lock.
 void explain(c10::OutOfMemoryError& error) {
   std::shared_ptr<const Explanation> explain;

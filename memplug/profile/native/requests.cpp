@@ -23,8 +23,8 @@ struct LiveBlock {
 };
 
 struct Log {
-  // taken while the thread holds the allocator's lock, so its holder must not allocate on the device or take Python's
-  // lock
+  // threads lock it while they hold the allocator's lock, so its holder must neither allocate on the device nor take
+  // Python's lock
   std::mutex mutex;
   std::vector<RequestEvent> events;
   ska::flat_hash_map<void*, LiveBlock> alive;
@@ -85,7 +85,7 @@ void begin_requests(int64_t base_bytes) {
   } else if (base == Base::LIMIT) {
     base_bytes = counted + told + moved_out;
   } else {
-    base_bytes = l.tracked_bytes + told - wanted; // `tracked_bytes` includes the wanted bytes
+    base_bytes = l.tracked_bytes + told - wanted; // `tracked_bytes` and `told` both include the wanted bytes
   }
   l.usage = {base_bytes, base_bytes, base_bytes, base_bytes};
   in_use = base_bytes;

@@ -30,10 +30,9 @@ struct Usage {
   int64_t marked_peak_bytes; // since `mark_peak`, or since the recording began
 };
 
-// Begins a recording. `base_bytes`: bytes in use on the device now, as its allocator counts them, or -1 if the
-// allocator does not count. In that case `base_of_recording` says which bytes the recording begins with. A free is
-// recorded if and only if its malloc was recorded or the recording began with the block's bytes. So bytes in use never
-// become negative.
+// Begins a recording. `base_bytes`: bytes in use on the device now, as its allocator counts them; -1 if it does not
+// count, then `base_of_recording` tells which bytes the recording begins with. A free is recorded if and only if its
+// malloc was recorded or the recording began with the block's bytes. So bytes in use never become negative.
 void begin_requests(int64_t base_bytes);
 void end_requests();
 bool recording_requests();
@@ -67,7 +66,7 @@ class Moving {
 // Gives a recorded block a new address.
 void note_moved(void* from, void* to);
 
-// Adds bytes that were moved off the device; recordings that begin later count them as in use.
+// Adds bytes that were moved off the device (negative: back); recordings that begin later count them as in use.
 void note_moved_out(int64_t nbytes);
 
 // Called on any thread for each request to an allocator in front of torch's (`User`): before the request is served,
@@ -104,8 +103,8 @@ std::vector<RequestEvent> take_requests();
 void lock_requests_for_fork();
 void unlock_requests_after_fork();
 
-// Install and remove memplug's allocator in front of torch's CPU allocator, for a user. It passes requests that no
-// arena serves on to torch's. A second `install_cpu` for the same user throws.
+// Install and remove memplug's allocator in front of torch's CPU allocator, for one of its users in memplug. Requests
+// that no arena serves go on to torch's allocator. A second `install_cpu` for the same user throws.
 enum User : int { RECORDER = 1, ARENA = 2, RELIEF = 4 };
 void install_cpu(User user);
 void uninstall_cpu(User user);

@@ -17,7 +17,7 @@
 namespace memplug {
 namespace {
 
-constexpr int64_t CAPACITY = 1 << 22; // operators of one step; memory pages that no step reaches are never touched
+constexpr int64_t CAPACITY = 1 << 22; // operators of one step, at most; memory pages beyond a step's end stay untouched
 
 // The sequence of one step, written without locks.
 struct Sequence {
@@ -39,7 +39,7 @@ struct OpenRecording {
   c10::DeviceType device_type = c10::DeviceType::CPU;
   std::chrono::steady_clock::time_point begin;
   ska::flat_hash_map<const c10::StorageImpl*, int32_t> number_of;
-  // with a weak reference, the address of a dead `StorageImpl` is not reused, but the tensor's memory is freed
+  // weak references: the address of a dead `StorageImpl` is not reused, though the tensor's memory is freed
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> seen;
 };
 
@@ -194,7 +194,7 @@ void claim() {
   }
   claimed = true;
   sequence().count = 0;
-  forget_blocks(); // those of an earlier recorder
+  forget_blocks(); // blocks of an earlier recorder
   own_thread();
 }
 

@@ -1,5 +1,5 @@
-// Watches the operators that the training thread and autograd's threads run: yields their numbers, and details of each
-// while recording.
+// Watches the operators that the training thread and autograd's threads run: notes their numbers and, while recording,
+// details of each.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -31,8 +31,8 @@ class Server {
     return nullptr;
   }
 
-  // Returns the bytes of live blocks whose free the server will report to a recording. A recording treats blocks of
-  // earlier plans as allocated before its beginning, like those of the native allocator.
+  // Returns the bytes of live blocks whose free the server will report to a recording. A recording counts blocks of
+  // earlier plans, like the native allocator's blocks, as memory from before its beginning.
   virtual int64_t told_bytes() {
     return 0;
   }
