@@ -110,7 +110,7 @@ def test_gradients_through_reused_cache_equal_plain_training(use: Callable[[nn.M
 
 
 @uses
-def test_opaque_regions_keep_cache_tensors_after_one_error(use: Callable[[nn.Module], Found]) -> None:
+def test_opaque_regions_keep_cache_tensors_once_their_reuse_has_raised(use: Callable[[nn.Module], Found]) -> None:
     expected, model = use(tiny_llama()), tiny_llama()
     with memplug.attach(model, block()) as session:
         for region in session._attached.regions:
@@ -121,7 +121,7 @@ def test_opaque_regions_keep_cache_tensors_after_one_error(use: Callable[[nn.Mod
         assert_alike(use(model), expected)
 
 
-def test_cache_used_after_its_backward_raises_once() -> None:
+def test_reusing_a_cache_after_its_backward_raises_only_once() -> None:
     def use(model: nn.Module) -> Found:
         loss, cache = segment(model, 0)
         loss.backward()

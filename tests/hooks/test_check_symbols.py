@@ -144,13 +144,13 @@ def test_moved_symbol_is_found_and_its_new_place_named(symbol: str, place: str, 
     assert (found.status, found.note) == (MOVED, f"in {place}")
 
 
-def test_one_of_several_alternatives_is_enough(tree: SourceTree) -> None:
+def test_symbol_is_found_if_one_of_its_alternatives_exists(tree: SourceTree) -> None:
     assert verdict(tree, ("pack.engine:Engine.fly", "pack.engine:Engine.step")).symbol == "pack.engine:Engine.step"
     assert verdict(tree, ("pack.engine:Engine.fly", "pack.engine:moved_here")).status == MOVED
     assert verdict(tree, ("pack.engine:Engine.fly", "pack.engine:Engine.swim")).status == GONE
 
 
-def test_parameter_taken_only_by_kwargs_is_noted(tree: SourceTree) -> None:
+def test_report_notes_a_parameter_that_only_kwargs_accepts(tree: SourceTree) -> None:
     assert verdict(tree, "pack.engine:Engine.step(closure)").note == ""
     assert verdict(tree, "pack.engine:Engine.step(closure, scale)").note == "scale by **kwargs"
 
@@ -163,7 +163,7 @@ def test_text_is_found_across_line_breaks_and_in_other_files(tree: SourceTree) -
     assert verdict(tree, Text("TORCH_LIBRARY(other_ops,")).status == GONE
 
 
-def test_file_that_does_not_parse_is_named(tmp_path: Path) -> None:
+def test_report_names_a_file_that_does_not_parse(tmp_path: Path) -> None:
     broken = SourceTree(folder_with(tmp_path, {"pack/__init__.py": "def step(:\n"}), "pack")
     found = verdict(broken, "pack:step")
     assert found.status == GONE and "cannot parse" in found.note and "__init__.py" in found.note
@@ -185,7 +185,7 @@ def test_exit_status_is_1_if_a_symbol_is_gone_or_moved(
     assert "0 of 1 there, 1 moved" in capsys.readouterr().out
 
 
-def test_sources_come_from_package_index_and_never_run(tmp_path: Path) -> None:
+def test_sources_are_downloaded_from_the_package_index_and_never_run(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     files = {
         "setup.py": f"open({str(ran)!r}, 'w')\n",
@@ -214,7 +214,7 @@ def test_sources_come_from_package_index_and_never_run(tmp_path: Path) -> None:
     assert not ran.exists()
 
 
-def test_package_on_no_index_is_reported_without_failing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_package_missing_from_the_index_is_reported_without_failing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["flash-attn-3"]) == 0
     assert "could not get the sources" in capsys.readouterr().out
 
@@ -234,7 +234,7 @@ def names_of(*packages: Package) -> set[str]:
     [(deepspeed, "patched"), (megatron, "patched"), (megatron_training, "patched"), (transformer_engine, "patched")]
     + [(transformer_engine, "class")],
 )
-def test_every_symbol_in_hook_tables_is_checked(hooks: ModuleType, title: str) -> None:
+def test_every_symbol_in_docstring_tables_of_hooks_is_checked(hooks: ModuleType, title: str) -> None:
     table = (hooks.__doc__ or "").partition(f"| {title} |")[2].partition("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines()[2:]]
     told = [name.rpartition(".")[2] for cell in cells for name in re.findall("`([^`]+)`", cell)]
@@ -266,7 +266,7 @@ def test_every_import_from_framework_packages_is_checked() -> None:
     assert not missing
 
 
-def test_every_symbol_in_hook_constants_is_checked() -> None:
+def test_every_symbol_in_constants_of_hooks_is_checked() -> None:
     config = "megatron.core.transformer.transformer_config:TransformerConfig."
     known = names_of(MEGATRON, TRANSFORMER_ENGINE)
     assert {f"{config}{key}" for key in megatron._CONFLICTS} <= known

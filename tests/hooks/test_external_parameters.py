@@ -117,7 +117,9 @@ def _batch(seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("alpha", [0, 1])
 @pytest.mark.parametrize("kind", [Reads, Multiplies, Returns, Borrows])
-def test_external_parameters_train_as_without_memplug(cpu_engine: None, kind: type[nn.Module], alpha: float) -> None:
+def test_models_with_external_parameters_train_as_without_memplug(
+    cpu_engine: None, kind: type[nn.Module], alpha: float
+) -> None:
     losses, weights, external = trained(kind, None)
     measured = trained(kind, block(alpha=alpha, regions=["layers.*"]))
     assert measured[0] == losses

@@ -73,7 +73,7 @@ def difference(found: Steps, expected: Steps) -> str:
 
 @pytest.mark.parametrize("family", cases())
 @pytest.mark.filterwarnings("ignore")
-def test_family_trains_as_without_memplug(family: Family, caplog: pytest.LogCaptureFixture) -> None:
+def test_model_family_trains_as_without_memplug(family: Family, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     try:
         expected = plain(family)
@@ -91,7 +91,7 @@ def test_family_trains_as_without_memplug(family: Family, caplog: pytest.LogCapt
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-def test_most_families_can_be_made_tiny() -> None:
+def test_most_model_families_can_be_made_tiny() -> None:
     """Limit how many families are skipped because they cannot be made tiny, for other versions of transformers."""
     reasons = {}
     for family in FAMILIES:

@@ -92,7 +92,7 @@ def test_fused_layers_train_with_no_opaque_region(alpha: float | str) -> None:
     assert report["offloaded_bytes"] > 0
 
 
-def test_each_unit_function_is_logged_once_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_function_that_becomes_a_unit_is_logged_once_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "memplug"):
         report = train(Decoder)
     names = sorted(f"{each.__module__}.{each.__qualname__}" for each in (Gated, Norm, Rotary))

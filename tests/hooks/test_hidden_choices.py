@@ -68,7 +68,7 @@ class Routed(Layer):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
-def test_function_that_chooses_by_values_never_runs_again(alpha: float | str) -> None:
+def test_router_that_chooses_by_values_never_runs_again(alpha: float | str) -> None:
     report = train(Routed, alpha=alpha)
     assert report["opaque_regions"] == 0
     assert report["ran"]["Router"] == 3, "one for each layer"

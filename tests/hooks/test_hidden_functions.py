@@ -162,14 +162,14 @@ class Inside(Layer):
         return x + self.out(Doubled.apply(y))
 
 
-def test_function_with_own_kernels_is_a_unit() -> None:
+def test_function_with_its_own_kernels_becomes_a_unit() -> None:
     report = train(Both)
     assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
     assert report["ran"] == {"Doubled": 3, "Seen": 3}, "with alpha 1 none of them runs again"
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
-def test_unit_is_found_after_calls_without_elements(alpha: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_becomes_a_unit_once_a_call_has_elements(alpha: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a function no elements at first, like an expert that gets no tokens."""
     torch.manual_seed(0)
     model = Stack(3, Chosen)
@@ -186,14 +186,14 @@ def test_unit_is_found_after_calls_without_elements(alpha: float | str, monkeypa
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_recomputed_function_draws_the_same_numbers(alpha: float) -> None:
+def test_recomputed_function_draws_the_same_random_numbers(alpha: float) -> None:
     report = train(DropsAndForks, alpha=alpha)
     assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
     assert report["ran"]["Drops"] == (6 if alpha else 12)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
-def test_custom_operator_is_an_operator_and_no_unit(alpha: float | str) -> None:
+def test_custom_operator_does_not_count_as_a_unit(alpha: float | str) -> None:
     report = train(WithOperator, alpha=alpha)
     assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
     assert report["ran"]["operator"] == report["ran"]["Doubled"], (
@@ -228,7 +228,7 @@ def test_nested_function_is_part_of_the_outer_unit(alpha: float) -> None:
     assert train(Inside, alpha=alpha)["opaque_regions"] == 0
 
 
-def test_region_with_units_that_takes_an_address_is_opaque(
+def test_region_with_units_is_opaque_if_it_takes_a_tensors_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Inside, "takes_address", True)
@@ -260,7 +260,7 @@ class Part(nn.Module):
         return x * 2
 
 
-def test_unit_module_copies_and_pickles_as_its_own_class() -> None:
+def test_unit_module_is_copied_and_pickled_as_its_original_class() -> None:
     model = Stack(1, Both)
     model.part = Part()
     with memplug.attach(model, BLOCK) as session:
@@ -272,7 +272,7 @@ def test_unit_module_copies_and_pickles_as_its_own_class() -> None:
     assert type(model.part) is Part and not any("memplug" in name for name in vars(model.part))
 
 
-def test_unit_with_replaced_forward_is_refused() -> None:
+def test_module_with_a_replaced_forward_is_refused_as_a_unit() -> None:
     model = Stack(1, Both)
     part = Part()
     part.forward = lambda x: x
@@ -288,7 +288,7 @@ class Checkpointed(Layer):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
-def test_function_in_a_model_checkpoint_leaves_no_region_opaque(alpha: float | str) -> None:
+def test_function_inside_torch_checkpoint_makes_no_region_opaque(alpha: float | str) -> None:
     assert train(Checkpointed, alpha=alpha)["opaque_regions"] == 0
 
 
@@ -346,7 +346,7 @@ class Uncounted(Layer):
         return x + self.out(self.part(y).sigmoid())
 
 
-def test_no_grad_call_takes_no_state_from_a_call_with_gradients() -> None:
+def test_no_grad_call_of_a_unit_does_not_consume_the_units_saved_state() -> None:
     model, states = Stack(1, Uncounted), []
 
     @contextlib.contextmanager
@@ -388,7 +388,7 @@ class Biased(Layer):
         return x + torch.nn.functional.linear(self.inner(x).sigmoid(), self.out.weight) + bias
 
 
-def test_function_that_returns_its_argument_is_no_unit() -> None:
+def test_function_that_returns_its_argument_does_not_become_a_unit() -> None:
     torch.manual_seed(0)
     model = Stack(2, Biased)
     with memplug.attach(model, BLOCK) as session:

@@ -259,11 +259,15 @@ UNITS = [
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("layer", UNITS)
-def test_call_without_gradients_leaves_no_region_opaque(layer: type[nn.Module], alpha: float | str) -> None:
+def test_hidden_function_called_without_gradients_makes_no_region_opaque(
+    layer: type[nn.Module], alpha: float | str
+) -> None:
     assert train(layer, alpha=alpha)["opaque_regions"] == 0
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("layer", [ChoosesAndCounts, ChoosesAndCountsWithGradients])
-def test_function_that_chooses_and_writes_makes_its_region_opaque(layer: type[nn.Module], alpha: float | str) -> None:
+def test_router_that_also_counts_its_choices_makes_its_region_opaque(
+    layer: type[nn.Module], alpha: float | str
+) -> None:
     assert train(layer, alpha=alpha)["opaque_regions"] == 3

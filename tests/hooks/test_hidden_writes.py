@@ -128,17 +128,17 @@ UNSAID = [WritesUnsaid, WritesInput, WritesTwice, Attends]
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
 @pytest.mark.parametrize("layer", UNSAID)
-def test_function_with_unmarked_writes_is_a_unit(layer: type[nn.Module], alpha: float | str) -> None:
+def test_hidden_function_with_unmarked_writes_becomes_a_unit(layer: type[nn.Module], alpha: float | str) -> None:
     assert train(layer, alpha=alpha)["opaque_regions"] == 0
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("layer", [WritesInPlace, WritesBoth])
-def test_function_that_calls_mark_dirty_is_a_unit(layer: type[nn.Module], alpha: float) -> None:
+def test_hidden_function_that_calls_mark_dirty_becomes_a_unit(layer: type[nn.Module], alpha: float) -> None:
     assert train(layer, alpha=alpha)["opaque_regions"] == 0
 
 
-def test_product_is_offloaded_before_a_unit_writes_to_it() -> None:
+def test_matmul_output_is_offloaded_before_a_unit_writes_to_it() -> None:
     assert train(WritesUnsaid, alpha=1.0)["ran"] == {"written": 3 + 3}, (
         "once in forward, once on the prefetched product"
     )
@@ -182,10 +182,10 @@ class WritesInputAtTimes(WritesAtTimes):
     takes_input = True
 
 
-def test_first_write_in_a_later_forward_leaves_no_region_opaque() -> None:
+def test_function_that_first_writes_in_a_later_step_makes_no_region_opaque() -> None:
     assert train(WritesAtTimes, alpha=0.0)["opaque_regions"] == 0
 
 
-def test_first_write_to_region_input_in_a_later_call_raises() -> None:
+def test_function_that_first_writes_to_region_input_in_a_later_step_raises() -> None:
     with pytest.raises(InPlaceError, match="from outside of its region, which memplug cannot undo"):
         train(WritesInputAtTimes, alpha=0.0)

@@ -87,18 +87,18 @@ class KernelUpdatesParameter(UpdatesParameter):
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("layer", [Updates, KernelUpdates, FindsBuffer])
-def test_buffer_is_written_once_per_step(layer: type[nn.Module], alpha: float | str) -> None:
+def test_function_writes_to_a_buffer_once_per_step(layer: type[nn.Module], alpha: float | str) -> None:
     train(layer, alpha=alpha)
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_parameter_written_by_a_kernel_raises(alpha: float | str) -> None:
+def test_kernel_that_writes_to_a_parameter_raises(alpha: float | str) -> None:
     with pytest.raises(InPlaceError, match="from outside of its region, which memplug cannot undo"):
         train(KernelUpdatesParameter, alpha=alpha)
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_parameter_written_by_operators_is_written_once_per_step(alpha: float | str) -> None:
+def test_function_writes_to_a_parameter_by_operators_once_per_step(alpha: float | str) -> None:
     train(UpdatesParameter, alpha=alpha)
 
 
@@ -153,7 +153,7 @@ class SharedByMany(nn.Module):
 @pytest.mark.parametrize("min_offload_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("network", [WritesToMade, SharedInput, SharedByMany])
-def test_writes_do_not_reach_tensors_that_other_regions_need(
+def test_writes_of_a_region_leave_tensors_intact_that_other_regions_need(
     network: type[nn.Module], alpha: float | str, min_offload_bytes: int
 ) -> None:
     train(network=network, alpha=alpha, min_offload_bytes=min_offload_bytes)
@@ -209,7 +209,7 @@ class Fills(Layer):
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("layer", [TwoCalls, Fills])
-def test_returned_or_filled_argument_leaves_no_region_opaque(layer: type[nn.Module], alpha: float | str) -> None:
+def test_returning_or_filling_an_argument_makes_no_region_opaque(layer: type[nn.Module], alpha: float | str) -> None:
     assert train(layer, alpha=alpha)["opaque_regions"] == 0
 
 
@@ -253,7 +253,7 @@ class KeepsBoth(KeepsOne):
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("layer", [KeepsOne, KeepsBoth])
-def test_unmarked_writes_of_the_first_call_are_detected(layer: type[nn.Module], alpha: float | str) -> None:
+def test_unmarked_writes_are_detected_in_the_first_call(layer: type[nn.Module], alpha: float | str) -> None:
     train(layer, alpha=alpha)
 
 
@@ -294,7 +294,7 @@ class WithResidual(Layer):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_unit_module_returning_its_input_does_not_count_as_writing(alpha: float) -> None:
+def test_unit_that_returns_its_input_does_not_count_as_writing_to_it(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(3, WithResidual)
     reference, executor = twin(model), tokenwise(model, alpha)

@@ -178,7 +178,7 @@ def test_forward_has_as_many_flops_as_without_memplug(alpha: Any) -> None:
         assert count(model) == expected
 
 
-def test_step_after_a_fake_tensor_step_has_right_gradients() -> None:
+def test_step_after_a_fake_tensor_step_has_correct_gradients() -> None:
     model, plain = tiny_llama(), tiny_llama()
     with memplug.attach(model, block()) as session:
         with FakeTensorMode(allow_non_fake_inputs=True):

@@ -97,7 +97,7 @@ def test_double_backward_has_the_micro_batch_of_its_forward(recorder: Recorder) 
 
 
 @checkpoints
-def test_loss_made_after_another_backward_belongs_to_latest_forward(
+def test_loss_computed_after_another_backward_belongs_to_latest_forward(
     network: dict[str, bool], recorder: Recorder
 ) -> None:
     told = Told(recorder, **network)
@@ -206,7 +206,7 @@ def test_error_caught_by_the_model_ends_only_the_failed_layer(where_it_fails: st
     assert found[Pass.BACKWARD, 0, 2] > 0 and (Pass.BACKWARD, 0, 1) not in found
 
 
-def test_next_recording_starts_clean_after_an_interrupt(recorder: Recorder) -> None:
+def test_interrupted_recording_does_not_affect_the_next_one(recorder: Recorder) -> None:
     told = Told(recorder)
     hook = told.model.layers[1].linear.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     told.begin()

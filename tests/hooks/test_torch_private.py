@@ -96,7 +96,7 @@ assert standing() == (False, 0)
 
 
 @pytest.mark.long
-def test_last_detach_removes_kernels_and_gc_callback() -> None:
+def test_last_detach_removes_dispatcher_kernels_and_gc_callback() -> None:
     run_python(
         ATTACHED
         + """
@@ -119,7 +119,7 @@ assert not standing()[0]
     )
 
 
-def test_finalizers_are_unobserved_even_if_they_detach_the_session() -> None:
+def test_observer_ignores_finalizers_even_if_they_detach_the_session() -> None:
     run_python(
         ATTACHED
         + """
