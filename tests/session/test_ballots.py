@@ -137,7 +137,7 @@ def test_expired_wait_names_all_missing_ranks(
         log.close()
 
 
-def test_parting_rank_ends_later_ballots_at_once() -> None:
+def test_rank_without_more_batches_ends_later_ballots_at_once() -> None:
     logs = [Ballots(each) for each in voters(dist.HashStore())]
     before = [log.cast(1, min, 20.0) for log in logs]
     logs[1].part()
@@ -193,7 +193,7 @@ def test_verdict_unreadable_on_one_rank_may_still_count_on_another() -> None:
     logs[0].close()
 
 
-def test_unreferenced_ballots_end_their_thread() -> None:
+def test_garbage_collected_ballots_end_their_threads() -> None:
     before = threading.active_count()
     logs = [Ballots(each) for each in voters(dist.HashStore())]
     assert threading.active_count() == before + 3

@@ -100,7 +100,7 @@ def test_dropped_session_frees_recorder_and_arena_for_the_next() -> None:
 
 
 @pytest.mark.parametrize("section", ["arena", "profiler"])
-def test_section_disabled_by_the_block_is_named_as_the_reason(section: str) -> None:
+def test_report_gives_the_block_as_the_reason_for_a_disabled_section(section: str) -> None:
     model = Stack(2)
     with memplug.attach(model, {**BLOCK, section: {"enabled": False}}) as session:
         train(model, session, 3)
@@ -122,7 +122,7 @@ def test_report_says_why_operators_are_not_compared(fields: dict[str, Any], reas
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_engine_without_optimizer_is_left_alone_beside_a_training_one(
+def test_engine_without_optimizer_stays_unattached_beside_a_training_one(
     cpu_engine: None, stage: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Use a reference or teacher model, such as TRL's DPO has."""

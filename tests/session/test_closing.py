@@ -73,7 +73,7 @@ def test_last_line_suggests_session_step_only_if_no_hook_marks_steps(is_marked: 
     assert ("session.step()" in said) is not is_marked
 
 
-def test_last_line_with_numeric_alpha_reports_no_missing_plan(
+def test_last_line_does_not_mention_plans_if_alpha_is_a_number(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     line = last_line(caplog, 4, arena={"enabled": False}, tokenwise={"alpha": 0.5, "regions": LAYERS})

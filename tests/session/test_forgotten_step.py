@@ -35,7 +35,7 @@ def test_missing_session_step_warns_once_after_three_optimizer_steps(
     assert caplog.text.count(LINE) == 1 and "stepped 3 times" in caplog.text
 
 
-def test_marked_steps_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+def test_training_with_marked_steps_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     model = Stack(2)
     with caplog.at_level(logging.WARNING, "memplug"):
         with memplug.attach(model, block(regions=LAYERS)) as session:

@@ -76,7 +76,7 @@ def trained_without(name: str, left: str, folder: Path, block: dict[str, Any]) -
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [technique.name for technique in FOLLOWING])
-def test_removing_a_technique_leaves_the_others_training(name: str, left: str, tmp_path: Path) -> None:
+def test_training_works_after_removal_of_one_techniques_room(name: str, left: str, tmp_path: Path) -> None:
     others = [technique.name for technique in FOLLOWING if technique.name != name]
     block = {name: {"enabled": False}, **{other: {"enabled": True} for other in others}}
     found = trained_without(name, left, tmp_path, {**BLOCK, **block})

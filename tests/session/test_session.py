@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.device, pytest.mark.usefixtures("keeps_nothing")]
 
 
 @pytest.mark.cpu("the arena of another device is planned later")
-def test_auto_plans_and_logs_one_line_per_stage(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_alpha_makes_a_plan_and_logs_one_line_per_stage(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "memplug")
     model = tiny_llama()
     session = memplug.attach(model, block())
@@ -44,7 +44,7 @@ def test_only_the_first_rank_logs(caplog: pytest.LogCaptureFixture, monkeypatch:
 
 
 @pytest.mark.parametrize("alpha", [0, 0.25, 1])
-def test_numeric_alpha_is_stable_at_once_and_times_at_most_one_step(alpha: float) -> None:
+def test_numeric_alpha_starts_stable_and_times_at_most_one_step(alpha: float) -> None:
     model = tiny_llama()
     with memplug.attach(model, block(alpha=alpha)) as session:
         assert session.stage is Stage.STABLE
@@ -118,7 +118,7 @@ class Fickle(Block):
         return super().forward(x, scale)
 
 
-def test_gradients_hold_if_a_region_runs_other_operators_every_step() -> None:
+def test_gradients_are_correct_if_a_regions_operators_change_every_step() -> None:
     model = Stack(4, Fickle)
     reference = twin(model)
     with memplug.attach(model, block(regions=LAYERS)) as session:
@@ -133,7 +133,7 @@ def test_gradients_hold_if_a_region_runs_other_operators_every_step() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0, 1, "auto"])
-def test_host_budget_without_space_is_kept_with_correct_gradients(alpha: Any) -> None:
+def test_tiny_host_budget_is_respected_and_gradients_are_correct(alpha: Any) -> None:
     model = Stack()
     reference = twin(model)
     config = {**block(alpha=alpha, regions=LAYERS), "host_budget_gib": 1e-6}
@@ -165,7 +165,7 @@ def test_processes_of_a_machine_share_its_host_memory(
 
 
 @pytest.mark.cpu("its engine is on the CPU")
-def test_gradient_accumulation_counts_optimizer_steps(cpu_engine: None) -> None:
+def test_session_counts_optimizer_steps_under_gradient_accumulation(cpu_engine: None) -> None:
     config = ds_config(1, gradient_accumulation_steps=3)
     expected = train_engine(make_engine(config), 4)
     memplug.install()
@@ -247,7 +247,7 @@ def test_pipeline_engine_marks_its_steps(cpu_engine: None) -> None:
     assert session.report().tokenwise.forwards == 4 * 2 * 3
 
 
-def test_two_forwards_before_one_backward_are_planned_as_in_flight() -> None:
+def test_plan_counts_both_forwards_in_flight_before_one_backward() -> None:
     model = Stack()
     reference = twin(model)
     x, y = torch.randn(2, 2, 6, 16)

@@ -74,7 +74,7 @@ def test_recorded_step_accounts_for_every_byte_by_phase_and_layer(alpha: Any, tm
     assert_nothing_left(model)
 
 
-def test_planning_leaves_the_trace_of_the_observed_step() -> None:
+def test_session_trace_is_that_of_the_step_observed_for_planning() -> None:
     model = Stack(2)
     with memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
         assert session.trace is None
@@ -113,7 +113,7 @@ def test_operators_are_watched_every_step_until_stable_then_every_eighth() -> No
         assert seen[first:] == [s for s in range(first + 1, 5 * WATCHED_STEPS + 1) if (s - 1) % WATCHED_STEPS == 0]
 
 
-def test_fewer_gradients_are_noticed_in_an_unwatched_step() -> None:
+def test_unwatched_step_reveals_that_fewer_layers_need_gradients() -> None:
     """Freeze layers: they run the same forward, and only the number of autograd's nodes changes."""
     model = Stack(3)
     with memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
@@ -143,7 +143,7 @@ def test_timeline_without_planning_shows_the_third_step(tmp_path: Path) -> None:
     assert [file.name for file in folder.iterdir()] == ["step000003.npz"]
 
 
-def test_timeline_of_a_second_run_overwrites_none_of_the_first(
+def test_timeline_of_a_second_run_overwrites_no_file_of_the_first(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "traces"
@@ -188,7 +188,7 @@ def test_trace_of_an_engine_has_the_optimizer_phase(cpu_engine: None, tmp_path: 
 REFUSE = Recording.refuse  # a fixture turns refusals into errors
 
 
-def test_training_goes_on_without_a_contradictory_recording(
+def test_training_continues_if_a_recording_contradicts_itself(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def contradict(self: Recorder, *args: Any) -> None:

@@ -72,7 +72,7 @@ def test_planned_host_memory_is_registered_before_the_next_step(monkeypatch: pyt
         assert report.host_pool_bytes >= report.predicted_host_bytes > report.host_peak_bytes
 
 
-def test_step_time_is_the_median_between_steps() -> None:
+def test_reported_step_time_is_the_median_time_between_step_calls() -> None:
     with memplug.attach(tiny_llama(), block(alpha=0)) as session:
         for pause_s in (0.0, 0.02, 1.0, 0.02):
             time.sleep(pause_s)
@@ -243,7 +243,7 @@ def test_note_advises_to_lower_or_raise_the_device_budget_as_needed(
     assert f"    1. {advice}" in note and note.count("device_budget_gib") == 1
 
 
-def test_other_errors_get_no_note() -> None:
+def test_errors_other_than_out_of_memory_get_no_note() -> None:
     model = Stack()
     with memplug.attach(model, block(regions=LAYERS)), pytest.raises(RuntimeError) as error:
         model(torch.randn(2, 6, 15))

@@ -42,7 +42,7 @@ def test_warm_up_takes_m_plus_one_steps_then_n_plans_are_tried(m: int, n: int, p
         assert run.session.report().replans == 1
 
 
-def test_each_plan_runs_for_one_step_and_one_of_them_stays(plans_by_alpha: None) -> None:
+def test_each_plan_runs_for_one_step_and_one_stays_in_force(plans_by_alpha: None) -> None:
     with led(policy_steps=4) as run:
         run.step(times=9)
         rows = [plan[0].rows for plan in run.plans]
@@ -53,7 +53,7 @@ def test_each_plan_runs_for_one_step_and_one_of_them_stays(plans_by_alpha: None)
         assert run.session._attached.executor.on_timed is None
 
 
-def test_change_during_warm_up_restarts_the_count() -> None:
+def test_program_change_during_warm_up_restarts_the_count() -> None:
     with led(warmup_steps=2) as run:
         run.step(6, times=2)
         run.step(9, times=3)
@@ -108,7 +108,7 @@ def test_same_lengths_with_other_operators_are_another_program() -> None:
         assert run.session.report().replans == 2
 
 
-def test_without_operators_sizes_alone_decide() -> None:
+def test_input_sizes_alone_tell_programs_apart_without_operators() -> None:
     with led(enabled=False) as run:
         assert not any(run.recorder.watches)
         run.reach_stable(6)
@@ -130,7 +130,7 @@ def test_regions_run_at_the_safest_setting_between_a_change_and_its_plan() -> No
         run.step(9, exact=True)
 
 
-def test_change_during_trials_ends_the_search(plans_by_alpha: None) -> None:
+def test_program_change_while_plans_are_tried_ends_the_search(plans_by_alpha: None) -> None:
     with led(policy_steps=4) as run:
         run.step(6, times=2)
         assert run.session.stage is GEN_POLICY and not is_safest(run.session)
@@ -230,7 +230,7 @@ def test_recorder_stops_with_its_session() -> None:
     assert run.recorder.stopped
 
 
-def test_numeric_alpha_watches_no_operators() -> None:
+def test_session_with_numeric_alpha_watches_no_operators() -> None:
     model, recorder = Stack(2), Played()
     with played(recorder), memplug.attach(model, block(alpha=0.5, regions=LAYERS)) as session:
         session.step()
@@ -248,7 +248,7 @@ def logged(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[
     return lines
 
 
-def test_each_stage_is_logged_once_and_steps_are_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_stage_is_logged_once_and_steps_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "memplug")
     with led() as run:
         run.reach_stable(operators=ONE)
@@ -318,7 +318,7 @@ def test_endless_new_programs_between_known_ones_do_not_fill_the_log(caplog: pyt
         assert len(run.session.history) > 110 and levels.count(logging.INFO) < 40
 
 
-def test_differing_watched_step_costs_nothing_if_the_next_is_unwatched() -> None:
+def test_different_watched_step_before_an_unwatched_one_changes_no_plan() -> None:
     """Skip an optimizer step: nodes and bytes stay the same, so an unwatched step may be either program."""
     with led(policy_steps=2) as run:
         run.reach_stable(operators=ONE)
