@@ -118,7 +118,7 @@ def test_ranks_with_unequal_host_memory_train_without_deadlock(tmp_path: Path) -
         )
 
 
-def test_impossible_device_budget_of_one_rank_raises_on_both(tmp_path: Path) -> None:
+def test_impossible_device_budget_of_one_rank_raises_on_both_ranks(tmp_path: Path) -> None:
     """Refuse on both ranks: under ZeRO 3 a rank that raised alone would leave the other waiting."""
     cases = {
         "impossible": {
@@ -180,7 +180,7 @@ def test_change_seen_by_one_rank_moves_all_ranks_at_the_same_step(stage: int, tm
 
 
 @pytest.mark.long
-def test_every_rank_compares_its_own_recorded_programs(tmp_path: Path) -> None:
+def test_ranks_find_a_single_program_under_zero_1_and_zero_3(tmp_path: Path) -> None:
     """Compare programs, although ZeRO 3 learns in its first steps which parameters to fetch."""
     profiler = {**block(), "profiler": {"warmup_steps": 1, "policy_steps": 2}}
     cases = {

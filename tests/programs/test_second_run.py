@@ -52,14 +52,14 @@ def test_mixture_resumes_from_its_plan(tmp_path: Path) -> None:
     assert min(second.shares) > 0.9, "routing differs in each step"
 
 
-def test_persistent_gradients_resume_from_their_plan(tmp_path: Path) -> None:
+def test_run_with_persistent_gradients_resumes_from_its_plan(tmp_path: Path) -> None:
     first, second = (train(tmp_path, keeps_gradients=True) for _ in range(2))
     assert plan_file.load(only_plan(tmp_path)).training.gradients_stay
     assert second.is_second() and second.losses == first.losses
     assert min(second.shares) == 1.0
 
 
-def test_arena_alone_resumes_from_its_plan(tmp_path: Path) -> None:
+def test_run_with_only_the_arena_resumes_from_its_plan(tmp_path: Path) -> None:
     block = {"tokenwise": {"enabled": False}}
     first, second = (train(tmp_path, block=block) for _ in range(2))
     assert first.states[0] is not ArenaState.SERVING and set(second.states) == {ArenaState.SERVING}
@@ -67,7 +67,7 @@ def test_arena_alone_resumes_from_its_plan(tmp_path: Path) -> None:
     assert second.losses == first.losses and min(second.shares) == 1.0
 
 
-def test_decisions_alone_resume_from_their_plan(tmp_path: Path) -> None:
+def test_run_without_the_arena_resumes_from_its_plan(tmp_path: Path) -> None:
     block = {"arena": {"enabled": False}}
     first, second = (train(tmp_path, block=block) for _ in range(2))
     assert first.stages[0] is Stage.WARM_UP and set(second.stages) == {second.before[0]} == {Stage.STABLE}
@@ -106,7 +106,7 @@ def test_part_of_unknown_technique_is_kept_and_logged(
     assert "has parts that no technique here reads: later" in caplog.text
 
 
-def test_unknown_part_outlasts_new_addresses_but_not_new_decisions(tmp_path: Path) -> None:
+def test_unknown_part_survives_new_addresses_but_not_new_decisions(tmp_path: Path) -> None:
     train(tmp_path, steps=4)  # decisions only
     part = with_unknown_part(only_plan(tmp_path))
     train(tmp_path)

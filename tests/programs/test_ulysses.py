@@ -46,7 +46,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", ["0.0", "1.0", "auto", "auto, short"])
 @pytest.mark.parametrize("model", ["ulysses", "alst"])
-def test_numbers_of_four_ranks_equal_those_without_memplug(model: str, case: str, ranks: list[dict[str, Any]]) -> None:
+def test_losses_and_weights_of_four_ranks_equal_those_without_memplug(
+    model: str, case: str, ranks: list[dict[str, Any]]
+) -> None:
     """Include a rank that runs short of host memory: it must not launch an exchange that the others do not."""
     for rank, results in enumerate(ranks):
         plain, ours = results[f"{model}: plain"], results[f"{model}: {case}"]
