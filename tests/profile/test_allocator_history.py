@@ -60,7 +60,7 @@ def test_requests_have_sizes_lifetimes_and_streams(history_of):
     assert [layer.name for layer in history.trace.layers] == ["model.py:12 forward"]
 
 
-def test_ring_that_lost_its_beginning_gives_the_same_live_bytes(history_of):
+def test_ring_buffer_without_its_beginning_gives_the_same_live_bytes(history_of):
     whole, cut = history_of(steps()), history_of(steps(truncated=True))
     assert cut.trace.base_bytes == 5000 + 1000 + 3 * MIB  # the block that was freed before the cut is unknown
     length = len(cut.trace.events)
@@ -79,7 +79,7 @@ def test_reserved_bytes_count_expandable_and_earlier_segments(history_of):
     assert history.reserved_bytes == 4 * MIB + 20 * MIB + max(0, 6 * MIB - 2 * MIB)
 
 
-def test_busiest_device_is_read_unless_another_is_given(history_of):
+def test_busiest_device_is_read_unless_the_caller_names_another(history_of):
     few, many = [event("alloc", START, 1)], [event("alloc", START, 2), *freed(START, 2)]
     made = {"segments": [segment(START, MIB, {START: 1}, device=1)], "device_traces": [[], few, [], many]}
     assert (history_of(made).device, history_of(made).devices) == (3, (1, 3))
@@ -119,7 +119,7 @@ def test_block_waiting_for_another_stream_counts_as_in_use(history_of):
     assert int(history.trace.live_bytes[-1]) == 10 and history.missing == 0
 
 
-def test_missing_block_addresses_are_counted_from_their_segment(history_of):
+def test_missing_block_addresses_are_computed_from_their_segment(history_of):
     made = steps()
     for block in made["segments"][0]["blocks"]:
         del block["address"]
@@ -196,7 +196,7 @@ def test_history_that_begins_later_ends_with_the_same_live_bytes(tmp_path_factor
     assert found.missing == 0 and live[-1] == trace.live_bytes.tolist()[-1]
 
 
-def test_problem_of_a_history_has_every_block_with_its_lifetime(history_of):
+def test_layout_problem_of_a_history_has_each_block_with_its_lifetime(history_of):
     history = history_of(steps())
     problem = problem_of_all(history.trace)
     assert problem.ids.tolist() == [0, 1, 2, -1, -2]

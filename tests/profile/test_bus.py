@@ -27,7 +27,7 @@ def x() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("detail", [None, *Detail])
-def test_recorder_and_forward_see_the_same_together_as_alone(
+def test_recorder_and_region_forward_see_the_same_together_as_alone(
     recorder: Recorder, x: torch.Tensor, detail: Detail | None
 ) -> None:
     def recorded(call: Callable[[], object]) -> list[str]:

@@ -51,7 +51,7 @@ class Runs:
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_nothing_is_imported_or_called(tmp_path, protocol):
+def test_reading_a_pickle_imports_and_calls_nothing(tmp_path, protocol):
     content = pickle.dumps({"device_traces": [Runs(tmp_path / "made")]}, protocol=protocol)
     with pytest.raises(NotPlainError, match="only data is read"):
         loads(content)
@@ -83,7 +83,7 @@ def test_nothing_is_imported_or_called(tmp_path, protocol):
         b"",
     ],
 )
-def test_damaged_pickle_raises_value_error_without_taking_memory(content):
+def test_damaged_pickle_raises_value_error_without_allocating_memory(content):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError):
         loads(content)

@@ -48,7 +48,7 @@ def test_sequence_matches_forward_and_backward_of_the_profiler(recorder: Recorde
     assert {"aten::addmm", "aten::native_layer_norm_backward"} <= set(seen) and "aten::addcdiv_" not in seen
 
 
-def test_no_grad_operators_are_in_the_sequence_only_in_a_backward(recorder: Recorder) -> None:
+def test_sequence_includes_no_grad_operators_only_inside_a_backward(recorder: Recorder) -> None:
     x = torch.ones(3, requires_grad=True)
 
     class Doubles(torch.autograd.Function):
@@ -134,7 +134,7 @@ def test_operators_are_seen_only_while_watched(recorder: Recorder) -> None:
     assert sequence(recorder, x.exp) == ["aten::exp"]
 
 
-def test_watching_after_a_recording_is_as_before_or_as_last_set(recorder: Recorder) -> None:
+def test_after_a_recording_operators_are_watched_as_before_or_as_last_set(recorder: Recorder) -> None:
     x = torch.ones(2)
     for before, inside, after in [(True, None, True), (False, None, False), (True, False, False), (False, True, True)]:
         recorder.watch(before)
@@ -220,7 +220,7 @@ def test_suspended_operators_are_not_in_the_sequence(recorder: Recorder) -> None
     assert [recorder.names[number] for number in recorder.take()] == ["aten::exp", "aten::erf", "aten::neg"]
 
 
-def test_suspension_in_a_backward_hides_only_that_part(recorder: Recorder) -> None:
+def test_suspension_in_a_backward_hides_only_the_suspended_operators(recorder: Recorder) -> None:
     def own(gradient: torch.Tensor) -> None:
         with recorder.suspended:
             gradient.sin()
@@ -237,7 +237,7 @@ def test_suspension_in_a_backward_hides_only_that_part(recorder: Recorder) -> No
 # -- nodes -------------------------------------------------------------------------------------------------------------
 
 
-def test_nodes_count_graph_nodes_made_by_forwards(recorder: Recorder) -> None:
+def test_node_count_is_the_number_of_autograd_nodes_made_by_forwards(recorder: Recorder) -> None:
     x = torch.ones(2, requires_grad=True)
     recorder.take_nodes()
     x.exp().sin()
@@ -249,7 +249,7 @@ def test_nodes_count_graph_nodes_made_by_forwards(recorder: Recorder) -> None:
     assert recorder.take_nodes() == 0
 
 
-def test_equal_steps_make_equal_node_counts_watched_or_not(recorder: Recorder) -> None:
+def test_equal_steps_have_equal_node_counts_watched_or_not(recorder: Recorder) -> None:
     def nodes(step: Callable[[], None]) -> int:
         recorder.take_nodes()
         step()

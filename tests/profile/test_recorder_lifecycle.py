@@ -131,7 +131,7 @@ def test_recording_tracks_its_peak_and_can_be_dropped(recorder: Recorder) -> Non
     assert trace.peak_bytes - trace.base_bytes == 500 and trace.replays_exactly() is True
 
 
-def test_recording_is_refused_if_the_allocator_is_already_delegated(recorder: Recorder) -> None:
+def test_recording_is_refused_if_another_allocator_is_already_in_front(recorder: Recorder) -> None:
     native.load().install_cpu()
     with pytest.raises(RecorderError, match="already put its allocator in front"):
         recorder.begin(Detail.REQUESTS)
@@ -204,7 +204,7 @@ def _calls(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-def test_operator_in_which_a_recording_ends_encloses_none_of_the_next(recorder: Recorder) -> None:
+def test_operator_in_which_a_recording_ends_is_no_parent_in_the_next_one(recorder: Recorder) -> None:
     recorder.begin(Detail.TENSORS)
     call_inside_operator(lambda: recorder.end(Fingerprint(), ()))
     trace = record(recorder, torch.ones(2).exp, Detail.REQUESTS)

@@ -90,7 +90,7 @@ def test_each_operator_has_the_bytes_in_use_when_it_began(
     assert trace.base_bytes == 100 and (np.diff(trace.operators["time_ns"]) >= 0).all()
 
 
-def test_gradients_that_stay_are_freed_as_earlier_in_the_next_recording(
+def test_next_recording_frees_persistent_gradients_as_earlier_blocks(
     recorder: Recorder,
 ) -> None:
     model = nn.Linear(8, 8)

@@ -103,7 +103,7 @@ def test_same_blocks_in_another_order_are_a_change(micro_batches):
     assert not similar(one, other, *LIMITS)
 
 
-def test_moving_the_optimizer_to_the_other_end_is_a_change():
+def test_moving_the_optimizer_to_the_beginning_of_a_step_is_a_change():
     layers, optimizer = FORWARD * 8 + BACKWARD * 8, OPTIMIZER * 5
     assert not similar(program(layers + optimizer), program(optimizer + layers), *LIMITS)
 
@@ -138,7 +138,7 @@ def test_zero_tolerance_requires_equal_operator_and_byte_counts():
 # -- nothing to compare ------------------------------------------------------------------------------------------------
 
 
-def test_bytes_alone_decide_without_recorded_operators():
+def test_input_bytes_alone_are_compared_without_recorded_operators():
     assert similar(program([], [100]), program([], [104]), *LIMITS)
     assert not similar(program([], [100]), program([], [110]), *LIMITS)
     assert not similar(program([], [100]), program([], []), *LIMITS)

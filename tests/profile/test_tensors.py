@@ -48,7 +48,7 @@ def test_features_match_a_loop_over_the_uses(trace):
 
 
 @given(programs(), st.lists(st.integers(0, 60), unique=True))
-def test_operators_without_a_rank_set_no_bit_and_count_as_255(trace, names):
+def test_unranked_operators_set_no_tag_bit_and_enter_the_stack_as_255(trace, names):
     ranks = [f"op{name}" for name in names]
     assert features(trace, ranks).tolist() == features_by_loop(trace, ranks)
 
@@ -83,7 +83,7 @@ def test_tensors_used_by_different_operators_differ_in_features():
     assert one["tag"] != other["tag"] and one["stack"] != other["stack"]
 
 
-def test_stack_holds_the_last_eight_uses_latest_lowest():
+def test_stack_holds_the_last_eight_uses_with_the_latest_in_its_low_byte():
     recording = Recording()
     tensor = recording.tensor()
     for name in "aabbbcccc":
@@ -94,7 +94,7 @@ def test_stack_holds_the_last_eight_uses_latest_lowest():
     assert features(recording.trace())["tag"].tolist() == [4, 4, 6, 6, 6, 7, 7, 7, 7]
 
 
-def test_life_is_described_as_of_its_last_use_in_a_forward():
+def test_life_has_the_features_of_the_tensors_last_use_in_a_forward():
     recording = Recording()
     saved, late, unused = recording.tensor(64, "bfloat16"), recording.tensor(32), recording.tensor(16)
     recording.phase(Pass.FORWARD, 0)

@@ -70,7 +70,7 @@ def test_failed_save_leaves_only_the_old_file(path, monkeypatch):
     assert_same(load(path), trace)
 
 
-def test_open_reader_finishes_the_old_file(path):
+def test_open_reader_still_reads_the_old_file_after_a_save(path):
     save(training(steps=1).trace(), path)
     old = path.read_bytes()
     with path.open("rb") as reader:
@@ -253,7 +253,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_foreign_file_raises_one_error_with_its_name(path, kind):
+def test_error_for_a_foreign_file_names_the_file(path, kind):
     FOREIGN[kind](path)
     if kind == "below a file":
         path = path.parent / "file" / "trace.npz"
@@ -324,7 +324,7 @@ def test_meaningless_rows_of_format_0_are_refused(path, row, problem):
         load(path)
 
 
-def test_events_before_a_first_forward_belong_to_the_step_it_opens(path):
+def test_events_before_a_first_forward_belong_to_that_forwards_step(path):
     phases = [200, 0, 1, 100, 200, 0, 1, 200, 0]
     np.savez(path, events=np.array([[0, i, 1, phase, -1, 0] for i, phase in enumerate(phases)], np.int64))
     trace = load(path)
