@@ -1,4 +1,4 @@
-"""Key-value caches that layers get in training: as without memplug, and their memory is released with the region's."""
+"""Layers with key-value caches train as without memplug, and regions release the caches' tensors with their own."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_trained_prefix_gets_the_same_gradients_as_without_memplug(alpha: Any, r
 
 @alphas
 def test_each_layer_updates_the_empty_cache_once(alpha: Any) -> None:
-    """Use the layer's rounding: keys of a cache are contiguous, for which a matmul may round differently."""
+    # without a cache, keys would not be contiguous, and a matmul might round differently
     seen = []
 
     class Seeing(DynamicCache):

@@ -1,4 +1,4 @@
-"""A cache that a later forward uses again, as in recurrence over segments: gradients are as without memplug."""
+"""A cache that a later forward reuses, as in segment-level recurrence, leaves gradients as without memplug."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def read_without_gradients(model: nn.Module) -> Found:
 
 
 def one_segment_forks(model: nn.Module) -> Found:
-    """Continue one cache twice, with layers that grow by new tensors."""
+    """Run two segments from copies of one cache, whose layers grow by new tensors."""
     loss, cache = segment(model, 0)
     fork = copy.copy(cache)
     fork.layers = [copy.copy(layer) for layer in cache.layers]

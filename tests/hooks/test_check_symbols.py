@@ -1,6 +1,6 @@
-"""The script that looks in other packages' sources for the names that memplug relies on.
+"""The script that searches other packages' sources for the names that memplug relies on.
 
-It finds existing names and reports missing ones; it asks for every name; installed packages have all of them.
+The script finds existing names, reports missing ones, and checks every name; installed packages have all names.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def tree(tmp_path: Path) -> SourceTree:
         "pack.engine:Engine.step(closure)",
         "pack.engine:Engine(model, config)",
         "pack.engine:Engine.second",
-        "pack.engine:Engine.count",  # of the object
-        "pack.engine:Engine.closed",  # of an object of a base
+        "pack.engine:Engine.count",  # an attribute of instances
+        "pack.engine:Engine.closed",  # an attribute of instances of a base class
         "pack.engine:Engine.close",
         "pack.engine:Engine.advance(closure)",
         "pack.engine:Settings(rate, size)",
@@ -107,7 +107,7 @@ def tree(tmp_path: Path) -> SourceTree:
         "pack:renamed(b)",
         "pack:starred",
         "pack:folder.inner.Worker.run",
-        "pack:nn.Module",  # of another package
+        "pack:nn.Module",  # a name of another package
     ],
 )
 def test_defined_imported_or_inherited_symbol_is_found(symbol: str, tree: SourceTree) -> None:
@@ -196,7 +196,7 @@ def test_sources_are_downloaded_from_the_package_index_and_never_run(tmp_path: P
             archive.add(folder_with(tmp_path / version, files), f"flash_attn-{version}")
 
     def run(*arguments: str) -> tuple[int, list[str]]:
-        # pip in a process of its own: it brings its own distutils
+        # in a separate process, since pip brings its own distutils
         command = [sys.executable, "-m", "tests.support.check_symbols", *arguments]
         index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, **index}, capture_output=True, text=True)
@@ -240,7 +240,7 @@ def test_every_symbol_in_docstring_tables_of_hooks_is_checked(hooks: ModuleType,
     told = [name.rpartition(".")[2] for cell in cells for name in re.findall("`([^`]+)`", cell)]
     assert len(told) >= 2
     known = " ".join(names_of(*PACKAGES.values()))
-    # "`pre_` and `post_sub_module_forward_function`" are two names with one ending
+    # a table writes "`pre_` and `post_sub_module_forward_function`" for two names with one ending
     patterns = {name: rf"[.:]{name}" if name.endswith("_") else rf"[.:]{name}\b" for name in told}
     missing = [name for name, pattern in patterns.items() if not re.search(pattern, known)]
     assert not missing
@@ -248,7 +248,7 @@ def test_every_symbol_in_docstring_tables_of_hooks_is_checked(hooks: ModuleType,
 
 def test_every_import_from_framework_packages_is_checked() -> None:
     known = names_of(*PACKAGES.values())
-    # except for torch, most of which is public
+    # not torch, most of whose names are public
     folders = tuple(f"{package.folder.partition('/')[0]}." for package in PACKAGES.values() if package is not TORCH)
     imported = {
         f"{node.module}:{alias.name}"
@@ -293,7 +293,7 @@ def test_installed_package_has_all_names_that_memplug_uses(name: str, package: P
     root = Path(next(iter(spec.submodule_search_locations))).parent
     found = check(root, package)
     assert [str(each) for _, each in found if each.status != THERE] == []
-    tree = SourceTree(root, package.folder)  # the script would report each of them if it were missing
+    tree = SourceTree(root, package.folder)  # the script would report each name if it were missing
     for symbol in (name for name in names_of(package) if ":" in name and "(" not in name):
         assert tree.find(*f"{symbol}_is_not_there".split(":")) is None, symbol
 
@@ -302,5 +302,5 @@ def test_installed_package_has_all_names_that_memplug_uses(name: str, package: P
 def test_stand_ins_have_all_names_that_memplug_uses(package: Package) -> None:
     found = check(ROOT / "tests/support/stand_ins", package, stand_ins=True)
     lacking = [each.symbol for _, each in found if each.status != THERE]
-    # its metaclass supplies it, depending on the version that the stand-in reports
+    # the class's metaclass supplies `quantization_state`, depending on the version that the stand-in reports
     assert [symbol for symbol in lacking if not symbol.endswith("FP8GlobalStateManager.quantization_state")] == []

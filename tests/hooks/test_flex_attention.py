@@ -1,4 +1,4 @@
-"""FlexAttention inside of regions: compiled calls run compiled, once a step, as units; gradients hold either way."""
+"""FlexAttention inside of regions: compiled calls are units, and run once a step; gradients are always exact."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_opaque_region_runs_compiled_attention_again_in_backward(alpha: float, m
 
 @pytest.mark.long
 def test_inductor_kernels_form_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile with Inductor: no operator shows its kernels, and it has none for a backward on the CPU."""
+    # no operator shows Inductor's kernels; layers are frozen, since it has no kernel for a backward on the CPU
     counted = Counted("inductor")
     compile_with(counted, monkeypatch)
     report = trained(0.0, Frozen, counted=counted)
@@ -140,7 +140,7 @@ def test_number_of_saved_tensors_may_change_between_steps(alpha: float, monkeypa
 
 
 def recomputed(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run two steps, the second of which captures nothing, so that attention has to run again."""
+    """Run two steps; the second step's plan captures nothing, so attention has to run again in backward."""
     compile_with(counted, monkeypatch)
     torch.manual_seed(0)
     model = Model(Biased)
@@ -167,7 +167,7 @@ def test_attention_runs_again_in_backward_if_the_plan_captures_nothing(monkeypat
 def test_recompute_pass_that_saves_more_tensors_than_forward_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = 4 * LAYER_COUNT  # two steps of both models
+    before = 4 * LAYER_COUNT  # calls in two forwards of both models
     with pytest.raises(RecomputeError, match="flex_attention saved"):
         recomputed(SavesMore(lambda calls: calls >= before), monkeypatch)
 
@@ -280,7 +280,7 @@ def test_attention_compiled_by_transformers_runs_once_per_step(alpha: float, mon
             reference(**given).loss.backward()
             before = counted.graphs, counted.calls
             model(**given).loss.backward()
-            the_mask = 1  # a compiled function makes it too, outside of the regions
+            the_mask = 1  # a compiled function makes the mask, outside of the regions
             expected = 0 if step else 1, LAYER_COUNT + the_mask
             assert (counted.graphs - before[0], counted.calls - before[1]) == expected
             assert_same(gradients(model), gradients(reference))

@@ -38,7 +38,7 @@ class Router(torch.autograd.Function):
 
 
 class Sorted(torch.autograd.Function):
-    """Puts rows in a given order, and returns the order back."""
+    """Puts rows in a given order, and also returns the inverse order."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +58,7 @@ class Sorted(torch.autograd.Function):
 
 
 class Routed(Layer):
-    """A layer that keeps the rows that its router chose, in another order."""
+    """A layer that reorders rows by its router's choice, and back again."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values, chosen = Router.apply(self.inner(x).flatten(0, 1))

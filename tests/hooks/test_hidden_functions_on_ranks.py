@@ -25,9 +25,9 @@ def ranks(folder: Path, layer: str, *routings: str, layers: int = 3) -> list[dic
 
 
 def assert_right(case: dict[str, Any], layers: int = 3, without: tuple[int, ...] = ()) -> None:
-    """Assert plain gradients, and that no rank repeats an exchange alone.
+    """Assert that gradients equal those without memplug, and that no rank repeats an exchange alone.
 
-    Each layer exchanges there and back, in forward and in backward, except for the steps in `without`.
+    Each layer exchanges tokens there and back, in forward and in backward, except in the steps `without`.
     """
     assert case["differ"] == []
     assert case["exchanges"] == [0 if step in without else layers * 2 * 2 for step in range(STEPS)]
@@ -51,7 +51,7 @@ def test_opaque_communicating_region_keeps_its_saved_tensors_on_device(layer: st
 @pytest.mark.long
 @pytest.mark.parametrize("layers", [1, 3])
 def test_region_opaque_on_one_rank_keeps_its_saved_tensors_on_device(layers: int, tmp_path: Path) -> None:
-    """Include a region whose class was not yet opaque for an earlier region of the same step."""
+    # with three layers, the class becomes opaque after other regions of it have begun the same step
     found = ranks(tmp_path, "NoFunction", "all, then half", layers=layers)
     for case in found:
         assert_right(case, layers=layers)
@@ -76,7 +76,7 @@ def test_region_that_turns_opaque_before_it_repeats_keeps_saved_tensors(
 
 
 def test_region_that_turns_opaque_after_it_repeats_raises(tmp_path: Path) -> None:
-    """Raise an error instead of letting other ranks wait forever: nothing of that forward was kept."""
+    # an error, since other ranks would wait forever: memplug kept nothing of that forward
     with pytest.raises(RuntimeError, match="communicates, and a forward was opaque .* would leave the others waiting"):
         ranks(tmp_path, "Late", "half")
 

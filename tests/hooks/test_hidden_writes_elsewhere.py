@@ -20,7 +20,7 @@ ALPHAS = [0.0, 1.0, "auto"]
 
 
 class Statistic(torch.autograd.Function):
-    """Scales by a running mean and updates it, by an operator in place or by a kernel that returns it."""
+    """Scales by a running mean, and updates the mean in place: by operators, or by a kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, running: torch.Tensor, holder: Any, by_kernel: bool) -> Any:
@@ -44,7 +44,7 @@ class Statistic(torch.autograd.Function):
 
 
 class Updates(Layer):
-    """A layer that passes a buffer of its own to the function."""
+    """A layer that passes its buffer to `Statistic`."""
 
     by_kernel, is_given, is_parameter = False, True, False
 
@@ -103,7 +103,7 @@ def test_function_writes_to_a_parameter_by_operators_once_per_step(alpha: float 
 
 
 class Makes(Layer):
-    """A region that returns its result in two forms; its backward needs one of them unchanged."""
+    """A region with two outputs; its backward needs the second output unchanged."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = self.out(self.inner(x).sigmoid())
@@ -118,7 +118,7 @@ class Writes(Layer):
 
 
 class Squashes(nn.Module):
-    """A region whose backward needs its input, without saving it; it returns the input too."""
+    """A region that also returns its input; its backward needs the input, although autograd does not save it."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return (x * 2.0).sigmoid(), x
@@ -200,7 +200,7 @@ class Fill(torch.autograd.Function):
 
 
 class Fills(Layer):
-    """A layer that uses such a kernel."""
+    """A layer that uses `Fill`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
@@ -216,7 +216,7 @@ def test_returning_or_filling_an_argument_makes_no_region_opaque(layer: type[nn.
 class Keeps(torch.autograd.Function):
     """A function that writes to both arguments, and returns one of them or none.
 
-    Nothing shows its kernels, like those of an extension that takes addresses in C++.
+    Its kernels stay unobserved, like those of an extension that takes addresses in C++.
     """
 
     @staticmethod
@@ -234,7 +234,7 @@ class Keeps(torch.autograd.Function):
 
 
 class KeepsOne(Layer):
-    """A layer that uses such a function on operators' outputs."""
+    """A layer that applies `Keeps` to two operators' outputs; the function returns one of them."""
 
     gives = True
 
@@ -246,7 +246,7 @@ class KeepsOne(Layer):
 
 
 class KeepsBoth(KeepsOne):
-    """The same function, which returns neither argument."""
+    """The same layer; the function returns neither argument."""
 
     gives = False
 
@@ -282,7 +282,7 @@ class Normalized(torch.autograd.Function):
 
 
 class WithResidual(Layer):
-    """A layer that uses such a norm."""
+    """A layer that uses `Residual`."""
 
     def __init__(self) -> None:
         super().__init__()

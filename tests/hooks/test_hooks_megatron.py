@@ -1,4 +1,4 @@
-"""The checks, patches and their removal on Megatron-Core's layers, in one process with the tests' own layers."""
+"""Checks and patches of Megatron-Core, and the patches' removal: in one process, with layers defined here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def config(**fields: Any) -> types.SimpleNamespace:
 
 
 class Decoder(TransformerLayer):
-    """A layer with the call and results of Megatron-Core's own, built of torch's modules."""
+    """A layer of torch's modules that takes and returns what Megatron-Core's layer does."""
 
     def __init__(self, settings: types.SimpleNamespace):
         nn.Module.__init__(self)
@@ -257,7 +257,7 @@ def test_auxiliary_loss_is_recorded_once_despite_recomputation():
             return super().forward(hidden_states, **others)
 
     def save(_: Any, loss: torch.Tensor, *others: Any) -> None:
-        recorded.append(torch.zeros(3).add_(loss))  # makes memory in the first step only, as Megatron-Core does
+        recorded.append(torch.zeros(3).add_(loss))  # allocates, as Megatron-Core does in its first step
 
     with mock.patch.object(owner, name, save):
         model = Model(layer=Routes)
@@ -269,7 +269,7 @@ def test_auxiliary_loss_is_recorded_once_despite_recomputation():
 
 
 def test_generators_resume_their_states_after_a_recompute_pass():
-    """Return the generators themselves from `get_states`, as with `--te-rng-tracker`."""
+    # with `--te-rng-tracker`, `get_states` returns the generators themselves
     generator = torch.Generator().manual_seed(1)
 
     class Tracker:

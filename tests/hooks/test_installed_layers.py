@@ -40,9 +40,9 @@ BATCHES = ["whole", "padded", "packed", "lengths"]
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run Transformer Engine with cuDNN's attention or, if there is none, its own unfused one.
+    """Run Transformer Engine with cuDNN's attention or, without cuDNN's, with its own unfused attention.
 
-    Functions that it compiles run uncompiled in a region, and round more often; so do they here without memplug.
+    Inside of regions its compiled functions run uncompiled, which rounds more often; so no run here compiles them.
     """
     programs = {name: {"device": "cuda", **case} for name, case in PROGRAMS.items()}
     cases = cases_of(programs, ALPHAS, **REGIONS) | {"checkpoint": {**programs["Parts"], "checkpoint": True}}

@@ -50,7 +50,7 @@ class ScalesInPlace(TorchDispatchMode):
 
 
 class GivesMore(TorchDispatchMode):
-    """Calls a matmul with other values."""
+    """Calls a matmul with changed arguments."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.mm.default:
@@ -59,7 +59,7 @@ class GivesMore(TorchDispatchMode):
 
 
 class Both(contextlib.ExitStack):
-    """A mode that changes nothing inside of one that does."""
+    """A mode that changes no values, inside of a mode that does."""
 
     def __enter__(self) -> Any:
         super().__enter__()

@@ -1,6 +1,6 @@
-"""Layers of Transformer Engine: equal to the bit, with the scales of the forward.
+"""Layers of Transformer Engine train equal to the bit, and recompute with the FP8 scales of their forward.
 
-Attention never runs again where the link carries its saved tensors.
+Attention never runs again if the link can carry its saved tensors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_fp8_scales_and_histories_equal_plain_training(program: str, alpha: str,
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_backward_leaves_no_fp8_scales_queued(program: str, alpha: str, results: dict[str, Any]) -> None:
-    """Assert that units which never run again leave no queued scales, which another run would take."""
+    # a unit that never runs again must not leave scales, which another run would take
     assert results[f"{program} {alpha}"]["queued"] == 0
 
 
@@ -106,7 +106,7 @@ def test_offloaded_bytes_equal_those_that_the_plan_predicts(results: dict[str, A
 
 
 def test_swapping_half_the_rows_halves_the_recomputed_flops(results: dict[str, Any]) -> None:
-    """Count all layers but the last, whose tensors never leave the device."""
+    # the last layer's tensors never leave the device
     plain, none, half = (sum(results[f"Parts {case}"]["flops"].values()) for case in ("none", "0", "half"))
     assert none > plain
     assert half - plain == pytest.approx((none - plain) / 2 * (LAYERS - 1) / LAYERS, rel=0.01)

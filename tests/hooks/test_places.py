@@ -18,7 +18,7 @@ from tests.support.truth import Told, where
 
 __all__ = ["nothing_left", "recorder"]
 
-CHECKPOINTS = {  # True: reentrant
+CHECKPOINTS = {  # which call is checkpointed, and whether its checkpoint is reentrant
     "none": {},
     "around each layer": {"around": False},
     "around each layer, reentrant": {"around": True},
@@ -26,7 +26,7 @@ CHECKPOINTS = {  # True: reentrant
     "inside of each layer, reentrant": {"inside": True},
 }
 checkpoints = pytest.mark.parametrize("network", CHECKPOINTS.values(), ids=CHECKPOINTS)
-SCHEDULES = {  # orders of forwards and backwards
+SCHEDULES = {  # orders of forwards (f) and backwards (b), by micro-batch
     "one after the other": "f0 b0 f1 b1",
     "in order": "f0 f1 b0 b1",
     "the last first": "f0 f1 b1 b0",

@@ -75,7 +75,7 @@ def test_repeated_forward_gives_equal_losses_under_stateless_fp8_recipes(kind: s
 def test_micro_batches_share_the_cast_weight_and_accumulate_one_gradient(results: dict[str, Any]) -> None:
     found = results["micro_batches"]
     assert found["main_grad"] < 1e-5 and found["grad"]
-    assert found["casts"] == 10  # inputs and gradients of both twice each, and the weight's two forms once
+    assert found["casts"] == 10  # two inputs and two gradients, twice each; two forms of the weight, once each
     assert "Float8Tensor" in found["saved"]
 
 

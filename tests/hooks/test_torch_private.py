@@ -1,4 +1,4 @@
-"""A torch that lacks a name that memplug uses is refused at attach, with that name."""
+"""Attaching raises an error with the missing name if torch lacks a name that memplug uses."""
 
 from __future__ import annotations
 

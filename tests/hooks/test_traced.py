@@ -62,7 +62,7 @@ def nothing_is_compiled_yet() -> Iterator[None]:
 
 
 def step(call: Callable[..., Any], model: nn.Module) -> list[torch.Tensor | None]:
-    """Return a step's output and gradients; None for a parameter that the program copied."""
+    """Return a step's output and gradients; a gradient is None if the traced program copied the parameter."""
     out = call(x())
     out.square().sum().backward()
     gradients = [parameter.grad for parameter in model.parameters()]
