@@ -22,7 +22,7 @@ class Part:
 
 
 class Numbers(Technique[Part]):
-    """Proposes numbers, each one step after the first request."""
+    """Proposes numbers as parts, if the session passes a trace."""
 
     def __init__(self, name: str, log: list[str]):
         self.name, self.log = name, log
@@ -95,7 +95,7 @@ def test_techniques_propose_nothing_until_the_program_outlasts_warm_up(said: lis
 def test_returning_program_gets_its_part_back_without_a_new_proposal(said: list[str]) -> None:
     followers, _ = following(said, "a")
     for key in ("one", "one", "two", "two"):
-        followers.end_step(key, TRACE)  # a trace of the step before does not count for a new program
+        followers.end_step(key, TRACE)  # a trace of the previous step does not count for a new program
     assert said == ["a proposes 1", "a has 1", "a has none", "a proposes 2", "a has 2"]
     said.clear()
     for key in ("one", "two"):

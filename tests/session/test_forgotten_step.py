@@ -44,7 +44,7 @@ def test_training_with_marked_steps_does_not_warn(caplog: pytest.LogCaptureFixtu
 
 
 def test_optimizer_steps_of_another_model_are_not_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """Train a critic for a while before the generator."""
+    # as a critic that trains for a while before the generator
     generator, critic = Stack(2), Stack(2)
     with caplog.at_level(logging.WARNING, "memplug"), memplug.attach(generator, block(regions=LAYERS)):
         generator(torch.randn(2, 6, 16)).backward()

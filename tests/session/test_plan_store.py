@@ -21,7 +21,7 @@ WORLD_SIZE = 3
 
 
 class OtherRanks:
-    """Stand-in for `Ranks`: the other ranks answer a `gather` with given answers, or do not exist (`are_made_up`)."""
+    """Stand-in for `Ranks`: other ranks answer a `gather` with `answers`, or do not exist (`are_made_up`)."""
 
     def __init__(self, are_made_up: bool = False, answers: list[Any] | None = None):
         self.are_made_up = are_made_up

@@ -57,7 +57,7 @@ def test_ranks_agree_on_the_current_then_a_planned_then_the_latest_program() -> 
 
 
 def test_change_seen_by_one_rank_changes_the_program_on_all() -> None:
-    """Change only the second rank's step, for a while; the first rank's stays the same."""
+    # for a while, only the second rank's step changes
     ranks = [remembered([1000]), remembered([1000])]
 
     def boundary(*lengths: int) -> int:

@@ -1,4 +1,4 @@
-"""Real ranks that do not all train, or take fewer steps: none hangs, and losses equal those without memplug."""
+"""Real ranks, some of which do not train or take fewer steps: none hangs, and losses equal those without memplug."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_ranks_that_lose_the_store_continue_with_the_last_decisions(step: int, t
 @pytest.mark.long
 @pytest.mark.parametrize("step", [1, 7], ids=["in warm-up", "in stable"])
 def test_ranks_that_lose_the_store_stop_if_their_layers_communicate(step: int, tmp_path: Path) -> None:
-    """Stop all ranks: collectives depend on the plan, so no rank may act on a later plan than another."""
+    # collectives depend on the plan, so no rank may act on a later plan than another
     for rank in run(tmp_path, 2, kind="storeless", step=step, talks=True):
         assert "torch's store is gone" in rank["error"] and "from its last checkpoint" in rank["error"]
         assert len(rank["losses"]) <= step + 1 and rank["together"] == 2

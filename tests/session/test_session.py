@@ -1,4 +1,4 @@
-"""One attached model over its steps: its stages, which calls count as a step, and the basis of its plans."""
+"""One attached model over its steps: its stages, the calls that count as a step, and the steps that plans rest on."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_numeric_alpha_starts_stable_and_times_at_most_one_step(alpha: float) ->
 
 
 def test_steps_without_forwards_postpone_the_plan() -> None:
-    """Attach long before training starts: the first steps run no forward."""
+    # as if attached long before training: the first steps run no forward
     model = Stack()
     reference = twin(model)
     with memplug.attach(model, block(regions=LAYERS)) as session:
@@ -77,7 +77,7 @@ def test_steps_without_forwards_postpone_the_plan() -> None:
 
 
 class Drops(Stack):
-    """A stack that leaves out the layers in `dropped`, as layer drop does."""
+    """A stack that skips the layers in `dropped`, as LayerDrop does."""
 
     dropped: frozenset[int] = frozenset()
 
@@ -108,7 +108,7 @@ def test_region_absent_from_the_observed_step_stays_at_the_safest_setting() -> N
 
 
 class Fickle(Block):
-    """A block that runs other operators if `odd`."""
+    """A layer that runs other operators if `odd` is set."""
 
     odd = False
 
@@ -154,7 +154,7 @@ def test_tiny_host_budget_is_respected_and_gradients_are_correct(alpha: Any) -> 
 def test_processes_of_a_machine_share_its_host_memory(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, processes: int
 ) -> None:
-    """Read the process count from torchrun's variable or from that of DeepSpeed's launcher."""
+    # torchrun and DeepSpeed's launcher each set a variable with the number of processes
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.delenv("LOCAL_SIZE", raising=False)
     monkeypatch.setattr("memplug.device.device.host_available_bytes", lambda: 80 << 30)
@@ -181,7 +181,7 @@ def test_session_counts_optimizer_steps_under_gradient_accumulation(cpu_engine: 
 
 @pytest.mark.cpu("its engine is on the CPU")
 def test_caller_may_manage_gradient_accumulation(cpu_engine: None) -> None:
-    """Turn off `managed_gradient_accumulation`: DeepSpeed knows the boundary only while `step` runs."""
+    # without `managed_gradient_accumulation`, DeepSpeed knows the boundary only while `step` runs
     engine = make_engine(ds_config(1, block(), managed_gradient_accumulation=False))
     session = memplug.attach(engine)
     for seed in range(6):
@@ -194,7 +194,7 @@ def test_caller_may_manage_gradient_accumulation(cpu_engine: None) -> None:
 
 @pytest.mark.cpu("its engine is on the CPU")
 def test_steps_are_counted_with_plain_backward_calls(cpu_engine: None) -> None:
-    """Call plain backward: newer DeepSpeed needs no `engine.backward`."""
+    # newer DeepSpeed needs no `engine.backward`
     expected = train_engine(make_engine(ds_config(1)), 3)
     engine = make_engine(ds_config(1, block(alpha=1)))
     session = memplug.attach(engine)

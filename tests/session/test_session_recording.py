@@ -1,4 +1,4 @@
-"""Recording steps of a session: by request, by the block, and what remains afterwards."""
+"""Recordings of a session's steps, on request or as the block says; afterwards nothing is left behind."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_session_trace_is_that_of_the_step_observed_for_planning() -> None:
 
 
 def test_recording_steps_does_not_change_the_program(tmp_path: Path) -> None:
-    """Record steps; hooks and callbacks of a recording are no part of the program."""
+    # hooks and callbacks of a recording do not belong to the program
     model = Stack(2)
     with memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
         for _ in range(3 * WATCHED_STEPS):
@@ -114,7 +114,7 @@ def test_operators_are_watched_every_step_until_stable_then_every_eighth() -> No
 
 
 def test_unwatched_step_reveals_that_fewer_layers_need_gradients() -> None:
-    """Freeze layers: they run the same forward, and only the number of autograd's nodes changes."""
+    # frozen layers run the same forward; only the number of autograd nodes changes
     model = Stack(3)
     with memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
         train(model, session, 10)
@@ -185,7 +185,7 @@ def test_trace_of_an_engine_has_the_optimizer_phase(cpu_engine: None, tmp_path: 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-REFUSE = Recording.refuse  # a fixture turns refusals into errors
+REFUSE = Recording.refuse  # the original method: a fixture turns refusals into errors
 
 
 def test_training_continues_if_a_recording_contradicts_itself(
@@ -219,7 +219,7 @@ def test_attaching_without_a_compiler_raises_and_changes_nothing(
 
     monkeypatch.setattr("memplug.native.load", refuse)
     for module in (executing, settings):
-        monkeypatch.setattr(module, "core", core.__wrapped__)  # not the cached one
+        monkeypatch.setattr(module, "core", core.__wrapped__)  # without its cache
     model = Stack(2)
     kinds = [type(module) for module in model.modules()]
     with pytest.raises(NativeError, match="no such compiler") as error:
@@ -244,7 +244,7 @@ def test_exception_in_a_recorded_step_leaves_nothing_behind(error: type[BaseExce
             train(model, session)
         handle.remove()
         session.record(tmp_path / "whole.npz")
-        train(model, session, 2)  # the first step ends the recording of the failed one
+        train(model, session, 2)  # the first of these steps ends the failed step's recording
         whole = load(tmp_path / "whole.npz")
         assert whole.replays_exactly() is True
         assert {p.micro_batch for p in whole.phases if p.kind is Pass.FORWARD} == {0, 1}

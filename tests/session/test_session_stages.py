@@ -46,7 +46,7 @@ def test_each_plan_runs_for_one_step_and_one_stays_in_force(plans_by_alpha: None
     with led(policy_steps=4) as run:
         run.step(times=9)
         rows = [plan[0].rows for plan in run.plans]
-        whole_rows = [0.0, 0.0, 6 / 12, 3 / 12, 1.0, 1 / 12]  # of alpha 0.125, 1.5 of 12
+        whole_rows = [0.0, 0.0, 6 / 12, 3 / 12, 1.0, 1 / 12]  # alpha 0.125 asks for 1.5 of 12 rows, and gets 1
         assert [row / rows[4] for row in rows[:6]] == pytest.approx(whole_rows)
         assert [plan[0].plan is None for plan in run.plans[:3]] == [True, True, False]
         assert run.plans[6] in run.plans[2:6] and run.plans[6] == run.plans[7] == run.plans[8]
@@ -157,7 +157,7 @@ def test_known_program_ends_warm_up_and_search_at_once(steps_of_the_other: int, 
 
 
 def test_program_that_lasts_one_step_changes_nothing() -> None:
-    """Run a validation every few steps."""
+    # as if a validation ran every few steps
     with led(warmup_steps=2) as run:
         run.reach_stable(operators=ONE)
         plan = settings(run.session)
@@ -212,7 +212,7 @@ def test_rank_follows_a_change_that_only_another_rank_sees(monkeypatch: pytest.M
 
 
 def test_operators_between_steps_are_no_part_of_a_program() -> None:
-    """Include operators of planning, gathers and the monitor."""
+    # such as operators of planning, of gathers, and of a monitor
     with led() as run:
 
         def monitor(session: memplug.Session) -> None:
@@ -319,7 +319,7 @@ def test_endless_new_programs_between_known_ones_do_not_fill_the_log(caplog: pyt
 
 
 def test_different_watched_step_before_an_unwatched_one_changes_no_plan() -> None:
-    """Skip an optimizer step: nodes and bytes stay the same, so an unwatched step may be either program."""
+    # as if an optimizer step is skipped: nodes and bytes stay the same, so an unwatched step fits either program
     with led(policy_steps=2) as run:
         run.reach_stable(operators=ONE)
         decisions = settings(run.session)
@@ -336,7 +336,7 @@ def test_different_watched_step_before_an_unwatched_one_changes_no_plan() -> Non
 
 
 def turns(run: Led, steps: int, where: Stage) -> None:
-    """Run steps whose operators change as soon as a plan is tried, or is in force, as `where` says."""
+    """Run steps whose operators change while a plan runs in the stage `where`."""
     for _ in range(steps):
         planned = not is_safest(run.session) and run.session.stage is where
         run.step(operators=OTHER if planned else ONE)

@@ -1,4 +1,4 @@
-"""The table of stages: every pair of a stage and an event."""
+"""The table of stages has an entry for every pair of a stage and an event."""
 
 from __future__ import annotations
 
