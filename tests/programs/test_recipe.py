@@ -120,7 +120,7 @@ def single_rank(tmp_path):
 
 
 class Killed(BaseException):
-    """The moment at which a process is killed: nothing handles it."""
+    """Stands for the kill of a process: no code handles this exception."""
 
 
 def die(*args, **kwargs):
@@ -189,7 +189,7 @@ def read_losses(log: Path) -> dict[int, float]:
 @pytest.mark.distributed
 @pytest.mark.long  # tests/programs/test_distributed.py kills and resumes a run with memplug
 def test_killed_run_resumes_with_the_same_losses(tmp_path):
-    """Use the killed run as the reference: it trains well past its checkpoint before it dies."""
+    # the killed run is the reference: it trains well past its checkpoint before it dies
     config = json.loads((ROOT / "configs/ds_tiny.json").read_text())
     config.update(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=2)
     (tmp_path / "ds.json").write_text(json.dumps(config))
@@ -202,7 +202,7 @@ def test_killed_run_resumes_with_the_same_losses(tmp_path):
         kill_tree(process)
     assert checkpoint.latest(saves) == "step-00000010"
     expected = read_losses(killed_log)
-    shutil.copytree(saves / "step-00000010", saves / "saving")  # a kill in the middle of a save leaves this
+    shutil.copytree(saves / "step-00000010", saves / "saving")  # a kill in the middle of a save leaves such a folder
 
     output = launch_forked([*common, "--steps", "13", "--loss-log", resumed_log, "--resume"])
     assert read_losses(resumed_log) == {step: expected[step] for step in (11, 12, 13)}

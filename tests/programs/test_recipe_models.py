@@ -27,7 +27,7 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-# DeepSpeed's defaults are for models larger than this machine
+# DeepSpeed's defaults are for models that exceed this machine's memory
 BUCKETS = {"reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000}
 WORDS = 40_000  # more ids than int16 has
 
@@ -63,7 +63,7 @@ def save_text(path: Path, lines: int = 200) -> Path:
 
 
 def write_config(path: Path, source: str = "ds_tiny.json", **fields: Any) -> Path:
-    """Write a shipped configuration with other fields; the optimizer is torch's, which needs no compiler."""
+    """Write a shipped configuration with changed fields, and with torch's optimizer, which needs no compiler."""
     config = json.loads((ROOT / "configs" / source).read_text())
     zero = {**config["zero_optimization"], **BUCKETS, **fields.pop("zero_optimization", {})}
     config |= {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, **fields}
@@ -194,7 +194,7 @@ def test_tiled_loss_has_the_gradients_of_the_untiled_loss(mixture: bool, with_me
 
 
 class Memory(TorchDispatchMode):
-    """Counts the most bytes that tensors made within hold at once."""
+    """Measures the peak bytes of the tensors that are made while the mode is active."""
 
     live_bytes = peak_bytes = 0
 

@@ -118,7 +118,7 @@ def test_unknown_part_survives_new_addresses_but_not_new_decisions(tmp_path: Pat
 
 
 def test_second_run_knows_every_program_of_the_first(tmp_path: Path) -> None:
-    """Change lengths for good halfway."""
+    # halfway, the sequence length changes for good
     halves = {"length": lambda step: 16 if step < 14 else 24, "steps": 28}
     first, second = (train(tmp_path, **halves) for _ in range(2))
     assert first.report["replans"] == first.report["arena_plans"] == 2 and len(list(tmp_path.glob("*.json"))) == 2

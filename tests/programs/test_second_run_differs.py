@@ -29,7 +29,7 @@ def wider() -> nn.Module:
 
 
 def change(file: Path, **fields: Any) -> None:
-    """Make a plan look like another job's, in the place where this job looks for its own."""
+    """Make the plan in this job's own file look like that of another job."""
     plan = plan_file.load(file)
     plan_file.save(replace(plan, fingerprint=replace(plan.fingerprint, **fields)), file)
 

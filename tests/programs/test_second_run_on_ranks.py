@@ -19,7 +19,7 @@ def ranks_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.distributed
 def test_ranks_of_every_zero_stage_resume_together(tmp_path: Path) -> None:
-    """Start each run in new processes."""
+    # each run starts in new processes
     block = {"enabled": True, **SMALL}
     cases = {
         str(stage): {

@@ -1,6 +1,6 @@
-"""Under DeepSpeed a plan changes ZeRO's work around regions, but no program.
+"""Under DeepSpeed, a plan changes ZeRO's work around regions, but not the program.
 
-Under any plan and on any number of ranks, each step runs the model's own operators.
+Each step runs the same operators of the model under any plan, and on any number of ranks.
 """
 
 from __future__ import annotations
