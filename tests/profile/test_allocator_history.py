@@ -50,7 +50,7 @@ def test_requests_have_sizes_lifetimes_and_streams(history_of):
         (MALLOC, 1, 3 * MIB, 1),
         (FREE, -1, MIB, 0),
         (MALLOC, 2, 700_000, 0),
-        (FREE, 1, 0, 1),  # its stream uses it up to here
+        (FREE, 1, 0, 1),  # freed only now, since its stream was still using it
         (FREE, 0, 0, 0),
     ]
     assert history.trace.base_bytes == MIB + 5000 and history.missing == 0 and history.out_of_memory == 1
@@ -180,7 +180,7 @@ def test_damaged_values_are_read_or_raise_trace_error(history_of):
 
 @given(recordings(), st.integers(0, 30))
 def test_history_that_begins_later_ends_with_the_same_live_bytes(tmp_path_factory, recording, lost):
-    """Cut off the first events, as a full ring does: earlier blocks show only in their frees or at the end."""
+    # a full ring buffer has lost the first events: earlier blocks show only in their frees, or at the end
     trace = recording.trace(base_bytes=2**30)
     if int(trace.events["nbytes"][trace.events["request"] < 0].sum()) > 2**30:
         return

@@ -1,4 +1,4 @@
-"""Several watchers of one process's operators each see the same as alone."""
+"""Each of several watchers of one process's operators sees the same as it would alone."""
 
 from __future__ import annotations
 

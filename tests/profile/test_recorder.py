@@ -1,4 +1,4 @@
-"""The recorded sequence of operators is the profiler's, for the training thread and for backwards."""
+"""The recorder's sequence has the operators that torch's profiler sees on the training thread and in backwards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_recorded_operators_match_the_profilers_in_order(recorder: Recorder) -> 
 
 
 def test_sequence_matches_forward_and_backward_of_the_profiler(recorder: Recorder) -> None:
-    """Leave out the optimizer, all else that runs without gradients, and the accumulation of gradients."""
+    # the sequence leaves out the optimizer, all else that runs without gradients, and the accumulation of gradients
     step, passes = trainer(), trainer(optimizes=False)
     seen = sequence(recorder, step)
     assert seen == sequence(recorder, passes) == without_accumulation(profiled_operators(passes))
@@ -155,7 +155,7 @@ def test_after_a_recording_operators_are_watched_as_before_or_as_last_set(record
 
 @pytest.mark.parametrize("ranks", [1, 64])
 def test_gradient_hooks_are_no_part_of_the_sequence(recorder: Recorder, ranks: int) -> None:
-    """Partition gradients as frameworks do: in hooks, in loops over ranks, and in callbacks after a backward."""
+    # frameworks partition gradients in hooks, in loops over ranks, and in callbacks after a backward
     x = torch.ones(3, requires_grad=True)
 
     def partition(parameter: torch.Tensor) -> None:

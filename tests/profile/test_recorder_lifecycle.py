@@ -1,4 +1,4 @@
-"""A recorder's life: one per process, errors anywhere, recordings that are cut short; it leaves nothing behind."""
+"""A recorder, one per process, leaves nothing behind: neither at its end, nor after errors or recordings cut short."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_stopping_while_recording_leaves_nothing_behind(detail: Detail, nothing_
         assert_gone()
     again = Recorder("cpu")
     trace = record(again, kept.exp_, Detail.TENSORS)
-    assert trace.tensors["nbytes"].tolist() == [32]  # nothing of the recordings that were stopped
+    assert trace.tensors["nbytes"].tolist() == [32]  # none of the stopped recordings' tensors
     assert trace.uses["operator"].tolist() == [0, 0]
     again.stop()
 

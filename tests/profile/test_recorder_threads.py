@@ -13,7 +13,7 @@ from tests.support.recording import in_thread, nested, nothing_left, operator_na
 __all__ = ["nothing_left", "recorder"]
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-OWN_THREADS_FROM = 61  # autograd nests that many backwards on one thread before it uses a thread of its own
+OWN_THREADS_FROM = 61  # from this number of nested backwards on, autograd runs them on another thread
 
 
 def test_operators_of_other_threads_are_in_neither_sequence_nor_trace(recorder: Recorder) -> None:

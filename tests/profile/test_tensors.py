@@ -11,7 +11,7 @@ from tests.support.traces import Recording, recordings, training
 
 
 def features_by_loop(trace, ranks):
-    """Return the features by a loop, as Appendix A writes it."""
+    """Return the features by the loop in Chameleon's appendix A."""
     seen, rows = {}, []
     for use in trace.uses:
         name = trace.names[trace.operators["name"][use["operator"]]]
@@ -63,7 +63,7 @@ def test_operators_are_ranked_by_frequency_then_name(recording):
 def test_tensor_has_the_same_features_in_every_iteration():
     trace = training(steps=4).trace()
     ranks = ranking(trace)
-    # Weights live on, and their use counts grow; only tensors that a step makes come again.
+    # Weights outlive a step, so their use counts grow; only tensors that a step makes have equal features in each step.
     ours = [features(cut(trace, step), ranks)[cut(trace, step).uses["tensor"] >= 2] for step in (1, 2)]
     assert len(ours[0]) > 0
     assert ours[0].tolist() == ours[1].tolist()

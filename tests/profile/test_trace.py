@@ -172,7 +172,7 @@ def test_step_cut_out_equals_a_recording_of_that_step_alone():
     for name in ("uses", "tensors", "requests", "live_bytes"):
         assert getattr(second, name).tolist() == getattr(alone, name).tolist(), name
     assert second.operators["name"].tolist() == alone.operators["name"].tolist()
-    # The event before the step's first operator has the last operator of the step before: none, once cut.
+    # An event before the step's first operator refers to the previous step's last operator, which the cut removes.
     assert second.events.tolist() == alone.events.tolist()
 
 

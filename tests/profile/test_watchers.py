@@ -28,7 +28,7 @@ def bus() -> Iterator[Any]:
 
 
 def heard(bus: Any, call: Callable[[], object]) -> list[tuple[int, str, bool]]:
-    """Return the watchers' calls during `call`: their order, the operator, and whether it ended."""
+    """Return the watchers' calls during `call`: each watcher's order, the operator, and whether the operator ended."""
     bus.take_heard()
     call()
     return bus.take_heard()
@@ -93,7 +93,7 @@ def test_watching_lasts_until_its_last_watching_object_is_deleted(bus: Any, x: t
 
 
 def test_ending_a_silenced_watcher_does_not_end_its_successor(bus: Any, x: torch.Tensor) -> None:
-    """Silence a watcher, as the child of a fork does."""
+    # the child of a fork silences watchers
     former = bus.Watching(THIRD, ENDS)
     bus.silence(THIRD)
     assert heard(bus, x.cos) == []
