@@ -20,7 +20,7 @@ BROKEN_OFF = "Lightning, broken off"
 WITHOUT_REGIONS = "Lightning, arena alone"
 
 
-# the kinds of clients that differ most, at the ZeRO stage that asks most of memplug; the long tests run the other cases
+# the clients that differ most, at the ZeRO stage that is hardest for memplug; long tests run the other cases
 SOME = {"Trainer, ZeRO 3", "LoRA, ZeRO 3", "Accelerate, ZeRO 2", "Lightning", "FSDP2", REFUSED, BROKEN_OFF}
 assert set(CASES) >= SOME
 

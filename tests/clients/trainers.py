@@ -225,7 +225,7 @@ def add_callback(trainer: Any) -> None:
 
 
 def cases() -> Iterator[tuple[str, Case]]:
-    """Yield the cases with their names; without a ZeRO stage there is no DeepSpeed."""
+    """Yield the cases with their names; cases without a ZeRO stage do not use DeepSpeed."""
 
     def at(name: str, stage: int | None) -> str:
         return name if stage is None else f"{name}, ZeRO {stage}"
