@@ -1,4 +1,4 @@
-"""Callbacks attach during a training, leave models alone that are attached otherwise, and name missing packages."""
+"""Callbacks attach for one training, ignore models that are already attached, and name missing packages."""
 
 from __future__ import annotations
 

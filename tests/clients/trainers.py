@@ -61,7 +61,7 @@ def record_losses() -> list[float]:
 
 
 def outcome(trainer: Any, losses: list[float], accumulation: int = 1) -> Outcome:
-    """Return the outcome of any trainer."""
+    """Return the losses, the model and the number of steps of any trainer."""
     return {"losses": losses, "model": trainer.model, "steps": len(losses) // accumulation}
 
 

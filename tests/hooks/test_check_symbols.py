@@ -127,7 +127,7 @@ def test_defined_imported_or_inherited_symbol_is_found(symbol: str, tree: Source
         "pack.star:nothing",
     ],
 )
-def test_missing_symbol_is_reported_gone(symbol: str, tree: SourceTree) -> None:
+def test_missing_symbol_is_reported_as_gone(symbol: str, tree: SourceTree) -> None:
     assert verdict(tree, symbol).status == GONE
 
 
@@ -139,7 +139,7 @@ def test_missing_symbol_is_reported_gone(symbol: str, tree: SourceTree) -> None:
         ("pack.engine:Hint", "pack.base"),  # imported only for annotations
     ],
 )
-def test_moved_symbol_is_found_and_its_new_place_named(symbol: str, place: str, tree: SourceTree) -> None:
+def test_report_on_a_moved_symbol_names_its_new_place(symbol: str, place: str, tree: SourceTree) -> None:
     found = verdict(tree, symbol)
     assert (found.status, found.note) == (MOVED, f"in {place}")
 

@@ -92,7 +92,7 @@ def test_model_family_trains_as_without_memplug(family: Family, caplog: pytest.L
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_most_model_families_can_be_made_tiny() -> None:
-    # with other versions of transformers, most families might be skipped otherwise
+    # notices a version of transformers for which most families would be skipped
     reasons = {}
     for family in FAMILIES:
         try:

@@ -121,7 +121,7 @@ def test_opaque_region_runs_compiled_attention_again_in_backward(alpha: float, m
 
 @pytest.mark.long
 def test_inductor_kernels_form_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    # no operator shows Inductor's kernels; layers are frozen, since it has no kernel for a backward on the CPU
+    # no operator shows Inductor's kernels; layers are frozen, since Inductor has no kernel for a backward on the CPU
     counted = Counted("inductor")
     compile_with(counted, monkeypatch)
     report = trained(0.0, Frozen, counted=counted)

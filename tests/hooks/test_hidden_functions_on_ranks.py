@@ -1,4 +1,4 @@
-"""Ranks that exchange tokens find a hidden expert at different times: a rank without tokens cannot see it."""
+"""Ranks that exchange tokens detect an expert's hidden function at different times: those without tokens do not run it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_opaque_communicating_region_keeps_its_saved_tensors_on_device(layer: st
 @pytest.mark.long
 @pytest.mark.parametrize("layers", [1, 3])
 def test_region_opaque_on_one_rank_keeps_its_saved_tensors_on_device(layers: int, tmp_path: Path) -> None:
-    # with three layers, the class becomes opaque after other regions of it have begun the same step
+    # with three layers, the layers' class turns opaque between two regions of one step
     found = ranks(tmp_path, "NoFunction", "all, then half", layers=layers)
     for case in found:
         assert_right(case, layers=layers)

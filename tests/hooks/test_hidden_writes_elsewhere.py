@@ -137,7 +137,7 @@ class SharedInput(Pairs):
 
 
 class SharedByMany(nn.Module):
-    """Several regions get the same tensor, and the last writes to it once the first have been released."""
+    """Several regions get the same tensor; the last writes to it after memplug has released the first regions' tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class SharedByMany(nn.Module):
 @pytest.mark.parametrize("min_offload_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("network", [WritesToMade, SharedInput, SharedByMany])
-def test_writes_of_a_region_leave_tensors_intact_that_other_regions_need(
+def test_hidden_writes_do_not_corrupt_tensors_that_other_regions_need(
     network: type[nn.Module], alpha: float | str, min_offload_bytes: int
 ) -> None:
     train(network=network, alpha=alpha, min_offload_bytes=min_offload_bytes)

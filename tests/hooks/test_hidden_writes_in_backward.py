@@ -81,7 +81,7 @@ class Beside(nn.Module):
 
 
 class Shares(nn.Module):
-    """Regions that share one input with a region between them, whose function writes over that input in backward."""
+    """Regions that share one input; the function of the region in the middle writes over that input in backward."""
 
     layer: type[nn.Module] = SineOfInput
 

@@ -151,7 +151,7 @@ def test_install_is_idempotent_and_uninstall_restores_deepspeed(cpu_engine: None
     assert deepspeed.initialize is original
 
 
-def test_install_names_a_missing_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_install_names_a_missing_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
     import deepspeed
 
     monkeypatch.delattr(deepspeed, "initialize")

@@ -190,7 +190,7 @@ def test_error_for_an_old_version_names_the_supported_versions(version):
         memplug.attach(Model(), BLOCK)
 
 
-def test_megatron_version_newer_than_known_warns(caplog):
+def test_attach_warns_if_megatron_is_newer_than_any_known_version(caplog):
     with mock.patch.object(sys.modules["megatron.core"], "__version__", "0.31.0"):
         memplug.attach(Model(), BLOCK).detach()
     assert "0.31.0 is newer" in caplog.text

@@ -75,7 +75,9 @@ def test_backward_after_detach_raises() -> None:
         loss.backward()
 
 
-def test_forgotten_step_call_warns_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_without_session_step_calls_warns_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attached_module, "UNMARKED_FORWARDS", 3)
     model = Stack(2)
     with caplog.at_level(logging.WARNING, "memplug"), memplug.attach(model, block(alpha="auto", regions=["layers.*"])):

@@ -63,7 +63,7 @@ def test_failed_step_leaves_no_fp8_scales_queued(results: dict[str, Any]) -> Non
     assert results["errors"]["queued"] == 0
 
 
-def test_recomputing_a_module_called_twice_uses_its_forward_histories(results: dict[str, Any]) -> None:
+def test_recomputing_a_module_called_twice_uses_the_forwards_fp8_histories(results: dict[str, Any]) -> None:
     histories = results["twice 0"]["histories"]
     assert len(histories["again"]) == 2 * LAYERS
     assert sorted(histories["again"]) == sorted(histories["forward"])

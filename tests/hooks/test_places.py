@@ -126,7 +126,7 @@ def test_no_grad_forward_has_layers_but_no_micro_batch(recorder: Recorder) -> No
     assert told.places.inputs == ["float32[2, 4]"]
 
 
-def test_checkpoint_around_the_model_recomputes_in_backward(recorder: Recorder) -> None:
+def test_operators_that_a_checkpoint_recomputes_belong_to_backward(recorder: Recorder) -> None:
     told = Told(recorder)
     told.begin()
     for micro_batch in range(2):

@@ -25,7 +25,7 @@ def test_groups_are_even_complete_and_never_empty(operators, groups):
     assert not len(sizes) or 1 <= sizes.min() <= sizes.max() <= sizes.min() + 1
 
 
-def test_each_pass_is_divided_and_the_optimizer_is_one_layer():
+def test_each_pass_is_divided_into_layers_and_the_optimizer_is_one_layer():
     trace = training(steps=2, micro_batches=2).trace()
     layers = logical_layers(trace, 1, groups=2)
     start = trace.steps[1][0]

@@ -33,7 +33,7 @@ def test_plain_data_is_read_as_pickle_reads_it(value, protocol, twice):
     assert loads(content) == pickle.loads(content) and is_pickle(content)
 
 
-def test_long_texts_and_shared_parts_are_read():
+def test_pickles_with_long_strings_and_shared_objects_are_read():
     shared = {"name": "x" * 70_000, "n": list(range(1000))}
     for protocol in (2, 3, 4, 5):
         found = loads(pickle.dumps([shared] * 400, protocol=protocol))

@@ -75,7 +75,7 @@ def test_sequence_includes_no_grad_operators_only_inside_a_backward(recorder: Re
     assert {"aten::sin", "aten::cos"} <= set(operator_names(record(recorder, step))), "a trace has all of it"
 
 
-def test_custom_function_and_checkpoint_match_the_profiler(recorder: Recorder) -> None:
+def test_sequence_of_custom_function_and_checkpoint_matches_the_profiler(recorder: Recorder) -> None:
     def step() -> None:
         x = torch.ones(3, requires_grad=True)
         y = torch.utils.checkpoint.checkpoint(torch.erf, nested(0, x.cos) * x, use_reentrant=False)
@@ -95,7 +95,7 @@ def test_sequence_stays_the_same_while_a_step_is_recorded(recorder: Recorder, de
     assert [names[number] for number in recorder.take()] == expected == without_accumulation(operator_names(trace))
 
 
-def test_equal_steps_have_equal_sequences_and_more_layers_longer_ones(recorder: Recorder) -> None:
+def test_equal_steps_have_equal_sequences_and_steps_of_more_layers_longer(recorder: Recorder) -> None:
     small, large = trainer(layers=2), trainer(layers=3)
     first = sequence(recorder, small)
     assert sequence(recorder, small) == first

@@ -108,7 +108,7 @@ def test_moving_the_optimizer_to_the_beginning_of_a_step_is_a_change():
     assert not similar(program(layers + optimizer), program(optimizer + layers), *LIMITS)
 
 
-def test_swapping_all_neighbours_is_a_change():
+def test_exchanging_all_neighbouring_operators_is_a_change():
     one = FORWARD * 16
     other = np.array(one[: len(one) // 2 * 2]).reshape(-1, 2)[:, ::-1].ravel()
     assert sorted(other) == sorted(one[: len(other)])

@@ -1,4 +1,4 @@
-"""A trace holds all that was recorded, refuses the impossible, and replays the bytes in use of the run."""
+"""A trace holds a whole recording, refuses an impossible one, and replays the bytes in use of the run."""
 
 import re
 import subprocess

@@ -184,7 +184,7 @@ def test_altered_contents_are_detected(path):
         load(path)
 
 
-def test_missing_array_is_named(path):
+def test_error_for_a_missing_array_names_the_array(path):
     save(training().trace(), path)
     contents = members(path)
     del contents["uses.npy"]
@@ -193,7 +193,7 @@ def test_missing_array_is_named(path):
         load(path)
 
 
-def test_oversized_array_header_is_refused_before_memory_is_taken(path):
+def test_oversized_array_header_is_refused_before_memory_is_allocated(path):
     save(training().trace(), path)
     contents = members(path)
     old = contents["events.npy"]
@@ -213,7 +213,7 @@ def test_unbounded_compression_is_refused(path):
     assert_same(load(path), training().trace())
 
 
-def test_newer_format_is_refused_with_both_versions(path, monkeypatch):
+def test_error_for_a_newer_format_names_both_versions(path, monkeypatch):
     monkeypatch.setattr(trace_file, "FORMAT", 7)
     save(training().trace(), path)
     monkeypatch.undo()

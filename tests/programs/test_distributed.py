@@ -52,7 +52,7 @@ def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Lo
 
 
 def recipe(stage: int, log: Path) -> list[Any]:
-    """Return the arguments of the recipe with a plan after two steps."""
+    """Return arguments with which the recipe has a plan after two steps."""
     config = json.loads((ROOT / "configs/ds_tiny.json").read_text())
     config["memplug"]["profiler"] = QUICK
     quick = log.with_name("ds_quick.json")
@@ -162,7 +162,7 @@ def adapt(folder: Path, stage: int, **cases: dict[str, Any]) -> list[dict[str, A
 
 
 @STAGES
-def test_change_seen_by_one_rank_moves_all_ranks_at_the_same_step(stage: int, tmp_path: Path) -> None:
+def test_program_change_on_one_rank_changes_all_ranks_at_the_same_step(stage: int, tmp_path: Path) -> None:
     # for a while, rank 1 has longer sequences or other operators; rank 0 continues as before
     steady, short, long = [12] * 20, [12] * 8, [20] * 7
     found = adapt(

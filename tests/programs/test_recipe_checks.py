@@ -257,7 +257,10 @@ def test_run_that_cannot_start_reports_problems_once_before_building_model(recip
     if recipe == "megatron_llama2":
         pytest.importorskip("megatron.core")
         libraries = "megatron"
-    huge = ["--model", ROOT / "configs/models/70b.yaml"]  # would take minutes and more memory than there is
+    huge = [
+        "--model",
+        ROOT / "configs/models/70b.yaml",
+    ]  # takes minutes to build, and more memory than this machine has
     wrong = ["--seq-len", "400000", "--data", tmp_path / "nowhere.txt"]
     output = launch_forked([ROOT / "examples" / recipe / "train.py", *huge, *wrong], libraries=libraries, status=1)
     assert output.count("the run cannot start like this") == 1

@@ -51,7 +51,7 @@ def test_tied_head_counts_once(model_type: str) -> None:
     assert memory.count(shape).total == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_sharing_sequences_divides_logits_but_not_states() -> None:
+def test_sharing_sequences_divides_memory_of_logits_but_not_of_states() -> None:
     alone, shared = (megatron_estimate("7b", 8, "--distributed-optimizer", "--context", size) for size in ("1", "4"))
     assert shared.states_bytes == alone.states_bytes and shared.logits_bytes == alone.logits_bytes / 4
     assert "context 4, data 2" in shared.notes["on"]

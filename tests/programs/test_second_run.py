@@ -75,7 +75,7 @@ def test_run_without_the_arena_resumes_from_its_plan(tmp_path: Path) -> None:
     assert second.losses == first.losses
 
 
-def test_run_that_ends_before_it_has_addresses_leaves_its_decisions(tmp_path: Path) -> None:
+def test_run_that_ends_before_it_has_addresses_keeps_its_decisions_on_disk(tmp_path: Path) -> None:
     first = train(tmp_path, steps=4)
     assert first.stages[-1] is Stage.STABLE and ArenaState.SERVING not in first.states
     second, third = train(tmp_path), train(tmp_path)
@@ -113,7 +113,7 @@ def test_unknown_part_survives_new_addresses_but_not_new_decisions(tmp_path: Pat
     plan = plan_file.load(only_plan(tmp_path))
     assert sorted(plan.parts) == ["arena", "later", "tokenwise"] and plan.parts["later"] == part
     plan_file.save(replace(plan, fingerprint=replace(plan.fingerprint, device="other")), only_plan(tmp_path))
-    train(tmp_path)  # runs like a first run
+    train(tmp_path)  # plans anew, like a first run
     assert sorted(plan_file.load(only_plan(tmp_path)).parts) == ["arena", "tokenwise"]
 
 

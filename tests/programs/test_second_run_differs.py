@@ -118,7 +118,9 @@ def test_run_of_another_job_plans_anew_and_logs_how_the_job_differs(
 
 
 @pytest.mark.parametrize("other", [{"batch": 4}, {"batch": 1}, {"micro_batches": 2}, {"length": lambda step: 24}])
-def test_other_inputs_are_detected_in_the_first_step(other: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+def test_inputs_unlike_the_plans_are_detected_in_the_first_step(
+    other: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
     run, first = train(folder, **other), train(tmp_path / "new", **other)
     assert run.losses == first.losses and run.stages == first.stages
     assert run.report["replans"] == run.report["arena_plans"] == 1

@@ -1,4 +1,4 @@
-"""Ranks resume from their plans together, or all begin as a first run."""
+"""Ranks resume from their plans together, or all plan anew."""
 
 from __future__ import annotations
 

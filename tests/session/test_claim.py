@@ -125,7 +125,7 @@ def test_report_says_why_operators_are_not_compared(fields: dict[str, Any], reas
 def test_engine_without_optimizer_stays_unattached_beside_a_training_one(
     cpu_engine: None, stage: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # as a teacher model, or the reference model of TRL's DPO
+    # such as a teacher model, or the reference model of TRL's DPO
     import deepspeed
 
     config = ds_config(stage, block())

@@ -1,4 +1,4 @@
-"""The last line of a session says what it did, or why it did nothing, at detaching or as the process ends."""
+"""A session's last line, at detach or as the process ends, says what the session did or why it did nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training loop that never calls `session.step()` gets one warning with the line to add; others get none."""
+"""A training loop that never calls `session.step()` gets one warning with the line to add; other loops get none."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_training_with_marked_steps_does_not_warn(caplog: pytest.LogCaptureFixtu
 
 
 def test_optimizer_steps_of_another_model_are_not_counted(caplog: pytest.LogCaptureFixture) -> None:
-    # as a critic that trains for a while before the generator
+    # such as the steps of a critic that trains for a while before the generator
     generator, critic = Stack(2), Stack(2)
     with caplog.at_level(logging.WARNING, "memplug"), memplug.attach(generator, block(regions=LAYERS)):
         generator(torch.randn(2, 6, 16)).backward()

@@ -56,7 +56,7 @@ def test_ranks_agree_on_the_current_then_a_planned_then_the_latest_program() -> 
     assert known.agreed(0) is None
 
 
-def test_change_seen_by_one_rank_changes_the_program_on_all() -> None:
+def test_program_change_on_one_rank_changes_the_program_on_all_ranks() -> None:
     # for a while, only the second rank's step changes
     ranks = [remembered([1000]), remembered([1000])]
 

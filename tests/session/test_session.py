@@ -44,7 +44,7 @@ def test_only_the_first_rank_logs(caplog: pytest.LogCaptureFixture, monkeypatch:
 
 
 @pytest.mark.parametrize("alpha", [0, 0.25, 1])
-def test_numeric_alpha_starts_stable_and_times_at_most_one_step(alpha: float) -> None:
+def test_session_with_numeric_alpha_starts_stable_and_times_at_most_1_step(alpha: float) -> None:
     model = tiny_llama()
     with memplug.attach(model, block(alpha=alpha)) as session:
         assert session.stage is Stage.STABLE
@@ -212,7 +212,7 @@ def test_steps_are_counted_with_plain_backward_calls(cpu_engine: None) -> None:
 def test_class_defined_in_a_function_is_freed_with_its_model() -> None:
     def train() -> list[weakref.ref[Any]]:
         class Own(Layer):
-            """A class whose closure leads to the model."""
+            """A class whose closure refers to the model."""
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return x + self.out(self.inner(x).sigmoid()) * len(model.layers)
