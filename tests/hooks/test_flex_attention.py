@@ -1,4 +1,4 @@
-"""FlexAttention inside of regions: compiled calls are units, and run once a step; gradients are always exact."""
+"""FlexAttention inside of regions: compiled calls are units, and run once a step; gradients equal plain ones."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Drops(torch.autograd.Function):
 
 
 class ForksAndDrops(Drops):
-    """The same function, which also restores the random generator's state."""
+    """Like `Drops`, but it restores the random generator's state."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

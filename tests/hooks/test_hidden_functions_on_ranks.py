@@ -1,4 +1,4 @@
-"""Ranks that exchange tokens detect an expert's hidden function at different times: those without tokens do not run it."""
+"""Ranks detect an expert's hidden function at different times: a rank without tokens for the expert never runs it."""
 
 from __future__ import annotations
 

@@ -31,13 +31,13 @@ class Scales(Layer):
 
 
 class ScalesInInference(Scales):
-    """The same in inference mode, where no version counter sees the write."""
+    """Like `Scales`, but in inference mode, where no version counter sees the write."""
 
     mode = torch.inference_mode
 
 
 class OperatorScales(Layer):
-    """The same write by an operator."""
+    """Like `ScalesInInference`, but an operator writes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
@@ -80,7 +80,7 @@ class WithAndWithout(Layer):
 
 
 class WithThenWithout(WithAndWithout):
-    """The same calls in the other order."""
+    """Like `WithAndWithout`, but in the other order."""
 
     first = True
 
@@ -107,7 +107,7 @@ class CallsAround(Layer):
 
 
 class CheckpointsAround(Layer):
-    """The same inside of torch's reentrant checkpoint, whose forward runs without gradients."""
+    """Like `CallsAround`, but inside of torch's reentrant checkpoint, whose forward runs without gradients."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(checkpoint(Around.apply, self.inner(x), use_reentrant=True))

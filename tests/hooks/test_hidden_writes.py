@@ -41,7 +41,7 @@ class WritesInPlace(Layer):
 
 
 class WritesInUnit(torch.autograd.Function):
-    """The same function, which also allocates memory."""
+    """Like `InPlace`, but it also allocates memory."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,7 +177,7 @@ class WritesAtTimes(Layer):
 
 
 class WritesInputAtTimes(WritesAtTimes):
-    """The same write to the region's input."""
+    """Like `WritesAtTimes`, but the function writes to the region's input."""
 
     takes_input = True
 

@@ -62,7 +62,7 @@ class Updates(Layer):
 
 
 class KernelUpdates(Updates):
-    """The same update by a kernel."""
+    """Like `Updates`, but by a kernel."""
 
     by_kernel = True
 
@@ -74,13 +74,13 @@ class FindsBuffer(Updates):
 
 
 class UpdatesParameter(Updates):
-    """The same update of a parameter."""
+    """Like `Updates`, but of a parameter."""
 
     is_parameter = True
 
 
 class KernelUpdatesParameter(UpdatesParameter):
-    """The same update by a kernel."""
+    """Like `UpdatesParameter`, but by a kernel."""
 
     by_kernel = True
 
@@ -137,7 +137,7 @@ class SharedInput(Pairs):
 
 
 class SharedByMany(nn.Module):
-    """Several regions get the same tensor; the last writes to it after memplug has released the first regions' tensors."""
+    """Several regions get the same tensor; the last writes to it when memplug has released the first regions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Same(torch.autograd.Function):
 
 
 class TwoCalls(Layer):
-    """A layer with two calls, the second of which returns the region's input."""
+    """A layer that calls `Same` twice; the second call returns the region's input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = Same.apply(self.inner(x), 0.5)
@@ -246,7 +246,7 @@ class KeepsOne(Layer):
 
 
 class KeepsBoth(KeepsOne):
-    """The same layer; the function returns neither argument."""
+    """Like `KeepsOne`, but the function returns neither argument."""
 
     gives = False
 

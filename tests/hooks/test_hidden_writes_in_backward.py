@@ -66,7 +66,7 @@ class SineOfInput(nn.Module):
 
 
 class SineOfInputFirst(SineOfInput):
-    """The same layer, with the sine's backward first."""
+    """Like `SineOfInput`, but the sine's backward runs first."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.inner((x * 2.0).sigmoid() * (x - 1.0).tanh())
@@ -98,7 +98,7 @@ class Shares(nn.Module):
 
 
 class SharesFirst(Shares):
-    """The same regions, with the sine's backward first."""
+    """Like `Shares`, but the sine's backward runs first."""
 
     layer = SineOfInputFirst
 
@@ -123,7 +123,7 @@ class SineOfSecond(nn.Module):
 
 
 class MadeAndWritten(Pairs):
-    """One region's output is another region's input."""
+    """One region's output is the input of another region, which overwrites it in backward."""
 
     first, second = Makes, SineOfSecond
 

@@ -40,7 +40,7 @@ BATCHES = ["whole", "padded", "packed", "lengths"]
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run Transformer Engine with cuDNN's attention or, without cuDNN's, with its own unfused attention.
+    """Run Transformer Engine with cuDNN's attention, or with its own unfused attention if cuDNN has none.
 
     Inside of regions its compiled functions run uncompiled, which rounds more often; so no run here compiles them.
     """

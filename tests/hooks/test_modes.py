@@ -109,7 +109,7 @@ def step(model: nn.Module, seed: int, forward: Any, backward: Any) -> tuple[torc
 
 @modes
 @alphas
-def test_training_inside_modes_equals_plain_training(mode: Callable[[], Any], alpha: Any) -> None:
+def test_training_inside_torch_modes_equals_plain_training(mode: Callable[[], Any], alpha: Any) -> None:
     def train(model: nn.Module) -> list[Any]:
         """Run steps with the mode around all of a step, around its forward, around its backward, and without it."""
         found, none = [], contextlib.nullcontext()
@@ -131,7 +131,7 @@ def test_training_inside_modes_equals_plain_training(mode: Callable[[], Any], al
 
 @pytest.mark.parametrize("alpha", [0, 1])
 @pytest.mark.parametrize("mode", [HandsOn, Scales, ScalesFunctions])
-def test_opaque_region_recomputes_in_the_modes_of_its_forward(mode: Callable[[], Any], alpha: int) -> None:
+def test_opaque_region_recomputes_in_the_torch_modes_of_its_forward(mode: Callable[[], Any], alpha: int) -> None:
     def train(model: nn.Module) -> list[torch.Tensor]:
         found, none = [], contextlib.nullcontext
         for step, (forward, backward) in enumerate([(none, none), (none, mode), (mode, none), (mode, mode)]):
@@ -153,7 +153,7 @@ def test_opaque_region_recomputes_in_the_modes_of_its_forward(mode: Callable[[],
 
 
 @pytest.mark.parametrize(("mode", "opaque"), [(HandsOn, 0), (FlopCounterMode, 0), (Scales, 3)])
-def test_regions_are_opaque_only_in_modes_that_change_values(mode: Callable[..., Any], opaque: int) -> None:
+def test_regions_are_opaque_only_in_torch_modes_that_change_values(mode: Callable[..., Any], opaque: int) -> None:
     model = tiny_llama()
     with memplug.attach(model, block()) as session:
         for seed in range(2):

@@ -90,7 +90,7 @@ def test_hugging_face_llama_trains_with_flash_attention_as_with_sdpa(results: di
 
 
 @pytest.mark.distributed
-def test_fp8_state_is_found_under_the_names_of_each_version(
+def test_stand_in_names_the_fp8_state_as_its_version_of_te_does(
     results: dict[str, Any], ranks: list[dict[str, Any]]
 ) -> None:
     assert results["names"] == ["get_autocast_state", "AUTOCAST_DEPTH"]

@@ -58,7 +58,7 @@ def test_missing_compiler_stance_is_reported_at_attach(name: str, monkeypatch: p
     assert f"has no torch._dynamo.eval_frame.{name}, with which memplug" in refusal()
 
 
-def test_ignored_compiler_stance_is_reported_at_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_stance_that_torch_ignores_is_reported_at_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._dynamo.eval_frame._callback_from_stance", lambda callback: callback)
     assert "ignores torch._dynamo.eval_frame._stance, with which memplug" in refusal()
 

@@ -1,4 +1,4 @@
-"""Blocks of any lifetime and holder: older than a recording, or in use beyond the recording, its recorder or the process."""
+"""Blocks of any lifetime and holder: older than a recording, or freed after the recorder stopped or as Python exits."""
 
 from __future__ import annotations
 

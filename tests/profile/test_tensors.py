@@ -94,7 +94,7 @@ def test_stack_holds_the_last_eight_uses_with_the_latest_in_its_low_byte():
     assert features(recording.trace())["tag"].tolist() == [4, 4, 6, 6, 6, 7, 7, 7, 7]
 
 
-def test_life_has_the_features_of_the_tensors_last_use_in_a_forward():
+def test_lives_table_has_features_of_each_tensors_last_forward_use():
     recording = Recording()
     saved, late, unused = recording.tensor(64, "bfloat16"), recording.tensor(32), recording.tensor(16)
     recording.phase(Pass.FORWARD, 0)
@@ -116,7 +116,7 @@ def test_life_has_the_features_of_the_tensors_last_use_in_a_forward():
 
 
 @given(recordings())
-def test_lives_match_a_loop_over_the_uses(recording):
+def test_lives_table_matches_a_loop_over_the_uses(recording):
     trace = recording.trace()
     table, then = lives(trace), features(trace)
     assert table.dtype == LIFE and len(table) == len(trace.tensors)
@@ -133,7 +133,7 @@ def test_lives_match_a_loop_over_the_uses(recording):
             assert row[name] == (then[row["use"]][name] if uses else 0)
 
 
-def test_trace_without_operators_has_no_features_and_unused_lives():
+def test_trace_without_operators_has_no_features_and_no_last_uses():
     recording = Recording()
     recording.tensor(8)
     trace = recording.trace()

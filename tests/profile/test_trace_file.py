@@ -292,7 +292,7 @@ def test_format_0_recording_keeps_every_row(file):
     assert still_live(trace.requests).any()
 
 
-def test_format_0_recording_has_steps_and_undistinguished_passes():
+def test_format_0_recording_has_steps_but_mixes_forward_and_backward():
     trace = load(DATA / "mixtral_ckpt.npz")
     assert [first_event for _, first_event, _ in trace.steps] == [0, 6468, 12936]
     assert trace.phases == (*(Phase(Pass.EITHER, number) for number in range(4)), Phase(Pass.OPTIMIZER))

@@ -83,7 +83,7 @@ def test_removed_watcher_is_not_called(bus: Any, x: torch.Tensor) -> None:
     assert heard(bus, x.cos) == [] and callbacks() == before
 
 
-def test_watching_lasts_until_its_last_watching_object_is_deleted(bus: Any, x: torch.Tensor) -> None:
+def test_bus_calls_a_watcher_until_its_last_watching_object_is_deleted(bus: Any, x: torch.Tensor) -> None:
     one, other = (bus.Watching(THIRD, ENDS) for _ in range(2))
     assert heard(bus, x.cos) == cosine((THIRD, False), (THIRD, True)), "once, not twice"
     del one

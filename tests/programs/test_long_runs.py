@@ -1,4 +1,4 @@
-"""Thousands of steps, some of them awkward, leave nothing behind, by a count of objects and calls."""
+"""Thousands of steps, some of them awkward, leave nothing behind, by memplug's counts of tensors and bytes."""
 
 from __future__ import annotations
 

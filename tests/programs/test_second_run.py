@@ -22,7 +22,7 @@ __all__ = ["folder", "kept"]
 
 
 @pytest.mark.device
-def test_second_run_is_planned_and_served_from_its_first_step(kept: tuple[Path, Run], folder: Path) -> None:
+def test_second_run_has_plan_and_arena_from_its_first_step(kept: tuple[Path, Run], folder: Path) -> None:
     content = only_plan(folder).read_bytes()
     second = train(folder)
     assert second.is_second() and second.losses == kept[1].losses

@@ -15,7 +15,7 @@ from tests.support.sharded_worker import RINGS, SHORT_RANK
 
 
 @pytest.mark.long
-def test_ddp_and_fsdp2_numbers_equal_those_without_memplug(tmp_path: Path) -> None:
+def test_ddp_and_fsdp2_train_as_without_memplug(tmp_path: Path) -> None:
     launch_forked(["tests.support.sharded_worker", tmp_path], module=True)
     for rank in (0, 1):
         results = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -28,7 +28,7 @@ def test_ddp_and_fsdp2_numbers_equal_those_without_memplug(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_ring_attention_numbers_equal_those_without_memplug(
+def test_ring_attention_trains_as_without_memplug(
     tmp_path: Path,
 ) -> None:
     # the ranks of the unbalanced ring run different operators; in the case "short", one rank has no host memory

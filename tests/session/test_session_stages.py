@@ -108,7 +108,7 @@ def test_same_lengths_with_other_operators_are_another_program() -> None:
         assert run.session.report().replans == 2
 
 
-def test_input_sizes_alone_tell_programs_apart_without_operators() -> None:
+def test_input_sizes_tell_programs_apart_if_no_operators_are_watched() -> None:
     with led(enabled=False) as run:
         assert not any(run.recorder.watches)
         run.reach_stable(6)
@@ -122,7 +122,7 @@ def test_regions_run_at_the_safest_setting_between_a_change_and_its_plan() -> No
     with led(warmup_steps=3) as run:
         run.reach_stable(6)
         for region in run.session._attached.regions:
-            region.native.leave_out(0, "aten::mm")  # learnt from the first program
+            region.native.leave_out(0, "aten::mm")  # as if learnt from the first program
         run.step(9, times=2)
         assert run.session.stage is WARM_UP and is_safest(run.session)
         assert all(region.native.unneeded == {} for region in run.session._attached.regions)

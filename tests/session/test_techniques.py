@@ -160,7 +160,7 @@ def put(file: Path, place: str, text: str) -> None:
 
 
 def trained(folder: Path, runs: int, **block: Any) -> tuple[list[dict[str, Any]], str]:
-    """Train `runs` times with the package in the folder, which also keeps plans; return the results and the log."""
+    """Train `runs` times with the package in `folder`, and keep plans there; return the results and the log."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     command = [sys.executable, "-c", TRAIN, str(folder / "plans"), json.dumps(block), str(runs)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=300)

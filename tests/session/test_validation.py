@@ -95,7 +95,7 @@ class Clock:
 
 
 def trials(validate: bool, monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
-    """Return the trials of a stack's session, with a large validation before every second step."""
+    """Return the trials of a stack's session, with a large validation before every second step if `validate` is set."""
     clock, model = Clock(), Stack(3)
     monkeypatch.setattr("memplug.device.device.Device.now_s", lambda device: clock.now)
     config = {**block(regions=LAYERS), "profiler": PROFILER, "arena": {"enabled": False}, "plan_dir": False}
