@@ -58,7 +58,7 @@ def lightning(memplug: Block | None, several: bool = False, accumulation: int = 
 
 
 def broken_off(memplug: Block | None) -> Outcome:
-    """Train with Lightning, where the fourth step fails."""
+    """Train with Lightning; the fourth step fails."""
     import lightning.pytorch as pl
 
     from memplug.integrations.lightning import MemplugCallback
@@ -206,7 +206,7 @@ def wrapped(memplug: Block | None, title: str) -> Outcome:
 
 
 def cases() -> Iterator[tuple[str, Case]]:
-    """Yield the cases with their names; without a ZeRO stage there is no DeepSpeed."""
+    """Yield the cases with their names; cases without a ZeRO stage do not use DeepSpeed."""
     for stage in (None, 2, 3):
         run = functools.partial(accelerate, stage=stage)
         name = "Accelerate" if stage is None else f"Accelerate, ZeRO {stage}"

@@ -35,7 +35,7 @@ class Case:
             test needs.
         needs: Packages without which the case is left out.
         ranks: The number of processes for each part.
-        planned: A further block to run with, with which memplug makes a plan.
+        planned: Another block to run the case with; under this block memplug makes a plan.
     """
 
     parts: tuple[Callable[[Block | None], Outcome], ...]

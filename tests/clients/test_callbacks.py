@@ -1,4 +1,4 @@
-"""Callbacks attach during a training, leave models alone that are attached otherwise, and name missing packages."""
+"""Callbacks attach for one training, ignore models that are already attached, and name missing packages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def test_training_after_a_failed_one_has_a_new_session() -> None:
 
 
 @pytest.mark.parametrize("attached", [False, True], ids=["not attached", "attached"])
-def test_model_under_deepspeed_is_left_alone_and_logged_once(attached: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_callback_does_nothing_under_deepspeed_and_logs_that_once(
+    attached: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="memplug")
     model, one = tiny_llama(), callback(block())
     session = memplug.attach(model, block(alpha=1)) if attached else None  # in place of an engine's session
@@ -76,7 +78,7 @@ def test_model_under_deepspeed_is_left_alone_and_logged_once(attached: bool, cap
         assert session.stage is Stage.STABLE and session.report().steps == 0
 
 
-def test_attached_model_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_callback_does_nothing_for_an_attached_model(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="memplug")
     model, one = tiny_llama(), callback(block())
     with memplug.attach(model, block(alpha=1)) as session:

@@ -20,7 +20,7 @@ BROKEN_OFF = "Lightning, broken off"
 WITHOUT_REGIONS = "Lightning, arena alone"
 
 
-# the kinds of clients that differ most, at the ZeRO stage that asks most of memplug; the long tests run the other cases
+# the clients that differ most, at the ZeRO stage that is hardest for memplug; long tests run the other cases
 SOME = {"Trainer, ZeRO 3", "LoRA, ZeRO 3", "Accelerate, ZeRO 2", "Lightning", "FSDP2", REFUSED, BROKEN_OFF}
 assert set(CASES) >= SOME
 
@@ -47,7 +47,7 @@ def test_losses_and_weights_equal_those_without_memplug(case: str, results: Resu
 
 
 @pytest.mark.parametrize("case", chosen(lambda name, case: name not in (REFUSED, BROKEN_OFF)))
-def test_every_step_is_counted_and_swapped_and_arena_serves(case: str, results: Results) -> None:
+def test_every_step_is_counted_tensors_are_swapped_and_the_arena_serves(case: str, results: Results) -> None:
     several = case.startswith("two ")
     for rank in results(case, "with"):
         assert len(rank["reports"]) == 1 + several, "models that do not train are left alone"
@@ -81,7 +81,7 @@ def test_block_refuses_gradient_checkpointing_of_trl_with_advice(case: str, resu
 
 
 @pytest.mark.parametrize("case", chosen(lambda name, case: name == BROKEN_OFF))
-def test_error_in_lightning_training_detaches(case: str, results: Results) -> None:
+def test_error_in_a_lightning_training_detaches_the_session(case: str, results: Results) -> None:
     (broken,) = results(case, "with")
     (report,) = broken["reports"]
     assert broken["stage"] == "detached"

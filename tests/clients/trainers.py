@@ -61,7 +61,7 @@ def record_losses() -> list[float]:
 
 
 def outcome(trainer: Any, losses: list[float], accumulation: int = 1) -> Outcome:
-    """Return the outcome of any trainer."""
+    """Return the losses, the model and the number of steps of any trainer."""
     return {"losses": losses, "model": trainer.model, "steps": len(losses) // accumulation}
 
 
@@ -224,7 +224,7 @@ def add_callback(trainer: Any) -> None:
 
 
 def cases() -> Iterator[tuple[str, Case]]:
-    """Yield the cases with their names; without a ZeRO stage there is no DeepSpeed."""
+    """Yield the cases with their names; cases without a ZeRO stage do not use DeepSpeed."""
 
     def at(name: str, stage: int | None) -> str:
         return name if stage is None else f"{name}, ZeRO {stage}"

@@ -32,7 +32,7 @@ from memplug.errors import MemplugError
 from tests.clients import loops, trainers
 from tests.clients.parts import Block, Case, Outcome
 
-TIME_LIMIT_S = 300  # of one process, on a machine that has other work too
+TIME_LIMIT_S = 300  # for one process, on a machine that also has other work
 AT_ONCE = 2
 IMPORTED = (
     "memplug.integrations.transformers",

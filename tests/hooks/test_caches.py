@@ -1,4 +1,4 @@
-"""Key-value caches that layers get in training: as without memplug, and their memory is released with the region's."""
+"""Layers with key-value caches train as without memplug, and regions release the caches' tensors with their own."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_trained_prefix_gets_the_same_gradients_as_without_memplug(alpha: Any, r
 
 @alphas
 def test_each_layer_updates_the_empty_cache_once(alpha: Any) -> None:
-    """Use the layer's rounding: keys of a cache are contiguous, for which a matmul may round differently."""
+    # without a cache, keys would not be contiguous, and a matmul might round differently
     seen = []
 
     class Seeing(DynamicCache):
@@ -134,7 +134,7 @@ def assert_same_training(model: nn.Module, x: torch.Tensor, cache: Any, plain_ca
 
 
 @pytest.mark.parametrize("is_opaque", [False, True])
-def test_cache_filled_without_gradients_is_attended_to(is_opaque: bool) -> None:
+def test_layers_attend_to_a_cache_filled_without_gradients(is_opaque: bool) -> None:
     model, x = tiny_llama(), tokens()
     with memplug.attach(model, block()) as session:
         if is_opaque:
@@ -165,7 +165,7 @@ def test_static_cache_is_written_as_without_memplug(is_opaque: bool) -> None:
 
 @pytest.mark.parametrize("ending", ["backward", "failed", "dropped"])
 @pytest.mark.parametrize("is_opaque", [False, True])
-def test_written_cache_does_not_keep_model_or_session_alive(is_opaque: bool, ending: str) -> None:
+def test_static_cache_does_not_keep_model_or_session_alive(is_opaque: bool, ending: str) -> None:
     def step() -> list[weakref.ref[Any]]:
         model, x = tiny_llama(), tokens()
         cache = StaticCache(model.config, max_cache_len=48)
@@ -188,7 +188,7 @@ def test_written_cache_does_not_keep_model_or_session_alive(is_opaque: bool, end
     assert [each() for each in left] == [None] * 3
 
 
-def test_cache_written_before_backward_raises_and_names_the_region() -> None:
+def test_writing_to_a_cache_before_backward_raises_with_the_region_name() -> None:
     model, x = LlamaForCausalLM(LlamaConfig(**{**tiny_llama().config.to_dict(), "num_key_value_heads": 4})), tokens()
     cache = StaticCache(model.config, max_cache_len=48)
     with memplug.attach(model, block()):

@@ -1,4 +1,4 @@
-"""A cache that a later forward uses again, as in recurrence over segments: gradients are as without memplug."""
+"""A cache that a later forward reuses, as in segment-level recurrence, leaves gradients as without memplug."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def read_without_gradients(model: nn.Module) -> Found:
 
 
 def one_segment_forks(model: nn.Module) -> Found:
-    """Continue one cache twice, with layers that grow by new tensors."""
+    """Run two segments from copies of one cache, whose layers grow by new tensors."""
     loss, cache = segment(model, 0)
     fork = copy.copy(cache)
     fork.layers = [copy.copy(layer) for layer in cache.layers]
@@ -110,7 +110,7 @@ def test_gradients_through_reused_cache_equal_plain_training(use: Callable[[nn.M
 
 
 @uses
-def test_opaque_regions_keep_cache_tensors_after_one_error(use: Callable[[nn.Module], Found]) -> None:
+def test_opaque_regions_keep_cache_tensors_once_their_reuse_has_raised(use: Callable[[nn.Module], Found]) -> None:
     expected, model = use(tiny_llama()), tiny_llama()
     with memplug.attach(model, block()) as session:
         for region in session._attached.regions:
@@ -121,7 +121,7 @@ def test_opaque_regions_keep_cache_tensors_after_one_error(use: Callable[[nn.Mod
         assert_alike(use(model), expected)
 
 
-def test_cache_used_after_its_backward_raises_once() -> None:
+def test_reusing_a_cache_after_its_backward_raises_only_once() -> None:
     def use(model: nn.Module) -> Found:
         loss, cache = segment(model, 0)
         loss.backward()

@@ -1,6 +1,6 @@
-"""The script that looks in other packages' sources for the names that memplug relies on.
+"""The script that searches other packages' sources for the names that memplug relies on.
 
-It finds existing names and reports missing ones; it asks for every name; installed packages have all of them.
+The script finds existing names, reports missing ones, and checks every name; installed packages have all names.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def tree(tmp_path: Path) -> SourceTree:
         "pack.engine:Engine.step(closure)",
         "pack.engine:Engine(model, config)",
         "pack.engine:Engine.second",
-        "pack.engine:Engine.count",  # of the object
-        "pack.engine:Engine.closed",  # of an object of a base
+        "pack.engine:Engine.count",  # an attribute of instances
+        "pack.engine:Engine.closed",  # an attribute of instances of a base class
         "pack.engine:Engine.close",
         "pack.engine:Engine.advance(closure)",
         "pack.engine:Settings(rate, size)",
@@ -107,7 +107,7 @@ def tree(tmp_path: Path) -> SourceTree:
         "pack:renamed(b)",
         "pack:starred",
         "pack:folder.inner.Worker.run",
-        "pack:nn.Module",  # of another package
+        "pack:nn.Module",  # a name of another package
     ],
 )
 def test_defined_imported_or_inherited_symbol_is_found(symbol: str, tree: SourceTree) -> None:
@@ -127,7 +127,7 @@ def test_defined_imported_or_inherited_symbol_is_found(symbol: str, tree: Source
         "pack.star:nothing",
     ],
 )
-def test_missing_symbol_is_reported_gone(symbol: str, tree: SourceTree) -> None:
+def test_missing_symbol_is_reported_as_gone(symbol: str, tree: SourceTree) -> None:
     assert verdict(tree, symbol).status == GONE
 
 
@@ -139,18 +139,18 @@ def test_missing_symbol_is_reported_gone(symbol: str, tree: SourceTree) -> None:
         ("pack.engine:Hint", "pack.base"),  # imported only for annotations
     ],
 )
-def test_moved_symbol_is_found_and_its_new_place_named(symbol: str, place: str, tree: SourceTree) -> None:
+def test_report_on_a_moved_symbol_names_its_new_place(symbol: str, place: str, tree: SourceTree) -> None:
     found = verdict(tree, symbol)
     assert (found.status, found.note) == (MOVED, f"in {place}")
 
 
-def test_one_of_several_alternatives_is_enough(tree: SourceTree) -> None:
+def test_symbol_is_found_if_one_of_its_alternatives_exists(tree: SourceTree) -> None:
     assert verdict(tree, ("pack.engine:Engine.fly", "pack.engine:Engine.step")).symbol == "pack.engine:Engine.step"
     assert verdict(tree, ("pack.engine:Engine.fly", "pack.engine:moved_here")).status == MOVED
     assert verdict(tree, ("pack.engine:Engine.fly", "pack.engine:Engine.swim")).status == GONE
 
 
-def test_parameter_taken_only_by_kwargs_is_noted(tree: SourceTree) -> None:
+def test_report_notes_a_parameter_that_only_kwargs_accepts(tree: SourceTree) -> None:
     assert verdict(tree, "pack.engine:Engine.step(closure)").note == ""
     assert verdict(tree, "pack.engine:Engine.step(closure, scale)").note == "scale by **kwargs"
 
@@ -163,7 +163,7 @@ def test_text_is_found_across_line_breaks_and_in_other_files(tree: SourceTree) -
     assert verdict(tree, Text("TORCH_LIBRARY(other_ops,")).status == GONE
 
 
-def test_file_that_does_not_parse_is_named(tmp_path: Path) -> None:
+def test_report_names_a_file_that_does_not_parse(tmp_path: Path) -> None:
     broken = SourceTree(folder_with(tmp_path, {"pack/__init__.py": "def step(:\n"}), "pack")
     found = verdict(broken, "pack:step")
     assert found.status == GONE and "cannot parse" in found.note and "__init__.py" in found.note
@@ -185,7 +185,7 @@ def test_exit_status_is_1_if_a_symbol_is_gone_or_moved(
     assert "0 of 1 there, 1 moved" in capsys.readouterr().out
 
 
-def test_sources_come_from_package_index_and_never_run(tmp_path: Path) -> None:
+def test_sources_are_downloaded_from_the_package_index_and_never_run(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     files = {
         "setup.py": f"open({str(ran)!r}, 'w')\n",
@@ -196,7 +196,7 @@ def test_sources_come_from_package_index_and_never_run(tmp_path: Path) -> None:
             archive.add(folder_with(tmp_path / version, files), f"flash_attn-{version}")
 
     def run(*arguments: str) -> tuple[int, list[str]]:
-        # pip in a process of its own: it brings its own distutils
+        # in a separate process, since pip brings its own distutils
         command = [sys.executable, "-m", "tests.support.check_symbols", *arguments]
         index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, **index}, capture_output=True, text=True)
@@ -214,7 +214,7 @@ def test_sources_come_from_package_index_and_never_run(tmp_path: Path) -> None:
     assert not ran.exists()
 
 
-def test_package_on_no_index_is_reported_without_failing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_package_missing_from_the_index_is_reported_without_failing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["flash-attn-3"]) == 0
     assert "could not get the sources" in capsys.readouterr().out
 
@@ -234,13 +234,13 @@ def names_of(*packages: Package) -> set[str]:
     [(deepspeed, "patched"), (megatron, "patched"), (megatron_training, "patched"), (transformer_engine, "patched")]
     + [(transformer_engine, "class")],
 )
-def test_every_symbol_in_hook_tables_is_checked(hooks: ModuleType, title: str) -> None:
+def test_every_symbol_in_docstring_tables_of_hooks_is_checked(hooks: ModuleType, title: str) -> None:
     table = (hooks.__doc__ or "").partition(f"| {title} |")[2].partition("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines()[2:]]
     told = [name.rpartition(".")[2] for cell in cells for name in re.findall("`([^`]+)`", cell)]
     assert len(told) >= 2
     known = " ".join(names_of(*PACKAGES.values()))
-    # "`pre_` and `post_sub_module_forward_function`" are two names with one ending
+    # a table writes "`pre_` and `post_sub_module_forward_function`" for two names with one ending
     patterns = {name: rf"[.:]{name}" if name.endswith("_") else rf"[.:]{name}\b" for name in told}
     missing = [name for name, pattern in patterns.items() if not re.search(pattern, known)]
     assert not missing
@@ -248,7 +248,7 @@ def test_every_symbol_in_hook_tables_is_checked(hooks: ModuleType, title: str) -
 
 def test_every_import_from_framework_packages_is_checked() -> None:
     known = names_of(*PACKAGES.values())
-    # except for torch, most of which is public
+    # not torch, most of whose names are public
     folders = tuple(f"{package.folder.partition('/')[0]}." for package in PACKAGES.values() if package is not TORCH)
     imported = {
         f"{node.module}:{alias.name}"
@@ -266,7 +266,7 @@ def test_every_import_from_framework_packages_is_checked() -> None:
     assert not missing
 
 
-def test_every_symbol_in_hook_constants_is_checked() -> None:
+def test_every_symbol_in_constants_of_hooks_is_checked() -> None:
     config = "megatron.core.transformer.transformer_config:TransformerConfig."
     known = names_of(MEGATRON, TRANSFORMER_ENGINE)
     assert {f"{config}{key}" for key in megatron._CONFLICTS} <= known
@@ -293,7 +293,7 @@ def test_installed_package_has_all_names_that_memplug_uses(name: str, package: P
     root = Path(next(iter(spec.submodule_search_locations))).parent
     found = check(root, package)
     assert [str(each) for _, each in found if each.status != THERE] == []
-    tree = SourceTree(root, package.folder)  # the script would report each of them if it were missing
+    tree = SourceTree(root, package.folder)  # the script would report each name if it were missing
     for symbol in (name for name in names_of(package) if ":" in name and "(" not in name):
         assert tree.find(*f"{symbol}_is_not_there".split(":")) is None, symbol
 
@@ -302,5 +302,5 @@ def test_installed_package_has_all_names_that_memplug_uses(name: str, package: P
 def test_stand_ins_have_all_names_that_memplug_uses(package: Package) -> None:
     found = check(ROOT / "tests/support/stand_ins", package, stand_ins=True)
     lacking = [each.symbol for _, each in found if each.status != THERE]
-    # its metaclass supplies it, depending on the version that the stand-in reports
+    # the class's metaclass supplies `quantization_state`, depending on the version that the stand-in reports
     assert [symbol for symbol in lacking if not symbol.endswith("FP8GlobalStateManager.quantization_state")] == []

@@ -57,14 +57,14 @@ class Borrows(Reads):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lender: list[nn.Linear] = []  # in a list, so that it is no child
+        self.lender: list[nn.Linear] = []  # in a list, so that the lender is no child module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(functional.linear(x, self.lender[0].weight))
 
 
 class Net(nn.Module):
-    """A network with the same weights at every call."""
+    """A network that begins with the same weights each time it is made."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         torch.manual_seed(0)
@@ -117,7 +117,9 @@ def _batch(seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("alpha", [0, 1])
 @pytest.mark.parametrize("kind", [Reads, Multiplies, Returns, Borrows])
-def test_external_parameters_train_as_without_memplug(cpu_engine: None, kind: type[nn.Module], alpha: float) -> None:
+def test_models_with_external_parameters_train_as_without_memplug(
+    cpu_engine: None, kind: type[nn.Module], alpha: float
+) -> None:
     losses, weights, external = trained(kind, None)
     measured = trained(kind, block(alpha=alpha, regions=["layers.*"]))
     assert measured[0] == losses

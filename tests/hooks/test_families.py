@@ -1,4 +1,4 @@
-"""Every family of transformers trains as without memplug, with default arguments (`use_cache` included)."""
+"""Every model family of transformers trains as without memplug, with default arguments (`use_cache` included)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Steps = list[tuple[torch.Tensor, dict[str, torch.Tensor | None]]]
 
 
 def cases() -> list[Any]:
-    """Return all families; all but the stateful ones and every sixteenth are marked long."""
+    """Return all families; mark them long, except for the stateful ones and every sixteenth."""
     chosen = {str(family) for family in FAMILIES[::16]} | {str(each) for each in FAMILIES if each.name in STATEFUL}
     return [
         pytest.param(family, id=str(family), marks=[] if str(family) in chosen else pytest.mark.long)
@@ -73,7 +73,7 @@ def difference(found: Steps, expected: Steps) -> str:
 
 @pytest.mark.parametrize("family", cases())
 @pytest.mark.filterwarnings("ignore")
-def test_family_trains_as_without_memplug(family: Family, caplog: pytest.LogCaptureFixture) -> None:
+def test_model_family_trains_as_without_memplug(family: Family, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     try:
         expected = plain(family)
@@ -91,8 +91,8 @@ def test_family_trains_as_without_memplug(family: Family, caplog: pytest.LogCapt
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-def test_most_families_can_be_made_tiny() -> None:
-    """Limit how many families are skipped because they cannot be made tiny, for other versions of transformers."""
+def test_most_model_families_can_be_made_tiny() -> None:
+    # notices a version of transformers for which most families would be skipped
     reasons = {}
     for family in FAMILIES:
         try:

@@ -1,4 +1,4 @@
-"""FlexAttention inside of regions: compiled calls run compiled, once a step, as units; gradients hold either way."""
+"""FlexAttention inside of regions: compiled calls are units, and run once a step; gradients equal plain ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> int:
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 @pytest.mark.parametrize("layer", [Attends, Biased])
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_compiled_call_is_compiled_once_and_runs_once_per_step(
+def test_compiled_attention_compiles_once_and_runs_once_per_step(
     alpha: float,
     layer: type[nn.Module],
     backend: str,
@@ -68,7 +68,7 @@ def test_compiled_call_is_compiled_once_and_runs_once_per_step(
 
 
 @pytest.mark.parametrize("layer", [Attends, Biased])
-def test_planning_compiles_nothing_again(layer: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_does_not_recompile_attention(layer: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
     compile_with(counted, monkeypatch)
     report = trained("auto", layer, 16 * (TOKENS,), counted)
@@ -76,7 +76,7 @@ def test_planning_compiles_nothing_again(layer: type[nn.Module], monkeypatch: py
     assert [graphs for graphs, _ in report["compiled"]] == [1, *15 * [0]]
 
 
-def test_plain_regions_use_the_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regions_that_run_as_plain_modules_use_compiled_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
     compile_with(counted, monkeypatch)
     model = Model()
@@ -90,7 +90,7 @@ def test_plain_regions_use_the_compiled_code(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_no_length_is_compiled_twice(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_sequence_length_is_compiled_only_once(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
     compile_with(counted, monkeypatch)
     report = trained(alpha, Biased, (128, 256, 384, 128, 256, 384), counted)
@@ -101,7 +101,7 @@ def test_no_length_is_compiled_twice(alpha: float, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.long
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_compiled_call_runs_once_per_step_under_autocast(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_attention_runs_once_per_step_under_autocast(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
     compile_with(counted, monkeypatch)
     report = trained(alpha, counted=counted, around=lambda: torch.autocast("cpu", torch.bfloat16))
@@ -111,7 +111,7 @@ def test_compiled_call_runs_once_per_step_under_autocast(alpha: float, monkeypat
 
 @pytest.mark.long
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_opaque_region_runs_the_compiled_call_again(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opaque_region_runs_compiled_attention_again_in_backward(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
     compile_with(counted, monkeypatch)
     report = trained(alpha, Opaque, counted=counted)
@@ -121,7 +121,7 @@ def test_opaque_region_runs_the_compiled_call_again(alpha: float, monkeypatch: p
 
 @pytest.mark.long
 def test_inductor_kernels_form_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile with Inductor: no operator shows its kernels, and it has none for a backward on the CPU."""
+    # no operator shows Inductor's kernels; layers are frozen, since Inductor has no kernel for a backward on the CPU
     counted = Counted("inductor")
     compile_with(counted, monkeypatch)
     report = trained(0.0, Frozen, counted=counted)
@@ -140,7 +140,7 @@ def test_number_of_saved_tensors_may_change_between_steps(alpha: float, monkeypa
 
 
 def recomputed(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run two steps, the second of which captures nothing, so that attention has to run again."""
+    """Run two steps; the second step's plan captures nothing, so attention has to run again in backward."""
     compile_with(counted, monkeypatch)
     torch.manual_seed(0)
     model = Model(Biased)
@@ -158,16 +158,16 @@ def recomputed(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_clean(session._attached.executor)
 
 
-def test_plan_that_captures_nothing_runs_the_call_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_runs_again_in_backward_if_the_plan_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
     recomputed(counted, monkeypatch)
     assert counted.graphs == 2, "one for the reference, one for the regions"
 
 
-def test_recompute_pass_that_saves_more_tensors_raises(
+def test_recompute_pass_that_saves_more_tensors_than_forward_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = 4 * LAYER_COUNT  # two steps of both models
+    before = 4 * LAYER_COUNT  # calls in two forwards of both models
     with pytest.raises(RecomputeError, match="flex_attention saved"):
         recomputed(SavesMore(lambda calls: calls >= before), monkeypatch)
 
@@ -175,7 +175,7 @@ def test_recompute_pass_that_saves_more_tensors_raises(
 @pytest.mark.long
 @pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("is_first_inside", [True, False])
-def test_calls_outside_regions_run_as_without_memplug(
+def test_flex_attention_outside_regions_runs_as_without_memplug(
     is_first_inside: bool, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = Counted()
@@ -214,7 +214,9 @@ def test_calls_outside_regions_run_as_without_memplug(
     assert_same(found, gradients(outside))
 
 
-def test_force_eager_stance_is_respected(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_attention_stays_uncompiled_under_the_force_eager_stance(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     counted = Counted()
     compile_with(counted, monkeypatch)
     with torch.compiler.set_stance("force_eager"):
@@ -223,7 +225,7 @@ def test_force_eager_stance_is_respected(monkeypatch: pytest.MonkeyPatch, caplog
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_compiled_caller_of_flex_attention_warns_once(
+def test_memplug_warns_once_if_the_caller_of_flex_attention_is_compiled(
     alpha: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     @torch.compile(backend="aot_eager")
@@ -236,13 +238,13 @@ def test_compiled_caller_of_flex_attention_warns_once(
     assert warnings(caplog) == 1
 
 
-def test_uncompiled_call_gives_no_memplug_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_uncompiled_attention_causes_no_memplug_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "memplug"):
         trained(0.0)
     assert warnings(caplog) == 0
 
 
-def test_detach_restores_torch_functions() -> None:
+def test_detach_restores_patched_torch_functions() -> None:
     compiler = torch._dynamo.eval_frame
     before = flex.setup_compilation_env, compiler._callback_from_stance
     first, second = (memplug.attach(Model(), block(1.0)) for _ in range(2))
@@ -278,7 +280,7 @@ def test_attention_compiled_by_transformers_runs_once_per_step(alpha: float, mon
             reference(**given).loss.backward()
             before = counted.graphs, counted.calls
             model(**given).loss.backward()
-            the_mask = 1  # a compiled function makes it too, outside of the regions
+            the_mask = 1  # a compiled function makes the mask, outside of the regions
             expected = 0 if step else 1, LAYER_COUNT + the_mask
             assert (counted.graphs - before[0], counted.calls - before[1]) == expected
             assert_same(gradients(model), gradients(reference))

@@ -96,7 +96,7 @@ def network() -> Network:
 
 
 @pytest.mark.parametrize("shards", [False, True])
-def test_framework_from_another_file_needs_one_list_entry(toy: Toy, shards: bool) -> None:
+def test_new_framework_needs_only_one_class_and_one_list_entry(toy: Toy, shards: bool) -> None:
     trainer, plain = Trainer(network(), shards), Trainer(network())
     before = fingerprint(trainer.network)
     with memplug.attach(trainer, block(alpha=1.0)) as session:

@@ -1,6 +1,6 @@
 """Layers of fused kernels like Liger's, which Hugging Face's models have with `use_liger_kernel`.
 
-No operator shows them, the rotary embedding writes to its arguments, and backward writes gradients over saved tensors.
+No operator shows these kernels. The rotary embedding writes to its arguments; backward writes over saved tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.device
 
 
 class Norm(torch.autograd.Function):
-    """RMS norm whose backward writes its gradient over that of the output."""
+    """RMS norm whose backward writes the input's gradient over the output's."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Rotary(torch.autograd.Function):
 
     @staticmethod
     def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x.transpose(1, 2).contiguous()  # the layout in which projections made it, so no copy
+        x = x.transpose(1, 2).contiguous()  # no copy, since projections made `x` in this layout
         with hidden():
             first, second = x.chunk(2, -1)
             values = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
@@ -92,7 +92,7 @@ def test_fused_layers_train_with_no_opaque_region(alpha: float | str) -> None:
     assert report["offloaded_bytes"] > 0
 
 
-def test_each_unit_function_is_logged_once_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_function_that_becomes_a_unit_is_logged_once_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "memplug"):
         report = train(Decoder)
     names = sorted(f"{each.__module__}.{each.__qualname__}" for each in (Gated, Norm, Rotary))

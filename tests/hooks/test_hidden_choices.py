@@ -38,7 +38,7 @@ class Router(torch.autograd.Function):
 
 
 class Sorted(torch.autograd.Function):
-    """Puts rows in a given order, and returns the order back."""
+    """Puts rows in a given order, and also returns the inverse order."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +58,7 @@ class Sorted(torch.autograd.Function):
 
 
 class Routed(Layer):
-    """A layer that keeps the rows that its router chose, in another order."""
+    """A layer that reorders rows by its router's choice, and back again."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values, chosen = Router.apply(self.inner(x).flatten(0, 1))
@@ -68,7 +68,7 @@ class Routed(Layer):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
-def test_function_that_chooses_by_values_never_runs_again(alpha: float | str) -> None:
+def test_router_that_chooses_by_values_never_runs_again(alpha: float | str) -> None:
     report = train(Routed, alpha=alpha)
     assert report["opaque_regions"] == 0
     assert report["ran"]["Router"] == 3, "one for each layer"

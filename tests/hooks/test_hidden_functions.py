@@ -22,7 +22,7 @@ from tests.support.hidden_functions import BLOCK, ran, train
 
 
 class Doubled(torch.autograd.Function):
-    """A function whose memory comes from the allocator, and is filled past the dispatcher."""
+    """A function that allocates memory by operators, and fills it without them."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Doubled(torch.autograd.Function):
 
 
 class ReadsTwice(Doubled):
-    """A function whose backward asks for its saved tensors twice."""
+    """A function whose backward reads its saved tensors twice."""
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ class ReadsTwice(Doubled):
 
 
 class Seen(torch.autograd.Function):
-    """The same function written with operators."""
+    """The function `Doubled`, written with operators."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Seen(torch.autograd.Function):
 
 
 class Drops(torch.autograd.Function):
-    """A function with its own kernels and a mask that it draws."""
+    """A function that draws a random mask, and applies the mask by its own kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ class Drops(torch.autograd.Function):
 
 
 class ForksAndDrops(Drops):
-    """A function that draws from a generator, and restores the generator's state."""
+    """Like `Drops`, but it restores the random generator's state."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class ForksAndDrops(Drops):
 
 
 class DropsAndForks(Layer):
-    """A layer that uses both functions, and draws before and after them."""
+    """A layer that uses both functions between two dropouts."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.nn.functional.dropout(self.inner(x), 0.3)
@@ -97,14 +97,14 @@ class DropsAndForks(Layer):
 
 
 class Both(Layer):
-    """A layer that calls either function between two products."""
+    """A layer that calls each of `Doubled` and `Seen` between two linear layers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(Doubled.apply(self.inner(x)) + Seen.apply(self.inner(x)))
 
 
 class Chosen(Layer):
-    """A layer in which some rows go through one function and the rest through the other."""
+    """A layer whose first rows go through `Doubled`, and the rest through `Seen`."""
 
     first = 0
 
@@ -115,7 +115,7 @@ class Chosen(Layer):
 
 
 class Nested(torch.autograd.Function):
-    """A function that calls another in its forward."""
+    """A function whose forward calls another hidden function."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -130,7 +130,7 @@ class Nested(torch.autograd.Function):
 
 @torch.library.custom_op("memplug_tests::doubled", mutates_args=())
 def _doubled(x: torch.Tensor) -> torch.Tensor:
-    """Run hidden functions inside of an operator, whose schema covers all that it does."""
+    """Run a hidden function inside of an operator, whose schema covers the function's effects."""
     ran.append("operator")
     out = Doubled.apply(x)
     out.data_ptr()
@@ -144,14 +144,14 @@ _doubled.register_autograd(
 
 
 class WithOperator(Layer):
-    """A layer that calls an operator with its own backward."""
+    """A layer that calls a custom operator, which has its own backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(_doubled(self.inner(x)))
 
 
 class Inside(Layer):
-    """A layer whose hidden function calls another; it may take an address as well."""
+    """A layer whose hidden function calls another; with `takes_address`, the layer also takes a tensor's address."""
 
     takes_address = False
 
@@ -162,15 +162,15 @@ class Inside(Layer):
         return x + self.out(Doubled.apply(y))
 
 
-def test_function_with_own_kernels_is_a_unit() -> None:
+def test_function_with_its_own_kernels_becomes_a_unit() -> None:
     report = train(Both)
     assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
     assert report["ran"] == {"Doubled": 3, "Seen": 3}, "with alpha 1 none of them runs again"
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
-def test_unit_is_found_after_calls_without_elements(alpha: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give a function no elements at first, like an expert that gets no tokens."""
+def test_function_becomes_a_unit_once_a_call_has_elements(alpha: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # at first the function gets no elements, like an expert that gets no tokens
     torch.manual_seed(0)
     model = Stack(3, Chosen)
     reference = twin(model)
@@ -186,14 +186,14 @@ def test_unit_is_found_after_calls_without_elements(alpha: float | str, monkeypa
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_recomputed_function_draws_the_same_numbers(alpha: float) -> None:
+def test_recomputed_function_draws_the_same_random_numbers(alpha: float) -> None:
     report = train(DropsAndForks, alpha=alpha)
     assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
     assert report["ran"]["Drops"] == (6 if alpha else 12)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
-def test_custom_operator_is_an_operator_and_no_unit(alpha: float | str) -> None:
+def test_custom_operator_does_not_count_as_a_unit(alpha: float | str) -> None:
     report = train(WithOperator, alpha=alpha)
     assert report["opaque_regions"] == 0 == report["recomputed_in_full"]
     assert report["ran"]["operator"] == report["ran"]["Doubled"], (
@@ -228,7 +228,7 @@ def test_nested_function_is_part_of_the_outer_unit(alpha: float) -> None:
     assert train(Inside, alpha=alpha)["opaque_regions"] == 0
 
 
-def test_region_with_units_that_takes_an_address_is_opaque(
+def test_region_with_units_is_opaque_if_it_takes_a_tensors_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Inside, "takes_address", True)
@@ -260,7 +260,7 @@ class Part(nn.Module):
         return x * 2
 
 
-def test_unit_module_copies_and_pickles_as_its_own_class() -> None:
+def test_unit_module_is_copied_and_pickled_as_its_original_class() -> None:
     model = Stack(1, Both)
     model.part = Part()
     with memplug.attach(model, BLOCK) as session:
@@ -272,7 +272,7 @@ def test_unit_module_copies_and_pickles_as_its_own_class() -> None:
     assert type(model.part) is Part and not any("memplug" in name for name in vars(model.part))
 
 
-def test_unit_with_replaced_forward_is_refused() -> None:
+def test_module_with_a_replaced_forward_is_refused_as_a_unit() -> None:
     model = Stack(1, Both)
     part = Part()
     part.forward = lambda x: x
@@ -281,14 +281,14 @@ def test_unit_with_replaced_forward_is_refused() -> None:
 
 
 class Checkpointed(Layer):
-    """A layer whose function runs in a checkpoint; the checkpoint's hooks take all saved tensors."""
+    """A layer whose function runs in torch's checkpoint; the checkpoint's hooks receive all saved tensors."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(checkpoint(Doubled.apply, self.inner(x), use_reentrant=False).sigmoid())
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
-def test_function_in_a_model_checkpoint_leaves_no_region_opaque(alpha: float | str) -> None:
+def test_function_inside_torch_checkpoint_makes_no_region_opaque(alpha: float | str) -> None:
     assert train(Checkpointed, alpha=alpha)["opaque_regions"] == 0
 
 
@@ -307,7 +307,7 @@ class Adds(torch.autograd.Function):
 
 
 class Added(Layer):
-    """A layer that uses such a function, with a parameter that no operator reads."""
+    """A layer that applies `Adds` to a parameter that no operator reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ def test_parameter_changed_before_backward_raises_like_autograd() -> None:
 
 
 class Uncounted(Layer):
-    """A layer that first calls a unit without gradients, and takes an address, so its module runs again."""
+    """A layer that calls a unit without gradients, then with them; it takes an address, so backward runs it again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ class Uncounted(Layer):
         return x + self.out(self.part(y).sigmoid())
 
 
-def test_no_grad_call_takes_no_state_from_a_call_with_gradients() -> None:
+def test_no_grad_call_of_a_unit_does_not_consume_the_units_saved_state() -> None:
     model, states = Stack(1, Uncounted), []
 
     @contextlib.contextmanager
@@ -381,14 +381,14 @@ class Passes(torch.autograd.Function):
 
 
 class Biased(Layer):
-    """A layer whose function gets a bias that no operator has read yet."""
+    """A layer whose function gets a bias before any operator has read that bias."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = Passes.apply(self.out.bias)
         return x + torch.nn.functional.linear(self.inner(x).sigmoid(), self.out.weight) + bias
 
 
-def test_function_that_returns_its_argument_is_no_unit() -> None:
+def test_function_that_returns_its_argument_does_not_become_a_unit() -> None:
     torch.manual_seed(0)
     model = Stack(2, Biased)
     with memplug.attach(model, BLOCK) as session:

@@ -1,4 +1,4 @@
-"""Ranks that exchange tokens find a hidden expert at different times: a rank without tokens cannot see it."""
+"""Ranks detect an expert's hidden function at different times: a rank without tokens for the expert never runs it."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def ranks(folder: Path, layer: str, *routings: str, layers: int = 3) -> list[dic
 
 
 def assert_right(case: dict[str, Any], layers: int = 3, without: tuple[int, ...] = ()) -> None:
-    """Assert plain gradients, and that no rank repeats an exchange alone.
+    """Assert that gradients equal those without memplug, and that no rank repeats an exchange alone.
 
-    Each layer exchanges there and back, in forward and in backward, except for the steps in `without`.
+    Each layer exchanges tokens there and back, in forward and in backward, except in the steps `without`.
     """
     assert case["differ"] == []
     assert case["exchanges"] == [0 if step in without else layers * 2 * 2 for step in range(STEPS)]
 
 
 @pytest.mark.long
-def test_function_is_a_unit_on_each_rank_after_its_first_tokens(tmp_path: Path) -> None:
+def test_function_is_a_unit_on_a_rank_once_the_rank_has_had_tokens(tmp_path: Path) -> None:
     for case in ranks(tmp_path, "Function", "all, then half", "all for long", "in turn", "half"):
         assert_right(case)
         assert case["opaque"][-1] == 0
@@ -42,7 +42,7 @@ def test_function_is_a_unit_on_each_rank_after_its_first_tokens(tmp_path: Path) 
 
 @pytest.mark.long
 @pytest.mark.parametrize("layer", ["NoFunction", "ExchangeUnit"])
-def test_opaque_region_keeps_its_saved_tensors(layer: str, tmp_path: Path) -> None:
+def test_opaque_communicating_region_keeps_its_saved_tensors_on_device(layer: str, tmp_path: Path) -> None:
     for case in ranks(tmp_path, layer, "half"):
         assert_right(case)
         assert case["opaque"][-1] == 3
@@ -50,8 +50,8 @@ def test_opaque_region_keeps_its_saved_tensors(layer: str, tmp_path: Path) -> No
 
 @pytest.mark.long
 @pytest.mark.parametrize("layers", [1, 3])
-def test_region_opaque_on_one_rank_keeps_its_saved_tensors(layers: int, tmp_path: Path) -> None:
-    """Include a region whose class was not yet opaque for an earlier region of the same step."""
+def test_region_opaque_on_one_rank_keeps_its_saved_tensors_on_device(layers: int, tmp_path: Path) -> None:
+    # with three layers, the layers' class turns opaque between two regions of one step
     found = ranks(tmp_path, "NoFunction", "all, then half", layers=layers)
     for case in found:
         assert_right(case, layers=layers)
@@ -60,14 +60,14 @@ def test_region_opaque_on_one_rank_keeps_its_saved_tensors(layers: int, tmp_path
     assert opaque == 3 * [layers] + 3 * [0], "the second rank has no tokens at first"
 
 
-def test_exchange_that_is_a_unit_on_one_rank_never_runs_again(tmp_path: Path) -> None:
+def test_exchange_that_is_a_unit_on_only_one_rank_never_runs_again(tmp_path: Path) -> None:
     for case in ranks(tmp_path, "ExchangeUnit", "all, then half", layers=1):
         assert_right(case, layers=1)
         assert case["opaque"][-1] == 1
 
 
 @pytest.mark.parametrize(("layer", "without"), [("Late", ()), ("LateAtTimes", (0, 3))])
-def test_region_turning_opaque_before_it_repeats_keeps_saved_tensors(
+def test_region_that_turns_opaque_before_it_repeats_keeps_saved_tensors(
     layer: str, without: tuple[int, ...], tmp_path: Path
 ) -> None:
     for case in ranks(tmp_path, layer, "ever others", layers=1):
@@ -75,12 +75,12 @@ def test_region_turning_opaque_before_it_repeats_keeps_saved_tensors(
         assert case["opaque"][-1] == 1
 
 
-def test_region_turning_opaque_after_it_repeats_raises(tmp_path: Path) -> None:
-    """Raise an error instead of letting other ranks wait forever: nothing of that forward was kept."""
+def test_region_that_turns_opaque_after_it_repeats_raises(tmp_path: Path) -> None:
+    # an error, since other ranks would wait forever: memplug kept nothing of that forward
     with pytest.raises(RuntimeError, match="communicates, and a forward was opaque .* would leave the others waiting"):
         ranks(tmp_path, "Late", "half")
 
 
-def test_kept_tensor_written_before_backward_raises(tmp_path: Path) -> None:
+def test_writing_to_a_kept_tensor_before_backward_raises(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation: it is at version"):
         ranks(tmp_path, "Sigmoid", "half")

@@ -19,7 +19,7 @@ ALPHAS = [0.0, 1.0, "auto"]
 
 
 class Scales(Layer):
-    """A layer that writes to an operator's output, and reads it again for backward."""
+    """A layer whose function writes to an operator's output, which backward reads."""
 
     mode = torch.no_grad
 
@@ -31,13 +31,13 @@ class Scales(Layer):
 
 
 class ScalesInInference(Scales):
-    """The same in inference mode, where no version counter sees the write."""
+    """Like `Scales`, but in inference mode, where no version counter sees the write."""
 
     mode = torch.inference_mode
 
 
 class OperatorScales(Layer):
-    """The same write by an operator."""
+    """Like `ScalesInInference`, but an operator writes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
@@ -47,7 +47,7 @@ class OperatorScales(Layer):
 
 
 class ScalesInput(Layer):
-    """A layer that writes to the region's input."""
+    """A layer whose function writes to the region's input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -56,7 +56,7 @@ class ScalesInput(Layer):
 
 
 class Factor(Layer):
-    """A factor computed without gradients, by a product that saves its input if there are gradients."""
+    """A layer that computes a factor without gradients, by a function that saves its input if there are gradients."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
@@ -80,13 +80,13 @@ class WithAndWithout(Layer):
 
 
 class WithThenWithout(WithAndWithout):
-    """The same calls in the other order."""
+    """Like `WithAndWithout`, but in the other order."""
 
     first = True
 
 
 class Around(torch.autograd.Function):
-    """A function that shows its operators, except for those of another function that it calls."""
+    """A function of visible operators that also calls a hidden function."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -100,14 +100,14 @@ class Around(torch.autograd.Function):
 
 
 class CallsAround(Layer):
-    """A layer that uses such a function."""
+    """A layer that uses `Around`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(Around.apply(self.inner(x)))
 
 
 class CheckpointsAround(Layer):
-    """The same inside of torch's own checkpoint, whose forward runs without gradients."""
+    """Like `CallsAround`, but inside of torch's reentrant checkpoint, whose forward runs without gradients."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(checkpoint(Around.apply, self.inner(x), use_reentrant=True))
@@ -129,7 +129,7 @@ class Inner(torch.autograd.Function):
 
 
 class CheckpointsHidden(Layer):
-    """A layer whose only unit is such a function, inside of a reentrant checkpoint."""
+    """A layer whose only unit is `Inner`, inside of a reentrant checkpoint."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(checkpoint(Inner.apply, self.inner(x), use_reentrant=True).sigmoid())
@@ -147,7 +147,7 @@ class ScalesInferenceTensor(Layer):
 
 
 class Choose(torch.autograd.Function):
-    """A router's choice, which counts the chosen experts."""
+    """A router that chooses experts, and counts how often it chose each."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ class Choose(torch.autograd.Function):
 
 
 class ChoosesAndCounts(Layer):
-    """A layer that uses such a router."""
+    """A layer that uses `Choose` without gradients."""
 
     gradients = False
 
@@ -178,13 +178,13 @@ class ChoosesAndCounts(Layer):
 
 
 class ChoosesAndCountsWithGradients(ChoosesAndCounts):
-    """The same router with gradients."""
+    """A layer that uses `Choose` with gradients."""
 
     gradients = True
 
 
 class Average(torch.autograd.Function):
-    """An average of weights that is a parameter too, updated by operators; a hidden kernel sums it."""
+    """Updates an average of weights, itself a parameter, by operators, and sums the average by a hidden kernel."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
@@ -198,7 +198,7 @@ class Average(torch.autograd.Function):
 
 
 class Averages(Layer):
-    """A layer that uses such an average."""
+    """A layer that uses `Average`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class ByState(torch.autograd.Function):
 
 
 class ScalesByState(Layer):
-    """A layer that uses such a function."""
+    """A layer that uses `ByState`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,11 +259,15 @@ UNITS = [
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("layer", UNITS)
-def test_call_without_gradients_leaves_no_region_opaque(layer: type[nn.Module], alpha: float | str) -> None:
+def test_hidden_function_called_without_gradients_makes_no_region_opaque(
+    layer: type[nn.Module], alpha: float | str
+) -> None:
     assert train(layer, alpha=alpha)["opaque_regions"] == 0
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("layer", [ChoosesAndCounts, ChoosesAndCountsWithGradients])
-def test_function_that_chooses_and_writes_makes_its_region_opaque(layer: type[nn.Module], alpha: float | str) -> None:
+def test_router_that_also_counts_its_choices_makes_its_region_opaque(
+    layer: type[nn.Module], alpha: float | str
+) -> None:
     assert train(layer, alpha=alpha)["opaque_regions"] == 3

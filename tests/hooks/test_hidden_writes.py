@@ -1,6 +1,6 @@
-"""Custom autograd functions that write to their arguments, past operators.
+"""Custom autograd functions whose own kernels write to their arguments.
 
-From the second forward on they are units that work in place.
+From the second forward on, these functions are units that work in place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.device
 
 
 class InPlace(torch.autograd.Function):
-    """A function that marks its argument as written."""
+    """A function that writes to its argument, and calls `mark_dirty`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ class WritesInPlace(Layer):
 
 
 class WritesInUnit(torch.autograd.Function):
-    """A function that makes memory and writes to its argument."""
+    """Like `InPlace`, but it also allocates memory."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +57,7 @@ class WritesInUnit(torch.autograd.Function):
 
 
 class WritesBoth(Layer):
-    """A layer that uses such a function."""
+    """A layer that uses `WritesInUnit`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y, z = WritesInUnit.apply(self.inner(x) * 1.0)
@@ -65,7 +65,7 @@ class WritesBoth(Layer):
 
 
 class WritesUnsaid(Layer):
-    """A layer that uses an unmarked write, and uses its output twice."""
+    """A layer whose function writes without `mark_dirty`; the layer uses the result twice."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = Unsaid.apply(self.inner(x))
@@ -73,7 +73,7 @@ class WritesUnsaid(Layer):
 
 
 class WritesInput(Layer):
-    """A layer that writes to the region's input."""
+    """A layer whose function writes to the region's input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = Unsaid.apply(x)
@@ -92,7 +92,7 @@ class WritesTwice(Layer):
 
 
 class Rotary(torch.autograd.Function):
-    """A rotary embedding like Liger's: it rotates queries and keys where projections put them, seen by heads."""
+    """A rotary embedding like Liger's: it rotates queries and keys in the projections' outputs, viewed by heads."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,7 +111,7 @@ class Rotary(torch.autograd.Function):
 
 
 class Attends(Layer):
-    """A layer that rotates queries in their own memory, and keys in a part of shared memory, which is copied."""
+    """A layer that rotates queries in place; keys share memory with values, so the function rotates a copy of them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         cos = torch.linspace(0.5, 1.5, 4)
@@ -128,24 +128,24 @@ UNSAID = [WritesUnsaid, WritesInput, WritesTwice, Attends]
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
 @pytest.mark.parametrize("layer", UNSAID)
-def test_function_with_unmarked_writes_is_a_unit(layer: type[nn.Module], alpha: float | str) -> None:
+def test_hidden_function_with_unmarked_writes_becomes_a_unit(layer: type[nn.Module], alpha: float | str) -> None:
     assert train(layer, alpha=alpha)["opaque_regions"] == 0
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("layer", [WritesInPlace, WritesBoth])
-def test_function_that_calls_mark_dirty_is_a_unit(layer: type[nn.Module], alpha: float) -> None:
+def test_hidden_function_that_calls_mark_dirty_becomes_a_unit(layer: type[nn.Module], alpha: float) -> None:
     assert train(layer, alpha=alpha)["opaque_regions"] == 0
 
 
-def test_product_is_offloaded_before_a_unit_writes_to_it() -> None:
+def test_matmul_output_is_offloaded_before_a_unit_writes_to_it() -> None:
     assert train(WritesUnsaid, alpha=1.0)["ran"] == {"written": 3 + 3}, (
         "once in forward, once on the prefetched product"
     )
 
 
 class AtTimes(torch.autograd.Function):
-    """A function that writes to its argument on demand."""
+    """A function that writes to its argument if `writes` is set."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, writes: bool) -> torch.Tensor:
@@ -177,15 +177,15 @@ class WritesAtTimes(Layer):
 
 
 class WritesInputAtTimes(WritesAtTimes):
-    """The same write to the region's input."""
+    """Like `WritesAtTimes`, but the function writes to the region's input."""
 
     takes_input = True
 
 
-def test_first_write_in_a_later_forward_leaves_no_region_opaque() -> None:
+def test_function_that_first_writes_in_a_later_step_makes_no_region_opaque() -> None:
     assert train(WritesAtTimes, alpha=0.0)["opaque_regions"] == 0
 
 
-def test_first_write_to_region_input_in_a_later_call_raises() -> None:
+def test_function_that_first_writes_to_region_input_in_a_later_step_raises() -> None:
     with pytest.raises(InPlaceError, match="from outside of its region, which memplug cannot undo"):
         train(WritesInputAtTimes, alpha=0.0)

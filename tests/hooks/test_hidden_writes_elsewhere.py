@@ -20,7 +20,7 @@ ALPHAS = [0.0, 1.0, "auto"]
 
 
 class Statistic(torch.autograd.Function):
-    """Scales by a running mean and updates it, by an operator in place or by a kernel that returns it."""
+    """Scales by a running mean, and updates the mean in place: by operators, or by a kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, running: torch.Tensor, holder: Any, by_kernel: bool) -> Any:
@@ -44,7 +44,7 @@ class Statistic(torch.autograd.Function):
 
 
 class Updates(Layer):
-    """A layer that passes a buffer of its own to the function."""
+    """A layer that passes its buffer to `Statistic`."""
 
     by_kernel, is_given, is_parameter = False, True, False
 
@@ -62,7 +62,7 @@ class Updates(Layer):
 
 
 class KernelUpdates(Updates):
-    """The same update by a kernel."""
+    """Like `Updates`, but by a kernel."""
 
     by_kernel = True
 
@@ -74,36 +74,36 @@ class FindsBuffer(Updates):
 
 
 class UpdatesParameter(Updates):
-    """The same update of a parameter."""
+    """Like `Updates`, but of a parameter."""
 
     is_parameter = True
 
 
 class KernelUpdatesParameter(UpdatesParameter):
-    """The same update by a kernel."""
+    """Like `UpdatesParameter`, but by a kernel."""
 
     by_kernel = True
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("layer", [Updates, KernelUpdates, FindsBuffer])
-def test_buffer_is_written_once_per_step(layer: type[nn.Module], alpha: float | str) -> None:
+def test_function_writes_to_a_buffer_once_per_step(layer: type[nn.Module], alpha: float | str) -> None:
     train(layer, alpha=alpha)
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_parameter_written_by_a_kernel_raises(alpha: float | str) -> None:
+def test_kernel_that_writes_to_a_parameter_raises(alpha: float | str) -> None:
     with pytest.raises(InPlaceError, match="from outside of its region, which memplug cannot undo"):
         train(KernelUpdatesParameter, alpha=alpha)
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_parameter_written_by_operators_is_written_once_per_step(alpha: float | str) -> None:
+def test_function_writes_to_a_parameter_by_operators_once_per_step(alpha: float | str) -> None:
     train(UpdatesParameter, alpha=alpha)
 
 
 class Makes(Layer):
-    """A region that returns its result in two forms; its backward needs one of them unchanged."""
+    """A region with two outputs; its backward needs the second output unchanged."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = self.out(self.inner(x).sigmoid())
@@ -118,7 +118,7 @@ class Writes(Layer):
 
 
 class Squashes(nn.Module):
-    """A region whose backward needs its input, without saving it; it returns the input too."""
+    """A region that also returns its input; its backward needs the input, although autograd does not save it."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return (x * 2.0).sigmoid(), x
@@ -137,7 +137,7 @@ class SharedInput(Pairs):
 
 
 class SharedByMany(nn.Module):
-    """Several regions get the same tensor, and the last writes to it once the first have been released."""
+    """Several regions get the same tensor; the last writes to it when memplug has released the first regions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class SharedByMany(nn.Module):
 @pytest.mark.parametrize("min_offload_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("network", [WritesToMade, SharedInput, SharedByMany])
-def test_writes_do_not_reach_tensors_that_other_regions_need(
+def test_hidden_writes_do_not_corrupt_tensors_that_other_regions_need(
     network: type[nn.Module], alpha: float | str, min_offload_bytes: int
 ) -> None:
     train(network=network, alpha=alpha, min_offload_bytes=min_offload_bytes)
@@ -176,7 +176,7 @@ class Same(torch.autograd.Function):
 
 
 class TwoCalls(Layer):
-    """A layer with two calls, the second of which returns the region's input."""
+    """A layer that calls `Same` twice; the second call returns the region's input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = Same.apply(self.inner(x), 0.5)
@@ -200,7 +200,7 @@ class Fill(torch.autograd.Function):
 
 
 class Fills(Layer):
-    """A layer that uses such a kernel."""
+    """A layer that uses `Fill`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
@@ -209,14 +209,14 @@ class Fills(Layer):
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("layer", [TwoCalls, Fills])
-def test_returned_or_filled_argument_leaves_no_region_opaque(layer: type[nn.Module], alpha: float | str) -> None:
+def test_returning_or_filling_an_argument_makes_no_region_opaque(layer: type[nn.Module], alpha: float | str) -> None:
     assert train(layer, alpha=alpha)["opaque_regions"] == 0
 
 
 class Keeps(torch.autograd.Function):
     """A function that writes to both arguments, and returns one of them or none.
 
-    Nothing shows its kernels, like those of an extension that takes addresses in C++.
+    Its kernels stay unobserved, like those of an extension that takes addresses in C++.
     """
 
     @staticmethod
@@ -234,7 +234,7 @@ class Keeps(torch.autograd.Function):
 
 
 class KeepsOne(Layer):
-    """A layer that uses such a function on operators' outputs."""
+    """A layer that applies `Keeps` to two operators' outputs; the function returns one of them."""
 
     gives = True
 
@@ -246,14 +246,14 @@ class KeepsOne(Layer):
 
 
 class KeepsBoth(KeepsOne):
-    """The same function, which returns neither argument."""
+    """Like `KeepsOne`, but the function returns neither argument."""
 
     gives = False
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("layer", [KeepsOne, KeepsBoth])
-def test_unmarked_writes_of_the_first_call_are_detected(layer: type[nn.Module], alpha: float | str) -> None:
+def test_unmarked_writes_are_detected_in_the_first_call(layer: type[nn.Module], alpha: float | str) -> None:
     train(layer, alpha=alpha)
 
 
@@ -282,7 +282,7 @@ class Normalized(torch.autograd.Function):
 
 
 class WithResidual(Layer):
-    """A layer that uses such a norm."""
+    """A layer that uses `Residual`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class WithResidual(Layer):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_unit_module_returning_its_input_does_not_count_as_writing(alpha: float) -> None:
+def test_unit_that_returns_its_input_does_not_count_as_writing_to_it(alpha: float) -> None:
     torch.manual_seed(0)
     model = Stack(3, WithResidual)
     reference, executor = twin(model), tokenwise(model, alpha)

@@ -20,7 +20,7 @@ ALPHAS = [0.0, 1.0, "auto"]
 
 
 class GatedBeside(nn.Module):
-    """A layer in which a unit's backward overwrites products that other operators need too."""
+    """A layer in which a unit's backward overwrites matmul outputs that other operators need too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Sine(torch.autograd.Function):
 
 
 class SineOfInput(nn.Module):
-    """A layer with the sine of the region's input, whose backward runs last.
+    """A layer that adds the sine of the region's input; the sine's backward runs last.
 
     Other operators on that input save only their outputs.
     """
@@ -66,7 +66,7 @@ class SineOfInput(nn.Module):
 
 
 class SineOfInputFirst(SineOfInput):
-    """The same layer, with the sine's backward first."""
+    """Like `SineOfInput`, but the sine's backward runs first."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.inner((x * 2.0).sigmoid() * (x - 1.0).tanh())
@@ -74,14 +74,14 @@ class SineOfInputFirst(SineOfInput):
 
 
 class Beside(nn.Module):
-    """A region whose backward needs its input, without saving it."""
+    """A region whose backward needs its input, although autograd does not save it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x * 2.0).sigmoid() * (x - 1.0).tanh()
 
 
 class Shares(nn.Module):
-    """Regions with one input, before and after the region whose function writes over it in backward."""
+    """Regions that share one input; the function of the region in the middle writes over that input in backward."""
 
     layer: type[nn.Module] = SineOfInput
 
@@ -98,13 +98,13 @@ class Shares(nn.Module):
 
 
 class SharesFirst(Shares):
-    """The same regions, with the sine's backward first."""
+    """Like `Shares`, but the sine's backward runs first."""
 
     layer = SineOfInputFirst
 
 
 class Makes(nn.Module):
-    """A region that returns a product and a result of it; backward needs the product to recompute others."""
+    """A region that returns a matmul output and a result of it; recomputing other tensors needs the matmul output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,14 +116,14 @@ class Makes(nn.Module):
 
 
 class SineOfSecond(nn.Module):
-    """A region with the sine of the previous region's output."""
+    """A region that adds the sine of the previous region's output."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x + Sine.apply(y)
 
 
 class MadeAndWritten(Pairs):
-    """One region's output is another region's input."""
+    """One region's output is the input of another region, which overwrites it in backward."""
 
     first, second = Makes, SineOfSecond
 

@@ -26,7 +26,7 @@ PATCHED = {
 
 @pytest.mark.parametrize("off", [None, *DISABLED], ids=["no block", "absent", "disabled", "all techniques disabled"])
 @pytest.mark.parametrize("way", ["install", "attach"])
-def test_engine_with_disabled_block_trains_untouched(
+def test_engine_with_disabled_block_trains_as_without_memplug(
     cpu_engine: None, nothing_is_made: None, off: dict[str, Any] | None, way: str
 ) -> None:
     import deepspeed
@@ -39,7 +39,7 @@ def test_engine_with_disabled_block_trains_untouched(
         memplug.install()
         assert deepspeed.initialize is not original
     engine = make_engine(ds_config(memplug=off))
-    if off is None and way == "install":  # a later engine may have the block
+    if off is None and way == "install":  # stays patched, since a later engine may have the block
         assert deepspeed.initialize is not original
         memplug.uninstall()
     assert deepspeed.initialize is original
@@ -102,7 +102,7 @@ def test_block_refuses_configured_deepspeed_checkpointing(cpu_engine: None, monk
     assert not is_patched(engine, "step")
 
 
-def test_swapping_states_beside_deepspeed_offloading_is_refused(cpu_engine: None) -> None:
+def test_swapping_optimizer_states_that_deepspeed_offloads_is_refused(cpu_engine: None) -> None:
     swap = {"enabled": True, "states": True}
     engine = make_engine(ds_config(1, {**block(), "swap": swap}))
     engine.config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
@@ -135,7 +135,7 @@ def test_zero_3_partitions_every_parameter_again_after_training(cpu_engine: None
 # -- install -----------------------------------------------------------------------------------------------------------
 
 
-def test_install_is_idempotent_marked_and_undone(cpu_engine: None) -> None:
+def test_install_is_idempotent_and_uninstall_restores_deepspeed(cpu_engine: None) -> None:
     import deepspeed
 
     original = deepspeed.initialize
@@ -151,7 +151,7 @@ def test_install_is_idempotent_marked_and_undone(cpu_engine: None) -> None:
     assert deepspeed.initialize is original
 
 
-def test_install_names_a_missing_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_install_names_a_missing_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
     import deepspeed
 
     monkeypatch.delattr(deepspeed, "initialize")
@@ -159,7 +159,7 @@ def test_install_names_a_missing_symbol(monkeypatch: pytest.MonkeyPatch) -> None
         memplug.install()
 
 
-def test_install_without_deepspeed_raises_and_models_still_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_deepspeed_install_raises_but_models_can_be_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "deepspeed", None)
@@ -176,7 +176,7 @@ def test_install_without_deepspeed_raises_and_models_still_attach(monkeypatch: p
 
 
 @pytest.mark.parametrize("form", ["dict", "path", "args"])
-def test_install_reads_the_block_from_dict_path_and_args(cpu_engine: None, tmp_path: Path, form: str) -> None:
+def test_install_reads_the_block_from_a_dict_a_path_or_args(cpu_engine: None, tmp_path: Path, form: str) -> None:
     import argparse
 
     import deepspeed
@@ -195,7 +195,7 @@ def test_install_reads_the_block_from_dict_path_and_args(cpu_engine: None, tmp_p
     assert memplug.attach(engine).report().tokenwise.forwards == 3
 
 
-def test_block_with_errors_stops_the_engine(cpu_engine: None) -> None:
+def test_block_with_errors_stops_deepspeed_initialize(cpu_engine: None) -> None:
     memplug.install()
     with pytest.raises(ConfigError, match="alpha"):
         make_engine(ds_config(memplug=block(aplha=1)))
@@ -211,7 +211,7 @@ def test_missing_engine_symbol_leaves_nothing_patched(cpu_engine: None, monkeypa
     assert {type(layer) for layer in engine.module.model.layers} == {type(tiny_llama().model.layers[0])}
 
 
-def test_detach_leaves_patches_by_others_on_the_engine(cpu_engine: None) -> None:
+def test_detach_keeps_patches_that_others_made_on_the_engine(cpu_engine: None) -> None:
     engine = make_engine(ds_config(memplug=block()))
     calls = []
     original = engine.step

@@ -1,4 +1,4 @@
-"""The checks, patches and their removal on Megatron-Core's layers, in one process with the tests' own layers."""
+"""Checks and patches of Megatron-Core, and the patches' removal: in one process, with layers defined here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def config(**fields: Any) -> types.SimpleNamespace:
 
 
 class Decoder(TransformerLayer):
-    """A layer with the call and results of Megatron-Core's own, built of torch's modules."""
+    """A layer of torch's modules that takes and returns what Megatron-Core's layer does."""
 
     def __init__(self, settings: types.SimpleNamespace):
         nn.Module.__init__(self)
@@ -75,7 +75,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_keyword_calls_and_tuple_outputs_train_as_without_memplug(chunks):
+def test_layers_with_keyword_calls_and_tuple_outputs_train_unchanged(chunks):
     torch.manual_seed(0)
     models = [Model() for _ in range(chunks)]
     references = [twin(model) for model in models]
@@ -113,7 +113,7 @@ def test_conflicting_megatron_option_is_refused_by_name(fields, advice):
     assert all(type(layer) is Decoder for layer in model.layers)
 
 
-def test_all_conflicts_are_named_at_once():
+def test_error_names_all_conflicting_options_at_once():
     with pytest.raises(ConflictError, match=r"recompute_granularity='full'.*cpu_offloading=True"):
         memplug.attach(Model(config(recompute_granularity="full", cpu_offloading=True)), REFUSES)
 
@@ -142,19 +142,19 @@ def test_recomputation_of_megatron_is_replaced_until_detach(granularity, caplog)
         ({"hybrid_context_parallel": True}, "hybrid_context_parallel=True"),
     ],
 )
-def test_unobserved_kernels_are_refused(fields: dict[str, Any], message: str):
+def test_options_with_unobserved_kernels_are_refused(fields: dict[str, Any], message: str):
     with pytest.raises(ConflictError, match=message):
         memplug.attach(Model(config(**fields)), BLOCK)
 
 
-def test_megatron_may_recompute_with_the_arena_alone():
+def test_megatron_may_recompute_if_only_the_arena_is_enabled():
     model = Model(config(recompute_granularity="full"))
     block = {"enabled": True, "tokenwise": {"enabled": False}, "arena": {"enabled": True}}
     with memplug.attach(model, block) as session:
         assert session._attached.regions == []
 
 
-def test_forward_that_is_no_method_is_refused():
+def test_layer_whose_forward_is_not_a_method_is_refused():
     class Other:
         def __call__(self, hidden_states: torch.Tensor) -> Any:
             return hidden_states, None
@@ -172,7 +172,7 @@ def test_forward_that_is_no_method_is_refused():
             memplug.attach(Model(layer=layer), BLOCK)
 
 
-def test_list_that_is_not_one_models_chunks_is_refused():
+def test_list_other_than_the_chunks_of_one_model_is_refused():
     one, other = Model(), Model(config(num_layers=4))
     with pytest.raises(RegionError, match="twice"):
         memplug.attach([one, one], BLOCK)
@@ -198,7 +198,7 @@ def test_ranks_with_different_blocks_are_refused():
 
 
 @pytest.mark.parametrize("version", ["0.15.3", "0.9.0"])
-def test_old_version_is_refused_with_the_supported_versions(version):
+def test_error_for_an_old_version_names_the_supported_versions(version):
     with (
         mock.patch.object(sys.modules["megatron.core"], "__version__", version),
         pytest.raises(UnsupportedVersionError, match=r"0\.16 to 0\.20"),
@@ -206,14 +206,14 @@ def test_old_version_is_refused_with_the_supported_versions(version):
         memplug.attach(Model(), BLOCK)
 
 
-def test_newer_version_than_known_warns(caplog):
+def test_attach_warns_if_megatron_is_newer_than_any_known_version(caplog):
     with mock.patch.object(sys.modules["megatron.core"], "__version__", "0.31.0"):
         memplug.attach(Model(), BLOCK).detach()
     assert "0.31.0 is newer" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["forward_step", "backward_step"])
-def test_missing_symbol_is_named_and_nothing_stays_patched(name):
+def test_error_names_the_missing_symbol_and_nothing_stays_patched(name):
     model = Model()
     with mock.patch.object(schedules, name, None), pytest.raises(PatchError, match=name) as caught:
         memplug.attach(model, BLOCK)
@@ -222,7 +222,7 @@ def test_missing_symbol_is_named_and_nothing_stays_patched(name):
     assert not hasattr(schedules.forward_step, "__memplug_original__")
 
 
-def test_inference_context_with_gradients_is_refused():
+def test_forward_with_gradients_refuses_an_inference_context():
     model = Model()
     with memplug.attach(model, BLOCK), pytest.raises(ConflictError, match="inference context"):
         model.layers[0](hidden_states=torch.randn(3, 2, 16), inference_context=object())
@@ -264,7 +264,7 @@ def test_detach_restores_every_patched_function():
     assert hooks.surroundings == hooks.around == hooks.gathered == hooks.scratch == []
 
 
-def test_auxiliary_loss_is_recorded_once():
+def test_auxiliary_loss_is_recorded_once_despite_recomputation():
     recorded, (owner, name) = [], LOSSES
 
     class Routes(Decoder):
@@ -273,7 +273,7 @@ def test_auxiliary_loss_is_recorded_once():
             return super().forward(hidden_states, **others)
 
     def save(_: Any, loss: torch.Tensor, *others: Any) -> None:
-        recorded.append(torch.zeros(3).add_(loss))  # makes memory in the first step only, as Megatron-Core does
+        recorded.append(torch.zeros(3).add_(loss))  # allocates, as Megatron-Core does in its first step
 
     with mock.patch.object(owner, name, save):
         model = Model(layer=Routes)
@@ -284,8 +284,8 @@ def test_auxiliary_loss_is_recorded_once():
             assert len(recorded) == 4 and session.report().tokenwise.recomputed_in_full == 0
 
 
-def test_generator_states_are_restored():
-    """Return the generators themselves from `get_states`, as with `--te-rng-tracker`."""
+def test_generators_resume_their_states_after_a_recompute_pass():
+    # with `--te-rng-tracker`, `get_states` returns the generators themselves
     generator = torch.Generator().manual_seed(1)
 
     class Tracker:

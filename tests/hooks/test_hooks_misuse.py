@@ -18,7 +18,7 @@ def regions(*patterns: str) -> dict:
     return block(alpha=1.0, regions=list(patterns))
 
 
-def test_pattern_of_a_module_list_suggests_its_items() -> None:
+def test_error_for_pattern_of_module_list_suggests_pattern_of_its_items() -> None:
     with pytest.raises(RegionError) as error:
         memplug.attach(Stack(), regions("layers"))
     assert "layers.*" in error.value.advice
@@ -34,7 +34,7 @@ def test_pattern_of_a_module_list_suggests_its_items() -> None:
         ("model.layers.*", '"layers.*"'),
     ],
 )
-def test_pattern_without_match_shows_syntax_and_nearest_patterns(pattern: str, nearest: str) -> None:
+def test_error_for_unmatched_pattern_shows_syntax_and_nearest_patterns(pattern: str, nearest: str) -> None:
     with pytest.raises(RegionError) as error:
         memplug.attach(Stack(), regions(pattern))
     suggested = error.value.problem.partition("the nearest first: ")[2].split(", ")
@@ -52,7 +52,7 @@ def test_compiled_region_is_refused_with_advice() -> None:
     assert "compiled" in error.value.problem and "Attach" in error.value.advice
 
 
-def test_model_compiled_after_attach_keeps_its_gradients() -> None:
+def test_model_compiled_after_attach_has_the_gradients_of_a_plain_one() -> None:
     torch.manual_seed(0)
     model = Stack(2)
     reference = twin(model)
@@ -75,7 +75,9 @@ def test_backward_after_detach_raises() -> None:
         loss.backward()
 
 
-def test_forgotten_step_call_warns_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_without_session_step_calls_warns_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attached_module, "UNMARKED_FORWARDS", 3)
     model = Stack(2)
     with caplog.at_level(logging.WARNING, "memplug"), memplug.attach(model, block(alpha="auto", regions=["layers.*"])):
@@ -84,7 +86,7 @@ def test_forgotten_step_call_warns_once(caplog: pytest.LogCaptureFixture, monkey
     assert caplog.text.count("session.step()") == 1
 
 
-def test_regions_that_never_run_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_names_regions_that_never_run(caplog: pytest.LogCaptureFixture) -> None:
     model = Stack(2)
     with caplog.at_level(logging.WARNING, "memplug"):
         with memplug.attach(model, block(alpha="auto", regions=["layers.*"])) as session:
@@ -93,7 +95,7 @@ def test_regions_that_never_run_are_named(caplog: pytest.LogCaptureFixture) -> N
     assert caplog.text.count("no region ran") == 1 and "layers.0" in caplog.text
 
 
-def test_engine_with_block_attaches_after_one_without(cpu_engine: None) -> None:
+def test_engine_with_a_block_attaches_after_an_engine_without_one(cpu_engine: None) -> None:
     memplug.install()
     try:
         make_engine(ds_config())

@@ -44,7 +44,7 @@ def test_attach_with_disabled_block_leaves_model_untouched(off: dict[str, Any], 
 
 
 @pytest.mark.parametrize("alpha", [1.0, "auto"])
-def test_detach_restores_model_and_its_plain_gradients(alpha: float | str) -> None:
+def test_detached_model_is_restored_and_trains_as_without_memplug(alpha: float | str) -> None:
     model = tiny_llama()
     before = fingerprint(model)
     session = memplug.attach(model, block(alpha=alpha))
@@ -64,7 +64,7 @@ def test_detach_restores_model_and_its_plain_gradients(alpha: float | str) -> No
     assert_same(gradients(model), expected_gradients())
 
 
-def test_error_inside_the_context_detaches() -> None:
+def test_error_inside_the_with_statement_detaches_the_session() -> None:
     model = tiny_llama()
     before = fingerprint(model)
     with pytest.raises(KeyError), memplug.attach(model, block()):
@@ -154,7 +154,7 @@ def bad_targets() -> dict[str, tuple[Any, dict[str, Any], type[MemplugError], st
 
 
 @pytest.mark.parametrize("case", bad_targets())
-def test_unsupported_target_is_refused_with_advice_and_untouched(case: str) -> None:
+def test_unsupported_object_is_refused_with_advice_and_stays_unchanged(case: str) -> None:
     target, config, kind, problem, advice = bad_targets()[case]
     before = fingerprint(target) if isinstance(target, nn.Module) else None
     with pytest.raises(kind, match=problem) as error:
@@ -175,7 +175,7 @@ def test_checkpointing_enabled_after_attach_is_refused(regions: Any, reentrant: 
         with pytest.raises(ConflictError, match="model.layers.*is on") as error:
             train(model)
         assert "gradient_checkpointing_disable" in error.value.advice
-        del error  # before transformers 5.24 its frames hold torch's checkpoint and its hooks
+        del error  # before transformers 5.24, its frames keep torch's checkpoint and its hooks alive
         model.gradient_checkpointing_disable()
         model.zero_grad()
         train(model)
@@ -197,7 +197,9 @@ def test_pattern_wildcard_matches_within_one_name_part() -> None:
 @alphas
 @pytest.mark.parametrize("regions", ["auto", HALVES, ["model.layers.2"]], ids=["layers", "halves", "last layer"])
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_gradients_hold_with_the_default_cache(regions: Any, use_cache: bool, alpha: float) -> None:
+def test_gradients_with_the_default_cache_equal_those_without_memplug(
+    regions: Any, use_cache: bool, alpha: float
+) -> None:
     model = tiny_llama(use_cache=use_cache)
     with memplug.attach(model, block(alpha=alpha, regions=regions)) as session:
         for seed in range(2):
@@ -221,7 +223,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_copies_of_attached_model_are_plain_and_train(how: str) -> None:
+def test_copies_of_an_attached_model_train_without_memplug(how: str) -> None:
     model = tiny_llama()
     layer_class = type(model.model.layers[0])
     session = memplug.attach(model, block(alpha=1))

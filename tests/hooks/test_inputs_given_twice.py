@@ -21,7 +21,7 @@ class WritesSecond(Layer):
 
 
 class OperatorWritesSecond(Layer):
-    """A layer whose operator writes to its last argument; it is opaque in every step, as a kernel may read anything."""
+    """A layer whose operator writes to its last argument; since the layer takes an address, it is always opaque."""
 
     def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         others[-1].mul_(2.0)
@@ -58,13 +58,13 @@ class TwiceItself(Twice):
 
 
 class TwiceWithoutGradients(Twice):
-    """Regions, the first of which gets an input without gradient."""
+    """Regions of which the first gets an input that requires no gradient."""
 
     scales = False
 
 
 class TwiceInParts(Twice):
-    """Regions that get two views, the second of which overlaps the first."""
+    """Regions that get two overlapping views."""
 
     def given(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x, x.view(-1, 16)[:3]

@@ -40,9 +40,9 @@ BATCHES = ["whole", "padded", "packed", "lengths"]
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run Transformer Engine with cuDNN's attention or, if there is none, its own unfused one.
+    """Run Transformer Engine with cuDNN's attention, or with its own unfused attention if cuDNN has none.
 
-    Functions that it compiles run uncompiled in a region, and round more often; so do they here without memplug.
+    Inside of regions its compiled functions run uncompiled, which rounds more often; so no run here compiles them.
     """
     programs = {name: {"device": "cuda", **case} for name, case in PROGRAMS.items()}
     cases = cases_of(programs, ALPHAS, **REGIONS) | {"checkpoint": {**programs["Parts"], "checkpoint": True}}
@@ -96,7 +96,7 @@ def test_attention_runs_once_per_step_and_no_region_is_opaque(
     assert found["functions"][FORWARD] == plain["functions"][FORWARD] > 0
 
 
-def test_checkpoint_runs_attention_twice(own: dict[str, Any]) -> None:
+def test_gradient_checkpointing_runs_attention_twice(own: dict[str, Any]) -> None:
     assert own["checkpoint"]["functions"][FORWARD] == 2 * own["Parts none"]["functions"][FORWARD]
 
 
@@ -109,7 +109,7 @@ def test_fp8_scales_and_histories_equal_plain_training(program: str, alpha: str,
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_losses_with_half_the_rows_differ_only_by_rounding(program: str, own: dict[str, Any]) -> None:
+def test_losses_with_half_the_rows_swapped_differ_only_by_rounding(program: str, own: dict[str, Any]) -> None:
     assert own[f"{program} half"]["losses"] == pytest.approx(own[f"{program} none"]["losses"], rel=1e-2)
 
 

@@ -9,7 +9,7 @@ import pytest
 from memplug.hooks import job
 
 
-def test_builds_of_one_version_are_the_same_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_builds_of_one_package_version_are_the_same_job(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for version in ("2.13.0", "2.13.0+cpu", "2.13.0+cu130", "2.13.1+cpu"):
         monkeypatch.setattr(metadata, "version", lambda package, version=version: version)

@@ -50,7 +50,7 @@ class ScalesInPlace(TorchDispatchMode):
 
 
 class GivesMore(TorchDispatchMode):
-    """Calls a matmul with other values."""
+    """Calls a matmul with changed arguments."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.mm.default:
@@ -59,7 +59,7 @@ class GivesMore(TorchDispatchMode):
 
 
 class Both(contextlib.ExitStack):
-    """A mode that changes nothing inside of one that does."""
+    """A mode that changes no values, inside of a mode that does."""
 
     def __enter__(self) -> Any:
         super().__enter__()
@@ -109,7 +109,7 @@ def step(model: nn.Module, seed: int, forward: Any, backward: Any) -> tuple[torc
 
 @modes
 @alphas
-def test_training_inside_modes_equals_plain_training(mode: Callable[[], Any], alpha: Any) -> None:
+def test_training_inside_torch_modes_equals_plain_training(mode: Callable[[], Any], alpha: Any) -> None:
     def train(model: nn.Module) -> list[Any]:
         """Run steps with the mode around all of a step, around its forward, around its backward, and without it."""
         found, none = [], contextlib.nullcontext()
@@ -131,7 +131,7 @@ def test_training_inside_modes_equals_plain_training(mode: Callable[[], Any], al
 
 @pytest.mark.parametrize("alpha", [0, 1])
 @pytest.mark.parametrize("mode", [HandsOn, Scales, ScalesFunctions])
-def test_opaque_region_recomputes_in_the_modes_of_its_forward(mode: Callable[[], Any], alpha: int) -> None:
+def test_opaque_region_recomputes_in_the_torch_modes_of_its_forward(mode: Callable[[], Any], alpha: int) -> None:
     def train(model: nn.Module) -> list[torch.Tensor]:
         found, none = [], contextlib.nullcontext
         for step, (forward, backward) in enumerate([(none, none), (none, mode), (mode, none), (mode, mode)]):
@@ -153,7 +153,7 @@ def test_opaque_region_recomputes_in_the_modes_of_its_forward(mode: Callable[[],
 
 
 @pytest.mark.parametrize(("mode", "opaque"), [(HandsOn, 0), (FlopCounterMode, 0), (Scales, 3)])
-def test_regions_are_opaque_only_in_modes_that_change_values(mode: Callable[..., Any], opaque: int) -> None:
+def test_regions_are_opaque_only_in_torch_modes_that_change_values(mode: Callable[..., Any], opaque: int) -> None:
     model = tiny_llama()
     with memplug.attach(model, block()) as session:
         for seed in range(2):
@@ -178,7 +178,7 @@ def test_forward_has_as_many_flops_as_without_memplug(alpha: Any) -> None:
         assert count(model) == expected
 
 
-def test_step_after_a_fake_tensor_step_has_right_gradients() -> None:
+def test_step_after_a_fake_tensor_step_has_correct_gradients() -> None:
     model, plain = tiny_llama(), tiny_llama()
     with memplug.attach(model, block()) as session:
         with FakeTensorMode(allow_non_fake_inputs=True):

@@ -1,6 +1,6 @@
-"""Layers of Transformer Engine: equal to the bit, with the scales of the forward.
+"""Layers of Transformer Engine train equal to the bit, and recompute with the FP8 scales of their forward.
 
-Attention never runs again where the link carries its saved tensors.
+Attention never runs again if the link can carry its saved tensors.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ def test_fp8_scales_and_histories_equal_plain_training(program: str, alpha: str,
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_no_fp8_scales_stay_queued(program: str, alpha: str, results: dict[str, Any]) -> None:
-    """Assert that units which never run again leave no queued scales, which another run would take."""
+def test_backward_leaves_no_fp8_scales_queued(program: str, alpha: str, results: dict[str, Any]) -> None:
+    # a unit that never runs again must not leave scales, which another run would take
     assert results[f"{program} {alpha}"]["queued"] == 0
 
 
-def test_no_fp8_scales_stay_queued_after_an_error(results: dict[str, Any]) -> None:
+def test_failed_step_leaves_no_fp8_scales_queued(results: dict[str, Any]) -> None:
     assert results["errors"]["raised"] == ["", "it fails, again", "it fails, forward", ""]
     assert results["errors"]["queued"] == 0
 
 
-def test_module_run_twice_in_a_unit_recomputes_with_its_histories(results: dict[str, Any]) -> None:
+def test_recomputing_a_module_called_twice_uses_the_forwards_fp8_histories(results: dict[str, Any]) -> None:
     histories = results["twice 0"]["histories"]
     assert len(histories["again"]) == 2 * LAYERS
     assert sorted(histories["again"]) == sorted(histories["forward"])
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_losses_with_half_the_rows_differ_only_by_rounding(program: str, results: dict[str, Any]) -> None:
+def test_losses_with_half_the_rows_swapped_differ_only_by_rounding(program: str, results: dict[str, Any]) -> None:
     plain, found = results[f"{program} none"]["losses"], results[f"{program} half"]["losses"]
     assert found == pytest.approx(plain, rel=1e-6)
 
@@ -92,21 +92,21 @@ def test_attention_runs_once_per_step(program: str, alpha: str, results: dict[st
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_alpha_1_recomputes_no_product_and_alpha_0_each_needed_one(program: str, results: dict[str, Any]) -> None:
+def test_alpha_1_recomputes_no_matmul_and_alpha_0_every_needed_matmul(program: str, results: dict[str, Any]) -> None:
     plain, case = results[f"{program} none"]["functions"], PROGRAMS[program]
     assert results[f"{program} 1"]["functions"] == plain
     again = results[f"{program} 0"]["functions"]["_LayerNormLinear"] - plain["_LayerNormLinear"]
     assert again == LAYERS * (case.get("micro_batches", 1) - case.get("dropped", 0))
 
 
-def test_plan_offloads_the_bytes_that_it_predicts(results: dict[str, Any]) -> None:
+def test_offloaded_bytes_equal_those_that_the_plan_predicts(results: dict[str, Any]) -> None:
     for program in ("Parts", "current"):
         report = results[f"{program} auto"]["report"]
         assert report["offloaded_step_bytes"] == pytest.approx(report["expected_step_bytes"], rel=0.02)
 
 
-def test_half_the_rows_take_half_of_the_recomputed_flops(results: dict[str, Any]) -> None:
-    """Count all layers but the last, whose tensors never leave the device."""
+def test_swapping_half_the_rows_halves_the_recomputed_flops(results: dict[str, Any]) -> None:
+    # the last layer's tensors never leave the device
     plain, none, half = (sum(results[f"Parts {case}"]["flops"].values()) for case in ("none", "0", "half"))
     assert none > plain
     assert half - plain == pytest.approx((none - plain) / 2 * (LAYERS - 1) / LAYERS, rel=0.01)

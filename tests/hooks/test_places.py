@@ -18,7 +18,7 @@ from tests.support.truth import Told, where
 
 __all__ = ["nothing_left", "recorder"]
 
-CHECKPOINTS = {  # True: reentrant
+CHECKPOINTS = {  # which call is checkpointed, and whether its checkpoint is reentrant
     "none": {},
     "around each layer": {"around": False},
     "around each layer, reentrant": {"around": True},
@@ -26,7 +26,7 @@ CHECKPOINTS = {  # True: reentrant
     "inside of each layer, reentrant": {"inside": True},
 }
 checkpoints = pytest.mark.parametrize("network", CHECKPOINTS.values(), ids=CHECKPOINTS)
-SCHEDULES = {  # orders of forwards and backwards
+SCHEDULES = {  # orders of forwards (f) and backwards (b), by micro-batch
     "one after the other": "f0 b0 f1 b1",
     "in order": "f0 f1 b0 b1",
     "the last first": "f0 f1 b1 b0",
@@ -97,7 +97,7 @@ def test_double_backward_has_the_micro_batch_of_its_forward(recorder: Recorder) 
 
 
 @checkpoints
-def test_loss_made_after_another_backward_belongs_to_latest_forward(
+def test_loss_computed_after_another_backward_belongs_to_latest_forward(
     network: dict[str, bool], recorder: Recorder
 ) -> None:
     told = Told(recorder, **network)
@@ -126,7 +126,7 @@ def test_no_grad_forward_has_layers_but_no_micro_batch(recorder: Recorder) -> No
     assert told.places.inputs == ["float32[2, 4]"]
 
 
-def test_checkpoint_around_the_model_recomputes_in_backward(recorder: Recorder) -> None:
+def test_operators_that_a_checkpoint_recomputes_belong_to_backward(recorder: Recorder) -> None:
     told = Told(recorder)
     told.begin()
     for micro_batch in range(2):
@@ -206,7 +206,7 @@ def test_error_caught_by_the_model_ends_only_the_failed_layer(where_it_fails: st
     assert found[Pass.BACKWARD, 0, 2] > 0 and (Pass.BACKWARD, 0, 1) not in found
 
 
-def test_next_recording_starts_clean_after_an_interrupt(recorder: Recorder) -> None:
+def test_interrupted_recording_does_not_affect_the_next_one(recorder: Recorder) -> None:
     told = Told(recorder)
     hook = told.model.layers[1].linear.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     told.begin()

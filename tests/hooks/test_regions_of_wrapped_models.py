@@ -91,7 +91,7 @@ def test_wrapped_layers_have_the_gradients_of_plain_ones(how: str) -> None:
     torch._dynamo.reset()
 
 
-def test_child_named_module_with_siblings_is_no_wrapper() -> None:
+def test_module_with_several_children_does_not_count_as_a_wrapper() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -55,7 +55,7 @@ def test_dispatcher_sees_only_allocations_and_backward_frees_tensors(results: di
     assert found["freed"] == 5  # the norm's output, means and deviations, and the activation's input and output
 
 
-def test_second_fp8_forward_changes_losses_outside_recompute_contexts(
+def test_repeated_fp8_forward_changes_losses_outside_recompute_contexts(
     results: dict[str, Any],
 ) -> None:
     plain, checkpoint, again, contexts = (results["recipes"][how] for how in DELAYED)
@@ -65,17 +65,17 @@ def test_second_fp8_forward_changes_losses_outside_recompute_contexts(
 
 
 @pytest.mark.parametrize("kind", ["Float8CurrentScaling", "MXFP8BlockScaling", "Float8BlockScaling"])
-def test_stateless_recipes_give_the_same_losses_on_repeated_forwards(kind: str, results: dict[str, Any]) -> None:
+def test_repeated_forward_gives_equal_losses_under_stateless_fp8_recipes(kind: str, results: dict[str, Any]) -> None:
     recipes = results["recipes"]
     assert recipes[kind] == recipes[f"{kind} again"]
     assert recipes[kind][0] != recipes["plain"][0]
     assert recipes[kind][0] == pytest.approx(recipes["plain"][0], rel=1e-3)
 
 
-def test_micro_batches_share_cast_weight_and_accumulate_one_gradient(results: dict[str, Any]) -> None:
+def test_micro_batches_share_the_cast_weight_and_accumulate_one_gradient(results: dict[str, Any]) -> None:
     found = results["micro_batches"]
     assert found["main_grad"] < 1e-5 and found["grad"]
-    assert found["casts"] == 10  # inputs and gradients of both twice each, and the weight's two forms once
+    assert found["casts"] == 10  # two inputs and two gradients, twice each; two forms of the weight, once each
     assert "Float8Tensor" in found["saved"]
 
 
@@ -90,13 +90,15 @@ def test_hugging_face_llama_trains_with_flash_attention_as_with_sdpa(results: di
 
 
 @pytest.mark.distributed
-def test_fp8_state_has_the_names_of_each_version(results: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+def test_stand_in_names_the_fp8_state_as_its_version_of_te_does(
+    results: dict[str, Any], ranks: list[dict[str, Any]]
+) -> None:
     assert results["names"] == ["get_autocast_state", "AUTOCAST_DEPTH"]
     assert ranks[0]["names"] == ["quantization_state"]
 
 
 @pytest.mark.distributed
-def test_context_and_tensor_parallel_ranks_equal_one_rank(ranks: list[dict[str, Any]]) -> None:
+def test_context_and_tensor_parallelism_give_the_results_of_one_rank(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for case in ("context_parallel", "tensor_parallel", "megatron_context"):
             for name, difference in rank[case].items():
@@ -105,7 +107,7 @@ def test_context_and_tensor_parallel_ranks_equal_one_rank(ranks: list[dict[str, 
 
 
 @pytest.mark.distributed
-def test_ranks_scale_by_the_largest_magnitude_of_both(ranks: list[dict[str, Any]]) -> None:
+def test_fp8_scales_use_the_largest_magnitude_over_both_ranks(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["reduced_scales"] for rank in ranks)
     assert first == second
     assert first[0] == pytest.approx(448 / 5)  # from the input of the second rank's second step

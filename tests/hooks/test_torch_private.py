@@ -1,4 +1,4 @@
-"""A torch that lacks a name that memplug uses is refused at attach, with that name."""
+"""Attaching raises an error with the missing name if torch lacks a name that memplug uses."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_missing_compiler_stance_is_reported_at_attach(name: str, monkeypatch: p
     assert f"has no torch._dynamo.eval_frame.{name}, with which memplug" in refusal()
 
 
-def test_ignored_compiler_stance_is_reported_at_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_stance_that_torch_ignores_is_reported_at_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._dynamo.eval_frame._callback_from_stance", lambda callback: callback)
     assert "ignores torch._dynamo.eval_frame._stance, with which memplug" in refusal()
 
@@ -96,7 +96,7 @@ assert standing() == (False, 0)
 
 
 @pytest.mark.long
-def test_last_detach_removes_kernels_and_gc_callback() -> None:
+def test_last_detach_removes_dispatcher_kernels_and_gc_callback() -> None:
     run_python(
         ATTACHED
         + """
@@ -119,7 +119,7 @@ assert not standing()[0]
     )
 
 
-def test_finalizers_are_unobserved_even_if_they_detach_the_session() -> None:
+def test_observer_ignores_finalizers_even_if_they_detach_the_session() -> None:
     run_python(
         ATTACHED
         + """

@@ -62,7 +62,7 @@ def nothing_is_compiled_yet() -> Iterator[None]:
 
 
 def step(call: Callable[..., Any], model: nn.Module) -> list[torch.Tensor | None]:
-    """Return a step's output and gradients; None for a parameter that the program copied."""
+    """Return a step's output and gradients; a gradient is None if the traced program copied the parameter."""
     out = call(x())
     out.square().sum().backward()
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -77,7 +77,7 @@ def same(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["first", "later"])
 @pytest.mark.parametrize("way", [*TRACES, *COMPILED])
-def test_traced_program_equals_the_models_and_training_continues(way: str, trained: bool) -> None:
+def test_tracing_an_attached_model_changes_neither_results_nor_training(way: str, trained: bool) -> None:
     trace = (TRACES | COMPILED)[way]
     plain, model = layers(), layers()
     expected, alone = step(trace(plain), plain), step(plain, plain)
@@ -118,7 +118,7 @@ def test_traced_graph_has_the_operators_of_the_plain_model() -> None:
         assert torch.equal(found(tokens(1)), expected(tokens(1)))
 
 
-def test_torch_compile_compiles_no_frames_of_memplug() -> None:
+def test_torch_compile_compiles_no_python_frames_of_memplug() -> None:
     model = layers(12)
     with memplug.attach(model, block(regions=["*"])) as session:
         call = torch.compile(model, backend="eager")

@@ -77,7 +77,7 @@ def leaves(found: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize("opaque", [False, True])
-def test_transform_of_attached_model_gives_the_plain_result(name: str, opaque: bool) -> None:
+def test_function_transform_of_an_attached_model_gives_the_plain_result(name: str, opaque: bool) -> None:
     torch.manual_seed(0)
     model, x = Stack(2, Plain), torch.randn(2, 3, 16)
     right = leaves(AROUND[name](model, x))
@@ -162,7 +162,7 @@ def test_transform_inside_a_region_makes_it_opaque(inside: Callable[..., torch.T
 
 @ALPHAS
 @pytest.mark.parametrize("block", ASKING)
-def test_layer_that_asks_for_gradients_trains_as_without_memplug(block: type[Layer], alpha: float | str) -> None:
+def test_layer_that_computes_gradients_trains_as_without_memplug(block: type[Layer], alpha: float | str) -> None:
     train_alike(block, alpha)
 
 

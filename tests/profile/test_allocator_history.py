@@ -50,7 +50,7 @@ def test_requests_have_sizes_lifetimes_and_streams(history_of):
         (MALLOC, 1, 3 * MIB, 1),
         (FREE, -1, MIB, 0),
         (MALLOC, 2, 700_000, 0),
-        (FREE, 1, 0, 1),  # its stream uses it up to here
+        (FREE, 1, 0, 1),  # freed only now, since its stream was still using it
         (FREE, 0, 0, 0),
     ]
     assert history.trace.base_bytes == MIB + 5000 and history.missing == 0 and history.out_of_memory == 1
@@ -60,7 +60,7 @@ def test_requests_have_sizes_lifetimes_and_streams(history_of):
     assert [layer.name for layer in history.trace.layers] == ["model.py:12 forward"]
 
 
-def test_ring_that_lost_its_beginning_gives_the_same_live_bytes(history_of):
+def test_ring_buffer_without_its_beginning_gives_the_same_live_bytes(history_of):
     whole, cut = history_of(steps()), history_of(steps(truncated=True))
     assert cut.trace.base_bytes == 5000 + 1000 + 3 * MIB  # the block that was freed before the cut is unknown
     length = len(cut.trace.events)
@@ -79,7 +79,7 @@ def test_reserved_bytes_count_expandable_and_earlier_segments(history_of):
     assert history.reserved_bytes == 4 * MIB + 20 * MIB + max(0, 6 * MIB - 2 * MIB)
 
 
-def test_busiest_device_is_read_unless_another_is_given(history_of):
+def test_busiest_device_is_read_unless_the_caller_names_another(history_of):
     few, many = [event("alloc", START, 1)], [event("alloc", START, 2), *freed(START, 2)]
     made = {"segments": [segment(START, MIB, {START: 1}, device=1)], "device_traces": [[], few, [], many]}
     assert (history_of(made).device, history_of(made).devices) == (3, (1, 3))
@@ -119,7 +119,7 @@ def test_block_waiting_for_another_stream_counts_as_in_use(history_of):
     assert int(history.trace.live_bytes[-1]) == 10 and history.missing == 0
 
 
-def test_missing_block_addresses_are_counted_from_their_segment(history_of):
+def test_missing_block_addresses_are_computed_from_their_segment(history_of):
     made = steps()
     for block in made["segments"][0]["blocks"]:
         del block["address"]
@@ -180,7 +180,7 @@ def test_damaged_values_are_read_or_raise_trace_error(history_of):
 
 @given(recordings(), st.integers(0, 30))
 def test_history_that_begins_later_ends_with_the_same_live_bytes(tmp_path_factory, recording, lost):
-    """Cut off the first events, as a full ring does: earlier blocks show only in their frees or at the end."""
+    # a full ring buffer has lost the first events: earlier blocks show only in their frees, or at the end
     trace = recording.trace(base_bytes=2**30)
     if int(trace.events["nbytes"][trace.events["request"] < 0].sum()) > 2**30:
         return
@@ -196,7 +196,7 @@ def test_history_that_begins_later_ends_with_the_same_live_bytes(tmp_path_factor
     assert found.missing == 0 and live[-1] == trace.live_bytes.tolist()[-1]
 
 
-def test_problem_of_a_history_has_every_block_with_its_lifetime(history_of):
+def test_layout_problem_of_a_history_has_each_block_with_its_lifetime(history_of):
     history = history_of(steps())
     problem = problem_of_all(history.trace)
     assert problem.ids.tolist() == [0, 1, 2, -1, -2]

@@ -1,4 +1,4 @@
-"""Several watchers of one process's operators each see the same as alone."""
+"""Each of several watchers of one process's operators sees the same as it would alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def x() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("detail", [None, *Detail])
-def test_recorder_and_forward_see_the_same_together_as_alone(
+def test_recorder_and_region_forward_see_the_same_together_as_alone(
     recorder: Recorder, x: torch.Tensor, detail: Detail | None
 ) -> None:
     def recorded(call: Callable[[], object]) -> list[str]:

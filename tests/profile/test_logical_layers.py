@@ -25,7 +25,7 @@ def test_groups_are_even_complete_and_never_empty(operators, groups):
     assert not len(sizes) or 1 <= sizes.min() <= sizes.max() <= sizes.min() + 1
 
 
-def test_each_pass_is_divided_and_the_optimizer_is_one_layer():
+def test_each_pass_is_divided_into_layers_and_the_optimizer_is_one_layer():
     trace = training(steps=2, micro_batches=2).trace()
     layers = logical_layers(trace, 1, groups=2)
     start = trace.steps[1][0]
@@ -37,7 +37,7 @@ def test_each_pass_is_divided_and_the_optimizer_is_one_layer():
         layers[0].seconds = 0.0
 
 
-def test_layer_seconds_are_its_share_of_the_steps_operators():
+def test_seconds_of_a_layer_are_its_share_of_the_steps_operators():
     recording = Recording()
     recording.step(seconds=2.0)
     recording.op("data")
@@ -81,7 +81,7 @@ def test_layers_hold_every_operator_of_a_pass_once_in_order(recording, groups):
         assert sum(layer.seconds for layer in layers) == pytest.approx(trace.steps[step][2] * share)
 
 
-def test_interrupted_pass_is_one_sequence():
+def test_pass_that_another_pass_interrupts_is_divided_as_one_sequence():
     recording = Recording()
     recording.step()
     for name in "abcd":
@@ -123,7 +123,7 @@ def test_groups_of_whole_layers_have_equal_times_and_exact_estimates(groups):
     assert estimate_error(model_s, groups) == pytest.approx(0, abs=1e-12)
 
 
-def test_more_groups_than_layers_raise_variation_and_estimate_error():
+def test_more_groups_than_layers_increase_variation_and_estimate_error():
     model_s = np.tile(LAYER_S, 32)
     variation = [group_variation(model_s, groups) for groups in (32, 64, 192)]
     error = [estimate_error(model_s, groups) for groups in (32, 64, 192)]

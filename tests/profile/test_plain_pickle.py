@@ -33,7 +33,7 @@ def test_plain_data_is_read_as_pickle_reads_it(value, protocol, twice):
     assert loads(content) == pickle.loads(content) and is_pickle(content)
 
 
-def test_long_texts_and_shared_parts_are_read():
+def test_pickles_with_long_strings_and_shared_objects_are_read():
     shared = {"name": "x" * 70_000, "n": list(range(1000))}
     for protocol in (2, 3, 4, 5):
         found = loads(pickle.dumps([shared] * 400, protocol=protocol))
@@ -51,7 +51,7 @@ class Runs:
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_nothing_is_imported_or_called(tmp_path, protocol):
+def test_reading_a_pickle_imports_and_calls_nothing(tmp_path, protocol):
     content = pickle.dumps({"device_traces": [Runs(tmp_path / "made")]}, protocol=protocol)
     with pytest.raises(NotPlainError, match="only data is read"):
         loads(content)
@@ -83,7 +83,7 @@ def test_nothing_is_imported_or_called(tmp_path, protocol):
         b"",
     ],
 )
-def test_damaged_pickle_raises_value_error_without_taking_memory(content):
+def test_damaged_pickle_raises_value_error_without_allocating_memory(content):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError):
         loads(content)

@@ -1,4 +1,4 @@
-"""The recorded sequence of operators is the profiler's, for the training thread and for backwards."""
+"""The recorder's sequence has the operators that torch's profiler sees on the training thread and in backwards."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_recorded_operators_match_the_profilers_in_order(recorder: Recorder) -> 
 
 
 def test_sequence_matches_forward_and_backward_of_the_profiler(recorder: Recorder) -> None:
-    """Leave out the optimizer, all else that runs without gradients, and the accumulation of gradients."""
+    # the sequence leaves out the optimizer, all else that runs without gradients, and the accumulation of gradients
     step, passes = trainer(), trainer(optimizes=False)
     seen = sequence(recorder, step)
     assert seen == sequence(recorder, passes) == without_accumulation(profiled_operators(passes))
     assert {"aten::addmm", "aten::native_layer_norm_backward"} <= set(seen) and "aten::addcdiv_" not in seen
 
 
-def test_no_grad_operators_are_in_the_sequence_only_in_a_backward(recorder: Recorder) -> None:
+def test_sequence_includes_no_grad_operators_only_inside_a_backward(recorder: Recorder) -> None:
     x = torch.ones(3, requires_grad=True)
 
     class Doubles(torch.autograd.Function):
@@ -75,7 +75,7 @@ def test_no_grad_operators_are_in_the_sequence_only_in_a_backward(recorder: Reco
     assert {"aten::sin", "aten::cos"} <= set(operator_names(record(recorder, step))), "a trace has all of it"
 
 
-def test_custom_function_and_checkpoint_match_the_profiler(recorder: Recorder) -> None:
+def test_sequence_of_custom_function_and_checkpoint_matches_the_profiler(recorder: Recorder) -> None:
     def step() -> None:
         x = torch.ones(3, requires_grad=True)
         y = torch.utils.checkpoint.checkpoint(torch.erf, nested(0, x.cos) * x, use_reentrant=False)
@@ -95,7 +95,7 @@ def test_sequence_stays_the_same_while_a_step_is_recorded(recorder: Recorder, de
     assert [names[number] for number in recorder.take()] == expected == without_accumulation(operator_names(trace))
 
 
-def test_equal_steps_have_equal_sequences_and_more_layers_longer_ones(recorder: Recorder) -> None:
+def test_equal_steps_have_equal_sequences_and_steps_of_more_layers_longer(recorder: Recorder) -> None:
     small, large = trainer(layers=2), trainer(layers=3)
     first = sequence(recorder, small)
     assert sequence(recorder, small) == first
@@ -134,7 +134,7 @@ def test_operators_are_seen_only_while_watched(recorder: Recorder) -> None:
     assert sequence(recorder, x.exp) == ["aten::exp"]
 
 
-def test_watching_after_a_recording_is_as_before_or_as_last_set(recorder: Recorder) -> None:
+def test_after_a_recording_operators_are_watched_as_before_or_as_last_set(recorder: Recorder) -> None:
     x = torch.ones(2)
     for before, inside, after in [(True, None, True), (False, None, False), (True, False, False), (False, True, True)]:
         recorder.watch(before)
@@ -155,7 +155,7 @@ def test_watching_after_a_recording_is_as_before_or_as_last_set(recorder: Record
 
 @pytest.mark.parametrize("ranks", [1, 64])
 def test_gradient_hooks_are_no_part_of_the_sequence(recorder: Recorder, ranks: int) -> None:
-    """Partition gradients as frameworks do: in hooks, in loops over ranks, and in callbacks after a backward."""
+    # frameworks partition gradients in hooks, in loops over ranks, and in callbacks after a backward
     x = torch.ones(3, requires_grad=True)
 
     def partition(parameter: torch.Tensor) -> None:
@@ -220,7 +220,7 @@ def test_suspended_operators_are_not_in_the_sequence(recorder: Recorder) -> None
     assert [recorder.names[number] for number in recorder.take()] == ["aten::exp", "aten::erf", "aten::neg"]
 
 
-def test_suspension_in_a_backward_hides_only_that_part(recorder: Recorder) -> None:
+def test_suspension_in_a_backward_hides_only_the_suspended_operators(recorder: Recorder) -> None:
     def own(gradient: torch.Tensor) -> None:
         with recorder.suspended:
             gradient.sin()
@@ -237,7 +237,7 @@ def test_suspension_in_a_backward_hides_only_that_part(recorder: Recorder) -> No
 # -- nodes -------------------------------------------------------------------------------------------------------------
 
 
-def test_nodes_count_graph_nodes_made_by_forwards(recorder: Recorder) -> None:
+def test_node_count_is_the_number_of_autograd_nodes_made_by_forwards(recorder: Recorder) -> None:
     x = torch.ones(2, requires_grad=True)
     recorder.take_nodes()
     x.exp().sin()
@@ -249,7 +249,7 @@ def test_nodes_count_graph_nodes_made_by_forwards(recorder: Recorder) -> None:
     assert recorder.take_nodes() == 0
 
 
-def test_equal_steps_make_equal_node_counts_watched_or_not(recorder: Recorder) -> None:
+def test_equal_steps_have_equal_node_counts_watched_or_not(recorder: Recorder) -> None:
     def nodes(step: Callable[[], None]) -> int:
         recorder.take_nodes()
         step()

@@ -1,4 +1,4 @@
-"""A recorder's life: one per process, errors anywhere, recordings that are cut short; it leaves nothing behind."""
+"""A recorder, one per process, leaves nothing behind: neither at its end, nor after errors or recordings cut short."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_stopping_while_recording_leaves_nothing_behind(detail: Detail, nothing_
         assert_gone()
     again = Recorder("cpu")
     trace = record(again, kept.exp_, Detail.TENSORS)
-    assert trace.tensors["nbytes"].tolist() == [32]  # nothing of the recordings that were stopped
+    assert trace.tensors["nbytes"].tolist() == [32]  # none of the stopped recordings' tensors
     assert trace.uses["operator"].tolist() == [0, 0]
     again.stop()
 
@@ -131,7 +131,7 @@ def test_recording_tracks_its_peak_and_can_be_dropped(recorder: Recorder) -> Non
     assert trace.peak_bytes - trace.base_bytes == 500 and trace.replays_exactly() is True
 
 
-def test_recording_is_refused_if_the_allocator_is_already_delegated(recorder: Recorder) -> None:
+def test_recording_is_refused_if_another_allocator_is_already_in_front(recorder: Recorder) -> None:
     native.load().install_cpu()
     with pytest.raises(RecorderError, match="already put its allocator in front"):
         recorder.begin(Detail.REQUESTS)
@@ -204,7 +204,7 @@ def _calls(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-def test_operator_in_which_a_recording_ends_encloses_none_of_the_next(recorder: Recorder) -> None:
+def test_operator_in_which_a_recording_ends_is_no_parent_in_the_next_one(recorder: Recorder) -> None:
     recorder.begin(Detail.TENSORS)
     call_inside_operator(lambda: recorder.end(Fingerprint(), ()))
     trace = record(recorder, torch.ones(2).exp, Detail.REQUESTS)

@@ -13,7 +13,7 @@ from tests.support.recording import in_thread, nested, nothing_left, operator_na
 __all__ = ["nothing_left", "recorder"]
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-OWN_THREADS_FROM = 61  # autograd nests that many backwards on one thread before it uses a thread of its own
+OWN_THREADS_FROM = 61  # from this number of nested backwards on, autograd runs them on another thread
 
 
 def test_operators_of_other_threads_are_in_neither_sequence_nor_trace(recorder: Recorder) -> None:
@@ -28,7 +28,7 @@ def test_operators_of_other_threads_are_in_neither_sequence_nor_trace(recorder: 
     assert operator_names(record(recorder, step)) == ["aten::exp", "aten::cos"]
 
 
-def test_sequence_includes_only_the_backward_of_another_thread(recorder: Recorder) -> None:
+def test_sequence_has_other_threads_backwards_but_not_their_forwards(recorder: Recorder) -> None:
     def step() -> None:
         y = torch.ones(2, requires_grad=True).exp()
         in_thread(lambda: (y.sin(), torch.autograd.backward(y, torch.ones(2)), y.cos()))
@@ -79,7 +79,7 @@ def test_thread_that_makes_the_recorder_is_the_training_thread() -> None:
     again.stop()
 
 
-def test_suspension_on_another_thread_does_not_hide_this_one(recorder: Recorder) -> None:
+def test_suspension_on_another_thread_hides_no_operators_of_this_thread(recorder: Recorder) -> None:
     inside, done = threading.Event(), threading.Event()
 
     def suspend() -> None:

@@ -1,4 +1,4 @@
-"""Blocks of any lifetime and holder: older than a recording, or outliving it, its recorder or the process."""
+"""Blocks of any lifetime and holder: older than a recording, or freed after the recorder stopped or as Python exits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.recording import nothing_left, profiled_requests, record, rec
 __all__ = ["nothing_left", "recorder"]
 
 
-def test_tensors_older_than_any_recording_are_invisible(recorder: Recorder) -> None:
+def test_recordings_ignore_tensors_older_than_the_first_recording(recorder: Recorder) -> None:
     before = [torch.ones(1000), torch.ones(1000)]
     views = [before[1].view(10, 100)[2]]
 
@@ -30,7 +30,7 @@ def test_tensors_older_than_any_recording_are_invisible(recorder: Recorder) -> N
     assert len(record(recorder, step).events) == 0
 
 
-def test_empty_tensors_are_invisible(recorder: Recorder) -> None:
+def test_recordings_ignore_empty_tensors(recorder: Recorder) -> None:
     trace = record(recorder, lambda: (torch.empty(0), torch.ones(3, 0).sum(1, keepdim=True), torch.empty(0).resize_(0)))
     assert trace.requests["nbytes"].tolist() == [12]
 

@@ -85,12 +85,12 @@ def test_each_operator_has_the_bytes_in_use_when_it_began(
     record(recorder, lambda: kept.append(torch.ones(25)))
     trace = record(recorder, make())
     before = np.searchsorted(trace.events["operator"], np.arange(len(trace.operators)))
-    live = np.concatenate([[trace.base_bytes], trace.live_bytes])  # after so many events
+    live = np.concatenate([[trace.base_bytes], trace.live_bytes])  # live bytes after each number of events
     assert np.array_equal(trace.operators["in_use_bytes"], live[before])
     assert trace.base_bytes == 100 and (np.diff(trace.operators["time_ns"]) >= 0).all()
 
 
-def test_gradients_that_stay_are_freed_as_earlier_in_the_next_recording(
+def test_next_recording_frees_persistent_gradients_as_earlier_blocks(
     recorder: Recorder,
 ) -> None:
     model = nn.Linear(8, 8)
@@ -187,7 +187,7 @@ def test_recordings_begin_and_end_while_other_threads_allocate(recorder: Recorde
 
 
 def test_recordings_begin_and_end_during_another_threads_backward(recorder: Recorder) -> None:
-    """Run a backward without Python's lock while recordings begin and end; each gradient is a new peak."""
+    # autograd runs a backward without Python's lock; each gradient is a new peak
     weights = [torch.ones(4, requires_grad=True) for _ in range(3000)]
     total = sum(weight.exp().sum() for weight in weights)
     stop = threading.Event()

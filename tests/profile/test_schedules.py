@@ -42,7 +42,7 @@ def test_each_chunk_of_each_micro_batch_runs_forward_then_backward_once(chunks, 
         assert forwards + backwards == sorted(forwards + backwards)
 
 
-def test_micro_batches_in_flight_equal_the_remaining_stages():
+def test_peak_of_micro_batches_in_flight_equals_the_remaining_stages():
     for stage in range(4):
         in_flight = np.cumsum(
             [

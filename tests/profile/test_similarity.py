@@ -78,7 +78,7 @@ def test_few_inserted_operators_are_no_change(operators, insertions):
 @pytest.mark.parametrize("where", [0.0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("share", [0.01, 0.04])
 def test_block_within_the_tolerance_is_no_change_at_any_position(where, share):
-    """Insert a block that shifts all later operators: a comparison by position would see a change."""
+    # the block shifts all later operators: a comparison by position would see a change
     step = (FORWARD * 16 + BACKWARD * 16) * 2 + OPTIMIZER
     at, extra = int(where * len(step)), [200 + i % 7 for i in range(int(share * len(step)))]
     assert similar(program(step), program(step[:at] + extra + step[at:]), *LIMITS)
@@ -96,19 +96,19 @@ def test_replacing_every_operator_is_a_change(operators, data):
 
 @pytest.mark.parametrize("micro_batches", [2, 4, 8])
 def test_same_blocks_in_another_order_are_a_change(micro_batches):
-    """Run all forwards before all backwards: the same operators, nearly the same pairs, more graphs in flight."""
+    # all forwards run before all backwards: same operators, nearly the same pairs, but more graphs in flight
     forward, backward = FORWARD * 8, BACKWARD * 8
     one = program((forward + backward) * micro_batches + OPTIMIZER)
     other = program(forward * micro_batches + backward * micro_batches + OPTIMIZER)
     assert not similar(one, other, *LIMITS)
 
 
-def test_moving_the_optimizer_to_the_other_end_is_a_change():
+def test_moving_the_optimizer_to_the_beginning_of_a_step_is_a_change():
     layers, optimizer = FORWARD * 8 + BACKWARD * 8, OPTIMIZER * 5
     assert not similar(program(layers + optimizer), program(optimizer + layers), *LIMITS)
 
 
-def test_swapping_all_neighbours_is_a_change():
+def test_exchanging_all_neighbouring_operators_is_a_change():
     one = FORWARD * 16
     other = np.array(one[: len(one) // 2 * 2]).reshape(-1, 2)[:, ::-1].ravel()
     assert sorted(other) == sorted(one[: len(other)])
@@ -117,13 +117,13 @@ def test_swapping_all_neighbours_is_a_change():
 
 @pytest.mark.parametrize(("longer", "same"), [(105, True), (106, False)])
 def test_number_of_operators_may_differ_by_the_tolerance(longer, same):
-    """Allow 5 of 105, which is less than 5 %, and not 6 of 106, which is more."""
+    # 5 of 105 is less than 5 %, and 6 of 106 is more
     assert similar(program([1] * 100), program([1] * longer), *LIMITS) is same
 
 
 @pytest.mark.parametrize(("total", "same"), [(1050, True), (1060, False), (950, True), (940, False)])
 def test_bytes_of_region_inputs_may_differ_by_the_tolerance(total, same):
-    """Change bytes alone: a longer sequence runs the same operators."""
+    # a longer sequence runs the same operators, so only the bytes tell the programs apart
     assert similar(program([1, 2, 3], [500, 500]), program([1, 2, 3], [500, total - 500]), *LIMITS) is same
 
 
@@ -138,7 +138,7 @@ def test_zero_tolerance_requires_equal_operator_and_byte_counts():
 # -- nothing to compare ------------------------------------------------------------------------------------------------
 
 
-def test_bytes_alone_decide_without_recorded_operators():
+def test_input_bytes_alone_are_compared_without_recorded_operators():
     assert similar(program([], [100]), program([], [104]), *LIMITS)
     assert not similar(program([], [100]), program([], [110]), *LIMITS)
     assert not similar(program([], [100]), program([], []), *LIMITS)

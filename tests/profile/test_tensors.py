@@ -11,7 +11,7 @@ from tests.support.traces import Recording, recordings, training
 
 
 def features_by_loop(trace, ranks):
-    """Return the features by a loop, as Appendix A writes it."""
+    """Return the features by the loop in Chameleon's appendix A."""
     seen, rows = {}, []
     for use in trace.uses:
         name = trace.names[trace.operators["name"][use["operator"]]]
@@ -48,7 +48,7 @@ def test_features_match_a_loop_over_the_uses(trace):
 
 
 @given(programs(), st.lists(st.integers(0, 60), unique=True))
-def test_operators_without_a_rank_set_no_bit_and_count_as_255(trace, names):
+def test_unranked_operators_set_no_tag_bit_and_enter_the_stack_as_255(trace, names):
     ranks = [f"op{name}" for name in names]
     assert features(trace, ranks).tolist() == features_by_loop(trace, ranks)
 
@@ -63,7 +63,7 @@ def test_operators_are_ranked_by_frequency_then_name(recording):
 def test_tensor_has_the_same_features_in_every_iteration():
     trace = training(steps=4).trace()
     ranks = ranking(trace)
-    # Weights live on, and their use counts grow; only tensors that a step makes come again.
+    # Weights outlive a step, so their use counts grow; only tensors that a step makes have equal features in each step.
     ours = [features(cut(trace, step), ranks)[cut(trace, step).uses["tensor"] >= 2] for step in (1, 2)]
     assert len(ours[0]) > 0
     assert ours[0].tolist() == ours[1].tolist()
@@ -83,7 +83,7 @@ def test_tensors_used_by_different_operators_differ_in_features():
     assert one["tag"] != other["tag"] and one["stack"] != other["stack"]
 
 
-def test_stack_holds_the_last_eight_uses_latest_lowest():
+def test_stack_holds_the_last_eight_uses_with_the_latest_in_its_low_byte():
     recording = Recording()
     tensor = recording.tensor()
     for name in "aabbbcccc":
@@ -94,7 +94,7 @@ def test_stack_holds_the_last_eight_uses_latest_lowest():
     assert features(recording.trace())["tag"].tolist() == [4, 4, 6, 6, 6, 7, 7, 7, 7]
 
 
-def test_life_is_described_as_of_its_last_use_in_a_forward():
+def test_lives_table_has_features_of_each_tensors_last_forward_use():
     recording = Recording()
     saved, late, unused = recording.tensor(64, "bfloat16"), recording.tensor(32), recording.tensor(16)
     recording.phase(Pass.FORWARD, 0)
@@ -116,7 +116,7 @@ def test_life_is_described_as_of_its_last_use_in_a_forward():
 
 
 @given(recordings())
-def test_lives_match_a_loop_over_the_uses(recording):
+def test_lives_table_matches_a_loop_over_the_uses(recording):
     trace = recording.trace()
     table, then = lives(trace), features(trace)
     assert table.dtype == LIFE and len(table) == len(trace.tensors)
@@ -133,7 +133,7 @@ def test_lives_match_a_loop_over_the_uses(recording):
             assert row[name] == (then[row["use"]][name] if uses else 0)
 
 
-def test_trace_without_operators_has_no_features_and_unused_lives():
+def test_trace_without_operators_has_no_features_and_no_last_uses():
     recording = Recording()
     recording.tensor(8)
     trace = recording.trace()

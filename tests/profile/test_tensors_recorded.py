@@ -57,7 +57,7 @@ def test_uses_name_the_storages_of_a_small_program(recorder: Recorder) -> None:
     assert len(trace.tensors) == 6, "these five, and `other` as float64"
 
 
-def test_lists_of_tensors_are_read_as_their_elements_without_none(recorder: Recorder) -> None:
+def test_list_of_tensors_counts_as_its_elements_except_none(recorder: Recorder) -> None:
     parts = [torch.ones(2), torch.ones(3)]
     table, rows = torch.ones(4, 4), torch.tensor([1, 2])
     trace = detailed(recorder, lambda: (torch.cat(parts), table[:, rows], torch.nn.functional.linear(table, table)))
@@ -84,7 +84,7 @@ def test_views_and_in_place_results_share_one_storage(recorder: Recorder) -> Non
     assert only(trace, "aten::zero_").writes == (0,)
 
 
-def test_storage_has_the_largest_size_seen(recorder: Recorder) -> None:
+def test_recorded_size_of_a_storage_is_the_largest_seen(recorder: Recorder) -> None:
     x = torch.ones(4)
 
     def program() -> None:

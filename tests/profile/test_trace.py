@@ -1,4 +1,4 @@
-"""A trace holds all that was recorded, refuses the impossible, and replays the bytes in use of the run."""
+"""A trace holds a whole recording, refuses an impossible one, and replays the bytes in use of the run."""
 
 import re
 import subprocess
@@ -31,7 +31,7 @@ from tests.support.folders import ROOT
 from tests.support.traces import Recording, recordings, training
 
 
-def test_request_joins_malloc_and_free_with_their_places():
+def test_request_row_has_the_places_of_its_malloc_and_its_free():
     recording = Recording()
     recording.phase(Pass.FORWARD, 1)
     recording.layer("experts", dynamic=True)
@@ -141,7 +141,7 @@ def test_operator_has_its_place_and_its_reads_and_writes():
         rows.request(trace, 0)
 
 
-def test_steps_extend_to_the_next_step_or_the_end():
+def test_step_extends_to_the_next_step_or_the_end_of_the_trace():
     trace = training(steps=3, micro_batches=1).trace()
     operators, events = len(trace.operators) // 3, len(trace.events) // 3
     for step in range(3):
@@ -151,7 +151,7 @@ def test_steps_extend_to_the_next_step_or_the_end():
         trace.step_operators(3)
 
 
-def test_arrays_are_read_only_copies_of_the_callers():
+def test_arrays_of_a_trace_are_read_only_copies_of_the_callers_arrays():
     recording = training()
     fields = recording.fields()
     trace = Trace(**fields)
@@ -172,7 +172,7 @@ def test_step_cut_out_equals_a_recording_of_that_step_alone():
     for name in ("uses", "tensors", "requests", "live_bytes"):
         assert getattr(second, name).tolist() == getattr(alone, name).tolist(), name
     assert second.operators["name"].tolist() == alone.operators["name"].tolist()
-    # The event before the step's first operator has the last operator of the step before: none, once cut.
+    # An event before the step's first operator refers to the previous step's last operator, which the cut removes.
     assert second.events.tolist() == alone.events.tolist()
 
 
@@ -191,14 +191,14 @@ def test_earlier_request_freed_in_a_cut_step_counts_in_its_base_bytes():
     assert len(second.requests) == 1 and stays == 1
 
 
-def test_event_of_a_cut_step_is_assigned_to_the_nearest_own_operator():
+def test_event_of_a_cut_step_belongs_to_its_nearest_operator_in_the_step():
     fields = training(steps=3, micro_batches=1).fields()
     fields["events"]["operator"][8:16] = [-1, 0, 9, 10, 19, 20, 21, 29]
     assert cut(Trace(**fields), 1).events["operator"].tolist() == [-1, -1, -1, 0, 9, 9, 9, 9]
 
 
 @given(recordings())
-def test_cutting_a_step_keeps_its_live_bytes(recording):
+def test_step_cut_out_of_a_trace_keeps_its_live_bytes(recording):
     # More bytes than the recording frees, so live bytes stay above 0.
     trace = recording.trace(base_bytes=2**46)
     for step in range(len(trace.steps)):
@@ -262,7 +262,7 @@ CANNOT_BE = {
 
 
 @pytest.mark.parametrize("problem", CANNOT_BE)
-def test_impossible_recording_is_refused_with_its_place(problem):
+def test_error_for_an_impossible_recording_names_the_problem(problem):
     fields = training(steps=1).fields()
     Trace(**fields)
     CANNOT_BE[problem](fields)

@@ -70,7 +70,7 @@ def test_failed_save_leaves_only_the_old_file(path, monkeypatch):
     assert_same(load(path), trace)
 
 
-def test_open_reader_finishes_the_old_file(path):
+def test_open_reader_still_reads_the_old_file_after_a_save(path):
     save(training(steps=1).trace(), path)
     old = path.read_bytes()
     with path.open("rb") as reader:
@@ -184,7 +184,7 @@ def test_altered_contents_are_detected(path):
         load(path)
 
 
-def test_missing_array_is_named(path):
+def test_error_for_a_missing_array_names_the_array(path):
     save(training().trace(), path)
     contents = members(path)
     del contents["uses.npy"]
@@ -193,7 +193,7 @@ def test_missing_array_is_named(path):
         load(path)
 
 
-def test_oversized_array_header_is_refused_before_memory_is_taken(path):
+def test_oversized_array_header_is_refused_before_memory_is_allocated(path):
     save(training().trace(), path)
     contents = members(path)
     old = contents["events.npy"]
@@ -213,7 +213,7 @@ def test_unbounded_compression_is_refused(path):
     assert_same(load(path), training().trace())
 
 
-def test_newer_format_is_refused_with_both_versions(path, monkeypatch):
+def test_error_for_a_newer_format_names_both_versions(path, monkeypatch):
     monkeypatch.setattr(trace_file, "FORMAT", 7)
     save(training().trace(), path)
     monkeypatch.undo()
@@ -253,7 +253,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_foreign_file_raises_one_error_with_its_name(path, kind):
+def test_error_for_a_foreign_file_names_the_file(path, kind):
     FOREIGN[kind](path)
     if kind == "below a file":
         path = path.parent / "file" / "trace.npz"
@@ -292,7 +292,7 @@ def test_format_0_recording_keeps_every_row(file):
     assert still_live(trace.requests).any()
 
 
-def test_format_0_recording_has_steps_and_undistinguished_passes():
+def test_format_0_recording_has_steps_but_mixes_forward_and_backward():
     trace = load(DATA / "mixtral_ckpt.npz")
     assert [first_event for _, first_event, _ in trace.steps] == [0, 6468, 12936]
     assert trace.phases == (*(Phase(Pass.EITHER, number) for number in range(4)), Phase(Pass.OPTIMIZER))
@@ -324,7 +324,7 @@ def test_meaningless_rows_of_format_0_are_refused(path, row, problem):
         load(path)
 
 
-def test_events_before_a_first_forward_belong_to_the_step_it_opens(path):
+def test_events_before_a_first_forward_belong_to_that_forwards_step(path):
     phases = [200, 0, 1, 100, 200, 0, 1, 200, 0]
     np.savez(path, events=np.array([[0, i, 1, phase, -1, 0] for i, phase in enumerate(phases)], np.int64))
     trace = load(path)

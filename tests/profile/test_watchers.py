@@ -28,7 +28,7 @@ def bus() -> Iterator[Any]:
 
 
 def heard(bus: Any, call: Callable[[], object]) -> list[tuple[int, str, bool]]:
-    """Return the watchers' calls during `call`: their order, the operator, and whether it ended."""
+    """Return the watchers' calls during `call`: each watcher's order, the operator, and whether the operator ended."""
     bus.take_heard()
     call()
     return bus.take_heard()
@@ -58,13 +58,13 @@ def test_each_watcher_is_called_only_for_its_needs(bus: Any, x: torch.Tensor) ->
     assert sorted(told) == cosine((FIRST, False), (SECOND, False), (SECOND, True))
 
 
-def test_watcher_that_declines_an_end_is_not_called_for_it(bus: Any, x: torch.Tensor) -> None:
+def test_watcher_that_declines_an_operators_end_is_not_called_for_it(bus: Any, x: torch.Tensor) -> None:
     bus.watch(FIRST, TENSORS, declines=True)
     bus.watch(SECOND, TENSORS)
     assert heard(bus, x.cos) == cosine((FIRST, False), (SECOND, False), (SECOND, True))
 
 
-def test_failing_watcher_does_not_stop_others_and_is_called_at_the_end(bus: Any, x: torch.Tensor) -> None:
+def test_failing_watcher_stops_no_other_and_still_sees_the_operators_end(bus: Any, x: torch.Tensor) -> None:
     bus.watch(FIRST, TENSORS, throws=True)
     bus.watch(SECOND, TENSORS)
     told = [*cosine((FIRST, False), (SECOND, False)), *cosine((FIRST, True), (SECOND, True))]
@@ -83,7 +83,7 @@ def test_removed_watcher_is_not_called(bus: Any, x: torch.Tensor) -> None:
     assert heard(bus, x.cos) == [] and callbacks() == before
 
 
-def test_watching_lasts_until_the_last_request_for_it_ends(bus: Any, x: torch.Tensor) -> None:
+def test_bus_calls_a_watcher_until_its_last_watching_object_is_deleted(bus: Any, x: torch.Tensor) -> None:
     one, other = (bus.Watching(THIRD, ENDS) for _ in range(2))
     assert heard(bus, x.cos) == cosine((THIRD, False), (THIRD, True)), "once, not twice"
     del one
@@ -93,7 +93,7 @@ def test_watching_lasts_until_the_last_request_for_it_ends(bus: Any, x: torch.Te
 
 
 def test_ending_a_silenced_watcher_does_not_end_its_successor(bus: Any, x: torch.Tensor) -> None:
-    """Silence a watcher, as the child of a fork does."""
+    # the child of a fork silences watchers
     former = bus.Watching(THIRD, ENDS)
     bus.silence(THIRD)
     assert heard(bus, x.cos) == []

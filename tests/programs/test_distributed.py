@@ -52,7 +52,7 @@ def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Lo
 
 
 def recipe(stage: int, log: Path) -> list[Any]:
-    """Return the arguments of the recipe with a plan after two steps."""
+    """Return arguments with which the recipe has a plan after two steps."""
     config = json.loads((ROOT / "configs/ds_tiny.json").read_text())
     config["memplug"]["profiler"] = QUICK
     quick = log.with_name("ds_quick.json")
@@ -67,7 +67,7 @@ def recipe(stage: int, log: Path) -> list[Any]:
 def test_losses_equal_those_without_memplug(
     stage: int, alpha: str, tmp_path: Path, plain_losses: Callable[[int], Losses]
 ) -> None:
-    """Start the ranks by a fork; the test that kills and resumes a run covers torchrun."""
+    # here, ranks are forks; the test that kills and resumes a run covers torchrun
     log = tmp_path / "log.jsonl"
     launch_forked([*recipe(stage, log), "--memplug", "install", "--alpha", alpha])
     losses, expected = read_losses(log), plain_losses(stage)
@@ -93,7 +93,7 @@ def test_unchanged_script_under_deepspeed_launcher_has_the_same_losses(
 
 @pytest.mark.long
 def test_ranks_with_unequal_host_memory_train_without_deadlock(tmp_path: Path) -> None:
-    """Give rank 1 no host memory: under ZeRO 3 a rank that left out a recompute pass would leave the other waiting."""
+    # rank 1 gets no host memory: under ZeRO 3, a rank that skipped a recompute pass would leave the other waiting
     unequal = {"host_budget_gib": [1.0, 1e-6]}
     cases = {
         "plain": {"stage": 3, "memplug": None},
@@ -118,8 +118,8 @@ def test_ranks_with_unequal_host_memory_train_without_deadlock(tmp_path: Path) -
         )
 
 
-def test_impossible_device_budget_of_one_rank_raises_on_both(tmp_path: Path) -> None:
-    """Refuse on both ranks: under ZeRO 3 a rank that raised alone would leave the other waiting."""
+def test_impossible_device_budget_of_one_rank_raises_on_both_ranks(tmp_path: Path) -> None:
+    # under ZeRO 3, a rank that raised alone would leave the other waiting
     cases = {
         "impossible": {
             "stage": 3,
@@ -162,8 +162,8 @@ def adapt(folder: Path, stage: int, **cases: dict[str, Any]) -> list[dict[str, A
 
 
 @STAGES
-def test_change_seen_by_one_rank_moves_all_ranks_at_the_same_step(stage: int, tmp_path: Path) -> None:
-    """Give rank 1 longer sequences, or other operators, for a while; rank 0 goes on as before."""
+def test_program_change_on_one_rank_changes_all_ranks_at_the_same_step(stage: int, tmp_path: Path) -> None:
+    # for a while, rank 1 has longer sequences or other operators; rank 0 continues as before
     steady, short, long = [12] * 20, [12] * 8, [20] * 7
     found = adapt(
         tmp_path,
@@ -180,8 +180,8 @@ def test_change_seen_by_one_rank_moves_all_ranks_at_the_same_step(stage: int, tm
 
 
 @pytest.mark.long
-def test_every_rank_compares_its_own_recorded_programs(tmp_path: Path) -> None:
-    """Compare programs, although ZeRO 3 learns in its first steps which parameters to fetch."""
+def test_ranks_find_a_single_program_under_zero_1_and_zero_3(tmp_path: Path) -> None:
+    # ZeRO 3 learns in its first steps which parameters to fetch, which must not change the program
     profiler = {**block(), "profiler": {"warmup_steps": 1, "policy_steps": 2}}
     cases = {
         f"{stage} {way}": {"stage": stage, "lengths": [[12] * 12] * 2, "memplug": profiler if way == "on" else None}
@@ -201,7 +201,7 @@ def test_every_rank_compares_its_own_recorded_programs(tmp_path: Path) -> None:
 @pytest.mark.long
 @STAGES
 def test_single_different_step_of_one_rank_changes_no_plan(stage: int, tmp_path: Path) -> None:
-    """Let rank 1 run a validation."""
+    # as if rank 1 ran a validation
     operators = [1] * 8 + [2] + [1] * 4 + [2] + [1] * 4
     case = {"lengths": [[12] * 18] * 2, "operators": [[1] * 18, operators]}
     for result in adapt(tmp_path, stage, default=case, own={**case, "ways": ["by alpha"]}):
@@ -211,7 +211,7 @@ def test_single_different_step_of_one_rank_changes_no_plan(stage: int, tmp_path:
 
 @pytest.mark.long
 def test_killed_run_with_memplug_resumes_with_the_same_losses(tmp_path: Path) -> None:
-    """Use the killed run as the reference: it trains past its checkpoint, and dies in the middle of a step."""
+    # the killed run is the reference: it trains past its checkpoint, and dies in the middle of a step
     killed_log, resumed_log = tmp_path / "killed.jsonl", tmp_path / "resumed.jsonl"
     common = [TRAIN, "--memplug", "install", "--alpha", "1", "--seq-len", "64"]
     common += ["--save-dir", tmp_path / "saves", "--save-every", "6"]

@@ -1,4 +1,4 @@
-"""Megatron-Core on four processes, combining two ways of splitting a model: all numbers are those without memplug."""
+"""Megatron-Core on four processes, which split a model in two ways at once: all numbers are those without memplug."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SELECTION = [
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "names"), SELECTION)
 def test_losses_and_gradients_of_four_ranks_equal_those_without_memplug(layout, names, tmp_path):
-    """Include ranks that run short of host memory in the middle: no rank may wait forever for another."""
+    # in some cases a rank runs short of host memory midway: no rank may wait forever for another
     cases = {name: CASES[name] for name in names}
     ranks = train(tmp_path, {"steps": STEPS, **LAYOUTS[layout]}, {"without": None, **cases}, processes=4)
     assert len(set(ranks[0]["without"]["digests"])) == STEPS, "it trains: every step differs"

@@ -1,4 +1,4 @@
-"""Thousands of steps, some of them awkward, leave nothing behind: counted, not timed or measured in process memory."""
+"""Thousands of steps, some of them awkward, leave nothing behind, by memplug's counts of tensors and bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_awkward_steps_leave_nothing_behind(alpha: float | str, rounds: int) -> 
             for _ in islice(steps, count):
                 session.step()
 
-        run(2 * ROUND)  # until all memory has been requested
+        run(2 * ROUND)  # until memplug has requested all memory that it needs
         before = left_behind(session._attached.executor, earlier)
         for _ in range(rounds):
             run(ROUND)

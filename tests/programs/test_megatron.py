@@ -73,8 +73,8 @@ def test_gradients_and_losses_equal_those_without_memplug(layout, alphas, steps,
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
-def test_swap_list_keeps_every_rank_within_budget_bit_identically(layout, tmp_path):
-    """Include a pipeline, which has graphs of several micro-batches in flight."""
+def test_swap_list_keeps_ranks_within_budget_and_results_to_the_bit(layout, tmp_path):
+    # in a pipeline, graphs of several micro-batches are in flight
     alone = {
         "enabled": True,
         "plan_dir": False,

@@ -101,7 +101,7 @@ def test_gradients_equal_those_without_memplug_when_host_memory_is_full(alpha: f
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_tied_embeddings_and_frozen_layers_keep_gradients_exact(alpha: float) -> None:
+def test_gradients_are_exact_with_tied_embeddings_and_frozen_layers(alpha: float) -> None:
     model = Causal("llama", tie_word_embeddings=True)
     model.layers[1].requires_grad_(False)
     model.layers[2].mlp.requires_grad_(False)

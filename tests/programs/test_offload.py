@@ -41,7 +41,7 @@ def block(setup: str, alpha: float) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return each rank's results: every setup without memplug, and with it."""
+    """Return each rank's results of every setup, without memplug and with it."""
     folder = tmp_path_factory.mktemp("offload")
     cases = {}
     for setup, case in SETUPS.items():

@@ -39,7 +39,7 @@ def test_folder_without_files_is_refused(tmp_path):
         text.load_tokens(tmp_path, text.ByteTokenizer())
 
 
-def test_default_text_exists_and_is_read_only_as_far_as_needed():
+def test_default_text_exists_and_is_read_no_further_than_needed():
     tokens = text.load_tokens(None, text.ByteTokenizer())
     assert len(tokens) == text.DEFAULT_TOKENS
     more = text.load_tokens(None, text.ByteTokenizer(), 2 * text.DEFAULT_TOKENS)
@@ -54,7 +54,7 @@ def test_default_text_suffices_for_eight_ranks_with_long_sequences():
     assert len(validation) == batch_tokens and len(train) == 19 * batch_tokens
 
 
-def test_validation_is_the_last_twentieth_or_at_least_one_batch():
+def test_validation_text_is_the_last_twentieth_but_at_least_one_batch():
     tokens = torch.arange(2000, dtype=torch.int16)
     for batch_tokens, cut in ((0, 1900), (99, 1900), (300, 1700), (3000, 0)):
         train, validation = data.split(tokens, batch_tokens)
@@ -63,7 +63,7 @@ def test_validation_is_the_last_twentieth_or_at_least_one_batch():
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 1), (2, 4), (3, 2)])
-def test_one_epoch_repeats_no_window_over_all_ranks(world_size, micro_batch):
+def test_ranks_together_repeat_no_window_of_text_in_one_epoch(world_size, micro_batch):
     tokens = torch.arange(1003, dtype=torch.int16)
     ranks = [
         make_batches(tokens, rank=rank, world_size=world_size, micro_batch=micro_batch) for rank in range(world_size)
@@ -120,7 +120,7 @@ def single_rank(tmp_path):
 
 
 class Killed(BaseException):
-    """The moment at which a process is killed: nothing handles it."""
+    """Stands for the kill of a process: no code handles this exception."""
 
 
 def die(*args, **kwargs):
@@ -128,7 +128,7 @@ def die(*args, **kwargs):
 
 
 @pytest.mark.parametrize("moment", ["files half written", "before the rename", "before the pointer"])
-def test_interrupted_save_leaves_the_former_checkpoint(tmp_path, single_rank, monkeypatch, moment):
+def test_interrupted_save_leaves_the_previous_checkpoint_loadable(tmp_path, single_rank, monkeypatch, moment):
     engine, folder = FileEngine(), tmp_path / "checkpoints"
     checkpoint.save(engine, folder, {"step": 3})
     where = {
@@ -156,7 +156,7 @@ def test_last_two_checkpoints_are_kept(tmp_path, single_rank):
     assert checkpoint.latest(tmp_path) == "step-00000004"
 
 
-def test_random_state_continues_from_its_checkpoint(tmp_path, single_rank):
+def test_loading_a_checkpoint_restores_the_random_state(tmp_path, single_rank):
     engine = FileEngine()
     checkpoint.save(engine, tmp_path, {"step": 1})
     expected = torch.rand(4)
@@ -189,7 +189,7 @@ def read_losses(log: Path) -> dict[int, float]:
 @pytest.mark.distributed
 @pytest.mark.long  # tests/programs/test_distributed.py kills and resumes a run with memplug
 def test_killed_run_resumes_with_the_same_losses(tmp_path):
-    """Use the killed run as the reference: it trains well past its checkpoint before it dies."""
+    # the killed run is the reference: it trains well past its checkpoint before it dies
     config = json.loads((ROOT / "configs/ds_tiny.json").read_text())
     config.update(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=2)
     (tmp_path / "ds.json").write_text(json.dumps(config))
@@ -202,7 +202,7 @@ def test_killed_run_resumes_with_the_same_losses(tmp_path):
         kill_tree(process)
     assert checkpoint.latest(saves) == "step-00000010"
     expected = read_losses(killed_log)
-    shutil.copytree(saves / "step-00000010", saves / "saving")  # a kill in the middle of a save leaves this
+    shutil.copytree(saves / "step-00000010", saves / "saving")  # a kill in the middle of a save leaves such a folder
 
     output = launch_forked([*common, "--steps", "13", "--loss-log", resumed_log, "--resume"])
     assert read_losses(resumed_log) == {step: expected[step] for step in (11, 12, 13)}

@@ -1,6 +1,6 @@
-"""Both recipes with each attention, ranks that share sequences, 8 bits, and a Qwen3: the same as without memplug.
+"""Both recipes train as without memplug: with each attention, ranks that share sequences, FP8, and a Qwen3.
 
-Transformer Engine and flash-attn are their stand-ins (tests/support/stand_ins); on a GPU that has them, themselves.
+Stand-ins (tests/support/stand_ins) replace Transformer Engine and flash-attn, except in the tests for a GPU.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ CASES: dict[str, tuple[str, str, list[str], int]] = {
     "Megatron-Core, fp8": ("megatron_llama2", "llama", [*TE, "--fp8"], 1),
     "Megatron-Core, context": ("megatron_llama2", "llama", [*TE, *SHARING], 2),
     "Megatron-Core, Qwen3": ("megatron_llama2", "qwen3", [], 1),
-    # long tests
+    # the cases below run only in long tests
     "flash, context": ("llama2", "llama", ["--attention", "flash", *SHARING], 2),
     "mixture, context": ("llama2", "mixtral", SHARING, 2),
     "Qwen3, ZeRO 3": ("llama2", "qwen3", ["--zero-stage", "3"], 2),

@@ -139,7 +139,7 @@ def test_argument_that_would_fail_later_is_refused(argv: list[str], complaint: s
     assert complaint in problems(settings, 8, *argv)
 
 
-def test_least_text_is_one_training_and_one_validation_batch_of_all_ranks(tmp_path: Path) -> None:
+def test_text_must_hold_one_training_and_validation_batch_of_all_ranks(tmp_path: Path) -> None:
     needed = 2 * 2 * 4 * 64  # to train and to validate, 2 ranks, 4 sequences of 64
     for missing, complaint in ((0, ""), (1, "--data")):
         (tmp_path / "text").write_bytes(b"a" * (needed - 1 - missing))  # an end-of-text token follows the text
@@ -177,7 +177,7 @@ def test_configuration_refused_by_deepspeed_or_memplug_is_reported(
     assert complaint in found and bool(found) == bool(complaint)
 
 
-def test_existing_checkpoints_need_resume_and_the_saving_rank_count(tmp_path: Path) -> None:
+def test_existing_checkpoints_need_resume_and_the_same_number_of_ranks(tmp_path: Path) -> None:
     (tmp_path / "step-00000003").mkdir()
     for rank in range(2):
         (tmp_path / "step-00000003" / f"random_state_rank{rank:05d}.pt").touch()
@@ -257,7 +257,10 @@ def test_run_that_cannot_start_reports_problems_once_before_building_model(recip
     if recipe == "megatron_llama2":
         pytest.importorskip("megatron.core")
         libraries = "megatron"
-    huge = ["--model", ROOT / "configs/models/70b.yaml"]  # would take minutes and more memory than there is
+    huge = [
+        "--model",
+        ROOT / "configs/models/70b.yaml",
+    ]  # takes minutes to build, and more memory than this machine has
     wrong = ["--seq-len", "400000", "--data", tmp_path / "nowhere.txt"]
     output = launch_forked([ROOT / "examples" / recipe / "train.py", *huge, *wrong], libraries=libraries, status=1)
     assert output.count("the run cannot start like this") == 1

@@ -26,7 +26,7 @@ def run(script: str, *arguments: str) -> str:
 
 
 def loss(report: str, which: str) -> str:
-    """Return a loss as printed."""
+    """Return a loss as the recipe prints it."""
     return re.search(rf"^{which} loss +(.*)$", report, re.MULTILINE).group(1)
 
 

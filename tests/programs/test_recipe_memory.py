@@ -34,7 +34,7 @@ def build(shape: dict[str, Any]) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_parameters_counted_by_shape_equal_the_models(name: str) -> None:
+def test_parameter_count_by_shape_equals_that_of_the_model(name: str) -> None:
     shape = SHAPES[name]
     with torch.device("meta"):
         model = build(shape)
@@ -51,7 +51,7 @@ def test_tied_head_counts_once(model_type: str) -> None:
     assert memory.count(shape).total == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_sharing_sequences_divides_logits_but_not_states() -> None:
+def test_sharing_sequences_divides_memory_of_logits_but_not_of_states() -> None:
     alone, shared = (megatron_estimate("7b", 8, "--distributed-optimizer", "--context", size) for size in ("1", "4"))
     assert shared.states_bytes == alone.states_bytes and shared.logits_bytes == alone.logits_bytes / 4
     assert "context 4, data 2" in shared.notes["on"]
@@ -67,7 +67,7 @@ def deepspeed_states(name: str, ranks: int, **zero: Any) -> memory.Estimate:
     return memory.deepspeed_estimate(SHAPES[name], {"zero_optimization": zero}, ranks, 1, logits=0)
 
 
-def test_memory_under_zero_equals_deepspeeds_own_estimators() -> None:
+def test_memory_under_zero_equals_deepspeeds_own_estimate() -> None:
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as stage_3
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as stage_2
 
@@ -141,7 +141,7 @@ LAYOUTS = [
 
 
 @pytest.mark.long
-def test_parameters_of_a_rank_equal_those_megatron_builds() -> None:
+def test_parameter_count_of_a_rank_equals_that_of_megatrons_model() -> None:
     pytest.importorskip("megatron.core")
     script = COUNT.format(cases=LAYOUTS, folder=str(ROOT / "examples/megatron_llama2"))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

@@ -27,7 +27,7 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-# DeepSpeed's defaults are for models larger than this machine
+# DeepSpeed's defaults are for models that exceed this machine's memory
 BUCKETS = {"reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000}
 WORDS = 40_000  # more ids than int16 has
 
@@ -63,7 +63,7 @@ def save_text(path: Path, lines: int = 200) -> Path:
 
 
 def write_config(path: Path, source: str = "ds_tiny.json", **fields: Any) -> Path:
-    """Write a shipped configuration with other fields; the optimizer is torch's, which needs no compiler."""
+    """Write a shipped configuration with changed fields, and with torch's optimizer, which needs no compiler."""
     config = json.loads((ROOT / "configs" / source).read_text())
     zero = {**config["zero_optimization"], **BUCKETS, **fields.pop("zero_optimization", {})}
     config |= {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, **fields}
@@ -140,7 +140,7 @@ def first_loss(folder: Path, name: str, stage: int) -> float:
 @pytest.mark.distributed
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_training_continues_from_weights_in_a_folder(name: str, stage: int, folder: Path, runs: Any) -> None:
+def test_training_starts_from_weights_in_a_folder(name: str, stage: int, folder: Path, runs: Any) -> None:
     expected = first_loss(folder, name, stage)
     # rounding depends on the machine, and may change the expert of a token near a tie
     tolerance = 1e-3 if name == "mixtral" else 1e-4
@@ -160,7 +160,7 @@ def test_shipped_offloading_configuration_trains_on_two_processes(name: str, run
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", TILED)
-def test_tiled_loss_trains_like_the_whole_one_under_zero_and_accumulation(name: str, runs: Any) -> None:
+def test_tiled_loss_trains_like_untiled_loss_under_zero_and_accumulation(name: str, runs: Any) -> None:
     whole, tiled = (runs[f"{name}, {tiles}"][0]["losses"] for tiles in (1, 3))
     assert tiled == pytest.approx(whole, rel=1e-4)  # kernels of other shapes round differently
     assert whole[-1] < whole[0] - 0.1, "a scaled gradient would show"
@@ -168,7 +168,7 @@ def test_tiled_loss_trains_like_the_whole_one_under_zero_and_accumulation(name: 
 
 @pytest.mark.parametrize("mixture", [False, True])
 @pytest.mark.parametrize("with_memplug", [False, True])
-def test_tiled_loss_has_the_gradients_of_the_whole_one(mixture: bool, with_memplug: bool) -> None:
+def test_tiled_loss_has_the_gradients_of_the_untiled_loss(mixture: bool, with_memplug: bool) -> None:
     def gradients(tiles: int) -> tuple[torch.Tensor, list[torch.Tensor], bool]:
         torch.manual_seed(0)
         made = (
@@ -194,7 +194,7 @@ def test_tiled_loss_has_the_gradients_of_the_whole_one(mixture: bool, with_mempl
 
 
 class Memory(TorchDispatchMode):
-    """Counts the most bytes that tensors made within hold at once."""
+    """Measures the peak bytes of the tensors that are made while the mode is active."""
 
     live_bytes = peak_bytes = 0
 
@@ -251,7 +251,7 @@ def test_folder_tokenizer_separates_texts_and_keeps_ids_beyond_int16(tmp_path: P
 
 
 @pytest.mark.parametrize("line", ["no json", '["text"]', '{"words": "a"}', '{"text": 3}'])
-def test_line_without_text_is_refused_with_its_number(line: str, tmp_path: Path) -> None:
+def test_json_line_without_text_is_refused_with_its_line_number(line: str, tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text(f'{{"text": "a"}}\n{line}\n')
     with pytest.raises(ValueError, match="line 2"):
         text.load_tokens(tmp_path / "text.jsonl", text.ByteTokenizer())

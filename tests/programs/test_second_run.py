@@ -22,7 +22,7 @@ __all__ = ["folder", "kept"]
 
 
 @pytest.mark.device
-def test_second_run_is_planned_and_served_from_its_first_step(kept: tuple[Path, Run], folder: Path) -> None:
+def test_second_run_has_plan_and_arena_from_its_first_step(kept: tuple[Path, Run], folder: Path) -> None:
     content = only_plan(folder).read_bytes()
     second = train(folder)
     assert second.is_second() and second.losses == kept[1].losses
@@ -52,14 +52,14 @@ def test_mixture_resumes_from_its_plan(tmp_path: Path) -> None:
     assert min(second.shares) > 0.9, "routing differs in each step"
 
 
-def test_persistent_gradients_resume_from_their_plan(tmp_path: Path) -> None:
+def test_run_with_persistent_gradients_resumes_from_its_plan(tmp_path: Path) -> None:
     first, second = (train(tmp_path, keeps_gradients=True) for _ in range(2))
     assert plan_file.load(only_plan(tmp_path)).training.gradients_stay
     assert second.is_second() and second.losses == first.losses
     assert min(second.shares) == 1.0
 
 
-def test_arena_alone_resumes_from_its_plan(tmp_path: Path) -> None:
+def test_run_with_only_the_arena_resumes_from_its_plan(tmp_path: Path) -> None:
     block = {"tokenwise": {"enabled": False}}
     first, second = (train(tmp_path, block=block) for _ in range(2))
     assert first.states[0] is not ArenaState.SERVING and set(second.states) == {ArenaState.SERVING}
@@ -67,7 +67,7 @@ def test_arena_alone_resumes_from_its_plan(tmp_path: Path) -> None:
     assert second.losses == first.losses and min(second.shares) == 1.0
 
 
-def test_decisions_alone_resume_from_their_plan(tmp_path: Path) -> None:
+def test_run_without_the_arena_resumes_from_its_plan(tmp_path: Path) -> None:
     block = {"arena": {"enabled": False}}
     first, second = (train(tmp_path, block=block) for _ in range(2))
     assert first.stages[0] is Stage.WARM_UP and set(second.stages) == {second.before[0]} == {Stage.STABLE}
@@ -75,7 +75,7 @@ def test_decisions_alone_resume_from_their_plan(tmp_path: Path) -> None:
     assert second.losses == first.losses
 
 
-def test_run_that_ends_before_it_has_addresses_leaves_its_decisions(tmp_path: Path) -> None:
+def test_run_that_ends_before_it_has_addresses_keeps_its_decisions_on_disk(tmp_path: Path) -> None:
     first = train(tmp_path, steps=4)
     assert first.stages[-1] is Stage.STABLE and ArenaState.SERVING not in first.states
     second, third = train(tmp_path), train(tmp_path)
@@ -106,19 +106,19 @@ def test_part_of_unknown_technique_is_kept_and_logged(
     assert "has parts that no technique here reads: later" in caplog.text
 
 
-def test_unknown_part_outlasts_new_addresses_but_not_new_decisions(tmp_path: Path) -> None:
+def test_unknown_part_survives_new_addresses_but_not_new_decisions(tmp_path: Path) -> None:
     train(tmp_path, steps=4)  # decisions only
     part = with_unknown_part(only_plan(tmp_path))
     train(tmp_path)
     plan = plan_file.load(only_plan(tmp_path))
     assert sorted(plan.parts) == ["arena", "later", "tokenwise"] and plan.parts["later"] == part
     plan_file.save(replace(plan, fingerprint=replace(plan.fingerprint, device="other")), only_plan(tmp_path))
-    train(tmp_path)  # runs like a first run
+    train(tmp_path)  # plans anew, like a first run
     assert sorted(plan_file.load(only_plan(tmp_path)).parts) == ["arena", "tokenwise"]
 
 
 def test_second_run_knows_every_program_of_the_first(tmp_path: Path) -> None:
-    """Change lengths for good halfway."""
+    # halfway, the sequence length changes for good
     halves = {"length": lambda step: 16 if step < 14 else 24, "steps": 28}
     first, second = (train(tmp_path, **halves) for _ in range(2))
     assert first.report["replans"] == first.report["arena_plans"] == 2 and len(list(tmp_path.glob("*.json"))) == 2

@@ -29,7 +29,7 @@ def wider() -> nn.Module:
 
 
 def change(file: Path, **fields: Any) -> None:
-    """Make a plan look like another job's, in the place where this job looks for its own."""
+    """Make the plan in this job's own file look like that of another job."""
     plan = plan_file.load(file)
     plan_file.save(replace(plan, fingerprint=replace(plan.fingerprint, **fields)), file)
 
@@ -109,7 +109,7 @@ def test_invalid_plan_is_refused_with_the_reason(
         ({"block": {"profiler": {"warmup_steps": 1, "policy_steps": 0, "length_tolerance": 0.1}}}, '"memplug" block'),
     ],
 )
-def test_other_job_begins_as_a_first_run_and_says_how_it_differs(
+def test_run_of_another_job_plans_anew_and_logs_how_the_job_differs(
     other: dict[str, Any], reason: str, folder: Path
 ) -> None:
     run = train(folder, **other)
@@ -118,7 +118,9 @@ def test_other_job_begins_as_a_first_run_and_says_how_it_differs(
 
 
 @pytest.mark.parametrize("other", [{"batch": 4}, {"batch": 1}, {"micro_batches": 2}, {"length": lambda step: 24}])
-def test_other_inputs_are_detected_in_the_first_step(other: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+def test_inputs_unlike_the_plans_are_detected_in_the_first_step(
+    other: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
     run, first = train(folder, **other), train(tmp_path / "new", **other)
     assert run.losses == first.losses and run.stages == first.stages
     assert run.report["replans"] == run.report["arena_plans"] == 1
@@ -127,7 +129,7 @@ def test_other_inputs_are_detected_in_the_first_step(other: dict[str, Any], fold
     assert train(folder, **other).is_second(), "its own plan is the latest"
 
 
-def test_slightly_different_inputs_use_the_plan_from_the_second_step(
+def test_run_with_slightly_different_inputs_uses_plan_from_second_step(
     folder: Path, kept: tuple[Path, Run], caplog: pytest.LogCaptureFixture
 ) -> None:
     loose = {"profiler": {**SMALL["profiler"], "length_tolerance": 0.5}}
@@ -141,7 +143,7 @@ def test_slightly_different_inputs_use_the_plan_from_the_second_step(
     assert run.report["offloaded_bytes"] > kept[1].report["offloaded_bytes"] // 2
 
 
-def test_batch_size_that_changes_back_finds_its_plan(folder: Path) -> None:
+def test_run_with_an_earlier_batch_size_finds_its_kept_plan(folder: Path) -> None:
     train(folder, batch=4)
     back = train(folder)
     assert back.stages[0] is Stage.STABLE and back.report["replans"] == back.report["arena_plans"] == 0

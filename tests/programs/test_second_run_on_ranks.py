@@ -1,4 +1,4 @@
-"""Ranks resume from their plans together, or all begin as a first run."""
+"""Ranks resume from their plans together, or all plan anew."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ranks_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.distributed
 def test_ranks_of_every_zero_stage_resume_together(tmp_path: Path) -> None:
-    """Start each run in new processes."""
+    # each run starts in new processes
     block = {"enabled": True, **SMALL}
     cases = {
         str(stage): {
@@ -47,7 +47,7 @@ def test_ranks_of_every_zero_stage_resume_together(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_all_ranks_begin_as_a_first_run_if_one_has_no_plan(tmp_path: Path) -> None:
+def test_all_ranks_plan_anew_if_one_rank_has_no_plan(tmp_path: Path) -> None:
     case = {"stage": 1, "memplug": {"enabled": True, **SMALL, "plan_dir": str(tmp_path / "plans")}}
     case["lengths"] = [[12] * 10] * 2
     launch_forked(["tests.support.training_worker", tmp_path, json.dumps({"first": case})], module=True)

@@ -1,6 +1,6 @@
-"""Parameters that DistributedDataParallel reduces or FSDP2 shards, and torch's context parallelism.
+"""DistributedDataParallel, FSDP2 and torch's context parallelism train as without memplug.
 
-FSDP2 has one unit per layer. In context parallelism, parts of sequences go from rank to rank inside of attention.
+FSDP2 shards layer by layer. In context parallelism, attention passes parts of sequences from rank to rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.support.sharded_worker import RINGS, SHORT_RANK
 
 
 @pytest.mark.long
-def test_ddp_and_fsdp2_numbers_equal_those_without_memplug(tmp_path: Path) -> None:
+def test_ddp_and_fsdp2_train_as_without_memplug(tmp_path: Path) -> None:
     launch_forked(["tests.support.sharded_worker", tmp_path], module=True)
     for rank in (0, 1):
         results = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -28,10 +28,10 @@ def test_ddp_and_fsdp2_numbers_equal_those_without_memplug(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_ring_attention_numbers_equal_those_without_memplug(
+def test_ring_attention_trains_as_without_memplug(
     tmp_path: Path,
 ) -> None:
-    """Include an unbalanced ring, whose ranks run different operators, and a rank without host memory."""
+    # the ranks of the unbalanced ring run different operators; in the case "short", one rank has no host memory
     launch_forked(["tests.support.sharded_worker", tmp_path, "RING"], module=True, processes=4)
     for rank in range(4):
         results = json.loads((tmp_path / f"{rank}.json").read_text())

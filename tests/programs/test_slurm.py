@@ -13,7 +13,7 @@ from tests.support.folders import ROOT
 
 @pytest.mark.parametrize("recipe", ["llama2", "megatron"])
 def test_slurm_job_starts_the_recipe_on_all_machines(recipe: str, tmp_path: Path) -> None:
-    """Replace Slurm's commands by stand-ins, and copy the script to another folder, as Slurm does."""
+    # stand-ins replace Slurm's commands; like Slurm, the test copies the script to another folder
     script, copy = ROOT / "launch" / f"{recipe}_slurm.sh", tmp_path / "slurm_script"
     copy.write_bytes(script.read_bytes())
     for name, body in {

@@ -57,7 +57,7 @@ def test_losses_and_gradients_of_two_ranks_equal_those_without_memplug(layout: s
 def test_ranks_with_different_plans_do_not_recompute_communicating_units(
     tmp_path: Any,
 ) -> None:
-    """Give each rank a plan of its own, under which units that communicate never run again."""
+    # each rank has a plan of its own, so units that communicate must not run again
     check({**LAYOUTS["tensor and sequence"], "steps": 12}, ("auto, short",), tmp_path, 2)
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's Ulysses on four processes, two of which share each sequence, under ZeRO 3.
+"""DeepSpeed's Ulysses on four processes under ZeRO 3; each pair of processes shares its sequences.
 
 With memplug all numbers are those without it.
 """
@@ -46,8 +46,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", ["0.0", "1.0", "auto", "auto, short"])
 @pytest.mark.parametrize("model", ["ulysses", "alst"])
-def test_numbers_of_four_ranks_equal_those_without_memplug(model: str, case: str, ranks: list[dict[str, Any]]) -> None:
-    """Include a rank that runs short of host memory: it must not launch an exchange that the others do not."""
+def test_losses_and_weights_of_four_ranks_equal_those_without_memplug(
+    model: str, case: str, ranks: list[dict[str, Any]]
+) -> None:
+    # the rank that runs short of host memory must not launch an exchange that the others do not launch
     for rank, results in enumerate(ranks):
         plain, ours = results[f"{model}: plain"], results[f"{model}: {case}"]
         if case in ("0.0", "1.0"):

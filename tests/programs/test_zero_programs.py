@@ -1,6 +1,6 @@
-"""Under DeepSpeed a plan changes ZeRO's work around regions, but no program.
+"""Under DeepSpeed, a plan changes ZeRO's work around regions, but not the program.
 
-Under any plan and on any number of ranks, each step runs the model's own operators.
+Each step runs the same operators of the model under any plan, and on any number of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REST = [(0, 2), (1, 64), (2, 4096), (3, 2), (3, 4096)]
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [*SOME, *(pytest.param(*pair, marks=pytest.mark.long) for pair in REST)])
-def test_step_after_a_plan_is_the_same_program(stage: int, ranks: int, tmp_path: Path) -> None:
+def test_putting_a_plan_into_force_does_not_change_the_program(stage: int, ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     kinds = KINDS if ranks < 64 else ("kept", "mixed")
     launch_forked([WORKER, tmp_path, str(stage), str(ranks), *kinds], processes=1, module=True)

@@ -1,4 +1,4 @@
-"""The log of ballots is the same on all ranks, however late they are; ranks are threads with one store here."""
+"""The log of ballots is the same on all ranks, however late they vote. Here, ranks are threads that share one store."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_all_ranks_get_the_same_verdict_from_all_votes(make: Callable[[Path], di
 
     def act(index: int) -> Any:
         found = []
-        for begin in range(0, 100, 20):  # several at once
+        for begin in range(0, 100, 20):  # 20 ballots at once
             waiting = [logs[index].cast((index, number), list, 20.0) for number in range(begin, begin + 20)]
             found += [verdict() for verdict in waiting]
         return found
@@ -83,7 +83,7 @@ def test_store_keeps_few_keys_of_old_ballots() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_late_vote_counts_on_all_ranks_or_on_none(seed: int) -> None:
-    """Stop waiting on one rank at about the time at which the last one votes."""
+    # the first rank stops waiting at about the time at which the last rank votes
     random_s = random.Random(seed).uniform
     limit_s = 0.05
     for _ in range(8):
@@ -137,7 +137,7 @@ def test_expired_wait_names_all_missing_ranks(
         log.close()
 
 
-def test_parting_rank_ends_later_ballots_at_once() -> None:
+def test_rank_without_more_batches_ends_later_ballots_at_once() -> None:
     logs = [Ballots(each) for each in voters(dist.HashStore())]
     before = [log.cast(1, min, 20.0) for log in logs]
     logs[1].part()
@@ -171,7 +171,7 @@ def test_rejoined_ranks_vote_again() -> None:
 
 
 def test_verdict_unreadable_on_one_rank_may_still_count_on_another() -> None:
-    """Close the store after one rank has read the verdict, and before another one has."""
+    # the store closes after one rank has read the verdict, and before the other has
     first, second = voters(dist.HashStore(), [0, 1])
 
     class Cut:
@@ -193,7 +193,7 @@ def test_verdict_unreadable_on_one_rank_may_still_count_on_another() -> None:
     logs[0].close()
 
 
-def test_unreferenced_ballots_end_their_thread() -> None:
+def test_garbage_collected_ballots_end_their_threads() -> None:
     before = threading.active_count()
     logs = [Ballots(each) for each in voters(dist.HashStore())]
     assert threading.active_count() == before + 3

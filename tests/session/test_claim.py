@@ -82,7 +82,7 @@ def test_other_model_gets_recorder_and_arena_after_the_first_detaches() -> None:
 
 
 def test_dropped_session_frees_recorder_and_arena_for_the_next() -> None:
-    gc.collect()  # frees objects of earlier tests; DeepSpeed keeps parts of its engines
+    gc.collect()  # frees objects of earlier tests: DeepSpeed keeps parts of its engines alive
     before = reserved_bytes()
     model = Stack(2)
     session = memplug.attach(model, BLOCK)
@@ -100,7 +100,7 @@ def test_dropped_session_frees_recorder_and_arena_for_the_next() -> None:
 
 
 @pytest.mark.parametrize("section", ["arena", "profiler"])
-def test_section_disabled_by_the_block_is_named_as_the_reason(section: str) -> None:
+def test_report_gives_the_block_as_the_reason_for_a_disabled_section(section: str) -> None:
     model = Stack(2)
     with memplug.attach(model, {**BLOCK, section: {"enabled": False}}) as session:
         train(model, session, 3)
@@ -122,10 +122,10 @@ def test_report_says_why_operators_are_not_compared(fields: dict[str, Any], reas
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_engine_without_optimizer_is_left_alone_beside_a_training_one(
+def test_engine_without_optimizer_stays_unattached_beside_a_training_one(
     cpu_engine: None, stage: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Use a reference or teacher model, such as TRL's DPO has."""
+    # such as a teacher model, or the reference model of TRL's DPO
     import deepspeed
 
     config = ds_config(stage, block())
@@ -158,7 +158,7 @@ def test_engine_without_optimizer_is_left_alone_beside_a_training_one(
 
 
 def test_engine_without_optimizer_can_be_attached_explicitly(cpu_engine: None) -> None:
-    """Attach to an engine that may be trained with the user's own optimizer."""
+    # the user may train such an engine with an optimizer of their own
     import deepspeed
 
     config = {key: value for key, value in ds_config(3).items() if key != "optimizer"}

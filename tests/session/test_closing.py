@@ -1,4 +1,4 @@
-"""The last line of a session says what it did, or why it did nothing, at detaching or as the process ends."""
+"""A session's last line, at detach or as the process ends, says what the session did or why it did nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUICK = {"profiler": {"warmup_steps": 0, "policy_steps": 0}}
 
 
 def last_line(caplog: pytest.LogCaptureFixture, steps: int, forwards: int = 1, **fields: Any) -> str:
-    """Return the last line of a session of so many steps, with so many forwards each, after detaching."""
+    """Run `steps` steps of `forwards` forwards each, detach, and return the session's last line."""
     model = Stack(3)
     with caplog.at_level(logging.INFO, "memplug"):
         with memplug.attach(model, {**block(regions=LAYERS), **QUICK, **fields}) as session:
@@ -62,7 +62,6 @@ def test_last_line_of_an_unplanned_run_gives_the_reason(
 
 @pytest.mark.parametrize("is_marked", [False, True])
 def test_last_line_suggests_session_step_only_if_no_hook_marks_steps(is_marked: bool) -> None:
-    """Name no call to make if a hook marks the end of steps."""
     model = Stack(2)
     with pytest.raises(ZeroDivisionError), memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
         session._attached.steps_are_marked = is_marked
@@ -73,7 +72,7 @@ def test_last_line_suggests_session_step_only_if_no_hook_marks_steps(is_marked: 
     assert ("session.step()" in said) is not is_marked
 
 
-def test_last_line_with_numeric_alpha_reports_no_missing_plan(
+def test_last_line_does_not_mention_plans_if_alpha_is_a_number(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     line = last_line(caplog, 4, arena={"enabled": False}, tokenwise={"alpha": 0.5, "regions": LAYERS})
@@ -122,7 +121,7 @@ GONE = "del session, model; import gc; gc.collect()"
     "end", ["", *(pytest.param(end, marks=pytest.mark.long) for end in ("session.detach()", GONE))]
 )
 def test_attached_session_logs_its_last_line_as_the_process_ends(end: str, tmp_path: Path) -> None:
-    """Log the line on the first rank, and once."""
+    # only the first rank logs the line, once
     config = {**block(regions=LAYERS), "arena": {"enabled": False}, "profiler": {"enabled": False}, "plan_dir": False}
     (tmp_path / "script.py").write_text(SCRIPT.format(block=config, end=end))
     output = launch_forked([tmp_path / "script.py"])

@@ -22,7 +22,7 @@ class Part:
 
 
 class Numbers(Technique[Part]):
-    """Proposes numbers, each one step after the first request."""
+    """Proposes numbers as parts, if the session passes a trace."""
 
     def __init__(self, name: str, log: list[str]):
         self.name, self.log = name, log
@@ -83,7 +83,7 @@ def plan(**parts: int) -> MemoryPlan:
 TRACE: Any = object()
 
 
-def test_nothing_is_proposed_until_the_program_outlasts_warm_up(said: list[str]) -> None:
+def test_techniques_propose_nothing_until_the_program_outlasts_warm_up(said: list[str]) -> None:
     followers, _ = following(said, "a", warmup_steps=2)
     for key in (None, None, None, "one", "one"):
         followers.end_step(key, TRACE)
@@ -95,7 +95,7 @@ def test_nothing_is_proposed_until_the_program_outlasts_warm_up(said: list[str])
 def test_returning_program_gets_its_part_back_without_a_new_proposal(said: list[str]) -> None:
     followers, _ = following(said, "a")
     for key in ("one", "one", "two", "two"):
-        followers.end_step(key, TRACE)  # a trace of the step before does not count for a new program
+        followers.end_step(key, TRACE)  # a trace of the previous step does not count for a new program
     assert said == ["a proposes 1", "a has 1", "a has none", "a proposes 2", "a has 2"]
     said.clear()
     for key in ("one", "two"):
@@ -103,7 +103,7 @@ def test_returning_program_gets_its_part_back_without_a_new_proposal(said: list[
     assert said == ["a has 1", "a has 2"]
 
 
-def test_next_technique_waits_for_the_earlier_part_and_replans_on_change(said: list[str]) -> None:
+def test_technique_waits_for_earlier_parts_and_replans_when_they_change(said: list[str]) -> None:
     followers, (a, _) = following(said, "a", "b")
     followers.end_step("one", None)
     assert said == [], "a has proposed nothing yet, so b is not asked"
@@ -176,7 +176,7 @@ def test_unexpected_inputs_withdraw_parts_until_the_program_is_confirmed(said: l
     assert said[2:] == ["a has 5", "b has 6"]
 
 
-def test_only_the_latest_parts_are_remembered(said: list[str]) -> None:
+def test_only_the_parts_of_the_latest_programs_are_remembered(said: list[str]) -> None:
     followers, _ = following(said, "a")
     for key in range(MOST_PARTS + 1):
         followers.end_step(key, None)
@@ -188,7 +188,7 @@ def test_only_the_latest_parts_are_remembered(said: list[str]) -> None:
     assert said[1:] == ["a has none"], "forgotten"
 
 
-def test_closed_techniques_are_withdrawn_and_never_asked_again(said: list[str]) -> None:
+def test_closing_withdraws_all_parts_and_ends_all_proposals(said: list[str]) -> None:
     followers, (a,) = following(said, "a")
     followers.end_step("one", None)
     followers.end_step("one", TRACE)

@@ -1,4 +1,4 @@
-"""A training loop that never calls `session.step()` gets one warning with the line to add; others get none."""
+"""A training loop that never calls `session.step()` gets one warning with the line to add; other loops get none."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_missing_session_step_warns_once_after_three_optimizer_steps(
     assert caplog.text.count(LINE) == 1 and "stepped 3 times" in caplog.text
 
 
-def test_marked_steps_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+def test_training_with_marked_steps_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     model = Stack(2)
     with caplog.at_level(logging.WARNING, "memplug"):
         with memplug.attach(model, block(regions=LAYERS)) as session:
@@ -44,7 +44,7 @@ def test_marked_steps_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_optimizer_steps_of_another_model_are_not_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """Train a critic for a while before the generator."""
+    # such as the steps of a critic that trains for a while before the generator
     generator, critic = Stack(2), Stack(2)
     with caplog.at_level(logging.WARNING, "memplug"), memplug.attach(generator, block(regions=LAYERS)):
         generator(torch.randn(2, 6, 16)).backward()

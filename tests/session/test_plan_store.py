@@ -21,7 +21,7 @@ WORLD_SIZE = 3
 
 
 class OtherRanks:
-    """Stand-in for `Ranks`: the other ranks answer a `gather` with given answers, or do not exist (`are_made_up`)."""
+    """Stand-in for `Ranks`: other ranks answer a `gather` with `answers`, or do not exist (`are_made_up`)."""
 
     def __init__(self, are_made_up: bool = False, answers: list[Any] | None = None):
         self.are_made_up = are_made_up
@@ -47,7 +47,7 @@ def keep(store: PlanStore, plan: MemoryPlan) -> None:
 
 
 @pytest.mark.parametrize("are_made_up", [True, False])
-def test_estimate_keeps_a_plan_for_every_rank_and_a_run_for_its_own(are_made_up: bool, tmp_path: Path) -> None:
+def test_estimate_keeps_plans_for_all_ranks_and_a_run_only_for_its_rank(are_made_up: bool, tmp_path: Path) -> None:
     keep(store(tmp_path, 0, OtherRanks(are_made_up)), plan("run"))
     files = sorted(tmp_path.glob("*.json"))
     assert len(files) == (WORLD_SIZE if are_made_up else 1)
@@ -55,7 +55,7 @@ def test_estimate_keeps_a_plan_for_every_rank_and_a_run_for_its_own(are_made_up:
     assert all(file.samefile(files[0]) for file in files)
 
 
-def test_rank_replaces_an_estimated_plan_for_itself_alone(tmp_path: Path) -> None:
+def test_rank_that_replaces_an_estimated_plan_leaves_other_ranks_plans(tmp_path: Path) -> None:
     keep(store(tmp_path, 0, OtherRanks(are_made_up=True)), plan("estimate"))
     keep(store(tmp_path, 1, OtherRanks()), plan("run", rank=1))
     files = sorted(tmp_path.glob("*.json"))

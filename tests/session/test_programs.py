@@ -40,7 +40,7 @@ def test_vote_names_every_program_that_the_step_resembles() -> None:
     assert [known.vote(step(length)) for length in (1020, 1000, 1085, 2000, 3000)] == [0b011, 0b011, 0b010, 0b100, 0]
 
 
-def test_current_program_wins_then_planned_ones_then_the_latest() -> None:
+def test_ranks_agree_on_the_current_then_a_planned_then_the_latest_program() -> None:
     known = remembered([1000, 1010, 1020, 1030])
     both = known.vote(step(1015))
     assert both == 0b1111
@@ -56,8 +56,8 @@ def test_current_program_wins_then_planned_ones_then_the_latest() -> None:
     assert known.agreed(0) is None
 
 
-def test_change_seen_by_one_rank_changes_the_program_on_all() -> None:
-    """Change only the second rank's step, for a while; the first rank's stays the same."""
+def test_program_change_on_one_rank_changes_the_program_on_all_ranks() -> None:
+    # for a while, only the second rank's step changes
     ranks = [remembered([1000]), remembered([1000])]
 
     def boundary(*lengths: int) -> int:
@@ -75,7 +75,7 @@ def test_change_seen_by_one_rank_changes_the_program_on_all() -> None:
     assert [len(rank) for rank in ranks] == [3, 3]
 
 
-def test_least_recently_current_program_is_replaced() -> None:
+def test_least_recently_used_program_is_replaced() -> None:
     known = remembered([100 * 2**i for i in range(MOST_PROGRAMS)])
     known.enter(find(known, 100))
     new = known.remember(step(3))
@@ -93,7 +93,7 @@ def test_current_program_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
         assert find(known, 200) is known.current and len(known) == 2
 
 
-def test_renewed_program_may_creep_but_later_drift_adds_up() -> None:
+def test_renewal_moves_a_programs_baseline_and_drift_counts_from_there() -> None:
     known = remembered([1000])
     for length in (1040, 1080, 1120):
         assert find(known, length) is known.current
@@ -126,7 +126,7 @@ def test_repeated_votes_compare_programs_only_after_a_change(monkeypatch: pytest
         st.lists(st.sampled_from([100, 103, 200, 206, 400, 800, 1600]), min_size=3, max_size=3), min_size=1, max_size=60
     )
 )
-def test_ranks_remember_forget_and_agree_alike(boundaries: list[list[int]]) -> None:
+def test_all_ranks_remember_and_forget_the_same_programs(boundaries: list[list[int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs_module, "MOST_PROGRAMS", 4)
         ranks = [Programs(0.05, 0.95) for _ in range(3)]

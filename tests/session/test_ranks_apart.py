@@ -1,4 +1,4 @@
-"""Real ranks that do not all train, or take fewer steps: none hangs, and losses equal those without memplug."""
+"""Real ranks, some of which do not train or take fewer steps: none hangs, and losses equal those without memplug."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.distributed
     ("processes", "alpha", "epochs", "late"),
     [(2, "auto", 2, False), (2, "1", 1, True), (3, "1", 2, False), (3, "auto", 1, True)],
 )
-def test_join_trains_unchanged_and_waits_for_no_rank(
+def test_training_in_torch_join_is_unchanged_and_waits_for_no_rank(
     processes: int, alpha: str, epochs: int, late: bool, tmp_path: Path
 ) -> None:
     ranks = run(tmp_path, processes, kind="join", epochs=epochs, block=BLOCKS[alpha], late=late, timeout_s=120)
@@ -35,7 +35,7 @@ def test_join_trains_unchanged_and_waits_for_no_rank(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_join_with_equal_batches_does_not_stop_votes(late: bool, tmp_path: Path) -> None:
+def test_torch_join_with_equal_batch_counts_does_not_end_the_votes(late: bool, tmp_path: Path) -> None:
     ranks = run(tmp_path, 2, kind="join", epochs=3, even=True, late=late)
     for rank in ranks:
         assert_equal(rank)
@@ -66,7 +66,7 @@ def test_late_rank_trains_on_with_the_same_decisions_as_the_others(step: int, tm
 
 
 @pytest.mark.parametrize("step", [1, 7], ids=["in warm-up", "in stable"])
-def test_dead_rank_delays_the_others_at_most_until_the_limit(step: int, tmp_path: Path) -> None:
+def test_dead_rank_delays_other_ranks_at_most_by_the_time_limit(step: int, tmp_path: Path) -> None:
     *alive, dead = run(tmp_path, 3, kind="dies", step=step, limit_s=LIMIT_S)
     assert not dead
     for rank in alive:
@@ -78,7 +78,7 @@ def test_dead_rank_delays_the_others_at_most_until_the_limit(step: int, tmp_path
 
 @pytest.mark.long
 @pytest.mark.parametrize("step", [1, 7], ids=["in warm-up", "in stable"])
-def test_ranks_without_a_store_continue_with_the_last_decisions(step: int, tmp_path: Path) -> None:
+def test_ranks_that_lose_the_store_continue_with_the_last_decisions(step: int, tmp_path: Path) -> None:
     ranks = run(tmp_path, 2, kind="storeless", step=step, talks=False)
     for rank in ranks:
         assert rank["error"] is None and len(rank["losses"]) == BATCHES and rank["together"] == 2
@@ -89,15 +89,15 @@ def test_ranks_without_a_store_continue_with_the_last_decisions(step: int, tmp_p
 
 @pytest.mark.long
 @pytest.mark.parametrize("step", [1, 7], ids=["in warm-up", "in stable"])
-def test_ranks_without_a_store_stop_if_their_layers_communicate(step: int, tmp_path: Path) -> None:
-    """Stop all ranks: collectives depend on the plan, so no rank may act on a later plan than another."""
+def test_ranks_that_lose_the_store_stop_if_their_layers_communicate(step: int, tmp_path: Path) -> None:
+    # collectives depend on the plan, so no rank may act on a later plan than another
     for rank in run(tmp_path, 2, kind="storeless", step=step, talks=True):
         assert "torch's store is gone" in rank["error"] and "from its last checkpoint" in rank["error"]
         assert len(rank["losses"]) <= step + 1 and rank["together"] == 2
 
 
 @pytest.mark.long
-def test_detached_rank_is_not_waited_for_and_ranks_can_attach_again(tmp_path: Path) -> None:
+def test_no_rank_waits_for_a_detached_one_and_ranks_can_attach_again(tmp_path: Path) -> None:
     began = time.monotonic()
     ranks = run(tmp_path, 3, kind="leaves", timeout_s=100)
     assert time.monotonic() - began < 40
@@ -128,7 +128,7 @@ def test_ranks_in_separate_groups_do_not_wait_for_each_other(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_attaching_alone_names_the_missing_ranks_and_times_out(tmp_path: Path) -> None:
+def test_attach_by_one_rank_times_out_and_names_the_missing_ranks(tmp_path: Path) -> None:
     ranks = run(tmp_path, 3, kind="alone", after_s=6, timeout_s=3, patience_s=0.5)
     for rank in ranks:
         assert "ranks 1 and 2 did not attach in 3 s" in rank["error"] and "group=group" in rank["error"]

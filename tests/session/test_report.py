@@ -40,7 +40,7 @@ def absent(why: str) -> Report:
 
 
 @pytest.mark.parametrize("kind", [Report, *(type(each) for each in absent("").techniques.values())])
-def test_every_field_is_documented(kind: type[Any]) -> None:
+def test_every_report_field_is_documented(kind: type[Any]) -> None:
     text = " ".join(each.__doc__ for each in kind.__mro__ if each.__module__.startswith("memplug"))
     documented = {
         name
@@ -50,7 +50,7 @@ def test_every_field_is_documented(kind: type[Any]) -> None:
     assert {each.name for each in fields(kind)} <= documented
 
 
-def test_technique_report_reaches_dict_note_and_line_without_session_code() -> None:
+def test_new_techniques_report_appears_in_dict_monitor_note_and_log() -> None:
     report = Report(stage="stable", steps=3, techniques={"toy": ToyReport(state="playing", calls=7)})
     assert report.toy.calls == 7
     assert {"toy": "playing", "toy_calls": 7, "steps": 3}.items() <= report.as_dict().items()
@@ -61,7 +61,7 @@ def test_technique_report_reaches_dict_note_and_line_without_session_code() -> N
     assert closing.line(session) == "after 3 steps; 7 calls of toys"
 
 
-def test_names_are_unique_in_the_flat_dict() -> None:
+def test_field_names_are_unique_in_the_flat_dict() -> None:
     report = absent("")
     assert len(report.as_dict()) == len(fields(Report)) - 1 + sum(
         len(fields(each)) for each in report.techniques.values()
@@ -96,7 +96,7 @@ def test_unknown_technique_name_raises_attribute_error() -> None:
         _ = absent("").areena
 
 
-def test_techniques_wait_until_the_model_trains() -> None:
+def test_report_says_that_techniques_wait_until_the_model_trains() -> None:
     with memplug.attach(Stack(1), {**block(regions=LAYERS), "swap": {"enabled": False}}) as session:
         report = session.report()
         assert report.arena.state == "waiting" and report.arena.off_because is None

@@ -1,4 +1,4 @@
-"""A technique is a room: without it the others train, and a block that enables it is refused."""
+"""Training works without the room of any one technique; a block that enables that technique is refused."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ IN_FORCE = {"swap": "fits", "arena": "serving"}
 
 @pytest.fixture(params=["native", pytest.param("", marks=pytest.mark.long)], ids=["C++ stays", "nothing stays"])
 def left(request: pytest.FixtureRequest) -> str:
-    """Return the folder that remains of a room; without its C++ the core is built anew, which takes minutes."""
+    """Return the folder that stays when a room is removed; if none stays, the core is rebuilt, which takes minutes."""
     return request.param
 
 
@@ -76,7 +76,7 @@ def trained_without(name: str, left: str, folder: Path, block: dict[str, Any]) -
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [technique.name for technique in FOLLOWING])
-def test_removing_a_technique_leaves_the_others_training(name: str, left: str, tmp_path: Path) -> None:
+def test_training_works_after_removal_of_one_techniques_room(name: str, left: str, tmp_path: Path) -> None:
     others = [technique.name for technique in FOLLOWING if technique.name != name]
     block = {name: {"enabled": False}, **{other: {"enabled": True} for other in others}}
     found = trained_without(name, left, tmp_path, {**BLOCK, **block})

@@ -1,4 +1,4 @@
-"""One attached model over its steps: its stages, which calls count as a step, and the basis of its plans."""
+"""One attached model over its steps: its stages, the calls that count as a step, and the steps that plans rest on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.device, pytest.mark.usefixtures("keeps_nothing")]
 
 
 @pytest.mark.cpu("the arena of another device is planned later")
-def test_auto_plans_and_logs_one_line_per_stage(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_alpha_makes_a_plan_and_logs_one_line_per_stage(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "memplug")
     model = tiny_llama()
     session = memplug.attach(model, block())
@@ -44,7 +44,7 @@ def test_only_the_first_rank_logs(caplog: pytest.LogCaptureFixture, monkeypatch:
 
 
 @pytest.mark.parametrize("alpha", [0, 0.25, 1])
-def test_numeric_alpha_is_stable_at_once_and_times_at_most_one_step(alpha: float) -> None:
+def test_session_with_numeric_alpha_starts_stable_and_times_at_most_1_step(alpha: float) -> None:
     model = tiny_llama()
     with memplug.attach(model, block(alpha=alpha)) as session:
         assert session.stage is Stage.STABLE
@@ -58,7 +58,7 @@ def test_numeric_alpha_is_stable_at_once_and_times_at_most_one_step(alpha: float
 
 
 def test_steps_without_forwards_postpone_the_plan() -> None:
-    """Attach long before training starts: the first steps run no forward."""
+    # as if attached long before training: the first steps run no forward
     model = Stack()
     reference = twin(model)
     with memplug.attach(model, block(regions=LAYERS)) as session:
@@ -77,7 +77,7 @@ def test_steps_without_forwards_postpone_the_plan() -> None:
 
 
 class Drops(Stack):
-    """A stack that leaves out the layers in `dropped`, as layer drop does."""
+    """A stack that skips the layers in `dropped`, as LayerDrop does."""
 
     dropped: frozenset[int] = frozenset()
 
@@ -108,7 +108,7 @@ def test_region_absent_from_the_observed_step_stays_at_the_safest_setting() -> N
 
 
 class Fickle(Block):
-    """A block that runs other operators if `odd`."""
+    """A layer that runs other operators if `odd` is set."""
 
     odd = False
 
@@ -118,7 +118,7 @@ class Fickle(Block):
         return super().forward(x, scale)
 
 
-def test_gradients_hold_if_a_region_runs_other_operators_every_step() -> None:
+def test_gradients_are_correct_if_a_regions_operators_change_every_step() -> None:
     model = Stack(4, Fickle)
     reference = twin(model)
     with memplug.attach(model, block(regions=LAYERS)) as session:
@@ -133,7 +133,7 @@ def test_gradients_hold_if_a_region_runs_other_operators_every_step() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0, 1, "auto"])
-def test_host_budget_without_space_is_kept_with_correct_gradients(alpha: Any) -> None:
+def test_tiny_host_budget_is_respected_and_gradients_are_correct(alpha: Any) -> None:
     model = Stack()
     reference = twin(model)
     config = {**block(alpha=alpha, regions=LAYERS), "host_budget_gib": 1e-6}
@@ -154,7 +154,7 @@ def test_host_budget_without_space_is_kept_with_correct_gradients(alpha: Any) ->
 def test_processes_of_a_machine_share_its_host_memory(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, processes: int
 ) -> None:
-    """Read the process count from torchrun's variable or from that of DeepSpeed's launcher."""
+    # torchrun and DeepSpeed's launcher each set a variable with the number of processes
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.delenv("LOCAL_SIZE", raising=False)
     monkeypatch.setattr("memplug.device.device.host_available_bytes", lambda: 80 << 30)
@@ -165,7 +165,7 @@ def test_processes_of_a_machine_share_its_host_memory(
 
 
 @pytest.mark.cpu("its engine is on the CPU")
-def test_gradient_accumulation_counts_optimizer_steps(cpu_engine: None) -> None:
+def test_session_counts_optimizer_steps_under_gradient_accumulation(cpu_engine: None) -> None:
     config = ds_config(1, gradient_accumulation_steps=3)
     expected = train_engine(make_engine(config), 4)
     memplug.install()
@@ -181,7 +181,7 @@ def test_gradient_accumulation_counts_optimizer_steps(cpu_engine: None) -> None:
 
 @pytest.mark.cpu("its engine is on the CPU")
 def test_caller_may_manage_gradient_accumulation(cpu_engine: None) -> None:
-    """Turn off `managed_gradient_accumulation`: DeepSpeed knows the boundary only while `step` runs."""
+    # without `managed_gradient_accumulation`, DeepSpeed knows the boundary only while `step` runs
     engine = make_engine(ds_config(1, block(), managed_gradient_accumulation=False))
     session = memplug.attach(engine)
     for seed in range(6):
@@ -194,7 +194,7 @@ def test_caller_may_manage_gradient_accumulation(cpu_engine: None) -> None:
 
 @pytest.mark.cpu("its engine is on the CPU")
 def test_steps_are_counted_with_plain_backward_calls(cpu_engine: None) -> None:
-    """Call plain backward: newer DeepSpeed needs no `engine.backward`."""
+    # newer DeepSpeed needs no `engine.backward`
     expected = train_engine(make_engine(ds_config(1)), 3)
     engine = make_engine(ds_config(1, block(alpha=1)))
     session = memplug.attach(engine)
@@ -212,7 +212,7 @@ def test_steps_are_counted_with_plain_backward_calls(cpu_engine: None) -> None:
 def test_class_defined_in_a_function_is_freed_with_its_model() -> None:
     def train() -> list[weakref.ref[Any]]:
         class Own(Layer):
-            """A class whose closure leads to the model."""
+            """A class whose closure refers to the model."""
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return x + self.out(self.inner(x).sigmoid()) * len(model.layers)
@@ -247,7 +247,7 @@ def test_pipeline_engine_marks_its_steps(cpu_engine: None) -> None:
     assert session.report().tokenwise.forwards == 4 * 2 * 3
 
 
-def test_two_forwards_before_one_backward_are_planned_as_in_flight() -> None:
+def test_plan_counts_both_forwards_in_flight_before_one_backward() -> None:
     model = Stack()
     reference = twin(model)
     x, y = torch.randn(2, 2, 6, 16)

@@ -1,4 +1,4 @@
-"""Recording steps of a session: by request, by the block, and what remains afterwards."""
+"""Recordings of a session's steps, on request or as the block says; afterwards nothing is left behind."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_recorded_step_accounts_for_every_byte_by_phase_and_layer(alpha: Any, tm
     assert_nothing_left(model)
 
 
-def test_planning_leaves_the_trace_of_the_observed_step() -> None:
+def test_session_trace_is_that_of_the_step_observed_for_planning() -> None:
     model = Stack(2)
     with memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
         assert session.trace is None
@@ -87,7 +87,7 @@ def test_planning_leaves_the_trace_of_the_observed_step() -> None:
 
 
 def test_recording_steps_does_not_change_the_program(tmp_path: Path) -> None:
-    """Record steps; hooks and callbacks of a recording are no part of the program."""
+    # hooks and callbacks of a recording do not belong to the program
     model = Stack(2)
     with memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
         for _ in range(3 * WATCHED_STEPS):
@@ -113,8 +113,8 @@ def test_operators_are_watched_every_step_until_stable_then_every_eighth() -> No
         assert seen[first:] == [s for s in range(first + 1, 5 * WATCHED_STEPS + 1) if (s - 1) % WATCHED_STEPS == 0]
 
 
-def test_fewer_gradients_are_noticed_in_an_unwatched_step() -> None:
-    """Freeze layers: they run the same forward, and only the number of autograd's nodes changes."""
+def test_unwatched_step_still_detects_that_layers_were_frozen() -> None:
+    # frozen layers run the same forward; only the number of autograd nodes changes
     model = Stack(3)
     with memplug.attach(model, {**block(regions=LAYERS), **QUICK}) as session:
         train(model, session, 10)
@@ -143,7 +143,7 @@ def test_timeline_without_planning_shows_the_third_step(tmp_path: Path) -> None:
     assert [file.name for file in folder.iterdir()] == ["step000003.npz"]
 
 
-def test_timeline_of_a_second_run_overwrites_none_of_the_first(
+def test_timeline_of_a_second_run_overwrites_no_file_of_the_first(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "traces"
@@ -185,10 +185,10 @@ def test_trace_of_an_engine_has_the_optimizer_phase(cpu_engine: None, tmp_path: 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-REFUSE = Recording.refuse  # a fixture turns refusals into errors
+REFUSE = Recording.refuse  # the original method: a fixture turns refusals into errors
 
 
-def test_training_goes_on_without_a_contradictory_recording(
+def test_training_continues_if_a_recording_contradicts_itself(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def contradict(self: Recorder, *args: Any) -> None:
@@ -219,7 +219,7 @@ def test_attaching_without_a_compiler_raises_and_changes_nothing(
 
     monkeypatch.setattr("memplug.native.load", refuse)
     for module in (executing, settings):
-        monkeypatch.setattr(module, "core", core.__wrapped__)  # not the cached one
+        monkeypatch.setattr(module, "core", core.__wrapped__)  # without its cache
     model = Stack(2)
     kinds = [type(module) for module in model.modules()]
     with pytest.raises(NativeError, match="no such compiler") as error:
@@ -244,7 +244,7 @@ def test_exception_in_a_recorded_step_leaves_nothing_behind(error: type[BaseExce
             train(model, session)
         handle.remove()
         session.record(tmp_path / "whole.npz")
-        train(model, session, 2)  # the first step ends the recording of the failed one
+        train(model, session, 2)  # the first of these steps ends the failed step's recording
         whole = load(tmp_path / "whole.npz")
         assert whole.replays_exactly() is True
         assert {p.micro_batch for p in whole.phases if p.kind is Pass.FORWARD} == {0, 1}

@@ -61,7 +61,7 @@ def test_plan_predicts_host_bytes_of_the_next_step() -> None:
 
 
 def test_planned_host_memory_is_registered_before_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Register memory, which takes long, before the step that needs it."""
+    # registering memory takes long, so it must not delay the step that needs the memory
     monkeypatch.setattr("memplug.device.host_pool.SMALLEST_SLAB_BYTES", 1)
     model = tiny_llama()
     with memplug.attach(model, block()) as session:
@@ -72,7 +72,7 @@ def test_planned_host_memory_is_registered_before_the_next_step(monkeypatch: pyt
         assert report.host_pool_bytes >= report.predicted_host_bytes > report.host_peak_bytes
 
 
-def test_step_time_is_the_median_between_steps() -> None:
+def test_reported_step_time_is_the_median_time_between_step_calls() -> None:
     with memplug.attach(tiny_llama(), block(alpha=0)) as session:
         for pause_s in (0.0, 0.02, 1.0, 0.02):
             time.sleep(pause_s)
@@ -103,7 +103,7 @@ def test_report_numbers_reach_deepspeeds_monitor(cpu_engine: None, tmp_path: Pat
 
 
 class RunsOut(nn.Module):
-    """A block that may run out of memory if `fails` is set: in its forward, or when it is recomputed."""
+    """A layer that can run out of memory if `fails` is set, in its forward or in its recompute pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class RunsOut(nn.Module):
 
 
 def run_out(model: nn.Module, fails_at: int) -> None:
-    """Make the second layer run out of memory at a call."""
+    """Make the second layer run out of memory at its call number `fails_at`."""
     model.layers[1].fails = True
     Failing.arm(fails_at, lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
 
@@ -243,7 +243,7 @@ def test_note_advises_to_lower_or_raise_the_device_budget_as_needed(
     assert f"    1. {advice}" in note and note.count("device_budget_gib") == 1
 
 
-def test_other_errors_get_no_note() -> None:
+def test_errors_other_than_out_of_memory_get_no_note() -> None:
     model = Stack()
     with memplug.attach(model, block(regions=LAYERS)), pytest.raises(RuntimeError) as error:
         model(torch.randn(2, 6, 15))

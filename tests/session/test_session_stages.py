@@ -42,18 +42,18 @@ def test_warm_up_takes_m_plus_one_steps_then_n_plans_are_tried(m: int, n: int, p
         assert run.session.report().replans == 1
 
 
-def test_each_plan_runs_for_one_step_and_one_of_them_stays(plans_by_alpha: None) -> None:
+def test_each_plan_runs_for_one_step_and_one_stays_in_force(plans_by_alpha: None) -> None:
     with led(policy_steps=4) as run:
         run.step(times=9)
         rows = [plan[0].rows for plan in run.plans]
-        whole_rows = [0.0, 0.0, 6 / 12, 3 / 12, 1.0, 1 / 12]  # of alpha 0.125, 1.5 of 12
+        whole_rows = [0.0, 0.0, 6 / 12, 3 / 12, 1.0, 1 / 12]  # alpha 0.125 asks for 1.5 of 12 rows, and gets 1
         assert [row / rows[4] for row in rows[:6]] == pytest.approx(whole_rows)
         assert [plan[0].plan is None for plan in run.plans[:3]] == [True, True, False]
         assert run.plans[6] in run.plans[2:6] and run.plans[6] == run.plans[7] == run.plans[8]
         assert run.session._attached.executor.on_timed is None
 
 
-def test_change_during_warm_up_restarts_the_count() -> None:
+def test_program_change_during_warm_up_restarts_the_count() -> None:
     with led(warmup_steps=2) as run:
         run.step(6, times=2)
         run.step(9, times=3)
@@ -108,7 +108,7 @@ def test_same_lengths_with_other_operators_are_another_program() -> None:
         assert run.session.report().replans == 2
 
 
-def test_without_operators_sizes_alone_decide() -> None:
+def test_input_sizes_tell_programs_apart_if_no_operators_are_watched() -> None:
     with led(enabled=False) as run:
         assert not any(run.recorder.watches)
         run.reach_stable(6)
@@ -122,7 +122,7 @@ def test_regions_run_at_the_safest_setting_between_a_change_and_its_plan() -> No
     with led(warmup_steps=3) as run:
         run.reach_stable(6)
         for region in run.session._attached.regions:
-            region.native.leave_out(0, "aten::mm")  # learnt from the first program
+            region.native.leave_out(0, "aten::mm")  # as if learnt from the first program
         run.step(9, times=2)
         assert run.session.stage is WARM_UP and is_safest(run.session)
         assert all(region.native.unneeded == {} for region in run.session._attached.regions)
@@ -130,7 +130,7 @@ def test_regions_run_at_the_safest_setting_between_a_change_and_its_plan() -> No
         run.step(9, exact=True)
 
 
-def test_change_during_trials_ends_the_search(plans_by_alpha: None) -> None:
+def test_program_change_while_plans_are_tried_ends_the_search(plans_by_alpha: None) -> None:
     with led(policy_steps=4) as run:
         run.step(6, times=2)
         assert run.session.stage is GEN_POLICY and not is_safest(run.session)
@@ -157,7 +157,7 @@ def test_known_program_ends_warm_up_and_search_at_once(steps_of_the_other: int, 
 
 
 def test_program_that_lasts_one_step_changes_nothing() -> None:
-    """Run a validation every few steps."""
+    # as if a validation ran every few steps
     with led(warmup_steps=2) as run:
         run.reach_stable(operators=ONE)
         plan = settings(run.session)
@@ -212,7 +212,7 @@ def test_rank_follows_a_change_that_only_another_rank_sees(monkeypatch: pytest.M
 
 
 def test_operators_between_steps_are_no_part_of_a_program() -> None:
-    """Include operators of planning, gathers and the monitor."""
+    # such as operators of planning, of gathers, and of a monitor
     with led() as run:
 
         def monitor(session: memplug.Session) -> None:
@@ -230,7 +230,7 @@ def test_recorder_stops_with_its_session() -> None:
     assert run.recorder.stopped
 
 
-def test_numeric_alpha_watches_no_operators() -> None:
+def test_session_with_numeric_alpha_watches_no_operators() -> None:
     model, recorder = Stack(2), Played()
     with played(recorder), memplug.attach(model, block(alpha=0.5, regions=LAYERS)) as session:
         session.step()
@@ -248,7 +248,7 @@ def logged(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[
     return lines
 
 
-def test_each_stage_is_logged_once_and_steps_are_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_stage_is_logged_once_and_steps_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "memplug")
     with led() as run:
         run.reach_stable(operators=ONE)
@@ -318,8 +318,8 @@ def test_endless_new_programs_between_known_ones_do_not_fill_the_log(caplog: pyt
         assert len(run.session.history) > 110 and levels.count(logging.INFO) < 40
 
 
-def test_differing_watched_step_costs_nothing_if_the_next_is_unwatched() -> None:
-    """Skip an optimizer step: nodes and bytes stay the same, so an unwatched step may be either program."""
+def test_different_watched_step_before_an_unwatched_one_changes_no_plan() -> None:
+    # as if an optimizer step is skipped: nodes and bytes stay the same, so an unwatched step fits either program
     with led(policy_steps=2) as run:
         run.reach_stable(operators=ONE)
         decisions = settings(run.session)
@@ -336,7 +336,7 @@ def test_differing_watched_step_costs_nothing_if_the_next_is_unwatched() -> None
 
 
 def turns(run: Led, steps: int, where: Stage) -> None:
-    """Run steps whose operators change as soon as a plan is tried, or is in force, as `where` says."""
+    """Run steps whose operators change while a plan runs in the stage `where`."""
     for _ in range(steps):
         planned = not is_safest(run.session) and run.session.stage is where
         run.step(operators=OTHER if planned else ONE)

@@ -1,4 +1,4 @@
-"""The table of stages: every pair of a stage and an event."""
+"""The table of stages has an entry for every pair of a stage and an event."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def test_each_event_leads_to_the_stage_of_algorithm_1(stage: Stage, event: StepO
         assert after(stage, event) is EXPECTED[stage, event]
 
 
-def test_table_has_no_other_entries() -> None:
+def test_stage_table_has_only_the_expected_entries() -> None:
     assert TABLE == EXPECTED
 
 
-def test_only_a_settled_program_is_planned_for() -> None:
+def test_gen_policy_begins_only_when_the_program_has_settled() -> None:
     assert [
         pair for pair, following in TABLE.items() if following is Stage.GEN_POLICY and pair[0] is not following
     ] == [(Stage.WARM_UP, StepOutcome.SETTLED)]

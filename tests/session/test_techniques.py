@@ -1,4 +1,4 @@
-"""A technique is a room, a section and an entry: stages, recorder, report, plans on disk and detaching follow."""
+"""A technique is a room, a section and an entry; stages, recordings, report, plan files and detaching work with it."""
 
 from __future__ import annotations
 
@@ -153,14 +153,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def put(file: Path, place: str, text: str) -> None:
-    """Write a text, which ends with `place`, in front of that place."""
+    """Replace the string `place` of a file by `text`, which ends with that string."""
     before = file.read_text()
     assert before.count(place) == 1 and text.endswith(place)
     file.write_text(before.replace(place, text))
 
 
 def trained(folder: Path, runs: int, **block: Any) -> tuple[list[dict[str, Any]], str]:
-    """Run the package in that folder several times, with plans kept there; return the results and the log."""
+    """Train `runs` times with the package in `folder`, and keep plans there; return the results and the log."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     command = [sys.executable, "-c", TRAIN, str(folder / "plans"), json.dumps(block), str(runs)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=300)

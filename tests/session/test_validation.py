@@ -70,7 +70,7 @@ def test_periodic_validation_does_not_delay_the_plan(where: str, every: int, pla
 
 @pytest.mark.cpu("its engine is on the CPU")
 @pytest.mark.parametrize("stage", [2, 3])
-def test_engine_with_periodic_validation_is_planned(cpu_engine: None, stage: int) -> None:
+def test_deepspeed_engine_with_periodic_validation_gets_a_plan(cpu_engine: None, stage: int) -> None:
     engine = make_engine(ds_config(stage, {**block(), "profiler": PROFILER}))
     session = memplug.attach(engine)
     for step in range(1, 16):
@@ -95,7 +95,7 @@ class Clock:
 
 
 def trials(validate: bool, monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
-    """Return the trials of a stack's session, with a large validation before every second step."""
+    """Return the trials of a stack's session, with a large validation before every second step if `validate` is set."""
     clock, model = Clock(), Stack(3)
     monkeypatch.setattr("memplug.device.device.Device.now_s", lambda device: clock.now)
     config = {**block(regions=LAYERS), "profiler": PROFILER, "arena": {"enabled": False}, "plan_dir": False}
@@ -142,8 +142,8 @@ def test_losses_with_validations_between_steps_are_unchanged() -> None:
     assert measured.losses == expected.losses and measured.report["arena_served"] > 0
 
 
-def test_validation_is_not_logged_as_a_change(caplog: pytest.LogCaptureFixture) -> None:
-    """Let no validation cause a log line that reads like a fault."""
+def test_validation_is_not_logged_as_a_change_of_program(caplog: pytest.LogCaptureFixture) -> None:
+    # no log line about a validation may read like a fault
     with caplog.at_level(logging.INFO, "memplug"):
         run("between steps", 3).detach()
     assert "plan of its own" not in caplog.text and "cosine" not in caplog.text
