@@ -28,7 +28,7 @@ Arena* arena_of(const void* pointer);
 // Returns the server through which the devices' allocators ask the arena (server.h).
 Server& arena_server();
 
-// Leaves requests in these passes (bit n: pass n) to the native allocator, from the next `serve(true)` on (server.h).
+// Leaves requests in these passes (bit n: pass n) to the native allocator. Call it before `serve(true)` (server.h).
 void withhold(int32_t passes);
 
 // Sums over all arenas of the process: bytes reserved now, and bytes in use now, as requested.
