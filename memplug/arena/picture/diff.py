@@ -81,7 +81,7 @@ def rows(facts: dict[str, Any]) -> Rows:
 
 
 def _lacking(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """Say which of two plans has addresses, if not both do."""
+    """Return words for two plans of which at most one has addresses."""
     for name, side in (("A", a), ("B", b)):
         if side["has_addresses"]:
             return f"only in {name}: {count(side['requests'], 'request')} in {size(side['height_bytes'])}"

@@ -50,7 +50,8 @@ def _held(problem: Problem, rows: np.ndarray, stream: int, main: int) -> tuple[n
     begin, end = int(table["lower"].min()), int(table["upper"].max())
     into = orderings["time"][(orderings["before"] == main) & (orderings["after"] == stream)]
     back = orderings["time"][(orderings["before"] == stream) & (orderings["after"] == main)]
-    # One instant earlier, so that lifetimes do not merely meet: two orderings at one instant may come in either order.
+    # Begin one instant before the ordering: two orderings at one instant may come in either order, so one lifetime must
+    # not begin at the very instant at which another ends.
     lower = np.append(into - 1, begin)[np.searchsorted(into, table["lower"][rows], "right") - 1]
     upper = np.append(back, end)[np.searchsorted(back, table["upper"][rows], "left")]
     return np.maximum(lower, begin), np.maximum(upper, table["upper"][rows])
