@@ -98,8 +98,9 @@ def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int]
     """Return a use by which the native core can find each wanted tensor at an outermost operator.
 
     Two uses look alike if their operators, slots, sizes and dtypes are the same, and their `Features.uses` differ by at
-    most `EDITS`: their features could become equal if that many operators were inserted or left out. An anchor between
-    the two uses tells them apart.
+    most `EDITS`: their features could become equal if that many operators were inserted or left out. An anchor tells
+    the wanted use apart from a look-alike if it sets the clock in time: if the look-alike's operator reads it, or an
+    operator between the two uses and the look-alike comes later.
 
     Args:
         step: one step with tensors.
@@ -109,7 +110,7 @@ def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int]
         (use, tolerance) for each pair that can be told apart. If nested operators use the tensor too, `use` is the one
         with the largest tolerance: the most places by which a use may be off its planned place. A tolerance is less
         than half of the distance to the nearest use of another tensor that looks alike. It is also less than the
-        distance to the nearest such use without an anchor in between, minus `EDITS`.
+        distance to the nearest such use that no anchor tells apart, minus `EDITS`.
     """
     anchored = sorted({place for place, _, _ in anchors(step)})
     found: dict[tuple[int, int], list[TensorUse]] = {}
@@ -169,7 +170,7 @@ def _tolerance(tensor: int, use: TensorUse, alike: list[tuple[int, int, int]], a
         if other == tensor or abs(uses - use.features.uses) > EDITS or distance >= nearest_without_anchor:
             continue
         nearest = min(nearest, distance)
-        # The earlier operator may be left out of a step, and its anchors with it: they do not count.
+        # Anchors of the wanted use's own operator do not count, since a step may leave out that operator.
         first = place if place < use.place else use.place + 1
         after = bisect.bisect_left(anchored, first)
         if after == len(anchored) or anchored[after] > place:

@@ -215,7 +215,7 @@ class FirstUse(NamedTuple):
 
 
 def marks(step: Trace) -> list[FirstUse]:
-    """Return the first use outside of the program, after its beginning, of each tensor from before the step."""
+    """Return the first read of each tensor from before the step outside of the program, once that has begun."""
     clock = clock_of(step)
     begins = clock.outermost[0] if clock.ticks else len(step.operators)
     outside = begins + np.flatnonzero(step.operators["depth"][begins:] == NO_PART)

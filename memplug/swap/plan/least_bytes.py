@@ -1,10 +1,10 @@
 """Finds the fewest bytes that bring a step within its budget, with an integer program over the candidates.
 
 It is a covering program: at every operator above the budget, the chosen candidates that may be away there must have at
-least as many bytes as the excess. If no operator may wait, the link also limits the bytes that are away at an operator
-o. Candidates whose last use is at an operator a or later can have left with at most the bytes that the link carries
-from a to o. Candidates whose next use is at an operator b or earlier can return with at most the bytes that it carries
-from o to b. Both limits are linear in the choice.
+least as many bytes as the excess. If no operator may wait, the link also limits the bytes that can be away at an
+operator o. Candidates that are last used at an operator a or later can have at most the bytes that the link carries
+from a to o. Candidates that are next used at an operator b or earlier can have at most the bytes that it carries from
+o to b. Both limits are linear in the choice.
 """
 
 from __future__ import annotations
