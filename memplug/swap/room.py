@@ -17,10 +17,9 @@ TIGHTER = 3  # how often memplug may make a new list with a smaller budget, beca
 class ListRoom:
     """The device budget, and the smaller one that a list must keep to, since a list leaves some bytes free.
 
-    It leaves bytes free for two reasons. First, a collective's memory is freed a little earlier or later in every step.
-    Second, if a step under a list lacks memory, the next list leaves that much more free. Such a step may lack memory
-    because memplug sees only some of its operators (memplug/swap/native/repeated_step.h), and then cannot always
-    offload tensors in time.
+    A list leaves bytes free for two reasons. First, a collective's memory is freed a little earlier or later in every
+    step. Second, if a step under a list lacks memory, the next list leaves that much more free: if memplug follows a
+    step by its requests alone (memplug/swap/native/repeated_step.h), it cannot always offload tensors in time.
 
     Args:
         asked_gib: the block's "device_budget_gib".
@@ -77,7 +76,7 @@ class ListRoom:
         return True
 
     def loosen(self) -> bool:
-        """Let the next list leave nothing free, since no list could leave as much as planned.
+        """Let the next list leave nothing free, since no list could leave enough free.
 
         A list under which steps sometimes lack memory, and are slow, is better than no list.
 
