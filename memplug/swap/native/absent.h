@@ -33,7 +33,7 @@ struct StorageSwapper::Absent {
   // torch asked for a pointer to write to, and got host memory, since the device had no room: never prefetched
   bool written = false;
   c10::DataPtr arriving; // the device memory to which the storage returns
-  int64_t began = 0; // the swapper numbers returns from 1: the number of this storage's latest return
+  int64_t began = 0; // number of the storage's latest return; the swapper counts all returns, from 1
 };
 
 struct StorageSwapper::HostMemory {

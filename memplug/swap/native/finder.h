@@ -1,9 +1,9 @@
 // Finds the targets (the tensors of a swap list) in a running step; knows only identity, size and dtype of storages.
 //
 // The clock counts the program's outermost operators (program_clock.h). The finder recognizes a target at its last use
-// before it leaves: by its features (tensor_features.h), size and dtype, the operator that uses it, and its slot there.
-// The use has to be close to the planned place: closer than half the distance to the next tensor that looks the same.
-// It is better to find no tensor than a wrong one.
+// before it leaves: by its features (tensor_features.h), size and dtype, the operator that uses it, and its slot, which
+// is its number among the operator's inputs or outputs. The use has to be close to the planned place: closer than half
+// the distance to the next tensor that looks the same. It is better to find no tensor than a wrong one.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>

@@ -8,7 +8,7 @@
 
 namespace memplug {
 
-// Begins to follow the step: turns the planned places of actions into requests. A release or prefetch happens at the
+// Begins to follow the step: finds the request at which each turn is due. A release or prefetch happens at the
 // first request after its operator has begun. A restore must come before its operator, which is the next use, so it
 // happens at the last request before that operator. If the prefetch happens only after that request, the tensor is
 // late: memplug has to see the next use itself, and restores the tensor as that operator begins.
@@ -28,7 +28,7 @@ void SwapStep::follow() {
       int64_t requests = after[i] < 0 ? INT64_MAX : after[i];
       if (turn.kind == Turn::RESTORE && after[i] >= 0) {
         if (prefetches[turn.target] < requests) {
-          // at request 0, `leave_at_the_beginning` offloads: no restore comes earlier
+          // request 0 is the earliest: there, `leave_at_the_beginning` offloads
           requests = std::max<int64_t>(requests - 1, 0);
         } else {
           lates_.emplace_back(requests - 1, turn.target);
@@ -59,7 +59,7 @@ std::pair<Sight, int32_t> SwapStep::sight() const {
     await(Sight::TENSORS, plan_.targets[target].operator_number);
   }
   for (const int32_t target : late_) {
-    if (returned_outside_[target]) { // the next use is outside of the program, by an unknown operator
+    if (returned_outside_[target]) { // the next use is outside of the program: it may be any operator
       await(Sight::TENSORS, ANY);
     } else {
       await(Sight::NUMBERS, plan_.program[plan_.targets[target].next_use]);

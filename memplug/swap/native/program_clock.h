@@ -14,8 +14,8 @@ namespace memplug {
 //
 // Once an operator is not the planned one, the clock may be off. At each operator it then looks for a place where the
 // plan has the same last few operators, and continues from the nearest such place. At a distance of d places, the last
-// 2 + d operators have to match, or `kAlike` if that is fewer. The clock looks no further than the number of operators
-// since it has been off, and at most `kReach` places away.
+// 2 + d operators have to match, or `kAlike` if that is fewer. The clock looks at most `kReach` places away, and no
+// further than the number of operators since it may have been off.
 class ProgramClock {
  public:
   static constexpr int32_t kAlike = 4, kReach = 64;
