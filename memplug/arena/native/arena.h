@@ -30,7 +30,8 @@ class ArenaDevice {
   virtual ~ArenaDevice() = default;
 
   // Returns memory at a multiple of BLOCK_BYTES; throws if there is too little. The memory belongs to the current
-  // stream: only that stream is ordered after earlier uses of the memory, and before uses of it after `release`.
+  // stream, as a block of torch's allocator does: work on other streams is ordered neither after uses of the memory
+  // before this call, nor before uses of it after `release`.
   virtual char* reserve(size_t nbytes) = 0;
   virtual Stream current_stream() = 0;
   virtual void release(char* memory) = 0;
@@ -119,7 +120,7 @@ struct ArenaCounters {
   int64_t peak_bytes = 0; // the largest live_bytes since the last plan
   int64_t leftover_bytes = 0; // now: bytes of leftovers that have been in use for a whole step
   int64_t wanted_bytes = 0; // now: bytes of blocks that a recording wants to see freed
-  int64_t told_bytes = 0; // now: bytes of blocks that a recording will see freed: all under a plan, else wanted_bytes
+  int64_t told_bytes = 0; // now: bytes of blocks that a recording will see freed: under a plan all, else wanted_bytes
 
   int64_t from_arena() const {
     return planned + dynamic + reusable;
@@ -281,7 +282,7 @@ class Arena {
     const LeftoverHistory* mark = nullptr; // null: none of its blocks outlived its step
   };
   struct Spot { // one place of the program
-    int32_t begin = 0, end = 0, next = 0; // indices into `rows_`; `next` is the expected one
+    int32_t begin = 0, end = 0, next = 0; // indices into `rows_`; `next` is the row expected next
     int32_t dynamic_begin = 0, dynamic_end = 0, dynamic_next = 0;
     uint32_t step = 0;
   };

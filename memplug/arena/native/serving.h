@@ -70,7 +70,8 @@ class NativeBlockDevice : public RecordingDevice {
 ArenaDevice& cpu_device(); // has a single stream
 ArenaDevice& other_device(); // for other vendors' devices, see `install_other`
 #ifdef MEMPLUG_CUDA
-ArenaDevice& cuda_device(int index); // throws if this version of torch has calls that memplug does not know
+// throws if another device of this process has an arena, or if memplug does not know this torch's CUDA allocator
+ArenaDevice& cuda_device(int index);
 #endif
 
 } // namespace memplug
