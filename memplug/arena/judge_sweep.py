@@ -54,7 +54,7 @@ class _Waits:
     """The times at which streams have waited for the work of another stream.
 
     The constructor walks backward through the orderings. For each ordering it stores when each of `streams` has waited
-    for all earlier work of the stream `before`. For the stream `before` itself it stores `_LONG_AGO`.
+    for all earlier work of the ordering's stream `before`; for that stream itself, `_LONG_AGO`.
     """
 
     def __init__(self, orderings: np.ndarray, streams: list[int]) -> None:

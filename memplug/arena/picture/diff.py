@@ -20,7 +20,7 @@ _LARGEST_AT_MOST = 5
 
 
 class _Pairs(NamedTuple):
-    """Rows of plan A's problem and of plan B's, int64; a[i] and b[i] are a pair, if rows have partners."""
+    """Rows of plan A's problem and of plan B's, int64. If the rows have partners, a[i] and b[i] are a pair."""
 
     a: np.ndarray
     b: np.ndarray

@@ -1,10 +1,10 @@
 """Reduces a problem of several streams to one stream, where buffers may share bytes if their lifetimes do not overlap.
 
-A stream may use bytes that another stream frees only after it has waited for that stream. So the reduction extends the
-lifetimes of buffers on side streams (all but the main one). The extended lifetime begins when the side stream last
-waited for the main stream before the malloc, and ends when the main stream first waits for the side stream after the
-free. If the extended lifetimes of buffers on two streams do not overlap, the later stream has waited for the earlier
-one, directly or through the main stream.
+Before a stream uses bytes that another stream has freed, it has to wait for that stream. So the reduction extends the
+lifetimes of buffers on side streams (all but the main one). The extended lifetime begins at the side stream's last wait
+for the main stream before the malloc. It ends at the main stream's first wait for the side stream after the free. If
+the extended lifetimes of buffers on two streams do not overlap, the later stream has waited for the earlier one,
+directly or through the main stream.
 
 Buffers of one side stream whose extended lifetimes overlap form one block; inside the block the order of their stream
 is enough. Without orderings, a side stream has bytes of its own for the whole step.

@@ -2,14 +2,14 @@
 // orders.
 //
 // A placement is stable if no buffer can be moved to a lower offset; if any placement fits, a stable one does. The
-// search places buffers in the order of rising offsets, and of ranks at the same offset, so that it visits each
-// placement once. (Canonical solutions, section inference and dynamic decomposition: M. Moffitt, "MiniMalloc", ASPLOS
-// 2023.)
+// search places buffers in the order of rising offsets. At the same offset it places them in the order of their ranks,
+// which are drawn anew for each restart. So it visits each placement once. (Canonical solutions, section inference and
+// dynamic decomposition: M. Moffitt, "MiniMalloc", ASPLOS 2023.)
 //
-// Two things are added here. First, a bound. An unplaced buffer would rest on the placed buffers below it. Once the
-// search has passed that offset, the buffer must rest on one that is placed later; a shortest path bounds its offset
-// from below. Second, restarts (Luby's sequence), with orders that are drawn at random and favour buffers at which
-// earlier searches failed.
+// Two things are added here. First, a bound. An unplaced buffer would rest at the lowest offset above the placed
+// buffers. Once the search has passed this offset, the buffer must rest on another that is placed later; a shortest
+// path gives a lower bound of its offset. Second, restarts (Luby's sequence), with orders that are drawn at random and
+// favour buffers at which earlier searches failed.
 #include <pthread.h>
 
 #include <algorithm>
