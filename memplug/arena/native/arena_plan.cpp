@@ -1,4 +1,4 @@
-// Loads a plan into an arena, and retires the memory of the plan before.
+// Loads a plan into an arena, and retires the memory of the earlier plan.
 #include <algorithm>
 #include <utility>
 

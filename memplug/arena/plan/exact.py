@@ -86,8 +86,8 @@ def _close_gap(
 ) -> tuple[np.ndarray, bool]:
     """Return the lowest offsets found, and whether they are proven to be optimal."""
     small = Small.of(problem)
-    # Heights in units: all up to `impossible` are proven impossible, `best` is reached, and `hard` is the highest below
-    # it at which the search failed or timed out.
+    # Heights in units. All up to `impossible` are proven impossible. `best` is the lowest that the search has reached,
+    # and `hard` the highest below `best` at which it failed or timed out.
     impossible = -(-problem.lower_bound // small.unit) - 1
     target = max(enough // small.unit, impossible + 1)
     best = -(-int((offsets + problem.buffers["size"]).max()) // small.unit)
